@@ -1,0 +1,1 @@
+"""Thin Flower apps: the doors through which Flower's engines enter."""

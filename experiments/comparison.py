@@ -1,0 +1,113 @@
+"""Several methods on the same data, model and seeds."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .engines import Engine
+from .journal import Progress, Summary
+from .methods import Experiment, parse, settle
+from .plots import plot_curves
+from .results import read_rounds
+from .workbench import check
+
+VALIDATION_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to compare: flat options, methods, seeds, and rates to choose from."""
+
+    options: Mapping[str, Any]
+    methods: Sequence[str]
+    seeds: int = 1
+    rates: Sequence[float] = ()
+
+    def experiment(self, method: str, seed: int, **changes: Any) -> Experiment:
+        """One run of the plan."""
+        base = int(self.options.get("seed", 0))
+        experiment = settle({**self.options, "method": method, "seed": base + seed})
+        return replace(experiment, config=replace(experiment.config, **changes))
+
+    def check(self) -> None:
+        """Find every usage error before the first run."""
+        for method in self.methods:
+            check(self.experiment(method, 0))
+
+
+#: called before every run with a label; returns what to call after every round of it
+Announce = Callable[[str], Progress | None]
+
+
+def compare(plan: Plan, engine: Engine, folder: Path, announce: Announce) -> list[Summary]:
+    """Run everything; write `compare.json` and `compare.png` beside the runs' own folders."""
+    summaries: list[Summary] = []
+    curves: dict[str, list[Any]] = {}
+    for method in plan.methods:
+        chosen = _best_rate(plan, method, engine, folder, announce)
+        for seed in range(plan.seeds):
+            experiment = plan.experiment(method, seed, **({"lr": chosen["lr"]} if chosen else {}))
+            place = folder / f"{_folder_name(method)}-seed{experiment.config.seed}"
+            summary = engine(experiment, place, announce(f"{method}, seed {experiment.config.seed}"))
+            summaries.append({**summary, **({"lr-grid": chosen["grid"]} if chosen else {})})
+            curves.setdefault(method, []).append(read_rounds(place))
+            (folder / "compare.json").write_text(json.dumps(summaries, indent=2) + "\n")
+    plot_curves(curves, folder / "compare.png")
+    return summaries
+
+
+def _best_rate(plan: Plan, method: str, engine: Engine, folder: Path, announce: Announce) -> dict[str, Any]:
+    """The rate with the best accuracy on a validation split of the training data, at the first seed."""
+    if not plan.rates or "lr" in parse(method)[2]:
+        return {}
+    grid = {}
+    for rate in plan.rates:
+        experiment = plan.experiment(method, 0, lr=rate, validation=VALIDATION_SHARE)
+        place = folder / "lr-grid" / f"{_folder_name(method)}-lr{rate:g}"
+        summary = engine(experiment, place, announce(f"{method}, validating lr {rate:g}"))
+        grid[rate] = summary.get("accuracy", 0.0)
+    return {
+        "lr": max(grid, key=lambda rate: grid[rate]),
+        "grid": {f"{rate:g}": value for rate, value in grid.items()},
+    }
+
+
+@dataclass(frozen=True)
+class Line:
+    """One method over all its seeds."""
+
+    method: str
+    mean: float
+    deviation: float
+    #: mean paired difference to the first method, and half the width of its 95 % interval
+    difference: float
+    half_width: float
+    summary: Summary
+
+
+def lines(summaries: Sequence[Summary], key: str = "accuracy") -> list[Line]:
+    """One line a method; differences are paired by seed."""
+    by_method: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        by_method.setdefault(summary["method"], []).append(summary)
+    first = [summary.get(key, np.nan) for summary in next(iter(by_method.values()))]
+    return [_line(method, runs, first, key) for method, runs in by_method.items()]
+
+
+def _line(method: str, runs: Sequence[Summary], first: Sequence[float], key: str) -> Line:
+    values = np.array([run.get(key, np.nan) for run in runs])
+    paired = values - np.array(first)
+    from scipy import stats  # takes seconds to import, and only the last table needs it
+
+    several = len(values) > 1
+    deviation = float(values.std(ddof=1)) if several else 0.0
+    error = float(stats.sem(paired)) * float(stats.t.ppf(0.975, len(paired) - 1)) if several else 0.0
+    return Line(method, float(values.mean()), deviation, float(paired.mean()), error, runs[-1])
+
+
+def _folder_name(method: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "+-=." else "_" for letter in method)

@@ -1,0 +1,45 @@
+"""Where an experiment runs: in this process, or on Flower's Ray simulation."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.inprocess import InProcessGrid
+
+from .journal import Progress, Summary
+from .methods import Experiment
+from .node import bound_client_fn
+from .server import run
+
+Engine = Callable[[Experiment, Path, Progress | None], Summary]
+
+
+def run_in_process(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
+    """One client after another in this process: no Ray, no network."""
+    app = client_app(bound_client_fn(experiment.to_mapping()))
+    return run(InProcessGrid(app, experiment.config.clients), experiment, folder, progress)
+
+
+def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
+    """Flower's simulation engine; every client gets one processor."""
+    from flwr.simulation import run_simulation
+
+    server, summaries = ServerApp(), []
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        summaries.append(run(grid, experiment, folder, progress))
+
+    run_simulation(
+        server,
+        client_app(bound_client_fn(experiment.to_mapping())),
+        num_supernodes=experiment.config.clients,
+        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
+    )
+    return summaries[0]
+
+
+ENGINES: dict[str, Engine] = {"inprocess": run_in_process, "ray": run_on_ray}

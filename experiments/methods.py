@@ -1,0 +1,145 @@
+"""Methods: a strategy, its normalizer and its options, written `STRATEGY[+NORM][:key=value]...`."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fedbn_flwr.norm import NORMS
+from fedbn_flwr.strategies import REGISTRY, FedAvg
+from fedbn_flwr.wire import wire_key
+
+from .config import Config, UsageError, Value, convert
+
+#: constructor arguments that follow from the shared options
+SHARED = ("lr_schedule", "seed", "patience", "evaluate_every")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One method with every option settled."""
+
+    config: Config
+    strategy: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def strategy_class(self) -> type[FedAvg]:
+        """The strategy behind the name."""
+        return REGISTRY[self.strategy]
+
+    def make_strategy(self, nodes: int) -> FedAvg:
+        """The strategy for a federation of so many nodes."""
+        config, personal = self.config, self.strategy_class.personal
+        evaluating = 1.0 if personal else config.fraction_evaluate
+        try:
+            return self.strategy_class(
+                lr_schedule=config.lr_schedule,
+                seed=config.seed,
+                evaluate_every=config.evaluate_every,
+                fraction_train=config.fraction_train,
+                fraction_evaluate=evaluating,
+                min_train_nodes=1,
+                min_evaluate_nodes=1 if evaluating else 0,
+                min_available_nodes=nodes,
+                **self.options,
+            )
+        except ValueError as error:
+            raise UsageError(f"method {config.method!r}: {error}") from None
+
+    def to_mapping(self) -> dict[str, Value]:
+        """Every option by its kebab-case key; the method is as it was written."""
+        return {**self.config.to_mapping(), **{wire_key(name): value for name, value in self.options.items()}}
+
+
+def own_options(strategy: type[FedAvg]) -> dict[str, inspect.Parameter]:
+    """The options that a strategy's constructors declare, by kebab-case key."""
+    found: dict[str, inspect.Parameter] = {}
+    for owner in strategy.__mro__:
+        if not issubclass(owner, FedAvg):
+            continue
+        for name, parameter in inspect.signature(owner.__init__).parameters.items():
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in SHARED:
+                found.setdefault(wire_key(name), parameter)
+    return found
+
+
+def all_options() -> dict[str, inspect.Parameter]:
+    """The own options of all strategies."""
+    return {key: value for strategy in REGISTRY.values() for key, value in own_options(strategy).items()}
+
+
+def settle(values: Mapping[str, Any]) -> Experiment:
+    """Settle one experiment from flat options: shared ones, strategies' own ones, and the method's own text."""
+    owned = all_options()
+    shared = {key: value for key, value in values.items() if key not in owned}
+    # in a run configuration every key must exist, and an empty text stands for "not given"
+    given = {key: value for key, value in values.items() if key in owned and value != ""}
+    method = str(shared.get("method", Config.method))
+    strategy, norm, overrides = parse(method)
+    own = own_options(REGISTRY[strategy])
+    for key in overrides:
+        if key not in own and key not in Config().to_mapping():
+            raise UsageError(
+                f"method {method!r}: unknown option {key!r}; its own are: {', '.join(own) or 'none'}; shared ones: "
+                f"{', '.join(Config().to_mapping())}"
+            )
+    shared |= {key: value for key, value in overrides.items() if key not in own}
+    given |= {key: value for key, value in overrides.items() if key in own}
+    options = {own[key].name: convert(key, value, own[key].annotation) for key, value in given.items() if key in own}
+    config = _with_norm(Config.from_mapping(shared), REGISTRY[strategy], norm)
+    return _pooled(Experiment(config, strategy, options))
+
+
+def parse(method: str) -> tuple[str, str | None, dict[str, str]]:
+    """Split `STRATEGY[+NORM][:key=value]...`."""
+    head, *items = method.split(":")
+    strategy, plus, norm = head.partition("+")
+    if strategy not in REGISTRY:
+        raise UsageError(f"unknown strategy {strategy!r}; known: {', '.join(REGISTRY)}")
+    if plus and norm not in NORMS:
+        raise UsageError(f"unknown normalizer {norm!r}; known: {', '.join(NORMS)}")
+    options = {}
+    for item in _rejoined(items):
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise UsageError(f"method {method!r}: {item!r} is not of the form key=value")
+        options[key] = value
+    return strategy, norm if plus else None, options
+
+
+def _rejoined(items: list[str]) -> list[str]:
+    """Values may hold colons themselves (`partition=classes:2`): a piece without `=` belongs to the one before."""
+    joined: list[str] = []
+    for item in items:
+        if joined and "=" not in item:
+            joined[-1] += f":{item}"
+        else:
+            joined.append(item)
+    return joined
+
+
+def _with_norm(config: Config, strategy: type[FedAvg], norm: str | None) -> Config:
+    if strategy.norm is not None:
+        if norm not in (None, strategy.norm):
+            raise UsageError(f"method {config.method!r}: the strategy brings its own normalizer {strategy.norm!r}")
+        return replace(config, norm=strategy.norm)
+    chosen = norm or config.norm
+    if chosen not in NORMS:
+        raise UsageError(f"unknown normalizer {chosen!r}; known: {', '.join(NORMS)}")
+    return replace(config, norm=chosen)
+
+
+def _pooled(experiment: Experiment) -> Experiment:
+    """One node with the union of the data, on batches as large as all clients' together."""
+    config = experiment.config
+    if not experiment.strategy_class.pooled:
+        return experiment
+    if not config.clients:
+        raise UsageError(f"method {config.method!r} needs clients: the number of clients whose data it unites")
+    # `batch-size` inside the method's own text is meant for the one node
+    batch_size = config.batch_size
+    if "batch-size" not in parse(config.method)[2]:
+        batch_size *= config.clients
+    pooled = replace(config, clients=1, partition="union", batch_size=batch_size, fraction_train=1.0)
+    return replace(experiment, config=pooled)

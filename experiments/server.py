@@ -1,0 +1,87 @@
+"""The server's side of an experiment: one run, from a grid to a folder of results."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ConfigRecord
+from flwr.serverapp import Grid
+
+from fedbn_flwr import state
+from fedbn_flwr.accounting import CountingGrid
+from fedbn_flwr.client import pick_device
+from fedbn_flwr.strategies import wait_for_nodes
+from fedbn_flwr.wire import Instruction
+
+from .config import Config, UsageError
+from .journal import Journal, Progress, Summary
+from .methods import Experiment, settle
+from .plots import plot_curves
+from .results import RunFolder, read_rounds
+from .scoring import Scorer
+from .workbench import check, fresh_model, load_data, rounds_within_budget, set_threads, shared_model
+
+#: seconds to wait for the federation's nodes
+PATIENCE = 120.0
+
+
+def serve(grid: Grid, run_config: Mapping[str, Any]) -> Summary:
+    """Run what a Flower run configuration says."""
+    experiment = settle(run_config)
+    return run(grid, experiment, Path(experiment.config.results_dir))
+
+
+def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
+    """Run one experiment on a grid and write its results into a folder."""
+    check(experiment)
+    nodes = _count_nodes(grid, experiment.config.clients)
+    config = rounds_within_budget(experiment.config, nodes)
+    experiment = replace(experiment, config=config)
+    set_threads(config)
+    files = RunFolder(folder)
+    files.config(experiment.to_mapping())
+    strategy, counted = experiment.make_strategy(nodes), CountingGrid(grid)
+    scorer = Scorer(shared_model(config), load_data(config), pick_device(config.device))
+    journal = Journal(files, strategy, counted, scorer, config, progress)
+    initial = state.to_record(fresh_model(config).state_dict())
+    strategy.start(
+        counted,
+        initial,
+        config.rounds,
+        timeout=config.timeout,
+        train_config=_instruction(config).to_config(),
+        evaluate_config=ConfigRecord({"seed": config.seed}),
+        evaluate_fn=journal.record,
+    )
+    summary = journal.summary(experiment, nodes)
+    files.finish(summary, journal.arrays or initial)
+    plot_curves({config.method: [read_rounds(folder)]}, folder / "curves.png")
+    return summary
+
+
+def _instruction(config: Config) -> Instruction:
+    """What the shared options ask of a client."""
+    return Instruction(
+        seed=config.seed,
+        local_steps=0 if config.local_epochs else config.local_steps,
+        local_epochs=config.local_epochs or 1,
+        batch_size=config.batch_size,
+        replacement=config.replacement,
+        augmentation=config.augmentation,
+        optimizer=config.optimizer,
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        precision=config.precision,
+    )
+
+
+def _count_nodes(grid: Grid, clients: int) -> int:
+    nodes = len(wait_for_nodes(grid, max(clients, 1), PATIENCE))
+    if clients and nodes != clients:
+        raise UsageError(
+            f"the federation has {nodes} nodes, the experiment {clients} clients: they must be equal "
+            "(clients=0 takes one for every node)"
+        )
+    return nodes

@@ -1,0 +1,80 @@
+"""The data, the partition and the model of an experiment: made once a process, shared by all its clients."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedbn_flwr import data, models
+
+from .config import Config, UsageError
+from .methods import Experiment
+
+#: the share of the training data and the draw of the validation split are the same for every seed
+VALIDATION_SEED = 0
+
+
+def load_data(config: Config) -> data.Data:
+    """The data set, or with `validation` the training data with a part held out in place of the test data."""
+    loaded = data.load(config.dataset, image_size=config.image_size or None, root=config.data_root or None)
+    return loaded.validation_split(config.validation, VALIDATION_SEED) if config.validation else loaded
+
+
+def make_partition(config: Config, clients: int) -> list[NDArray[np.int64]]:
+    """Every client's samples."""
+    return data.partition(config.partition, load_data(config), clients, config.seed)
+
+
+def fresh_model(config: Config) -> nn.Module:
+    """The model of an experiment in its initial state."""
+    loaded = load_data(config)
+    return models.build(
+        config.model,
+        num_classes=loaded.num_classes,
+        in_channels=loaded.in_channels,
+        image_size=loaded.image_size,
+        norm=config.norm,
+        seed=config.seed,
+        init_from=config.init_from or None,
+        groups=config.groups,
+    )
+
+
+@lru_cache(maxsize=2)
+def shared_model(config: Config) -> nn.Module:
+    """One model for all users in this process. Whoever uses it overwrites its whole state first."""
+    return fresh_model(config)
+
+
+def rounds_within_budget(config: Config, clients: int) -> Config:
+    """With `budget-epochs`: as many rounds as all clients together need to see the data so often."""
+    if not config.budget_epochs:
+        return config
+    taking_part = max(int(clients * config.fraction_train), 1)
+    if config.local_epochs:
+        epochs_a_round = config.local_epochs * taking_part / clients
+    else:
+        samples = len(load_data(config).train)
+        epochs_a_round = config.local_steps * config.batch_size * taking_part / samples
+    return replace(config, rounds=max(round(config.budget_epochs / epochs_a_round), 1))
+
+
+def check(experiment: Experiment) -> None:
+    """Find what cannot work before anything is started: data, partition, model and strategy."""
+    config = experiment.config
+    try:
+        if config.clients:
+            make_partition(config, config.clients)
+        shared_model(config)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    experiment.make_strategy(config.clients)
+
+
+def set_threads(config: Config) -> None:
+    """Torch threads of this process."""
+    if config.threads:
+        torch.set_num_threads(config.threads)

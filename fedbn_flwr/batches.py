@@ -1,0 +1,35 @@
+"""Which samples each local step uses: a function of the instruction and of a generator, decided before training."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.wire import Instruction
+
+
+def plan(count: int, instruction: Instruction, generator: torch.Generator, merge_single: bool) -> list[Tensor]:
+    """The positions (in the client's own samples) of every mini-batch of the round.
+
+    A last short batch is kept. With `merge_single`, for models whose BN cannot take one sample, a last batch of one
+    is merged into the one before.
+    """
+    if count < 1:
+        raise ValueError("a client needs at least one sample to train")
+    if instruction.replacement:
+        steps = instruction.local_steps or instruction.local_epochs * -(-count // instruction.batch_size)
+        return [torch.randint(count, (instruction.batch_size,), generator=generator) for _ in range(steps)]
+    epochs = _epochs(count, instruction.batch_size, generator, merge_single)
+    if instruction.local_steps:
+        return list(islice((batch for epoch in epochs for batch in epoch), instruction.local_steps))
+    return [batch for epoch in islice(epochs, instruction.local_epochs) for batch in epoch]
+
+
+def _epochs(count: int, size: int, generator: torch.Generator, merge_single: bool) -> Iterator[list[Tensor]]:
+    while True:
+        batches = list(torch.randperm(count, generator=generator).split(size))
+        if merge_single and size > 1 and len(batches) > 1 and len(batches[-1]) == 1:
+            last = batches.pop()
+            batches[-1] = torch.cat([batches[-1], last])
+        yield batches

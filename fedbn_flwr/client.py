@@ -1,0 +1,184 @@
+"""The Flower client: it loads what it received, obeys the instruction, and says which keys it obeyed."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from flwr.app import RecordDict
+from flwr.client import NumPyClient
+from torch import nn
+
+from fedbn_flwr import batches, norm, state, training, wire
+from fedbn_flwr.data import Split, augment
+from fedbn_flwr.evaluation import evaluate, shares
+from fedbn_flwr.memory import Memory
+from fedbn_flwr.seeding import derive, torch_generator
+from fedbn_flwr.state import State
+from fedbn_flwr.wire import Instruction
+
+Metrics = dict[str, float | list[float]]
+
+
+@dataclass
+class Reply:
+    """What leaves the client: named groups of arrays, numbers, and the binding keys that were obeyed."""
+
+    num_examples: int
+    metrics: Metrics
+    records: dict[str, State] = field(default_factory=dict)
+    report: dict[str, list[str]] = field(default_factory=dict)
+
+
+class BNClient(NumPyClient):
+    """A client that can be used with every strategy of this project, and with Flower's own.
+
+    `memory` is the node's `Context.state`: the only place where anything survives from one message to the next. The
+    model may be shared by all clients of a process, because every message overwrites its whole state.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Split,
+        *,
+        test: Split | None = None,
+        num_classes: int = 10,
+        indices: np.ndarray | None = None,
+        partition_id: int = 0,
+        memory: RecordDict | None = None,
+        device: str = "auto",
+        loss_function: training.LossFunction = F.cross_entropy,
+    ) -> None:
+        self.device = pick_device(device)
+        self.model = model.to(self.device)
+        self.train_split, self.test_split, self.num_classes = train, test, num_classes
+        self.indices = np.arange(len(train)) if indices is None else indices
+        self.partition_id = partition_id
+        self.memory = Memory(RecordDict() if memory is None else memory)
+        self.loss_function = loss_function
+
+    # ---- what every Flower API ends up calling -------------------------------------------------------------------
+
+    def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+        """One round of local training."""
+        self._load(received[wire.ARRAYS], instruction)
+        with norm.freeze(self.model, **_frozen_parts(instruction.freeze)):
+            loss = self._learn(instruction)
+        if personal := state.group_keys(self.model, instruction.keep_local):
+            self.memory.store(wire.PERSONAL, state.snapshot(self.model, personal))
+        metrics: Metrics = {wire.TRAIN_LOSS: loss}
+        return self._reply(metrics, instruction, {wire.ARRAYS: self._shared(instruction)})
+
+    def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+        """Evaluate the node's own model (the received one with the entries that live here) on the test split."""
+        if self.test_split is None:
+            raise ValueError("this client was given no test split to evaluate on")
+        self._load(received[wire.ARRAYS], instruction)
+        result = evaluate(self.model, self.test_split, self.num_classes, self.device)
+        metrics: Metrics = {
+            wire.EVAL_LOSS: result.loss,
+            wire.ACCURACY: result.accuracy,
+            wire.ACCURACY_PERSONAL: result.accuracy_for(*shares(self.train_split, self.indices, self.num_classes)),
+            wire.DOMAIN_ACCURACY: result.domain_accuracy,
+        }
+        sent = state.group_keys(self.model, instruction.keep_local if instruction.send_personal else "none")
+        return self._reply(metrics, instruction, {wire.PERSONAL: state.snapshot(self.model, sent)})
+
+    def describe(self) -> Reply:
+        """Who this node is: its partition, its number of samples, its domain if it has exactly one."""
+        domains = self.train_split.domains
+        own = set() if domains is None else set(domains[torch.from_numpy(self.indices)].tolist())
+        metrics: Metrics = {
+            wire.DOMAIN: own.pop() if len(own) == 1 else -1,
+            wire.PARTITION_ID: self.partition_id,
+        }
+        learned = [name for name, _ in self.model.named_parameters()]
+        return Reply(len(self.indices), metrics, report={wire.PARAMETERS: learned})
+
+    # ---- Flower's NumPyClient: lists in the order of the state dict ----------------------------------------------
+
+    def get_parameters(self, config: dict[str, Any]) -> list[np.ndarray]:
+        """The whole state, counters included."""
+        return [value.cpu().numpy().copy() for value in self.model.state_dict().values()]
+
+    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
+        """Train; returns the entries that leave the client, in the order of the state dict."""
+        instruction = Instruction.from_config(config)
+        reply = self.train({wire.ARRAYS: self._named(parameters, instruction)}, instruction)
+        arrays = [value.cpu().numpy() for value in reply.records[wire.ARRAYS].values()]
+        return arrays, reply.num_examples, {**reply.metrics, wire.OBEYED: ",".join(reply.report[wire.OBEYED])}
+
+    def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        """Evaluate on the client's test split."""
+        instruction = Instruction.from_config(config)
+        reply = self.test({wire.ARRAYS: self._named(parameters, instruction)}, instruction)
+        metrics = {key: value for key, value in reply.metrics.items() if not isinstance(value, list)}
+        return float(metrics[wire.EVAL_LOSS]), reply.num_examples, metrics
+
+    # ---- the parts -----------------------------------------------------------------------------------------------
+
+    def _load(self, received: State, instruction: Instruction) -> None:
+        local = state.group_keys(self.model, instruction.keep_local)
+        state.load(self.model, {**received, **self.memory.personal(local)})
+
+    def _learn(self, instruction: Instruction) -> float:
+        self.model.train()
+        optimizer = training.make_optimizer(self.model, instruction)
+        # dropout draws from the process-wide generator, which is lent to this round and put back
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(derive(instruction.seed, "dropout", *self._stream(instruction)))
+            return training.train(
+                self.model,
+                self._batches(instruction),
+                optimizer,
+                instruction,
+                self.loss_function,
+                training.adjustments(self.model, instruction),
+            )
+
+    def _batches(self, instruction: Instruction) -> Iterator[training.Batch]:
+        generator = torch_generator(instruction.seed, "batches", *self._stream(instruction))
+        learning = any(layer.training for layer in norm.bn_layers(self.model).values())
+        indices = torch.from_numpy(self.indices)
+        for positions in batches.plan(len(indices), instruction, generator, merge_single=learning):
+            inputs, targets = self.train_split.batch(indices[positions], self.device)
+            yield augment(instruction.augmentation, inputs, generator), targets
+
+    def _stream(self, instruction: Instruction) -> tuple[str | int, ...]:
+        return "round", instruction.server_round, "partition", self.partition_id
+
+    def _shared(self, instruction: Instruction) -> State:
+        stays = state.group_keys(self.model, instruction.keep_local)
+        stays |= state.group_keys(self.model, instruction.omit)
+        return state.snapshot(self.model, [name for name in self.model.state_dict() if name not in stays])
+
+    def _named(self, parameters: list[np.ndarray], instruction: Instruction) -> State:
+        names = list(self.model.state_dict())
+        if len(parameters) != len(names):
+            local = state.group_keys(self.model, instruction.keep_local)
+            names = [name for name in names if name not in local]
+        if len(parameters) != len(names):
+            raise ValueError(f"received {len(parameters)} arrays, the model shares {len(names)}")
+        return {name: torch.from_numpy(np.array(value)) for name, value in zip(names, parameters, strict=True)}
+
+    def _reply(self, metrics: Metrics, instruction: Instruction, records: dict[str, State]) -> Reply:
+        metrics[wire.PARTITION_ID] = self.partition_id
+        return Reply(len(self.indices), metrics, records, {wire.OBEYED: instruction.binding_keys()})
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r} is not available here; known: auto, cpu")
+    return torch.device(name)
+
+
+def _frozen_parts(freeze: str) -> dict[str, bool]:
+    if freeze not in wire.FREEZES:
+        raise ValueError(f"unknown freeze {freeze!r}; known: {', '.join(wire.FREEZES)}")
+    return {"statistics": freeze in ("statistics", "both"), "affine": freeze in ("affine", "both")}

@@ -1,0 +1,48 @@
+"""A decorated, message-based ClientApp around `BNClient`: names and dtypes of arrays survive the journey."""
+
+from collections.abc import Callable
+
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr import state, wire
+from fedbn_flwr.client import BNClient, Reply
+from fedbn_flwr.wire import Instruction
+
+ClientFunction = Callable[[Context], BNClient]
+
+
+def client_app(client_fn: ClientFunction) -> ClientApp:
+    """Make a ClientApp; `client_fn` builds the node's client from its Context, once a message.
+
+    The client's `memory` should be the context's `state`, which Flower keeps from message to message.
+    """
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return pack(client_fn(context).train(*unpack(message)), message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return pack(client_fn(context).test(*unpack(message)), message)
+
+    @app.query("describe")
+    def describe(message: Message, context: Context) -> Message:
+        return pack(client_fn(context).describe(), message)
+
+    return app
+
+
+def unpack(message: Message) -> tuple[dict[str, state.State], Instruction]:
+    """The arrays by group and name, and the instruction."""
+    records = {name: state.from_record(record) for name, record in message.content.array_records.items()}
+    return records, Instruction.from_config(message.content.config_records[wire.CONFIG])
+
+
+def pack(reply: Reply, message: Message) -> Message:
+    """Answer a message."""
+    content = RecordDict({name: state.to_record(values) for name, values in reply.records.items()})
+    content[wire.METRICS] = MetricRecord({wire.NUM_EXAMPLES: reply.num_examples, **reply.metrics})
+    content[wire.REPORT] = ConfigRecord(dict(reply.report))
+    return Message(content, reply_to=message)

@@ -1,0 +1,23 @@
+"""Data sets, their partitions among clients, and augmentation.
+
+A data set is two splits in memory, loaded once a process and never copied for a client; a partition is one
+array of indices a client.
+"""
+
+from fedbn_flwr.data.augmentation import AUGMENTATIONS, augment
+from fedbn_flwr.data.loading import DATASETS, load
+from fedbn_flwr.data.partition_specs import PARTITIONS
+from fedbn_flwr.data.partitions import describe, partition
+from fedbn_flwr.data.splits import Data, Split
+
+__all__ = [
+    "AUGMENTATIONS",
+    "DATASETS",
+    "PARTITIONS",
+    "Data",
+    "Split",
+    "augment",
+    "describe",
+    "load",
+    "partition",
+]

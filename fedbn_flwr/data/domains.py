@@ -1,0 +1,147 @@
+"""Five domains of the same ten digits, for feature shift, made from what the dependencies ship.
+
+These are the data of no paper: a stand-in, without a download, for sets such as Digits-Five. Four domains
+show the real digits of scikit-learn, the fifth shows digits of fonts. A real digit that is held out for
+testing is held out in all four, and four of the twenty fonts are held out whole, so no digit that a test
+image shows was trained on in any domain.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbn_flwr.data.digits import real_digits
+from fedbn_flwr.data.splits import Data, Split
+from fedbn_flwr.seeding import torch_generator
+
+SIDE = 28
+#: the fonts that matplotlib ships and that have the ten digits in the common form
+TRAIN_FONTS = (
+    *("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-BoldOblique", "DejaVuSansMono", "DejaVuSansMono-Bold"),
+    *("DejaVuSansMono-BoldOblique", "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-BoldItalic"),
+    *("STIXGeneral", "STIXGeneralItalic", "STIXGeneralBolIta", "cmr10", "cmb10", "cmss10", "cmti10"),
+)
+TEST_FONTS = ("DejaVuSans-Oblique", "DejaVuSerif-Italic", "STIXGeneralBol", "cmtt10")
+#: drawings of every digit in every font: 1,440 for training and 360 for testing
+DRAWINGS = 9
+
+Draw = Callable[[Tensor, torch.Generator], Tensor]
+
+
+def digits_domains() -> Data:
+    """28x28 RGB, always the same images: real, fonts, photos, inverted and sheared digits."""
+    images, labels, test = real_digits()
+    small = torch.from_numpy(images).unsqueeze(1)
+    upscaled = F.interpolate(small, size=(SIDE, SIDE), mode="bicubic").clamp(0, 1)
+    splits = []
+    for role, chosen, fonts in (("train", ~test, TRAIN_FONTS), ("test", test, TEST_FONTS)):
+        originals, original_labels = upscaled[chosen], torch.from_numpy(labels[chosen])
+        parts = {
+            name: (draw(originals, torch_generator(0, "digits-domains", name, role)), original_labels)
+            for name, draw in REAL_DOMAINS.items()
+        }
+        parts["fonts"] = drawn(fonts, torch_generator(0, "digits-domains", "fonts", role))
+        splits.append(_stack([parts[name] for name in DOMAINS]))
+    return Data("digits-domains", splits[0], splits[1], 10, DOMAINS)
+
+
+def real(originals: Tensor, generator: torch.Generator) -> Tensor:
+    """The handwritten digits as they are, light on dark."""
+    return originals
+
+
+def photos(originals: Tensor, generator: torch.Generator) -> Tensor:
+    """The absolute difference with patches of scikit-learn's two photographs, in the manner of MNIST-M.
+
+    Ganin and Lempitsky, Unsupervised Domain Adaptation by Backpropagation, ICML 2015, whose patches are
+    of BSDS500.
+    """
+    from sklearn.datasets import load_sample_images
+
+    photographs = torch.from_numpy(np.stack(load_sample_images().images)).permute(0, 3, 1, 2).float() / 255
+    count, (height, width) = len(originals), photographs.shape[2:]
+    which = torch.randint(len(photographs), (count, 1, 1), generator=generator)
+    rows = torch.randint(height - SIDE, (count, 1, 1), generator=generator) + torch.arange(SIDE)[:, None]
+    columns = torch.randint(width - SIDE, (count, 1, 1), generator=generator) + torch.arange(SIDE)
+    patches = photographs.permute(0, 2, 3, 1)[which, rows, columns].permute(0, 3, 1, 2)
+    return (patches - originals).abs()
+
+
+def inverted(originals: Tensor, generator: torch.Generator) -> Tensor:
+    """Dark on light, under Gaussian noise of its own in every channel."""
+    noise = torch.randn(len(originals), 3, SIDE, SIDE, generator=generator)
+    return 1 - originals + 0.2 * noise
+
+
+def sheared(originals: Tensor, generator: torch.Generator) -> Tensor:
+    """Rotated by up to 35 degrees and sheared by up to 0.4, each way."""
+    return _warp(originals, generator, degrees=35, shear=0.4, scale=(0.7, 0.9), shift=0.0)
+
+
+def drawn(fonts: tuple[str, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Digits of fonts, each drawing a little shifted, scaled and rotated, in a light colour on a dark one."""
+    glyphs = torch.from_numpy(np.stack([_glyph(font, digit) for font in fonts for digit in range(10)]))
+    glyphs = glyphs.unsqueeze(1).repeat_interleave(DRAWINGS, dim=0)
+    labels = torch.arange(10).repeat_interleave(DRAWINGS).repeat(len(fonts))
+    ink = _warp(glyphs, generator, degrees=15, shear=0.1, scale=(0.7, 1.05), shift=0.15)
+    light, dark = (torch.rand(len(ink), 3, 1, 1, generator=generator) * 0.4 + low for low in (0.6, 0.0))
+    return dark + (light - dark) * ink, labels
+
+
+REAL_DOMAINS: dict[str, Draw] = {"real": real, "photos": photos, "inverted": inverted, "sheared": sheared}
+DOMAINS = ("real", "fonts", "photos", "inverted", "sheared")
+
+
+def _glyph(font: str, digit: int) -> NDArray[np.float32]:
+    """One digit of a font, 22 pixels high and centred."""
+    import matplotlib
+    from PIL import Image, ImageDraw, ImageFont
+
+    path = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{font}.ttf")
+    # drawn large, cut to the ink and then reduced, since fonts disagree on how high a digit of a size is
+    canvas = Image.new("L", (200, 200))
+    ImageDraw.Draw(canvas).text((50, 30), str(digit), fill=255, font=ImageFont.truetype(path, 96))
+    ink = canvas.crop(canvas.getbbox())
+    ink = ink.resize((max(1, round(ink.width * 22 / ink.height)), 22), Image.Resampling.BOX)
+    image = Image.new("L", (SIDE, SIDE))
+    image.paste(ink, ((SIDE - ink.width) // 2, (SIDE - ink.height) // 2))
+    return np.asarray(image, dtype=np.float32) / np.float32(255)
+
+
+def _warp(
+    images: Tensor,
+    generator: torch.Generator,
+    degrees: float,
+    shear: float,
+    scale: tuple[float, float],
+    shift: float,
+) -> Tensor:
+    """Every image rotated, sheared, scaled and shifted by amounts of its own, uniform between the bounds."""
+
+    def uniform(low: float, high: float) -> Tensor:
+        return torch.rand(len(images), generator=generator) * (high - low) + low
+
+    angle, slope, size = uniform(-degrees, degrees).deg2rad(), uniform(-shear, shear), uniform(*scale)
+    cos, sin = angle.cos() / size, angle.sin() / size
+    # the matrix takes a pixel of the result to where it is found in the original
+    matrix = torch.stack(
+        [
+            torch.stack([cos, slope * cos - sin, uniform(-shift, shift)], dim=1),
+            torch.stack([sin, slope * sin + cos, uniform(-shift, shift)], dim=1),
+        ],
+        dim=1,
+    )
+    grid = F.affine_grid(matrix, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, align_corners=False)
+
+
+def _stack(parts: list[tuple[Tensor, Tensor]]) -> Split:
+    """One split of all domains, as bytes."""
+    inputs = [(images.clamp(0, 1) * 255).round().to(torch.uint8).expand(-1, 3, -1, -1) for images, _ in parts]
+    domains = [torch.full_like(labels, domain) for domain, (_, labels) in enumerate(parts)]
+    return Split(torch.cat(inputs), torch.cat([labels for _, labels in parts]), torch.cat(domains))

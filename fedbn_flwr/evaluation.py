@@ -1,0 +1,79 @@
+"""What a model gets right, by domain and class, so that every accuracy of the papers can be read off one result."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedbn_flwr.data import Split
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The mean loss, and one confusion matrix (true class x predicted class) a domain."""
+
+    loss: float
+    confusion: Tensor
+
+    @property
+    def accuracy(self) -> float:
+        """The share of correct predictions among all samples."""
+        return _accuracy(self.confusion.sum(0))
+
+    @property
+    def domain_accuracy(self) -> list[float]:
+        """The accuracy on every domain; one number where the data have no domains."""
+        return [_accuracy(matrix) for matrix in self.confusion]
+
+    def accuracy_for(self, domain_share: Tensor, class_share: Tensor) -> float:
+        """The expected accuracy on a node's own distribution: of its domains, or without domains of its classes."""
+        if len(domain_share) > 1:
+            return float(torch.tensor(self.domain_accuracy, dtype=torch.float64) @ domain_share)
+        matrix = self.confusion.sum(0).double()
+        recall = matrix.diagonal() / matrix.sum(1).clamp(min=1)
+        return float(recall @ class_share)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, split: Split, num_classes: int, device: torch.device | str, batch_size: int = 500
+) -> Evaluation:
+    """Evaluate with the running statistics that the model holds."""
+    was_training = model.training
+    model.eval()
+    try:
+        logits = torch.cat(
+            [
+                model(split.batch(indices, device)[0]).float().cpu()
+                for indices in torch.arange(len(split)).split(batch_size)
+            ]
+        )
+    finally:
+        model.train(was_training)
+    return score(logits, split, num_classes)
+
+
+def score(logits: Tensor, split: Split, num_classes: int) -> Evaluation:
+    """Compare logits with a split's labels."""
+    domains = torch.zeros_like(split.labels) if split.domains is None else split.domains
+    count = int(domains.max()) + 1
+    cell = (domains * num_classes + split.labels) * num_classes + logits.argmax(1)
+    confusion = torch.bincount(cell, minlength=count * num_classes**2)
+    loss = float(F.cross_entropy(logits, split.labels))
+    return Evaluation(loss, confusion.reshape(count, num_classes, num_classes))
+
+
+def shares(split: Split, indices: np.ndarray, num_classes: int) -> tuple[Tensor, Tensor]:
+    """How a node's samples are spread over the domains and over the classes."""
+    chosen = torch.from_numpy(indices)
+    classes = torch.bincount(split.labels[chosen], minlength=num_classes).double()
+    if split.domains is None:
+        return torch.ones(1, dtype=torch.float64), classes / classes.sum()
+    domains = torch.bincount(split.domains[chosen], minlength=int(split.domains.max()) + 1).double()
+    return domains / domains.sum(), classes / classes.sum()
+
+
+def _accuracy(confusion: Tensor) -> float:
+    return float(confusion.diagonal().sum() / confusion.sum().clamp(min=1))

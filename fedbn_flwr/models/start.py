@@ -1,0 +1,48 @@
+"""Starting a model from weights in a file."""
+
+import pickle
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+_SHOWN = 3  # of a list of mismatches
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a safetensors file or a torch state dict, which must fit the model name by name."""
+    state = _read(path)
+    expected = model.state_dict()
+    missing = [key for key in expected if key not in state]
+    unknown = [key for key in state if key not in expected]
+    misshapen = [
+        f"{key} {tuple(state[key].shape)} for {tuple(expected[key].shape)}"
+        for key in expected
+        if key in state and state[key].shape != expected[key].shape
+    ]
+    problems = {"without": missing, "with unknown": unknown, "of another shape:": misshapen}
+    found = [f"{label} {_first(keys)}" for label, keys in problems.items() if keys]
+    if found:
+        raise ValueError(f"{path} does not fit the model: {'; '.join(found)}")
+    model.load_state_dict(state)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise ValueError(f"no weights to start from: there is no file {path}")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} is neither safetensors nor a torch state dict: {error}") from error
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{path} does not hold a state dict (names and tensors)")
+    return state
+
+
+def _first(keys: list[str]) -> str:
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return ", ".join(keys[:_SHOWN]) + more

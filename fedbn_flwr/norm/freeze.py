@@ -1,0 +1,121 @@
+"""Freezing batch normalization: its statistics, its affine parameters, or both."""
+
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.norm.layers import bn_layers
+
+
+class _StatisticsHold:
+    """Stands in for `layer.train`: remembers the mode that was asked for and keeps the layer in eval mode.
+
+    An object rather than a closure, so that a frozen model can be pickled and copied: the copy's hold then
+    refers to the copy's layer.
+    """
+
+    def __init__(self, layer: _BatchNorm) -> None:
+        self.layer = layer
+        self.asked = layer.training
+        self.count = 0
+
+    def __call__(self, mode: bool = True) -> _BatchNorm:
+        self.asked = mode
+        for child in self.layer.children():
+            child.train(mode)
+        self.layer.training = False
+        return self.layer
+
+
+@dataclass
+class _AffineHold:
+    """What the layer's affine parameters required before the first freeze."""
+
+    required: dict[str, bool]
+    count: int = 0
+
+
+@dataclass
+class Frozen:
+    """What `freeze` did, so that it can be undone; a context manager that undoes it on the way out."""
+
+    _statistics: list[_BatchNorm] = field(default_factory=list)
+    _affine: list[_BatchNorm] = field(default_factory=list)
+
+    def undo(self) -> None:
+        """Make the layers what they would be without this freeze; a second call does nothing."""
+        while self._statistics:
+            _release_statistics(self._statistics.pop())
+        while self._affine:
+            _release_affine(self._affine.pop())
+
+    def __enter__(self) -> "Frozen":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+def freeze(model: nn.Module, statistics: bool = True, affine: bool = False) -> Frozen:
+    """Freeze the BN layers' statistics (eval mode, `model.train()` or not), their affine parameters, or both.
+
+    Zhong et al., "Making Batch Normalization Great in Federated Deep Learning", 2023, section 5, Table H.
+    With frozen statistics a layer computes y = gamma (x - mean) / sqrt(var + eps) + beta in training too,
+    with the running mean and variance as constants. Freezes nest: a layer is free again when the last one
+    is undone, and is then in the mode that `model.train()` or `model.eval()` last asked for.
+    """
+    layers = bn_layers(model)
+    if statistics:
+        _refuse_without_statistics(layers)
+    frozen = Frozen()
+    for layer in layers.values():
+        if statistics:
+            _hold_statistics(layer)
+            frozen._statistics.append(layer)
+        if affine:
+            _hold_affine(layer)
+            frozen._affine.append(layer)
+    return frozen
+
+
+def _refuse_without_statistics(layers: dict[str, _BatchNorm]) -> None:
+    for name, layer in layers.items():
+        if layer.running_mean is None:
+            raise ValueError(f"BN layer {name!r} has no running statistics, so they cannot be frozen")
+
+
+def _hold_statistics(layer: _BatchNorm) -> None:
+    # In the instance's own dictionary, where it comes before the class's `train`.
+    hold = layer.__dict__.setdefault("train", _StatisticsHold(layer))
+    hold.count += 1
+    layer.training = False
+
+
+def _release_statistics(layer: _BatchNorm) -> None:
+    hold = layer.__dict__["train"]
+    hold.count -= 1
+    if hold.count == 0:
+        del layer.__dict__["train"]
+        layer.training = hold.asked
+
+
+def _hold_affine(layer: _BatchNorm) -> None:
+    present = [name for name in ("weight", "bias") if getattr(layer, name) is not None]
+    required = {name: layer.get_parameter(name).requires_grad for name in present}
+    hold = layer.__dict__.setdefault("_affine_hold", _AffineHold(required))
+    hold.count += 1
+    for name in present:
+        layer.get_parameter(name).requires_grad_(False)
+
+
+def _release_affine(layer: _BatchNorm) -> None:
+    hold = layer.__dict__["_affine_hold"]
+    hold.count -= 1
+    if hold.count == 0:
+        del layer.__dict__["_affine_hold"]
+        for name, required in hold.required.items():
+            layer.get_parameter(name).requires_grad_(required)

@@ -1,0 +1,68 @@
+"""What batch normalization is, by type: the one place that says which layers and state entries are BN's."""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+_STATISTICS = ("running_mean", "running_var")
+_AFFINE = ("weight", "bias")
+_COUNTERS = ("num_batches_tracked",)
+
+
+def bn_layers(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Full dotted path -> BN layer, in the model's order; a layer shared under two names is listed once."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+
+
+def statistics_keys(model: nn.Module) -> list[str]:
+    """State-dict keys of BN's running means and variances."""
+    return _bn_entries(model, _STATISTICS)
+
+
+def affine_keys(model: nn.Module) -> list[str]:
+    """State-dict keys of BN's weights (gamma) and biases (beta)."""
+    return _bn_entries(model, _AFFINE)
+
+
+def counter_keys(model: nn.Module) -> list[str]:
+    """State-dict keys of BN's batch counters: 0-d integers, never to be averaged into a float."""
+    return _bn_entries(model, _COUNTERS)
+
+
+def bn_keys(model: nn.Module) -> list[str]:
+    """State-dict keys of everything that a BN layer holds, whatever it is called."""
+    return [
+        key
+        for name, layer in _named_layers(model)
+        if isinstance(layer, _BatchNorm)
+        for key in layer.state_dict(prefix=f"{name}." if name else "")
+    ]
+
+
+def local_keys(model: nn.Module) -> list[str]:
+    """State-dict keys that never leave the client: what a layer names in its `local_entries`."""
+    return [
+        _join(name, entry)
+        for name, layer in _named_layers(model)
+        for entry in getattr(layer, "local_entries", ())
+    ]
+
+
+def _bn_entries(model: nn.Module, entries: tuple[str, ...]) -> list[str]:
+    return [
+        _join(name, entry)
+        for name, layer in _named_layers(model)
+        if isinstance(layer, _BatchNorm)
+        for entry in entries
+        if getattr(layer, entry) is not None
+    ]
+
+
+def _named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    # A state dict lists a shared layer under every name it has, so its keys must be too.
+    yield from model.named_modules(remove_duplicate=False)
+
+
+def _join(name: str, entry: str) -> str:
+    return f"{name}.{entry}" if name else entry

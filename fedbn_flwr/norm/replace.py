@@ -1,0 +1,76 @@
+"""Swapping every normalizer of a model for another kind."""
+
+import inspect
+from collections.abc import Callable
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.norm.batch import BatchNorm
+from fedbn_flwr.norm.group import GroupNorm
+from fedbn_flwr.norm.plain import remove_normalizers
+from fedbn_flwr.norm.swap import Slot, swap_normalizers
+
+
+def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) -> nn.Module:
+    """Swap every normalizer of `model` for one of `kind`, in place, and return the root.
+
+    Normalizers are found by type: BN of any kind, GroupNorm and InstanceNorm, but not LayerNorm, which
+    belongs to transformers. What is put in starts fresh: gamma 1, beta 0, running mean 0 and variance 1.
+    `groups` is for GN. A kind that leaves no normalizer ("none", "wsconv", "fixup") cannot be turned back.
+    """
+    if kind not in NORMS:
+        raise ValueError(f"unknown normalizer {kind!r}; there are: {', '.join(NORMS)}")
+    swap = NORMS[kind]
+    allowed = list(inspect.signature(swap).parameters)[1:]
+    for option in options:
+        if option not in allowed:
+            known = ", ".join(allowed) or "none"
+            raise ValueError(f"normalizer {kind!r} has no option {option!r}; its options: {known}")
+    if "groups" in allowed:
+        options["groups"] = groups
+    return swap(model, **options)
+
+
+def batch_norm(model: nn.Module) -> nn.Module:
+    """BN; layers that are BN already stay as they are, weights and statistics included."""
+    return swap_normalizers(model, lambda slot: slot.layer if _is_bn(slot.layer) else _batch(slot))
+
+
+def group_norm(model: nn.Module, groups: int = 2) -> nn.Module:
+    """GN with `groups` groups a layer; two, as in FixBN's comparison (Zhong et al. 2023, appendix B.4)."""
+    return swap_normalizers(model, lambda slot: _group(slot, groups))
+
+
+def layer_norm(model: nn.Module) -> nn.Module:
+    """LN over a sample's channels and positions: GN with one group, so gamma stays one number a channel."""
+    return swap_normalizers(model, lambda slot: _group(slot, 1))
+
+
+def instance_norm(model: nn.Module) -> nn.Module:
+    """IN, each channel of each sample by itself, without running statistics: GN with one group a channel."""
+    return swap_normalizers(model, lambda slot: _group(slot, slot.channels))
+
+
+def _is_bn(layer: nn.Module) -> bool:
+    # This package's variants of BN are subclasses of its own BatchNorm; any other subclass counts as BN.
+    return isinstance(layer, _BatchNorm) and (type(layer) is BatchNorm or not isinstance(layer, BatchNorm))
+
+
+def _batch(slot: Slot) -> BatchNorm:
+    return BatchNorm(slot.channels, eps=slot.eps, momentum=slot.momentum, affine=slot.affine)
+
+
+def _group(slot: Slot, groups: int) -> GroupNorm:
+    if groups < 1 or slot.channels % groups:
+        raise ValueError(f"layer {slot.name!r}: {slot.channels} channels do not divide into {groups} groups")
+    return GroupNorm(groups, slot.channels, name=slot.name, eps=slot.eps, affine=slot.affine)
+
+
+NORMS: dict[str, Callable[..., nn.Module]] = {
+    "bn": batch_norm,
+    "gn": group_norm,
+    "ln": layer_norm,
+    "in": instance_norm,
+    "none": remove_normalizers,
+}

@@ -1,0 +1,78 @@
+"""Finding layers in any model, and putting others in their place."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+NORMALIZERS = (_BatchNorm, _InstanceNorm, nn.GroupNorm)  # not LayerNorm, which belongs to transformers
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a normalizer's replacement has to know of it."""
+
+    name: str
+    layer: nn.Module
+    channels: int
+    eps: float
+    momentum: float | None
+    affine: bool
+
+
+def substitute(model: nn.Module, make: Callable[[str, nn.Module], nn.Module]) -> nn.Module:
+    """Put `make(name, layer)` in the place of every layer, and return the root; the layer itself stays.
+
+    A layer that the model holds under two names is made once, and the two names share what was made.
+    """
+    # All are made before the first is put in, so that an error leaves the model as it was.
+    made = {layer: make(name, layer) for name, layer in model.named_modules()}
+    for name, layer in list(model.named_modules(remove_duplicate=False)):
+        if name and made[layer] is not layer:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, made[layer])
+    return made[model]
+
+
+def swap_normalizers(model: nn.Module, make: Callable[[Slot], nn.Module]) -> nn.Module:
+    """Put `make(slot)` in the place of every normalizer, on its device and in its precision."""
+    fallback = _floating_tensor(model)
+
+    def make_one(name: str, layer: nn.Module) -> nn.Module:
+        if not isinstance(layer, NORMALIZERS):
+            return layer
+        slot = _slot(name, layer)
+        new = make(slot)
+        return layer if new is layer else _fit(new, slot, fallback)
+
+    return substitute(model, make_one)
+
+
+def _slot(name: str, layer: nn.Module) -> Slot:
+    channels = layer.num_channels if isinstance(layer, nn.GroupNorm) else layer.num_features
+    if not channels:
+        raise ValueError(f"layer {name!r} is lazy and not built yet: run the model once first")
+    momentum = getattr(layer, "momentum", 0.1)
+    return Slot(name, layer, channels, layer.eps, momentum, affine=layer.weight is not None)  # type: ignore[arg-type]
+
+
+def _fit(new: nn.Module, slot: Slot, fallback: Tensor | None) -> nn.Module:
+    old = slot.layer
+    like = _floating_tensor(old)
+    like = fallback if like is None else like
+    if like is not None:
+        new.to(like.device, like.dtype)
+    if slot.affine and old.bias is None and getattr(new, "bias", None) is not None:
+        new.register_parameter("bias", None)
+    # timm's normalizers carry their dropout and activation as children, which have to stay.
+    after = list(old.children())
+    whole = nn.Sequential(new, *after) if after else new
+    return whole.train(old.training)
+
+
+def _floating_tensor(module: nn.Module) -> Tensor | None:
+    tensors = chain(module.parameters(), module.buffers())
+    return next((tensor for tensor in tensors if tensor.is_floating_point()), None)

@@ -1,0 +1,65 @@
+"""A model's state on its way between PyTorch and Flower: by name, each entry with its own dtype and shape."""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+from torch import Tensor, nn
+
+from fedbn_flwr import norm
+
+State = dict[str, Tensor]
+
+
+def to_record(state: Mapping[str, Tensor]) -> ArrayRecord:
+    """Pack tensors; a 0-d int64 counter stays one."""
+    return ArrayRecord({name: Array(value.detach().cpu().numpy()) for name, value in state.items()})
+
+
+def from_record(record: ArrayRecord) -> State:
+    """Unpack tensors that own their memory."""
+    return {name: torch.from_numpy(np.array(array.numpy())) for name, array in record.items()}
+
+
+def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Overwrite the whole state; an entry that is missing, unknown or misshapen is an error that names it."""
+    target = model.state_dict()
+    _same_names(target, state)
+    with torch.no_grad():
+        for name, value in target.items():
+            if value.shape != state[name].shape:
+                raise ValueError(
+                    f"array {name!r} has shape {tuple(state[name].shape)}, the model needs {tuple(value.shape)}"
+                )
+            value.copy_(state[name])
+
+
+def snapshot(model: nn.Module, names: Iterable[str] | None = None) -> State:
+    """A copy of the state, or of some entries of it."""
+    state = model.state_dict()
+    return {name: state[name].detach().clone() for name in (state if names is None else names)}
+
+
+def group_keys(model: nn.Module, group: str) -> set[str]:
+    """The state-dict entries of one of `wire.GROUPS`, by the type of the layer that holds them."""
+    statistics = {*norm.statistics_keys(model), *norm.counter_keys(model)}
+    groups: dict[str, set[str]] = {
+        "none": set(),
+        "statistics": statistics,
+        "affine": set(norm.affine_keys(model)),
+        "bn": statistics | set(norm.affine_keys(model)) | set(norm.local_keys(model)),
+        "mix": set(norm.local_keys(model)),
+        "all": set(model.state_dict()),
+    }
+    if group not in groups:
+        raise ValueError(f"unknown group of entries {group!r}; known: {', '.join(groups)}")
+    return groups[group]
+
+
+def _same_names(target: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    missing, unknown = sorted(set(target) - set(state)), sorted(set(state) - set(target))
+    if missing:
+        raise ValueError(f"{len(missing)} entries of the model were not received, the first is {missing[0]!r}")
+    if unknown:
+        raise ValueError(f"{len(unknown)} received arrays are not of the model, the first is {unknown[0]!r}")

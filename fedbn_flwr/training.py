@@ -1,0 +1,92 @@
+"""The one local training loop. Every Flower API and every engine of this project trains here."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.wire import Instruction
+
+Batch = tuple[Tensor, Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+#: changes the gradients between the backward pass and the optimizer's step
+Adjustment = Callable[[], None]
+
+
+def train(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    optimizer: torch.optim.Optimizer,
+    instruction: Instruction,
+    loss_function: LossFunction,
+    adjustments: Sequence[Adjustment] = (),
+) -> float:
+    """Take one optimizer step a batch; returns the mean loss a sample over all of them."""
+    total, samples = torch.zeros(()), 0
+    for inputs, targets in batches:
+        optimizer.zero_grad(set_to_none=True)
+        with autocast(instruction, inputs.device):
+            loss = _loss(model, inputs, targets, loss_function)
+        loss.backward()
+        for adjust in adjustments:
+            adjust()
+        optimizer.step()
+        # added up on the device: reading the value here would wait for the GPU in every step
+        total = total.to(loss.device) + loss.detach() * len(targets)
+        samples += len(targets)
+    return float(total) / max(samples, 1)
+
+
+def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Optimizer:
+    """The instruction's optimizer over the parameters that learn."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    lr, decay = instruction.lr, instruction.weight_decay
+    if instruction.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=lr, momentum=instruction.momentum, weight_decay=decay)
+    if instruction.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=lr, weight_decay=decay)
+    raise ValueError(f"unknown optimizer {instruction.optimizer!r}; known: sgd, adam")
+
+
+def autocast(instruction: Instruction, device: torch.device) -> torch.autocast:
+    """Bfloat16 autocast where the instruction asks for it."""
+    if instruction.precision not in ("float32", "bf16"):
+        raise ValueError(f"unknown precision {instruction.precision!r}; known: float32, bf16")
+    return torch.autocast(device.type, torch.bfloat16, enabled=instruction.precision == "bf16")
+
+
+def adjustments(model: nn.Module, instruction: Instruction) -> list[Adjustment]:
+    """What the instruction wants done to every gradient, in this order."""
+    chosen = []
+    if instruction.proximal_mu:
+        chosen.append(proximal(model, instruction.proximal_mu))
+    return chosen
+
+
+def proximal(model: nn.Module, weight: float) -> Adjustment:
+    """The gradient of (weight / 2) * ||w - w_0||^2, w_0 being the parameters as they are now.
+
+    T. Li et al., Federated Optimization in Heterogeneous Networks (FedProx), MLSys 2020. Over the parameters that
+    learn, at every step; added to the gradient, so that the training loss stays the loss on the data.
+    """
+    anchored = [(parameter, parameter.detach().clone()) for parameter in model.parameters() if parameter.requires_grad]
+
+    def adjust() -> None:
+        for parameter, anchor in anchored:
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach() - anchor, alpha=weight)
+
+    return adjust
+
+
+def _loss(model: nn.Module, inputs: Tensor, targets: Tensor, loss_function: LossFunction) -> Tensor:
+    try:
+        return loss_function(model(inputs), targets)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        # PyTorch's own message speaks of tensor sizes only
+        raise ValueError(
+            f"batch normalization cannot train on a mini-batch of {len(targets)} sample(s) that leaves one value a "
+            f"channel: use a larger batch-size, frozen statistics or another normalizer ({error})"
+        ) from error

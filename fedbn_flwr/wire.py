@@ -1,0 +1,121 @@
+"""The wire format: every key that a strategy and a client exchange, in one file.
+
+A strategy's wishes for a round travel as an `Instruction`, packed into the message's ConfigRecord under the
+kebab-case names of its fields (`server-round` and `proximal-mu` are Flower's own names). Fields at their default
+are not sent. The reply holds
+
+- ArrayRecord `arrays`: the entries of the state dict that leave the client, by name, with their dtype,
+- further ArrayRecords for what a method adds (`momentum`, `control-variates`, ...),
+- MetricRecord `metrics`: `num-examples`, `partition-id`, `train-loss`, ...
+- ConfigRecord `report`: `obeyed`, the binding keys that the client acted upon.
+
+A *binding* key changes the method: a client that ignores it would turn the method into another one in silence, so
+a strategy refuses a reply that does not list every binding key it sent.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+from flwr.app import ConfigRecord
+
+ARRAYS = "arrays"
+CONFIG = "config"
+METRICS = "metrics"
+REPORT = "report"
+MOMENTUM = "momentum"
+PERSONAL = "personal"
+
+NUM_EXAMPLES = "num-examples"
+PARTITION_ID = "partition-id"
+TRAIN_LOSS = "train-loss"
+EVAL_LOSS = "eval-loss"
+ACCURACY = "accuracy"
+ACCURACY_PERSONAL = "accuracy-personal"
+DOMAIN_ACCURACY = "domain-accuracy"
+DOMAIN = "domain"
+OBEYED = "obeyed"
+PARAMETERS = "parameters"
+NUM_ROUNDS = "num-rounds"
+DESCRIBE = "query.describe"
+
+Scalar = bool | int | float | str
+
+GROUPS = ("none", "statistics", "affine", "bn", "mix", "all")
+FREEZES = ("none", "statistics", "affine", "both")
+
+
+def _binding(default: Any) -> Any:
+    return field(default=default, metadata={"binding": True})
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What a strategy wants of a client in one round."""
+
+    server_round: int = 0
+    seed: int = 0
+    #: mini-batch steps a round; 0 means that `local_epochs` counts instead
+    local_steps: int = 0
+    local_epochs: int = 1
+    batch_size: int = 32
+    #: draw every mini-batch anew from all samples, instead of walking through them
+    replacement: bool = False
+    augmentation: str = "none"
+    optimizer: str = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    #: `float32`, or `bf16` for bfloat16 autocast
+    precision: str = "float32"
+
+    #: weight of (mu / 2) * squared distance to the received parameters (FedProx)
+    proximal_mu: float = _binding(0.0)
+    #: which part of BN stands still while training: one of FREEZES
+    freeze: str = _binding("none")
+    #: state entries that live on the client and are neither sent nor overwritten: one of GROUPS
+    keep_local: str = _binding("none")
+    #: state entries that the server holds and does not want back: one of GROUPS
+    omit: str = _binding("none")
+    #: in an evaluation, also send the entries kept on the client, for a diagnostic
+    send_personal: bool = _binding(False)
+
+    @classmethod
+    def from_config(cls, config: ConfigRecord | dict[str, Any]) -> Self:
+        """Read the known keys; others (a user's own, say) are left alone."""
+        values: dict[str, Any] = {}
+        for item in fields(cls):
+            if (key := wire_key(item.name)) in config:
+                values[item.name] = _typed(key, config[key], type(item.default))
+        return cls(**values)
+
+    @classmethod
+    def wire_keys(cls) -> frozenset[str]:
+        """Every key that an instruction can hold."""
+        return frozenset(wire_key(item.name) for item in fields(cls))
+
+    def to_config(self) -> ConfigRecord:
+        """Pack what differs from the defaults."""
+        return ConfigRecord({wire_key(name): value for name, value in self._changed().items()})
+
+    def binding_keys(self) -> list[str]:
+        """The keys in force that change the method, which a client must acknowledge."""
+        binding = {item.name for item in fields(self) if item.metadata.get("binding")}
+        return sorted(wire_key(name) for name in self._changed() if name in binding)
+
+    def _changed(self) -> dict[str, Scalar]:
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {item.name: values[item.name] for item in fields(self) if values[item.name] != item.default}
+
+
+def wire_key(name: str) -> str:
+    """The wire's spelling of a Python name."""
+    return name.replace("_", "-")
+
+
+def _typed(key: str, value: Any, kind: type) -> Any:
+    """Accept an int where a float is meant, nothing else."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind:
+        raise ValueError(f"instruction key {key!r} must be {kind.__name__}, got {value!r}")
+    return value

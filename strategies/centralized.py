@@ -1,0 +1,18 @@
+"""The centralized reference."""
+
+from typing import Any, ClassVar
+
+from .fixbn import FixBN
+
+
+class Centralized(FixBN):
+    """One node holds the union of the data: an upper bound for the others, in the same number of steps.
+
+    Trains rounds x E steps on batches as large as all clients' batches together; `batch_size` overrides that. With a
+    `freeze_round` below the number of rounds it is Centralized+FixBN; by default nothing is frozen.
+    """
+
+    pooled: ClassVar[bool] = True
+
+    def __init__(self, *, freeze_round: float = 10**9, **options: Any) -> None:
+        super().__init__(freeze_round=freeze_round, **options)

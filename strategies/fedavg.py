@@ -1,0 +1,201 @@
+"""FedAvg, and the hooks that every other strategy overrides."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from flwr.serverapp.strategy import Result
+from numpy.typing import NDArray
+
+from fedbn_flwr import wire
+from fedbn_flwr.schedule import Schedule
+from fedbn_flwr.wire import Instruction
+
+from .average import Arrays, average
+from .replies import Expected, NodeReply, require_obeyed, sift
+from .sampling import Node, Roster, draw, wait_for_nodes
+
+WEIGHTINGS = ("examples", "uniform")
+
+
+class FedAvg(FlowerFedAvg):
+    r"""Federated averaging of the whole state, BN statistics included.
+
+    McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
+
+        w <- sum_k p_k w_k,   p_k = n_k / sum n  (`weighting="examples"`)  or  1 / K  (`weighting="uniform"`)
+
+    With one client and E steps this is plain training. Takes every argument of Flower's FedAvg, and
+
+    - `lr_schedule`: see `fedbn_flwr.schedule`,
+    - `seed`: decides which nodes are drawn when not all take part,
+    - `patience`: how many seconds to wait for enough nodes before giving up,
+    - `evaluate_every`: how often nodes evaluate, if `fraction_evaluate` asks for it; the last round always counts.
+
+    A method overrides `instruct` (what clients shall do), `package` (what they get), `weigh` (how much they count) or
+    `merge` (what becomes of their answers), and calls `super()`, so that methods can be combined.
+    """
+
+    #: the normalizer that the method brings with it, if it brings one
+    norm: ClassVar[str | None] = None
+    #: whether nodes end up with models of their own, which only they can evaluate
+    personal: ClassVar[bool] = False
+    #: whether an experiment gives this method one node with the union of the clients' samples
+    pooled: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        weighting: str = "examples",
+        lr_schedule: str = "",
+        seed: int = 0,
+        patience: float = 60.0,
+        evaluate_every: int = 1,
+        **flower: Any,
+    ) -> None:
+        super().__init__(**flower)
+        if weighting not in WEIGHTINGS:
+            raise ValueError(f"unknown weighting {weighting!r}; known: {', '.join(WEIGHTINGS)}")
+        self.weighting = weighting
+        self.schedule = Schedule.parse(lr_schedule)
+        self.seed = seed
+        self.patience = patience
+        self.evaluate_every = evaluate_every
+        self.roster = Roster(patience)
+        self.num_rounds: int | None = None
+        self.frozen_after: int | None = None
+        #: the global state that the current round started from
+        self.current: Arrays = {}
+        self.train_replies: list[NodeReply] = []
+        self.evaluate_replies: list[NodeReply] = []
+        self._sent: list[Message] = []
+        self._expected = Expected((), {})
+
+    # ---- the hooks -----------------------------------------------------------------------------------------------
+
+    def instruct(self, instruction: Instruction) -> Instruction:
+        """What clients shall do in this round, given the shared options."""
+        rate = self.schedule.rate(instruction.lr, instruction.server_round, self.num_rounds, self.frozen_after)
+        return replace(instruction, lr=rate)
+
+    def instruct_evaluation(self, instruction: Instruction) -> Instruction:
+        """What clients shall do when they evaluate."""
+        return instruction
+
+    def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
+        """The groups of arrays that one node gets."""
+        return {self.arrayrecord_key: arrays}
+
+    def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
+        """How much each reply counts, up to a common factor."""
+        if self.weighting == "uniform":
+            return [1.0] * len(replies)
+        return [float(reply.num_examples) for reply in replies]
+
+    def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
+        """The new global state: averages where clients answered, what stood before elsewhere."""
+        return {**self.current, **average([reply.arrays for reply in replies], weights)}
+
+    # ---- Flower's interface --------------------------------------------------------------------------------------
+
+    def start(  # type: ignore[override]  # what is only passed on is not spelled out
+        self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, **options: Any
+    ) -> Result:
+        """Run; also notes the number of rounds, which fractions of a run refer to."""
+        self.num_rounds = num_rounds
+        return super().start(grid, initial_arrays, num_rounds, **options)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Instruct the drawn nodes."""
+        if self.fraction_train == 0.0:
+            return []
+        self._begin(server_round, arrays, config)
+        instruction = self.instruct(_instruction(config, server_round))
+        nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
+        return self._address(nodes, arrays, instruction, config, MessageType.TRAIN)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Average what can be averaged; a round without a usable reply leaves the model as it was."""
+        self.train_replies = self._accept(replies)
+        if not self.train_replies:
+            return None, None
+        merged = self.merge(self.train_replies, self.weigh(self.train_replies))
+        record = ArrayRecord({name: Array(np.asarray(value)) for name, value in merged.items()})
+        return record, self._mean_metrics(self.train_replies, self.train_metrics_aggr_fn)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Ask nodes to evaluate, in the rounds that count."""
+        last = server_round == self.num_rounds
+        if self.fraction_evaluate == 0.0 or (server_round % self.evaluate_every and not last):
+            return []
+        self._begin(server_round, arrays, config)
+        instruction = self.instruct_evaluation(_instruction(config, server_round))
+        nodes = self.draw_nodes(grid, server_round, self.fraction_evaluate, self.min_evaluate_nodes)
+        return self._address(nodes, arrays, instruction, config, MessageType.EVALUATE)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Average the nodes' metrics."""
+        self.evaluate_replies = self._accept(replies)
+        if not self.evaluate_replies:
+            return None
+        return self._mean_metrics(self.evaluate_replies, self.evaluate_metrics_aggr_fn)
+
+    # ---- the parts -----------------------------------------------------------------------------------------------
+
+    def draw_nodes(self, grid: Grid, server_round: int, fraction: float, minimum: int) -> list[int]:
+        """The nodes of a round; all of them without a question asked where the fraction is 1."""
+        nodes = wait_for_nodes(grid, max(self.min_available_nodes, minimum), self.patience)
+        count = max(int(len(nodes) * fraction), minimum)
+        return nodes if count >= len(nodes) else draw(self.describe(grid, nodes), count, self.seed, server_round)
+
+    def describe(self, grid: Grid, nodes: list[int]) -> Mapping[int, Node]:
+        """What the nodes say of themselves."""
+        return self.roster.describe(grid, nodes)
+
+    def _begin(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord) -> None:
+        config["server-round"] = server_round
+        if isinstance(rounds := config.get(wire.NUM_ROUNDS), int):
+            self.num_rounds = rounds
+        self.current = {name: _own(array) for name, array in arrays.items()}
+
+    def _address(
+        self, nodes: list[int], arrays: ArrayRecord, instruction: Instruction, config: ConfigRecord, kind: str
+    ) -> list[Message]:
+        self._expected = Expected(instruction.binding_keys(), self.current, self.arrayrecord_key)
+        foreign = {key: value for key, value in config.items() if key not in Instruction.wire_keys()}
+        packed = ConfigRecord({**foreign, **instruction.to_config()})
+        self._sent = []
+        for node in nodes:
+            content = RecordDict({**self.package(node, arrays), self.configrecord_key: packed})
+            self._sent.append(Message(content, dst_node_id=node, message_type=kind))
+        return self._sent
+
+    def _accept(self, messages: Iterable[Message]) -> list[NodeReply]:
+        sent = {message.metadata.message_id: message.metadata.dst_node_id for message in self._sent}
+        replies = sift(messages, sent, self._expected)
+        require_obeyed(replies, self._expected.binding)
+        return replies
+
+    def _mean_metrics(self, replies: Sequence[NodeReply], mean: Any) -> MetricRecord:
+        contents = [RecordDict({wire.METRICS: MetricRecord(dict(reply.metrics))}) for reply in replies]
+        metrics: MetricRecord = mean(contents, self.weighted_by_key)
+        metrics.pop(wire.PARTITION_ID, None)
+        return metrics
+
+
+def _instruction(config: ConfigRecord, server_round: int) -> Instruction:
+    return replace(Instruction.from_config(config), server_round=server_round)
+
+
+def _own(array: Array) -> NDArray[np.generic]:
+    return array.numpy()

@@ -1,0 +1,16 @@
+"""FedBN."""
+
+from typing import ClassVar
+
+from .partial import PartialSharing
+
+
+class FedBN(PartialSharing):
+    """BN layers stay on the client, affine parameters and statistics; everything else is averaged.
+
+    X. Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021.
+
+    On a model without BN this is FedAvg.
+    """
+
+    stays: ClassVar[str] = "bn"

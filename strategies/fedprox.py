@@ -1,0 +1,29 @@
+"""FedProx."""
+
+from dataclasses import replace
+from typing import Any
+
+from fedbn_flwr.wire import Instruction
+
+from .fedavg import FedAvg
+
+
+class FedProx(FedAvg):
+    """FedAvg with a proximal term in the local objective.
+
+    T. Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020.
+
+        min_w  F_k(w) + (mu / 2) ||w - w_t||^2   over the trainable parameters, at every step
+
+    With `mu=0` this is FedAvg.
+    """
+
+    def __init__(self, *, mu: float = 0.01, **options: Any) -> None:
+        super().__init__(**options)
+        if mu < 0:
+            raise ValueError(f"mu must not be negative, got {mu}")
+        self.mu = mu
+
+    def instruct(self, instruction: Instruction) -> Instruction:
+        """Add the proximal term."""
+        return replace(super().instruct(instruction), proximal_mu=self.mu)

@@ -1,0 +1,139 @@
+"""Reading replies: what a node sent, checked before anything is averaged."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from logging import WARNING
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.common import log
+
+from fedbn_flwr import wire
+
+from .average import Arrays
+
+
+class NotObeyedError(RuntimeError):
+    """A client did not acknowledge an instruction without which the method would be another one."""
+
+
+class RefusedError(ValueError):
+    """A reply that cannot be used, with the reason."""
+
+
+@dataclass(frozen=True)
+class NodeReply:
+    """One node's usable reply."""
+
+    node: int
+    partition: int
+    num_examples: int
+    metrics: Mapping[str, Any]
+    records: Mapping[str, Arrays]
+    content: RecordDict
+
+    @property
+    def arrays(self) -> Arrays:
+        """The entries of the model's state that the node sent."""
+        return self.records[wire.ARRAYS]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a strategy asked for: the binding keys, and the arrays whose shapes the answer must have."""
+
+    binding: Sequence[str]
+    arrays: Mapping[str, np.ndarray]
+    arrays_key: str = wire.ARRAYS
+
+
+def sift(messages: Iterable[Message], sent: Mapping[str, int], expected: Expected) -> list[NodeReply]:
+    """The usable replies, ordered by partition; every other one is named in the log, with the reason.
+
+    `sent` maps message ids to the nodes they went to: Flower's own error replies may not name the node. The order
+    makes the result of a run independent of the order in which nodes answer.
+    """
+    usable = []
+    for message in messages:
+        node = sent.get(message.metadata.reply_to_message_id, message.metadata.src_node_id)
+        try:
+            usable.append(_read(node, message, expected))
+        except RefusedError as reason:
+            log(WARNING, "Node %d is left out of this round: %s", node, reason)
+    usable.sort(key=lambda reply: (reply.partition, reply.node))
+    return _with_common_entries(usable)
+
+
+def require_obeyed(replies: Sequence[NodeReply], binding: Sequence[str]) -> None:
+    """Fail if a client did not acknowledge a key that changes the method."""
+    for reply in replies:
+        report = reply.content.config_records.get(wire.REPORT)
+        obeyed = [] if report is None else report.get(wire.OBEYED, [])
+        if ignored := sorted(set(binding) - set(obeyed if isinstance(obeyed, list) else [])):
+            raise NotObeyedError(
+                f"node {reply.node} did not acknowledge {', '.join(ignored)}: its client does not implement what the "
+                "strategy asked for, and going on would silently be another method"
+            )
+
+
+def _read(node: int, message: Message, expected: Expected) -> NodeReply:
+    if message.has_error():
+        raise RefusedError(f"it failed: {message.error.reason}")
+    content = message.content
+    metrics = {key: value for record in content.metric_records.values() for key, value in record.items()}
+    records = {name: _numpy(record) for name, record in content.array_records.items()}
+    if expected.arrays_key in records:
+        records[wire.ARRAYS] = records.pop(expected.arrays_key)
+    for group, arrays in records.items():
+        _check_arrays(group, arrays, expected.arrays if group in (wire.ARRAYS, wire.PERSONAL) else {})
+    return NodeReply(
+        node=node,
+        partition=_integer(metrics.get(wire.PARTITION_ID, node)),
+        num_examples=_count(metrics),
+        metrics=metrics,
+        records=records,
+        content=content,
+    )
+
+
+def _numpy(record: ArrayRecord) -> Arrays:
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def _count(metrics: Mapping[str, object]) -> int:
+    count = metrics.get(wire.NUM_EXAMPLES)
+    if not isinstance(count, int | float) or not np.isfinite(count) or count < 0:
+        raise RefusedError(f"its {wire.NUM_EXAMPLES!r} is {count!r}")
+    return int(count)
+
+
+def _integer(value: object) -> int:
+    return int(value) if isinstance(value, int | float) else 0
+
+
+def _check_arrays(group: str, arrays: Arrays, expected: Mapping[str, np.ndarray]) -> None:
+    for name, array in arrays.items():
+        if expected and name not in expected:
+            raise RefusedError(f"its array {name!r} is not part of the model")
+        if expected and array.shape != expected[name].shape:
+            raise RefusedError(f"its array {name!r} has shape {array.shape}, not {expected[name].shape}")
+        if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
+            raise RefusedError(f"its array {name!r} in {group!r} is not finite")
+
+
+def _with_common_entries(replies: list[NodeReply]) -> list[NodeReply]:
+    """Keep the replies that carry the same entries as most do."""
+    entries = [frozenset(reply.records.get(wire.ARRAYS, {})) for reply in replies]
+    if len(set(entries)) <= 1:
+        return replies
+    common = Counter(entries).most_common(1)[0][0]
+    kept = []
+    for reply, names in zip(replies, entries, strict=True):
+        if names == common:
+            kept.append(reply)
+        else:
+            example = sorted(names ^ common)[0]
+            log(WARNING, "Node %d is left out of this round: unlike most, entry %r", reply.node, example)
+    return kept

@@ -1,0 +1,75 @@
+"""Which nodes take part: a finite wait, and a draw that does not depend on Flower's random node ids."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedbn_flwr import wire
+from fedbn_flwr.seeding import numpy_generator
+
+from .exchange import exchange
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node says of itself."""
+
+    node: int
+    partition: int
+    num_examples: int = 0
+    domain: int = -1
+    parameters: tuple[str, ...] = ()
+
+
+def wait_for_nodes(grid: Grid, wanted: int, patience: float) -> list[int]:
+    """The connected nodes, as soon as there are enough; a clear error if there are too few in the end."""
+    deadline = time.monotonic() + patience
+    while len(nodes := sorted(grid.get_node_ids())) < wanted:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{len(nodes)} of {wanted} nodes connected within {patience:g} seconds")
+        time.sleep(0.5)
+    return nodes
+
+
+class Roster:
+    """The nodes' descriptions, asked for once a node."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._known: dict[int, Node] = {}
+
+    def describe(self, grid: Grid, nodes: list[int]) -> Mapping[int, Node]:
+        """Ask the nodes that have not been asked; one that does not know the question is known by its id only."""
+        new = [node for node in nodes if node not in self._known]
+        content = RecordDict({wire.CONFIG: ConfigRecord()})
+        questions = [Message(content, dst_node_id=node, message_type=wire.DESCRIBE) for node in new]
+        answers = exchange(grid, questions, self._patience) if new else {}
+        for node in new:
+            self._known[node] = _read(node, answers.get(node))
+        return {node: self._known[node] for node in nodes}
+
+
+def draw(nodes: Mapping[int, Node], count: int, seed: int, server_round: int) -> list[int]:
+    """Draw nodes without replacement, the same partitions for the same seed and round; sorted by partition."""
+    ordered = sorted(nodes.values(), key=lambda node: (node.partition, node.node))
+    generator = numpy_generator(seed, "sampling", server_round)
+    chosen = sorted(generator.choice(len(ordered), size=min(count, len(ordered)), replace=False))
+    return [ordered[index].node for index in chosen]
+
+
+def _read(node: int, answer: Message | None) -> Node:
+    if answer is None or answer.has_error():
+        return Node(node, node)
+    metrics, report = answer.content.metric_records[wire.METRICS], answer.content.config_records[wire.REPORT]
+    integer: Callable[[str], int] = lambda key: int(metrics[key])  # type: ignore[arg-type]  # noqa: E731
+    parameters = report.get(wire.PARAMETERS, [])
+    return Node(
+        node,
+        integer(wire.PARTITION_ID),
+        integer(wire.NUM_EXAMPLES),
+        integer(wire.DOMAIN),
+        tuple(str(name) for name in parameters) if isinstance(parameters, list) else (),
+    )

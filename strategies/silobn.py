@@ -1,0 +1,16 @@
+"""SiloBN."""
+
+from typing import ClassVar
+
+from .partial import PartialSharing
+
+
+class SiloBN(PartialSharing):
+    """BN statistics stay on the client; affine parameters are averaged with everything else.
+
+    Andreux et al., Siloed Federated Learning for Multi-Centric Histopathology Datasets, DART 2020.
+
+    On a model without BN statistics this is FedAvg.
+    """
+
+    stays: ClassVar[str] = "statistics"

@@ -1,0 +1,14 @@
+"""Training without an exchange."""
+
+from typing import ClassVar
+
+from .partial import PartialSharing
+
+
+class Standalone(PartialSharing):
+    """Every node trains alone from the common initial model; nothing of the model leaves it.
+
+    With one node this is plain training.
+    """
+
+    stays: ClassVar[str] = "all"

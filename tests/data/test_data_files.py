@@ -1,0 +1,206 @@
+"""Data sets in files, from tiny files in each data set's own format on disk."""
+
+import bz2
+import os
+import pickle
+import struct
+import urllib.error
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.io
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from fedbn_flwr.data import load
+
+Pixels = NDArray[np.uint8]
+
+
+def pixels(count: int, *shape: int, seed: int = 0) -> Pixels:
+    return np.random.default_rng(seed).integers(0, 256, (count, *shape), dtype=np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reaches the network, and a tiny file passes for the real one, whose checksum it cannot have."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise urllib.error.URLError("no network")
+
+    def exists(path: str, md5: str | None = None) -> bool:
+        return os.path.isfile(path)
+
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", exists)
+    monkeypatch.setattr("torchvision.datasets.svhn.check_integrity", exists)
+
+
+def write_cifar(root: Path, folder: str, files: dict[str, int], key: str, meta: tuple[str, str]) -> None:
+    home = root / folder
+    home.mkdir()
+    for number, (name, count) in enumerate(files.items()):
+        labels = [(3 * number + position) % 10 for position in range(count)]
+        entry = {"data": pixels(count, 3 * 32 * 32, seed=number), key: labels}
+        (home / name).write_bytes(pickle.dumps(entry))
+    (home / meta[0]).write_bytes(pickle.dumps({meta[1]: [f"class {number}" for number in range(10)]}))
+
+
+def test_cifar10(tmp_path: Path) -> None:
+    files = {f"data_batch_{number}": 2 for number in range(1, 6)} | {"test_batch": 3}
+    write_cifar(tmp_path, "cifar-10-batches-py", files, "labels", ("batches.meta", "label_names"))
+    data = load("cifar10", root=str(tmp_path))
+    assert (len(data.train), len(data.test), data.num_classes) == (10, 3, 10)
+    assert data.train.inputs.dtype == torch.uint8
+    # the third training image is the first of the second file, stored channels first
+    expected = pixels(2, 3, 32, 32, seed=1)[0]
+    assert np.array_equal(data.train.inputs[2].numpy(), expected)
+    assert data.train.labels[:4].tolist() == [0, 1, 3, 4]
+
+
+def test_cifar100(tmp_path: Path) -> None:
+    files, meta = {"train": 12, "test": 4}, ("meta", "fine_label_names")
+    write_cifar(tmp_path, "cifar-100-python", files, "fine_labels", meta)
+    data = load("cifar100", root=tmp_path)
+    assert (len(data.train), len(data.test), data.num_classes, data.image_size) == (12, 4, 100, 32)
+    assert np.array_equal(data.test.inputs.numpy(), pixels(4, 3, 32, 32, seed=1))
+    assert data.test.labels.tolist() == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")])
+def test_mnist_and_fashion_mnist(tmp_path: Path, name: str, folder: str) -> None:
+    home = tmp_path / folder / "raw"
+    home.mkdir(parents=True)
+    for role, count in (("train", 6), ("t10k", 4)):
+        header = struct.pack(">4i", 2051, count, 28, 28)
+        (home / f"{role}-images-idx3-ubyte").write_bytes(header + pixels(count, 28, 28, seed=count).tobytes())
+        labels = struct.pack(">2i", 2049, count) + bytes(range(count))
+        (home / f"{role}-labels-idx1-ubyte").write_bytes(labels)
+    data = load(name, root=tmp_path)
+    assert data.train.inputs.shape == (6, 1, 28, 28)
+    assert np.array_equal(data.test.inputs[:, 0].numpy(), pixels(4, 28, 28, seed=4))
+    assert data.train.labels.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_svhn(tmp_path: Path) -> None:
+    for role, count in (("train", 5), ("test", 3)):
+        images = pixels(count, 32, 32, 3, seed=count).transpose(1, 2, 3, 0)  # the samples are last on disk
+        labels = np.array([[10], [1], [9], [2], [3]][:count], dtype=np.uint8)
+        scipy.io.savemat(tmp_path / f"{role}_32x32.mat", {"X": images, "y": labels})
+    data = load("svhn", root=tmp_path)
+    assert data.train.inputs.shape == (5, 3, 32, 32)
+    assert data.train.inputs.is_contiguous()
+    assert np.array_equal(data.test.inputs.numpy(), pixels(3, 32, 32, 3, seed=3).transpose(0, 3, 1, 2))
+    assert data.train.labels.tolist() == [0, 1, 9, 2, 3]  # on disk the digit 0 is called 10
+
+
+def test_usps(tmp_path: Path) -> None:
+    for name, labels in (("usps.bz2", [1, 10, 4]), ("usps.t.bz2", [2, 3])):
+        values = " ".join(f"{position + 1}:{-1 if position % 2 else 1}" for position in range(256))
+        text = "".join(f"{label} {values} \n" for label in labels)
+        (tmp_path / name).write_bytes(bz2.compress(text.encode()))
+    data = load("usps", root=tmp_path)
+    assert data.train.inputs.shape == (3, 1, 16, 16)
+    assert data.train.inputs[0, 0, 0, :4].tolist() == [255, 0, 255, 0]
+    assert data.train.labels.tolist() == [0, 9, 3]
+    assert load("usps", root=tmp_path, image_size=28).image_size == 28
+
+
+NAMES = ["cifar10", "cifar100", "mnist", "fashion-mnist", "svhn", "usps"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_absent_data_are_one_line_that_names_the_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(FileNotFoundError) as error:
+        load(name, root=tmp_path)
+    message = str(error.value)
+    assert message.startswith(f"{name} is not in {tmp_path} and cannot be downloaded: ")
+    assert "\n" not in message
+
+
+def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDBN_FLWR_DATA", str(tmp_path / "mine"))
+    with pytest.raises(FileNotFoundError, match=str(tmp_path / "mine")):
+        load("usps")
+    monkeypatch.delenv("FEDBN_FLWR_DATA")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=str(tmp_path / ".cache" / "fedbn-flwr")):
+        load("usps")
+
+
+def paint(path: Path, grey: int, side: int = 4) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L", (side, side), grey).save(path)
+
+
+@pytest.fixture
+def fill(tmp_path: Path) -> Callable[[str], None]:
+    """Make a data set of two classes in a folder: three training images, one for testing."""
+
+    def make(home: str) -> None:
+        paint(tmp_path / home / "train" / "cat" / "a.png", 10)
+        paint(tmp_path / home / "train" / "dog" / "a.png", 20)
+        paint(tmp_path / home / "train" / "dog" / "b.png", 30)
+        paint(tmp_path / home / "test" / "dog" / "a.png", 40)
+
+    return make
+
+
+def test_a_folder_of_images_per_class(tmp_path: Path, fill: Callable[[str], None]) -> None:
+    fill("")
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("no image")
+    data = load(f"folder:{tmp_path}")
+    assert (data.num_classes, data.in_channels, data.image_size) == (2, 3, 4)
+    assert data.train.inputs[:, 0, 0, 0].tolist() == [10, 20, 30]
+    assert data.train.labels.tolist() == [0, 1, 1]
+    assert data.test.labels.tolist() == [1]  # though the test split has only one class
+    assert data.domain_names == ()
+
+
+def test_a_folder_of_domains(tmp_path: Path, fill: Callable[[str], None]) -> None:
+    fill("sketch")
+    fill("photo")
+    data = load(f"folder:{tmp_path}")
+    assert data.domain_names == ("photo", "sketch")
+    assert data.train.domains is not None
+    assert data.train.domains.tolist() == [0, 0, 0, 1, 1, 1]
+    assert data.train.labels.tolist() == [0, 1, 1, 0, 1, 1]
+
+
+def test_a_folder_of_one_domain_is_a_folder_without_domains(tmp_path: Path, fill: Callable[[str], None]) -> None:
+    fill("photo")
+    data = load(f"folder:{tmp_path}")
+    assert data.domain_names == ()
+    assert data.train.domains is None
+
+
+def test_images_of_different_sizes_need_an_image_size(tmp_path: Path, fill: Callable[[str], None]) -> None:
+    fill("")
+    paint(tmp_path / "train" / "dog" / "c.png", 50, side=7)
+    with pytest.raises(ValueError, match=r"c\.png is not square or not of the size of the others"):
+        load(f"folder:{tmp_path}")
+    data = load(f"folder:{tmp_path}", image_size=6)
+    assert data.image_size == 6
+    assert data.train.inputs[:, 1, 3, 3].tolist() == [10, 20, 30, 50]
+
+
+def test_a_folder_with_nothing_in_it(tmp_path: Path) -> None:
+    for spec in (f"folder:{tmp_path}", f"folder:{tmp_path / 'absent'}"):
+        with pytest.raises(ValueError, match="found neither train/CLASS/ nor DOMAIN/train/CLASS/ in it"):
+            load(spec)
+    with pytest.raises(ValueError, match="folder: needs a path"):
+        load("folder:")
+
+
+def test_a_folder_without_test_images_or_with_a_strange_class(tmp_path: Path, fill: Callable[[str], None]) -> None:
+    paint(tmp_path / "only" / "train" / "cat" / "a.png", 1)
+    with pytest.raises(ValueError, match=r"no image in .*test"):
+        load(f"folder:{tmp_path / 'only'}")
+    fill("more")
+    paint(tmp_path / "more" / "test" / "bird" / "a.png", 1)
+    with pytest.raises(ValueError, match="has a class that no training folder has: bird"):
+        load(f"folder:{tmp_path / 'more'}")

@@ -1,0 +1,158 @@
+"""Specs name data sets; each is read once."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedbn_flwr.data import DATASETS, Data, Split, load
+
+
+def test_loading_twice_gives_the_same_object() -> None:
+    assert load("digits") is load("digits", image_size=None, root=None)
+    assert load("synthetic:n=100:test=50") is load("synthetic:n=100:test=50")
+    assert load("digits", image_size=12) is load("digits", image_size=12)
+    assert load("digits", image_size=12) is not load("digits")
+
+
+def test_threads_that_load_at_once_share_one_object() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(load, ["synthetic:n=3000:test=77"] * 4))
+    assert len({id(data) for data in loaded}) == 1
+
+
+def test_everything_that_is_loaded_is_standardized() -> None:
+    data = load("synthetic:n=500:channels=2")
+    batch, _ = data.train.batch(torch.arange(500))
+    torch.testing.assert_close(batch.mean((0, 2, 3)), torch.zeros(2), atol=1e-5, rtol=0)
+    torch.testing.assert_close(batch.std((0, 2, 3)), torch.ones(2), atol=1e-3, rtol=0)
+
+
+def test_an_unknown_name_is_an_error_that_lists_what_there_is() -> None:
+    for spec in (
+        "cifar11",
+        "syntetic:n=3",
+        "no_such_module:data",
+        "no-module:data",
+        "fedbn_flwr.no_such:data",
+        "",
+    ):
+        with pytest.raises(ValueError, match="unknown data set") as error:
+            load(spec)
+        message = str(error.value)
+        assert "\n" not in message
+        assert repr(spec) in message
+        assert all(name in message for name in DATASETS)
+
+
+def test_an_option_that_a_data_set_does_not_have() -> None:
+    with pytest.raises(ValueError, match="synthetic: unknown option 'size_'; there are: n, test, classes, size"):
+        load("synthetic:size_=3")
+    with pytest.raises(ValueError, match="digits: unknown option 'size'; it has none"):
+        load("digits:size=3")
+    with pytest.raises(ValueError, match="synthetic: n must be a whole number, not 'many'"):
+        load("synthetic:n=many")
+    with pytest.raises(ValueError, match="image size must be at least 1, not 0"):
+        load("digits", image_size=0)
+
+
+def test_loading_embedded_data_imports_no_data_set_library() -> None:
+    program = (
+        "import sys, fedbn_flwr.data as d; d.load('synthetic:n=10:test=10');"
+        "print([m for m in ('datasets', 'torchvision', 'sklearn', 'matplotlib') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+MODULE = """
+import torch
+from fedbn_flwr.data import Data, Split, load
+
+def plain():
+    split = Split(torch.rand(6, 1, 4, 4), torch.arange(6) % 2)
+    return Data("plain", split, split, 2)
+
+def own_moments():
+    split = Split(torch.rand(6, 1, 4, 4), torch.arange(6) % 2, mean=(0.0,), std=(1.0,))
+    return Data("own", split, split, 2)
+
+def derived():
+    return load("digits").validation_split(0.1, 0)
+
+def wrong():
+    return 3
+
+number = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"users_data_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    (tmp_path / f"{name}_broken.py").write_text("import not_installed_anywhere")
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def test_a_function_of_the_users_own(module: str) -> None:
+    data = load(f"{module}:plain")
+    assert data is load(f"{module}:plain")
+    assert data.name == "plain"
+    assert data.train.mean == pytest.approx([float(data.train.inputs.mean())])
+    assert load(f"{module}:plain", image_size=10).image_size == 10
+
+
+def test_moments_of_the_users_own_are_kept(module: str) -> None:
+    assert load(f"{module}:own_moments").train.mean == (0.0,)
+
+
+def test_a_users_function_may_load_in_turn(module: str) -> None:
+    assert len(load(f"{module}:derived").train) == 1437 - 144
+
+
+def test_what_is_no_data_is_refused(module: str) -> None:
+    with pytest.raises(ValueError, match=r"wrong must return fedbn_flwr.data.Data, not int"):
+        load(f"{module}:wrong")
+    for name in ("number", "absent"):
+        with pytest.raises(ValueError, match=f"{module} has no function '{name}'"):
+            load(f"{module}:{name}")
+
+
+def test_a_users_module_that_misses_a_package_says_which(module: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        load(f"{module}_broken:data")
+
+
+def test_synthetic_is_balanced_and_a_function_of_its_options() -> None:
+    data = load("synthetic:n=1003:test=30:classes=5:size=6:channels=2:seed=4")
+    assert data.train.inputs.shape == (1003, 2, 6, 6)
+    assert data.train.inputs.dtype == torch.uint8
+    assert torch.bincount(data.train.labels).tolist() == [201, 201, 201, 200, 200]
+    assert len(data.test) == 30
+    same, other = (load(f"synthetic:size=6:n=1003:test=30:channels=2:seed={seed}:classes=5") for seed in (4, 5))
+    assert torch.equal(data.train.inputs, same.train.inputs)
+    assert not torch.equal(data.train.inputs, other.train.inputs)
+    assert not torch.equal(data.train.inputs[:30], data.test.inputs)
+
+
+def test_synthetic_can_be_learned() -> None:
+    data = load("synthetic:n=2000")
+    prototypes = torch.stack([data.train.inputs[data.train.labels == label].float().mean(0) for label in range(10)])
+    nearest = torch.cdist(data.test.inputs.flatten(1).float(), prototypes.flatten(1)).argmin(1)
+    assert (nearest == data.test.labels).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("options", ["n=5", "test=5", "classes=0", "size=0", "channels=0"])
+def test_impossible_synthetic_data_are_refused(options: str) -> None:
+    with pytest.raises(ValueError, match="synthetic: "):
+        load(f"synthetic:{options}")
+
+
+def test_data_are_compared_by_identity() -> None:
+    split = Split(torch.zeros(1, 1, 2, 2), torch.zeros(1, dtype=torch.int64))
+    assert Data("a", split, split, 1) != Data("a", split, split, 1)

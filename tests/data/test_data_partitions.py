@@ -1,0 +1,360 @@
+"""Every partition: what each client gets, that nothing is lost or given twice, and what is refused."""
+
+import warnings
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from fedbn_flwr.data import PARTITIONS, Data, Split, describe, load, partition
+
+
+@cache
+def labelled(count: int, classes: int = 10, domains: int = 0) -> Data:
+    """Data of which only labels and domains matter: the images are one pixel."""
+    inputs = torch.zeros(count, 1, 1, 1, dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(count)[torch.randperm(count, generator=generator)] % classes
+    split = Split(inputs, labels, torch.arange(count) % domains if domains else None)
+    return Data("labelled", split, split, classes, tuple(f"domain {number}" for number in range(domains)))
+
+
+def twin(data: Data) -> Data:
+    """The same data as another object, for which nothing is cached."""
+    return Data("twin", data.train, data.test, data.num_classes, data.domain_names)
+
+
+def class_counts(parts: list[NDArray[np.int64]], data: Data) -> NDArray[np.int64]:
+    labels = data.train.labels.numpy()
+    return np.stack([np.bincount(labels[part], minlength=data.num_classes) for part in parts])
+
+
+def assert_disjoint(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    together = np.concatenate(parts)
+    assert len(np.unique(together)) == len(together)
+    for part in parts:
+        assert part.dtype == np.int64
+        assert len(part) > 0
+        assert (np.diff(part) > 0).all()
+    return together
+
+
+COMPLETE = ["iid", "dirichlet:0.5", "dirichlet:10:1", "classes:3", "classes:10", "shards:1", "shards:2"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(COMPLETE), st.integers(4, 13), st.integers(0, 2**40), st.integers(600, 640))
+def test_every_sample_has_exactly_one_client(spec: str, clients: int, seed: int, count: int) -> None:
+    data = labelled(count)
+    parts = partition(spec, data, clients, seed)
+    assert len(parts) == clients
+    assert len(assert_disjoint(parts)) == count
+    again = partition(spec, twin(data), clients, seed)
+    assert all(np.array_equal(one, other) for one, other in zip(parts, again, strict=True))
+
+
+RANDOM = [("iid", 4), ("dirichlet:0.5", 4), ("classes:5", 4), ("shards:2", 4), ("shards-unbalanced", 4)]
+
+
+@pytest.mark.parametrize(("spec", "clients"), [*RANDOM, ("domain:2", 8)])
+def test_a_function_of_the_seed(spec: str, clients: int) -> None:
+    data = labelled(600, domains=4)
+    first, again = partition(spec, data, clients, 1), partition(spec, twin(data), clients, 1)
+    other = partition(spec, data, clients, 2)
+    assert all(np.array_equal(one, same) for one, same in zip(first, again, strict=True))
+    assert not all(np.array_equal(one, different) for one, different in zip(first, other, strict=True))
+
+
+def test_the_same_arguments_give_the_same_arrays() -> None:
+    assert partition("iid", labelled(50), 5, 0) is partition("iid", labelled(50), 5, 0)
+
+
+def test_iid_parts_differ_by_at_most_one_sample() -> None:
+    sizes = [len(part) for part in partition("iid", labelled(103), 10, 0)]
+    assert sorted(sizes) == [10] * 7 + [11] * 3
+
+
+def test_dirichlet_is_more_skewed_the_smaller_alpha() -> None:
+    data = labelled(5000)
+    largest = []
+    for alpha in ("0.1", "1", "100"):
+        counts = class_counts(partition(f"dirichlet:{alpha}", data, 10, 0), data)
+        largest.append(float((counts.max(1) / counts.sum(1)).mean()))
+    assert largest[0] > largest[1] > largest[2]
+    assert largest[0] > 0.4
+    assert largest[2] < 0.2
+
+
+def test_dirichlet_keeps_to_the_fewest_samples_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert min(map(len, partition("dirichlet:0.5:40", labelled(1000), 10, 3))) >= 40
+        assert min(map(len, partition("dirichlet:0.1", labelled(1000), 10, 3))) >= 2
+
+
+# Appendix D of FedTAN, word for word: the share of every class among the samples of each client
+APPENDIX_D = {
+    2: """
+        1/2 1/2 0 0 0 0 0 0 0 0
+        0 0 1/2 1/2 0 0 0 0 0 0
+        0 0 0 0 1/2 1/2 0 0 0 0
+        0 0 0 0 0 0 1/2 1/2 0 0
+        0 0 0 0 0 0 0 0 1/2 1/2""",
+    4: """
+        1/4 1/4 1/4 1/4 0 0 0 0 0 0
+        0 0 1/4 1/4 1/4 1/4 0 0 0 0
+        0 0 0 0 1/4 1/4 1/4 1/4 0 0
+        0 0 0 0 0 0 1/4 1/4 1/4 1/4
+        1/4 1/4 0 0 0 0 0 0 1/4 1/4""",
+    6: """
+        1/6 1/6 1/6 1/6 1/6 1/6 0 0 0 0
+        0 0 1/6 1/6 1/6 1/6 1/6 1/6 0 0
+        0 0 0 0 1/6 1/6 1/6 1/6 1/6 1/6
+        1/6 1/6 0 0 0 0 1/6 1/6 1/6 1/6
+        1/6 1/6 1/6 1/6 0 0 0 0 1/6 1/6""",
+    8: """
+        1/8 1/8 1/8 1/8 1/8 1/8 1/8 1/8 0 0
+        0 0 1/8 1/8 1/8 1/8 1/8 1/8 1/8 1/8
+        1/8 1/8 0 0 1/8 1/8 1/8 1/8 1/8 1/8
+        1/8 1/8 1/8 1/8 0 0 1/8 1/8 1/8 1/8
+        1/8 1/8 1/8 1/8 1/8 1/8 0 0 1/8 1/8""",
+    10: """
+        1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10
+        1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10
+        1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10
+        1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10
+        1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10""",
+}
+
+
+@pytest.mark.parametrize("classes", APPENDIX_D)
+def test_classes_give_fedtans_appendix_d(classes: int) -> None:
+    data = labelled(6000)  # 600 of each class, which 1, 2, 3, 4 and 5 clients can share evenly
+    counts = class_counts(partition(f"classes:{classes}", data, 5, 0), data)
+    shares = [
+        [1 / int(cell.split("/")[1]) if "/" in cell else 0.0 for cell in row.split()]
+        for row in APPENDIX_D[classes].strip().splitlines()
+    ]
+    np.testing.assert_allclose(counts / counts.sum(1, keepdims=True), shares)
+    assert counts.sum(1).tolist() == [1200] * 5  # "each client receives an equal number of training samples"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 12), st.data())
+def test_any_number_of_clients_shares_the_classes_evenly(clients: int, classes: int, draw: st.DataObject) -> None:
+    each = draw.draw(st.integers(1, classes))
+    data = labelled(40 * classes, classes=classes)
+    counts = class_counts(partition(f"classes:{each}", data, clients, 0), data)
+    assert ((counts > 0).sum(1) == each).all()
+    holders = (counts > 0).sum(0)
+    assert holders.max() - holders.min() <= 1
+    for label in np.flatnonzero(holders):
+        held = counts[counts[:, label] > 0, label]
+        assert held.sum() == 40
+        assert held.max() - held.min() <= 1
+
+
+def test_too_few_clients_for_all_classes_leave_the_gaps_out() -> None:
+    data = labelled(100)
+    counts = class_counts(partition("classes:2", data, 3, 0), data)
+    assert [np.flatnonzero(row).tolist() for row in counts] == [[0, 1], [3, 4], [6, 7]]
+
+
+def shards_of(parts: list[NDArray[np.int64]], data: Data, size: int) -> list[int]:
+    """How many shards each client has; they are whole if its samples of every class are a multiple of the size."""
+    counts = class_counts(parts, data)
+    assert (counts % size == 0).all()
+    return [int(shards) for shards in counts.sum(1) // size]
+
+
+@pytest.mark.parametrize(("samples", "size"), [(60_000, 300), (50_000, 250)])
+def test_fedbs_200_shards_two_a_client(samples: int, size: int) -> None:
+    data = labelled(samples)
+    parts = partition("shards:2", data, 100, 0)
+    assert shards_of(parts, data, size) == [2] * 100
+    assert len(assert_disjoint(parts)) == samples
+    assert (class_counts(parts, data) > 0).sum(1).max() == 2
+
+
+def test_shards_are_those_of_flwr_datasets_where_nothing_is_left_over() -> None:
+    from datasets import Dataset
+    from flwr_datasets.partitioner import ShardPartitioner
+
+    from fedbn_flwr.data.partitioners import ShardsPartitioner
+
+    labels = np.random.default_rng(0).permutation(np.arange(200) % 5)
+    theirs = ShardPartitioner(10, "label", num_shards_per_partition=2, shard_size=10, shuffle=False, seed=7)
+    ours = ShardsPartitioner(np.full(10, 2), "label", seed=7)
+    for partitioner in (theirs, ours):
+        partitioner.dataset = Dataset.from_dict({"label": labels, "index": np.arange(200)})
+    for client in range(10):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of pyarrow, about how flwr-datasets sorts
+            expected = theirs.load_partition(client)["index"][:]
+        assert list(ours.load_partition(client)["index"][:]) == list(expected)
+
+
+@pytest.mark.parametrize(("samples", "shards"), [(60_000, 1200), (50_000, 1000)])
+def test_fedbs_unbalanced_shards_of_50_with_1_to_30_each(samples: int, shards: int) -> None:
+    data = labelled(samples)
+    parts = partition("shards-unbalanced", data, 100, 0)
+    held = shards_of(parts, data, 50)
+    assert sum(held) == shards
+    assert min(held) >= 1
+    assert max(held) <= 30
+    assert len(set(held)) > 10
+    assert len(assert_disjoint(parts)) == samples
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 2**40), st.data())
+def test_unbalanced_deals_every_shard(partitions: int, most: int, seed: int, draw: st.DataObject) -> None:
+    from fedbn_flwr.data.partitioners import unbalanced
+
+    shards = draw.draw(st.integers(partitions, partitions * most))
+    counts = unbalanced(partitions, shards, most, np.random.default_rng(seed))
+    assert counts.sum() == shards
+    assert counts.min() >= 1
+    assert counts.max() <= most
+
+
+@pytest.mark.parametrize("clients", [1, 1201])
+def test_impossible_unbalanced_shards_are_refused(clients: int) -> None:
+    match = f"1200 shards cannot be dealt to {clients} clients with 1 to 30 for each"
+    with pytest.raises(ValueError, match=match):
+        partition("shards-unbalanced", labelled(60_000), clients, 0)
+
+
+def test_a_whole_domain_a_client() -> None:
+    data = labelled(103, domains=5)
+    domains = data.train.domains
+    assert domains is not None
+    for spec in ("domain", "domain:1", "domain:1:1"):
+        parts = partition(spec, data, 5, 0)
+        for domain, part in enumerate(parts):
+            assert np.array_equal(part, np.flatnonzero(domains.numpy() == domain))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 10), st.integers(0, 2**40))
+def test_fedwon_adds_clients_with_fixed_tenths_and_changes_none(each: int, seed: int) -> None:
+    data = labelled(500, domains=5)
+    most, fewer = (
+        partition("domain:10:10", data, 50, seed),
+        partition(f"domain:{each}:10", data, 5 * each, seed),
+    )
+    assert len(assert_disjoint(most)) == 500
+    for client, part in enumerate(fewer):
+        assert np.array_equal(part, most[client])
+        assert len(part) == 10
+        assert set(part % 5) == {client % 5}
+
+
+def test_without_splits_the_clients_of_a_domain_share_all_of_it() -> None:
+    assert len(assert_disjoint(partition("domain:3", labelled(500, domains=5), 15, 0))) == 500
+
+
+def test_union_is_everything() -> None:
+    (everything,) = partition("union", labelled(30), 1, 0)
+    assert everything.tolist() == list(range(30))
+
+
+@pytest.mark.parametrize(
+    ("spec", "clients", "message"),
+    [
+        ("shard:2", 2, "unknown partition 'shard:2'; there are: iid, dirichlet:ALPHA"),
+        ("", 2, "unknown partition ''; there are: iid"),
+        ("iid:2", 2, "unknown partition 'iid:2'"),
+        ("domain:1:2:3", 5, "unknown partition 'domain:1:2:3'"),
+        ("iid", 0, "0 clients cannot share 100 samples"),
+        ("iid", 101, "101 clients cannot share 100 samples"),
+        ("dirichlet", 2, "ALPHA must be a number above 0"),
+        ("dirichlet:much", 2, "ALPHA must be a number above 0"),
+        ("dirichlet:0", 2, "ALPHA must be a number above 0"),
+        ("dirichlet:-1", 2, "ALPHA must be a number above 0"),
+        ("dirichlet:nan", 2, "ALPHA must be a number above 0"),
+        ("dirichlet:inf", 2, "ALPHA must be a number above 0"),
+        ("dirichlet:1:0", 2, "expected a whole number of at least 1, not '0'"),
+        ("dirichlet:1:60", 2, "100 samples cannot give 2 clients 60 each"),
+        ("dirichlet:0.01", 50, "dirichlet:0.01.*dirichlet:ALPHA.*number of attempts"),
+        ("classes", 2, "expected a whole number of at least 1, not ''"),
+        ("classes:0", 2, "expected a whole number of at least 1, not '0'"),
+        ("classes:two", 2, "expected a whole number of at least 1, not 'two'"),
+        ("classes:11", 2, "labelled has only 10 classes"),
+        ("classes:10", 11, "the 10 samples of class 0 cannot serve 11 clients"),
+        ("shards:2", 51, "100 samples cannot fill 102 shards"),
+        ("shards:-2", 2, "expected a whole number of at least 1, not '-2'"),
+        ("domain:1", 4, "5 domains with 1 each need 5 clients, not 4"),
+        ("domain:2", 5, "5 domains with 2 each need 10 clients, not 5"),
+        ("domain:3:2", 15, "3 clients a domain need 3 splits of it, not 2"),
+        ("union", 2, "1 client holds everything, not 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(spec: str, clients: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        partition(spec, labelled(100, domains=5), clients, 0)
+    assert "\n" not in str(error.value)
+
+
+def test_domains_of_data_without_domains_are_refused() -> None:
+    with pytest.raises(ValueError, match="labelled has no domains"):
+        partition("domain:1", labelled(100), 5, 0)
+
+
+def test_a_client_without_a_sample_is_refused() -> None:
+    images, labels = torch.zeros(10, 1, 1, 1), torch.zeros(10, dtype=torch.int64)
+    split = Split(images, labels, (torch.arange(10) < 8).long())  # two samples of domain 0, eight of domain 1
+    data = Data("lopsided", split, split, 1, ("small", "large"))
+    with pytest.raises(ValueError, match="partition 'domain:4': no sample for client 4, 6"):
+        partition("domain:4", data, 8, 0)
+
+
+def test_a_class_without_samples_is_refused() -> None:
+    split = labelled(100).train
+    with pytest.raises(ValueError, match="the 0 samples of class 10 cannot serve 2 clients"):
+        partition("classes:11", Data("gap", split, split, 11), 2, 0)
+
+
+def test_every_kind_is_named_as_its_form_begins() -> None:
+    assert all(kind.form.split(":")[0].rstrip("[") == name for name, kind in PARTITIONS.items())
+
+
+def test_describe_counts_what_each_client_has() -> None:
+    inputs = torch.zeros(5, 1, 1, 1)
+    split = Split(inputs, torch.tensor([0, 0, 2, 2, 2]), torch.tensor([1, 0, 0, 0, 0]))
+    data = Data("small", split, split, 3, ("paper", "screen"))
+    assert describe([np.array([0, 1, 2]), np.array([3, 4])], data) == [
+        {"client": 0, "examples": 3, "classes": {0: 2, 2: 1}, "domains": {"paper": 2, "screen": 1}},
+        {"client": 1, "examples": 2, "classes": {2: 2}, "domains": {"paper": 2}},
+    ]
+
+
+def test_describe_without_domains_has_no_column_for_them() -> None:
+    (row,) = describe(partition("union", labelled(20), 1, 0), labelled(20))
+    assert row == {"client": 0, "examples": 20, "classes": dict.fromkeys(range(10), 2)}
+
+
+def test_partitioning_is_silent_and_leaves_no_file(capfd: pytest.CaptureFixture[str]) -> None:
+    import datasets
+
+    def cached() -> list[Path]:
+        return sorted(Path(datasets.config.HF_DATASETS_CACHE).rglob("*"))
+
+    before, data = cached(), labelled(3000)
+    for spec in ("iid", "dirichlet:0.5", "classes:2", "shards:2", "shards-unbalanced"):
+        partition(spec, data, 10, 0)
+    assert capfd.readouterr() == ("", "")
+    assert cached() == before
+
+
+def test_the_domains_of_the_digits() -> None:
+    data = load("digits-domains")
+    table = describe(partition("domain:1", data, 5, 0), data)
+    assert [row["domains"] for row in table] == [
+        {name: 1440 if name == "fonts" else 1437} for name in data.domain_names
+    ]

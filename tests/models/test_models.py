@@ -1,0 +1,207 @@
+"""Every model of the registry: its size, its weights, its images, its errors."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fedbn_flwr.models import MODELS, build
+from fedbn_flwr.norm import bn_layers, statistics_keys
+
+NORMS = ("bn", "gn", "none")
+
+
+def trainable(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def statistics(model: nn.Module) -> int:
+    state = model.state_dict()
+    return sum(state[key].numel() for key in statistics_keys(model))
+
+
+def test_the_mlp_is_784_30_10() -> None:
+    model = build("mlp", in_channels=1, image_size=28)
+    assert trainable(model) == 784 * 30 + 30 + 2 * 30 + 30 * 10 + 10
+    assert statistics(model) == 2 * 30
+
+
+def test_the_small_cnn() -> None:
+    model = build("small-cnn")
+    convolutions = 9 * (3 * 16 + 16 * 32 + 32 * 32)
+    assert trainable(model) == convolutions + 2 * (16 + 32 + 32) + 32 * 10 + 10
+    assert [layer.stride for layer in model.modules() if isinstance(layer, nn.Conv2d)] == [
+        (1, 1),
+        (2, 2),
+        (2, 2),
+    ]
+
+
+def test_resnet20_is_the_one_of_the_papers() -> None:
+    model = build("resnet20")
+    assert trainable(model) == 269_722
+    assert statistics(model) == 1_376
+    assert len(bn_layers(model)) == 19
+
+
+@pytest.mark.parametrize(("name", "layers"), [("resnet18", 20), ("mobilenetv2", 52), ("alexnet-bn", 7)])
+def test_number_of_bn_layers(name: str, layers: int) -> None:
+    assert len(bn_layers(build(name, image_size=64))) == layers
+
+
+def test_the_digits_cnn_is_the_published_one() -> None:
+    model = build("digits-cnn", image_size=28)
+    linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    assert [(layer.in_features, layer.out_features) for layer in linear] == [
+        (6272, 2048),
+        (2048, 512),
+        (512, 10),
+    ]
+    assert len(bn_layers(model)) == 5
+
+
+def test_the_linear_layers_of_fedbs_have_the_papers_inputs() -> None:
+    def inputs(model: nn.Module) -> list[int]:
+        return [layer.in_features for layer in model.modules() if isinstance(layer, nn.Linear)]
+
+    assert inputs(build("fedbs-mnist-cnn", in_channels=1, image_size=28)) == [1568]
+    assert inputs(build("fedbs-cifar-cnn")) == [4500, 270, 150]
+
+
+def test_the_resnet18_for_large_images_is_torchvisions() -> None:
+    model = build("resnet18", image_size=64)
+    assert model.get_submodule("conv1").kernel_size == (7, 7)
+    assert isinstance(model.get_submodule("maxpool"), nn.MaxPool2d)
+
+
+SIZES = [
+    (name, size)
+    for name, entry in MODELS.items()
+    if name != "alexnet-bn"  # 57 million weights: once is enough, below
+    for size in sorted({entry.smallest, entry.largest or max(entry.smallest, 28)})
+]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("name", "size"), SIZES)
+def test_forward_and_backward(name: str, size: int, norm: str) -> None:
+    model = build(name, num_classes=7, image_size=size, norm=norm)
+    logits = model(torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0)))
+    assert logits.shape == (2, 7)
+    logits.square().sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None and torch.isfinite(gradient).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES)
+def test_images_of_one_channel(name: str, size: int) -> None:
+    assert build(name, in_channels=1, image_size=size).eval()(torch.zeros(1, 1, size, size)).shape == (1, 10)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_alexnet_at_its_smallest_size(norm: str) -> None:
+    model = build("alexnet-bn", image_size=63, norm=norm)
+    model(torch.randn(2, 3, 63, 63)).sum().backward()
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 3, 62, 62))
+
+
+@pytest.mark.parametrize("name", ["lenet", "small-cnn", "resnet20", "mobilenetv2"])
+def test_weights_are_a_function_of_the_seed_alone(name: str) -> None:
+    first = build(name, seed=3).state_dict()
+    torch.randn(5)
+    again = build(name, seed=3).state_dict()
+    other = build(name, seed=4).state_dict()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_global_generator_is_left_alone(norm: str) -> None:
+    before = torch.get_rng_state()
+    build("small-cnn", norm=norm)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_same_seed_gives_the_same_convolutions_whatever_the_normalizer() -> None:
+    weights = [build("resnet20", norm=norm, seed=1).get_parameter("conv1.weight") for norm in NORMS]
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_starting_from_a_file(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"weights.{suffix}"
+    state = build("small-cnn", seed=1).state_dict()
+    save_file(state, path) if suffix == "safetensors" else torch.save(state, path)
+    started = build("small-cnn", seed=2, init_from=path).state_dict()
+    assert all(
+        torch.equal(started[key], state[key]) and started[key].dtype == state[key].dtype for key in state
+    )
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save({**build("small-cnn").state_dict(), "extra": torch.ones(1)}, path)
+    with pytest.raises(ValueError, match=r"of another shape: 11\.weight .*10, 32.* for .*7, 32"):
+        build("small-cnn", num_classes=7, init_from=path)
+    with pytest.raises(ValueError, match=r"with unknown extra"):
+        build("small-cnn", init_from=path)
+    with pytest.raises(ValueError, match=r"without .* and \d+ more"):
+        build("resnet20", init_from=path)
+
+
+def test_files_that_hold_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no file .*absent\.pt"):
+        build("small-cnn", init_from=tmp_path / "absent.pt")
+    for name in ("garbage.pt", "garbage.safetensors"):
+        (tmp_path / name).write_bytes(b"not a tensor in sight")
+        with pytest.raises(ValueError, match=name):
+            build("small-cnn", init_from=tmp_path / name)
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(ValueError, match="does not hold a state dict"):
+        build("small-cnn", init_from=tmp_path / "list.pt")
+
+
+def test_a_file_with_code_in_it_is_refused(tmp_path: Path) -> None:
+    torch.save(build("mlp"), tmp_path / "module.pt")
+    with pytest.raises(ValueError, match=r"module\.pt"):
+        build("mlp", init_from=tmp_path / "module.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("resnet21", 32, "unknown model 'resnet21'; there are: mlp, "),
+        ("digits-cnn", 32, "cannot take 32x32 images; it takes those of 28x28 only"),
+        ("alexnet-bn", 32, "cannot take 32x32 images; it takes those of 63x63 and more"),
+        ("nosuchpackage.models:make", 32, "cannot import 'nosuchpackage.models'"),
+        ("torchvision.models:nosuchmodel", 32, "has no function 'nosuchmodel'"),
+        ("collections:Counter", 32, "returned a Counter, not a torch.nn.Module"),
+    ],
+)
+def test_errors_say_what_was_wrong_and_what_is_allowed(name: str, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(name, image_size=size)
+
+
+def test_a_model_of_ones_own_gets_the_arguments_that_it_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_models.py").write_text(
+        "from torch import nn\n"
+        "def linear(image_size, num_classes):\n"
+        "    layers = nn.Flatten(), nn.Linear(image_size, num_classes), nn.BatchNorm1d(num_classes)\n"
+        "    return nn.Sequential(*layers)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    model = build("own_models:linear", num_classes=6, image_size=9, norm="gn")
+    assert model.get_submodule("1").in_features == 9
+    assert isinstance(model.get_submodule("2"), nn.GroupNorm)
+
+
+def test_the_models_of_other_libraries_get_the_number_of_classes() -> None:
+    model = build("torchvision.models:squeezenet1_1", num_classes=6)
+    assert model.get_submodule("classifier.1").out_channels == 6

@@ -1,0 +1,212 @@
+"""Swapping the normalizers of any model."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from timm.layers.norm_act import BatchNormAct2d
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchvision.models import mobilenet_v2, resnet18, vgg11_bn
+
+from fedbn_flwr.norm import NORMS, BatchNorm, GroupNorm, bn_layers, replace
+
+
+def light_vgg11_bn() -> nn.Module:
+    # torchvision's, without the second that it takes to fill its 120 million classifier weights.
+    with torch.device("meta"):
+        model: nn.Module = vgg11_bn(weights=None)
+    model.classifier = nn.Linear(512 * 7 * 7, 4)
+    model.to_empty(device="cpu")
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d | nn.BatchNorm2d | nn.Linear):
+            layer.reset_parameters()
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
+    "resnet18": (lambda: resnet18(weights=None, num_classes=4), 20, 64),
+    "mobilenet_v2": (lambda: mobilenet_v2(weights=None, num_classes=4), 52, 64),
+    "vgg11_bn": (light_vgg11_bn, 8, 32),
+}
+
+
+def kinds(model: nn.Module) -> Counter[type[nn.Module]]:
+    return Counter(type(layer) for layer in model.modules())
+
+
+def images(size: int, count: int = 2) -> Tensor:
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["bn", "gn", "ln", "in"])
+def test_torchvision_models_there_and_back(name: str, kind: str) -> None:
+    make, layers, size = MODELS[name]
+    model = make()
+    keys = [key for key, _ in model.named_parameters()]
+    assert replace(model, kind) is model
+    assert kinds(model)[nn.BatchNorm2d if kind == "bn" else GroupNorm] == layers
+    assert [key for key, _ in model.named_parameters()] == keys
+    if kind != "in":  # at this size the last layers have one position left
+        model(images(size)).sum().backward()
+    assert len(bn_layers(replace(model, "bn"))) == layers
+    assert model(images(size)).shape == (2, 4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_removing_all_normalizers(name: str) -> None:
+    make, layers, size = MODELS[name]
+    model = replace(make(), "none")
+    assert kinds(model)[nn.Identity] == layers
+    assert not bn_layers(model)
+    assert all(layer.bias is not None for layer in model.modules() if isinstance(layer, nn.Conv2d))
+    model(images(size)).sum().backward()
+
+
+def test_a_bias_takes_the_place_of_beta_only_where_there_was_one() -> None:
+    def convolution(affine: bool) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4, affine=affine))
+
+    with_beta = replace(convolution(True), "none").get_submodule("0")
+    assert isinstance(with_beta.bias, nn.Parameter)
+    assert with_beta.bias.tolist() == [0.0] * 4
+    assert replace(convolution(False), "none").get_submodule("0").bias is None
+
+
+def test_bn_that_is_there_already_is_left_alone() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2), BatchNorm(2))
+    before = list(model)
+    replace(model, "bn")
+    assert list(model) == before
+
+
+def test_foreign_group_and_instance_norm_become_bn() -> None:
+    model = nn.Sequential(nn.GroupNorm(2, 4, eps=1e-3), nn.InstanceNorm2d(4), nn.LayerNorm(4))
+    replace(model, "bn")
+    assert [type(layer) for layer in model] == [BatchNorm, BatchNorm, nn.LayerNorm]
+    assert model[0].eps == 1e-3
+    assert model[0].affine
+    assert not model[1].affine
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.BatchNorm1d(4), (5, 4)),
+        (nn.BatchNorm1d(4), (5, 4, 6)),
+        (nn.BatchNorm2d(4), (5, 4, 3, 2)),
+        (nn.BatchNorm3d(4), (2, 4, 3, 2, 2)),
+        (nn.SyncBatchNorm(4), (5, 4, 3, 2)),
+        (nn.BatchNorm2d(4, affine=False), (5, 4, 3, 2)),
+        (nn.BatchNorm2d(4, track_running_stats=False), (5, 4, 3, 2)),
+        (nn.BatchNorm2d(4, affine=False, track_running_stats=False), (5, 4, 3, 2)),
+    ],
+)
+@pytest.mark.parametrize(("kind", "groups"), [("gn", 2), ("ln", 1), ("in", 4)])
+def test_every_kind_of_bn_against_numpy(
+    layer: _BatchNorm, shape: tuple[int, ...], kind: str, groups: int
+) -> None:
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    new = replace(nn.Sequential(layer), kind).double()
+    if kind == "in" and len(shape) == 2:
+        with pytest.raises(ValueError, match=r"layer '0' would normalize groups of a single value"):
+            new(inputs)
+        return
+    grouped = inputs.numpy().reshape(shape[0], groups, -1)
+    centred = grouped - grouped.mean(axis=2, keepdims=True)
+    expected = centred / np.sqrt(grouped.var(axis=2, keepdims=True) + layer.eps)
+    np.testing.assert_allclose(new(inputs).detach().numpy(), expected.reshape(shape), atol=1e-12)
+    assert (new.get_submodule("0").weight is None) == (not layer.affine)
+
+
+def test_bn_of_any_number_of_dimensions_is_torchs() -> None:
+    generator = torch.Generator().manual_seed(2)
+    own = BatchNorm(4)
+    for theirs, shape in [(nn.BatchNorm1d(4), (5, 4)), (nn.BatchNorm3d(4), (5, 4, 2, 2, 2))]:
+        inputs = torch.randn(shape, generator=generator)
+        own.reset_running_stats()
+        assert torch.equal(own(inputs), theirs(inputs))
+        assert all(torch.equal(own.state_dict()[key], value) for key, value in theirs.state_dict().items())
+    with pytest.raises(ValueError, match="expected an input of shape"):
+        own(torch.ones(4))
+
+
+@pytest.mark.parametrize("kind", ["gn", "ln", "in", "none"])
+def test_the_root_itself(kind: str) -> None:
+    root = replace(nn.BatchNorm2d(4), kind)
+    assert isinstance(root, nn.Identity if kind == "none" else GroupNorm)
+    assert root(torch.randn(2, 4, 3, 3)).shape == (2, 4, 3, 3)
+
+
+def test_a_shared_layer_stays_shared() -> None:
+    shared = nn.BatchNorm1d(4)
+    model = replace(nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared)), "gn")
+    assert isinstance(model.get_submodule("0"), GroupNorm)
+    assert model.get_submodule("0") is model.get_submodule("1.1")
+
+
+def test_device_precision_and_mode_are_kept() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, affine=False, track_running_stats=False))
+    model.to("meta", torch.bfloat16).eval()
+    replaced = replace(replace(model, "gn"), "bn").get_submodule("1")
+    assert isinstance(replaced, BatchNorm)
+    assert replaced.running_mean is not None
+    assert replaced.running_mean.device.type == "meta"
+    assert replaced.running_mean.dtype == torch.bfloat16
+    assert not replaced.training
+
+
+def test_what_is_put_in_starts_fresh() -> None:
+    layer = nn.BatchNorm2d(4)
+    nn.init.constant_(layer.weight, 5.0)
+    fresh = replace(nn.Sequential(layer), "gn").get_submodule("0")
+    assert isinstance(fresh, GroupNorm)
+    assert fresh.weight.tolist() == [1.0] * 4
+    assert fresh.bias.tolist() == [0.0] * 4
+
+
+def test_gamma_without_beta_stays_so() -> None:
+    layer = nn.BatchNorm2d(4)
+    layer.register_parameter("bias", None)
+    new = replace(nn.Sequential(layer), "gn")
+    assert [name for name, _ in new.named_parameters()] == ["0.weight"]
+    new(torch.randn(2, 4, 3, 3))
+
+
+def test_the_activation_inside_timms_bn_stays() -> None:
+    model = replace(nn.Sequential(BatchNormAct2d(4)), "gn")
+    outputs = model(torch.randn(2, 4, 3, 3))
+    assert isinstance(model.get_submodule("0.0"), GroupNorm)
+    assert outputs.min() == 0.0
+
+
+def test_an_indivisible_channel_count_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.Sequential(nn.BatchNorm2d(6)))
+    with pytest.raises(ValueError, match=r"layer '1\.0': 6 channels do not divide into 4 groups"):
+        replace(model, "gn", groups=4)
+    assert len(bn_layers(model)) == 2
+    with pytest.raises(ValueError, match="0 groups"):
+        replace(model, "gn", groups=0)
+
+
+def test_a_single_value_is_an_error_for_one_sample_and_for_many() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 4), replace(nn.BatchNorm2d(4), "in"))
+    for count in (1, 2, 32):
+        with pytest.raises(ValueError, match="single value"):
+            model(images(4, count))
+
+
+def test_a_lazy_layer_is_named() -> None:
+    with pytest.raises(ValueError, match="layer '0' is lazy"):
+        replace(nn.Sequential(nn.LazyBatchNorm2d()), "gn")
+
+
+def test_unknown_kinds_and_options() -> None:
+    with pytest.raises(ValueError, match=r"unknown normalizer 'batch'; there are: bn, gn, ln, in, none"):
+        replace(nn.Sequential(), "batch")
+    with pytest.raises(ValueError, match="normalizer 'ln' has no option 'eps'; its options: none"):
+        replace(nn.Sequential(), "ln", eps=1.0)
+    assert all(callable(norm) for norm in NORMS.values())
