@@ -47,7 +47,7 @@ class Journal:
             self._last = time.perf_counter()
             return None
         self.arrays = arrays
-        row = {"round": server_round, **self._training(), **self._traffic()}
+        row = {"round": server_round, **self._training(), **self._traffic(), **self._strategy.measured}
         score = self._scored(server_round, arrays)
         self._files.round({**row, **score})
         if self._progress:

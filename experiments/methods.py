@@ -12,7 +12,10 @@ from fedbn_flwr.wire import wire_key
 from .config import Config, UsageError, Value, convert
 
 #: constructor arguments that follow from the shared options
-SHARED = ("lr_schedule", "seed", "patience", "evaluate_every")
+SHARED = ("lr_schedule", "seed", "patience", "exchange_timeout", "evaluate_every")
+
+#: normalizers whose running statistics only one strategy provides
+BOUND_NORMS = {"hbn": "hbn", "static-bn": "heterofl"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def settle(values: Mapping[str, Any]) -> Experiment:
     shared |= {key: value for key, value in overrides.items() if key not in own}
     given |= {key: value for key, value in overrides.items() if key in own}
     options = {own[key].name: convert(key, value, own[key].annotation) for key, value in given.items() if key in own}
-    config = _with_norm(Config.from_mapping(shared), REGISTRY[strategy], norm)
+    config = _with_norm(Config.from_mapping(shared), REGISTRY[strategy], options, norm)
     return _pooled(Experiment(config, strategy, options))
 
 
@@ -119,14 +122,18 @@ def _rejoined(items: list[str]) -> list[str]:
     return joined
 
 
-def _with_norm(config: Config, strategy: type[FedAvg], norm: str | None) -> Config:
-    if strategy.norm is not None:
-        if norm not in (None, strategy.norm):
-            raise UsageError(f"method {config.method!r}: the strategy brings its own normalizer {strategy.norm!r}")
-        return replace(config, norm=strategy.norm)
+def _with_norm(config: Config, strategy: type[FedAvg], options: Mapping[str, Value], norm: str | None) -> Config:
+    own = strategy.own_norm(options)
+    if own is not None:
+        if norm not in (None, own[0]):
+            raise UsageError(f"method {config.method!r}: the strategy brings its own normalizer {own[0]!r}")
+        text = ",".join(f"{key}={value}" for key, value in own[1].items())
+        return replace(config, norm=own[0], norm_options=text)
     chosen = norm or config.norm
     if chosen not in NORMS:
         raise UsageError(f"unknown normalizer {chosen!r}; known: {', '.join(NORMS)}")
+    if chosen in BOUND_NORMS:
+        raise UsageError(f"normalizer {chosen!r} only works with the strategy {BOUND_NORMS[chosen]!r}")
     return replace(config, norm=chosen)
 
 

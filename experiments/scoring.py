@@ -11,7 +11,7 @@ from torch import nn
 from fedbn_flwr import state, wire
 from fedbn_flwr.data import Data
 from fedbn_flwr.evaluation import evaluate
-from fedbn_flwr.strategies import FedAvg, NodeReply, PartialSharing
+from fedbn_flwr.strategies import FedAvg, NodeReply
 
 Score = dict[str, Any]
 
@@ -32,7 +32,7 @@ class Scorer:
 
     def score(self, strategy: FedAvg, arrays: ArrayRecord) -> Score:
         """The score of the state after a round."""
-        if not isinstance(strategy, PartialSharing):
+        if not strategy.personal:
             return self.score_global(state.from_record(arrays))
         scores = score_nodes(strategy.evaluate_replies)
         if mean := strategy.personal_mean():

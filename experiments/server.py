@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from logging import INFO
 from pathlib import Path
 from typing import Any
 
 from flwr.app import ConfigRecord
+from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import state
@@ -27,9 +29,15 @@ PATIENCE = 120.0
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any]) -> Summary:
-    """Run what a Flower run configuration says."""
+    """Run what a Flower run configuration says, and log where the results are.
+
+    A relative `results-dir` is relative to where the SuperLink was started: Flower does not tell where `flwr run` was.
+    """
     experiment = settle(run_config)
-    return run(grid, experiment, Path(experiment.config.results_dir))
+    folder = Path(experiment.config.results_dir).expanduser().resolve()
+    summary = run(grid, experiment, folder)
+    log(INFO, "Results: %s", folder)
+    return summary
 
 
 def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:

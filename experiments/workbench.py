@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from numpy.typing import NDArray
 from torch import nn
 
@@ -40,6 +42,7 @@ def fresh_model(config: Config) -> nn.Module:
         seed=config.seed,
         init_from=config.init_from or None,
         groups=config.groups,
+        **_norm_options(config.norm_options),
     )
 
 
@@ -72,6 +75,17 @@ def check(experiment: Experiment) -> None:
     except ValueError as error:
         raise UsageError(str(error)) from error
     experiment.make_strategy(config.clients)
+
+
+def _norm_options(text: str) -> dict[str, Any]:
+    """Read `key=value,key=value`; numbers and booleans are what they look like, the rest is text."""
+    options = {}
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise UsageError(f"norm-options: {item!r} is not of the form key=value")
+        options[key] = yaml.safe_load(value)
+    return options
 
 
 def set_threads(config: Config) -> None:

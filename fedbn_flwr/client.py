@@ -11,10 +11,11 @@ from flwr.app import RecordDict
 from flwr.client import NumPyClient
 from torch import nn
 
-from fedbn_flwr import batches, norm, state, training, wire
+from fedbn_flwr import batches, moments, norm, state, training, wire
 from fedbn_flwr.data import Split, augment
 from fedbn_flwr.evaluation import evaluate, shares
 from fedbn_flwr.memory import Memory
+from fedbn_flwr.rules import Session, rules_for
 from fedbn_flwr.seeding import derive, torch_generator
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
@@ -65,12 +66,25 @@ class BNClient(NumPyClient):
     def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """One round of local training."""
         self._load(received[wire.ARRAYS], instruction)
+        local = state.group_keys(self.model, instruction.keep_local)
         with norm.freeze(self.model, **_frozen_parts(instruction.freeze)):
-            loss = self._learn(instruction)
-        if personal := state.group_keys(self.model, instruction.keep_local):
-            self.memory.store(wire.PERSONAL, state.snapshot(self.model, personal))
-        metrics: Metrics = {wire.TRAIN_LOSS: loss}
-        return self._reply(metrics, instruction, {wire.ARRAYS: self._shared(instruction)})
+            optimizer = training.make_optimizer(self.model, instruction)
+            session = Session(self.model, optimizer, instruction, received, self.memory, local)
+            loss = self._learn(session)
+        if local:
+            self.memory.store(wire.PERSONAL, state.snapshot(self.model, local))
+        records = {wire.ARRAYS: self._shared(instruction), **session.records}
+        return self._reply({wire.TRAIN_LOSS: loss, **session.metrics}, instruction, records)
+
+    def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+        """What the BN layers of the received model see of this node's data, learning nothing."""
+        self._load(received[wire.ARRAYS], instruction)
+        generator = torch_generator(instruction.seed, "gather", *self._stream(instruction))
+        chosen = torch.from_numpy(self.indices)[torch.randperm(len(self.indices), generator=generator)]
+        chosen = chosen[: instruction.gather_samples or None]
+        inputs = (self.train_split.batch(part, self.device)[0] for part in chosen.split(instruction.batch_size))
+        seen = norm.gather(self.model, inputs, normalize_with=instruction.gather_with)
+        return self._reply({}, instruction, {wire.MOMENTS: moments.pack(self.model, seen)})
 
     def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Evaluate the node's own model (the received one with the entries that live here) on the test split."""
@@ -95,8 +109,11 @@ class BNClient(NumPyClient):
             wire.DOMAIN: own.pop() if len(own) == 1 else -1,
             wire.PARTITION_ID: self.partition_id,
         }
-        learned = [name for name, _ in self.model.named_parameters()]
-        return Reply(len(self.indices), metrics, report={wire.PARAMETERS: learned})
+        report = {
+            wire.PARAMETERS: [name for name, _ in self.model.named_parameters()],
+            wire.BN_ENTRIES: norm.bn_keys(self.model),
+        }
+        return Reply(len(self.indices), metrics, report=report)
 
     # ---- Flower's NumPyClient: lists in the order of the state dict ----------------------------------------------
 
@@ -108,6 +125,10 @@ class BNClient(NumPyClient):
         """Train; returns the entries that leave the client, in the order of the state dict."""
         instruction = Instruction.from_config(config)
         reply = self.train({wire.ARRAYS: self._named(parameters, instruction)}, instruction)
+        if len(reply.records) > 1:
+            raise ValueError(
+                f"{sorted(set(reply.records) - {wire.ARRAYS})} cannot travel in a list of arrays: use client_app"
+            )
         arrays = [value.cpu().numpy() for value in reply.records[wire.ARRAYS].values()]
         return arrays, reply.num_examples, {**reply.metrics, wire.OBEYED: ",".join(reply.report[wire.OBEYED])}
 
@@ -124,20 +145,25 @@ class BNClient(NumPyClient):
         local = state.group_keys(self.model, instruction.keep_local)
         state.load(self.model, {**received, **self.memory.personal(local)})
 
-    def _learn(self, instruction: Instruction) -> float:
+    def _learn(self, session: Session) -> float:
         self.model.train()
-        optimizer = training.make_optimizer(self.model, instruction)
+        rules = rules_for(session.instruction)
+        for rule in rules:
+            rule.begin(session)
         # dropout draws from the process-wide generator, which is lent to this round and put back
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(derive(instruction.seed, "dropout", *self._stream(instruction)))
-            return training.train(
+            torch.manual_seed(derive(session.instruction.seed, "dropout", *self._stream(session.instruction)))
+            loss = training.train(
                 self.model,
-                self._batches(instruction),
-                optimizer,
-                instruction,
+                self._batches(session.instruction),
+                session.optimizer,
+                session.instruction,
                 self.loss_function,
-                training.adjustments(self.model, instruction),
+                [rule.adjust for rule in rules],
             )
+        for rule in rules:
+            rule.finish(session)
+        return loss
 
     def _batches(self, instruction: Instruction) -> Iterator[training.Batch]:
         generator = torch_generator(instruction.seed, "batches", *self._stream(instruction))

@@ -27,6 +27,10 @@ def client_app(client_fn: ClientFunction) -> ClientApp:
     def evaluate(message: Message, context: Context) -> Message:
         return pack(client_fn(context).test(*unpack(message)), message)
 
+    @app.train("gather")
+    def gather(message: Message, context: Context) -> Message:
+        return pack(client_fn(context).gather(*unpack(message)), message)
+
     @app.query("describe")
     def describe(message: Message, context: Context) -> Message:
         return pack(client_fn(context).describe(), message)

@@ -15,13 +15,15 @@ class Moment:
     fraction: float | None = None
     rounds: int | None = None
 
+    def after(self, num_rounds: int | None) -> int | None:
+        """The round after which this point lies; none for the freeze, which is not known beforehand."""
+        return self.rounds if self.fraction is None else rounds_of(self.fraction, num_rounds)
+
     def reached(self, server_round: int, num_rounds: int | None, frozen_after: int | None) -> bool:
         """Whether a round, counted from 1, comes after this point."""
-        if self.rounds is not None:
-            return server_round > self.rounds
-        if self.fraction is not None:
-            return server_round > rounds_of(self.fraction, num_rounds)
-        return frozen_after is not None and server_round > frozen_after
+        after = self.after(num_rounds)
+        after = frozen_after if after is None else after
+        return after is not None and server_round > after
 
 
 @dataclass(frozen=True)

@@ -55,30 +55,6 @@ def autocast(instruction: Instruction, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=instruction.precision == "bf16")
 
 
-def adjustments(model: nn.Module, instruction: Instruction) -> list[Adjustment]:
-    """What the instruction wants done to every gradient, in this order."""
-    chosen = []
-    if instruction.proximal_mu:
-        chosen.append(proximal(model, instruction.proximal_mu))
-    return chosen
-
-
-def proximal(model: nn.Module, weight: float) -> Adjustment:
-    """The gradient of (weight / 2) * ||w - w_0||^2, w_0 being the parameters as they are now.
-
-    T. Li et al., Federated Optimization in Heterogeneous Networks (FedProx), MLSys 2020. Over the parameters that
-    learn, at every step; added to the gradient, so that the training loss stays the loss on the data.
-    """
-    anchored = [(parameter, parameter.detach().clone()) for parameter in model.parameters() if parameter.requires_grad]
-
-    def adjust() -> None:
-        for parameter, anchor in anchored:
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter.detach() - anchor, alpha=weight)
-
-    return adjust
-
-
 def _loss(model: nn.Module, inputs: Tensor, targets: Tensor, loss_function: LossFunction) -> Tensor:
     try:
         return loss_function(model(inputs), targets)

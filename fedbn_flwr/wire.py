@@ -23,10 +23,13 @@ CONFIG = "config"
 METRICS = "metrics"
 REPORT = "report"
 MOMENTUM = "momentum"
+CONTROL_VARIATES = "control-variates"
+MOMENTS = "moments"
 PERSONAL = "personal"
 
 NUM_EXAMPLES = "num-examples"
 PARTITION_ID = "partition-id"
+STATISTICS_CHANGE = "statistics-change"
 TRAIN_LOSS = "train-loss"
 EVAL_LOSS = "eval-loss"
 ACCURACY = "accuracy"
@@ -35,12 +38,15 @@ DOMAIN_ACCURACY = "domain-accuracy"
 DOMAIN = "domain"
 OBEYED = "obeyed"
 PARAMETERS = "parameters"
+BN_ENTRIES = "bn-entries"
 NUM_ROUNDS = "num-rounds"
 DESCRIBE = "query.describe"
+GATHER = "train.gather"
 
 Scalar = bool | int | float | str
 
 GROUPS = ("none", "statistics", "affine", "bn", "mix", "all")
+MOMENTUM_STATES = ("none", "local", "global")
 FREEZES = ("none", "statistics", "affine", "both")
 
 
@@ -76,6 +82,18 @@ class Instruction:
     keep_local: str = _binding("none")
     #: state entries that the server holds and does not want back: one of GROUPS
     omit: str = _binding("none")
+    #: adaptive gradient clipping: the largest ratio of a unit's gradient to its weights; 0 is off
+    clip_factor: float = _binding(0.0)
+    #: what becomes of the optimizer's state at the end of a round: one of MOMENTUM_STATES
+    momentum_state: str = _binding("none")
+    #: correct gradients with control variates (SCAFFOLD)
+    control_variates: bool = _binding(False)
+    #: report how much the mini-batch statistics changed (FixBN's sliding window)
+    report_change: bool = _binding(False)
+    #: how many samples a gathering of statistics uses; 0 means all
+    gather_samples: int = 0
+    #: what layers normalize with while statistics are gathered: `batch` or `running` statistics
+    gather_with: str = "batch"
     #: in an evaluation, also send the entries kept on the client, for a diagnostic
     send_personal: bool = _binding(False)
 

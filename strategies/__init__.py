@@ -3,25 +3,42 @@
 from .centralized import Centralized
 from .fedavg import FedAvg
 from .fedbn import FedBN
+from .fedbs import FedBS
+from .fednorm import FedNorm
 from .fedprox import FedProx
+from .fedwon import FedWon
 from .fixbn import FixBN
+from .gathering import Gathering
+from .hbn import HBN
+from .heterofl import HeteroFL
+from .mtfl import MTFL
 from .partial import PartialSharing
 from .registry import REGISTRY
-from .replies import NodeReply, NotObeyedError
+from .replies import CannotTrainError, NodeReply, NotObeyedError
 from .sampling import wait_for_nodes
+from .scaffold import Scaffold
 from .silobn import SiloBN
 from .standalone import Standalone
 
 __all__ = [
+    "HBN",
+    "MTFL",
     "REGISTRY",
+    "CannotTrainError",
     "Centralized",
     "FedAvg",
     "FedBN",
+    "FedBS",
+    "FedNorm",
     "FedProx",
+    "FedWon",
     "FixBN",
+    "Gathering",
+    "HeteroFL",
     "NodeReply",
     "NotObeyedError",
     "PartialSharing",
+    "Scaffold",
     "SiloBN",
     "Standalone",
     "wait_for_nodes",

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from logging import WARNING
 from typing import Any, ClassVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
@@ -16,8 +18,10 @@ from fedbn_flwr.schedule import Schedule
 from fedbn_flwr.wire import Instruction
 
 from .average import Arrays, average
-from .replies import Expected, NodeReply, require_obeyed, sift
+from .momentum import MomentumState
+from .replies import CannotTrainError, Expected, NodeReply, require_obeyed, sift
 from .sampling import Node, Roster, draw, wait_for_nodes
+from .server_optimizers import ServerOptimizer
 
 WEIGHTINGS = ("examples", "uniform")
 
@@ -34,14 +38,17 @@ class FedAvg(FlowerFedAvg):
     - `lr_schedule`: see `fedbn_flwr.schedule`,
     - `seed`: decides which nodes are drawn when not all take part,
     - `patience`: how many seconds to wait for enough nodes before giving up,
-    - `evaluate_every`: how often nodes evaluate, if `fraction_evaluate` asks for it; the last round always counts.
+    - `exchange_timeout`: how many seconds nodes have to answer an exchange within a round,
+    - `evaluate_every`: how often nodes evaluate, if `fraction_evaluate` asks for it; the last round always counts,
+    - `momentum_state`: `none`, or keep the clients' optimizer state from round to round, `local` or `global` (FixBN's
+      section 7),
+    - `server_optimizer`: `none`, or `adam`, `yogi`, `adagrad`, `momentum`, with `server_lr` (see `ServerOptimizer`).
 
-    A method overrides `instruct` (what clients shall do), `package` (what they get), `weigh` (how much they count) or
-    `merge` (what becomes of their answers), and calls `super()`, so that methods can be combined.
+    A method overrides `instruct` (what clients shall do), `package` (what they get), `weigh` (how much they count),
+    `merge` (what becomes of their answers) or `refine` (what else happens to the new state), and calls `super()`, so
+    that methods can be combined.
     """
 
-    #: the normalizer that the method brings with it, if it brings one
-    norm: ClassVar[str | None] = None
     #: whether nodes end up with models of their own, which only they can evaluate
     personal: ClassVar[bool] = False
     #: whether an experiment gives this method one node with the union of the clients' samples
@@ -54,7 +61,11 @@ class FedAvg(FlowerFedAvg):
         lr_schedule: str = "",
         seed: int = 0,
         patience: float = 60.0,
+        exchange_timeout: float = 600.0,
         evaluate_every: int = 1,
+        momentum_state: str = "none",
+        server_optimizer: str = "none",
+        server_lr: float | None = None,
         **flower: Any,
     ) -> None:
         super().__init__(**flower)
@@ -64,23 +75,39 @@ class FedAvg(FlowerFedAvg):
         self.schedule = Schedule.parse(lr_schedule)
         self.seed = seed
         self.patience = patience
+        self.exchange_timeout = exchange_timeout
         self.evaluate_every = evaluate_every
+        self.momentum = MomentumState(momentum_state)
+        self.server_optimizer = None if server_optimizer == "none" else ServerOptimizer(server_optimizer, server_lr)
         self.roster = Roster(patience)
+        self.grid: Grid | None = None
         self.num_rounds: int | None = None
+        self.server_round = 0
+        self.ever_trained = False
         self.frozen_after: int | None = None
+        #: what was asked of the clients in the current round
+        self.instruction = Instruction()
         #: the global state that the current round started from
         self.current: Arrays = {}
+        #: what the method measured in the current round, for the results
+        self.measured: dict[str, Any] = {}
         self.train_replies: list[NodeReply] = []
         self.evaluate_replies: list[NodeReply] = []
         self._sent: list[Message] = []
+        self._refused: list[str] = []
         self._expected = Expected((), {})
 
     # ---- the hooks -----------------------------------------------------------------------------------------------
 
+    @classmethod
+    def own_norm(cls, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        """The normalizer that the method brings with it under these constructor options, if it brings one."""
+        return None
+
     def instruct(self, instruction: Instruction) -> Instruction:
         """What clients shall do in this round, given the shared options."""
         rate = self.schedule.rate(instruction.lr, instruction.server_round, self.num_rounds, self.frozen_after)
-        return replace(instruction, lr=rate)
+        return replace(instruction, lr=rate, momentum_state=self.momentum.kind)
 
     def instruct_evaluation(self, instruction: Instruction) -> Instruction:
         """What clients shall do when they evaluate."""
@@ -88,7 +115,7 @@ class FedAvg(FlowerFedAvg):
 
     def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
         """The groups of arrays that one node gets."""
-        return {self.arrayrecord_key: arrays}
+        return {self.arrayrecord_key: arrays, **self.momentum.groups()}
 
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
         """How much each reply counts, up to a common factor."""
@@ -98,7 +125,18 @@ class FedAvg(FlowerFedAvg):
 
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
         """The new global state: averages where clients answered, what stood before elsewhere."""
-        return {**self.current, **average([reply.arrays for reply in replies], weights)}
+        averaged = average([reply.arrays for reply in replies], weights)
+        if self.server_optimizer:
+            averaged = self.server_optimizer.step(self.server_round, self.current, averaged, self._parameters())
+        return {**self.current, **averaged}
+
+    def refine(self, merged: Arrays) -> Arrays:
+        """What else happens to the new state before the round ends; `self.grid` can be asked."""
+        return merged
+
+    def personal_mean(self) -> Arrays:
+        """The mean of the entries that nodes keep, as far as they were sent for a diagnostic."""
+        return {}
 
     # ---- Flower's interface --------------------------------------------------------------------------------------
 
@@ -115,10 +153,10 @@ class FedAvg(FlowerFedAvg):
         """Instruct the drawn nodes."""
         if self.fraction_train == 0.0:
             return []
-        self._begin(server_round, arrays, config)
-        instruction = self.instruct(_instruction(config, server_round))
+        self._begin(server_round, arrays, config, grid)
+        self.instruction = self.instruct(_instruction(config, server_round))
         nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
-        return self._address(nodes, arrays, instruction, config, MessageType.TRAIN)
+        return self._address(nodes, arrays, self.instruction, config, MessageType.TRAIN)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -126,8 +164,12 @@ class FedAvg(FlowerFedAvg):
         """Average what can be averaged; a round without a usable reply leaves the model as it was."""
         self.train_replies = self._accept(replies)
         if not self.train_replies:
+            self._require_progress(server_round)
             return None, None
-        merged = self.merge(self.train_replies, self.weigh(self.train_replies))
+        self.ever_trained = True
+        weights = self.weigh(self.train_replies)
+        self.momentum.absorb(self.train_replies, weights)
+        merged = self.refine(self.merge(self.train_replies, weights))
         record = ArrayRecord({name: Array(np.asarray(value)) for name, value in merged.items()})
         return record, self._mean_metrics(self.train_replies, self.train_metrics_aggr_fn)
 
@@ -135,10 +177,9 @@ class FedAvg(FlowerFedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Ask nodes to evaluate, in the rounds that count."""
-        last = server_round == self.num_rounds
-        if self.fraction_evaluate == 0.0 or (server_round % self.evaluate_every and not last):
+        if self.fraction_evaluate == 0.0 or not self.evaluates(server_round):
             return []
-        self._begin(server_round, arrays, config)
+        self._begin(server_round, arrays, config, grid)
         instruction = self.instruct_evaluation(_instruction(config, server_round))
         nodes = self.draw_nodes(grid, server_round, self.fraction_evaluate, self.min_evaluate_nodes)
         return self._address(nodes, arrays, instruction, config, MessageType.EVALUATE)
@@ -162,8 +203,18 @@ class FedAvg(FlowerFedAvg):
         """What the nodes say of themselves."""
         return self.roster.describe(grid, nodes)
 
-    def _begin(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord) -> None:
-        config["server-round"] = server_round
+    def evaluates(self, server_round: int) -> bool:
+        """Whether a round is one of those in which models are evaluated."""
+        return server_round % self.evaluate_every == 0 or server_round == self.num_rounds
+
+    def describe_node(self, node: int) -> Node:
+        """What one node says of itself."""
+        assert self.grid is not None
+        return self.describe(self.grid, [node])[node]
+
+    def _begin(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> None:
+        config["server-round"] = self.server_round = server_round
+        self.grid, self.measured = grid, {}
         if isinstance(rounds := config.get(wire.NUM_ROUNDS), int):
             self.num_rounds = rounds
         self.current = {name: _own(array) for name, array in arrays.items()}
@@ -182,14 +233,30 @@ class FedAvg(FlowerFedAvg):
 
     def _accept(self, messages: Iterable[Message]) -> list[NodeReply]:
         sent = {message.metadata.message_id: message.metadata.dst_node_id for message in self._sent}
-        replies = sift(messages, sent, self._expected)
+        replies, self._refused = sift(messages, sent, self._expected)
         require_obeyed(replies, self._expected.binding)
         return replies
 
+    def _require_progress(self, server_round: int) -> None:
+        if not self.ever_trained:
+            reason = self._refused[0] if self._refused else "no node answered"
+            raise CannotTrainError(f"no node could train in round {server_round}: {reason}")
+        log(WARNING, "Round %d brought no usable reply: the model stays as it was", server_round)
+
+    def _parameters(self) -> frozenset[str]:
+        parameters = self.describe_node(self.train_replies[0].node).parameters
+        if not parameters:
+            raise ValueError("a server optimizer needs clients that say which entries are parameters (`describe`)")
+        return frozenset(parameters)
+
     def _mean_metrics(self, replies: Sequence[NodeReply], mean: Any) -> MetricRecord:
-        contents = [RecordDict({wire.METRICS: MetricRecord(dict(reply.metrics))}) for reply in replies]
+        # a mean over some of the nodes only would not be one
+        shared = set.intersection(*(set(reply.metrics) for reply in replies)) - {wire.PARTITION_ID}
+        contents = [
+            RecordDict({wire.METRICS: MetricRecord({key: reply.metrics[key] for key in sorted(shared)})})
+            for reply in replies
+        ]
         metrics: MetricRecord = mean(contents, self.weighted_by_key)
-        metrics.pop(wire.PARTITION_ID, None)
         return metrics
 
 

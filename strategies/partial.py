@@ -68,7 +68,10 @@ class PartialSharing(FedAvg):
         return result
 
     def personal_mean(self) -> Arrays:
-        """The mean of the entries that the nodes held at the last evaluation, weighted as in training."""
+        """The mean of the entries that the nodes held at the last evaluation, weighted as in training.
+
+        Empty unless `mean_personal` asks the nodes to send them.
+        """
         sent = [reply for reply in self.evaluate_replies if reply.records.get(wire.PERSONAL)]
         if sent:
             self._mean = average([reply.records[wire.PERSONAL] for reply in sent], self.weigh(sent))

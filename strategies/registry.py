@@ -3,8 +3,15 @@
 from .centralized import Centralized
 from .fedavg import FedAvg
 from .fedbn import FedBN
+from .fedbs import FedBS
+from .fednorm import FedNorm
 from .fedprox import FedProx
+from .fedwon import FedWon
 from .fixbn import FixBN
+from .hbn import HBN
+from .heterofl import HeteroFL
+from .mtfl import MTFL
+from .scaffold import Scaffold
 from .silobn import SiloBN
 from .standalone import Standalone
 
@@ -12,8 +19,15 @@ REGISTRY: dict[str, type[FedAvg]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "fixbn": FixBN,
+    "fedbs": FedBS,
+    "fedwon": FedWon,
     "fedbn": FedBN,
     "silobn": SiloBN,
+    "mtfl": MTFL,
+    "fednorm": FedNorm,
+    "scaffold": Scaffold,
+    "heterofl": HeteroFL,
+    "hbn": HBN,
     "standalone": Standalone,
     "centralized": Centralized,
 }

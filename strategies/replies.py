@@ -19,6 +19,10 @@ class NotObeyedError(RuntimeError):
     """A client did not acknowledge an instruction without which the method would be another one."""
 
 
+class CannotTrainError(RuntimeError):
+    """No node could train, with the first reason."""
+
+
 class RefusedError(ValueError):
     """A reply that cannot be used, with the reason."""
 
@@ -49,21 +53,22 @@ class Expected:
     arrays_key: str = wire.ARRAYS
 
 
-def sift(messages: Iterable[Message], sent: Mapping[str, int], expected: Expected) -> list[NodeReply]:
-    """The usable replies, ordered by partition; every other one is named in the log, with the reason.
+def sift(messages: Iterable[Message], sent: Mapping[str, int], expected: Expected) -> tuple[list[NodeReply], list[str]]:
+    """The usable replies, ordered by partition, and why others are not; these are named in the log.
 
     `sent` maps message ids to the nodes they went to: Flower's own error replies may not name the node. The order
     makes the result of a run independent of the order in which nodes answer.
     """
-    usable = []
+    usable, refused = [], []
     for message in messages:
         node = sent.get(message.metadata.reply_to_message_id, message.metadata.src_node_id)
         try:
             usable.append(_read(node, message, expected))
         except RefusedError as reason:
             log(WARNING, "Node %d is left out of this round: %s", node, reason)
+            refused.append(f"node {node}: {reason}")
     usable.sort(key=lambda reply: (reply.partition, reply.node))
-    return _with_common_entries(usable)
+    return _with_common_entries(usable), refused
 
 
 def require_obeyed(replies: Sequence[NodeReply], binding: Sequence[str]) -> None:

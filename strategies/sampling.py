@@ -1,7 +1,7 @@
 """Which nodes take part: a finite wait, and a draw that does not depend on Flower's random node ids."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -21,7 +21,9 @@ class Node:
     partition: int
     num_examples: int = 0
     domain: int = -1
+    #: the state-dict entries that are parameters, and those of BN layers
     parameters: tuple[str, ...] = ()
+    bn_entries: tuple[str, ...] = ()
 
 
 def wait_for_nodes(grid: Grid, wanted: int, patience: float) -> list[int]:
@@ -64,12 +66,11 @@ def _read(node: int, answer: Message | None) -> Node:
     if answer is None or answer.has_error():
         return Node(node, node)
     metrics, report = answer.content.metric_records[wire.METRICS], answer.content.config_records[wire.REPORT]
-    integer: Callable[[str], int] = lambda key: int(metrics[key])  # type: ignore[arg-type]  # noqa: E731
-    parameters = report.get(wire.PARAMETERS, [])
-    return Node(
-        node,
-        integer(wire.PARTITION_ID),
-        integer(wire.NUM_EXAMPLES),
-        integer(wire.DOMAIN),
-        tuple(str(name) for name in parameters) if isinstance(parameters, list) else (),
-    )
+    numbers = [metrics[key] for key in (wire.PARTITION_ID, wire.NUM_EXAMPLES, wire.DOMAIN)]
+    partition, num_examples, domain = (int(value) for value in numbers if isinstance(value, int | float))
+    parameters, bn_entries = (_strings(report.get(key)) for key in (wire.PARAMETERS, wire.BN_ENTRIES))
+    return Node(node, partition, num_examples, domain, parameters, bn_entries)
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    return tuple(str(item) for item in value) if isinstance(value, list) else ()

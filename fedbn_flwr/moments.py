@@ -1,0 +1,41 @@
+"""Gathered moments on the wire: `LAYER/count`, `LAYER/mean` and `LAYER/variance`, in float64."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from fedbn_flwr.norm import Moments
+from fedbn_flwr.state import State
+
+
+def pack(model: nn.Module, seen: Mapping[str, Moments]) -> State:
+    """Name the moments; a layer that the model lists under several names is sent under each of them."""
+    names = {id(model.get_submodule(name)): name for name in seen}
+    packed: State = {}
+    for alias, layer in model.named_modules(remove_duplicate=False):
+        if (name := names.get(id(layer))) is not None:
+            packed[f"{alias}/count"] = torch.tensor(float(seen[name].count), dtype=torch.float64)
+            packed[f"{alias}/mean"] = seen[name].mean
+            packed[f"{alias}/variance"] = seen[name].variance
+    return packed
+
+
+def unpack(values: State) -> dict[str, Moments]:
+    """The moments by layer."""
+    layers = dict.fromkeys(name.rpartition("/")[0] for name in values)
+    return {
+        layer: Moments(int(values[f"{layer}/count"]), values[f"{layer}/mean"], values[f"{layer}/variance"])
+        for layer in layers
+    }
+
+
+def running_statistics(pooled: Mapping[str, Moments], unbiased: bool = True) -> State:
+    """Pooled moments as the state-dict entries of BN layers; `unbiased` corrects the variance by n / (n - 1)."""
+    entries: State = {}
+    for layer, moments in pooled.items():
+        prefix = f"{layer}." if layer else ""
+        correction = moments.count / (moments.count - 1) if unbiased and moments.count > 1 else 1.0
+        entries[f"{prefix}running_mean"] = moments.mean
+        entries[f"{prefix}running_var"] = moments.variance * correction
+    return entries

@@ -1,0 +1,67 @@
+"""FedNorm."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from flwr.app import ArrayRecord
+
+from .average import Arrays, average
+from .fedavg import FedAvg
+from .momentum import record
+from .replies import NodeReply
+
+
+class FedNorm(FedAvg):
+    """One set of BN layers a modality or domain: nodes of the same domain share BN, all nodes share the rest.
+
+    Bernecker et al., FedNorm: Modality-Based Normalization in Federated Learning for Multi-Modal Liver Segmentation,
+    2022.
+
+        w <- sum_k p_k w_k  over all nodes;   BN_d <- sum_{k in d} p_k BN_k / sum_{k in d} p_k
+
+    A node says its domain when asked (`describe`); a node whose samples are not of exactly one domain is an error.
+    With a single domain this is FedAvg. Unlike FedBN nothing stays on a node, so a node that comes late gets its
+    domain's BN.
+    """
+
+    personal: ClassVar[bool] = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._by_domain: dict[int, Arrays] = {}
+
+    def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
+        """The state with the BN entries of the node's domain."""
+        groups = super().package(node, arrays)
+        own = self._by_domain.get(self._domain(node))
+        if own:
+            whole = groups[self.arrayrecord_key]
+            groups[self.arrayrecord_key] = ArrayRecord({**dict(whole.items()), **dict(record(own).items())})
+        return groups
+
+    def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
+        """Average BN within domains; the global state holds the mean over all nodes, for a node without a domain."""
+        merged = super().merge(replies, weights)
+        for domain in sorted({self._domain(reply.node) for reply in replies}):
+            members = [index for index, reply in enumerate(replies) if self._domain(reply.node) == domain]
+            entries = [self._bn_entries(replies[index]) for index in members]
+            self._by_domain[domain] = average(entries, [weights[index] for index in members])
+        return merged
+
+    def personal_mean(self) -> Arrays:
+        """The domains' BN, averaged."""
+        sets = [self._by_domain[domain] for domain in sorted(self._by_domain)]
+        return average(sets, [1.0] * len(sets)) if sets else {}
+
+    def _domain(self, node: int) -> int:
+        domain = self.describe_node(node).domain
+        if domain < 0:
+            raise ValueError(
+                f"FedNorm needs one domain a node, and node {node} names none: its samples must all come from one "
+                "domain of a data set that has domains (for example digits-domains with the partition domain:1)"
+            )
+        return domain
+
+    def _bn_entries(self, reply: NodeReply) -> Arrays:
+        names = set(self.describe_node(reply.node).bn_entries)
+        return {name: value for name, value in reply.arrays.items() if name in names}

@@ -1,0 +1,56 @@
+"""FedWon."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fedbn_flwr.wire import Instruction
+
+from .fedavg import FedAvg
+
+CLIPPING = ("auto", "on", "off")
+#: the batch size from which the paper's ablation finds clipping to help
+CLIPPING_BATCH_SIZE = 32
+
+
+class FedWon(FedAvg):
+    """No normalizer at all: convolutions with scaled weight standardization, and adaptive gradient clipping.
+
+    Zhuang, Lyu, FedWon: Triumphing Multi-domain Federated Learning Without Normalization, ICLR 2024.
+
+        W'_ij = gain (W_ij - mu_i) / (sigma_i sqrt(N))
+        G_i <- lambda G_i ||W_i|| / ||G_i||   where ||G_i|| / ||W_i|| > lambda
+
+    The model must be built with `norm="wsconv"`, which an experiment does by itself. `agc="auto"` clips from batch
+    size 32 on, as in the paper's ablation; `wsconv=False` is the ablation without standardization. `gain` is
+    `constant` or `learnable`. With `agc="off"` and the model as it is, this is FedAvg.
+    """
+
+    def __init__(
+        self,
+        *,
+        agc: str = "auto",
+        clip_factor: float = 0.1,
+        wsconv: bool = True,
+        gain: str = "constant",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if agc not in CLIPPING:
+            raise ValueError(f"unknown agc {agc!r}; known: {', '.join(CLIPPING)}")
+        if clip_factor <= 0:
+            raise ValueError(f"clip_factor must be above 0, got {clip_factor}")
+        self.agc, self.clip_factor = agc, clip_factor
+        self.wsconv, self.gain = wsconv, gain
+
+    @classmethod
+    def own_norm(cls, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Standardized convolutions in place of normalizers."""
+        if not options.get("wsconv", True):
+            return "none", {}
+        return "wsconv", {"gain": options.get("gain", "constant")}
+
+    def instruct(self, instruction: Instruction) -> Instruction:
+        """Clip gradients, where that is asked for."""
+        clipped = self.agc == "on" or (self.agc == "auto" and instruction.batch_size >= CLIPPING_BATCH_SIZE)
+        return replace(super().instruct(instruction), clip_factor=self.clip_factor if clipped else 0.0)

@@ -1,0 +1,64 @@
+"""HBN."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .average import Arrays
+from .gathering import Gathering
+from .partial import PartialSharing
+
+Number = NDArray[np.generic]
+
+
+class HBN(PartialSharing, Gathering):
+    """Hybrid BN: train with a learned, local mix of batch and global statistics; gather the global ones apart.
+
+    Chen, Xu, Wu, Kittler, Hybrid Batch Normalisation: Resolving the Dilemma of Batch Normalisation in Federated
+    Learning, ICML 2025. Every round has two exchanges:
+
+    1. nodes train with mean = (1 - s) mean_global + s mean_batch (the variance alike), s = sigmoid(a), a learned and
+       kept on the node; the server averages parameters and leaves statistics alone,
+    2. nodes run `gather_samples` samples (0: all) through the new model, and the server pools count, mean and
+       variance into the global statistics, divided by N - 1, with weight `average` on the ones before.
+
+    Evaluation uses the global statistics only, so there is one global model. The model must be built with
+    `norm="hbn"`, which an experiment does by itself; there, `fixed_mix=1` trains as BN does.
+    """
+
+    stays: ClassVar[str] = "mix"
+    personal: ClassVar[bool] = False
+
+    def __init__(
+        self, *, gather_samples: int = 64, average: float = 0.0, fixed_mix: float | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        if gather_samples < 0 or not 0 <= average < 1:
+            raise ValueError(
+                f"gather_samples must not be negative and average in [0, 1), got {gather_samples} and {average}"
+            )
+        self.gather_samples, self.average, self.fixed_mix = gather_samples, average, fixed_mix
+
+    @classmethod
+    def own_norm(cls, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Hybrid BN."""
+        fixed = options.get("fixed_mix")
+        return "hbn", {} if fixed is None else {"fixed_mix": fixed}
+
+    def refine(self, merged: Arrays) -> Arrays:
+        """The second exchange, with this round's nodes."""
+        samples = self.gather_samples
+        # the published way: one batch of all the samples
+        size = samples or self.instruction.batch_size
+        asked = replace(self.instruction, gather_samples=samples, batch_size=size)
+        after = self.installed(merged, self.gather(merged, [reply.node for reply in self.train_replies], asked))
+        return {name: self._moved(self.current[name], after[name], after[name] is merged[name]) for name in after}
+
+    def _moved(self, before: Number, after: Number, untouched: bool) -> Number:
+        if untouched or not self.average:
+            return after
+        mixed = self.average * before.astype(np.float64) + (1 - self.average) * after.astype(np.float64)
+        return mixed.astype(after.dtype)

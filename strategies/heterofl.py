@@ -1,0 +1,62 @@
+"""HeteroFL's static BN."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .average import Arrays
+from .gathering import Gathering
+
+STATISTICS = ("gathered", "layer-wise", "instant")
+
+
+class HeteroFL(Gathering):
+    """BN without running statistics in training; those of the evaluation come from somewhere else.
+
+    Diao, Ding, Tarokh, HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
+    Clients, ICLR 2021 (its static BN, without its model slicing). `statistics` says which the evaluation uses:
+
+    - `gathered`: reset, then gathered from all clients in one exchange, every layer normalizing with its mini-batch
+      (as in its code),
+    - `layer-wise`: gathered until every layer has what pooled data would give it, with all layers before it
+      normalizing with pooled statistics too: one exchange a BN layer,
+    - `instant`: the test batch's own (as FedTAN's paper describes it).
+
+    The model must be built with `norm="static-bn"`, which an experiment does by itself. On a model without BN this is
+    FedAvg. Gathering happens in the rounds that are evaluated.
+    """
+
+    def __init__(self, *, statistics: str = "gathered", **options: Any) -> None:
+        super().__init__(**options)
+        if statistics not in STATISTICS:
+            raise ValueError(f"unknown statistics {statistics!r}; known: {', '.join(STATISTICS)}")
+        self.statistics = statistics
+
+    @classmethod
+    def own_norm(cls, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Static BN."""
+        return "static-bn", {"instant": options.get("statistics") == "instant"}
+
+    def refine(self, merged: Arrays) -> Arrays:
+        """Gather, if this round is evaluated."""
+        if self.statistics == "instant" or not self.evaluates(self.server_round):
+            return merged
+        assert self.grid is not None
+        nodes = sorted(self.grid.get_node_ids())
+        if self.statistics == "gathered":
+            return self.installed(merged, self.gather(merged, nodes, self.instruction))
+        return self._layer_by_layer(merged, nodes)
+
+    def _layer_by_layer(self, state: Arrays, nodes: list[int]) -> Arrays:
+        """After s exchanges the first s layers have pooled statistics, so as many exchanges as layers suffice."""
+        asked = replace(self.instruction, gather_with="running")
+        exchanges = 0
+        while True:
+            pooled = self.gather(state, nodes, asked)
+            exchanges += 1
+            after = self.installed(state, pooled)
+            if exchanges >= len(pooled) or all(np.array_equal(after[name], state[name]) for name in after):
+                return after
+            state = after

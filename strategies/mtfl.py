@@ -1,0 +1,17 @@
+"""MTFL."""
+
+from typing import ClassVar
+
+from .partial import PartialSharing
+
+
+class MTFL(PartialSharing):
+    """BN's affine parameters stay on the client; its statistics are averaged with everything else.
+
+    Mills, Hu, Min, Multi-Task Federated Learning for Personalised Deep Neural Networks in Edge Computing, TPDS 2021,
+    in the variant that the BN papers compare with (private affine parameters, federated statistics).
+
+    On a model without affine BN this is FedAvg.
+    """
+
+    stays: ClassVar[str] = "affine"

@@ -1,0 +1,151 @@
+"""Every strategy against a slow, obvious loop, in float64."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Message
+from harness import INSTRUCTION, SIZES, Backwards, Federation, distance, make_model, make_split, parts
+from references import Node, State, bn_entries, federated
+
+from fedbn_flwr.inprocess import InProcessGrid
+from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, FedBS, FedProx, FixBN, Scaffold, SiloBN, Standalone
+
+EVERYTHING = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+STATISTICS = EVERYTHING[2:]
+
+
+def reference(rounds: int = 3, instruction: dict[str, Any] | None = None, **rules: Any) -> State:
+    nodes = [Node(index, samples) for index, samples in enumerate(parts(SIZES))]
+    asked = replace(INSTRUCTION, **(instruction or {}))
+    return federated(make_model(), make_split(), nodes, rounds, asked, **rules)
+
+
+def uniform(losses: list[float], _: int) -> list[float]:
+    return [1.0] * len(losses)
+
+
+def stays(*kinds: str) -> Sequence[str]:
+    return bn_entries(make_model(), kinds)
+
+
+CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
+    "fedavg": (FedAvg, {}),
+    "fedavg uniform": (lambda: FedAvg(weighting="uniform"), {"weigh": uniform}),
+    "fedprox": (lambda: FedProx(mu=0.3), {"proximal_mu": lambda _: 0.3}),
+    "fixbn": (lambda: FixBN(freeze_round=1), {"frozen_after": 1}),
+    "fixbn by fraction": (lambda: FixBN(freeze_round=0.67), {"frozen_after": 2}),
+    "fedbn": (FedBN, {"stays": stays(*EVERYTHING)}),
+    "silobn": (SiloBN, {"stays": stays(*STATISTICS)}),
+    "mtfl": (MTFL, {"stays": stays("weight", "bias")}),
+    "scaffold": (Scaffold, {"scaffold": True}),
+    "scaffold uniform": (lambda: Scaffold(weighting="uniform"), {"scaffold": True, "weigh": uniform}),
+    "fedbs stage 1": (lambda: FedBS(epsilon=0.0), {"weigh": lambda losses, _: losses}),
+    "fedbs both stages": (
+        lambda: FedBS(epsilon=1e9, patience_rounds=1, mu=0.2),
+        {
+            "weigh": lambda losses, server_round: losses if server_round == 1 else [1.0] * len(losses),
+            "proximal_mu": lambda server_round: 0.0 if server_round == 1 else 0.2,
+        },
+    ),
+    "momentum discarded": (FedAvg, {"instruction": {"momentum": 0.9}}),
+    "momentum local": (
+        lambda: FedAvg(momentum_state="local"),
+        {"instruction": {"momentum": 0.9}, "momentum": "local"},
+    ),
+    "momentum global": (
+        lambda: FedAvg(momentum_state="global"),
+        {"instruction": {"momentum": 0.9}, "momentum": "global"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_its_reference(case: str) -> None:
+    make, rules = CASES[case]
+    got = Federation(make_model()).run(make(), **rules.get("instruction", {}))
+    assert distance(got, reference(**rules)) < 1e-12
+
+
+def test_references_tell_the_methods_apart() -> None:
+    results = [reference(**rules) for rules in (CASES[name][1] for name in CASES if name != "fixbn by fraction")]
+    for index, one in enumerate(results):
+        for other in results[index + 1 :]:
+            assert distance(one, other) > 1e-6
+
+
+DEGENERATE: dict[str, tuple[Callable[[], FedAvg], Callable[[], FedAvg]]] = {
+    "fixbn that never freezes": (lambda: FixBN(freeze_round=3), FedAvg),
+    "fedprox without mu": (lambda: FedProx(mu=0), FedAvg),
+    "scaffold in its first round": (Scaffold, FedAvg),
+    "momentum kept where there is none": (lambda: FedAvg(momentum_state="local"), FedAvg),
+}
+
+
+@pytest.mark.parametrize("case", DEGENERATE)
+def test_degenerate_case(case: str) -> None:
+    special, plain = DEGENERATE[case]
+    rounds = 1 if "first round" in case else 3
+    one = Federation(make_model()).run(special(), rounds)
+    other = Federation(make_model()).run(plain(), rounds)
+    assert all(bool((one[name] == other[name]).all()) for name in other)
+
+
+def test_global_momentum_with_one_client_is_one_long_run() -> None:
+    long = Federation(make_model(), sizes=(20,))
+    rounds = 4
+    strategy = FedAvg(momentum_state="global", min_available_nodes=1, min_train_nodes=1, min_evaluate_nodes=1)
+    got = long.run(strategy, rounds, momentum=0.9)
+    nodes = [Node(0, parts((20,))[0])]
+    asked = replace(INSTRUCTION, momentum=0.9)
+    expected = federated(make_model(), make_split((20,)), nodes, rounds, asked, momentum="local")
+    assert distance(got, expected) < 1e-12
+
+
+def test_standalone_moves_nothing() -> None:
+    federation = Federation(make_model())
+    before = make_model().state_dict()
+    after = federation.run(Standalone())
+    assert all(bool((after[name] == before[name]).all()) for name in before)
+
+
+@pytest.mark.parametrize("strategy", [FedBN, SiloBN, MTFL])
+def test_without_bn_personal_layers_leave_fedavg(strategy: type[FedAvg]) -> None:
+    one = Federation(make_model("gn")).run(strategy())
+    other = Federation(make_model("gn")).run(FedAvg())
+    assert distance(one, other) == 0
+
+
+def test_fedbs_with_equal_losses_is_uniform_fedavg(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedbn_flwr.training.train", _with_loss_one(__import__("fedbn_flwr.training").training.train))
+    one = Federation(make_model()).run(FedBS(epsilon=0.0, patience_rounds=100))
+    other = Federation(make_model()).run(FedAvg(weighting="uniform"))
+    assert distance(one, other) == 0
+
+
+def _with_loss_one(train: Callable[..., float]) -> Callable[..., float]:
+    def fixed(*arguments: Any, **options: Any) -> float:
+        train(*arguments, **options)
+        return 1.0
+
+    return fixed
+
+
+def test_partial_participation_draws_the_same_partitions_whatever_the_node_ids() -> None:
+    class Noting(FedAvg):
+        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+            result = super().aggregate_train(server_round, replies)
+            drawn[-1].append([reply.partition for reply in self.train_replies])
+            return result
+
+    drawn: list[list[list[int]]] = []
+    for seed, grid in ((3, InProcessGrid), (3, Backwards), (4, InProcessGrid)):
+        drawn.append([])
+        Federation(make_model(), grid=grid).run(Noting(fraction_train=0.5, seed=seed), rounds=6)
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert all(len(nodes) == 2 for nodes in drawn[0])
+    assert len(np.unique(drawn[0], axis=0)) > 1
+
+

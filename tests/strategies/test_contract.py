@@ -1,0 +1,259 @@
+"""What every registered strategy must hold, in one table."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message
+from harness import Backwards, Federation, distance, make_model
+
+from fedbn_flwr import state, wire
+from fedbn_flwr.client import BNClient, Reply
+from fedbn_flwr.inprocess import InProcessGrid
+from fedbn_flwr.state import State
+from fedbn_flwr.strategies import REGISTRY, FedAvg
+from fedbn_flwr.wire import Instruction
+
+#: a row a strategy: its options, the normalizer of its model, the group of entries that must not leave a node
+TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
+    "fedavg": ({}, "bn", "none"),
+    "fedprox": ({"mu": 0.1}, "bn", "none"),
+    "fixbn": ({"freeze_round": 1}, "bn", "none"),
+    "fedbs": ({}, "bn", "none"),
+    "fedwon": ({"agc": "on"}, "wsconv", "none"),
+    "fedbn": ({}, "bn", "bn"),
+    "silobn": ({}, "bn", "statistics"),
+    "mtfl": ({}, "bn", "affine"),
+    "fednorm": ({}, "bn", "none"),
+    "scaffold": ({}, "bn", "none"),
+    "heterofl": ({}, "static-bn", "none"),
+    "hbn": ({}, "hbn", "mix"),
+    "standalone": ({}, "bn", "all"),
+    "centralized": ({}, "bn", "none"),
+}
+
+
+def make(name: str, **options: Any) -> FedAvg:
+    return REGISTRY[name](**TABLE[name][0], **options)
+
+
+def federation(name: str, **options: Any) -> Federation:
+    return Federation(make_model(TABLE[name][1]), **options)
+
+
+def test_table_has_a_row_for_every_strategy() -> None:
+    assert set(TABLE) == set(REGISTRY)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_dtypes_and_shapes_are_kept(name: str) -> None:
+    before = make_model(TABLE[name][1]).state_dict()
+    after = federation(name).run(make(name))
+    assert {key: (value.dtype, value.shape) for key, value in before.items()} == {
+        key: (value.dtype, value.shape) for key, value in after.items()
+    }
+    assert all(torch.isfinite(value).all() for value in after.values())
+    assert all((value >= 0).all() for key, value in after.items() if key.endswith("running_var"))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_same_seed_same_bits(name: str) -> None:
+    one, other = (federation(name).run(make(name)) for _ in range(2))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    if name not in ("standalone",):
+        assert distance(federation(name).run(make(name), seed=99), one) > 1e-6
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_order_and_ids_of_nodes_do_not_matter(name: str) -> None:
+    one = federation(name).run(make(name))
+    other = federation(name, grid=Backwards).run(make(name))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+class Recording(InProcessGrid):
+    """Keeps what nodes answer to training messages."""
+
+    replies: list[Message]
+
+    def pull_messages(self, message_ids: Any) -> list[Message]:
+        found = list(super().pull_messages(message_ids))
+        self.__dict__.setdefault("replies", []).extend(
+            reply for reply in found if reply.metadata.message_type == "train"
+        )
+        return found
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_nothing_that_stays_leaves_a_node(name: str) -> None:
+    nodes = federation(name, grid=Recording)
+    nodes.run(make(name))
+    group = TABLE[name][2]
+    secret = state.group_keys(nodes.model, group)
+    assert bool(secret) == (group != "none")
+    grid = nodes.grid
+    assert isinstance(grid, Recording)
+    assert len(grid.replies) == 12
+    for reply in grid.replies:
+        for record in reply.content.array_records.values():
+            assert not secret & {key.split("/")[0] for key in record}
+
+
+class Failing(BNClient):
+    """Raises whenever it should train."""
+
+    def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+        raise RuntimeError("out of luck")
+
+
+def failing_client(client: BNClient, index: int) -> BNClient:
+    if index == 2:
+        client.__class__ = Failing
+    return client
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_survives_and_names_a_failing_node(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    after = federation(name, wrap=failing_client).run(make(name))
+    assert all(torch.isfinite(value).all() for value in after.values())
+    named = [record.getMessage() for record in caplog.records if "is left out of this round" in record.getMessage()]
+    assert len(named) == 3
+    assert all("Node 1002 " in text and "out of luck" in text for text in named)
+
+
+def lie(change: Callable[[State], None]) -> Callable[[BNClient, int], BNClient]:
+    class Lying(BNClient):
+        def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+            reply = super().train(received, instruction)
+            change(reply.records[wire.ARRAYS])
+            return reply
+
+    def wrap(client: BNClient, index: int) -> BNClient:
+        if index == 1:
+            client.__class__ = Lying
+        return client
+
+    return wrap
+
+
+LIES: dict[str, tuple[Callable[[State], None], str]] = {
+    "not a number": (lambda arrays: arrays["net.0.weight"].view(-1)[:1].fill_(float("nan")), "'net.0.weight'"),
+    "another shape": (lambda arrays: arrays.update({"net.7.bias": torch.zeros(5)}), "'net.7.bias' has shape (5,)"),
+    "an unknown array": (lambda arrays: arrays.update({"net.9.bias": torch.zeros(5)}), "'net.9.bias' is not part"),
+    "a missing array": (lambda arrays: arrays.__delitem__("net.7.bias"), "'net.7.bias'"),
+}
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_a_bad_reply_is_refused_by_name(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    change, said = LIES[case]
+    lying = Federation(make_model(), wrap=lie(change)).run(FedAvg(), 1)
+    honest = Federation(make_model(), wrap=lambda client, index: failing(client, index)).run(FedAvg(), 1)
+    assert all(torch.equal(lying[key], honest[key]) for key in honest)
+    assert any("Node 1001 " in record.getMessage() and said in record.getMessage() for record in caplog.records)
+
+
+def failing(client: BNClient, index: int) -> BNClient:
+    if index == 1:
+        client.__class__ = Failing
+    return client
+
+
+class Deaf(BNClient):
+    """Trains, but knows no instruction that changes the method."""
+
+    def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+        plain = {key: value for key, value in vars(instruction).items() if wire.wire_key(key) not in instruction.binding_keys()}
+        return super().train(received, Instruction(**plain))
+
+
+BINDING = ("fedprox", "fixbn", "fedbn", "silobn", "mtfl", "scaffold", "standalone", "hbn", "fedwon")
+
+
+@pytest.mark.parametrize("name", BINDING)
+def test_an_instruction_that_nobody_obeys_is_an_error(name: str) -> None:
+    def deafen(client: BNClient, _: int) -> BNClient:
+        client.__class__ = Deaf
+        return client
+
+    with pytest.raises(Exception, match="did not acknowledge"):
+        federation(name, wrap=deafen).run(make(name), 3)
+
+
+def test_when_no_node_can_train_the_reason_is_said() -> None:
+    def all_fail(client: BNClient, _: int) -> BNClient:
+        client.__class__ = Failing
+        return client
+
+    with pytest.raises(Exception, match=r"no node could train in round 1: node 1000: .*out of luck"):
+        Federation(make_model(), wrap=all_fail).run(FedAvg())
+
+
+def test_frozen_statistics_are_bit_identical_and_not_sent() -> None:
+    nodes = Federation(make_model(), grid=Recording)
+    early = Federation(make_model()).run(make("fixbn"), 1)
+    late = nodes.run(make("fixbn"), 4)
+    statistics = state.group_keys(nodes.model, "statistics")
+    assert all(torch.equal(early[key], late[key]) for key in statistics)
+    assert distance(early, late) > 1e-3
+    grid = nodes.grid
+    assert isinstance(grid, Recording)
+    sent = [set(reply.content.array_records[wire.ARRAYS]) for reply in grid.replies]
+    assert all(statistics <= keys for keys in sent[:4])
+    assert not any(statistics & keys for keys in sent[4:])
+
+
+@pytest.mark.parametrize("freeze", ["statistics", "affine", "both"])
+def test_what_is_frozen_stands_still(freeze: str) -> None:
+    nodes = Federation(make_model())
+    early = Federation(make_model()).run(make("fixbn"), 1)
+    late = nodes.run(REGISTRY["fixbn"](freeze_round=1, freeze=freeze), 3)
+    still = {"both": "bn"}.get(freeze, freeze)
+    moving = {"statistics": "affine", "affine": "statistics", "both": "none"}[freeze]
+    assert all(torch.equal(early[key], late[key]) for key in state.group_keys(nodes.model, still))
+    assert all(not torch.equal(early[key], late[key]) for key in state.group_keys(nodes.model, moving))
+
+
+def test_sending_frozen_entries_changes_nothing_but_the_bytes() -> None:
+    lean = Federation(make_model()).run(make("fixbn"))
+    full = Federation(make_model()).run(REGISTRY["fixbn"](freeze_round=1, send_frozen=True))
+    assert distance(lean, full) < 1e-15
+
+
+def test_a_node_without_its_own_entries_gets_the_servers() -> None:
+    """A node that lost its memory says so, and is served the whole state in the next round."""
+    nodes = Federation(make_model())
+    strategy = make("fedbn")
+    nodes.run(strategy, 1)
+    nodes.grid.context(1001).state.clear()
+    messages = strategy.configure_train(2, nodes.initial, INSTRUCTION_CONFIG(), nodes.grid)
+    strategy.aggregate_train(2, nodes.grid.send_and_receive(messages))
+    assert [reply.partition for reply in strategy.train_replies] == [0, 2, 3]
+    messages = strategy.configure_train(3, nodes.initial, INSTRUCTION_CONFIG(), nodes.grid)
+    strategy.aggregate_train(3, nodes.grid.send_and_receive(messages))
+    assert [reply.partition for reply in strategy.train_replies] == [0, 1, 2, 3]
+
+
+def INSTRUCTION_CONFIG() -> Any:  # noqa: N802
+    return Instruction(local_steps=1, batch_size=4).to_config()
+
+
+def test_aggregation_of_a_whole_resnet18_state() -> None:
+    from torchvision.models import resnet18
+
+    from strategies.average import average
+
+    for clients in (6, 9, 14):
+        states = []
+        for index in range(clients):
+            model = resnet18(num_classes=10)
+            values = {key: value.numpy().copy() for key, value in model.state_dict().items()}
+            values["bn1.num_batches_tracked"] = np.asarray(index, np.int64)
+            states.append(values)
+        mean = average(states, [np.float64(index + 1) for index in range(clients)])
+        for key, value in states[0].items():
+            assert (mean[key].dtype, mean[key].shape) == (value.dtype, value.shape)
+        assert mean["bn1.num_batches_tracked"] == clients - 1
+        assert mean["bn1.num_batches_tracked"].shape == ()
