@@ -1,11 +1,12 @@
 """Averaging state dicts by name: exact dtypes, counters that stay counters, weights that are what they say."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Arrays = dict[str, NDArray[np.generic]]
+Arrays = dict[str, NDArray[Any]]
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
@@ -16,7 +17,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def average(states: Sequence[Mapping[str, NDArray[np.generic]]], weights: Sequence[float]) -> Arrays:
+def average(states: Sequence[Mapping[str, NDArray[Any]]], weights: Sequence[float]) -> Arrays:
     """The weighted mean of every array, in the array's own dtype.
 
     Sums are formed in float64. Integers and booleans (BN's batch counters) are not measurements to be averaged: the
@@ -26,7 +27,7 @@ def average(states: Sequence[Mapping[str, NDArray[np.generic]]], weights: Sequen
     return {name: _mean([state[name] for state in states], shares) for name in states[0]}
 
 
-def _mean(values: Sequence[NDArray[np.generic]], shares: Sequence[float]) -> NDArray[np.generic]:
+def _mean(values: Sequence[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:
     own = values[0].dtype
     if not np.issubdtype(own, np.floating):
         return np.asarray(np.maximum.reduce(values), dtype=own)

@@ -154,6 +154,7 @@ class FedAvg(FlowerFedAvg):
         if self.fraction_train == 0.0:
             return []
         self._begin(server_round, arrays, config, grid)
+        self.measured = {}
         self.instruction = self.instruct(_instruction(config, server_round))
         nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
         return self._address(nodes, arrays, self.instruction, config, MessageType.TRAIN)
@@ -214,7 +215,7 @@ class FedAvg(FlowerFedAvg):
 
     def _begin(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> None:
         config["server-round"] = self.server_round = server_round
-        self.grid, self.measured = grid, {}
+        self.grid = grid
         if isinstance(rounds := config.get(wire.NUM_ROUNDS), int):
             self.num_rounds = rounds
         self.current = {name: _own(array) for name, array in arrays.items()}
@@ -222,7 +223,7 @@ class FedAvg(FlowerFedAvg):
     def _address(
         self, nodes: list[int], arrays: ArrayRecord, instruction: Instruction, config: ConfigRecord, kind: str
     ) -> list[Message]:
-        self._expected = Expected(instruction.binding_keys(), self.current, self.arrayrecord_key)
+        self._expected = Expected(instruction.binding_keys(), self.current, self.arrayrecord_key, self.weighted_by_key)
         foreign = {key: value for key, value in config.items() if key not in Instruction.wire_keys()}
         packed = ConfigRecord({**foreign, **instruction.to_config()})
         self._sent = []
@@ -264,5 +265,5 @@ def _instruction(config: ConfigRecord, server_round: int) -> Instruction:
     return replace(Instruction.from_config(config), server_round=server_round)
 
 
-def _own(array: Array) -> NDArray[np.generic]:
+def _own(array: Array) -> NDArray[Any]:
     return array.numpy()

@@ -11,7 +11,7 @@ from .average import Arrays
 from .gathering import Gathering
 from .partial import PartialSharing
 
-Number = NDArray[np.generic]
+Number = NDArray[Any]
 
 
 class HBN(PartialSharing, Gathering):

@@ -51,6 +51,7 @@ class Expected:
     binding: Sequence[str]
     arrays: Mapping[str, np.ndarray]
     arrays_key: str = wire.ARRAYS
+    weighted_by: str = wire.NUM_EXAMPLES
 
 
 def sift(messages: Iterable[Message], sent: Mapping[str, int], expected: Expected) -> tuple[list[NodeReply], list[str]]:
@@ -96,7 +97,7 @@ def _read(node: int, message: Message, expected: Expected) -> NodeReply:
     return NodeReply(
         node=node,
         partition=_integer(metrics.get(wire.PARTITION_ID, node)),
-        num_examples=_count(metrics),
+        num_examples=_count(metrics, expected.weighted_by),
         metrics=metrics,
         records=records,
         content=content,
@@ -107,10 +108,10 @@ def _numpy(record: ArrayRecord) -> Arrays:
     return {name: array.numpy() for name, array in record.items()}
 
 
-def _count(metrics: Mapping[str, object]) -> int:
-    count = metrics.get(wire.NUM_EXAMPLES)
+def _count(metrics: Mapping[str, object], key: str) -> int:
+    count = metrics.get(key)
     if not isinstance(count, int | float) or not np.isfinite(count) or count < 0:
-        raise RefusedError(f"its {wire.NUM_EXAMPLES!r} is {count!r}")
+        raise RefusedError(f"its {key!r} is {count!r}")
     return int(count)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +51,7 @@ class ServerOptimizer:
     def step(
         self,
         server_round: int,
-        current: Mapping[str, NDArray[np.generic]],
+        current: Mapping[str, NDArray[Any]],
         averaged: Arrays,
         parameters: Collection[str],
     ) -> Arrays:
@@ -61,9 +62,7 @@ class ServerOptimizer:
                 stepped[name] = self._step(server_round, name, current[name], averaged[name])
         return {**averaged, **stepped}
 
-    def _step(
-        self, server_round: int, name: str, current: NDArray[np.generic], averaged: NDArray[np.generic]
-    ) -> NDArray[np.generic]:
+    def _step(self, server_round: int, name: str, current: NDArray[Any], averaged: NDArray[Any]) -> NDArray[Any]:
         before = np.asarray(current, np.float64)
         memory = self._memory.setdefault(name, Memory(np.zeros_like(before), np.zeros_like(before)))
         step = RULES[self.rule](self, memory, np.asarray(averaged, np.float64) - before, server_round)

@@ -63,12 +63,12 @@ def photos(originals: Tensor, generator: torch.Generator) -> Tensor:
     """
     from sklearn.datasets import load_sample_images
 
-    photographs = torch.from_numpy(np.stack(load_sample_images().images)).permute(0, 3, 1, 2).float() / 255
-    count, (height, width) = len(originals), photographs.shape[2:]
+    photographs = torch.from_numpy(np.stack(load_sample_images().images))  # channels last
+    count, (height, width) = len(originals), photographs.shape[1:3]
     which = torch.randint(len(photographs), (count, 1, 1), generator=generator)
     rows = torch.randint(height - SIDE, (count, 1, 1), generator=generator) + torch.arange(SIDE)[:, None]
     columns = torch.randint(width - SIDE, (count, 1, 1), generator=generator) + torch.arange(SIDE)
-    patches = photographs.permute(0, 2, 3, 1)[which, rows, columns].permute(0, 3, 1, 2)
+    patches = photographs[which, rows, columns].permute(0, 3, 1, 2) / 255
     return (patches - originals).abs()
 
 

@@ -41,9 +41,7 @@ class Use:
             answer = self._ask("statistics", torch.stack([mean, _variance(inputs, mean)]), count)
             mean, variance = answer.tensor.unbind()
         if self.final and answer.count == 1:
-            raise ValueError(
-                f"BN layer {self.layer!r}: expected more than 1 value per channel over all clients"
-            )
+            raise ValueError(f"BN layer {self.layer!r}: expected more than 1 value per channel over all clients")
         return mean, variance, answer.count
 
     def gradients(self, local: Tensor, count: int) -> Tensor:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.layerwise.batchnorm import Mode
-from fedbn_flwr.layerwise.exchange import Exchange, Observer, Request, combine, normalized
+from fedbn_flwr.layerwise.exchange import Exchange, Observer, combine, normalized
 from fedbn_flwr.layerwise.lockstep import lockstep
 from fedbn_flwr.layerwise.randomness import OwnRandomness
 from fedbn_flwr.layerwise.shared import shared_statistics
-from fedbn_flwr.layerwise.sweeps import Auto, Corrected, Corrections, backward_sweep, forward_sweep, settle
+from fedbn_flwr.layerwise.sweeps import Auto, Corrected, Corrections, Report, backward_sweep, forward_sweep, settle
 from fedbn_flwr.norm import counter_keys, statistics_keys
 from fedbn_flwr.seeding import derive
 
@@ -50,8 +50,7 @@ def gradients(
         raise ValueError(f"sweeps are always fused; exchange={exchange!r} goes without them")
     shares = normalized(weights)
     clients = [
-        _Client(_replica(model), batch, loss_fn, derive(seed, "client", client))
-        for client, batch in enumerate(batches)
+        _Client(_replica(model), batch, loss_fn, derive(seed, "client", client)) for client, batch in enumerate(batches)
     ]
     if sweeps is None:
         steps = [partial(client.step, mode=exchange) for client in clients]
@@ -76,32 +75,26 @@ class _Client:
     def step(self, exchange: Exchange, mode: Mode = "fused") -> Gradients:
         learning = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         with shared_statistics(self.model, exchange, mode):
-            found = torch.autograd.grad(
-                self.loss(), list(learning.values()), allow_unused=True, materialize_grads=True
-            )
+            found = torch.autograd.grad(self.loss(), list(learning.values()), allow_unused=True, materialize_grads=True)
         return dict(zip(learning, found, strict=True))
 
 
 def _swept(
     clients: Sequence[_Client], shares: Sequence[float], sweeps: int | Auto, observe: Observer | None
 ) -> list[Gradients]:
-    def forward(known: list[Corrections]) -> list[dict[str, Request]]:
+    def forward(known: list[Corrections]) -> list[Report]:
         return [forward_sweep(c.model, c.loss, c.seed, s) for c, s in zip(clients, known, strict=True)]
 
-    statistics = settle(forward, shares, sweeps, observe)
+    def backward(known: list[Corrections]) -> list[Report]:
+        each = zip(clients, statistics, known, strict=True)
+        return [backward_sweep(c.model, c.loss, c.seed, s, g) for c, s, g in each]
 
-    def backward(known: list[Corrections]) -> list[dict[str, Request]]:
-        return [
-            backward_sweep(c.model, c.loss, c.seed, s, g)
-            for c, s, g in zip(clients, statistics, known, strict=True)
-        ]
-
+    statistics, done = settle(forward, shares, sweeps, observe)
+    derivatives, _ = settle(backward, shares, done, observe)
     found = []
-    for client, forth, back in zip(
-        clients, statistics, settle(backward, shares, sweeps, observe), strict=True
-    ):
+    for client, s, g in zip(clients, statistics, derivatives, strict=True):
         with OwnRandomness(client.seed).drawing():
-            found.append(client.step(Corrected(forth, back)))
+            found.append(client.step(Corrected(s, g)))
     return found
 
 
@@ -110,9 +103,7 @@ def _replica(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
-def _move_running_statistics(
-    model: nn.Module, replicas: Sequence[nn.Module], shares: Sequence[float]
-) -> None:
+def _move_running_statistics(model: nn.Module, replicas: Sequence[nn.Module], shares: Sequence[float]) -> None:
     state, moved = model.state_dict(), [replica.state_dict() for replica in replicas]
     for key in statistics_keys(model):
         state[key].copy_(combine("mean", [each[key] for each in moved], shares))

@@ -41,5 +41,5 @@ class OwnRandomness:
 
 def _gpus() -> list[int]:
     """None as long as nobody used one: asking for their generators would start CUDA."""
-    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    started: bool = torch.cuda.is_initialized()
     return list(range(torch.cuda.device_count())) if started else []

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,7 @@ _PLAIN_FORWARDS = (_BatchNorm.forward, SyncBatchNorm.forward)
 
 
 @contextmanager
-def shared_statistics(
-    model: nn.Module, exchange: Exchange, mode: Mode = "fused", final: bool = True
-) -> Iterator[None]:
+def shared_statistics(model: nn.Module, exchange: Exchange, mode: Mode = "fused", final: bool = True) -> Iterator[None]:
     """Inside the block, BN layers that would use their mini-batch's statistics use those of all clients.
 
     Every BN layer takes part, by type (SyncBN as BN), with its own parameters and buffers; one with frozen
@@ -27,8 +26,10 @@ def shared_statistics(
     statistics move once for each use, by torch's own update with the global mean and variance, the latter
     times n / (n - 1), n being the count over all clients. They do not after an exception (the step was
     abandoned, for instance), nor if the pass is not `final`: one that is made only to learn what the clients
-    have.
+    have. A model takes part in one step at a time.
     """
+    if mode not in get_args(Mode):
+        raise ValueError(f"unknown exchange {mode!r}; known: {', '.join(get_args(Mode))}")
     stand_ins = [
         _SharedForward(layer, layer.forward, name, exchange, mode, final)
         for name, layer in _plain_layers(model).items()
@@ -64,7 +65,7 @@ class _SharedForward:
         layer = self.layer
         if not _uses_batch_statistics(layer):
             return self.plain(inputs)
-        layer._check_input_dim(inputs)  # type: ignore[no-untyped-call]
+        layer._check_input_dim(inputs)
         self.uses += 1
         name = self.name if self.uses == 1 else f"{self.name}#{self.uses}"
         use = Use(name, self.exchange, self.mode, self.final)
@@ -82,9 +83,13 @@ class _SharedForward:
 @torch.no_grad()
 def _move(layer: _BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
     """What `_BatchNorm.forward` and its kernel do to the running statistics."""
-    assert layer.num_batches_tracked is not None
-    layer.num_batches_tracked.add_(1)
-    factor = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+    if layer.momentum is None:
+        assert layer.num_batches_tracked is not None
+        factor = 1 / float(layer.num_batches_tracked)
+    else:
+        factor = layer.momentum
     for running, new in ((layer.running_mean, mean), (layer.running_var, unbiased)):
         assert running is not None
         running.mul_(1 - factor).add_(new.to(running), alpha=factor)

@@ -28,7 +28,9 @@ class StepStore:
     def keep(self, key: Hashable, step: SuspendedStep[Any]) -> None:
         """Hold the step until it is taken."""
         with self._lock:
-            self._drop(key)
+            previous = self.take(key)
+            if previous is not None and previous is not step:
+                previous.abandon()
             self._kept[key] = monotonic() + self._time_to_live, step
             while len(self._kept) > self._max_steps:
                 self._drop(next(iter(self._kept)))
@@ -45,6 +47,9 @@ class StepStore:
         with self._lock:
             for key in list(self._kept):
                 self._drop(key)
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
 
     def _drop(self, key: Hashable) -> None:
         _, step = self._kept.pop(key, (0.0, None))

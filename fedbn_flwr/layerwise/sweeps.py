@@ -15,7 +15,7 @@ from fedbn_flwr.layerwise.shared import shared_statistics
 
 @dataclass(frozen=True)
 class Auto:
-    """Stop when a sweep moves no layer's global values by more than the tolerance, or all are exact."""
+    """Stop when a sweep moves no layer's global statistics by more than the tolerance, or all are exact."""
 
     tolerance: float = 0.01
     #: the cap, each way
@@ -110,33 +110,35 @@ def settle(
     weights: Sequence[float],
     sweeps: int | Auto,
     observe: Observer | None = None,
-) -> list[Corrections]:
-    """The server's part of all sweeps in one direction: each client's corrections after the last.
+) -> tuple[list[Corrections], int]:
+    """The server's part of all forward (or backward) sweeps: each client's corrections, and how many sweeps.
 
-    `ask` hands every client its corrections, and returns what they said.
+    `ask` hands every client its corrections, and returns what they said. `Auto` is for the forward sweeps; it
+    takes as many backward ones, of which the error of the gradients depends as much.
     """
     corrections: list[Corrections] = [{} for _ in weights]
     pooled: dict[str, Answer] = {}
-    for sweep in range(sweeps.most if isinstance(sweeps, Auto) else sweeps):
+    sweep = 0
+    for sweep in range(1, 1 + (sweeps.most if isinstance(sweeps, Auto) else sweeps)):
         before, reports = pooled, ask(corrections)
         if observe is not None:
             observe([list(report.values()) for report in reports])
         pooled = pool(reports, weights)
         corrections = [{key: correction(said, pooled[key]) for key, said in each.items()} for each in reports]
-        exact = sweep + 1 >= len(pooled)
-        if isinstance(sweeps, Auto) and (exact or movement(before, pooled, reports[0]) <= sweeps.tolerance):
+        exact = sweep >= len(pooled)
+        if isinstance(sweeps, Auto) and (exact or movement(before, pooled) <= sweeps.tolerance):
             break
-    return corrections
+    return corrections, sweep
 
 
-def movement(before: Mapping[str, Answer], after: Mapping[str, Answer], like: Report) -> float:
-    """The largest change of a layer's global values, relative; that of a mean in units of its deviation."""
+def movement(before: Mapping[str, Answer], after: Mapping[str, Answer]) -> float:
+    """The largest relative change of a layer's variances, or of its means in units of their deviations."""
     if before.keys() != after.keys():
         return math.inf
-    return max(_change(before[key].tensor, after[key].tensor, like[key].kind) for key in after)
+    return max(_change(before[layer].tensor, after[layer].tensor) for layer in after)
 
 
-def _change(before: Tensor, after: Tensor, kind: str) -> float:
-    scale = torch.stack([(after[1] + _FLOOR).sqrt(), after[1] + _FLOOR]) if kind == "statistics" else after
-    change = (after - before).norm(dim=1) / scale.norm(dim=1).clamp(min=torch.finfo(after.dtype).tiny)
-    return float(change.max())
+def _change(before: Tensor, after: Tensor) -> float:
+    variance = after[1] + _FLOOR
+    scale = torch.stack([variance.sqrt(), variance])
+    return float(((after - before).norm(dim=1) / scale.norm(dim=1)).max())

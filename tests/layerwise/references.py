@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +86,7 @@ def relative_error(found: Gradients, wanted: Gradients) -> float:
 def largest_difference(left: nn.Module, right: nn.Module) -> float:
     """Over all buffers."""
     pairs = zip(left.buffers(), right.buffers(), strict=True)
-    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+    return max((float((a.double() - b.double()).abs().max()) for a, b in pairs), default=0.0)
 
 
 def heterogeneous_batches(sizes: Sequence[int], shape: Sequence[int], seed: int = 0) -> list[Batch]:
@@ -112,19 +112,18 @@ def made(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     return model
 
 
-def small_network(channels: int = 4, **bn: object) -> nn.Module:
-    """Two convolutions, two BN layers, any images of one channel."""
-    options = cast(dict[str, bool], bn)
+def small_network(**options: Any) -> nn.Module:
+    """Two convolutions, two BN layers with the options, any images of one channel."""
     return made(
         lambda: nn.Sequential(
-            nn.Conv2d(1, channels, 3, padding=1),
-            nn.BatchNorm2d(channels, **options),
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.BatchNorm2d(4, **options),
             nn.ReLU(),
-            nn.Conv2d(channels, channels, 3),
-            nn.BatchNorm2d(channels, **options),
+            nn.Conv2d(4, 4, 3),
+            nn.BatchNorm2d(4, **options),
             nn.ReLU(),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
-            nn.Linear(channels, 10),
+            nn.Linear(4, 10),
         )
     )

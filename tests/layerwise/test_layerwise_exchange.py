@@ -1,0 +1,90 @@
+"""What the server makes of what the clients say."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedbn_flwr.layerwise import Answer, ExchangeError, Kind, OrderError, Request, combine, respond
+
+
+def request(*values: float, kind: Kind = "mean", layer: str = "bn", count: int = 4) -> Request:
+    return Request(kind, layer, torch.tensor(values), count)
+
+
+def statistics(values: torch.Tensor) -> torch.Tensor:
+    return torch.stack([values.mean(), values.var(correction=0)]).unsqueeze(1)
+
+
+def test_a_weighted_mean() -> None:
+    # (1 * 1 + 3 * 3) / 4 = 2.5, and weights need not sum to one
+    for kind in ("mean", "variance", "gradients"):
+        assert combine(kind, [torch.tensor([1.0]), torch.tensor([3.0])], [1, 3]).tolist() == [2.5]
+
+
+def test_pooled_statistics_by_hand() -> None:
+    # {0, 2} and {4, 4, 4, 8}: means 1 and 5, variances 1 and 3; together {0, 2, 4, 4, 4, 8} has mean 22/6 and
+    # variance (0 + 4 + 16 + 16 + 16 + 64) / 6 - (22/6)^2 = 116/6 - 484/36 = 212/36
+    pooled = combine("statistics", [torch.tensor([[1.0], [1.0]]), torch.tensor([[5.0], [3.0]])], [2, 4])
+    torch.testing.assert_close(pooled, torch.tensor([[22 / 6], [212 / 36]]))
+
+
+@given(st.lists(st.lists(st.floats(-100, 100), min_size=1, max_size=5), min_size=1, max_size=4))
+def test_pooled_statistics_are_those_of_the_union(clients: list[list[float]]) -> None:
+    values = [torch.tensor(client, dtype=torch.float64) for client in clients]
+    weights = [len(client) for client in clients]
+    pooled = combine("statistics", [statistics(each) for each in values], weights)
+    torch.testing.assert_close(pooled, statistics(torch.cat(values)), rtol=1e-9, atol=1e-9)
+    backwards = combine("statistics", [statistics(each) for each in values[::-1]], weights[::-1])
+    torch.testing.assert_close(pooled, backwards, rtol=1e-14, atol=1e-14)
+
+
+def test_the_dtype_is_the_clients_and_the_sum_is_exact() -> None:
+    many = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
+    found = combine("mean", many, [1, 1, 1])
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(1 / 3)  # 0 in float32
+
+
+def test_counts_are_added() -> None:
+    answer = respond([request(1.0, count=3), request(2.0, count=5)], [1, 1])
+    assert isinstance(answer, Answer)
+    assert answer.count == 8
+
+
+@pytest.mark.parametrize("weights", [[0, 0], [1, -1], [1, float("nan")], [float("inf"), 1]])
+def test_impossible_weights(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="weights must be"):
+        respond([request(1.0), request(2.0)], weights)
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        (request(float("nan")), "the mean of BN layer 'bn' is not finite"),
+        (request(float("inf")), "the mean of BN layer 'bn' is not finite"),
+        (request(1.0, 2.0), r"is \(2,\) torch.float32, the others' is \(1,\)"),
+        (Request("mean", "bn", torch.ones(1, dtype=torch.float64), 4), "torch.float64, the others' is"),
+        (request(1.0, count=0), "is over 0 values"),
+    ],
+)
+def test_a_lying_client_is_named(odd: Request, message: str) -> None:
+    with pytest.raises(ExchangeError, match=message) as error:
+        respond([request(1.0), odd, request(2.0)], [1, 1, 1])
+    assert error.value.client == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor"), [("variance", [-1.0]), ("statistics", [[1.0], [-1.0]])], ids=["variance", "both"]
+)
+def test_a_negative_variance_is_refused(kind: Kind, tensor: list[float]) -> None:
+    said = Request(kind, "bn", torch.tensor(tensor), 4)
+    with pytest.raises(ExchangeError, match=r"client 0: .* has a negative variance"):
+        respond([said], [1])
+
+
+@pytest.mark.parametrize("odd", [request(1.0, layer="other"), request(1.0, kind="variance")])
+def test_a_client_at_another_layer_is_named(odd: Request) -> None:
+    with pytest.raises(OrderError) as error:
+        respond([odd, request(1.0), request(1.0)], [1, 1, 1])
+    assert error.value.client == 0

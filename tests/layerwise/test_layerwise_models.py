@@ -1,0 +1,164 @@
+"""On whole models: the weighted mean of the clients' gradients is the gradient of centralized BN."""
+
+import copy
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+
+from fedbn_flwr.layerwise import Mode, Request, gradients
+from fedbn_flwr.models import build
+from fedbn_flwr.norm import bn_layers
+from tests.layerwise.references import (
+    Batch,
+    centralized_gradients,
+    heterogeneous_batches,
+    largest_difference,
+    made,
+    mean_gradient,
+    relative_error,
+    weighted_gradients,
+)
+
+SIZES = [3, 1, 4]
+WEIGHTS = [3 / 8, 1 / 8, 4 / 8]
+
+
+def resnet20() -> nn.Module:
+    return build("resnet20", in_channels=1, image_size=8)
+
+
+def mlp() -> nn.Module:
+    return build("mlp", in_channels=1, image_size=8)
+
+
+def alexnet_bn() -> nn.Module:
+    return build("alexnet-bn", image_size=63)
+
+
+def resnet18() -> nn.Module:
+    return torchvision.models.resnet18(num_classes=10)  # type: ignore[no-any-return]
+
+
+def mobilenet_v2() -> nn.Module:
+    return torchvision.models.mobilenet_v2(num_classes=10)  # type: ignore[no-any-return]
+
+
+def case(make: Callable[[], nn.Module], *shape: int, slow: bool = False) -> object:
+    return pytest.param(make, shape, id=make.__name__, marks=[pytest.mark.slow] if slow else [])
+
+
+MODELS = [
+    case(mlp, 1, 8, 8),
+    case(resnet20, 1, 8, 8),
+    case(resnet18, 3, 32, 32),
+    case(mobilenet_v2, 3, 32, 32),
+    case(alexnet_bn, 3, 63, 63, slow=True),
+]
+SWEPT = [
+    case(mlp, 1, 8, 8),
+    case(resnet20, 1, 8, 8),
+    case(resnet18, 3, 32, 32, slow=True),
+    case(mobilenet_v2, 3, 32, 32, slow=True),
+    case(alexnet_bn, 3, 63, 63, slow=True),
+]
+
+
+@pytest.mark.parametrize(("make", "shape"), MODELS)
+def test_exact_with_both_exchanges_and_not_with_forward_alone(
+    make: Callable[[], nn.Module], shape: Sequence[int]
+) -> None:
+    model, batches = made(make), heterogeneous_batches(SIZES, shape)
+    centralized = copy.deepcopy(model)
+    wanted = centralized_gradients(centralized, batches)
+
+    def error(exchange: Mode) -> float:
+        fresh = copy.deepcopy(model)
+        found = mean_gradient(gradients(fresh, batches, WEIGHTS, F.cross_entropy, exchange), WEIGHTS)
+        assert largest_difference(fresh, centralized) < 1e-10, "running statistics"
+        return relative_error(found, wanted)
+
+    assert error("paper") < 1e-10
+    assert error("fused") < 1e-10
+    assert error("forward") > 0.1
+
+
+@pytest.mark.parametrize(("make", "shape"), SWEPT)
+def test_as_many_sweeps_as_layers_are_exact(make: Callable[[], nn.Module], shape: Sequence[int]) -> None:
+    model, batches = made(make), heterogeneous_batches(SIZES, shape)
+    swept = copy.deepcopy(model)
+    found = gradients(swept, batches, WEIGHTS, F.cross_entropy, sweeps=len(bn_layers(model)))
+    for mine, fedtan in zip(found, gradients(model, batches, WEIGHTS, F.cross_entropy), strict=True):
+        assert relative_error(mine, fedtan) < 1e-10
+    assert largest_difference(swept, model) < 1e-10
+
+
+@pytest.mark.parametrize(("make", "shape"), MODELS[:3])
+def test_weights_that_are_not_the_batch_sizes(make: Callable[[], nn.Module], shape: Sequence[int]) -> None:
+    weights = [0.6, 0.3, 0.1]
+    model, batches = made(make), heterogeneous_batches(SIZES, shape)
+    slow = copy.deepcopy(model)
+    wanted = weighted_gradients(slow, batches, weights)
+    for exchange in ("paper", "fused"):
+        fast = copy.deepcopy(model)
+        found = gradients(fast, batches, weights, F.cross_entropy, exchange)
+        assert relative_error(mean_gradient(found, weights), wanted) < 1e-10
+        assert largest_difference(fast, slow) < 1e-10
+
+
+def test_the_reference_with_weights_by_size_is_centralized_batch_normalization() -> None:
+    model, batches = made(resnet20), heterogeneous_batches(SIZES, (1, 8, 8))
+    plain = copy.deepcopy(model)
+    found, wanted = weighted_gradients(model, batches, WEIGHTS), centralized_gradients(plain, batches)
+    assert relative_error(found, wanted) < 1e-12
+    assert largest_difference(model, plain) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("options", "exchanges"),
+    [
+        ({"exchange": "paper"}, 3 * 19 + 1),
+        ({"exchange": "fused"}, 2 * 19 + 1),
+        ({"exchange": "forward"}, 19 + 1),
+        ({"sweeps": 2}, 2 * 2 + 1),
+        ({"sweeps": 0}, 1),
+    ],
+)
+def test_number_of_exchanges_of_resnet20(options: dict[str, object], exchanges: int) -> None:
+    seen: list[Sequence[Sequence[Request]]] = []
+    batches = heterogeneous_batches([2, 2], (1, 8, 8))
+    gradients(made(resnet20), batches, [1, 1], F.cross_entropy, observe=seen.append, **options)  # type: ignore[arg-type]
+    assert len(seen) + 1 == exchanges, "and one for the model"
+
+
+def test_payload_of_resnet20_is_that_of_appendix_g() -> None:
+    # 1,376 statistics, and as many gradients, each way.
+    seen: list[Sequence[Sequence[Request]]] = []
+    batches = heterogeneous_batches([2, 2], (1, 8, 8))
+    gradients(made(resnet20), batches, [1, 1], F.cross_entropy, "paper", observe=seen.append)
+    for client in range(2):
+        sent = [request for exchange in seen for request in exchange[client]]
+        assert sum(r.tensor.numel() for r in sent if r.kind in ("mean", "variance")) == 1376
+        assert sum(r.tensor.numel() for r in sent if r.kind == "gradients") == 1376
+
+
+def sgd(model: nn.Module, gradient: dict[str, torch.Tensor], rate: float) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.sub_(rate * gradient[name])
+
+
+def test_twenty_iterations_follow_centralized_sgd() -> None:
+    federated, weights = made(resnet20), [0.5, 0.5]
+    centralized = copy.deepcopy(federated)
+    for step in range(20):
+        batches: list[Batch] = heterogeneous_batches([4, 4], (1, 8, 8), seed=step)
+        found = gradients(federated, batches, weights, F.cross_entropy)
+        sgd(federated, mean_gradient(found, weights), rate=0.02)
+        sgd(centralized, centralized_gradients(centralized, batches), rate=0.02)
+    state = centralized.state_dict()
+    for key, value in federated.state_dict().items():
+        torch.testing.assert_close(value, state[key], rtol=1e-9, atol=1e-9)

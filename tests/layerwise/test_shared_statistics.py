@@ -1,0 +1,346 @@
+"""Every kind of BN layer, every place it may have in a model."""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from fedbn_flwr.layerwise import Answer, OrderError, Request, combine, gradients, shared_statistics
+from fedbn_flwr.norm import bn_layers
+from tests.layerwise.references import (
+    Batch,
+    centralized_gradients,
+    heterogeneous_batches,
+    largest_difference,
+    made,
+    mean_gradient,
+    relative_error,
+    small_network,
+    weighted_gradients,
+)
+
+
+def alone(request: Request) -> Answer:
+    """The exchange of a single client."""
+    return Answer(request.tensor, request.count)
+
+
+def assert_centralized(model: nn.Module, batches: Sequence[Batch]) -> None:
+    sizes = [len(targets) for _, targets in batches]
+    weights = [size / sum(sizes) for size in sizes]
+    centralized = copy.deepcopy(model)
+    wanted = centralized_gradients(centralized, batches)
+    for exchange in ("paper", "fused"):
+        fresh = copy.deepcopy(model)
+        found = gradients(fresh, batches, weights, F.cross_entropy, exchange)
+        assert relative_error(mean_gradient(found, weights), wanted) < 1e-10
+        assert largest_difference(fresh, centralized) < 1e-12
+
+
+def volumes() -> nn.Module:
+    return nn.Sequential(nn.Conv3d(1, 3, 1), nn.BatchNorm3d(3), nn.Tanh(), nn.Flatten(), nn.Linear(24, 10))
+
+
+def sequences() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 10))
+
+
+def vectors() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 10))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"), [(volumes, (1, 2, 2, 2)), (sequences, (2, 5)), (vectors, (5,))], ids=["3d", "1d", "flat"]
+)
+def test_inputs_of_any_dimension(make: object, shape: tuple[int, ...]) -> None:
+    assert_centralized(made(make), heterogeneous_batches([3, 1, 2], shape))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"affine": False},
+        {"momentum": None},
+        {"momentum": 0.7},
+        {"eps": 0.5},
+        {"track_running_stats": False},
+    ],
+    ids=str,
+)
+def test_options_of_batch_normalization(options: dict[str, object]) -> None:
+    assert_centralized(small_network(**options), heterogeneous_batches([3, 1, 2], (1, 4, 4)))
+
+
+def test_without_momentum_the_running_statistics_are_the_mean_of_all_steps() -> None:
+    model, batches = small_network(momentum=None), heterogeneous_batches([2, 3], (1, 4, 4))
+    plain = copy.deepcopy(model)
+    for _ in range(3):
+        gradients(model, batches, [2, 3], F.cross_entropy)
+        centralized_gradients(plain, batches)
+    assert largest_difference(model, plain) < 1e-12
+    assert [int(b) for name, b in model.named_buffers() if "num_batches" in name] == [3, 3]
+
+
+def test_synchronized_batch_normalization_is_batch_normalization() -> None:
+    model, batches = small_network(), heterogeneous_batches([3, 2], (1, 4, 4))
+    synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    assert all(isinstance(layer, nn.SyncBatchNorm) for layer in bn_layers(synchronized).values())
+    found = gradients(synchronized, batches, [0.6, 0.4], F.cross_entropy)
+    for mine, plain in zip(found, gradients(model, batches, [0.6, 0.4], F.cross_entropy), strict=True):
+        assert relative_error(mine, plain) == 0
+
+
+def test_one_sample_a_client() -> None:
+    assert_centralized(made(vectors), heterogeneous_batches([1, 1, 1], (5,)))
+
+
+def test_one_value_in_the_whole_federation() -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel over all clients"):
+        gradients(made(vectors), heterogeneous_batches([1], (5,)), [1], F.cross_entropy)
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="an empty mini-batch has no statistics"):
+        gradients(made(vectors), heterogeneous_batches([2, 0], (5,)), [1, 1], F.cross_entropy)
+
+
+def test_one_client_is_plain_batch_normalization() -> None:
+    model, batches = small_network(), heterogeneous_batches([4], (1, 4, 4))
+    plain = copy.deepcopy(model)
+    (found,) = gradients(model, batches, [1], F.cross_entropy)
+    assert relative_error(found, centralized_gradients(plain, batches)) < 1e-12
+    assert largest_difference(model, plain) < 1e-12
+
+
+class Twice(nn.Module):
+    """One BN layer, used twice in a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.bn, self.outer = nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.bn(self.inner(self.bn(x).tanh())))  # type: ignore[no-any-return]
+
+
+def test_a_layer_used_twice_has_exchanges_of_each_use() -> None:
+    batches = heterogeneous_batches([3, 1, 2], (5,))
+    assert_centralized(made(Twice), batches)
+    seen: list[Sequence[Sequence[Request]]] = []
+    gradients(made(Twice), batches, [3, 1, 2], F.cross_entropy, observe=seen.append)
+    said = [(each[0][0].kind, each[0][0].layer) for each in seen]
+    # the first use's inputs are data: nobody needs their gradients
+    assert said == [("statistics", "bn"), ("statistics", "bn#2"), ("gradients", "bn#2")]
+
+
+def test_frozen_layers_are_not_exchanged() -> None:
+    model, batches = small_network(), heterogeneous_batches([3, 2], (1, 4, 4))
+    frozen = model[1]  # type: ignore[index]
+    frozen.eval()
+    frozen.running_mean += 0.3
+    assert_centralized(model, batches)
+    seen: list[Sequence[Sequence[Request]]] = []
+    gradients(model, batches, [3, 2], F.cross_entropy, observe=seen.append)
+    assert {each[0][0].layer for each in seen} == {"4"}
+
+
+def test_a_frozen_layer_without_running_statistics_still_uses_the_batch() -> None:
+    model = small_network(track_running_stats=False)
+    model[1].eval()  # type: ignore[index]
+    assert_centralized(model, heterogeneous_batches([3, 2], (1, 4, 4)))
+
+
+class Renormalized(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return input
+
+
+def test_a_variant_of_batch_normalization_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), Renormalized(5))
+    with pytest.raises(TypeError, match="layer '1' is a Renormalized"), shared_statistics(model, alone):
+        pass
+
+
+class Broken(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("broken layer")
+
+
+def test_after_an_exception_the_model_is_as_it_was() -> None:
+    model = small_network()
+    model.append(Broken())  # type: ignore[operator]
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="broken layer"), shared_statistics(model, alone):
+        model(torch.randn(3, 1, 4, 4, dtype=torch.float64))
+    assert all("forward" not in vars(layer) for layer in model.modules())
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
+def test_what_stood_in_for_forward_before_does_so_again() -> None:
+    layer = nn.BatchNorm1d(2)
+    layer.__dict__["forward"] = before = lambda x: x
+    with shared_statistics(layer, alone):
+        assert layer.forward is not before
+    assert layer.forward is before
+
+
+def test_an_unknown_exchange_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown exchange 'fussed'; known: paper, fused, forward"):
+        gradients(small_network(), heterogeneous_batches([3], (1, 4, 4)), [1], F.cross_entropy, "fussed")  # type: ignore[arg-type]
+
+
+def test_the_same_bits_every_time() -> None:
+    batches = heterogeneous_batches([3, 2], (1, 4, 4))
+
+    def run() -> list[dict[str, Tensor]]:
+        model = small_network()
+        model.insert(6, nn.Dropout())  # type: ignore[operator]
+        return gradients(model, batches, [3, 2], F.cross_entropy, seed=1)
+
+    for first, second in zip(run(), run(), strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_hooks_run() -> None:
+    model, seen = nn.Sequential(nn.BatchNorm1d(2)), []
+    model[0].register_forward_hook(lambda layer, inputs, output: seen.append(output))
+    with shared_statistics(model, alone):
+        output = model(torch.randn(3, 2))
+    assert seen[0] is output
+
+
+class ByData(nn.Module):
+    """The order of its layers depends on the mini-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Linear(5, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = (self.first, self.second) if x.mean() < 0.5 else (self.second, self.first)
+        return self.last(layers[1](layers[0](x).tanh()))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("options", [{}, {"sweeps": 1}], ids=str)
+def test_another_order_of_layers_is_an_error(options: dict[str, int]) -> None:
+    batches = heterogeneous_batches([4, 4, 4], (5,))
+    batches[1] = batches[0]
+    with pytest.raises(OrderError, match=r"client 2: is at .*second.* others are at .*first") as error:
+        gradients(made(ByData), batches, [1, 1, 1], F.cross_entropy, **options)  # type: ignore[arg-type]
+    assert error.value.client == 2
+
+
+class ByDataShort(ByData):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) if x.mean() < 0.5 else x)  # type: ignore[no-any-return]
+
+
+def test_a_client_with_fewer_layers_is_an_error() -> None:
+    with pytest.raises(OrderError, match="client 1: is at its end"):
+        gradients(made(ByDataShort), heterogeneous_batches([4, 4], (5,)), [1, 1], F.cross_entropy)
+
+
+def test_the_gradient_of_the_gradient_is_refused() -> None:
+    layer, x = nn.BatchNorm1d(2), torch.randn(3, 2, requires_grad=True)
+    with shared_statistics(layer, alone):
+        (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("affine", [torch.float32, torch.bfloat16])
+def test_low_precision_inputs_have_statistics_in_float32(affine: torch.dtype) -> None:
+    def exchange(request: Request) -> Answer:
+        assert request.tensor.dtype == torch.float32
+        return alone(request)
+
+    layer = nn.BatchNorm1d(3).to(affine)
+    x = torch.randn(8, 3).bfloat16().requires_grad_()
+    plain = F.batch_norm(x.float(), None, None, training=True)
+    with shared_statistics(layer, exchange):
+        y = layer(x)
+    y.sum().backward()
+    assert (y.dtype, x.grad is not None and x.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+    torch.testing.assert_close(y.float(), plain, rtol=2e-2, atol=2e-2)
+
+
+class Pooled(torch.autograd.Function):
+    """The exchange of clients that are stacked along a dimension of `torch.func.vmap`."""
+
+    @staticmethod
+    def forward(tensor: Tensor, kind: str, weights: Sequence[float]) -> Tensor:
+        raise NotImplementedError
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: object, output: object) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: object, dims: tuple[int, ...], tensor: Tensor, kind: str, p: Sequence[float]) -> object:
+        return combine(kind, list(tensor.movedim(dims[0], 0)), p), None  # type: ignore[arg-type]
+
+
+def test_stacked_clients() -> None:
+    model, weights = small_network(), [0.2, 0.5, 0.3]
+    batches = heterogeneous_batches([2, 2, 2], (1, 4, 4))
+
+    def exchange(request: Request) -> Answer:
+        return Answer(Pooled.apply(request.tensor, request.kind, weights), 3 * request.count)
+
+    def loss(parameters: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        with shared_statistics(model, exchange, final=False):
+            return F.cross_entropy(functional_call(model, parameters, (inputs,)), targets)
+
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    inputs, targets = (torch.stack(parts) for parts in zip(*batches, strict=True))
+    stacked = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, inputs, targets)
+    for client, wanted in enumerate(gradients(model, batches, weights, F.cross_entropy)):
+        assert relative_error({name: each[client] for name, each in stacked.items()}, wanted) < 1e-12
+
+
+@st.composite
+def small_models(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
+    """Up to three blocks of a convolution or a linear layer, BN with any options, and a smooth activation."""
+    images, width = draw(st.booleans()), draw(st.integers(1, 3))
+    layers: list[Callable[[], nn.Module]] = []
+    for _ in range(draw(st.integers(1, 3))):
+        options: dict[str, Any] = {
+            "affine": draw(st.booleans()),
+            "momentum": draw(st.sampled_from([None, 0.1, 1.0])),
+            "eps": draw(st.sampled_from([1e-5, 1e-2])),
+        }
+        kinds = (nn.Conv2d, nn.BatchNorm2d) if images else (nn.Linear, nn.BatchNorm1d)
+        sizes = (width, width, 1) if images else (width, width)
+        layers += [partial(kinds[0], *sizes), partial(kinds[1], width, **options), nn.Tanh]
+    layers += [nn.Flatten, partial(nn.Linear, 4 * width if images else width, 10)]
+    model = made(lambda: nn.Sequential(*[make() for make in layers]))
+    return model, (width, 2, 2) if images else (width,)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    small_models(),
+    st.lists(st.tuples(st.integers(1, 4), st.floats(0.05, 1)), min_size=2, max_size=4),
+    st.sampled_from(["paper", "fused", "sweeps"]),
+)
+def test_any_network_batch_sizes_and_weights(
+    network: tuple[nn.Module, tuple[int, ...]], clients: list[tuple[int, float]], how: str
+) -> None:
+    model, shape = network
+    sizes = [size for size, _ in clients]
+    weights = [weight / sum(weight for _, weight in clients) for _, weight in clients]
+    batches, slow = heterogeneous_batches(sizes, shape), copy.deepcopy(model)
+    wanted = weighted_gradients(slow, batches, weights)
+    options = {"sweeps": len(bn_layers(model))} if how == "sweeps" else {"exchange": how}
+    found = gradients(model, batches, weights, F.cross_entropy, **options)
+    assert relative_error(mean_gradient(found, weights), wanted) < 1e-10
+    assert largest_difference(model, slow) < 1e-10
