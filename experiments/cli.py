@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = vars(_parser().parse_args(arguments))
         command = options.pop("command")
-        logging.getLogger("flwr").setLevel(logging.INFO if options.pop("verbose", False) else logging.WARNING)
+        _quiet(verbose=options.pop("verbose", False))
         _COMMANDS[command](options)
     except UsageError as error:
         print(f"fedbn-flwr: {error}", file=sys.stderr)
@@ -41,6 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _quiet(verbose: bool) -> None:
+    """Flower's log tells every round, and warns of what is the normal case here."""
+    logger = logging.getLogger("flwr")
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    logger.addFilter(lambda record: not any(text in record.getMessage() for text in _NORMAL))
+
+
+#: evaluation is the server's; and `run_simulation` is the only way to start a simulation from Python
+_NORMAL = ("Federated evaluation will be skipped", "`run_simulation` function is deprecated")
 
 
 class _Parser(argparse.ArgumentParser):

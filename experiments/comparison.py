@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from fedbn_flwr.strategies import CannotTrainError
+
 from .engines import Engine
 from .journal import Progress, Summary
 from .methods import Experiment, parse, settle
-from .plots import plot_curves
+from .plots import plot_curves, title_of
 from .results import read_rounds
 from .workbench import check
 
@@ -52,12 +54,23 @@ def compare(plan: Plan, engine: Engine, folder: Path, announce: Announce) -> lis
         for seed in range(plan.seeds):
             experiment = plan.experiment(method, seed, **({"lr": chosen["lr"]} if chosen else {}))
             place = folder / f"{_folder_name(method)}-seed{experiment.config.seed}"
-            summary = engine(experiment, place, announce(f"{method}, seed {experiment.config.seed}"))
+            summary = _outcome(engine, experiment, place, announce(f"{method}, seed {experiment.config.seed}"))
             summaries.append({**summary, **({"lr-grid": chosen["grid"]} if chosen else {})})
-            curves.setdefault(method, []).append(read_rounds(place))
+            if "error" not in summary:
+                curves.setdefault(method, []).append(read_rounds(place))
             (folder / "compare.json").write_text(json.dumps(summaries, indent=2) + "\n")
-    plot_curves(curves, folder / "compare.png")
+    if curves:
+        plot_curves(curves, folder / "compare.png", title_of(next(run for run in summaries if "error" not in run)))
     return summaries
+
+
+def _outcome(engine: Engine, experiment: Experiment, place: Path, progress: Progress | None) -> Summary:
+    """A run's summary; a method that cannot train on these data says why, and the others go on."""
+    try:
+        return engine(experiment, place, progress)
+    except CannotTrainError as error:
+        config = experiment.config
+        return {"method": config.method, "seed": config.seed, "lr": config.lr, "error": str(error)}
 
 
 def _best_rate(plan: Plan, method: str, engine: Engine, folder: Path, announce: Announce) -> dict[str, Any]:
@@ -68,7 +81,7 @@ def _best_rate(plan: Plan, method: str, engine: Engine, folder: Path, announce: 
     for rate in plan.rates:
         experiment = plan.experiment(method, 0, lr=rate, validation=VALIDATION_SHARE)
         place = folder / "lr-grid" / f"{_folder_name(method)}-lr{rate:g}"
-        summary = engine(experiment, place, announce(f"{method}, validating lr {rate:g}"))
+        summary = _outcome(engine, experiment, place, announce(f"{method}, validating lr {rate:g}"))
         grid[rate] = summary.get("accuracy", 0.0)
     return {
         "lr": max(grid, key=lambda rate: grid[rate]),

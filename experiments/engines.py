@@ -1,5 +1,6 @@
 """Where an experiment runs: in this process, or on Flower's Ray simulation."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,8 +25,11 @@ def run_in_process(experiment: Experiment, folder: Path, progress: Progress | No
 
 
 def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
-    """Flower's simulation engine; every client gets one processor."""
+    """Flower's simulation engine; every client gets one processor, and all share the GPU where there is one."""
     from flwr.simulation import run_simulation
+
+    # otherwise Ray hides the GPU from workers that reserve no part of it
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
     server, summaries = ServerApp(), []
 

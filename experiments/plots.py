@@ -4,34 +4,48 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 
 Rows = Sequence[Mapping[str, Any]]
 
+PANELS = {"accuracy": "test accuracy", "train-loss": "training loss"}
+#: methods often give nearly the same curve: of two on top of each other, both are seen
+STROKES = ("solid", "dashed", "dashdot", "dotted")
+LEGEND_COLUMNS = 6
 
-def plot_curves(runs: Mapping[str, Sequence[Rows]], path: Path) -> None:
+
+def plot_curves(runs: Mapping[str, Sequence[Rows]], path: Path, title: str = "") -> None:
     """Accuracy and training loss over the rounds, one line a method: the mean over its seeds, and their range."""
+    import matplotlib  # takes a second to import, and only the end of a run needs it
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for panel, key, label in zip(axes, ("accuracy", "train-loss"), ("test accuracy", "training loss"), strict=True):
-        for method, seeds in runs.items():
-            _line(panel, method, seeds, key)
-        panel.set_xlabel("round")
-        panel.set_ylabel(label)
+    legend_rows = -(-len(runs) // LEGEND_COLUMNS)
+    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(11, 4.3 + 0.2 * legend_rows), layout="constrained")
+    for panel, (key, label) in zip(axes, PANELS.items(), strict=True):
+        for index, (method, seeds) in enumerate(runs.items()):
+            _line(panel, method, seeds, key, STROKES[index % len(STROKES)])
+        panel.set(xlabel="round", ylabel=label, xlim=(0, None))
         panel.grid(alpha=0.3)
     axes[1].set_yscale("log")
-    axes[0].legend(loc="lower right", fontsize="small")
+    figure.suptitle(title)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=LEGEND_COLUMNS, frameon=False)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
-def _line(panel: Any, method: str, seeds: Sequence[Rows], key: str) -> None:
+def title_of(summary: Mapping[str, Any]) -> str:
+    """What a run, or several alike, ran on."""
+    return "{dataset}, {model}, {partition}, {clients} clients".format_map(summary)
+
+
+def _line(panel: Any, method: str, seeds: Sequence[Rows], key: str, stroke: str) -> None:
     curves = [{row["round"]: row[key] for row in rows if row.get(key) is not None} for rows in seeds]
     rounds = sorted(set.intersection(*(set(curve) for curve in curves)))
     values = np.array([[curve[item] for item in rounds] for curve in curves])
-    (line,) = panel.plot(rounds, values.mean(0), label=method, marker="o" if len(rounds) < 15 else None, markersize=3)
+    marker = "o" if len(rounds) < 15 else None
+    style = {"linestyle": stroke, "zorder": 2 + STROKES.index(stroke), "marker": marker, "markersize": 3}
+    (line,) = panel.plot(rounds, values.mean(0), label=method, **style)
     if len(curves) > 1:
         panel.fill_between(rounds, values.min(0), values.max(0), color=line.get_color(), alpha=0.15, linewidth=0)

@@ -1,10 +1,12 @@
 """What a person sees in the terminal: a bar while it runs, a table at the end."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import Self
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -65,46 +67,65 @@ def show_run(summary: Summary, folder: Path) -> None:
 
 
 def show_comparison(summaries: Sequence[Summary], folder: Path) -> None:
-    """One row a method."""
-    compared = lines(summaries)
-    several = len(summaries) > len(compared)
-    first = summaries[0]
-    title = f"{first['dataset']}, {first['model']}, {first['partition']}, {first['rounds']} rounds"
-    table = Table(title=title)
-    headings = [
-        "method",
-        "accuracy",
-        "personal",
-        "mean BN",
-        f"vs {compared[0].method}",
-        "lr",
-        "MB sent",
-        "exchanges",
-        "s",
-    ]
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "method" else "right")
-    for line in compared:
-        table.add_row(*_cells(line, several, line is compared[0]))
-    console.print(table)
+    """One row a method; the reason for a method that could not train; by domain, where the data have domains."""
+    finished = [summary for summary in summaries if "error" not in summary]
+    if finished:
+        _show_accuracies(finished)
+        _show_domains(finished)
+    for method, error in {summary["method"]: summary["error"] for summary in summaries if "error" in summary}.items():
+        console.print(f"{method} could not train: {error}", style="yellow")
     console.print(f"Results: {folder.resolve()} (compare.json, compare.png, one folder a run)")
 
 
-def _cells(line: Line, several: bool, first: bool) -> list[str]:
-    run = line.summary
-    spread = f" ± {line.deviation:.3f}" if several else ""
-    interval = f" ± {line.half_width:.3f}" if several else ""
-    return [
-        line.method,
-        f"{line.mean:.3f}{spread}",
-        _optional(run, "accuracy-personal"),
-        _optional(run, "accuracy-mean-bn"),
-        "" if first else f"{line.difference:+.3f}{interval}",
-        f"{run['lr']:g}",
-        f"{run['payload-bytes'] / 2**20:.1f}",
-        f"{run['exchanges']:,}",
-        f"{run['seconds']:.1f}",
-    ]
+def _show_accuracies(summaries: Sequence[Summary]) -> None:
+    compared = lines(summaries)
+    several, baseline = len(summaries) > len(compared), compared[0].method
+    first = summaries[0]
+    table = _table(f"{first['dataset']}, {first['model']}, {first['partition']}, {first['rounds']} rounds")
+    columns: dict[str, Callable[[Line], str]] = {
+        "accuracy": lambda line: f"{line.mean:.3f}" + (f" ± {line.deviation:.3f}" if several else ""),
+        "personal": lambda line: _optional(line.summary, "accuracy-personal"),
+        "mean BN": lambda line: _optional(line.summary, "accuracy-mean-bn"),
+        f"vs {baseline}": lambda line: "" if line is compared[0] else _difference(line, several),
+        "lr": lambda line: f"{line.summary['lr']:g}" if len({run["lr"] for run in summaries}) > 1 else "",
+        "MB sent": lambda line: f"{line.summary['payload-bytes'] / 2**20:.1f}",
+        "exchanges": lambda line: f"{line.summary['exchanges']:,}",
+        "s": lambda line: f"{line.summary['seconds']:.1f}",
+    }
+    cells = {heading: [cell(line) for line in compared] for heading, cell in columns.items()}
+    used = {heading: column for heading, column in cells.items() if any(column)}
+    for heading in used:
+        table.add_column(heading, justify="right", no_wrap=heading != f"vs {baseline}")
+    for index, line in enumerate(compared):
+        table.add_row(line.method, *(column[index] for column in used.values()))
+    console.print(table)
+
+
+def _show_domains(summaries: Sequence[Summary]) -> None:
+    by_method: dict[str, list[dict[str, float]]] = {}
+    for summary in summaries:
+        if "domain-accuracy" in summary:
+            by_method.setdefault(summary["method"], []).append(summary["domain-accuracy"])
+    if not by_method:
+        return
+    table = _table("accuracy by domain (models of their own: each on its node's domain)")
+    domains = list(next(iter(by_method.values()))[0])
+    for heading in (*domains, "mean"):
+        table.add_column(heading, justify="right")
+    for method, runs in by_method.items():
+        means = [fmean(run[domain] for run in runs) for domain in domains]
+        table.add_row(method, *(f"{value:.3f}" for value in (*means, fmean(means))))
+    console.print(table)
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True)
+    table.add_column("method", overflow="fold")
+    return table
+
+
+def _difference(line: Line, several: bool) -> str:
+    return f"{line.difference:+.3f}" + (f" ± {line.half_width:.3f}" if several else "")
 
 
 def _optional(run: Summary, key: str) -> str:

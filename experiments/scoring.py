@@ -24,6 +24,8 @@ class Scorer:
     - `accuracy-personal`: the mean over nodes of the accuracy on each one's own domain or label distribution (as
       FedBN's and FedWon's have it).
     - `accuracy-mean-bn`: of one model with the entries that stay on the nodes averaged (as FedBS has it).
+    - `domain-accuracy`: of the global model on every domain; where nodes have models of their own, of those that
+      hold the domain.
     - `node-domain-accuracy`: every node's model on every domain (FedTAN, Fig. 8).
     """
 
@@ -34,7 +36,7 @@ class Scorer:
         """The score of the state after a round."""
         if not strategy.personal:
             return self.score_global(state.from_record(arrays))
-        scores = score_nodes(strategy.evaluate_replies)
+        scores = score_nodes(strategy.evaluate_replies, self._data.domain_names)
         if mean := strategy.personal_mean():
             own = {name: torch.from_numpy(value) for name, value in mean.items()}
             averaged = self.score_global({**state.from_record(arrays), **own})
@@ -51,7 +53,7 @@ class Scorer:
         return scores
 
 
-def score_nodes(replies: Sequence[NodeReply]) -> Score:
+def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = ()) -> Score:
     """Means over the nodes' own evaluations; nothing if no node evaluated."""
     if not replies:
         return {}
@@ -61,8 +63,15 @@ def score_nodes(replies: Sequence[NodeReply]) -> Score:
         "loss": _mean(replies, wire.EVAL_LOSS),
     }
     matrix = [list(_numbers(reply.metrics, wire.DOMAIN_ACCURACY)) for reply in replies]
-    if len(matrix[0]) > 1:
+    if domain_names:
         scores["node-domain-accuracy"] = matrix
+        own = [int(_numbers(reply.metrics, wire.DOMAIN)[0]) for reply in replies]
+        # every domain by the models of the nodes that hold it
+        scores["domain-accuracy"] = {
+            name: float(np.mean([row[index] for row, domain in zip(matrix, own, strict=True) if domain == index]))
+            for index, name in enumerate(domain_names)
+            if index in own
+        }
     return scores
 
 

@@ -19,7 +19,7 @@ from fedbn_flwr.wire import Instruction
 from .config import Config, UsageError
 from .journal import Journal, Progress, Summary
 from .methods import Experiment, settle
-from .plots import plot_curves
+from .plots import plot_curves, title_of
 from .results import RunFolder, read_rounds
 from .scoring import Scorer
 from .workbench import check, fresh_model, load_data, rounds_within_budget, set_threads, shared_model
@@ -64,7 +64,7 @@ def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | N
     )
     summary = journal.summary(experiment, nodes)
     files.finish(summary, journal.arrays or initial)
-    plot_curves({config.method: [read_rounds(folder)]}, folder / "curves.png")
+    plot_curves({config.method: [read_rounds(folder)]}, folder / "curves.png", title_of(summary))
     return summary
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
-from flwr.app import Array, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import InflatableObject
 from flwr.supercore.run import Run
 
 from fedbn_flwr.wire import DESCRIBE
@@ -119,32 +121,43 @@ class CountingGrid(Grid):
                 tally.wire_up += wire
 
     def _bytes(self, message: Message) -> tuple[int, int]:
-        arrays = [
-            (group, name, array)
-            for group, record in message.content.array_records.items()
-            for name, array in record.items()
-        ]
-        payload = sum(payload_bytes(array) for _, _, array in arrays)
-        return payload, sum(len(array.data) for _, _, array in arrays) + self._framing_bytes(message, arrays)
+        arrays = [array for record in message.content.array_records.values() for array in record.values()]
+        framing = _envelope_bytes(message) + sum(map(self._framing_bytes, message.content.array_records.values()))
+        return sum(map(payload_bytes, arrays)), sum(len(array.data) for array in arrays) + framing
 
-    def _framing_bytes(self, message: Message, arrays: list[tuple[str, str, Array]]) -> int:
-        """What Flower adds to the arrays' data.
+    def _framing_bytes(self, record: ArrayRecord) -> int:
+        """What Flower adds to the data of a group of arrays.
 
-        It depends on the arrays' names and shapes, not on their values, so it is measured once for each set of them:
-        serializing every message a second time would cost more than sending it.
+        It depends on their names, shapes and dtypes, not on their values, so it is measured once for each set of them:
+        hashing every message, as Flower does, would cost more than sending it.
         """
-        small = message.content.config_records, message.content.metric_records
-        shape = tuple((group, name, array.shape, array.dtype) for group, name, array in arrays)
-        signature = (message.metadata.message_type, shape, len(str(small)) // 64)
+        signature = tuple((name, array.shape, array.dtype) for name, array in record.items())
         if signature not in self._framing:
-            records = message.content.values()
-            chunks = [chunk for _, _, array in arrays for _, chunk in array.slice_array()]
-            objects = [message, message.content, *records, *(array for _, _, array in arrays), *chunks]
-            total = sum(len(item.deflate()) for item in objects)
-            self._framing[signature] = total - sum(len(array.data) for _, _, array in arrays)
+            self._framing[signature] = _measure_framing(record)
         return self._framing[signature]
+
+
+def _envelope_bytes(message: Message) -> int:
+    """Everything but the groups of arrays, which the envelope only refers to by ids of one length."""
+    content = RecordDict()
+    for name, record in message.content.items():
+        content[name] = ConfigRecord({"stands for": name}) if isinstance(record, ArrayRecord) else record
+    small = [record for record in message.content.values() if not isinstance(record, ArrayRecord)]
+    envelope: list[InflatableObject] = [Message(content, metadata=message.metadata), content, *small]  # type: ignore[call-overload]
+    return sum(len(item.deflate()) for item in envelope)
+
+
+def _measure_framing(record: ArrayRecord) -> int:
+    """On arrays of other content: Flower lists arrays of equal content once, and at the start many are alike."""
+    unlike = ArrayRecord()
+    for position, (name, array) in enumerate(record.items()):
+        data = np.random.default_rng(position).bytes(len(array.data))
+        unlike[name] = Array(array.dtype, array.shape, array.stype, data)
+    chunks = [chunk for array in unlike.values() for _, chunk in array.slice_array()]
+    objects: list[InflatableObject] = [unlike, *unlike.values(), *chunks]
+    return sum(len(item.deflate()) for item in objects) - sum(len(array.data) for array in record.values())
 
 
 def payload_bytes(array: Array) -> int:
     """The bytes of an array's numbers."""
-    return int(np.prod(array.shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
+    return prod(array.shape) * np.dtype(array.dtype).itemsize

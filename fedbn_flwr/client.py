@@ -1,6 +1,7 @@
 """The Flower client: it loads what it received, obeys the instruction, and says which keys it obeyed."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,11 +10,21 @@ import torch
 import torch.nn.functional as F
 from flwr.app import RecordDict
 from flwr.client import NumPyClient
-from torch import nn
+from torch import Tensor, nn
 
 from fedbn_flwr import batches, moments, norm, state, training, wire
 from fedbn_flwr.data import Split, augment
 from fedbn_flwr.evaluation import evaluate, shares
+from fedbn_flwr.layerwise import (
+    Corrections,
+    Exchange,
+    Mode,
+    OwnRandomness,
+    Report,
+    backward_sweep,
+    forward_sweep,
+    shared_statistics,
+)
 from fedbn_flwr.memory import Memory
 from fedbn_flwr.rules import Session, rules_for
 from fedbn_flwr.seeding import derive, torch_generator
@@ -30,7 +41,7 @@ class Reply:
     num_examples: int
     metrics: Metrics
     records: dict[str, State] = field(default_factory=dict)
-    report: dict[str, list[str]] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
 
 
 class BNClient(NumPyClient):
@@ -60,6 +71,8 @@ class BNClient(NumPyClient):
         self.partition_id = partition_id
         self.memory = Memory(RecordDict() if memory is None else memory)
         self.loss_function = loss_function
+        #: how a layer-wise step reaches the other clients, and with it come its random numbers; the transport sets it
+        self.exchange: Exchange | None = None
 
     # ---- what every Flower API ends up calling -------------------------------------------------------------------
 
@@ -70,11 +83,33 @@ class BNClient(NumPyClient):
         with norm.freeze(self.model, **_frozen_parts(instruction.freeze)):
             optimizer = training.make_optimizer(self.model, instruction)
             session = Session(self.model, optimizer, instruction, received, self.memory, local)
-            loss = self._learn(session)
+            with nullcontext() if self.exchange else OwnRandomness(self.step_seed(instruction)).drawing():
+                loss = self._learn(session)
         if local:
             self.memory.store(wire.PERSONAL, state.snapshot(self.model, local))
         records = {wire.ARRAYS: self._shared(instruction), **session.records}
-        return self._reply({wire.TRAIN_LOSS: loss, **session.metrics}, instruction, records)
+        return self.reply({wire.TRAIN_LOSS: loss, **session.metrics}, instruction, records)
+
+    def sweep(
+        self,
+        received: Mapping[str, State],
+        instruction: Instruction,
+        statistics: Corrections,
+        gradients: Corrections | None,
+    ) -> Report:
+        """What the first mini-batch tells of every BN layer, under corrections; without `gradients`, forward only."""
+        self._load(received[wire.ARRAYS], instruction)
+        self.model.train()
+        inputs, targets = next(self._batches(instruction))
+        seed = self.step_seed(instruction)
+
+        def loss() -> Tensor:
+            with training.autocast(instruction, inputs.device):
+                return self.loss_function(self.model(inputs), targets)
+
+        if gradients is None:
+            return forward_sweep(self.model, loss, seed, statistics)
+        return backward_sweep(self.model, loss, seed, statistics, gradients)
 
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """What the BN layers of the received model see of this node's data, learning nothing."""
@@ -84,7 +119,7 @@ class BNClient(NumPyClient):
         chosen = chosen[: instruction.gather_samples or None]
         inputs = (self.train_split.batch(part, self.device)[0] for part in chosen.split(instruction.batch_size))
         seen = norm.gather(self.model, inputs, normalize_with=instruction.gather_with)
-        return self._reply({}, instruction, {wire.MOMENTS: moments.pack(self.model, seen)})
+        return self.reply({}, instruction, {wire.MOMENTS: moments.pack(self.model, seen)})
 
     def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Evaluate the node's own model (the received one with the entries that live here) on the test split."""
@@ -97,23 +132,26 @@ class BNClient(NumPyClient):
             wire.ACCURACY: result.accuracy,
             wire.ACCURACY_PERSONAL: result.accuracy_for(*shares(self.train_split, self.indices, self.num_classes)),
             wire.DOMAIN_ACCURACY: result.domain_accuracy,
+            wire.DOMAIN: self.domain,
         }
         sent = state.group_keys(self.model, instruction.keep_local if instruction.send_personal else "none")
-        return self._reply(metrics, instruction, {wire.PERSONAL: state.snapshot(self.model, sent)})
+        return self.reply(metrics, instruction, {wire.PERSONAL: state.snapshot(self.model, sent)})
 
     def describe(self) -> Reply:
         """Who this node is: its partition, its number of samples, its domain if it has exactly one."""
-        domains = self.train_split.domains
-        own = set() if domains is None else set(domains[torch.from_numpy(self.indices)].tolist())
-        metrics: Metrics = {
-            wire.DOMAIN: own.pop() if len(own) == 1 else -1,
-            wire.PARTITION_ID: self.partition_id,
-        }
+        metrics: Metrics = {wire.DOMAIN: self.domain, wire.PARTITION_ID: self.partition_id}
         report = {
             wire.PARAMETERS: [name for name, _ in self.model.named_parameters()],
             wire.BN_ENTRIES: norm.bn_keys(self.model),
         }
         return Reply(len(self.indices), metrics, report=report)
+
+    @property
+    def domain(self) -> int:
+        """The domain of all of the node's samples; -1 if there is not exactly one."""
+        domains = self.train_split.domains
+        own = set() if domains is None else set(domains[torch.from_numpy(self.indices)].tolist())
+        return int(own.pop()) if len(own) == 1 else -1
 
     # ---- Flower's NumPyClient: lists in the order of the state dict ----------------------------------------------
 
@@ -150,17 +188,15 @@ class BNClient(NumPyClient):
         rules = rules_for(session.instruction)
         for rule in rules:
             rule.begin(session)
-        # dropout draws from the process-wide generator, which is lent to this round and put back
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(derive(session.instruction.seed, "dropout", *self._stream(session.instruction)))
-            loss = training.train(
-                self.model,
-                self._batches(session.instruction),
-                session.optimizer,
-                session.instruction,
-                self.loss_function,
-                [rule.adjust for rule in rules],
-            )
+        planned = self._batches(session.instruction)
+        loss = training.train(
+            self.model,
+            planned if session.instruction.layerwise == "none" else self._first_shared(planned, session),
+            session.optimizer,
+            session.instruction,
+            self.loss_function,
+            [rule.adjust for rule in rules],
+        )
         for rule in rules:
             rule.finish(session)
         return loss
@@ -172,6 +208,20 @@ class BNClient(NumPyClient):
         for positions in batches.plan(len(indices), instruction, generator, merge_single=learning):
             inputs, targets = self.train_split.batch(indices[positions], self.device)
             yield augment(instruction.augmentation, inputs, generator), targets
+
+    def _first_shared(self, planned: Iterator[training.Batch], session: Session) -> Iterator[training.Batch]:
+        """The same batches; while the first one is learned from, BN has the statistics of all clients."""
+        if self.exchange is None:
+            raise ValueError(f"a layer-wise step needs messages of the kind {wire.LAYERWISE!r}")
+        with shared_statistics(self.model, self.exchange, layerwise_mode(session.instruction)):
+            yield next(planned)
+        if session.instruction.fresh_optimizer:
+            session.optimizer.state.clear()
+        yield from planned
+
+    def step_seed(self, instruction: Instruction) -> int:
+        """Of the stream that dropout draws from in this round: it belongs to the process, and is only lent."""
+        return derive(instruction.seed, "dropout", *self._stream(instruction))
 
     def _stream(self, instruction: Instruction) -> tuple[str | int, ...]:
         return "round", instruction.server_round, "partition", self.partition_id
@@ -190,7 +240,8 @@ class BNClient(NumPyClient):
             raise ValueError(f"received {len(parameters)} arrays, the model shares {len(names)}")
         return {name: torch.from_numpy(np.array(value)) for name, value in zip(names, parameters, strict=True)}
 
-    def _reply(self, metrics: Metrics, instruction: Instruction, records: dict[str, State]) -> Reply:
+    def reply(self, metrics: Metrics, instruction: Instruction, records: dict[str, State]) -> Reply:
+        """A reply that says who answers, and what was obeyed."""
         metrics[wire.PARTITION_ID] = self.partition_id
         return Reply(len(self.indices), metrics, records, {wire.OBEYED: instruction.binding_keys()})
 
@@ -199,9 +250,21 @@ def pick_device(name: str) -> torch.device:
     """`auto` is the GPU where there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} is not available here; known: auto, cpu")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device {name!r}; known: auto, cpu, cuda, cuda:NUMBER") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r} is not available here, of {torch.cuda.device_count()} GPUs; known: auto, cpu")
+    return device
+
+
+def layerwise_mode(instruction: Instruction) -> Mode:
+    """What is exchanged at each BN layer."""
+    modes: dict[str, Mode] = {"paper": "paper", "fused": "fused", "forward": "forward", "sweeps": "fused"}
+    if instruction.layerwise not in modes:
+        raise ValueError(f"unknown layerwise {instruction.layerwise!r}; known: {', '.join(wire.LAYERWISE_MODES)}")
+    return modes[instruction.layerwise]
 
 
 def _frozen_parts(freeze: str) -> dict[str, bool]:

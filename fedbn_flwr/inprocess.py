@@ -79,9 +79,9 @@ class InProcessGrid(Grid):
         """Deliver the messages and keep the replies."""
         ids = []
         for message in messages:
-            message.metadata.__dict__["_message_id"] = str(uuid4())
-            ids.append(message.metadata.message_id)
+            ids.append(_identify(message))
             self._replies[ids[-1]] = self._answer(message)
+            _identify(self._replies[ids[-1]])
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -99,6 +99,12 @@ class InProcessGrid(Grid):
             log(WARNING, "The ClientApp of node %d raised", message.metadata.dst_node_id, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def _identify(message: Message) -> str:
+    """Give a message the id that it otherwise gets on its way."""
+    message.metadata.__dict__["_message_id"] = str(uuid4())
+    return message.metadata.message_id
 
 
 def run_in_process(

@@ -1,13 +1,15 @@
 """What a node keeps between messages: named groups of tensors in its `Context.state`, and nowhere else."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
-from flwr.app import RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedbn_flwr.state import State, from_record, to_record
 from fedbn_flwr.wire import PERSONAL
 
 NAMESPACE = "fedbn-flwr"
+
+Record = ArrayRecord | ConfigRecord | MetricRecord
 
 
 class Memory:
@@ -28,3 +30,21 @@ class Memory:
     def personal(self, names: Collection[str]) -> State:
         """The personal entries of the model among these names; empty at a node's first message."""
         return {name: value for name, value in self.recall(PERSONAL).items() if name in names} if names else {}
+
+    def keep(self, name: str, record: Record) -> None:
+        """Store a record as it is."""
+        self._records[f"{NAMESPACE}/{name}"] = record
+
+    def kept(self, prefix: str) -> Iterator[tuple[str, Record]]:
+        """The records whose names begin so, by the rest of their names."""
+        start = f"{NAMESPACE}/{prefix}"
+        yield from [(name.removeprefix(start), record) for name, record in self._records.items() if name.startswith(start)]
+
+    def forget(self, prefix: str) -> None:
+        """Remove the records whose names begin so."""
+        for name in [name for name in self._records if name.startswith(f"{NAMESPACE}/{prefix}")]:
+            del self._records[name]
+
+    def attach(self, records: RecordDict) -> None:
+        """Go on with another `Context.state`: the one that came with a later message."""
+        self._records = records

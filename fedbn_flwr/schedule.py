@@ -1,6 +1,7 @@
 """Learning rates over the rounds: factors at fractions of a run, values from a round on, and from the freeze on."""
 
 from dataclasses import dataclass
+from math import isfinite, nan
 
 GRAMMAR = (
     "a learning-rate schedule is a comma-separated list of FACTOR@WHEN or =VALUE@WHEN, where WHEN is a fraction of "
@@ -80,6 +81,8 @@ def _change(item: str) -> Change:
     absolute = number.startswith("=")
     try:
         rate = _read(number.removeprefix("="))
+        if rate < 0:
+            raise ValueError("a rate must not be negative")
         return Change(Moment() if when == "freeze" else moment(when), rate, absolute)
     except ValueError as error:
         raise ValueError(f"cannot read {item!r}: {GRAMMAR} ({error})") from None
@@ -87,6 +90,9 @@ def _change(item: str) -> Change:
 
 def _read(text: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise ValueError(f"{text!r} is not a number") from None
+        number = nan
+    if not isfinite(number):
+        raise ValueError(f"{text!r} is not a number")
+    return number

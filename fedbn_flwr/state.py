@@ -26,12 +26,9 @@ def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Overwrite the whole state; an entry that is missing, unknown or misshapen is an error that names it."""
     target = model.state_dict()
     _same_names(target, state)
+    _same_shapes(target, state)
     with torch.no_grad():
         for name, value in target.items():
-            if value.shape != state[name].shape:
-                raise ValueError(
-                    f"array {name!r} has shape {tuple(state[name].shape)}, the model needs {tuple(value.shape)}"
-                )
             value.copy_(state[name])
 
 
@@ -63,3 +60,11 @@ def _same_names(target: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> No
         raise ValueError(f"{len(missing)} entries of the model were not received, the first is {missing[0]!r}")
     if unknown:
         raise ValueError(f"{len(unknown)} received arrays are not of the model, the first is {unknown[0]!r}")
+
+
+def _same_shapes(target: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    for name, value in target.items():
+        if value.shape != state[name].shape:
+            raise ValueError(
+                f"array {name!r} has shape {tuple(state[name].shape)}, the model needs {tuple(value.shape)}"
+            )

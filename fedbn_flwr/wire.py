@@ -9,6 +9,8 @@ are not sent. The reply holds
 - MetricRecord `metrics`: `num-examples`, `partition-id`, `train-loss`, ...
 - ConfigRecord `report`: `obeyed`, the binding keys that the client acted upon.
 
+A layer-wise step takes several messages a round (`train.layerwise`, see `fedbn_flwr.turns`).
+
 A *binding* key changes the method: a client that ignores it would turn the method into another one in silence, so
 a strategy refuses a reply that does not list every binding key it sent.
 """
@@ -42,12 +44,14 @@ BN_ENTRIES = "bn-entries"
 NUM_ROUNDS = "num-rounds"
 DESCRIBE = "query.describe"
 GATHER = "train.gather"
+LAYERWISE = "train.layerwise"
 
 Scalar = bool | int | float | str
 
 GROUPS = ("none", "statistics", "affine", "bn", "mix", "all")
 MOMENTUM_STATES = ("none", "local", "global")
 FREEZES = ("none", "statistics", "affine", "both")
+LAYERWISE_MODES = ("none", "paper", "fused", "forward", "sweeps")
 
 
 def _binding(default: Any) -> Any:
@@ -88,6 +92,12 @@ class Instruction:
     momentum_state: str = _binding("none")
     #: correct gradients with control variates (SCAFFOLD)
     control_variates: bool = _binding(False)
+    #: share BN statistics with the other clients in the first step, message by message: one of LAYERWISE_MODES
+    layerwise: str = _binding("none")
+    #: forget the optimizer's state after the layer-wise step
+    fresh_optimizer: bool = _binding(False)
+    #: how many megabytes (2^20 bytes) of received arrays a node may keep in its state during a layer-wise step
+    replay_limit: float = 16.0
     #: report how much the mini-batch statistics changed (FixBN's sliding window)
     report_change: bool = _binding(False)
     #: how many samples a gathering of statistics uses; 0 means all

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ def make_split(sizes: Sequence[int] = SIZES, seed: int = 0) -> Split:
     return Split(inputs, labels, domains=owners)
 
 
-def make_model(kind: str = "bn", seed: int = 0, **options: object) -> nn.Module:
+def make_model(kind: str = "bn", seed: int = 0, **options: Any) -> nn.Module:
     """Two convolutions with a normalizer each, and a linear layer."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -99,9 +100,9 @@ class Federation:
         )
         return self._wrap(client, index)
 
-    def run(self, strategy: FedAvg, rounds: int = 3, grid: Grid | None = None, **instruction: object) -> state.State:
+    def run(self, strategy: FedAvg, rounds: int = 3, grid: Grid | None = None, **instruction: Any) -> state.State:
         """Train, and return the final global state."""
-        asked = replace(INSTRUCTION, **instruction)  # type: ignore[arg-type]
+        asked = replace(INSTRUCTION, **instruction)
         seen: list[ArrayRecord] = []
         strategy.start(
             grid or self.grid,

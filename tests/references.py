@@ -37,9 +37,7 @@ def copy_state(model: nn.Module) -> State:
 
 
 def mini_batches(split: Split, node: Node, asked: Instruction, learning_bn: bool) -> list[tuple[Tensor, Tensor]]:
-    generator = torch_generator(
-        asked.seed, "batches", "round", asked.server_round, "partition", node.index
-    )
+    generator = torch_generator(asked.seed, "batches", "round", asked.server_round, "partition", node.index)
     plan = batches.plan(len(node.samples), asked, generator, learning_bn)
     chosen = [torch.from_numpy(node.samples)[positions] for positions in plan]
     return [(split.inputs[index], split.labels[index]) for index in chosen]
@@ -68,7 +66,7 @@ def local_sgd(
             for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
                 step = gradient + correct(name, parameter)
                 velocity[name] = asked.momentum * velocity.get(name, torch.zeros_like(step)) + step
-                parameter -= asked.lr * velocity[name]
+                parameter.sub_(asked.lr * velocity[name])
         total, samples = total + float(loss.detach()) * len(labels), samples + len(labels)
     return total / samples
 
@@ -78,7 +76,8 @@ def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
     result = {}
     for name, first in states[0].items():
         if first.is_floating_point():
-            result[name] = sum(state[name] * (weight / total) for state, weight in zip(states, weights, strict=True))
+            parts = [state[name] * (weight / total) for state, weight in zip(states, weights, strict=True)]
+            result[name] = torch.stack(parts).sum(0)
         else:
             result[name] = torch.stack([state[name] for state in states]).amax(0)
     return result
@@ -119,6 +118,7 @@ def federated(
                 mu: float = mu,
                 start: State = start,
                 own: State = own,
+                variate: State = variate,
             ) -> Tensor:
                 drift = variate[name] - own[name] if scaffold else torch.zeros_like(parameter)
                 return mu * (parameter.detach() - start[name]) + drift
@@ -149,12 +149,7 @@ def federated(
 
 def bn_entries(model: nn.Module, kinds: Sequence[str]) -> list[str]:
     """State-dict names of BN's entries of these kinds."""
-    return [
-        f"{name}.{kind}"
-        for name, layer in model.named_modules()
-        if isinstance(layer, BN)
-        for kind in kinds
-    ]
+    return [f"{name}.{kind}" for name, layer in model.named_modules() if isinstance(layer, BN) for kind in kinds]
 
 
 def pooled_moments(values: Tensor) -> tuple[Tensor, Tensor]:

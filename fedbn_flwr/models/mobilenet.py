@@ -1,7 +1,6 @@
 """torchvision's MobileNetV2, fitted to the size of the images."""
 
 from torch import nn
-from torchvision.models import mobilenet_v2
 
 from fedbn_flwr.models.resnet import SMALL_IMAGE
 
@@ -20,9 +19,11 @@ _SMALL_IMAGE_STAGES = [
 
 def mobilenetv2(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """torchvision's MobileNetV2; for small images the stem and the second stage have stride 1, 8 in all."""
+    from torchvision import models  # takes seconds to import: only who needs it pays
+
     small = image_size < SMALL_IMAGE
     stages = _SMALL_IMAGE_STAGES if small else None
-    model = mobilenet_v2(weights=None, num_classes=num_classes, inverted_residual_setting=stages)
+    model = models.mobilenet_v2(weights=None, num_classes=num_classes, inverted_residual_setting=stages)
     if small or in_channels != 3:
         stem = nn.Conv2d(in_channels, 32, 3, stride=1 if small else 2, padding=1, bias=False)
         nn.init.kaiming_normal_(stem.weight, mode="fan_out")

@@ -84,7 +84,5 @@ def _maker(name: str, image_size: int) -> Callable[[int, int, int], nn.Module]:
         raise ValueError(f"unknown model {name!r}; there are: {known}, or package.module:function")
     entry = MODELS[name]
     if image_size < entry.smallest or (entry.largest is not None and image_size > entry.largest):
-        raise ValueError(
-            f"model {name!r} cannot take {image_size}x{image_size} images; it takes those {entry.sizes()}"
-        )
+        raise ValueError(f"model {name!r} cannot take {image_size}x{image_size} images; it takes those {entry.sizes()}")
     return entry.make

@@ -2,8 +2,6 @@
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.models import resnet18 as torchvision_resnet18
-from torchvision.models.resnet import BasicBlock
 
 SMALL_IMAGE = 64  # below this, strides and pools meant for 224 x 224 leave nothing to look at
 
@@ -53,6 +51,8 @@ class ResNet20(nn.Module):
 
 
 def _stage(inputs: int, outputs: int, stride: int) -> nn.Sequential:
+    from torchvision.models.resnet import BasicBlock  # takes seconds to import: only who needs it pays
+
     shortcut = Shortcut(stride, outputs - inputs) if stride > 1 else None
     first = BasicBlock(inputs, outputs, stride, downsample=shortcut)
     return nn.Sequential(first, BasicBlock(outputs, outputs), BasicBlock(outputs, outputs))
@@ -66,7 +66,9 @@ def resnet20(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
 
 def resnet18(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """torchvision's ResNet-18; small images get a 3x3 stem of stride 1 and no max pool."""
-    model = torchvision_resnet18(weights=None, num_classes=num_classes)
+    from torchvision import models  # takes seconds to import: only who needs it pays
+
+    model = models.resnet18(weights=None, num_classes=num_classes)
     if image_size < SMALL_IMAGE:
         model.conv1 = _stem(in_channels, kernel_size=3, stride=1)
         model.maxpool = nn.Identity()

@@ -21,15 +21,18 @@ class Moments:
     variance: Tensor
 
 
-def gather(model: nn.Module, batches: Iterable[Tensor]) -> dict[str, Moments]:
+def gather(model: nn.Module, batches: Iterable[Tensor], normalize_with: str = "batch") -> dict[str, Moments]:
     """Run batches of inputs through the model, and return the moments of every BN layer's inputs, by name.
 
-    Every BN layer normalizes as it does in training; nothing is learned, and the model is left as it was,
-    running statistics, counters and modes included. What is not BN is in eval mode, so that dropout neither
-    draws random numbers nor widens the variances, which are for evaluation.
+    Every BN layer normalizes as it does in training (`normalize_with="batch"`), or with its running statistics
+    (`"running"`); nothing is learned, and the model is left as it was, running statistics, counters and modes
+    included. What is not BN is in eval mode, so that dropout neither draws random numbers nor widens the variances,
+    which are for evaluation.
     """
+    if normalize_with not in ("batch", "running"):
+        raise ValueError(f"unknown statistics {normalize_with!r} to normalize with; known: batch, running")
     seen: dict[str, Moments] = {}
-    with torch.no_grad(), _batch_statistics_only(model), _recording(model, seen):
+    with torch.no_grad(), _bn_in(model, training=normalize_with == "batch"), _recording(model, seen):
         for batch in batches:
             model(batch)
     return seen
@@ -51,10 +54,7 @@ def install(model: nn.Module, pooled: Mapping[str, Moments], unbiased: bool = Tr
         layer = layers.get(name)
         if layer is None or layer.running_mean is None or layer.running_var is None:
             raise ValueError(f"the model has no BN layer {name!r} with running statistics")
-        if (
-            moments.mean.shape != layer.running_mean.shape
-            or moments.variance.shape != layer.running_var.shape
-        ):
+        if moments.mean.shape != layer.running_mean.shape or moments.variance.shape != layer.running_var.shape:
             raise ValueError(f"BN layer {name!r} has {layer.num_features} channels, not {moments.mean.shape}")
         correction = moments.count / (moments.count - 1) if unbiased and moments.count > 1 else 1.0
         layer.running_mean.copy_(moments.mean)
@@ -91,14 +91,14 @@ def _recording(model: nn.Module, seen: dict[str, Moments]) -> Iterator[None]:
 
 
 @contextmanager
-def _batch_statistics_only(model: nn.Module) -> Iterator[None]:
+def _bn_in(model: nn.Module, training: bool) -> Iterator[None]:
     # Modes are set directly: `train()` of a frozen layer would not change it, and would remember the call.
     modes = {layer: layer.training for layer in model.modules()}
     buffers = [buffer for layer in bn_layers(model).values() for buffer in layer.buffers()]
     kept = [buffer.clone() for buffer in buffers]
     try:
         for layer in modes:
-            layer.training = isinstance(layer, _BatchNorm)
+            layer.training = training and isinstance(layer, _BatchNorm)
         yield
     finally:
         for layer, mode in modes.items():

@@ -42,11 +42,7 @@ def bn_keys(model: nn.Module) -> list[str]:
 
 def local_keys(model: nn.Module) -> list[str]:
     """State-dict keys that never leave the client: what a layer names in its `local_entries`."""
-    return [
-        _join(name, entry)
-        for name, layer in _named_layers(model)
-        for entry in getattr(layer, "local_entries", ())
-    ]
+    return [_join(name, entry) for name, layer in _named_layers(model) for entry in getattr(layer, "local_entries", ())]
 
 
 def _bn_entries(model: nn.Module, entries: tuple[str, ...]) -> list[str]:

@@ -2,13 +2,17 @@
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.norm.batch import BatchNorm
 from fedbn_flwr.norm.group import GroupNorm
+from fedbn_flwr.norm.hybrid import HybridBatchNorm
 from fedbn_flwr.norm.plain import remove_normalizers
+from fedbn_flwr.norm.renorm import BatchRenorm
+from fedbn_flwr.norm.static import StaticBatchNorm
 from fedbn_flwr.norm.swap import Slot, swap_normalizers
 
 
@@ -52,13 +56,33 @@ def instance_norm(model: nn.Module) -> nn.Module:
     return swap_normalizers(model, lambda slot: _group(slot, slot.channels))
 
 
+def batch_renorm(model: nn.Module, r_max: float = 3.0, d_max: float = 5.0) -> nn.Module:
+    """Batch renormalization."""
+    return swap_normalizers(model, lambda slot: BatchRenorm(**_form(slot), r_max=r_max, d_max=d_max))
+
+
+def static_batch_norm(model: nn.Module, instant: bool = False) -> nn.Module:
+    """HeteroFL's static BN."""
+    return swap_normalizers(model, lambda slot: StaticBatchNorm(**_form(slot), instant=instant))
+
+
+def hybrid_batch_norm(model: nn.Module, fixed_mix: float | None = None) -> nn.Module:
+    """HBN's hybrid BN."""
+    return swap_normalizers(model, lambda slot: HybridBatchNorm(**_form(slot), fixed_mix=fixed_mix))
+
+
 def _is_bn(layer: nn.Module) -> bool:
     # This package's variants of BN are subclasses of its own BatchNorm; any other subclass counts as BN.
     return isinstance(layer, _BatchNorm) and (type(layer) is BatchNorm or not isinstance(layer, BatchNorm))
 
 
 def _batch(slot: Slot) -> BatchNorm:
-    return BatchNorm(slot.channels, eps=slot.eps, momentum=slot.momentum, affine=slot.affine)
+    return BatchNorm(**_form(slot))
+
+
+def _form(slot: Slot) -> dict[str, Any]:
+    """What any kind of BN takes over from the layer whose place it takes."""
+    return {"num_features": slot.channels, "eps": slot.eps, "momentum": slot.momentum, "affine": slot.affine}
 
 
 def _group(slot: Slot, groups: int) -> GroupNorm:
@@ -72,5 +96,8 @@ NORMS: dict[str, Callable[..., nn.Module]] = {
     "gn": group_norm,
     "ln": layer_norm,
     "in": instance_norm,
+    "brn": batch_renorm,
+    "static-bn": static_batch_norm,
+    "hbn": hybrid_batch_norm,
     "none": remove_normalizers,
 }

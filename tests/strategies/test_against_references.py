@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Message
-from harness import INSTRUCTION, SIZES, Backwards, Federation, distance, make_model, make_split, parts
-from references import Node, State, bn_entries, federated
 
 from fedbn_flwr.inprocess import InProcessGrid
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, FedBS, FedProx, FixBN, Scaffold, SiloBN, Standalone
+from tests.harness import INSTRUCTION, SIZES, Backwards, Federation, distance, make_model, make_split, parts
+from tests.references import Node, State, bn_entries, federated
 
 EVERYTHING = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 STATISTICS = EVERYTHING[2:]
@@ -147,5 +147,3 @@ def test_partial_participation_draws_the_same_partitions_whatever_the_node_ids()
     assert drawn[0] == drawn[1] != drawn[2]
     assert all(len(nodes) == 2 for nodes in drawn[0])
     assert len(np.unique(drawn[0], axis=0)) > 1
-
-

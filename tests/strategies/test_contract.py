@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message
-from harness import Backwards, Federation, distance, make_model
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply
@@ -15,6 +14,7 @@ from fedbn_flwr.inprocess import InProcessGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 from fedbn_flwr.wire import Instruction
+from tests.harness import Backwards, Federation, distance, make_model
 
 #: a row a strategy: its options, the normalizer of its model, the group of entries that must not leave a node
 TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -123,7 +123,7 @@ def test_survives_and_names_a_failing_node(name: str, caplog: pytest.LogCaptureF
     assert all("Node 1002 " in text and "out of luck" in text for text in named)
 
 
-def lie(change: Callable[[State], None]) -> Callable[[BNClient, int], BNClient]:
+def lie(change: Callable[[State], object]) -> Callable[[BNClient, int], BNClient]:
     class Lying(BNClient):
         def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
             reply = super().train(received, instruction)
@@ -138,7 +138,7 @@ def lie(change: Callable[[State], None]) -> Callable[[BNClient, int], BNClient]:
     return wrap
 
 
-LIES: dict[str, tuple[Callable[[State], None], str]] = {
+LIES: dict[str, tuple[Callable[[State], object], str]] = {
     "not a number": (lambda arrays: arrays["net.0.weight"].view(-1)[:1].fill_(float("nan")), "'net.0.weight'"),
     "another shape": (lambda arrays: arrays.update({"net.7.bias": torch.zeros(5)}), "'net.7.bias' has shape (5,)"),
     "an unknown array": (lambda arrays: arrays.update({"net.9.bias": torch.zeros(5)}), "'net.9.bias' is not part"),
@@ -165,7 +165,11 @@ class Deaf(BNClient):
     """Trains, but knows no instruction that changes the method."""
 
     def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
-        plain = {key: value for key, value in vars(instruction).items() if wire.wire_key(key) not in instruction.binding_keys()}
+        plain = {
+            key: value
+            for key, value in vars(instruction).items()
+            if wire.wire_key(key) not in instruction.binding_keys()
+        }
         return super().train(received, Instruction(**plain))
 
 

@@ -1,0 +1,157 @@
+"""The client's side of a layer-wise step over Flower's messages: kept in memory, or replayed from what was noted."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from torch import Tensor, nn
+
+from fedbn_flwr import state, turns, wire
+from fedbn_flwr.accounting import payload_bytes
+from fedbn_flwr.client import BNClient, Reply, layerwise_mode
+from fedbn_flwr.layerwise import (
+    Answer,
+    Corrected,
+    Exchange,
+    Mode,
+    OwnRandomness,
+    Request,
+    StepStore,
+    SuspendedStep,
+)
+from fedbn_flwr.memory import Memory
+from fedbn_flwr.norm import bn_layers
+from fedbn_flwr.state import State
+from fedbn_flwr.turns import Turn
+from fedbn_flwr.wire import Instruction
+
+#: the suspended steps of this process; a module's, because Flower may build a ClientApp anew for every message
+STEPS = StepStore(max_steps=32)
+
+ClientFunction = Callable[[Context], BNClient]
+
+
+def take_turn(content: RecordDict, context: Context, make_client: ClientFunction) -> Reply:
+    """Answer one message of a layer-wise step."""
+    turn = Turn.of(content)
+    instruction = Instruction.from_config(content.config_records[wire.CONFIG])
+    notes = Notes(Memory(context.state), f"{instruction.server_round}.{turn.attempt}")
+    held = STEPS.take((context.run_id, context.node_id))
+    if held is not None and held.place != (notes.place, turn.index - 1):
+        held.abandon()
+        held = None
+    if turn.phase == "abandon":
+        notes.clear()
+        return Reply(0, {})
+    notes.add(content, turn.index, instruction.replay_limit)
+    if turn.phase != "exchange":
+        return _sweep(turn, content, notes, instruction, partial(make_client, context))
+    if held is None:
+        received, log = notes.received(content), notes.answers(turn.index)
+        if received is None or log is None:
+            return _lacking()
+        held = HeldStep(make_client(context), received, instruction, log)
+        outcome = held.advance()
+    else:
+        held.client.memory.attach(context.state)
+        outcome = held.advance(turns.read_answers(content, turns.ANSWERS)[str(turn.index - 1)])
+    if not isinstance(outcome, Request):
+        notes.clear()
+        return outcome.result
+    held.place = notes.place, turn.index
+    STEPS.keep((context.run_id, context.node_id), held)
+    return _saying(held.client, instruction, {outcome.layer: outcome}, isinstance(outcome, LastRequest))
+
+
+class HeldStep(SuspendedStep[Reply]):
+    """A client's whole local training, which stops at each exchange of its layer-wise step."""
+
+    def __init__(
+        self, client: BNClient, received: Mapping[str, State], instruction: Instruction, log: list[Answer]
+    ) -> None:
+        # the steps of several clients take turns, and these may share a model
+        client.model = copy.deepcopy(client.model)
+        self.client = client
+        #: round and attempt, and the number of the answer that it waits for
+        self.place = "", 0
+        super().__init__(partial(_train, client, received, instruction), client.step_seed(instruction), log)
+
+
+def _train(client: BNClient, received: Mapping[str, State], instruction: Instruction, exchange: Exchange) -> Reply:
+    client.exchange = Foreseeing(client.model, layerwise_mode(instruction), exchange)
+    return client.train(received, instruction)
+
+
+@dataclass(frozen=True)
+class LastRequest(Request):
+    """The request after which a step will ask no more, as far as can be foreseen."""
+
+
+class Foreseeing:
+    """An exchange that foresees its last request, so that the server knows which answer brings the models.
+
+    The last one is about gradients, and there is one for each use of a layer whose inputs depend on parameters. Where
+    gradients are not exchanged, it is taken to be the one after which every layer was used once.
+    """
+
+    def __init__(self, model: nn.Module, mode: Mode, exchange: Exchange) -> None:
+        self._exchange, self._kind = exchange, "statistics" if mode == "forward" else "gradients"
+        layers = [layer for layer in bn_layers(model).values() if layer.training or layer.running_mean is None]
+        self._left = len(layers) if mode == "forward" else 0
+        if mode != "forward":
+            for layer in layers:
+                layer.register_forward_pre_hook(self._count)
+
+    def _count(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._left += inputs[0].requires_grad
+
+    def __call__(self, request: Request) -> Answer:
+        """Pass on, the last one marked."""
+        if request.kind == self._kind:
+            self._left -= 1
+            if self._left == 0:
+                request = LastRequest(**vars(request))
+        return self._exchange(request)
+
+
+class Notes:
+    """What a node keeps of a layer-wise step in its `Context.state`, so that any process can replay it."""
+
+    PREFIX = "layerwise/"
+
+    def __init__(self, memory: Memory, place: str) -> None:
+        self._memory, self.place = memory, place
+        self._received, self._answers = f"{self.PREFIX}{place}/received/", f"{self.PREFIX}{place}/answers/"
+
+    def add(self, content: RecordDict, index: int, limit: float) -> None:
+        """Note what a message brings; arrays begin a new step, and are only kept up to so many megabytes."""
+        received = _received(content)
+        if received:
+            self.clear()
+            size = sum(payload_bytes(array) for record in received.values() for array in record.values())
+            for name, record in received.items() if size <= limit * 2**20 else ():
+                self._memory.keep(f"{self._received}{name}", record)
+        for group in (turns.ANSWERS, f"{turns.ANSWERS}-counts"):
+            if group in content:
+                self._memory.keep(f"{self._answers}{index}/{group}", content[group])
+
+    def received(self, content: RecordDict) -> dict[str, State] | None:
+        """The groups of arrays that the step starts from, if they are at hand."""
+        records = _received(content) or dict(self._memory.kept(self._received))
+        return {name: state.from_record(record) for name, record in records.items()} if records else None
+
+    def answers(self, count: int) -> list[Answer] | None:
+        """So many answers in their order, if all are known."""
+        kept = dict(self._memory.kept(self._answers))
+        known: dict[str, Answer] = {}
+        for index in range(1, count + 1):
+            known |= turns.read_answers({name.removeprefix(f"{index}/"): kept[name] for name in kept if name.startswith(f"{index}/")}, turns.ANSWERS)
+        numbers = [str(index) for index in range(count)]
+        return [known[number] for number in numbers] if all(number in known for number in numbers) else None
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self._memory.forget(self.PREFIX)

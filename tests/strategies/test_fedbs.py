@@ -1,0 +1,48 @@
+"""FedBS beyond its reference: when it changes stage, and losses that cannot be weights."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedbn_flwr.strategies import FedBS
+from tests.harness import Federation, make_model
+
+
+def replies(*losses: float) -> Any:
+    return [
+        SimpleNamespace(node=index, num_examples=1, metrics={"train-loss": loss}) for index, loss in enumerate(losses)
+    ]
+
+
+def test_weights_are_losses() -> None:
+    assert FedBS().weigh(replies(1.0, 3.0)) == [1.0, 3.0]
+
+
+def test_stage_two_needs_consecutive_calm_rounds() -> None:
+    strategy = FedBS(epsilon=0.1, patience_rounds=3)
+    # population deviations: 0.1 (at the bound, so calm), 0.5, then three calm ones
+    for losses, stage in (((1.0, 1.2), 1), ((1.0, 2.0), 1), ((1.0, 1.1), 1), ((1.0, 1.0), 1), ((0.5, 0.5), 2)):
+        strategy.weigh(replies(*losses))
+        assert strategy.stage == stage
+    assert strategy.weigh(replies(1.0, 9.0)) == [1.0, 1.0]
+    assert strategy.stage == 2
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), None])
+def test_a_loss_that_cannot_be_a_weight_counts_as_nothing_and_is_said(
+    bad: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert FedBS().weigh(replies(2.0, bad, 1.0)) == [2.0, 0.0, 1.0]  # type: ignore[arg-type]
+    assert any("node 1 reports the loss" in record.getMessage() for record in caplog.records)
+
+
+def test_all_zero_losses_count_equally() -> None:
+    assert FedBS().weigh(replies(0.0, 0.0)) == [1.0, 1.0]
+
+
+def test_what_it_measured_is_noted() -> None:
+    strategy = FedBS(epsilon=1e9, patience_rounds=2)
+    Federation(make_model()).run(strategy, 1)
+    assert strategy.measured["fedbs-stage"] == 1
+    assert strategy.measured["loss-deviation"] > 0

@@ -1,0 +1,56 @@
+"""FedNorm: BN by domain."""
+
+import pytest
+import torch
+
+from fedbn_flwr import state
+from fedbn_flwr.strategies import FedAvg, FedBN, FedNorm
+from tests.harness import INSTRUCTION, SIZES, Federation, distance, make_model, parts
+from tests.references import Node, bn_entries, copy_state, federated, weighted_mean
+
+EVERYTHING = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
+
+def test_with_a_domain_a_node_it_trains_as_fedbn_does() -> None:
+    one, other = Federation(make_model()), Federation(make_model())
+    mine, theirs = one.run(FedNorm()), other.run(FedBN())
+    shared = set(mine) - state.group_keys(one.model, "bn")
+    assert all(torch.equal(mine[name], theirs[name]) for name in shared)
+
+
+def test_with_a_single_domain_it_is_fedavg() -> None:
+    nodes = Federation(make_model())
+    domains = nodes.split.domains
+    assert domains is not None
+    domains.zero_()
+    assert distance(nodes.run(FedNorm()), Federation(make_model()).run(FedAvg())) == 0
+
+
+def test_two_nodes_of_a_domain_share_bn() -> None:
+    """One round by hand: the second round starts from BN averaged within the pair, and all else over all nodes."""
+    nodes = Federation(make_model())
+    domains = nodes.split.domains
+    assert domains is not None
+    domains.floor_divide_(2)
+    strategy = FedNorm()
+    nodes.run(strategy, 1)
+    ends = []
+    for index, samples in enumerate(parts(SIZES)):
+        ends.append(federated(make_model(), nodes.split, [Node(index, samples)], 1, INSTRUCTION))
+    names = bn_entries(make_model(), EVERYTHING)
+    for domain, pair in enumerate(((0, 1), (2, 3))):
+        expected = weighted_mean([ends[index] for index in pair], [SIZES[index] for index in pair])
+        got = strategy._by_domain[domain]
+        assert set(got) == set(names)
+        for name in names:
+            assert torch.allclose(torch.from_numpy(got[name]).double(), expected[name].double(), atol=1e-12)
+
+
+def test_a_node_without_a_domain_is_told_so() -> None:
+    nodes = Federation(make_model())
+    domains = nodes.split.domains
+    assert domains is not None
+    domains[:3] = 3  # the first node now holds samples of two domains
+    with pytest.raises(ValueError, match="FedNorm needs one domain a node, and node 1000 names none"):
+        nodes.run(FedNorm())
+    assert copy_state(nodes.model)

@@ -1,0 +1,115 @@
+"""Statistics gathered from clients: HeteroFL's static BN, and HBN."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedbn_flwr import state
+from fedbn_flwr.strategies import HBN, FedAvg, HeteroFL
+from tests.harness import INSTRUCTION, SIZES, Federation, distance, make_model, make_split, parts
+from tests.references import pooled_moments
+
+
+def layers(model: nn.Module) -> nn.Sequential:
+    net = model.net
+    assert isinstance(net, nn.Sequential)
+    return net
+
+
+def trained(strategy: FedAvg, kind: str, rounds: int = 2, **instruction: Any) -> tuple[nn.Module, state.State]:
+    """A model with the final state; `evaluate_every` makes every round count."""
+    nodes = Federation(make_model(kind))
+    final = nodes.run(strategy, rounds, **instruction)
+    model = make_model(kind)
+    model.load_state_dict(final)
+    return model, final
+
+
+def test_layer_wise_equals_the_statistics_of_pooled_data_at_every_layer() -> None:
+    model, final = trained(HeteroFL(statistics="layer-wise"), "static-bn")
+    net, values = layers(model.eval()), make_split().inputs.double()
+    for index in (1, 4):
+        mean, variance = pooled_moments(net[:index](values))
+        assert torch.allclose(final[f"net.{index}.running_mean"], mean, atol=1e-6)
+        assert torch.allclose(final[f"net.{index}.running_var"], variance, atol=1e-6)
+
+
+def test_gathered_equals_the_pooled_statistics_of_what_was_seen() -> None:
+    """Full batches, so that what every node's layers see can be computed in one pass a node."""
+    model, final = trained(HeteroFL(statistics="gathered"), "static-bn", batch_size=100)
+    net, split = layers(model), make_split()
+    seen: dict[int, list[torch.Tensor]] = {1: [], 4: []}
+    with torch.no_grad():
+        for samples in parts(SIZES):
+            values = split.inputs[torch.from_numpy(samples)].double()
+            for index, layer in enumerate(net):
+                if index in seen:
+                    seen[index].append(values)
+                values = layer.train()(values)
+    for index, pieces in seen.items():
+        mean, variance = pooled_moments(torch.cat(pieces))
+        assert torch.allclose(final[f"net.{index}.running_mean"], mean, atol=1e-10)
+        assert torch.allclose(final[f"net.{index}.running_var"], variance, atol=1e-10)
+
+
+def test_static_bn_trains_as_bn_does() -> None:
+    bn = Federation(make_model()).run(FedAvg())
+    static = Federation(make_model("static-bn")).run(HeteroFL(statistics="instant"))
+    parameters = dict(make_model().named_parameters())
+    assert all(torch.allclose(bn[name], static[name], atol=1e-12) for name in parameters)
+
+
+def test_gathering_happens_only_where_it_is_evaluated() -> None:
+    _, early = trained(HeteroFL(evaluate_every=2), "static-bn", rounds=1)
+    _, late = trained(HeteroFL(evaluate_every=10), "static-bn", rounds=2)
+    fresh = make_model("static-bn").state_dict()
+    assert not torch.equal(early["net.1.running_mean"], fresh["net.1.running_mean"])  # the last round
+    assert not torch.equal(late["net.1.running_mean"], fresh["net.1.running_mean"])
+    strategy, nodes = HeteroFL(evaluate_every=10), Federation(make_model("static-bn"))
+    strategy.num_rounds = 20
+    messages = strategy.configure_train(1, nodes.initial, INSTRUCTION.to_config(), nodes.grid)
+    merged, _ = strategy.aggregate_train(1, nodes.grid.send_and_receive(messages))
+    assert merged is not None
+    assert not merged["net.1.running_mean"].numpy().any()
+
+
+def test_hbn_with_its_mix_fixed_at_one_trains_as_bn() -> None:
+    bn = Federation(make_model()).run(FedAvg())
+    hbn = Federation(make_model("hbn", fixed_mix=1.0)).run(HBN(fixed_mix=1.0))
+    parameters = dict(make_model().named_parameters())
+    assert all(torch.allclose(bn[name], hbn[name], atol=1e-12) for name in parameters)
+
+
+def test_hbn_keeps_its_mix_on_the_node_and_learns_it() -> None:
+    nodes = Federation(make_model("hbn"))
+    final = nodes.run(HBN(), 3)
+    local = state.group_keys(nodes.model, "mix")
+    assert len(local) == 2
+    assert not any(final[name].any() for name in local)
+    kept = [
+        state.from_record(nodes.grid.context(1000 + index).state.array_records["fedbn-flwr/personal"])
+        for index in (0, 1)
+    ]
+    assert set(kept[0]) == local
+    assert all(values[name].any() for values in kept for name in local)
+    assert distance(*kept) > 1e-6
+
+
+def test_hbn_pools_without_bias_and_averages_over_rounds() -> None:
+    """The first layer's inputs depend on no statistics and no mix: they can be pooled by hand."""
+    model, final = trained(HBN(gather_samples=0), "hbn", rounds=1)
+    values = layers(model)[:1](make_split().inputs.double())
+    mean, variance = pooled_moments(values)
+    assert torch.allclose(final["net.1.running_mean"], mean, atol=1e-10)
+    assert torch.allclose(final["net.1.running_var"], variance, atol=1e-10)
+    _, moved = trained(HBN(gather_samples=0, average=0.25), "hbn", rounds=1)
+    assert torch.allclose(moved["net.1.running_mean"], 0.75 * mean, atol=1e-10)
+    assert torch.allclose(moved["net.1.running_var"], 0.25 + 0.75 * variance, atol=1e-10)
+
+
+@pytest.mark.parametrize("bad", [{"gather_samples": -1}, {"average": 1.0}])
+def test_bad_options_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="gather_samples must not be negative"):
+        HBN(**bad)

@@ -1,0 +1,148 @@
+"""The message-based ClientApp: names and dtypes survive, and the reply says what was obeyed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from flwr.serverapp.strategy import FedProx as FlowerFedProx
+from torch import nn
+from torchvision.models import mobilenet_v2
+
+from fedbn_flwr import state, wire
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.inprocess import InProcessGrid
+from fedbn_flwr.wire import Instruction
+from tests.toys import CLASSES, assert_same_state, random_state, toy_cnn, toy_split
+
+INSTRUCTION = Instruction(local_steps=2, batch_size=4, lr=0.05, seed=3)
+PARTS = [np.arange(0, 12), np.arange(12, 20)]
+
+
+def toy_client(context: Context, make: Callable[[], nn.Module] = toy_cnn) -> BNClient:
+    index = int(context.node_config["partition-id"])
+    return BNClient(
+        make(),
+        toy_split(20),
+        test=toy_split(12, seed=1),
+        num_classes=CLASSES,
+        indices=PARTS[index],
+        partition_id=index,
+        memory=context.state,
+        device="cpu",
+    )
+
+
+def ask(grid: InProcessGrid, kind: str, records: dict[str, Any], **options: Any) -> list[RecordDict]:
+    """Send the same to both nodes."""
+    config = Instruction(**{**vars(INSTRUCTION), **options}).to_config()
+    content = {**records, wire.CONFIG: config}
+    messages = [Message(RecordDict(content), dst_node_id=node, message_type=kind) for node in grid.get_node_ids()]
+    return [reply.content for reply in grid.send_and_receive(messages)]
+
+
+def test_training_over_messages_is_the_clients_training() -> None:
+    grid = InProcessGrid(client_app(toy_client), num_nodes=2)
+    sent = random_state(toy_cnn())
+    replies = ask(grid, "train", {wire.ARRAYS: state.to_record(sent)}, server_round=4, freeze="statistics")
+    for index, reply in enumerate(replies):
+        client = BNClient(
+            toy_cnn(), toy_split(20), num_classes=CLASSES, indices=PARTS[index], partition_id=index, device="cpu"
+        )
+        instruction = Instruction(**{**vars(INSTRUCTION), "server_round": 4, "freeze": "statistics"})
+        wanted = client.train({wire.ARRAYS: sent}, instruction)
+        assert_same_state(state.from_record(reply.array_records[wire.ARRAYS]), wanted.records[wire.ARRAYS])
+        metrics = reply.metric_records[wire.METRICS]
+        assert metrics == {wire.NUM_EXAMPLES: len(PARTS[index]), **wanted.metrics}
+        assert metrics[wire.PARTITION_ID] == index
+
+
+def test_the_reply_says_what_was_obeyed() -> None:
+    grid = InProcessGrid(client_app(toy_client), num_nodes=2)
+    arrays = {wire.ARRAYS: state.to_record(toy_cnn().state_dict())}
+    options = {"freeze": "statistics", "omit": "statistics", "proximal_mu": 0.1}
+    for reply in ask(grid, "train", arrays, **options):
+        assert reply.config_records[wire.REPORT][wire.OBEYED] == ["freeze", "omit", "proximal-mu"]
+    for reply in ask(grid, "train", arrays):
+        assert reply.config_records[wire.REPORT][wire.OBEYED] == []
+    for reply in ask(grid, "evaluate", arrays, keep_local="bn", send_personal=True):
+        assert reply.config_records[wire.REPORT][wire.OBEYED] == ["keep-local", "send-personal"]
+
+
+def test_a_report_of_nothing_survives_flowers_serialization() -> None:
+    record = ConfigRecord({wire.OBEYED: []})
+    assert list(ConfigRecord.inflate(record.deflate())[wire.OBEYED]) == []  # type: ignore[arg-type]
+
+
+def test_a_mobilenet_keeps_all_its_names_dtypes_and_counters() -> None:
+    def make() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model: nn.Module = mobilenet_v2(num_classes=CLASSES, width_mult=0.1, dropout=0.5)
+            model.features[0][0] = nn.Conv2d(1, 8, 3, bias=False)  # type: ignore[index, operator]
+        return model
+
+    grid = InProcessGrid(client_app(lambda context: toy_client(context, make)), num_nodes=1)
+    sent = make().state_dict()
+    counters = [name for name in sent if name.endswith("num_batches_tracked")]
+    assert len(counters) == 52
+    (reply,) = ask(grid, "train", {wire.ARRAYS: state.to_record(sent)})
+    received = state.from_record(reply.array_records[wire.ARRAYS])
+    assert list(received) == list(sent)
+    for name, value in sent.items():
+        assert (received[name].dtype, received[name].shape) == (value.dtype, value.shape)
+    assert {int(received[name]) for name in counters} == {2}
+    make().load_state_dict(received)
+
+
+def test_what_stays_lives_in_the_nodes_context() -> None:
+    grid = InProcessGrid(client_app(toy_client), num_nodes=2)
+    whole = {wire.ARRAYS: state.to_record(toy_cnn().state_dict())}
+    first = ask(grid, "train", whole, server_round=1, keep_local="bn")
+    shared = {wire.ARRAYS: first[0].array_records[wire.ARRAYS]}
+    assert not any(name.startswith("1.") for name in first[0].array_records[wire.ARRAYS])
+    ask(grid, "train", shared, server_round=2, keep_local="bn")
+    personal = ask(grid, "evaluate", shared, server_round=2, keep_local="bn", send_personal=True)
+    means = [reply.array_records[wire.PERSONAL]["1.running_mean"].numpy() for reply in personal]
+    counts = [int(reply.array_records[wire.PERSONAL]["1.num_batches_tracked"].numpy()) for reply in personal]
+    assert counts == [4, 4]
+    assert not np.array_equal(means[0], means[1])
+
+
+def test_a_description_needs_no_instruction() -> None:
+    grid = InProcessGrid(client_app(toy_client), num_nodes=2)
+    messages = [Message(RecordDict({wire.CONFIG: ConfigRecord()}), node, wire.DESCRIBE) for node in grid.get_node_ids()]
+    replies = [reply.content for reply in grid.send_and_receive(messages)]
+    assert [reply.metric_records[wire.METRICS][wire.NUM_EXAMPLES] for reply in replies] == [12, 8]
+    assert [reply.metric_records[wire.METRICS][wire.PARTITION_ID] for reply in replies] == [0, 1]
+    parameters = replies[0].config_records[wire.REPORT][wire.PARAMETERS]
+    assert parameters == ["0.weight", "1.weight", "1.bias", "5.weight", "5.bias"]
+    assert not replies[0].array_records
+
+
+def test_what_the_client_raises_is_an_error_reply_that_says_so() -> None:
+    grid = InProcessGrid(client_app(toy_client), num_nodes=1)
+    (node,) = grid.get_node_ids()
+    content = RecordDict({wire.ARRAYS: ArrayRecord(), wire.CONFIG: INSTRUCTION.to_config()})
+    (reply,) = grid.send_and_receive([Message(content, node, "train")])
+    assert "8 entries of the model were not received, the first is '0.weight'" in reply.error.reason
+
+
+def test_flowers_own_strategies_train_it() -> None:
+    initial, finals = state.to_record(toy_cnn().state_dict()), []
+    for strategy in (FlowerFedAvg(), FlowerFedProx(proximal_mu=5.0)):
+        grid = InProcessGrid(client_app(toy_client), num_nodes=2)
+        config = ConfigRecord({"local-steps": 10, "batch-size": 4, "lr": 0.05})
+        result = strategy.start(grid, initial, num_rounds=2, train_config=config)
+        # Flower averages counters into floats, and clients take them back as what they are
+        assert result.arrays["1.num_batches_tracked"].numpy() == 20.0
+        losses = [result.train_metrics_clientapp[server_round][wire.TRAIN_LOSS] for server_round in (1, 2)]
+        assert losses[1] < losses[0]  # type: ignore[operator]
+        assert 0 <= result.evaluate_metrics_clientapp[2][wire.ACCURACY] <= 1  # type: ignore[operator]
+        finals.append(result.arrays["0.weight"].numpy())
+    # a strong proximal term keeps the model closer to its start
+    start = initial["0.weight"].numpy()
+    assert np.abs(finals[1] - start).sum() < np.abs(finals[0] - start).sum()

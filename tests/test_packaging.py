@@ -1,0 +1,140 @@
+"""`from fedbn_flwr.strategies import FedAvg` in a checkout, an editable install, a Flower bundle and a wheel.
+
+The last beside a user's own `strategies` and `apps`. Nothing here needs a network.
+"""
+
+import json
+import sys
+import tarfile
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from fedbn_flwr.strategies import REGISTRY
+from tests.checkout import BIN, copy_checkout, environment, run
+
+#: prints where each of the modules named on the command line comes from
+WHERE = "import importlib, sys; print(*(importlib.import_module(name).__file__ for name in sys.argv[1:]), sep='\\n')"
+#: the same, in an environment in which a folder serves as site-packages
+INSTALLED = "import site; site.addsitedir({!r}); "
+PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+OFFLINE = ("--no-deps", "--no-index")
+#: what a checkout and a bundle hold side by side, and a wheel one inside the other
+SOURCES = ("fedbn_flwr", "strategies", "experiments")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_checkout(tmp_path_factory.mktemp("clone") / "fedbn-flwr")
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(checkout, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def site_packages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("site-packages")
+    run(*PIP, "install", *OFFLINE, "--target", target, wheel)
+    return target
+
+
+@pytest.fixture
+def user_project(tmp_path: Path) -> Path:
+    """A project whose folders have the names of ours."""
+    for name in ("strategies", "experiments", "apps"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    return tmp_path
+
+
+def build_wheel(source: Path, target: Path) -> Path:
+    run(*PIP, "wheel", *OFFLINE, "--no-build-isolation", "--wheel-dir", target, source)
+    (built,) = target.glob("*.whl")
+    return built
+
+
+def where(*modules: str, cwd: Path, site: Path | None = None, path: Path | None = None) -> list[Path]:
+    """The files of modules, imported by a new interpreter in a folder."""
+    code = (INSTALLED.format(str(site)) if site else "") + WHERE
+    env = environment(**({"PYTHONPATH": str(path)} if path else {}))
+    return [Path(line) for line in run(sys.executable, "-c", code, *modules, cwd=cwd, env=env).splitlines()]
+
+
+def test_checkout(checkout: Path) -> None:
+    door, strategy = where("fedbn_flwr.strategies", "strategies.fedavg", cwd=checkout)
+    assert door == checkout / "fedbn_flwr" / "strategies.py"
+    assert strategy == checkout / "strategies" / "fedavg.py"
+
+
+def test_editable_install(checkout: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site-packages"
+    run(*PIP, "install", *OFFLINE, "--no-build-isolation", "--target", site, "--editable", checkout)
+    names = ("fedbn_flwr.strategies", "strategies.fedavg", "fedbn_flwr.experiments")
+    assert {file.is_relative_to(checkout) for file in where(*names, cwd=tmp_path, site=site)} == {True}
+
+
+def test_bundle(checkout: Path, tmp_path: Path) -> None:
+    run(BIN / "flwr", "build", "--app", checkout, cwd=tmp_path, env=environment(FLWR_HOME=str(tmp_path / "home")))
+    (bundle,) = tmp_path.glob("*.fab")
+    unpacked = tmp_path / "bundle"
+    with ZipFile(bundle) as archive:
+        assert {Path(name).parts[0] for name in archive.namelist()} == {
+            *(".info", "LICENSE", "pyproject.toml"),
+            *(*SOURCES, "apps"),
+        }
+        archive.extractall(unpacked)
+    assert python_files(unpacked) == python_files(checkout)
+    names = ("fedbn_flwr.strategies", "strategies.fedavg", "apps.server", "apps.client")
+    assert {file.is_relative_to(unpacked) for file in where(*names, cwd=tmp_path, path=unpacked)} == {True}
+
+
+def test_wheel_holds_one_module_with_everything_in_it(wheel: Path, checkout: Path) -> None:
+    with ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"fedbn_flwr"}
+    assert "fedbn_flwr/py.typed" in names
+    doors = {"fedbn_flwr/strategies.py", "fedbn_flwr/experiments.py"}
+    sources = {name for name in python_files(checkout) if not name.startswith("apps/")} - doors
+    inside = {name if name.startswith("fedbn_flwr/") else f"fedbn_flwr/{name}" for name in sources}
+    assert {name for name in names if name.endswith(".py")} == inside
+
+
+def test_wheel_beside_a_users_own_folders(site_packages: Path, user_project: Path) -> None:
+    names = ("strategies", "experiments", "apps", "fedbn_flwr.strategies.fedavg", "fedbn_flwr.experiments")
+    *own, strategy, experiments = where(*names, cwd=user_project, site=site_packages)
+    assert own == [user_project / name / "__init__.py" for name in ("strategies", "experiments", "apps")]
+    assert strategy == site_packages / "fedbn_flwr" / "strategies" / "fedavg.py"
+    assert experiments == site_packages / "fedbn_flwr" / "experiments" / "__init__.py"
+
+
+def test_console_command_of_the_wheel(site_packages: Path, user_project: Path) -> None:
+    command, env = site_packages / "bin" / "fedbn-flwr", environment(PYTHONPATH=str(site_packages))
+    listed = json.loads(run(command, "list", cwd=user_project, env=env))
+    assert listed["strategies"] == list(REGISTRY)
+    options = ("--rounds", "1", "--clients", "2", "--partition", "iid", "--model", "mlp", "--results-dir", "here")
+    run(command, "run", *options, cwd=user_project, env=env)
+    assert json.loads((user_project / "here" / "summary.json").read_text())["rounds"] == 1
+
+
+def test_wheel_by_way_of_a_source_distribution_is_the_same(checkout: Path, wheel: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", tmp_path, cwd=checkout)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as source:
+        source.extractall(tmp_path / "source", filter="data")
+    (unpacked,) = (tmp_path / "source").iterdir()
+    again = build_wheel(unpacked, tmp_path / "wheel")
+    assert contents(again) == contents(wheel)
+
+
+def contents(wheel: Path) -> dict[str, int]:
+    """Names and checksums; a RECORD lists the others, in an order of its own."""
+    with ZipFile(wheel) as archive:
+        return {item.filename: item.CRC for item in archive.infolist() if not item.filename.endswith("RECORD")}
+
+
+def python_files(root: Path) -> set[str]:
+    found = [path for folder in (*SOURCES, "apps") for path in (root / folder).rglob("*.py")]
+    return {path.relative_to(root).as_posix() for path in found}
