@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # one process a core: torch's own threads gain little on small models, and tests run side by side
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all check format clean
+.PHONY: demo test test-all check format docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/fedbn-flwr compare --methods fedavg,fixbn,fedbn,silobn,fedprox,standalone,centralized --results-dir results/demo
@@ -26,6 +26,9 @@ check: $(VENV)/installed
 format: $(VENV)/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/installed
+	$(BIN)/python docs/make_options.py
 
 # uv resolves and unpacks several times faster than pip; where it cannot be had, pip does the same
 $(VENV)/installed: pyproject.toml

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norm import NORMS
-from fedbn_flwr.strategies import REGISTRY
+from fedbn_flwr.strategies import REGISTRY, CannotTrainError
 from fedbn_flwr.wire import wire_key
 
 from .comparison import Plan, compare
@@ -20,7 +21,8 @@ from .config import Config, UsageError, convert
 from .engines import ENGINES
 from .methods import all_options, own_options, settle
 from .report import Bars, show_comparison, show_run
-from .workbench import check
+from .results import make_folder
+from .workbench import check_simulation
 
 EPILOG = """\
 A method is STRATEGY[+NORM][:key=value]..., e.g. fedavg+gn or fedprox:mu=0.01:lr=0.05; its own options override the
@@ -31,13 +33,18 @@ shared ones. `fedbn-flwr list` shows the names of everything there is.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0 is success, 2 bad input, 1 any other failure."""
     try:
+        # where `package.module:function` may be, which a console command does not look into by itself
+        sys.path.append(os.getcwd())
         options = vars(_parser().parse_args(arguments))
         command = options.pop("command")
         _quiet(verbose=options.pop("verbose", False))
         _COMMANDS[command](options)
     except UsageError as error:
-        print(f"fedbn-flwr: {error}", file=sys.stderr)
+        print("fedbn-flwr:", *str(error).split(), file=sys.stderr)  # in one line, whatever a library says
         return 2
+    except CannotTrainError as error:
+        print(f"fedbn-flwr: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0
@@ -59,6 +66,12 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            raise UsageError(f"unknown option {unknown[0]!r}; known: {', '.join(self._option_string_actions)}")
+        return found, unknown
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,15 +110,16 @@ def _add_shared(parser: argparse.ArgumentParser, skip: Sequence[str]) -> None:
             group.add_argument(f"--{wire_key(item.name)}", metavar=item.name.upper(), help=text.replace("%", "%%"))
     group = parser.add_argument_group("options of single strategies")
     for key, parameter in all_options().items():
-        owners = ", ".join(name for name, kind in REGISTRY.items() if key in own_options(kind))
-        group.add_argument(f"--{key}", metavar=parameter.name.upper(), help=f"[{parameter.default}] {owners}")
+        owners = [name for name, kind in REGISTRY.items() if key in own_options(kind)]
+        whose = "all strategies" if len(owners) == len(REGISTRY) else ", ".join(owners)
+        group.add_argument(f"--{key}", metavar=parameter.name.upper(), help=f"{whose} [{parameter.default}]")
 
 
 def _run(options: dict[str, Any]) -> None:
     engine = _engine(options)
     experiment = settle(_kebab(options))
-    check(experiment)
-    folder = Path(experiment.config.results_dir)
+    check_simulation(experiment)
+    folder = make_folder(Path(experiment.config.results_dir))
     with Bars(1) as bars:
         summary = engine(experiment, folder, bars.announce(experiment.config.method))
     show_run(summary, folder)
@@ -124,11 +138,12 @@ def _compare(options: dict[str, Any]) -> None:
     rates = [float(convert("--lr-grid", rate, float)) for rate in str(options.pop("lr_grid")).split(",") if rate]
     plan = Plan(_kebab(options), methods, seeds, rates)
     plan.check()
-    folder = Path(str(plan.experiment(methods[0], 0).config.results_dir))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make_folder(Path(plan.experiment(methods[0], 0).config.results_dir))
     with Bars(len(methods) * (seeds + len(rates))) as bars:
         summaries = compare(plan, engine, folder, bars.announce)
     show_comparison(summaries, folder)
+    if all("error" in summary for summary in summaries):
+        raise CannotTrainError("no method could train")
 
 
 def _list(_: dict[str, Any]) -> None:

@@ -10,14 +10,17 @@ import numpy as np
 
 from fedbn_flwr.strategies import CannotTrainError
 
+from .config import UsageError, convert
 from .engines import Engine
 from .journal import Progress, Summary
 from .methods import Experiment, parse, settle
 from .plots import plot_curves, title_of
 from .results import read_rounds
-from .workbench import check
+from .workbench import check_simulation
 
 VALIDATION_SHARE = 0.2
+#: options that a comparison sets for all methods alike
+COMMON = ("seed", "validation", "results-dir")
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,18 @@ class Plan:
 
     def experiment(self, method: str, seed: int, **changes: Any) -> Experiment:
         """One run of the plan."""
-        base = int(self.options.get("seed", 0))
+        base = int(convert("seed", self.options.get("seed", 0), int))
         experiment = settle({**self.options, "method": method, "seed": base + seed})
         return replace(experiment, config=replace(experiment.config, **changes))
 
     def check(self) -> None:
         """Find every usage error before the first run."""
         for method in self.methods:
-            check(self.experiment(method, 0))
+            if common := [key for key in parse(method)[2] if key in COMMON]:
+                raise UsageError(f"method {method!r}: {common[0]} is the same for all methods of a comparison")
+            check_simulation(self.experiment(method, 0))
+            for rate in self.rates:
+                check_simulation(self.experiment(method, 0, lr=rate, validation=VALIDATION_SHARE))
 
 
 #: called before every run with a label; returns what to call after every round of it
@@ -104,22 +111,30 @@ class Line:
 
 def lines(summaries: Sequence[Summary], key: str = "accuracy") -> list[Line]:
     """One line a method; differences are paired by seed."""
-    by_method: dict[str, list[Summary]] = {}
+    by_method: dict[str, dict[int, Summary]] = {}
     for summary in summaries:
-        by_method.setdefault(summary["method"], []).append(summary)
-    first = [summary.get(key, np.nan) for summary in next(iter(by_method.values()))]
+        by_method.setdefault(summary["method"], {})[summary["seed"]] = summary
+    first = next(iter(by_method.values()))
     return [_line(method, runs, first, key) for method, runs in by_method.items()]
 
 
-def _line(method: str, runs: Sequence[Summary], first: Sequence[float], key: str) -> Line:
-    values = np.array([run.get(key, np.nan) for run in runs])
-    paired = values - np.array(first)
+def _line(method: str, runs: Mapping[int, Summary], first: Mapping[int, Summary], key: str) -> Line:
+    values = {seed: run.get(key, np.nan) for seed, run in runs.items()}
+    differences = [value - first[seed].get(key, np.nan) for seed, value in values.items() if seed in first]
+    mean, deviation, _ = _spread(list(values.values()))
+    difference, _, half_width = _spread(differences)
+    return Line(method, mean, deviation, difference, half_width, list(runs.values())[-1])
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """The mean, the standard deviation, and half the width of the mean's 95 % interval."""
+    if len(values) < 2:
+        return (values[0] if values else np.nan), 0.0, 0.0
     from scipy import stats  # takes seconds to import, and only the last table needs it
 
-    several = len(values) > 1
-    deviation = float(values.std(ddof=1)) if several else 0.0
-    error = float(stats.sem(paired)) * float(stats.t.ppf(0.975, len(paired) - 1)) if several else 0.0
-    return Line(method, float(values.mean()), deviation, float(paired.mean()), error, runs[-1])
+    deviation = float(np.std(values, ddof=1))
+    half_width = deviation / len(values) ** 0.5 * float(stats.t.ppf(0.975, len(values) - 1))
+    return float(np.mean(values)), deviation, half_width
 
 
 def _folder_name(method: str) -> str:

@@ -1,10 +1,13 @@
 """Every shared option of an experiment: parsed once, here, with one clear line for what cannot be."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from types import UnionType
+from math import isfinite
+from types import NoneType
 from typing import Any, Self, get_args
 
+from fedbn_flwr.data import AUGMENTATIONS
+from fedbn_flwr.training import OPTIMIZERS, PRECISIONS
 from fedbn_flwr.wire import wire_key
 
 Value = bool | int | float | str
@@ -65,7 +68,10 @@ class Config:
         for name, smallest in _SMALLEST.items():
             if getattr(self, name) < smallest:
                 raise UsageError(f"{wire_key(name)} must be at least {smallest}, got {getattr(self, name)}")
-        for name in ("fraction_train", "fraction_evaluate", "validation"):
+        for name, known in _KNOWN.items():
+            if getattr(self, name) not in known:
+                raise UsageError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
+        for name in ("fraction_train", "fraction_evaluate", "validation", "target_accuracy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UsageError(f"{wire_key(name)} must be between 0 and 1, got {getattr(self, name)}")
         if self.fraction_train == 0:
@@ -103,21 +109,28 @@ _SMALLEST: dict[str, float] = {
     "weight_decay": 0,
     "evaluate_every": 1,
     "threads": 0,
+    "timeout": 0,
+}
+
+_KNOWN: dict[str, Collection[str]] = {
+    "augmentation": AUGMENTATIONS,
+    "optimizer": OPTIMIZERS,
+    "precision": PRECISIONS,
 }
 
 
 def convert(key: str, value: Any, kind: Any) -> Value:
     """Turn text or a number into what an option takes; `kind` is a type or a union of types."""
-    for candidate in get_args(kind) if isinstance(kind, UnionType) else (kind,):
+    kinds = [part for part in get_args(kind) or (kind,) if part is not NoneType]
+    for candidate in kinds:
         try:
             return _convert(value, candidate)
         except ValueError:
             continue
-    name = " or ".join(part.__name__ for part in get_args(kind)) if isinstance(kind, UnionType) else kind.__name__
-    raise UsageError(f"{key} must be {_SPOKEN.get(name, name)}, got {value!r}")
+    raise UsageError(f"{key} must be {' or '.join(_SPOKEN[part] for part in kinds)}, got {value!r}")
 
 
-_SPOKEN = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+_SPOKEN = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 def _convert(value: Any, kind: type) -> Value:
@@ -127,6 +140,8 @@ def _convert(value: Any, kind: type) -> Value:
         return str(value).lower() == "true"
     if isinstance(value, bool):
         raise ValueError
-    if kind is int and isinstance(value, float) and value != int(value):
+    if kind is int and isinstance(value, float) and not value.is_integer():
+        raise ValueError
+    if kind is float and not isfinite(float(value)):
         raise ValueError
     return kind(value)  # type: ignore[no-any-return]

@@ -68,8 +68,11 @@ def own_options(strategy: type[FedAvg]) -> dict[str, inspect.Parameter]:
 
 
 def all_options() -> dict[str, inspect.Parameter]:
-    """The own options of all strategies."""
-    return {key: value for strategy in REGISTRY.values() for key, value in own_options(strategy).items()}
+    """The own options of all strategies; where several share one, as the first of them has it."""
+    found: dict[str, inspect.Parameter] = {}
+    for strategy in REGISTRY.values():
+        found = {**own_options(strategy), **found}
+    return found
 
 
 def settle(values: Mapping[str, Any]) -> Experiment:
@@ -82,7 +85,7 @@ def settle(values: Mapping[str, Any]) -> Experiment:
     strategy, norm, overrides = parse(method)
     own = own_options(REGISTRY[strategy])
     for key in overrides:
-        if key not in own and key not in Config().to_mapping():
+        if key == "method" or (key not in own and key not in Config().to_mapping()):
             raise UsageError(
                 f"method {method!r}: unknown option {key!r}; its own are: {', '.join(own) or 'none'}; shared ones: "
                 f"{', '.join(Config().to_mapping())}"

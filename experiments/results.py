@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from fedbn_flwr import __version__
 from fedbn_flwr.state import from_record
 
+from .config import UsageError
+
 VERSIONED = ("flwr", "torch", "torchvision", "numpy", "scikit-learn", "timm")
 
 
@@ -21,8 +23,7 @@ class RunFolder:
     """`config.json`, `rounds.jsonl`, `summary.json`, `model.safetensors` and `curves.png` of one run."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        path.mkdir(parents=True, exist_ok=True)
+        self.path = make_folder(path)
         self._rounds = path / "rounds.jsonl"
         self._rounds.write_text("")
         # a folder that is written anew must not show the last run's result should this one fail
@@ -50,6 +51,15 @@ class RunFolder:
         partial = self.path / f"{name}.partial"
         partial.write_text(json.dumps(content, indent=2) + "\n")
         partial.replace(self.path / name)
+
+
+def make_folder(path: Path) -> Path:
+    """Make a folder for results, if it is not there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"results-dir {str(path)!r} cannot be made: {error.strerror}") from error
+    return path
 
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:

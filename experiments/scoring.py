@@ -34,9 +34,10 @@ class Scorer:
 
     def score(self, strategy: FedAvg, arrays: ArrayRecord) -> Score:
         """The score of the state after a round."""
-        if not strategy.personal:
-            return self.score_global(state.from_record(arrays))
         scores = score_nodes(strategy.evaluate_replies, self._data.domain_names)
+        if not strategy.personal:
+            asked = {key: scores[key] for key in ("accuracy-personal",) if key in scores}
+            return {**self.score_global(state.from_record(arrays)), **asked}
         if mean := strategy.personal_mean():
             own = {name: torch.from_numpy(value) for name, value in mean.items()}
             averaged = self.score_global({**state.from_record(arrays), **own})

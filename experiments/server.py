@@ -63,8 +63,8 @@ def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | N
         evaluate_fn=journal.record,
     )
     summary = journal.summary(experiment, nodes)
-    files.finish(summary, journal.arrays or initial)
     plot_curves({config.method: [read_rounds(folder)]}, folder / "curves.png", title_of(summary))
+    files.finish(summary, journal.arrays or initial)
     return summary
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedbn_flwr import data, models
+from fedbn_flwr.client import pick_device
 
 from .config import Config, UsageError
 from .methods import Experiment
@@ -66,15 +68,23 @@ def rounds_within_budget(config: Config, clients: int) -> Config:
 
 
 def check(experiment: Experiment) -> None:
-    """Find what cannot work before anything is started: data, partition, model and strategy."""
+    """Find what cannot work before anything is started: device, data, partition, model and strategy."""
     config = experiment.config
     try:
+        pick_device(config.device)
         if config.clients:
             make_partition(config, config.clients)
         shared_model(config)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     experiment.make_strategy(config.clients)
+
+
+def check_simulation(experiment: Experiment) -> None:
+    """Check a run that brings its own nodes, and so must know how many."""
+    if not experiment.config.clients:
+        raise UsageError("clients must be at least 1: only a federation that is already there knows its own number")
+    check(experiment)
 
 
 def _norm_options(text: str) -> dict[str, Any]:
@@ -84,7 +94,12 @@ def _norm_options(text: str) -> dict[str, Any]:
         key, equals, value = item.partition("=")
         if not equals:
             raise UsageError(f"norm-options: {item!r} is not of the form key=value")
-        options[key] = yaml.safe_load(value)
+        if key in signature(models.build).parameters:
+            raise UsageError(f"norm-options: {key!r} is not an option of the normalizer but of the model")
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UsageError(f"norm-options: cannot read {item!r}") from None
     return options
 
 

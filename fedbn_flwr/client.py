@@ -255,7 +255,7 @@ def pick_device(name: str) -> torch.device:
     except RuntimeError:
         raise ValueError(f"unknown device {name!r}; known: auto, cpu, cuda, cuda:NUMBER") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r} is not available here, of {torch.cuda.device_count()} GPUs; known: auto, cpu")
+        raise ValueError(f"device {name!r} is not available here: {torch.cuda.device_count()} GPUs; known: auto, cpu")
     return device
 
 

@@ -7,6 +7,7 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply
+from fedbn_flwr.suspended import take_turn
 from fedbn_flwr.wire import Instruction
 
 ClientFunction = Callable[[Context], BNClient]
@@ -30,6 +31,10 @@ def client_app(client_fn: ClientFunction) -> ClientApp:
     @app.train("gather")
     def gather(message: Message, context: Context) -> Message:
         return pack(client_fn(context).gather(*unpack(message)), message)
+
+    @app.train("layerwise")
+    def layerwise(message: Message, context: Context) -> Message:
+        return pack(take_turn(message.content, context, client_fn), message)
 
     @app.query("describe")
     def describe(message: Message, context: Context) -> Message:

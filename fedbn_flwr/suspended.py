@@ -1,12 +1,12 @@
 """The client's side of a layer-wise step over Flower's messages: kept in memory, or replayed from what was noted."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import Context, RecordDict
 from torch import Tensor, nn
 
 from fedbn_flwr import state, turns, wire
@@ -39,14 +39,12 @@ def take_turn(content: RecordDict, context: Context, make_client: ClientFunction
     turn = Turn.of(content)
     instruction = Instruction.from_config(content.config_records[wire.CONFIG])
     notes = Notes(Memory(context.state), f"{instruction.server_round}.{turn.attempt}")
-    held = STEPS.take((context.run_id, context.node_id))
-    if held is not None and held.place != (notes.place, turn.index - 1):
-        held.abandon()
-        held = None
+    node = context.run_id, context.node_id
+    held = _held(node, (notes.place, turn.index - 1))
     if turn.phase == "abandon":
         notes.clear()
         return Reply(0, {})
-    notes.add(content, turn.index, instruction.replay_limit)
+    notes.add(content, instruction.replay_limit)
     if turn.phase != "exchange":
         return _sweep(turn, content, notes, instruction, partial(make_client, context))
     if held is None:
@@ -62,8 +60,18 @@ def take_turn(content: RecordDict, context: Context, make_client: ClientFunction
         notes.clear()
         return outcome.result
     held.place = notes.place, turn.index
-    STEPS.keep((context.run_id, context.node_id), held)
-    return _saying(held.client, instruction, {outcome.layer: outcome}, isinstance(outcome, LastRequest))
+    STEPS.keep(node, held)
+    return _saying(held.client, instruction, [outcome], isinstance(outcome, LastRequest))
+
+
+def _held(node: tuple[int, int], place: tuple[str, int]) -> "HeldStep | None":
+    """The node's step, if it waits at this place; one that waits elsewhere is of no use any more."""
+    step = STEPS.take(node)
+    if isinstance(step, HeldStep) and step.place == place:
+        return step
+    if step is not None:
+        step.abandon()
+    return None
 
 
 class HeldStep(SuspendedStep[Reply]):
@@ -120,13 +128,11 @@ class Foreseeing:
 class Notes:
     """What a node keeps of a layer-wise step in its `Context.state`, so that any process can replay it."""
 
-    PREFIX = "layerwise/"
-
     def __init__(self, memory: Memory, place: str) -> None:
         self._memory, self.place = memory, place
-        self._received, self._answers = f"{self.PREFIX}{place}/received/", f"{self.PREFIX}{place}/answers/"
+        self._received, self._log = f"{_PREFIX}{place}/received/", f"{_PREFIX}{place}/log/"
 
-    def add(self, content: RecordDict, index: int, limit: float) -> None:
+    def add(self, content: RecordDict, limit: float) -> None:
         """Note what a message brings; arrays begin a new step, and are only kept up to so many megabytes."""
         received = _received(content)
         if received:
@@ -134,24 +140,63 @@ class Notes:
             size = sum(payload_bytes(array) for record in received.values() for array in record.values())
             for name, record in received.items() if size <= limit * 2**20 else ():
                 self._memory.keep(f"{self._received}{name}", record)
+        known = dict(self._memory.kept(self._log))
         for group in (turns.ANSWERS, f"{turns.ANSWERS}-counts"):
             if group in content:
-                self._memory.keep(f"{self._answers}{index}/{group}", content[group])
+                # a new record: the message's own may be shared by the messages to all nodes
+                merged: Any = {**known.get(group, {}), **content[group]}
+                self._memory.keep(f"{self._log}{group}", type(content[group])(merged))
 
     def received(self, content: RecordDict) -> dict[str, State] | None:
         """The groups of arrays that the step starts from, if they are at hand."""
         records = _received(content) or dict(self._memory.kept(self._received))
-        return {name: state.from_record(record) for name, record in records.items()} if records else None
+        return {name: state.from_record(record) for name, record in records.items()} or None
 
     def answers(self, count: int) -> list[Answer] | None:
         """So many answers in their order, if all are known."""
-        kept = dict(self._memory.kept(self._answers))
-        known: dict[str, Answer] = {}
-        for index in range(1, count + 1):
-            known |= turns.read_answers({name.removeprefix(f"{index}/"): kept[name] for name in kept if name.startswith(f"{index}/")}, turns.ANSWERS)
-        numbers = [str(index) for index in range(count)]
-        return [known[number] for number in numbers] if all(number in known for number in numbers) else None
+        known = turns.read_answers(dict(self._memory.kept(self._log)), turns.ANSWERS)
+        numbers = [str(number) for number in range(count)]
+        return [known[number] for number in numbers] if known.keys() >= set(numbers) else None
 
     def clear(self) -> None:
         """Forget the step."""
-        self._memory.forget(self.PREFIX)
+        self._memory.forget(_PREFIX)
+
+
+_PREFIX = "layerwise/"
+
+
+def _received(content: RecordDict) -> dict[str, Any]:
+    """The groups of arrays of a plain training message, if this message brings them."""
+    if wire.ARRAYS not in content:
+        return {}
+    records = content.array_records.items()
+    return {name: record for name, record in records if name not in (turns.ANSWERS, *turns.CORRECTIONS)}
+
+
+def _sweep(
+    turn: Turn, content: RecordDict, notes: Notes, instruction: Instruction, make_client: Callable[[], BNClient]
+) -> Reply:
+    """A sweep, or the step after the sweeps: nothing is held, because the corrections come with every message."""
+    received = notes.received(content)
+    if received is None:
+        return _lacking()
+    client = make_client()
+    statistics, gradients = (turns.read_answers(content, group) for group in turns.CORRECTIONS)
+    if turn.phase == "step":
+        notes.clear()
+        client.exchange = Corrected(statistics, gradients)
+        with OwnRandomness(client.step_seed(instruction)).drawing():
+            return client.train(received, instruction)
+    said = client.sweep(received, instruction, statistics, gradients if turn.phase == "backward" else None)
+    return _saying(client, instruction, list(said.values()))
+
+
+def _saying(client: BNClient, instruction: Instruction, requests: Sequence[Request], last: bool = False) -> Reply:
+    reply = client.reply({}, instruction, {turns.SAID: {request.layer: request.tensor for request in requests}})
+    reply.report |= turns.report(requests, last)
+    return reply
+
+
+def _lacking() -> Reply:
+    return Reply(0, {}, report={turns.LACKS_ARRAYS: True})

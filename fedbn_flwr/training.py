@@ -7,6 +7,9 @@ from torch import Tensor, nn
 
 from fedbn_flwr.wire import Instruction
 
+OPTIMIZERS = ("sgd", "adam")
+PRECISIONS = ("float32", "bf16")
+
 Batch = tuple[Tensor, Tensor]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 #: changes the gradients between the backward pass and the optimizer's step
@@ -45,13 +48,13 @@ def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Op
         return torch.optim.SGD(parameters, lr=lr, momentum=instruction.momentum, weight_decay=decay)
     if instruction.optimizer == "adam":
         return torch.optim.Adam(parameters, lr=lr, weight_decay=decay)
-    raise ValueError(f"unknown optimizer {instruction.optimizer!r}; known: sgd, adam")
+    raise ValueError(f"unknown optimizer {instruction.optimizer!r}; known: {', '.join(OPTIMIZERS)}")
 
 
 def autocast(instruction: Instruction, device: torch.device) -> torch.autocast:
     """Bfloat16 autocast where the instruction asks for it."""
-    if instruction.precision not in ("float32", "bf16"):
-        raise ValueError(f"unknown precision {instruction.precision!r}; known: float32, bf16")
+    if instruction.precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {instruction.precision!r}; known: {', '.join(PRECISIONS)}")
     return torch.autocast(device.type, torch.bfloat16, enabled=instruction.precision == "bf16")
 
 

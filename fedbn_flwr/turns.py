@@ -23,12 +23,11 @@ from typing import Any, cast, get_args
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.layerwise import Answer, Kind, Request
+from fedbn_flwr.layerwise import Answer, Kind, Report, Request
 
 TURN = "turn"
 ANSWERS = "answers"
-STATISTICS = "statistics"
-GRADIENTS = "gradients"
+CORRECTIONS = ("statistics", "gradients")
 SAID = "said"
 LACKS_ARRAYS = "lacks-arrays"
 
@@ -51,10 +50,11 @@ class Turn:
     @classmethod
     def of(cls, content: RecordDict) -> "Turn":
         """Read it from a message."""
-        turn: Any = cls(**content.config_records[TURN])
+        record: Any = content.config_records[TURN]
+        turn = cls(record["phase"], record["attempt"], record["index"])
         if turn.phase not in PHASES:
             raise ValueError(f"unknown phase {turn.phase!r}; known: {', '.join(PHASES)}")
-        return cast(Turn, turn)
+        return turn
 
     def pack(self) -> Content:
         """Put it into a message."""
@@ -87,20 +87,17 @@ def report(requests: Sequence[Request], last: bool) -> dict[str, Any]:
     }
 
 
-def read_requests(content: RecordDict) -> list[Request]:
-    """What a client said, none if it is at the end of its step; ValueError if it cannot be read."""
-    said, record = content.array_records.get(SAID), content.config_records.get(wire.REPORT)
-    if said is None or record is None:
-        return []
+def read_said(content: RecordDict) -> Report:
+    """What a client said, by layer; ValueError if it cannot be read."""
     try:
-        kind, layers, counts = (cast(Any, record[key]) for key in ("kind", "layers", "counts"))
-        tensors = state.from_record(said)
-        known = [Request(kind, name, tensors.pop(name), int(count)) for name, count in zip(layers, counts, strict=True)]
+        record = cast(dict[str, Any], content.config_records[wire.REPORT])
+        kind, layers, counts = record["kind"], record["layers"], record["counts"]
+        tensors = state.from_record(content.array_records[SAID])
+        if kind not in get_args(Kind) or set(layers) != set(tensors):
+            raise ValueError(f"{kind!r} of {layers}, and the arrays {list(tensors)}")
+        return {name: Request(kind, name, tensors[name], count) for name, count in zip(layers, counts, strict=True)}
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"what it says of its BN layers cannot be read: {type(error).__name__}: {error}") from error
-    if tensors or kind not in get_args(Kind):
-        raise ValueError(f"what it says of its BN layers cannot be read: {kind!r} of {[*layers, *tensors]}")
-    return known
+        raise ValueError(f"what it says of its BN layers cannot be read: {error}") from error
 
 
 def foresees_end(content: RecordDict) -> bool:
@@ -110,4 +107,4 @@ def foresees_end(content: RecordDict) -> bool:
 
 def lacks_arrays(content: RecordDict) -> bool:
     """Whether the client needs the message again, and whole."""
-    return bool(content.config_records.get(wire.REPORT, {}).get(LACKS_ARRAYS))
+    return LACKS_ARRAYS in content.config_records.get(wire.REPORT, ConfigRecord())

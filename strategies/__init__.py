@@ -4,13 +4,17 @@ from .centralized import Centralized
 from .fedavg import FedAvg
 from .fedbn import FedBN
 from .fedbs import FedBS
+from .feddna import FedDNA
 from .fednorm import FedNorm
 from .fedprox import FedProx
+from .fedtan import FedTAN
+from .fedtan_ii import FedTANII
 from .fedwon import FedWon
 from .fixbn import FixBN
 from .gathering import Gathering
 from .hbn import HBN
 from .heterofl import HeteroFL
+from .layerwise import Layerwise
 from .mtfl import MTFL
 from .partial import PartialSharing
 from .registry import REGISTRY
@@ -29,12 +33,16 @@ __all__ = [
     "FedAvg",
     "FedBN",
     "FedBS",
+    "FedDNA",
     "FedNorm",
     "FedProx",
+    "FedTAN",
+    "FedTANII",
     "FedWon",
     "FixBN",
     "Gathering",
     "HeteroFL",
+    "Layerwise",
     "NodeReply",
     "NotObeyedError",
     "PartialSharing",

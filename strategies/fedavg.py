@@ -234,7 +234,8 @@ class FedAvg(FlowerFedAvg):
 
     def _accept(self, messages: Iterable[Message]) -> list[NodeReply]:
         sent = {message.metadata.message_id: message.metadata.dst_node_id for message in self._sent}
-        replies, self._refused = sift(messages, sent, self._expected)
+        replies, refused = sift(messages, sent, self._expected)
+        self._refused += refused
         require_obeyed(replies, self._expected.binding)
         return replies
 

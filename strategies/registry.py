@@ -4,8 +4,11 @@ from .centralized import Centralized
 from .fedavg import FedAvg
 from .fedbn import FedBN
 from .fedbs import FedBS
+from .feddna import FedDNA
 from .fednorm import FedNorm
 from .fedprox import FedProx
+from .fedtan import FedTAN
+from .fedtan_ii import FedTANII
 from .fedwon import FedWon
 from .fixbn import FixBN
 from .hbn import HBN
@@ -19,6 +22,9 @@ REGISTRY: dict[str, type[FedAvg]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "fixbn": FixBN,
+    "fedtan": FedTAN,
+    "feddna": FedDNA,
+    "fedtan-ii": FedTANII,
     "fedbs": FedBS,
     "fedwon": FedWon,
     "fedbn": FedBN,

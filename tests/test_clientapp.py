@@ -81,9 +81,9 @@ def test_a_mobilenet_keeps_all_its_names_dtypes_and_counters() -> None:
     def make() -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            model: nn.Module = mobilenet_v2(num_classes=CLASSES, width_mult=0.1, dropout=0.5)
-            model.features[0][0] = nn.Conv2d(1, 8, 3, bias=False)  # type: ignore[index, operator]
-        return model
+            # an image of one channel in place of three, and of many pixels
+            model = mobilenet_v2(num_classes=CLASSES, width_mult=0.1, dropout=0.5)
+            return nn.Sequential(nn.Conv2d(1, 3, 1), nn.Upsample(32), model)
 
     grid = InProcessGrid(client_app(lambda context: toy_client(context, make)), num_nodes=1)
     sent = make().state_dict()

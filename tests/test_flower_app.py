@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from fedbn_flwr.experiments import main
 from tests.checkout import BIN, copy_checkout, environment, run
@@ -72,15 +71,6 @@ def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flower]:
     flower.stop()
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """The option `threads` holds for the whole process."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_flwr_run_leaves_the_results_of_the_console_command(flower: Flower, tmp_path: Path) -> None:
     there, here = tmp_path / "flower", tmp_path / "here"
     options = {"method": "fedbn", "rounds": 2, "evaluate-every": 2, "threads": 1}

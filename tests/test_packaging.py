@@ -11,7 +11,6 @@ from zipfile import ZipFile
 
 import pytest
 
-from fedbn_flwr.strategies import REGISTRY
 from tests.checkout import BIN, copy_checkout, environment, run
 
 #: prints where each of the modules named on the command line comes from
@@ -112,11 +111,12 @@ def test_wheel_beside_a_users_own_folders(site_packages: Path, user_project: Pat
 
 def test_console_command_of_the_wheel(site_packages: Path, user_project: Path) -> None:
     command, env = site_packages / "bin" / "fedbn-flwr", environment(PYTHONPATH=str(site_packages))
-    listed = json.loads(run(command, "list", cwd=user_project, env=env))
-    assert listed["strategies"] == list(REGISTRY)
-    options = ("--rounds", "1", "--clients", "2", "--partition", "iid", "--model", "mlp", "--results-dir", "here")
+    (user_project / "mine.py").write_text(
+        "from fedbn_flwr.data import load\n\ndef few():\n    return load('digits').validation_split(0.5, seed=1)\n"
+    )
+    options = ("--dataset", "mine:few", "--model", "mlp", "--rounds", "1", "--results-dir", "here")
     run(command, "run", *options, cwd=user_project, env=env)
-    assert json.loads((user_project / "here" / "summary.json").read_text())["rounds"] == 1
+    assert json.loads((user_project / "here" / "summary.json").read_text())["dataset"] == "mine:few"
 
 
 def test_wheel_by_way_of_a_source_distribution_is_the_same(checkout: Path, wheel: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fedbn_flwr.experiments import main
 from tests.processes import end, gone
@@ -23,13 +22,11 @@ SHARED = ["--clients", "3", "--partition", "classes:4", "--rounds", "3", "--eval
 
 @pytest.fixture(autouse=True)
 def tidy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Ray's processes have ended when a run is over; the environment and the number of threads are as before."""
+    """Ray's processes have ended when a run is over, and the environment is as before."""
     monkeypatch.setenv(MARK, str(tmp_path))
     # Flower puts `sys.path` there for Ray's workers
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(threads)
     left = not gone(MARK, str(tmp_path), patience=20)
     end(MARK, str(tmp_path))
     assert not left, "Ray left processes behind"

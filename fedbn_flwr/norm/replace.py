@@ -8,12 +8,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.norm.batch import BatchNorm
+from fedbn_flwr.norm.convolutions import standardized
+from fedbn_flwr.norm.fixup import fixup
 from fedbn_flwr.norm.group import GroupNorm
 from fedbn_flwr.norm.hybrid import HybridBatchNorm
 from fedbn_flwr.norm.plain import remove_normalizers
 from fedbn_flwr.norm.renorm import BatchRenorm
 from fedbn_flwr.norm.static import StaticBatchNorm
-from fedbn_flwr.norm.swap import Slot, swap_normalizers
+from fedbn_flwr.norm.swap import Slot, substitute, swap_normalizers
+from fedbn_flwr.norm.wsconv import weight_standardized
 
 
 def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) -> nn.Module:
@@ -56,6 +59,15 @@ def instance_norm(model: nn.Module) -> nn.Module:
     return swap_normalizers(model, lambda slot: _group(slot, slot.channels))
 
 
+def group_norm_standardized(model: nn.Module, groups: int = 2) -> nn.Module:
+    """GN, and convolutions with weight standardization.
+
+    Qiao et al., "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", 2019:
+    W'_ij = (W_ij - mean_i) / sigma_i.
+    """
+    return substitute(group_norm(model, groups), lambda name, layer: standardized(name, layer, gamma=None))
+
+
 def batch_renorm(model: nn.Module, r_max: float = 3.0, d_max: float = 5.0) -> nn.Module:
     """Batch renormalization."""
     return swap_normalizers(model, lambda slot: BatchRenorm(**_form(slot), r_max=r_max, d_max=d_max))
@@ -96,8 +108,11 @@ NORMS: dict[str, Callable[..., nn.Module]] = {
     "gn": group_norm,
     "ln": layer_norm,
     "in": instance_norm,
+    "gn-ws": group_norm_standardized,
     "brn": batch_renorm,
     "static-bn": static_batch_norm,
     "hbn": hybrid_batch_norm,
     "none": remove_normalizers,
+    "wsconv": weight_standardized,
+    "fixup": fixup,
 }

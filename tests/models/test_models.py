@@ -137,9 +137,7 @@ def test_starting_from_a_file(tmp_path: Path, suffix: str) -> None:
     state = build("small-cnn", seed=1).state_dict()
     save_file(state, path) if suffix == "safetensors" else torch.save(state, path)
     started = build("small-cnn", seed=2, init_from=path).state_dict()
-    assert all(
-        torch.equal(started[key], state[key]) and started[key].dtype == state[key].dtype for key in state
-    )
+    assert all(torch.equal(started[key], state[key]) and started[key].dtype == state[key].dtype for key in state)
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:

@@ -106,9 +106,7 @@ def test_foreign_group_and_instance_norm_become_bn() -> None:
     ],
 )
 @pytest.mark.parametrize(("kind", "groups"), [("gn", 2), ("ln", 1), ("in", 4)])
-def test_every_kind_of_bn_against_numpy(
-    layer: _BatchNorm, shape: tuple[int, ...], kind: str, groups: int
-) -> None:
+def test_every_kind_of_bn_against_numpy(layer: _BatchNorm, shape: tuple[int, ...], kind: str, groups: int) -> None:
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     new = replace(nn.Sequential(layer), kind).double()
     if kind == "in" and len(shape) == 2:

@@ -21,6 +21,9 @@ TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
     "fedavg": ({}, "bn", "none"),
     "fedprox": ({"mu": 0.1}, "bn", "none"),
     "fixbn": ({"freeze_round": 1}, "bn", "none"),
+    "fedtan": ({}, "bn", "none"),
+    "feddna": ({}, "bn", "none"),
+    "fedtan-ii": ({"m": 1}, "bn", "none"),
     "fedbs": ({}, "bn", "none"),
     "fedwon": ({"agc": "on"}, "wsconv", "none"),
     "fedbn": ({}, "bn", "bn"),
@@ -74,14 +77,16 @@ def test_order_and_ids_of_nodes_do_not_matter(name: str) -> None:
 
 
 class Recording(InProcessGrid):
-    """Keeps what nodes answer to training messages."""
+    """Keeps the models that nodes answer to training messages."""
 
     replies: list[Message]
 
     def pull_messages(self, message_ids: Any) -> list[Message]:
         found = list(super().pull_messages(message_ids))
         self.__dict__.setdefault("replies", []).extend(
-            reply for reply in found if reply.metadata.message_type == "train"
+            reply
+            for reply in found
+            if reply.metadata.message_type.startswith("train") and wire.ARRAYS in reply.content
         )
         return found
 
@@ -173,7 +178,7 @@ class Deaf(BNClient):
         return super().train(received, Instruction(**plain))
 
 
-BINDING = ("fedprox", "fixbn", "fedbn", "silobn", "mtfl", "scaffold", "standalone", "hbn", "fedwon")
+BINDING = ("fedprox", "fixbn", "fedtan", "feddna", "fedtan-ii", "fedbn", "silobn", "mtfl", "scaffold", "standalone", "hbn", "fedwon")
 
 
 @pytest.mark.parametrize("name", BINDING)

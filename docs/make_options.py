@@ -1,0 +1,101 @@
+"""Writes options.md from the code: `make docs`."""
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+
+from experiments.methods import own_options
+from fedbn_flwr.experiments import Config
+from fedbn_flwr.strategies import REGISTRY, FedAvg
+from fedbn_flwr.wire import wire_key
+
+TARGET = Path(__file__).with_name("options.md")
+
+INTRODUCTION = """\
+# Options
+
+This page is written from the code by `make docs`. The same names are used everywhere:
+
+- on the command line, `fedbn-flwr run --method fedprox --mu 0.1 --lr 0.05`;
+- inside a method, for that method only, `fedbn-flwr compare --methods fedavg,fedprox:mu=0.1:lr=0.05`; this wins over
+  the command line;
+- in Flower's run configuration, `flwr run . --run-config "method='fedprox' mu=0.1 lr=0.05"`.
+
+An option that does not exist, or a value that cannot be, is an error that names it, with exit code 2.
+
+Flower's run configuration has defaults of its own for the federation: `clients` is 0, one client for every node, and
+`partition` is `classes:5`, since Flower's default federation has two nodes. A relative `results-dir` is there relative
+to the folder that the SuperLink was started in, which is not always that of `flwr run`: the log's last line says where
+the results are, and an absolute path says it beforehand. `""` stands for an option of a strategy that is not given.
+"""
+
+COMMAND = (
+    ("`--engine`", "`inprocess`", "`inprocess`: one client after another in this process; `ray`: Flower's simulation"),
+    ("`--verbose`", "", "show Flower's own log, round by round"),
+    ("`--methods`", "", "of `compare`: comma-separated methods"),
+    (
+        "`--seeds`",
+        "`1`",
+        "of `compare`: runs a method, with seeds from `seed` on; the table then shows mean and standard deviation, and "
+        "the paired difference to the first method with its 95 % interval",
+    ),
+    (
+        "`--lr-grid`",
+        "",
+        "of `compare`: comma-separated rates; each method runs at the one with the best accuracy on a fifth of the "
+        "training data, held out",
+    ),
+)
+
+
+def page() -> str:
+    """The whole page."""
+    common = own_options(FedAvg)
+    sections = [
+        INTRODUCTION,
+        "## Of the command only",
+        table(("option", "default", "meaning"), COMMAND),
+        "## Shared by all methods",
+        table(
+            ("option", "default", "meaning"),
+            ((code(wire_key(item.name)), code(item.default), item.metadata["help"]) for item in fields(Config)),
+        ),
+        "## Of strategies",
+        "Every strategy takes these; what they mean is in the first section below.",
+        options(FedAvg, list(common)),
+    ]
+    for name, strategy in REGISTRY.items():
+        own = [key for key in own_options(strategy) if key not in common]
+        sections += [
+            f"### `{name}`",
+            options(strategy, own) if own else "No options of its own.",
+            documentation(strategy),
+        ]
+    return "\n\n".join(section.strip() for section in sections) + "\n"
+
+
+def options(strategy: type[FedAvg], keys: Iterable[str]) -> str:
+    """A table of a strategy's own options."""
+    parameters = own_options(strategy)
+    return table(("option", "default"), ((code(key), code(parameters[key].default)) for key in keys))
+
+
+def documentation(strategy: type[FedAvg]) -> str:
+    """What the strategy says of itself; its equations are indented, which is Markdown for text as it stands."""
+    return inspect.cleandoc(strategy.__doc__ or "")
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def code(value: object) -> str:
+    """A name or a default; an empty one is left out."""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`" if value not in ("", None) else ""
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page())

@@ -1,0 +1,114 @@
+"""Convolutions with scaled weight standardization."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+
+class _ScaledStd(_ConvNd):
+    """A convolution with the weight gain gamma (W - mean) / (sigma sqrt(N)), a row an output, N the fan-in.
+
+    Brock et al., "Characterizing Signal Propagation", 2021. It is timm's `ScaledStdConv2d` for what that does not
+    cover: other dimensions, and padding with something else than zeros.
+    """
+
+    def __init__(self, *arguments: Any, gamma: float = 1.0, eps: float = 1e-6, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.scale = gamma * self.weight[0].numel() ** -0.5
+        self.eps = eps
+        self.gain: Tensor = nn.Parameter(self.weight.new_ones(self.out_channels, *[1] * (self.weight.dim() - 1)))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Standardize the weight, and convolve."""
+        inputs = tuple(range(1, self.weight.dim()))
+        variance, mean = torch.var_mean(self.weight, dim=inputs, correction=0, keepdim=True)
+        weight = (self.weight - mean) * (variance + self.eps).rsqrt() * self.gain * self.scale
+        output: Tensor = self._conv_forward(input, weight, self.bias)
+        return output
+
+
+class ScaledStdConv1d(_ScaledStd, nn.Conv1d):
+    """The one-dimensional one."""
+
+
+class ScaledStdConv2d(_ScaledStd, nn.Conv2d):
+    """The two-dimensional one."""
+
+
+class ScaledStdConv3d(_ScaledStd, nn.Conv3d):
+    """The three-dimensional one."""
+
+
+_KINDS: dict[type[nn.Module], type[_ScaledStd]] = {
+    nn.Conv1d: ScaledStdConv1d,
+    nn.Conv2d: ScaledStdConv2d,
+    nn.Conv3d: ScaledStdConv3d,
+}
+
+
+def standardized(
+    name: str, layer: nn.Module, gamma: float | None, first_gain: float = 1.0, learnable: bool = False
+) -> nn.Module:
+    """The standardized convolution for a convolution's place, with its parameters; any other layer as it is.
+
+    Without a gamma there is no scaling: rows of the weight get the standard deviation 1, whatever the fan-in.
+    A transposed convolution stays as it is, and so does one with a fan-in of 1, which has nothing to standardize.
+    """
+    if not isinstance(layer, _ConvNd) or isinstance(layer, _ConvTransposeNd) or layer.weight[0].numel() == 1:
+        return layer
+    if type(layer) not in _KINDS:
+        raise ValueError(f"layer {name!r} is a {type(layer).__name__}, whose weight cannot be standardized")
+    new: Any = _empty_like(layer, layer.weight[0].numel() ** 0.5 if gamma is None else gamma)
+    new.weight, new.bias = layer.weight, layer.bias
+    _start_at_unit_norm(new.weight)
+    _set_gain(new, first_gain, learnable)
+    return new.train(layer.training)  # type: ignore[no-any-return]
+
+
+def _empty_like(layer: _ConvNd, gamma: float) -> nn.Module:
+    options = {} if layer.padding_mode == "zeros" else {"padding_mode": layer.padding_mode}
+    return _kind(layer)(
+        layer.in_channels,
+        layer.out_channels,
+        layer.kernel_size,
+        stride=layer.stride,
+        padding=layer.padding,
+        dilation=layer.dilation,
+        groups=layer.groups,
+        bias=layer.bias is not None,
+        gamma=gamma,
+        device="meta",
+        **options,
+    )
+
+
+def _kind(layer: _ConvNd) -> Callable[..., nn.Module]:
+    if isinstance(layer, nn.Conv2d) and layer.padding_mode == "zeros":
+        from timm.layers import std_conv  # takes seconds to import: only who needs it pays
+
+        return std_conv.ScaledStdConv2d
+    return _KINDS[type(layer)]
+
+
+@torch.no_grad()
+def _start_at_unit_norm(weight: Tensor) -> None:
+    """Scale the rows to a centred norm of 1, as Brock et al. start, which leaves the output as it is.
+
+    The gradient is inversely proportional to the norm. What plain convolutions start with is below 0.1 in wide
+    depthwise ones, which would then learn hundreds of times faster than others.
+    """
+    rows = weight.flatten(1)
+    norms = (rows - rows.mean(dim=1, keepdim=True)).norm(dim=1)
+    weight.div_(torch.where(norms > 0, norms, 1).view(-1, *[1] * (weight.dim() - 1)))
+
+
+def _set_gain(layer: Any, value: float, learnable: bool) -> None:
+    gain = torch.full_like(layer.gain, value, device=layer.weight.device, dtype=layer.weight.dtype)
+    del layer.gain
+    if learnable:
+        layer.gain = nn.Parameter(gain)
+    else:  # a constant is neither trained nor sent
+        layer.register_buffer("gain", gain, persistent=False)

@@ -1,0 +1,66 @@
+"""FedWon's networks: no normalizers, and scaled weight standardization of every convolution."""
+
+import logging
+import math
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from fedbn_flwr.norm.convolutions import standardized
+from fedbn_flwr.norm.plain import remove_normalizers
+from fedbn_flwr.norm.swap import substitute
+from fedbn_flwr.norm.wiring import Activation, Wiring, wiring
+
+GAINS = ("constant", "learnable")
+
+log = logging.getLogger(__name__)
+
+
+def weight_standardized(
+    model: nn.Module, gain: str = "constant", gamma: float | None = None, branch_scale: float | None = None
+) -> nn.Module:
+    """Every normalizer removed, and every convolution's weight standardized and scaled.
+
+    Zhuang and Lyu, "FedWon", ICLR 2024, equation 3, after Brock et al., "Characterizing Signal Propagation", 2021:
+    W'_ij = gain gamma (W_ij - mean_i) / (sigma_i sqrt(N)), N the fan-in, sigma_i^2 = (1/N) sum_j (W_ij - mean_i)^2
+    (the square is missing in print). gamma makes up for what the activation before the convolution takes from the
+    variance, sqrt(2 / (1 - 1/pi)) for ReLU, and is 1 where none comes before; a number is used for all. `gain` is
+    a constant 1, neither trained nor part of the state, or "learnable".
+
+    Deviation: the last convolution of every residual branch has the gain `branch_scale`, sqrt(2 / branches) by
+    default, so that the variance grows by less than e^2 through any number of blocks. Without, it doubles at every
+    one, and ResNet-20 diverges at learning rates at which it trains with GN. FedWon does not mention it (Brock et
+    al. scale branches by 0.2); `branch_scale=1` is FedWon's text. A model that cannot be traced is left at 1, with
+    ReLU's gamma, which the log says.
+    """
+    if gain not in GAINS:
+        raise ValueError(f"unknown gain {gain!r}; there are: {', '.join(GAINS)}")
+    model = remove_normalizers(model)
+    found = _wiring(model)
+    scale = math.sqrt(2 / max(len(found.branch_ends), 1)) if branch_scale is None else branch_scale
+
+    def make(name: str, layer: nn.Module) -> nn.Module:
+        own_gamma = activation_gain(found.activations.get(name)) if gamma is None else gamma
+        first_gain = scale if name in found.branch_ends else 1.0
+        return standardized(name, layer, own_gamma, first_gain, learnable=gain == "learnable")
+
+    return substitute(model, make)
+
+
+def activation_gain(activation: Activation | None) -> float:
+    """What brings the variance of `activation(z)` back to 1, for z a standard normal number; 1 without activation."""
+    if activation is None:
+        return 1.0
+    points = 1 << 16
+    normal = torch.special.ndtri((torch.arange(points, dtype=torch.float64) + 0.5) / points)
+    return 1 / float(activation(normal).std())
+
+
+def _wiring(model: nn.Module) -> Wiring:
+    try:
+        return wiring(model)
+    except Exception as error:  # torch.fx raises whatever the model's own code does with a proxy
+        log.warning("residual branches are not scaled: %s cannot be traced (%s)", type(model).__name__, error)
+        names = (name for name, layer in model.named_modules() if isinstance(layer, _ConvNd))
+        return Wiring(activations=dict.fromkeys(names, torch.relu))

@@ -1,0 +1,24 @@
+"""FedTAN-II."""
+
+from typing import Any
+
+from .fedtan import FedTAN
+from .fixbn import FixBN
+
+
+class FedTANII(FedTAN, FixBN):
+    """FedTAN for M rounds, then FedAvg with the statistics that it found.
+
+    Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, section 5.4.
+
+        t <= M:  FedTAN
+        t >  M:  FixBN's second stage, one exchange a round
+
+    `m` is M: a number of rounds, a fraction of the run between 0 and 1, or `auto` (FixBN's rule), and takes the place
+    of FixBN's `freeze_round`. Rates that change with it are written `lr_schedule="=0.01@freeze"`. With M at or above
+    the number of rounds this is FedTAN, with M = 0 it is FixBN frozen from the start. Frozen statistics are not sent;
+    the paper counts them (`send_frozen=True`).
+    """
+
+    def __init__(self, *, m: float | str = 10, **options: Any) -> None:
+        super().__init__(**{**options, "freeze_round": m})

@@ -1,0 +1,166 @@
+"""The console command: exit codes, one line for each mistake, and help that names everything."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from experiments.methods import all_options
+from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
+from fedbn_flwr.experiments import Config, main
+from fedbn_flwr.models import MODELS
+from fedbn_flwr.norm import NORMS
+from fedbn_flwr.strategies import REGISTRY
+from fedbn_flwr.wire import wire_key
+from tests.experiments.runs import command, run
+
+
+def refused(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr; nothing else was said."""
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
+    assert line.startswith("fedbn-flwr: ")
+    return line
+
+
+MISTAKES = {
+    "unknown strategy": (["--method", "fedsgd"], "unknown strategy 'fedsgd'; known: fedavg, "),
+    "unknown normalizer": (["--method", "fedavg+bnn"], "unknown normalizer 'bnn'; known: bn, "),
+    "unknown data set": (["--dataset", "imagenet"], "unknown data set 'imagenet'; there are: digits, "),
+    "data set that is not there": (["--dataset", "folder:/nowhere"], "/nowhere"),
+    "unknown partition": (["--partition", "halves"], "unknown partition 'halves'; there are: iid, "),
+    "impossible partition": (["--partition", "classes:9"], "classes:9"),
+    "more clients than samples": (["--clients", "81"], "81 clients cannot share 80 samples"),
+    "no clients": (["--clients", "0"], "clients must be at least 1"),
+    "unknown model": (["--model", "vgg"], "unknown model 'vgg'; there are: mlp, "),
+    "model of nowhere": (["--model", "nowhere.at:all"], "cannot import 'nowhere.at'"),
+    "image too small": (["--image-size", "5"], "cannot take 5x5 images"),
+    "negative image size": (["--image-size", "-5"], "image-size must be at least 0, got -5"),
+    "unknown option": (["--learning-rate", "0.1"], "unknown option '--learning-rate'; known: "),
+    "unknown option of a method": (["--method", "fedavg:mu=1"], "unknown option 'mu'; its own are: "),
+    "abbreviated option": (["--round", "5"], "unknown option '--round'; known: "),
+    "word too many": (["fedbn"], "unknown option 'fedbn'; known: "),
+    "option without a value": (["--rounds"], "argument --rounds: expected one argument"),
+    "unknown engine": (["--engine", "spark"], "unknown engine 'spark'; known: inprocess, ray"),
+    "no whole number": (["--rounds", "many"], "rounds must be a whole number, got 'many'"),
+    "no number": (["--lr", "fast"], "lr must be a number, got 'fast'"),
+    "not a number": (["--lr", "nan"], "lr must be a number, got 'nan'"),
+    "no truth value": (["--replacement", "yes"], "replacement must be true or false, got 'yes'"),
+    "negative number": (["--lr", "-1"], "lr must be at least 0, got -1.0"),
+    "number of a strategy": (["--method", "fedprox", "--mu", "some"], "mu must be a number, got 'some'"),
+    "value of a strategy": (["--method", "fixbn", "--freeze", "all"], "unknown freeze 'all'; known: "),
+    "schedule": (["--lr-schedule", "soon"], "cannot read 'soon'"),
+    "unknown optimizer": (["--optimizer", "lamb"], "unknown optimizer 'lamb'; known: sgd, adam"),
+    "unknown precision": (["--precision", "fp8"], "unknown precision 'fp8'; known: float32, bf16"),
+    "unknown augmentation": (["--augmentation", "mixup"], "unknown augmentation 'mixup'; known: none, "),
+    "unknown device": (["--device", "gpu"], "unknown device 'gpu'; known: auto, cpu"),
+    "no file to start from": (["--init-from", "/nowhere.pt"], "no file /nowhere.pt"),
+    "no weights in the file": (["--init-from", __file__], "test_cli.py is neither safetensors nor a torch state dict"),
+    "results under a file": (["--results-dir", f"{__file__}/results"], "results-dir"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2_and_leaves_nothing(
+    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, message = MISTAKES[mistake]
+    folder = tmp_path / "results"
+    assert main([*command("run", results_dir=str(folder)), *words]) == 2
+    assert message in refused(capsys)
+    assert not folder.exists()
+
+
+COMPARISONS = {
+    "unknown strategy": (["--methods", "fedavg,fedsgd"], "unknown strategy 'fedsgd'"),
+    "no method": (["--methods", ","], "--methods names no method"),
+    "method twice": (["--methods", "fedavg,fedbn,fedavg"], "--methods names 'fedavg' twice"),
+    "no seed": (["--methods", "fedavg", "--seeds", "0"], "--seeds must be at least 1, got 0"),
+    "seeds": (["--methods", "fedavg", "--seeds", "few"], "--seeds must be a whole number, got 'few'"),
+    "first seed": (["--methods", "fedavg", "--seed", "first"], "seed must be a whole number, got 'first'"),
+    "rates": (["--methods", "fedavg", "--lr-grid", "0.1,fast"], "--lr-grid must be a number, got 'fast'"),
+    "negative rate": (["--methods", "fedavg", "--lr-grid", "0.1,-1"], "lr must be at least 0, got -1.0"),
+    "mistake in the last": (["--methods", "fedavg,fedprox:mu=-1"], "method 'fedprox:mu=-1': mu must not be negative"),
+    "method": (["--methods", "fedavg", "--method", "fedbn"], "unknown option '--method'; known: "),
+    "none": ([], "--methods"),
+}
+
+
+@pytest.mark.parametrize("mistake", COMPARISONS)
+def test_a_mistake_in_a_comparison_is_found_before_its_first_run(
+    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, message = COMPARISONS[mistake]
+    folder = tmp_path / "results"
+    assert main([*command("compare", results_dir=str(folder)), *words]) == 2
+    assert message in refused(capsys)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("words", [[], ["train"], ["list", "models"]])
+def test_an_unknown_command_is_a_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    refused(capsys)
+
+
+def test_success_is_0_and_says_where_the_results_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("run", rounds="1", results_dir=str(tmp_path)) == 0
+    output = capsys.readouterr()
+    assert str(tmp_path) in output.out.replace("\n", "")
+    assert "accuracy" in output.out
+
+
+def test_an_error_of_the_program_is_not_taken_for_a_mistake_of_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("experiments.server.plot_curves", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run("run", rounds="1", results_dir=str(tmp_path))
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_an_interrupt_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(main.__globals__["_COMMANDS"], "list", interrupt)
+    assert main(["list"]) == 130
+
+
+@pytest.mark.parametrize("name", ["run", "compare"])
+def test_help_names_every_option_with_its_default(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([name, "--help"])
+    assert left.value.code == 0
+    words = capsys.readouterr().out.split()
+    wanted = {wire_key(item.name) for item in fields(Config)} | set(all_options()) | {"engine", "verbose"}
+    if name == "compare":
+        wanted = wanted - {"method"} | {"methods", "seeds", "lr-grid"}
+    assert {f"--{key}" for key in wanted} <= set(words)
+    assert f"[{Config.lr_schedule}]" in words
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("run", "compare", "list"))
+
+
+def test_list_names_everything_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed == {
+        "strategies": list(REGISTRY),
+        "normalizers": list(NORMS),
+        "models": list(MODELS),
+        "datasets": list(DATASETS),
+        "partitions": list(PARTITIONS),
+        "augmentations": list(AUGMENTATIONS),
+    }

@@ -1,0 +1,217 @@
+"""Several methods on the same data: pairing by seed, choosing a rate, and what is written."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import experiments.scoring
+import fedbn_flwr.client
+from experiments.comparison import VALIDATION_SHARE, Line, Plan, compare, lines
+from experiments.engines import run_in_process
+from experiments.journal import Progress, Summary
+from experiments.methods import Experiment
+from experiments.workbench import load_data
+from fedbn_flwr.data import Split
+from fedbn_flwr.evaluation import Evaluation, evaluate
+from fedbn_flwr.experiments import Config, UsageError
+from fedbn_flwr.strategies import CannotTrainError
+from tests.experiments.runs import DATA, OPTIONS, run
+
+
+def results(method: str, *accuracies: float, seeds: Sequence[int] = (0, 1, 2)) -> list[Summary]:
+    return [
+        {"method": method, "seed": seed, "accuracy": accuracy}
+        for seed, accuracy in zip(seeds, accuracies, strict=False)
+    ]
+
+
+# ---- lines of the table ----------------------------------------------------------------------------------------------
+
+
+def test_means_and_paired_differences_by_hand() -> None:
+    first, second = lines([*results("a", 0.5, 0.6, 0.7), *results("b", 0.6, 0.8, 0.75)])
+    assert (first.method, first.mean, first.deviation) == ("a", pytest.approx(0.6), pytest.approx(0.1))
+    assert (first.difference, first.half_width) == (0.0, 0.0)
+    # the differences are 0.1, 0.2 and 0.05: mean 0.35 / 3, variance (0.000278 + 0.006944 + 0.004444) / 2
+    assert second.difference == pytest.approx(0.35 / 3)
+    # Student's t for 95 % and two degrees of freedom is 4.302653
+    assert second.half_width == pytest.approx(4.302653 * (0.0116667 / 2 / 3) ** 0.5, rel=1e-5)
+    assert second.summary["seed"] == 2
+
+
+def test_pairing_takes_away_what_seeds_have_in_common() -> None:
+    _, second = lines([*results("a", 0.1, 0.5, 0.9), *results("b", 0.2, 0.6, 1.0)])
+    assert second.deviation == pytest.approx(0.4)
+    assert second.difference == pytest.approx(0.1)
+    assert second.half_width == pytest.approx(0.0, abs=1e-12)
+
+
+def test_pairs_are_of_equal_seeds_whatever_the_order_and_whichever_is_missing() -> None:
+    """A run that could not train has no accuracy."""
+    first, second = lines([*results("a", 0.5, 0.7, seeds=(0, 2)), *results("b", 0.9, 0.6, 0.6, seeds=(2, 1, 0))])
+    assert first.mean == pytest.approx(0.6)
+    assert second.mean == pytest.approx(0.7)
+    assert second.difference == pytest.approx(((0.6 - 0.5) + (0.9 - 0.7)) / 2)
+
+
+def test_one_seed_has_no_spread() -> None:
+    (line,) = lines(results("a", 0.5))
+    assert line == Line("a", 0.5, 0.0, 0.0, 0.0, {"method": "a", "seed": 0, "accuracy": 0.5})
+
+
+def test_a_number_that_only_some_methods_have() -> None:
+    summaries = [*results("a", 0.5, 0.6), *({**row, "accuracy-personal": 0.9} for row in results("b", 0.5, 0.6))]
+    first, second = lines(summaries, "accuracy-personal")
+    assert first.mean != first.mean
+    assert second.mean == pytest.approx(0.9)
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def plan(methods: Sequence[str], **options: Any) -> Plan:
+    return Plan(OPTIONS, methods, **options)
+
+
+def test_methods_share_everything_but_what_they_say() -> None:
+    chosen = plan(["fedavg", "fedprox:mu=0.5:lr=0.05"], seeds=2)
+    one, other = (chosen.experiment(method, 1).config for method in chosen.methods)
+    assert (one.lr, other.lr) == (0.1, 0.05)
+    assert {key for key, value in one.to_mapping().items() if value != other.to_mapping()[key]} == {"method", "lr"}
+
+
+def test_seeds_count_from_the_given_one() -> None:
+    chosen = Plan({**OPTIONS, "seed": "7"}, ["fedavg"])
+    assert [chosen.experiment("fedavg", index).config.seed for index in range(3)] == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (plan(["fedavg", "fedsgd"]), "unknown strategy 'fedsgd'"),
+        (plan(["fedavg", "fedavg:model=vgg"]), "unknown model 'vgg'"),
+        (plan(["fedavg"], rates=[0.1, -1.0]), "lr must be at least 0"),
+        (plan(["fedavg", "fedavg:seed=3"]), "'fedavg:seed=3': seed is the same for all methods of a comparison"),
+        (plan(["fedavg:validation=0.5"]), "validation is the same for all methods"),
+        (Plan({**OPTIONS, "seed": "first"}, ["fedavg"]), "seed must be a whole number, got 'first'"),
+        (Plan({**OPTIONS, "clients": "0"}, ["fedavg"]), "clients must be at least 1"),
+        # 80 samples suffice for 80 clients, the four fifths for which rates are validated do not
+        (Plan({**OPTIONS, "clients": "80"}, ["fedavg"], rates=[0.1]), "80 clients cannot share 64 samples"),
+    ],
+)
+def test_every_mistake_is_found_before_the_first_run(chosen: Plan, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        chosen.check()
+
+
+# ---- running it ------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """An engine that trains nothing: its accuracy is a function of the experiment."""
+
+    def __init__(self, **accuracies: float) -> None:
+        self.accuracies = accuracies
+        self.ran: list[Experiment] = []
+
+    def __call__(self, experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
+        self.ran.append(experiment)
+        config = experiment.config
+        accuracy = self.accuracies.get(f"lr{config.lr:g}".replace(".", "_"), 0.5)
+        if accuracy < 0:
+            raise CannotTrainError("it diverged")
+        folder.mkdir(parents=True)
+        (folder / "rounds.jsonl").write_text('{"round": 1, "accuracy": 0.5, "train-loss": 1.0}\n')
+        told = {
+            key: config.to_mapping()[key]
+            for key in ("method", "seed", "lr", "dataset", "model", "partition", "clients")
+        }
+        return {**told, "accuracy": accuracy}
+
+
+def silent(_: str) -> None:
+    return None
+
+
+def test_each_method_runs_at_its_best_rate_of_the_grid(tmp_path: Path) -> None:
+    engine = Engine(lr0_1=0.6, lr0_3=0.8, lr1=0.7)
+    chosen = plan(["fedavg", "fedprox:lr=0.1"], seeds=2, rates=[0.1, 0.3, 1.0])
+    summaries = compare(chosen, engine, tmp_path, silent)
+    assert [(run["method"], run["seed"], run["lr"]) for run in summaries] == [
+        ("fedavg", 0, 0.3),
+        ("fedavg", 1, 0.3),
+        # a method that names its rate keeps it
+        ("fedprox:lr=0.1", 0, 0.1),
+        ("fedprox:lr=0.1", 1, 0.1),
+    ]
+    assert summaries[0]["lr-grid"] == {"0.1": 0.6, "0.3": 0.8, "1": 0.7}
+    assert "lr-grid" not in summaries[2]
+    # rates are chosen at the first seed on held-out training data, and what is reported is not
+    assert [(run.config.seed, run.config.validation) for run in engine.ran[:3]] == [(0, VALIDATION_SHARE)] * 3
+    assert [run.config.validation for run in engine.ran[3:]] == [0.0] * 4
+
+
+def test_a_rate_that_diverges_is_not_chosen(tmp_path: Path) -> None:
+    engine = Engine(lr0_1=0.2, lr9=-1)
+    (summary,) = compare(plan(["fedavg"], rates=[9.0, 0.1]), engine, tmp_path, silent)
+    assert summary["lr"] == 0.1
+
+
+def test_a_method_that_cannot_train_says_why_and_the_others_go_on(tmp_path: Path) -> None:
+    engine = Engine(lr9=-1)
+    failed, worked = compare(plan(["fedavg:lr=9", "fedavg"]), engine, tmp_path, silent)
+    assert (failed["method"], failed["error"]) == ("fedavg:lr=9", "it diverged")
+    assert worked["accuracy"] == 0.5
+    assert json.loads((tmp_path / "compare.json").read_text()) == [failed, worked]
+
+
+def test_the_test_data_never_choose_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every evaluation, on the server and on the nodes, is of held-out training data until the rate is chosen."""
+    test_data, seen = load_data(Config(dataset=DATA)).test, []
+
+    def watched(model: torch.nn.Module, split: Split, num_classes: int, device: Any) -> Evaluation:
+        seen.append("test" if split is test_data else "validation")
+        return evaluate(model, split, num_classes, device)
+
+    monkeypatch.setattr(experiments.scoring, "evaluate", watched)
+    monkeypatch.setattr(fedbn_flwr.client, "evaluate", watched)
+    announced: list[tuple[str, int]] = []
+    chosen = Plan({**OPTIONS, "rounds": "1"}, ["fedbn:mean-personal=true"], rates=[0.1, 0.01])
+    compare(chosen, run_in_process, tmp_path, lambda label: announced.append((label, len(seen))))
+    (_, _), (_, _), (label, before) = announced
+    assert "validating" not in label
+    assert before > 0
+    assert set(seen[:before]) == {"validation"}
+    assert set(seen[before:]) == {"test"}
+
+
+def test_compare_writes_its_summaries_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    methods = "fedavg, fedprox:mu=0.1,centralized"
+    assert run("compare", "--methods", methods, "--seeds", "2", target_accuracy="0.01", results_dir=str(tmp_path)) == 0
+    summaries = json.loads((tmp_path / "compare.json").read_text())
+    assert [(row["method"], row["seed"]) for row in summaries] == [
+        (method, seed) for method in ("fedavg", "fedprox:mu=0.1", "centralized") for seed in (0, 1)
+    ]
+    folders = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert folders == {f"{name}-seed{seed}" for name in ("fedavg", "fedprox_mu=0.1", "centralized") for seed in (0, 1)}
+    for row, folder in zip(summaries[:2], ("fedavg-seed0", "fedavg-seed1"), strict=True):
+        assert json.loads((tmp_path / folder / "summary.json").read_text()) == row
+        assert row["rounds-to-target"] in (2, 3)
+    with Image.open(tmp_path / "compare.png") as picture:
+        assert picture.format == "PNG"
+    table = capsys.readouterr().out
+    assert "fedprox:mu=0.1" in table
+    assert "±" in table
+
+
+def test_a_comparison_in_which_nothing_trains_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run("compare", "--methods", "fedavg,fedbn", model="mlp", batch_size="1", results_dir=str(tmp_path))
+    assert code == 1
+    output = capsys.readouterr()
+    assert "fedavg could not train" in output.out
+    assert "fedbn-flwr: no method could train" in output.err

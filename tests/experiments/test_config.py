@@ -1,0 +1,112 @@
+"""The shared options: their defaults, and what they refuse."""
+
+from dataclasses import fields
+from typing import Any, Optional
+
+import pytest
+
+from experiments.config import convert
+from fedbn_flwr.experiments import Config, UsageError
+from fedbn_flwr.wire import wire_key
+
+
+def test_the_defaults_are_the_papers_small_setting() -> None:
+    config = Config()
+    assert (config.dataset, config.model, config.partition, config.norm) == ("digits", "small-cnn", "classes:2", "bn")
+    assert (config.clients, config.rounds, config.local_steps, config.batch_size) == (5, 60, 5, 32)
+    assert (config.lr, config.lr_schedule, config.momentum) == (0.1, "0.1@0.5,0.1@0.75", 0.0)
+
+
+def test_every_option_has_a_kebab_name_and_a_help_text() -> None:
+    for item in fields(Config):
+        assert item.metadata["help"].strip()
+        assert wire_key(item.name) in Config().to_mapping()
+
+
+def test_a_config_survives_as_a_mapping_and_as_text() -> None:
+    config = Config(lr=0.25, replacement=True, image_size=12, partition="dirichlet:0.1")
+    assert Config.from_mapping(config.to_mapping()) == config
+    assert Config.from_mapping({key: str(value) for key, value in config.to_mapping().items()}) == config
+
+
+def test_an_unknown_option_is_named_with_those_there_are() -> None:
+    with pytest.raises(UsageError, match=r"unknown option 'learning-rate'; known: method, norm, .*lr, "):
+        Config.from_mapping({"learning-rate": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "wanted"),
+    [
+        ("5", int, 5),
+        (5.0, int, 5),
+        ("5", float, 5.0),
+        ("1e-3", float, 0.001),
+        (5, float, 5.0),
+        ("true", bool, True),
+        ("False", bool, False),
+        (True, bool, True),
+        ("text", str, "text"),
+        (5, str, "5"),
+        ("0.5", float | None, 0.5),
+        ("0.5", Optional[float], 0.5),  # noqa: UP045
+        ("5", int | str, 5),
+        ("five", int | str, "five"),
+    ],
+)
+def test_text_and_numbers_become_what_an_option_takes(value: Any, kind: Any, wanted: Any) -> None:
+    found = convert("some-option", value, kind)
+    assert found == wanted
+    assert type(found) is type(wanted)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "spoken"),
+    [
+        ("five", int, "a whole number"),
+        ("5.5", int, "a whole number"),
+        (5.5, int, "a whole number"),
+        (float("inf"), int, "a whole number"),
+        ("", int, "a whole number"),
+        (True, int, "a whole number"),
+        ("fast", float, "a number"),
+        ("nan", float, "a number"),
+        ("inf", float, "a number"),
+        (False, float, "a number"),
+        ("yes", bool, "true or false"),
+        (1, bool, "true or false"),
+        ("fast", float | None, "a number"),
+        ("fast", int | float, "a whole number or a number"),
+    ],
+)
+def test_what_an_option_cannot_take_is_named(value: Any, kind: Any, spoken: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        convert("some-option", value, kind)
+    assert str(caught.value) == f"some-option must be {spoken}, got {value!r}"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"rounds": 0}, "rounds must be at least 1, got 0"),
+        ({"clients": -1}, "clients must be at least 0, got -1"),
+        ({"batch-size": 0}, "batch-size must be at least 1, got 0"),
+        ({"image-size": -8}, "image-size must be at least 0, got -8"),
+        ({"lr": -0.1}, "lr must be at least 0, got -0.1"),
+        ({"momentum": -0.1}, "momentum must be at least 0, got -0.1"),
+        ({"evaluate-every": 0}, "evaluate-every must be at least 1, got 0"),
+        ({"timeout": -1}, "timeout must be at least 0, got -1.0"),
+        ({"fraction-train": 1.5}, "fraction-train must be between 0 and 1, got 1.5"),
+        ({"fraction-train": 0}, "fraction-train must be above 0"),
+        ({"fraction-evaluate": -0.5}, "fraction-evaluate must be between 0 and 1, got -0.5"),
+        ({"validation": 2}, "validation must be between 0 and 1, got 2.0"),
+        ({"target-accuracy": 95}, "target-accuracy must be between 0 and 1, got 95.0"),
+        ({"local-steps": 0}, "one of local-steps and local-epochs must be above 0"),
+        ({"optimizer": "lamb"}, "unknown optimizer 'lamb'; known: sgd, adam"),
+        ({"precision": "fp8"}, "unknown precision 'fp8'; known: float32, bf16"),
+        ({"augmentation": "mixup"}, "unknown augmentation 'mixup'; known: none, crop, crop-flip"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Config.from_mapping(option)
+    assert str(caught.value) == message

@@ -1,0 +1,250 @@
+"""FedTAN, FedDNA and FedTAN-II over messages, in float64."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedbn_flwr import layerwise, models, state
+from fedbn_flwr.accounting import CountingGrid
+from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, FixBN
+from fedbn_flwr.wire import Instruction
+from tests.harness import INSTRUCTION, SIZES, Double, Federation, distance, make_model, make_split, parts
+from tests.references import Node, mini_batches
+
+#: uses of BN layers in the harness's model
+LAYERS = 2
+ALONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
+
+
+def run(strategy: FedAvg, rounds: int = 3, model: nn.Module | None = None, **options: Any) -> state.State:
+    sizes = options.pop("sizes", SIZES)
+    return Federation(model or make_model(), sizes).run(strategy, rounds, **options)
+
+
+def exchanges(strategy: FedAvg, rounds: int = 1, model: nn.Module | None = None, **options: Any) -> int:
+    nodes = Federation(model or make_model(), options.pop("sizes", SIZES))
+    grid = CountingGrid(nodes.grid)
+    nodes.run(strategy, rounds, grid=grid, **options)
+    return grid.training.exchanges
+
+
+def by_hand(weights: tuple[float, ...], **options: Any) -> state.State:
+    """One round with E = 1: gradients as of all clients, a step of SGD, the weighted mean."""
+    model, split = make_model(), make_split()
+    asked = replace(INSTRUCTION, server_round=1, local_steps=1)
+    nodes = [Node(index, samples) for index, samples in enumerate(parts())]
+    batches = [mini_batches(split, node, asked, True)[0] for node in nodes]
+    found = layerwise.gradients(model, batches, weights, F.cross_entropy, **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            for weight, each in zip(weights, found, strict=True):
+                parameter -= asked.lr * weight / sum(weights) * each[name]
+    return model.state_dict()
+
+
+HAND: dict[str, tuple[Callable[[], FedAvg], tuple[float, ...], dict[str, Any]]] = {
+    "fused": (FedTAN, SIZES, {}),
+    "paper": (lambda: FedTAN(exchange="paper"), SIZES, {"exchange": "paper"}),
+    "uniform": (lambda: FedTAN(weighting="uniform"), (1, 1, 1, 1), {}),
+    "forward": (FedDNA, SIZES, {"exchange": "forward"}),
+    "one sweep": (lambda: FedTAN(sweeps=1), SIZES, {"sweeps": 1}),
+    "auto": (lambda: FedTAN(sweeps="auto"), SIZES, {"sweeps": "auto"}),
+}
+
+
+@pytest.mark.parametrize("case", HAND)
+def test_a_round_is_a_step_by_hand(case: str) -> None:
+    make, weights, options = HAND[case]
+    assert distance(run(make(), 1, local_steps=1), by_hand(weights, **options)) < 1e-12
+
+
+def test_the_ways_differ() -> None:
+    found = [by_hand(weights, **options) for case, (_, weights, options) in HAND.items() if case not in ("paper", "auto")]
+    for index, one in enumerate(found):
+        for other in found[index + 1 :]:
+            assert distance(one, other) > 1e-5
+
+
+@pytest.mark.parametrize("exchange", ["fused", "paper"])
+def test_with_equal_data_it_follows_centralized_sgd(exchange: str) -> None:
+    sizes, rounds = (6, 6, 6), 20
+    found = run(FedTAN(exchange=exchange), rounds, sizes=sizes, local_steps=1, batch_size=6)
+    model, split = make_model(), make_split(sizes)
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=INSTRUCTION.lr)
+    for _ in range(rounds):
+        optimizer.zero_grad()
+        F.cross_entropy(model(split.inputs), split.labels).backward()
+        optimizer.step()
+    assert distance(found, model.state_dict()) < 1e-9
+    assert distance(run(FedAvg(), rounds, sizes=sizes, local_steps=1, batch_size=6), found) > 1e-2
+
+
+DEGENERATE: dict[str, tuple[Callable[[], FedAvg], Callable[[], FedAvg], float]] = {
+    "no sweeps are FedAvg": (lambda: FedTAN(sweeps=0), FedAvg, 0.0),
+    "as many sweeps as layers are FedTAN": (lambda: FedTAN(sweeps=LAYERS), FedTAN, 1e-10),
+    "more sweeps are FedTAN": (lambda: FedTAN(sweeps=LAYERS + 2), FedTAN, 1e-10),
+    "the paper's exchanges": (lambda: FedTAN(exchange="paper"), FedTAN, 1e-12),
+    "FedTAN-II that never freezes is FedTAN": (lambda: FedTANII(m=3), FedTAN, 0.0),
+    "FedTAN-II frozen from the start is FixBN": (lambda: FedTANII(m=0), lambda: FixBN(freeze_round=0), 0.0),
+    "a step's own optimizer without momentum": (lambda: FedTAN(fresh_optimizer=True), FedTAN, 0.0),
+}
+
+
+@pytest.mark.parametrize("case", DEGENERATE)
+def test_degenerate_case(case: str) -> None:
+    special, plain, tolerance = DEGENERATE[case]
+    assert distance(run(special()), run(plain())) <= tolerance
+
+
+@pytest.mark.parametrize("make", [FedTAN, FedDNA, lambda **options: FedTAN(sweeps=1, **options)])
+def test_one_client_is_fedavg(make: Callable[..., FedAvg]) -> None:
+    one, plain = (run(strategy(**ALONE), sizes=(9,), momentum=0.9) for strategy in (make, FedAvg))
+    assert distance(one, plain) < 1e-12
+
+
+def test_methods_differ() -> None:
+    strategies = FedAvg(), FedTAN(), FedDNA(), FedTAN(sweeps=1), FedTANII(m=1), FixBN(freeze_round=1)
+    found = [run(strategy) for strategy in strategies]
+    for index, one in enumerate(found):
+        for other in found[index + 1 :]:
+            assert distance(one, other) > 1e-3
+
+
+def test_the_optimizer_of_the_step_is_forgotten_on_request() -> None:
+    one, other = (run(FedTAN(fresh_optimizer=fresh), momentum=0.9) for fresh in (False, True))
+    assert distance(one, other) > 1e-4
+    # with one local step there is nothing to carry over
+    one, other = (run(FedTAN(fresh_optimizer=fresh), momentum=0.9, local_steps=1) for fresh in (False, True))
+    assert distance(one, other) == 0
+
+
+def tiny_resnet() -> nn.Module:
+    return Double(models.build("resnet20", num_classes=3, in_channels=1, image_size=8, norm="bn", seed=0))
+
+
+#: ResNet-20 has L = 19 BN layers
+COUNTS: dict[str, tuple[Callable[[], FedAvg], int]] = {
+    "paper": (lambda: FedTAN(exchange="paper"), 3 * 19 + 1),
+    "fused": (FedTAN, 2 * 19 + 1),
+    "forward": (FedDNA, 19 + 1),
+    "two sweeps": (lambda: FedTAN(sweeps=2), 2 * 2 + 1),
+    "fedavg": (FedAvg, 1),
+}
+
+
+@pytest.mark.parametrize("case", COUNTS)
+def test_exchanges_of_a_round(case: str) -> None:
+    make, wanted = COUNTS[case]
+    assert exchanges(make(), model=tiny_resnet(), sizes=(4, 4), local_steps=1, batch_size=2) == wanted
+
+
+def test_fedtan_ii_is_fedavg_after_the_freeze() -> None:
+    strategy = FedTANII(m=2, lr_schedule="=0.01@freeze")
+    assert exchanges(strategy, 5) == 2 * (2 * LAYERS + 1) + 3
+    assert (strategy.instruction.freeze, strategy.instruction.layerwise) == ("statistics", "none")
+    assert strategy.instruction.lr == 0.01
+    early, late = run(FedTANII(m=2), 2), run(FedTANII(m=2), 5)
+    statistics = state.group_keys(make_model(), "statistics")
+    assert all(torch.equal(early[key], late[key]) for key in statistics)
+    assert exchanges(FedTANII(m=0.4), 5) == 2 * (2 * LAYERS + 1) + 3
+
+
+def test_auto_stops_by_itself() -> None:
+    # exact statistics after as many sweeps as there are layers; backward, as many
+    assert exchanges(FedTAN(sweeps="auto")) == 2 * LAYERS + 1
+    assert exchanges(FedTAN(sweeps="auto", most_sweeps=1)) == 3
+    assert exchanges(FedTAN(sweeps="auto", tolerance=1e9)) <= 5
+
+
+COMBINED: dict[str, dict[str, Any]] = {
+    "half of the nodes": {"fraction_train": 0.5},
+    "a server optimizer": {"server_optimizer": "momentum", "server_lr": 0.5},
+    "momentum on the nodes": {"momentum_state": "local"},
+    "momentum on the server": {"momentum_state": "global"},
+    "a schedule": {"lr_schedule": "0.1@2"},
+}
+
+
+@pytest.mark.parametrize("case", COMBINED)
+def test_options_of_every_strategy_work(case: str) -> None:
+    options = COMBINED[case]
+    tan, sweeping, plain = (
+        run(strategy, momentum=0.9)
+        for strategy in (FedTAN(**options), FedTAN(sweeps=LAYERS, **options), FedAvg(**options))
+    )
+    assert distance(tan, sweeping) < 1e-10
+    assert 1e-3 < distance(tan, plain)
+    assert distance(tan, run(FedTAN(), momentum=0.9)) > 1e-6
+
+
+def test_layers_without_batch_statistics_take_no_part() -> None:
+    """A model without BN is FedAvg at once: the models come with the first answers."""
+    model = make_model("gn", groups=2)
+    assert exchanges(FedTAN(), model=model) == 1
+    assert distance(run(FedTAN(), model=make_model("gn", groups=2)), run(FedAvg(), model=make_model("gn", groups=2))) == 0
+
+
+class Twice(nn.Module):
+    """Uses one BN layer twice: in forward mode, clients foresee too early an end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(inputs.flatten(1)))
+        result: torch.Tensor = self.last(self.norm(hidden))
+        return result
+
+
+class OnInputs(nn.Sequential):
+    """BN of the data only: there are no gradients to ask for, so clients do not foresee their end."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize(
+    ("model", "make", "wanted"),
+    [(Twice, FedDNA, 3), (Twice, FedTAN, 5), (OnInputs, FedTAN, 2), (OnInputs, FedDNA, 2)],
+)
+def test_an_end_that_is_not_foreseen(model: type[nn.Module], make: Callable[[], FedAvg], wanted: int) -> None:
+    assert exchanges(make(), model=Double(model()), local_steps=1) == wanted
+    found = run(make(), 1, model=Double(model()), local_steps=1)
+    swept = run(FedTAN(sweeps=2), 1, model=Double(model()), local_steps=1)
+    assert (distance(found, swept) < 1e-10) == (make is FedTAN or model is OnInputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"exchange": "magic"}, "unknown exchange 'magic'; known: fused, paper"),
+        ({"sweeps": -1}, "sweeps must be"),
+        ({"sweeps": "many"}, "sweeps must be"),
+        ({"sweeps": 1, "exchange": "paper"}, "sweeps are always fused"),
+        ({"max_attempts": 0}, "max_attempts must be at least 1"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        FedTAN(**options)
+
+
+def test_a_plain_message_cannot_ask_for_a_layer_wise_step() -> None:
+    model = make_model()
+    nodes = Federation(model)
+    client = nodes._client(nodes.grid.context(1000))
+    with pytest.raises(ValueError, match="train.layerwise"):
+        client.train({"arrays": model.state_dict()}, replace(INSTRUCTION, layerwise="fused"))
+    values = [np.asarray(value) for value in model.state_dict().values()]
+    with pytest.raises(ValueError, match="train.layerwise"):
+        client.fit(values, dict(Instruction(layerwise="paper").to_config()))

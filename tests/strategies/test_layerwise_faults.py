@@ -1,0 +1,240 @@
+"""Nodes that fail in the middle of a layer-wise step: the round is that of the other nodes."""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
+
+from fedbn_flwr import state, turns, wire
+from fedbn_flwr.accounting import CountingGrid
+from fedbn_flwr.inprocess import InProcessGrid
+from fedbn_flwr.memory import Memory
+from fedbn_flwr.strategies import CannotTrainError, FedAvg, FedTAN
+from fedbn_flwr.suspended import STEPS
+from fedbn_flwr.turns import Turn
+from tests.harness import Federation, make_model
+
+FAULTY = 1001
+#: exchanges of an iteration with two BN layers, and of one with two sweeps
+LAST = 4
+
+Fault = Callable[[Message], Message | None]
+
+
+def raises(reply: Message) -> Message:
+    error = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "killed"), reply_to=_asked(reply))
+    error.metadata.__dict__["_reply_to_message_id"] = reply.metadata.reply_to_message_id
+    return error
+
+
+def _asked(reply: Message) -> Message:
+    question = Message(reply.content, dst_node_id=reply.metadata.src_node_id, message_type=wire.LAYERWISE)
+    question.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
+    return question
+
+
+def silent(_: Message) -> None:
+    return None
+
+
+def lies(change: Callable[[np.ndarray], np.ndarray]) -> Fault:
+    """Another number in the first array that the node sends."""
+
+    def fault(reply: Message) -> Message:
+        group = turns.SAID if turns.SAID in reply.content else wire.ARRAYS
+        record = reply.content.array_records[group]
+        name = next(iter(record))
+        reply.content[group] = ArrayRecord({**record, name: Array(change(record[name].numpy()))})
+        return reply
+
+    return fault
+
+
+def elsewhere(reply: Message) -> Message:
+    """It speaks of another layer, or sends another model."""
+    group = turns.SAID if turns.SAID in reply.content else wire.ARRAYS
+    record = reply.content.array_records[group]
+    reply.content[group] = ArrayRecord({f"another.{name}": array for name, array in record.items()})
+    if group == turns.SAID:
+        report: Any = reply.content.config_records[wire.REPORT]
+        report["layers"] = [f"another.{name}" for name in report["layers"]]
+    return reply
+
+
+def unreadable(reply: Message) -> Message:
+    reply.content[turns.SAID] = ArrayRecord()
+    return reply
+
+
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "raises": (raises, "killed"),
+    "is silent": (silent, "did not answer in time"),
+    "says no number": (lies(lambda values: values * np.nan), "is not finite"),
+    "says another shape": (lies(lambda values: np.concatenate([values, values])), "(4, 4)|(8, )|shape"),
+    "is at another layer": (elsewhere, "another"),
+    "cannot be understood": (unreadable, "cannot be read"),
+}
+
+
+class Faulty(InProcessGrid):
+    """One node's answer at one exchange of every attempt is not what it should be."""
+
+    node, index = FAULTY, 0
+    fault: Fault = staticmethod(silent)
+    rounds: Iterable[int] = (1,)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        messages = list(messages)
+        ids = list(super().push_messages(messages))
+        for message_id, message in zip(ids, messages, strict=True):
+            if message.metadata.message_type == wire.LAYERWISE and self._spoils(message):
+                answer = type(self).fault(self._replies.pop(message_id))
+                if answer is not None:
+                    self._replies[message_id] = answer
+        return ids
+
+    def _spoils(self, message: Message) -> bool:
+        turn, server_round = Turn.of(message.content), message.content.config_records[wire.CONFIG]["server-round"]
+        return turn.phase != "abandon" and server_round in self.rounds and self.due(message.metadata.dst_node_id, turn)
+
+    def due(self, node: int, turn: Turn) -> bool:
+        return (node, turn.index) == (self.node, self.index)
+
+
+class Without(InProcessGrid):
+    """A grid to which one node never connects."""
+
+    def get_node_ids(self) -> list[int]:
+        return [node for node in super().get_node_ids() if node != FAULTY]
+
+
+def faulty(what: Fault, at: int, where: int = FAULTY, when: Iterable[int] = (1,)) -> type[Faulty]:
+    class Grid(Faulty):
+        node, index, fault, rounds = where, at, staticmethod(what), when
+
+    return Grid
+
+
+def federation(grid: type[InProcessGrid] = InProcessGrid) -> Federation:
+    return Federation(make_model(), grid=grid)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_held() -> None:
+    STEPS.clear()
+
+
+@pytest.fixture(scope="module", params=["none", 2], ids=["layer by layer", "two sweeps"])
+def sweeps(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def strategy(sweeps: int | str = "none", **options: Any) -> FedTAN:
+    return FedTAN(sweeps=sweeps, exchange_timeout=0.05, **options)
+
+
+@pytest.fixture(scope="module")
+def survivors(sweeps: int | str) -> state.State:
+    return federation(Without).run(strategy(sweeps), 2)
+
+
+@pytest.mark.parametrize("index", range(LAST))
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_fault_at_any_exchange_leaves_the_round_to_the_others(
+    case: str, index: int, sweeps: int | str, survivors: state.State, caplog: pytest.LogCaptureFixture
+) -> None:
+    fault, said = FAULTS[case]
+    after = federation(faulty(fault, index, when=(1, 2))).run(strategy(sweeps), 2)
+    assert all(torch.equal(after[name], survivors[name]) for name in after)
+    named = [text for text in caplog.messages if "is left out of this round" in text]
+    assert len(named) == 2
+    assert all("Node 1001 " in text and any(part in text for part in said.split("|")) for text in named)
+    # a node that heard nothing of it may still hold its step, all others have let go
+    assert len(STEPS) <= (case in ("raises", "is silent"))
+
+
+@pytest.mark.parametrize("case", ["raises", "is silent", "says no number", "says another shape", "is at another layer"])
+def test_a_fault_at_the_last_exchange_costs_the_node_its_vote(
+    case: str, sweeps: int | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = federation(faulty(FAULTS[case][0], LAST))
+    grid = CountingGrid(nodes.grid)
+    talk = strategy(sweeps)
+    after = nodes.run(talk, 1, grid=grid)
+    # its statistics had their share, and nothing started again
+    assert grid.training.exchanges == LAST + 1
+    assert [reply.node for reply in talk.train_replies] == [1000, 1002, 1003]
+    assert any("Node 1001 is left out of this round" in text for text in caplog.messages)
+    assert all(torch.isfinite(value).all() for value in after.values())
+
+
+def test_several_nodes_may_fail_at_once_and_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
+    class Grid(Faulty):
+        def due(self, node: int, turn: Turn) -> bool:
+            return (node, turn.attempt, turn.index) in {(1000, 1, 1), (1003, 1, 1), (1001, 2, 3)}
+
+    talk = strategy()
+    federation(Grid).run(talk, 1)
+    assert [reply.node for reply in talk.train_replies] == [1002]
+    assert len([text for text in caplog.messages if "did not answer in time" in text]) == 3
+
+
+def test_after_so_many_attempts_the_round_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    class Grid(Faulty):
+        rounds = (2, 3)
+
+        def due(self, node: int, turn: Turn) -> bool:
+            return (node, turn.attempt, turn.index) in {(1000, 1, 2), (1001, 2, 2)}
+
+    nodes = federation(Grid)
+    first = federation().run(strategy(), 1)
+    after = nodes.run(strategy(max_attempts=2), 3)
+    assert all(torch.equal(after[name], first[name]) for name in after)
+    skipped = [text for text in caplog.messages if "is skipped" in text]
+    assert [text.split(",")[0] for text in skipped] == ["Round 2 is skipped", "Round 3 is skipped"]
+    assert all("node 1001: it did not answer in time" in text for text in skipped)
+    # the nodes that answer were told to forget the step
+    assert len(STEPS) == 2
+    assert not list(Memory(nodes.grid.context(1002).state).kept("layerwise/"))
+
+
+def test_without_any_round_the_first_reason_is_said() -> None:
+    class Grid(Faulty):
+        fault = staticmethod(raises)
+
+        def due(self, node: int, turn: Turn) -> bool:
+            return True
+
+    with pytest.raises(CannotTrainError, match="no node could train in round 1: node 1000: it failed: killed"):
+        federation(Grid).run(strategy(), 1)
+
+
+@pytest.mark.parametrize("make", [FedAvg, strategy])
+def test_nobody_but_the_failing_node_suffers(make: Callable[[], FedAvg]) -> None:
+    """The next round has all nodes again."""
+    talk = make()
+    federation(faulty(raises, 2, when=(1,))).run(talk, 2)
+    assert len(talk.train_replies) == 4
+
+
+def test_a_thousand_abandoned_rounds_leave_nothing() -> None:
+    """A server that dies in the middle of a step, again and again."""
+    nodes = Federation(make_model(), (3, 3))
+    threads = threading.active_count()
+    for server_round in range(1, 1001):
+        instruction = wire.Instruction(server_round=server_round, layerwise="fused", local_steps=1)
+        content = {wire.ARRAYS: nodes.initial, wire.CONFIG: instruction.to_config(), **Turn("exchange").pack()}
+        messages = [Message(RecordDict(content), node, wire.LAYERWISE) for node in nodes.grid.get_node_ids()]
+        assert not any(reply.has_error() for reply in nodes.grid.send_and_receive(messages))
+    assert len(STEPS) == 2
+    # two suspended steps, and the watch over their time to live
+    assert threading.active_count() <= threads + 3
+    kept = [name for name, _ in Memory(nodes.grid.context(1000).state).kept("layerwise/")]
+    assert kept == ["1000.0/received/arrays"]
+    STEPS.clear()
+    assert threading.active_count() <= threads + 1

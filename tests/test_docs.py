@@ -1,0 +1,89 @@
+"""What the documentation shows works: Python blocks run, commands parse, links lead somewhere, tables are complete."""
+
+import re
+import runpy
+import shlex
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from flwr.common.config import parse_config_args
+
+from experiments.cli import _parser
+from fedbn_flwr.data import DATASETS, PARTITIONS
+from fedbn_flwr.experiments import settle
+from fedbn_flwr.strategies import REGISTRY
+from tests.checkout import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def commands(page: Path, program: str) -> list[list[str]]:
+    """The lines of bash blocks and the code within text that call a program, as words."""
+    lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"`([^`\n]+)`", page.read_text())
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith(f"{program} ")]
+
+
+@by_page
+def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": page.stem}
+    for block in blocks(page, "python"):
+        exec(compile(block, page.name, "exec"), names)
+
+
+@by_page
+def test_commands_are_understood(page: Path) -> None:
+    for words in commands(page, "fedbn-flwr"):
+        options = vars(_parser().parse_args(words))
+        given = {key.replace("_", "-"): value for key, value in options.items()}
+        for key in ("command", "engine", "verbose", "seeds", "lr-grid"):
+            given.pop(key, None)
+        for method in str(given.pop("methods", given.pop("method", "fedavg"))).split(","):
+            settle({**given, "method": method})
+
+
+@by_page
+def test_flower_runs_are_understood(page: Path) -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    for words in commands(page, "flwr run"):
+        for option, value in pairwise(words):
+            if option == "--run-config":
+                given = parse_config_args([value])
+                assert set(given) <= set(known)
+                settle({**known, **given})
+
+
+@by_page
+def test_make_targets_exist(page: Path) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert {words[0] for words in commands(page, "make")} <= set(targets)
+
+
+@by_page
+def test_links_lead_somewhere(page: Path) -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)", page.read_text()) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_options_are_those_of_the_code() -> None:
+    written = runpy.run_path(str(ROOT / "docs" / "make_options.py"))["page"]()
+    assert (ROOT / "docs" / "options.md").read_text() == written, "run `make docs`"
+
+
+def test_readme_has_a_row_for_every_strategy() -> None:
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert sorted(rows) == sorted(REGISTRY)
+
+
+def test_every_data_set_and_partition_is_explained() -> None:
+    text = (ROOT / "docs" / "data.md").read_text()
+    assert [name for name in DATASETS if f"`{name}" not in text] == []
+    assert [kind.form for kind in PARTITIONS.values() if f"| `{kind.form}` |" not in text] == []
