@@ -1,6 +1,5 @@
 """Several methods on the same data, model and seeds."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from .engines import Engine
 from .journal import Progress, Summary
 from .methods import Experiment, parse, settle
 from .plots import plot_curves, title_of
-from .results import read_rounds
+from .results import as_json, read_rounds
 from .workbench import check_simulation
 
 VALIDATION_SHARE = 0.2
@@ -65,7 +64,7 @@ def compare(plan: Plan, engine: Engine, folder: Path, announce: Announce) -> lis
             summaries.append({**summary, **({"lr-grid": chosen["grid"]} if chosen else {})})
             if "error" not in summary:
                 curves.setdefault(method, []).append(read_rounds(place))
-            (folder / "compare.json").write_text(json.dumps(summaries, indent=2) + "\n")
+            (folder / "compare.json").write_text(as_json(summaries, indent=2) + "\n")
     if curves:
         plot_curves(curves, folder / "compare.png", title_of(next(run for run in summaries if "error" not in run)))
     return summaries

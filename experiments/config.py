@@ -59,7 +59,7 @@ class Config:
     device: str = option("auto", "cpu, cuda or auto")
     init_from: str = option("", "start from this file: safetensors or a torch state dict")
     validation: float = option(0.0, "test on this share of the training data, held out, instead of the test data")
-    threads: int = option(0, "torch threads a process; 0 leaves torch's default")
+    threads: int = option(1, "torch threads a process: 1 gives the same bits everywhere; 0 leaves it to torch")
     timeout: float = option(3600.0, "seconds to wait for the clients of a round")
     results_dir: str = option("results", "where results go")
 

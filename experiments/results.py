@@ -4,6 +4,7 @@ import json
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class RunFolder:
     def round(self, row: Mapping[str, Any]) -> None:
         """Append one round."""
         with self._rounds.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(as_json(row) + "\n")
 
     def finish(self, summary: Mapping[str, Any], arrays: ArrayRecord) -> None:
         """Write the model and the summary; the summary last, as the sign that the run is complete."""
@@ -49,8 +50,13 @@ class RunFolder:
 
     def _write(self, name: str, content: object) -> None:
         partial = self.path / f"{name}.partial"
-        partial.write_text(json.dumps(content, indent=2) + "\n")
+        partial.write_text(as_json(content, indent=2) + "\n")
         partial.replace(self.path / name)
+
+
+def as_json(content: object, indent: int | None = None) -> str:
+    """JSON, in which a number that is not finite (the loss of a run that diverged) is null."""
+    return json.dumps(_finite(content), indent=indent, allow_nan=False)
 
 
 def make_folder(path: Path) -> Path:
@@ -65,3 +71,11 @@ def make_folder(path: Path) -> Path:
 def read_rounds(path: Path) -> list[dict[str, Any]]:
     """The rounds that a run has written so far."""
     return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not isfinite(content) else content

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -26,6 +27,8 @@ class Tally:
     #: arrays of equal content in one message once; here each one counts.)
     wire_down: int = 0
     wire_up: int = 0
+    #: payload as papers count it: what goes to several nodes once, and batch counters not at all
+    paper: int = 0
 
     def __sub__(self, other: "Tally") -> "Tally":
         return Tally(*(getattr(self, name) - getattr(other, name) for name in self.__dataclass_fields__))
@@ -107,7 +110,9 @@ class CountingGrid(Grid):
 
     def _count_sent(self, messages: list[Message]) -> None:
         if messages:
-            self._tally(messages[0]).exchanges += 1
+            tally = self._tally(messages[0])
+            tally.exchanges += 1
+            tally.paper += sum(payload_bytes(array) for array in _distinct(messages))
         for message in messages:
             tally, (payload, wire) = self._tally(message), self._bytes(message)
             tally.payload_down += payload
@@ -118,6 +123,7 @@ class CountingGrid(Grid):
             if message.has_content():
                 tally, (payload, wire) = self._tally(message), self._bytes(message)
                 tally.payload_up += payload
+                tally.paper += sum(payload_bytes(array) for array in _distinct([message]))
                 tally.wire_up += wire
 
     def _bytes(self, message: Message) -> tuple[int, int]:
@@ -137,14 +143,26 @@ class CountingGrid(Grid):
         return self._framing[signature]
 
 
+def _distinct(messages: list[Message]) -> list[Array]:
+    """The arrays of some messages, equal ones of one name once; without whole numbers, which are counters."""
+    found: dict[Hashable, Array] = {}
+    for message in messages:
+        for group, record in message.content.array_records.items():
+            found |= {(group, name, array.data): array for name, array in record.items() if "int" not in array.dtype}
+    return list(found.values())
+
+
 def _envelope_bytes(message: Message) -> int:
-    """Everything but the groups of arrays, which the envelope only refers to by ids of one length."""
-    content = RecordDict()
-    for name, record in message.content.items():
-        content[name] = ConfigRecord({"stands for": name}) if isinstance(record, ArrayRecord) else record
+    """Everything but the groups of arrays. Objects refer to each other by ids of one length, whatever is in them."""
+    head: InflatableObject = Message(RecordDict(), metadata=message.metadata)  # type: ignore[call-overload]
     small = [record for record in message.content.values() if not isinstance(record, ArrayRecord)]
-    envelope: list[InflatableObject] = [Message(content, metadata=message.metadata), content, *small]  # type: ignore[call-overload]
-    return sum(len(item.deflate()) for item in envelope)
+    return _contents_bytes(tuple(message.content)) + sum(len(item.deflate()) for item in (head, *small))
+
+
+@lru_cache
+def _contents_bytes(names: tuple[str, ...]) -> int:
+    """The table of a message's records."""
+    return len(RecordDict({name: ConfigRecord({"stands for": name}) for name in names}).deflate())
 
 
 def _measure_framing(record: ArrayRecord) -> int:

@@ -17,6 +17,8 @@ def plan(count: int, instruction: Instruction, generator: torch.Generator, merge
     """
     if count < 1:
         raise ValueError("a client needs at least one sample to train")
+    if instruction.batch_size < 1 or max(instruction.local_steps, instruction.local_epochs) < 1:
+        raise ValueError("batch-size, and one of local-steps and local-epochs, must be at least 1")
     if instruction.replacement:
         steps = instruction.local_steps or instruction.local_epochs * -(-count // instruction.batch_size)
         return [torch.randint(count, (instruction.batch_size,), generator=generator) for _ in range(steps)]

@@ -57,23 +57,24 @@ def evaluate(
 
 def score(logits: Tensor, split: Split, num_classes: int) -> Evaluation:
     """Compare logits with a split's labels."""
-    domains = torch.zeros_like(split.labels) if split.domains is None else split.domains
+    labels = split.labels.cpu()
+    domains = torch.zeros_like(labels) if split.domains is None else split.domains.cpu()
     count = int(domains.max()) + 1
-    cell = (domains * num_classes + split.labels) * num_classes + logits.argmax(1)
+    cell = (domains * num_classes + labels) * num_classes + logits.argmax(1)
     confusion = torch.bincount(cell, minlength=count * num_classes**2)
-    loss = float(F.cross_entropy(logits, split.labels))
+    loss = float(F.cross_entropy(logits, labels))
     return Evaluation(loss, confusion.reshape(count, num_classes, num_classes))
 
 
 def shares(split: Split, indices: np.ndarray, num_classes: int) -> tuple[Tensor, Tensor]:
     """How a node's samples are spread over the domains and over the classes."""
     chosen = torch.from_numpy(indices)
-    classes = torch.bincount(split.labels[chosen], minlength=num_classes).double()
+    classes = torch.bincount(split.labels[chosen].cpu(), minlength=num_classes).double()
     if split.domains is None:
         return torch.ones(1, dtype=torch.float64), classes / classes.sum()
-    domains = torch.bincount(split.domains[chosen], minlength=int(split.domains.max()) + 1).double()
+    domains = torch.bincount(split.domains[chosen].cpu(), minlength=int(split.domains.max()) + 1).double()
     return domains / domains.sum(), classes / classes.sum()
 
 
 def _accuracy(confusion: Tensor) -> float:
-    return float(confusion.diagonal().sum() / confusion.sum().clamp(min=1))
+    return int(confusion.diagonal().sum()) / max(int(confusion.sum()), 1)

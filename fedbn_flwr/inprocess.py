@@ -1,6 +1,7 @@
 """Flower's `Grid` without Ray or a network: the ServerApp's own process runs one node after another."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from logging import WARNING
 from typing import Any
 from uuid import uuid4
@@ -23,7 +24,7 @@ class InProcessGrid(Grid):
     """Runs the same ServerApp and ClientApp as Flower's engines do.
 
     Each node has a `Context` that lives as long as the grid. A message is answered when it is pushed; what the
-    ClientApp raises becomes an error reply, as in Flower.
+    ClientApp raises becomes an error reply, and what it had stored by then is lost, as in Flower.
     """
 
     def __init__(self, client_app: ClientApp, num_nodes: int, run_config: Config | None = None) -> None:
@@ -93,12 +94,17 @@ class InProcessGrid(Grid):
         return self.pull_messages(self.push_messages(messages))
 
     def _answer(self, message: Message) -> Message:
+        node = message.metadata.dst_node_id
         try:
-            return self._client_app(message, self._contexts[message.metadata.dst_node_id])
+            known = self._contexts[node]
+            context = replace(known, state=RecordDict(dict(known.state)))
+            reply = self._client_app(message, context)
         except Exception as error:
-            log(WARNING, "The ClientApp of node %d raised", message.metadata.dst_node_id, exc_info=error)
+            log(WARNING, "The ClientApp of node %d raised", node, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+        self._contexts[node] = context
+        return reply
 
 
 def _identify(message: Message) -> str:

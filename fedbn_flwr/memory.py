@@ -38,7 +38,9 @@ class Memory:
     def kept(self, prefix: str) -> Iterator[tuple[str, Record]]:
         """The records whose names begin so, by the rest of their names."""
         start = f"{NAMESPACE}/{prefix}"
-        yield from [(name.removeprefix(start), record) for name, record in self._records.items() if name.startswith(start)]
+        for name, record in list(self._records.items()):
+            if name.startswith(start):
+                yield name.removeprefix(start), record
 
     def forget(self, prefix: str) -> None:
         """Remove the records whose names begin so."""

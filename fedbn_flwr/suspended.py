@@ -140,12 +140,14 @@ class Notes:
             size = sum(payload_bytes(array) for record in received.values() for array in record.values())
             for name, record in received.items() if size <= limit * 2**20 else ():
                 self._memory.keep(f"{self._received}{name}", record)
-        known = dict(self._memory.kept(self._log))
+        known: dict[str, Any] = dict(self._memory.kept(self._log))
         for group in (turns.ANSWERS, f"{turns.ANSWERS}-counts"):
-            if group in content:
-                # a new record: the message's own may be shared by the messages to all nodes
-                merged: Any = {**known.get(group, {}), **content[group]}
-                self._memory.keep(f"{self._log}{group}", type(content[group])(merged))
+            brought: Any = content.get(group)
+            if group in known and brought:
+                known[group].update(brought)
+            elif brought:
+                # a record of its own: the messages to all nodes may share theirs
+                self._memory.keep(f"{self._log}{group}", type(brought)(dict(brought)))
 
     def received(self, content: RecordDict) -> dict[str, State] | None:
         """The groups of arrays that the step starts from, if they are at hand."""

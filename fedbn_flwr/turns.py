@@ -87,12 +87,12 @@ def report(requests: Sequence[Request], last: bool) -> dict[str, Any]:
     }
 
 
-def read_said(content: RecordDict) -> Report:
+def read_said(content: Mapping[str, Any]) -> Report:
     """What a client said, by layer; ValueError if it cannot be read."""
     try:
-        record = cast(dict[str, Any], content.config_records[wire.REPORT])
+        record = content[wire.REPORT]
         kind, layers, counts = record["kind"], record["layers"], record["counts"]
-        tensors = state.from_record(content.array_records[SAID])
+        tensors = state.from_record(content[SAID])
         if kind not in get_args(Kind) or set(layers) != set(tensors):
             raise ValueError(f"{kind!r} of {layers}, and the arrays {list(tensors)}")
         return {name: Request(kind, name, tensors[name], count) for name, count in zip(layers, counts, strict=True)}

@@ -118,7 +118,8 @@ class Layerwise(FedAvg):
                 talk.abandon(talk.answered & failure.nodes if again else talk.answered)
                 if not again:
                     break
-        log(WARNING, "Round %d is skipped, its layer-wise step failed %d times: %s", self.server_round, attempt, "; ".join(reasons))
+        failed = "Round %d is skipped, its layer-wise step failed %d times: %s"
+        log(WARNING, failed, self.server_round, attempt, "; ".join(reasons))
         self._refused += reasons
         return []
 

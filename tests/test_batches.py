@@ -93,6 +93,12 @@ def test_a_client_without_samples_cannot_train() -> None:
         planned(0)
 
 
+@pytest.mark.parametrize("option", [{"batch_size": 0}, {"local_epochs": 0}, {"local_steps": -1, "local_epochs": 0}])
+def test_training_nothing_is_no_training(option: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        planned(5, **option)
+
+
 @given(counts, sizes, st.integers(1, 4), seeds, st.booleans())
 def test_epochs_are_permutations_in_batches(count: int, size: int, epochs: int, seed: int, merge: bool) -> None:
     batches = planned(count, batch_size=size, local_epochs=epochs, seed=seed, merge_single=merge)

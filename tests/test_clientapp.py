@@ -128,7 +128,7 @@ def test_what_the_client_raises_is_an_error_reply_that_says_so() -> None:
     (node,) = grid.get_node_ids()
     content = RecordDict({wire.ARRAYS: ArrayRecord(), wire.CONFIG: INSTRUCTION.to_config()})
     (reply,) = grid.send_and_receive([Message(content, node, "train")])
-    assert "8 entries of the model were not received, the first is '0.weight'" in reply.error.reason
+    assert "8 entries of the model were not received, the first is '0.weight'" in str(reply.error.reason)
 
 
 def test_flowers_own_strategies_train_it() -> None:

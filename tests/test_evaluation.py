@@ -38,6 +38,11 @@ def test_all_of_it_agrees_with_torchmetrics() -> None:
         assert result.domain_accuracy[domain] == pytest.approx(accuracy)
 
 
+def test_accuracies_are_exact_fractions() -> None:
+    result = Evaluation(loss=0.0, confusion=torch.tensor([[[7, 13], [0, 0]]]))
+    assert result.accuracy == 0.35
+
+
 def test_without_domains_there_is_one_matrix() -> None:
     logits, split = random_task(domains=1)
     result = score(logits, split, CLASSES)

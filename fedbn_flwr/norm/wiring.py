@@ -76,6 +76,8 @@ class _Walk:
                 return layer
             if node.target in _ACTIVATION_FUNCTIONS:
                 return _ACTIVATION_FUNCTIONS[node.target]
+            if node.op == "placeholder":
+                return torch.relu
             if isinstance(layer, _ConvNd):
                 return None
         return None

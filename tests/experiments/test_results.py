@@ -1,6 +1,7 @@
 """What a run leaves behind."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,12 @@ def test_the_summary_is_the_last_file(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="no space left"):
         RunFolder(tmp_path).finish({"accuracy": 1.0}, to_record({"weight": torch.zeros(1)}))
     assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_run_that_diverges_is_still_json(tmp_path: Path) -> None:
+    RunFolder(tmp_path).finish({"loss": math.nan, "rows": [[1.5, -math.inf]]}, to_record({"weight": torch.zeros(1)}))
+    text = (tmp_path / "summary.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"loss": None, "rows": [[1.5, None]]}
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def right(values: dict[str, Tensor], data: Data) -> Tensor:
     model.load_state_dict(values)
     with torch.no_grad():
         predicted = model.eval()(data.test.batch(torch.arange(len(data.test)))[0]).argmax(1)
-    return (predicted == data.test.labels).double()
+    hits: Tensor = predicted == data.test.labels
+    return hits.double()
 
 
 def own_models(grid: InProcessGrid, arrays: ArrayRecord) -> list[dict[str, Tensor]]:

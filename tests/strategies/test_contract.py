@@ -84,9 +84,7 @@ class Recording(InProcessGrid):
     def pull_messages(self, message_ids: Any) -> list[Message]:
         found = list(super().pull_messages(message_ids))
         self.__dict__.setdefault("replies", []).extend(
-            reply
-            for reply in found
-            if reply.metadata.message_type.startswith("train") and wire.ARRAYS in reply.content
+            reply for reply in found if reply.metadata.message_type.startswith("train") and wire.ARRAYS in reply.content
         )
         return found
 
@@ -178,7 +176,20 @@ class Deaf(BNClient):
         return super().train(received, Instruction(**plain))
 
 
-BINDING = ("fedprox", "fixbn", "fedtan", "feddna", "fedtan-ii", "fedbn", "silobn", "mtfl", "scaffold", "standalone", "hbn", "fedwon")
+BINDING = (
+    "fedprox",
+    "fixbn",
+    "fedtan",
+    "feddna",
+    "fedtan-ii",
+    "fedbn",
+    "silobn",
+    "mtfl",
+    "scaffold",
+    "standalone",
+    "hbn",
+    "fedwon",
+)
 
 
 @pytest.mark.parametrize("name", BINDING)

@@ -1,0 +1,60 @@
+"""The communication tables of FedTAN's paper, counted from what is sent."""
+
+import pytest
+
+from experiments.paper_counts import CLIENTS, MEGABYTE, count, fedtan_ii
+
+#: parameters of ResNet-20, and its BN statistics (appendix G): 2 x (16 x 7 + 32 x 6 + 64 x 6)
+PARAMETERS, STATISTICS = 269_722, 2 * (16 * 7 + 32 * 6 + 64 * 6)
+#: once to all clients, once from each, in float32
+COPIES = 4 * (1 + CLIENTS)
+
+
+@pytest.mark.parametrize(
+    ("method", "exchanges", "numbers", "printed"),
+    [
+        ("fedavg+gn", 1, PARAMETERS, 6.1734),
+        ("fedavg", 1, PARAMETERS + STATISTICS, 6.2049),
+        ("fedtan:exchange=paper", 58, PARAMETERS + 3 * STATISTICS, 6.2679),
+        ("fedtan", 39, PARAMETERS + 3 * STATISTICS, 6.2679),
+        ("feddna", 20, PARAMETERS + 2 * STATISTICS, None),
+    ],
+)
+def test_table_3(method: str, exchanges: int, numbers: int, printed: float | None) -> None:
+    [tally] = count(method)
+    assert (tally.exchanges, tally.paper) == (exchanges, numbers * COPIES)
+    assert printed is None or round(tally.paper / MEGABYTE, 4) == printed
+    # what is really sent goes to each client by itself, with 19 batch counters of 8 bytes
+    counters = 0 if "gn" in method else 19 * 8
+    assert tally.payload == 2 * CLIENTS * (4 * numbers + counters)
+    assert tally.wire > tally.payload
+
+
+@pytest.mark.parametrize(
+    ("m", "gigabytes", "extra_exchanges", "extra_bytes"),
+    [
+        (1_000, 60.6563, 0.8507, 0.001014),
+        (2_000, 60.7178, 0.9194, 0.002027),
+        (4_000, 60.8408, 0.9580, 0.004045),
+        (10_000, 61.2100, 0.9828, 0.010051),
+    ],
+)
+def test_table_4(m: int, gigabytes: float, extra_exchanges: float, extra_bytes: float) -> None:
+    run = fedtan_ii(m, 10_000)
+    assert round(run.extra_exchanges, 4) == extra_exchanges
+    # the paper computes with megabytes of four decimals
+    assert run.gigabytes == pytest.approx(gigabytes, abs=5e-4)
+    assert run.extra_bytes == pytest.approx(extra_bytes, abs=5e-6)
+
+
+def test_leaner_than_the_paper() -> None:
+    """Frozen statistics that clients do not send, and fused exchanges."""
+    paper, lean, fused = (
+        fedtan_ii(1_000, 10_000),
+        fedtan_ii(1_000, 10_000, send_frozen=False),
+        fedtan_ii(1_000, 10_000, exchange="fused", send_frozen=False),
+    )
+    saved = 9_000 * 4 * CLIENTS * STATISTICS
+    assert (paper.gigabytes - lean.gigabytes) * 2**30 == pytest.approx(saved)
+    assert lean.extra_exchanges == paper.extra_exchanges
+    assert round(fused.extra_exchanges, 4) == round(38_000 / 48_000, 4)

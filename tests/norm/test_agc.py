@@ -1,0 +1,86 @@
+"""Adaptive gradient clipping against its unit-wise formula."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import nn
+from torchvision.models import mobilenet_v2, squeezenet1_1
+
+from fedbn_flwr.models import build
+from fedbn_flwr.norm import adaptive_clip, classifier_parameters
+
+Array = NDArray[np.float64]
+
+
+def clipped(weight: Array, gradient: Array, factor: float) -> Array:
+    """Unit by unit, as it is printed."""
+    if weight.ndim < 2:
+        return clipped_unit(weight, gradient, factor)
+    return np.stack([clipped_unit(w, g, factor) for w, g in zip(weight, gradient, strict=True)])
+
+
+def clipped_unit(weight: Array, gradient: Array, factor: float) -> Array:
+    weight_norm, gradient_norm = max(np.sqrt((weight**2).sum()), 1e-3), np.sqrt((gradient**2).sum())
+    if gradient_norm / weight_norm > factor:
+        return factor * weight_norm / gradient_norm * gradient
+    return gradient
+
+
+channels = st.integers(1, 5)
+layers = st.one_of(
+    st.builds(nn.Linear, channels, channels),
+    st.builds(nn.Conv2d, channels, channels, st.tuples(st.integers(1, 3), st.integers(1, 3))),
+    st.builds(nn.Conv1d, channels, channels, st.integers(1, 4)),
+    channels.map(lambda count: nn.Conv2d(count, 2 * count, 3, groups=count)),  # depthwise
+    channels.map(nn.BatchNorm1d),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(layers, st.sampled_from([1e-3, 0.1, 1.0]), st.floats(1e-4, 10.0), st.integers(0, 2**31))
+def test_clipping_is_the_printed_formula(layer: nn.Module, factor: float, size: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    layer.double()
+    expected = []
+    for parameter in layer.parameters():
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            parameter[0] *= 1e-5  # a unit that has all but died
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * size
+        expected.append(clipped(parameter.detach().numpy(), parameter.grad.numpy().copy(), factor))
+    adaptive_clip(layer, factor, skip=[])
+    for parameter, gradient in zip(layer.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        np.testing.assert_allclose(parameter.grad.numpy(), gradient, rtol=1e-9)
+
+
+def test_the_classifier_is_not_clipped() -> None:
+    model = build("small-cnn")
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e3)
+    adaptive_clip(model)
+    kept = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and parameter.grad.max() > 999
+    ]
+    assert kept == ["11.weight", "11.bias"]
+
+
+def test_parameters_without_a_gradient_are_passed_over() -> None:
+    model = build("small-cnn")
+    adaptive_clip(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(mobilenet_v2(weights=None), "classifier.1"), (squeezenet1_1(weights=None), "classifier.1")]
+)
+def test_the_classifier_is_the_last_linear_layer_or_the_last_convolution(model: nn.Module, name: str) -> None:
+    found = classifier_parameters(model)
+    expected = list(model.get_submodule(name).parameters())
+    assert [id(parameter) for parameter in found] == [id(parameter) for parameter in expected]
+    assert classifier_parameters(nn.ReLU()) == []

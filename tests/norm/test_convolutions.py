@@ -1,0 +1,139 @@
+"""Standardized convolutions against NumPy and against timm."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from timm.layers.std_conv import ScaledStdConv2d as TimmConv2d
+from torch import Tensor, nn
+
+from fedbn_flwr.norm.convolutions import ScaledStdConv1d, ScaledStdConv2d, ScaledStdConv3d, standardized
+
+CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+KINDS: dict[int, type[nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+def standardize(weight: NDArray[np.float64], gamma: float, gain: float) -> NDArray[np.float64]:
+    """Row by row, as it is printed, with the square that the print lacks, and timm's epsilon."""
+    result = np.empty_like(weight)
+    for index, row in enumerate(weight):
+        mean = row.sum() / row.size
+        variance = ((row - mean) ** 2).sum() / row.size
+        result[index] = gain * gamma * (row - mean) / np.sqrt(variance + 1e-6) / np.sqrt(row.size)
+    return result
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> tuple[Any, int]:
+    """A convolution of one, two or three dimensions, and how many."""
+    dimensions = draw(st.integers(1, 3))
+    groups, inputs, outputs = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    size = draw(st.tuples(*[st.integers(1, 3)] * dimensions))
+    options = {
+        "stride": draw(st.integers(1, 2)),
+        "padding": draw(st.integers(0, 1)),
+        "dilation": draw(st.integers(1, 2)),
+        "groups": groups,
+        "bias": draw(st.booleans()),
+        "padding_mode": draw(st.sampled_from(["zeros", "circular", "replicate"])),
+    }
+    return KINDS[dimensions](inputs * groups, outputs * groups, size, **options).double(), dimensions
+
+
+@settings(max_examples=60, deadline=None)
+@given(convolutions(), st.floats(0.5, 2.0), st.floats(0.1, 2.0), st.integers(0, 2**31))
+def test_any_convolution_equals_one_with_the_weight_from_numpy(
+    drawn: tuple[Any, int], gamma: float, gain: float, seed: int
+) -> None:
+    layer, dimensions = drawn
+    assume(layer.weight[0].numel() > 1)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, layer.in_channels, *[7] * dimensions)
+    inputs = torch.randn(shape, generator=generator, dtype=torch.float64)
+    new: Any = standardized("layer", layer, gamma, gain)
+    expected = standardize(new.weight.detach().numpy(), gamma, gain)
+    outputs = layer._conv_forward(inputs, torch.from_numpy(expected), layer.bias)
+    torch.testing.assert_close(new(inputs), outputs, rtol=1e-9, atol=1e-9)
+
+
+def test_two_dimensions_are_timms_and_ours_are_the_same_numbers() -> None:
+    theirs: Any = standardized("", nn.Conv2d(4, 6, 3, groups=2), gamma=1.7)
+    assert type(theirs) is TimmConv2d
+    ours = ScaledStdConv2d(4, 6, 3, groups=2, gamma=1.7)
+    ours.load_state_dict({**theirs.state_dict(), "gain": torch.ones(6, 1, 1, 1)})
+    inputs = torch.randn(2, 4, 5, 5)
+    torch.testing.assert_close(ours(inputs), theirs(inputs))
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind"),
+    [
+        (nn.Conv1d(2, 3, 3), ScaledStdConv1d),
+        (nn.Conv2d(2, 3, 3, padding_mode="reflect"), ScaledStdConv2d),
+        (nn.Conv3d(2, 3, 3), ScaledStdConv3d),
+        (nn.Conv2d(2, 3, 3, padding="same"), TimmConv2d),
+    ],
+)
+def test_what_is_used_where(layer: nn.Module, kind: type[nn.Module]) -> None:
+    assert type(standardized("", layer, 1.0)) is kind
+
+
+def test_the_start_is_at_unit_norm_and_gives_the_same_function() -> None:
+    layer = nn.Conv2d(3, 4, 3).double()
+    with torch.no_grad():
+        layer.weight[1] *= 100
+        layer.weight[2] = 0
+    expected = standardize(layer.weight.detach().numpy(), 1.0, 1.0)
+    new: Any = standardized("", layer, 1.0)
+    assert new.weight.flatten(1).std(dim=1, correction=0).mul(27**0.5).tolist() == pytest.approx([1, 1, 0, 1])
+    np.testing.assert_allclose(standardize(new.weight.detach().numpy(), 1.0, 1.0), expected, rtol=1e-3)
+
+
+def test_without_gamma_the_rows_have_unit_deviation() -> None:
+    new: Any = standardized("", nn.Conv1d(3, 1, 5, bias=False).double(), gamma=None)
+    kernel: Tensor = new(
+        torch.eye(5, dtype=torch.float64).repeat(3, 1, 1).transpose(0, 1).reshape(5, 1, 5).expand(5, 3, 5)
+    )
+    assert kernel.shape == (5, 1, 1)
+    weight = standardize(new.weight.detach().numpy(), 15**0.5, 1.0)
+    assert weight.std() == pytest.approx(1, abs=1e-4)
+
+
+def test_a_constant_gain_is_neither_trained_nor_sent() -> None:
+    layer = nn.Conv2d(3, 4, 3)
+    constant = standardized("", layer, 1.0, first_gain=0.5)
+    assert [name for name, _ in constant.named_parameters()] == ["weight", "bias"]
+    assert list(constant.state_dict()) == ["weight", "bias"]
+    assert constant.get_buffer("gain").unique().tolist() == [0.5]
+    learnable = standardized("", layer, 1.0, first_gain=0.5, learnable=True)
+    assert learnable.get_parameter("gain").requires_grad
+    assert "gain" in learnable.state_dict()
+
+
+def test_parameters_device_precision_and_mode_are_the_layers_own() -> None:
+    layer = nn.Conv2d(3, 4, 3).to(torch.bfloat16).eval()
+    new: Any = standardized("", layer, 1.0)
+    assert new.weight is layer.weight
+    assert new.bias is layer.bias
+    assert new.gain.dtype == torch.bfloat16
+    assert not new.training
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Conv2d(4, 4, 1, groups=4), nn.Conv1d(1, 4, 1), nn.ConvTranspose2d(2, 3, 2), nn.Linear(2, 2)]
+)
+def test_what_stays_as_it_is(layer: nn.Module) -> None:
+    assert standardized("", layer, 1.0) is layer
+
+
+def test_a_convolution_of_another_kind_is_named() -> None:
+    class Padded(nn.Conv2d):
+        pass
+
+    with pytest.raises(ValueError, match="layer 'stem' is a Padded, whose weight cannot be standardized"):
+        standardized("stem", Padded(2, 3, 3), 1.0)

@@ -1,0 +1,170 @@
+"""Networks without normalizers: what `wsconv` and `gn-ws` make of a model, and that it trains."""
+
+import logging
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from timm.layers.std_conv import ScaledStdConv2d
+from torch import Tensor, nn
+from torchvision.models import densenet121, mobilenet_v2, mobilenet_v3_small, resnet18, resnet50
+
+from fedbn_flwr.models import build
+from fedbn_flwr.norm import GroupNorm, adaptive_clip, bn_layers, classifier_parameters, replace
+from fedbn_flwr.norm.wiring import wiring
+from fedbn_flwr.norm.wsconv import activation_gain
+
+RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))
+
+
+def gains(model: nn.Module) -> dict[str, float]:
+    return {name: float(layer.gain.flatten()[0]) for name, layer in model.named_modules() if hasattr(layer, "gain")}
+
+
+def gammas(model: nn.Module) -> dict[str, float]:
+    convolutions: dict[str, Any] = dict(model.named_modules())
+    return {
+        name: layer.scale * layer.weight[0].numel() ** 0.5
+        for name, layer in convolutions.items()
+        if hasattr(layer, "scale")
+    }
+
+
+@pytest.mark.parametrize(("make", "count"), [(resnet18, 20), (mobilenet_v2, 52)])
+def test_every_convolution_is_replaced_and_every_normalizer_gone(make: Any, count: int) -> None:
+    model = replace(make(weights=None), "wsconv")
+    convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+    assert len(convolutions) == count
+    assert all(type(layer) is ScaledStdConv2d and layer.bias is not None for layer in convolutions)
+    assert not bn_layers(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not [key for key in model.state_dict() if key.endswith("gain")]
+    pickle.loads(pickle.dumps(model))(torch.zeros(2, 3, 64, 64))
+
+
+@pytest.mark.parametrize(
+    ("activation", "gain"),
+    [(None, 1.0), (F.relu, RELU_GAIN), (nn.ReLU(), RELU_GAIN), (nn.ReLU6(), 1.7131), (nn.SiLU(), 1.7881)],
+)
+def test_what_activations_take_from_the_variance(activation: Any, gain: float) -> None:
+    assert activation_gain(activation) == pytest.approx(gain, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "count", "one"),
+    [
+        (resnet18, 8, "layer2.0.conv2"),
+        (resnet50, 16, "layer3.2.conv3"),
+        (mobilenet_v2, 10, "features.3.conv.2"),
+        (mobilenet_v3_small, 6, "features.5.block.3.0"),  # squeeze and excitation, computed from its own features
+        (densenet121, 0, None),
+    ],
+)
+def test_the_ends_of_residual_branches(make: Any, count: int, one: str | None) -> None:
+    ends = wiring(replace(make(weights=None), "none")).branch_ends
+    assert len(ends) == count
+    assert one is None or one in ends
+
+
+def test_branches_are_scaled_such_that_the_variance_stays_bounded() -> None:
+    model = build("resnet20", norm="wsconv")
+    scaled = {name: gain for name, gain in gains(model).items() if gain != 1}
+    assert list(scaled) == [f"layer{stage}.{block}.conv2" for stage in (1, 2, 3) for block in (0, 1, 2)]
+    assert set(scaled.values()) == {pytest.approx(math.sqrt(2 / 9))}
+    assert set(gains(build("resnet20", norm="wsconv", branch_scale=1.0)).values()) == {1.0}
+
+
+def test_gamma_is_that_of_the_activation_before_the_convolution() -> None:
+    found = gammas(replace(mobilenet_v2(weights=None), "wsconv"))
+    assert found["features.0.0"] == pytest.approx(1)  # the images
+    assert found["features.2.conv.0.0"] == pytest.approx(1)  # a linear bottleneck
+    assert found["features.2.conv.1.0"] == pytest.approx(1.7131, abs=5e-4)  # ReLU6
+    residual = gammas(build("resnet20", norm="wsconv"))
+    assert residual["conv1"] == pytest.approx(1)
+    assert residual["layer1.0.conv1"] == residual["layer3.2.conv2"] == pytest.approx(RELU_GAIN, abs=1e-3)
+    assert set(gammas(build("resnet20", norm="wsconv", gamma=1.5)).values()) == {pytest.approx(1.5)}
+
+
+def test_the_variance_neither_vanishes_nor_explodes_at_the_start() -> None:
+    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    for name in ("resnet18", "resnet20", "mobilenetv2"):
+        model = build(name, norm="wsconv").eval()
+        deviations: list[float] = []
+        for end in wiring(model).branch_ends:
+            model.get_submodule(end).register_forward_hook(lambda _, __, output: deviations.append(float(output.std())))
+        model(images)
+        assert 0.1 < min(deviations) < max(deviations) < 3
+
+
+def test_a_model_that_cannot_be_traced_is_left_unscaled_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Twisted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, images: Tensor) -> Tensor:
+            output: Tensor = self.conv(images)
+            return output + images if images.sum() > 0 else output
+
+    with caplog.at_level(logging.WARNING):
+        model = replace(Twisted(), "wsconv")
+    assert "Twisted cannot be traced" in caplog.text
+    assert gains(model) == {"conv": 1.0}
+    assert gammas(model)["conv"] == pytest.approx(RELU_GAIN, abs=1e-3)
+
+
+def test_a_learnable_gain() -> None:
+    model = build("resnet20", norm="wsconv", gain="learnable")
+    assert sum(name.endswith(".gain") for name, _ in model.named_parameters()) == 19
+    with pytest.raises(ValueError, match="unknown gain 'free'; there are: constant, learnable"):
+        build("resnet20", norm="wsconv", gain="free")
+
+
+def test_the_ablation_without_standardization_is_one_option_away() -> None:
+    plain, standardized = build("resnet20", norm="none"), build("resnet20", norm="wsconv")
+    assert list(plain.state_dict()) == list(standardized.state_dict())
+
+
+def test_gn_with_weight_standardization() -> None:
+    model = build("resnet20", norm="gn-ws", groups=4)
+    assert sum(isinstance(layer, GroupNorm) and layer.num_groups == 4 for layer in model.modules()) == 19
+    assert sum(type(layer) is ScaledStdConv2d for layer in model.modules()) == 19
+    assert list(model.state_dict()) == list(build("resnet20", norm="gn").state_dict())
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
+    return images, torch.tensor(data.target)
+
+
+def accuracy_after_training(model: nn.Module, batch_size: int, rate: float, clip: bool) -> float:
+    """200 steps on the first 1,437 digits, tested on the rest; every loss must be finite."""
+    images, labels = digits()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    generator, skip = torch.Generator().manual_seed(0), classifier_parameters(model)
+    for _ in range(200):
+        chosen = torch.randint(1437, (batch_size,), generator=generator)
+        loss = F.cross_entropy(model.train()(images[chosen]), labels[chosen])
+        assert torch.isfinite(loss)
+        optimizer.zero_grad()
+        loss.backward()
+        if clip:
+            adaptive_clip(model, skip=skip)
+        optimizer.step()
+    with torch.no_grad():
+        return float((model.eval()(images[1437:]).argmax(dim=1) == labels[1437:]).float().mean())
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.1])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_resnet20_trains_at_the_smallest_batch_sizes_where_gn_does(batch_size: int, rate: float) -> None:
+    def accuracy(norm: str) -> float:
+        model = build("resnet20", in_channels=1, image_size=8, norm=norm)
+        return accuracy_after_training(model, batch_size, rate, clip=False)
+
+    assert accuracy("wsconv") >= 0.9 * accuracy("gn")
