@@ -9,6 +9,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.inprocess import InProcessGrid
+from fedbn_flwr.suspended import STEPS
 
 from .journal import Progress, Summary
 from .methods import Experiment
@@ -20,6 +21,7 @@ Engine = Callable[[Experiment, Path, Progress | None], Summary]
 
 def run_in_process(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
     """One client after another in this process: no Ray, no network."""
+    STEPS.make_room(experiment.config.clients)
     app = client_app(bound_client_fn(experiment.to_mapping()))
     return run(InProcessGrid(app, experiment.config.clients), experiment, folder, progress)
 

@@ -9,8 +9,9 @@ import numpy as np
 Rows = Sequence[Mapping[str, Any]]
 
 PANELS = {"accuracy": "test accuracy", "train-loss": "training loss"}
-#: methods often give nearly the same curve: of two on top of each other, both are seen
 STROKES = ("solid", "dashed", "dashdot", "dotted")
+#: from the first method's to the last one's: where curves coincide, as they often do, the one below shows on both sides
+WIDTHS = (3.0, 1.2)
 LEGEND_COLUMNS = 6
 
 
@@ -24,8 +25,9 @@ def plot_curves(runs: Mapping[str, Sequence[Rows]], path: Path, title: str = "")
     legend_rows = -(-len(runs) // LEGEND_COLUMNS)
     figure, axes = pyplot.subplots(1, len(PANELS), figsize=(11, 4.3 + 0.2 * legend_rows), layout="constrained")
     for panel, (key, label) in zip(axes, PANELS.items(), strict=True):
+        widths = np.linspace(*WIDTHS, len(runs))
         for index, (method, seeds) in enumerate(runs.items()):
-            _line(panel, method, seeds, key, STROKES[index % len(STROKES)])
+            _line(panel, method, seeds, key, linestyle=STROKES[index % len(STROKES)], linewidth=widths[index])
         panel.set(xlabel="round", ylabel=label, xlim=(0, None))
         panel.grid(alpha=0.3)
     axes[1].set_yscale("log")
@@ -40,12 +42,11 @@ def title_of(summary: Mapping[str, Any]) -> str:
     return "{dataset}, {model}, {partition}, {clients} clients".format_map(summary)
 
 
-def _line(panel: Any, method: str, seeds: Sequence[Rows], key: str, stroke: str) -> None:
+def _line(panel: Any, method: str, seeds: Sequence[Rows], key: str, **style: Any) -> None:
     curves = [{row["round"]: row[key] for row in rows if row.get(key) is not None} for rows in seeds]
     rounds = sorted(set.intersection(*(set(curve) for curve in curves)))
     values = np.array([[curve[item] for item in rounds] for curve in curves])
     marker = "o" if len(rounds) < 15 else None
-    style = {"linestyle": stroke, "zorder": 2 + STROKES.index(stroke), "marker": marker, "markersize": 3}
-    (line,) = panel.plot(rounds, values.mean(0), label=method, **style)
+    (line,) = panel.plot(rounds, values.mean(0), label=method, marker=marker, markersize=4, **style)
     if len(curves) > 1:
         panel.fill_between(rounds, values.min(0), values.max(0), color=line.get_color(), alpha=0.15, linewidth=0)

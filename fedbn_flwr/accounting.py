@@ -127,8 +127,9 @@ class CountingGrid(Grid):
                 tally.wire_up += wire
 
     def _bytes(self, message: Message) -> tuple[int, int]:
-        arrays = [array for record in message.content.array_records.values() for array in record.values()]
-        framing = _envelope_bytes(message) + sum(map(self._framing_bytes, message.content.array_records.values()))
+        groups = _groups(message)
+        arrays = [array for record in groups.values() for array in record.values()]
+        framing = _envelope_bytes(message) + sum(map(self._framing_bytes, groups.values()))
         return sum(map(payload_bytes, arrays)), sum(len(array.data) for array in arrays) + framing
 
     def _framing_bytes(self, record: ArrayRecord) -> int:
@@ -143,11 +144,16 @@ class CountingGrid(Grid):
         return self._framing[signature]
 
 
+def _groups(message: Message) -> dict[str, ArrayRecord]:
+    """What `content.array_records` is, which takes its time to be kept up to date."""
+    return {name: record for name, record in message.content.items() if isinstance(record, ArrayRecord)}
+
+
 def _distinct(messages: list[Message]) -> list[Array]:
     """The arrays of some messages, equal ones of one name once; without whole numbers, which are counters."""
     found: dict[Hashable, Array] = {}
     for message in messages:
-        for group, record in message.content.array_records.items():
+        for group, record in _groups(message).items():
             found |= {(group, name, array.data): array for name, array in record.items() if "int" not in array.dtype}
     return list(found.values())
 

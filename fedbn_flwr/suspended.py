@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from flwr.app import Context, RecordDict
 from torch import Tensor, nn
 
-from fedbn_flwr import state, turns, wire
-from fedbn_flwr.accounting import payload_bytes
+from fedbn_flwr import turns, wire
 from fedbn_flwr.client import BNClient, Reply, layerwise_mode
 from fedbn_flwr.layerwise import (
     Answer,
@@ -24,11 +24,13 @@ from fedbn_flwr.layerwise import (
 )
 from fedbn_flwr.memory import Memory
 from fedbn_flwr.norm import bn_layers
+from fedbn_flwr.notes import Notes
 from fedbn_flwr.state import State
 from fedbn_flwr.turns import Turn
 from fedbn_flwr.wire import Instruction
 
-#: the suspended steps of this process; a module's, because Flower may build a ClientApp anew for every message
+#: the suspended steps of this process, at most one a node; a module's, because Flower may build a ClientApp anew for
+#: every message
 STEPS = StepStore(max_steps=32)
 
 ClientFunction = Callable[[Context], BNClient]
@@ -37,7 +39,8 @@ ClientFunction = Callable[[Context], BNClient]
 def take_turn(content: RecordDict, context: Context, make_client: ClientFunction) -> Reply:
     """Answer one message of a layer-wise step."""
     turn = Turn.of(content)
-    instruction = Instruction.from_config(content.config_records[wire.CONFIG])
+    config: Any = content[wire.CONFIG]
+    instruction = Instruction.from_config(config)
     notes = Notes(Memory(context.state), f"{instruction.server_round}.{turn.attempt}")
     node = context.run_id, context.node_id
     held = _held(node, (notes.place, turn.index - 1))
@@ -57,6 +60,7 @@ def take_turn(content: RecordDict, context: Context, make_client: ClientFunction
         held.client.memory.attach(context.state)
         outcome = held.advance(turns.read_answers(content, turns.ANSWERS)[str(turn.index - 1)])
     if not isinstance(outcome, Request):
+        held.release()
         notes.clear()
         return outcome.result
     held.place = notes.place, turn.index
@@ -81,16 +85,42 @@ class HeldStep(SuspendedStep[Reply]):
         self, client: BNClient, received: Mapping[str, State], instruction: Instruction, log: list[Answer]
     ) -> None:
         # the steps of several clients take turns, and these may share a model
-        client.model = copy.deepcopy(client.model)
+        self._shared, client.model = client.model, _REPLICAS.take(client.model)
         self.client = client
         #: round and attempt, and the number of the answer that it waits for
         self.place = "", 0
         super().__init__(partial(_train, client, received, instruction), client.step_seed(instruction), log)
 
+    def release(self) -> None:
+        """At the end, let another step have the model."""
+        _REPLICAS.give_back(self._shared, self.client.model)
+
 
 def _train(client: BNClient, received: Mapping[str, State], instruction: Instruction, exchange: Exchange) -> Reply:
-    client.exchange = Foreseeing(client.model, layerwise_mode(instruction), exchange)
-    return client.train(received, instruction)
+    client.exchange = foreseeing = Foreseeing(client.model, layerwise_mode(instruction), exchange)
+    try:
+        return client.train(received, instruction)
+    finally:
+        foreseeing.close()
+
+
+class Replicas:
+    """Copies of models, to be used again: to make one takes as long as several messages."""
+
+    def __init__(self) -> None:
+        self._free: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+
+    def take(self, model: nn.Module) -> nn.Module:
+        """A copy that nobody else uses, in any state."""
+        free = self._free.get(model)
+        return free.pop() if free else copy.deepcopy(model)
+
+    def give_back(self, model: nn.Module, replica: nn.Module) -> None:
+        """It is not used any more, and has no hooks."""
+        self._free.setdefault(model, []).append(replica)
+
+
+_REPLICAS = Replicas()
 
 
 @dataclass(frozen=True)
@@ -109,9 +139,8 @@ class Foreseeing:
         self._exchange, self._kind = exchange, "statistics" if mode == "forward" else "gradients"
         layers = [layer for layer in bn_layers(model).values() if layer.training or layer.running_mean is None]
         self._left = len(layers) if mode == "forward" else 0
-        if mode != "forward":
-            for layer in layers:
-                layer.register_forward_pre_hook(self._count)
+        counted = [] if mode == "forward" else layers
+        self._hooks = [layer.register_forward_pre_hook(self._count) for layer in counted]
 
     def _count(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self._left += inputs[0].requires_grad
@@ -124,56 +153,10 @@ class Foreseeing:
                 request = LastRequest(**vars(request))
         return self._exchange(request)
 
-
-class Notes:
-    """What a node keeps of a layer-wise step in its `Context.state`, so that any process can replay it."""
-
-    def __init__(self, memory: Memory, place: str) -> None:
-        self._memory, self.place = memory, place
-        self._received, self._log = f"{_PREFIX}{place}/received/", f"{_PREFIX}{place}/log/"
-
-    def add(self, content: RecordDict, limit: float) -> None:
-        """Note what a message brings; arrays begin a new step, and are only kept up to so many megabytes."""
-        received = _received(content)
-        if received:
-            self.clear()
-            size = sum(payload_bytes(array) for record in received.values() for array in record.values())
-            for name, record in received.items() if size <= limit * 2**20 else ():
-                self._memory.keep(f"{self._received}{name}", record)
-        known: dict[str, Any] = dict(self._memory.kept(self._log))
-        for group in (turns.ANSWERS, f"{turns.ANSWERS}-counts"):
-            brought: Any = content.get(group)
-            if group in known and brought:
-                known[group].update(brought)
-            elif brought:
-                # a record of its own: the messages to all nodes may share theirs
-                self._memory.keep(f"{self._log}{group}", type(brought)(dict(brought)))
-
-    def received(self, content: RecordDict) -> dict[str, State] | None:
-        """The groups of arrays that the step starts from, if they are at hand."""
-        records = _received(content) or dict(self._memory.kept(self._received))
-        return {name: state.from_record(record) for name, record in records.items()} or None
-
-    def answers(self, count: int) -> list[Answer] | None:
-        """So many answers in their order, if all are known."""
-        known = turns.read_answers(dict(self._memory.kept(self._log)), turns.ANSWERS)
-        numbers = [str(number) for number in range(count)]
-        return [known[number] for number in numbers] if known.keys() >= set(numbers) else None
-
-    def clear(self) -> None:
-        """Forget the step."""
-        self._memory.forget(_PREFIX)
-
-
-_PREFIX = "layerwise/"
-
-
-def _received(content: RecordDict) -> dict[str, Any]:
-    """The groups of arrays of a plain training message, if this message brings them."""
-    if wire.ARRAYS not in content:
-        return {}
-    records = content.array_records.items()
-    return {name: record for name, record in records if name not in (turns.ANSWERS, *turns.CORRECTIONS)}
+    def close(self) -> None:
+        """Leave the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 def _sweep(

@@ -18,7 +18,7 @@ A reply is that of plain training, at the end of the step, or it holds
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
@@ -50,7 +50,7 @@ class Turn:
     @classmethod
     def of(cls, content: RecordDict) -> "Turn":
         """Read it from a message."""
-        record: Any = content.config_records[TURN]
+        record: Any = content[TURN]
         turn = cls(record["phase"], record["attempt"], record["index"])
         if turn.phase not in PHASES:
             raise ValueError(f"unknown phase {turn.phase!r}; known: {', '.join(PHASES)}")
@@ -102,9 +102,9 @@ def read_said(content: Mapping[str, Any]) -> Report:
 
 def foresees_end(content: RecordDict) -> bool:
     """Whether the client will ask no more, as far as it knows."""
-    return bool(content.config_records[wire.REPORT].get("last"))
+    return bool(content[wire.REPORT].get("last"))
 
 
 def lacks_arrays(content: RecordDict) -> bool:
     """Whether the client needs the message again, and whole."""
-    return LACKS_ARRAYS in content.config_records.get(wire.REPORT, ConfigRecord())
+    return LACKS_ARRAYS in content.get(wire.REPORT, {})

@@ -1,6 +1,7 @@
 """Which samples a local step uses."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from fedbn_flwr.wire import Instruction
 counts, sizes, seeds = st.integers(1, 40), st.integers(1, 12), st.integers(0, 9)
 
 
-def planned(count: int, merge_single: bool = False, seed: int = 0, **options: object) -> list[list[int]]:
-    instruction = Instruction(**options)  # type: ignore[arg-type]
+def planned(count: int, merge_single: bool = False, seed: int = 0, **options: Any) -> list[list[int]]:
+    instruction = Instruction(**options)
     generator = torch.Generator().manual_seed(seed)
     return [batch.tolist() for batch in plan(count, instruction, generator, merge_single)]
 
@@ -94,7 +95,7 @@ def test_a_client_without_samples_cannot_train() -> None:
 
 
 @pytest.mark.parametrize("option", [{"batch_size": 0}, {"local_epochs": 0}, {"local_steps": -1, "local_epochs": 0}])
-def test_training_nothing_is_no_training(option: dict[str, int]) -> None:
+def test_training_nothing_is_no_training(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
         planned(5, **option)
 

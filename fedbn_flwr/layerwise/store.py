@@ -25,6 +25,10 @@ class StepStore:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def make_room(self, steps: int) -> None:
+        """Keep at least so many: one for each client of a process."""
+        self._max_steps = max(self._max_steps, steps)
+
     def keep(self, key: Hashable, step: SuspendedStep[Any]) -> None:
         """Hold the step until it is taken."""
         with self._lock:

@@ -92,3 +92,13 @@ def test_a_step_that_nobody_takes_ends_without_anybody_asking() -> None:
     assert not is_abandoned(second)
     until(lambda: is_abandoned(second))
     assert len(store) == 0
+
+
+def test_room_can_be_made_for_more() -> None:
+    store = StepStore(max_steps=1)
+    store.make_room(3)
+    store.make_room(2)
+    for key in range(4):
+        store.keep(key, SuspendedStep(lambda _: None, 0))
+    assert len(store) == 3
+    store.clear()

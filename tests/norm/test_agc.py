@@ -25,7 +25,7 @@ def clipped(weight: Array, gradient: Array, factor: float) -> Array:
 def clipped_unit(weight: Array, gradient: Array, factor: float) -> Array:
     weight_norm, gradient_norm = max(np.sqrt((weight**2).sum()), 1e-3), np.sqrt((gradient**2).sum())
     if gradient_norm / weight_norm > factor:
-        return factor * weight_norm / gradient_norm * gradient
+        gradient = gradient * (factor * weight_norm / gradient_norm)
     return gradient
 
 
@@ -62,11 +62,8 @@ def test_the_classifier_is_not_clipped() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e3)
     adaptive_clip(model)
-    kept = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None and parameter.grad.max() > 999
-    ]
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    kept = [name for name, gradient in gradients.items() if gradient is not None and gradient.max() > 999]
     assert kept == ["11.weight", "11.bias"]
 
 
