@@ -19,7 +19,7 @@ from fedbn_flwr.wire import wire_key
 from .comparison import Plan, compare
 from .config import Config, UsageError, convert
 from .engines import ENGINES
-from .methods import all_options, own_options, settle
+from .methods import all_options, own_options, settle, split_methods
 from .report import Bars, show_comparison, show_run
 from .results import make_folder
 from .workbench import check_simulation
@@ -127,7 +127,7 @@ def _run(options: dict[str, Any]) -> None:
 
 def _compare(options: dict[str, Any]) -> None:
     engine = _engine(options)
-    methods = [method.strip() for method in str(options.pop("methods")).split(",") if method.strip()]
+    methods = split_methods(str(options.pop("methods")))
     if not methods:
         raise UsageError("--methods names no method")
     if twice := [method for method in methods if methods.count(method) > 1]:

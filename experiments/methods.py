@@ -114,6 +114,20 @@ def parse(method: str) -> tuple[str, str | None, dict[str, str]]:
     return strategy, norm if plus else None, options
 
 
+def split_methods(text: str) -> list[str]:
+    """Split a list of methods at its commas, but not at those inside a value (`lr-schedule=0.1@0.5,=0.001@freeze`).
+
+    A strategy's name neither starts with a digit nor holds an equals sign.
+    """
+    methods: list[str] = []
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+        if methods and (piece[0].isdigit() or "=" in piece.partition(":")[0]):
+            methods[-1] += f",{piece}"
+        else:
+            methods.append(piece)
+    return methods
+
+
 def _rejoined(items: list[str]) -> list[str]:
     """Values may hold colons themselves (`partition=classes:2`): a piece without `=` belongs to the one before."""
     joined: list[str] = []

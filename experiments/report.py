@@ -84,8 +84,8 @@ def _show_accuracies(summaries: Sequence[Summary]) -> None:
     table = _table(f"{first['dataset']}, {first['model']}, {first['partition']}, {first['rounds']} rounds")
     columns: dict[str, Callable[[Line], str]] = {
         "accuracy": lambda line: f"{line.mean:.3f}" + (f" ± {line.deviation:.3f}" if several else ""),
-        "personal": lambda line: _optional(line.summary, "accuracy-personal"),
-        "mean BN": lambda line: _optional(line.summary, "accuracy-mean-bn"),
+        "personal": lambda line: _mean(summaries, line.method, "accuracy-personal"),
+        "mean BN": lambda line: _mean(summaries, line.method, "accuracy-mean-bn"),
         f"vs {baseline}": lambda line: "" if line is compared[0] else _difference(line, several),
         "lr": lambda line: f"{line.summary['lr']:g}" if len({run["lr"] for run in summaries}) > 1 else "",
         "MB sent": lambda line: f"{line.summary['payload-bytes'] / 2**20:.1f}",
@@ -128,5 +128,6 @@ def _difference(line: Line, several: bool) -> str:
     return f"{line.difference:+.3f}" + (f" ± {line.half_width:.3f}" if several else "")
 
 
-def _optional(run: Summary, key: str) -> str:
-    return f"{run[key]:.3f}" if key in run else ""
+def _mean(summaries: Sequence[Summary], method: str, key: str) -> str:
+    values = [run[key] for run in summaries if run["method"] == method and key in run]
+    return f"{fmean(values):.3f}" if values else ""

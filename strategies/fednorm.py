@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord
 from .average import Arrays, average
 from .fedavg import FedAvg
 from .momentum import record
-from .replies import NodeReply
+from .replies import CannotTrainError, NodeReply
 
 
 class FedNorm(FedAvg):
@@ -56,7 +56,7 @@ class FedNorm(FedAvg):
     def _domain(self, node: int) -> int:
         domain = self.describe_node(node).domain
         if domain < 0:
-            raise ValueError(
+            raise CannotTrainError(
                 f"FedNorm needs one domain a node, and node {node} names none: its samples must all come from one "
                 "domain of a data set that has domains (for example digits-domains with the partition domain:1)"
             )

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from experiments.methods import all_options, own_options, parse
+from experiments.methods import all_options, own_options, parse, split_methods
 from fedbn_flwr.experiments import Config, UsageError, settle
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY, FedProx, FixBN
@@ -174,3 +174,13 @@ def test_the_client_of_the_one_node_sees_the_same_data() -> None:
 def test_the_centralized_reference_needs_to_know_whose_data() -> None:
     with pytest.raises(UsageError, match="needs clients"):
         settle({"method": "centralized", "clients": "0"})
+
+
+def test_a_list_of_methods_is_not_split_inside_a_value() -> None:
+    text = "fedavg, fedtan-ii:m=10:lr-schedule=0.1@0.5,=0.001@freeze,fedavg+brn:norm-options=r_max=3,d_max=5,fixbn"
+    assert split_methods(text) == [
+        "fedavg",
+        "fedtan-ii:m=10:lr-schedule=0.1@0.5,=0.001@freeze",
+        "fedavg+brn:norm-options=r_max=3,d_max=5",
+        "fixbn",
+    ]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedbn_flwr import state
-from fedbn_flwr.strategies import FedAvg, FedBN, FedNorm
+from fedbn_flwr.strategies import CannotTrainError, FedAvg, FedBN, FedNorm
 from tests.harness import INSTRUCTION, SIZES, Federation, distance, make_model, parts
 from tests.references import Node, bn_entries, copy_state, federated, weighted_mean
 
@@ -51,6 +51,6 @@ def test_a_node_without_a_domain_is_told_so() -> None:
     domains = nodes.split.domains
     assert domains is not None
     domains[:3] = 3  # the first node now holds samples of two domains
-    with pytest.raises(ValueError, match="FedNorm needs one domain a node, and node 1000 names none"):
+    with pytest.raises(CannotTrainError, match="FedNorm needs one domain a node, and node 1000 names none"):
         nodes.run(FedNorm())
     assert copy_state(nodes.model)
