@@ -46,6 +46,7 @@ COMMAND = (
         "of `compare`: comma-separated rates; each method runs at the one with the best accuracy on a fifth of the "
         "training data, held out",
     ),
+    ("`--batches`", "`4`", "of `diagnose`: mini-batches a client to average over"),
 )
 
 

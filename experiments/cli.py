@@ -18,6 +18,7 @@ from fedbn_flwr.wire import wire_key
 
 from .comparison import Plan, compare
 from .config import Config, UsageError, convert
+from .diagnose import run_diagnosis
 from .engines import ENGINES
 from .methods import all_options, own_options, settle, split_methods
 from .report import Bars, show_comparison, show_run
@@ -78,12 +79,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fedbn-flwr", description="Batch normalization in federated learning, side by side.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     run = _command(commands, "run", "train with one method")
+    _add_engine(run)
     _add_shared(run, skip=())
     several = _command(commands, "compare", "train with several methods on the same data, model and seeds")
     several.add_argument("--methods", required=True, help="comma-separated methods")
     several.add_argument("--seeds", default="1", metavar="N", help="runs a method, with seeds from --seed on [1]")
     several.add_argument("--lr-grid", default="", help="comma-separated rates: each method runs at its own best one")
+    _add_engine(several)
     _add_shared(several, skip=("method",))
+    single = _command(commands, "diagnose", "measure what the clients' data do to the BN of a model, without training")
+    single.add_argument("--batches", default="4", metavar="N", help="mini-batches a client to average over [4]")
+    _add_shared(single, skip=())
     _command(commands, "list", "show every strategy, normalizer, model, data set, partition and augmentation")
     return parser
 
@@ -100,9 +106,12 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_shared(parser: argparse.ArgumentParser, skip: Sequence[str]) -> None:
+def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="inprocess", help=f"{' or '.join(ENGINES)} [inprocess]")
     parser.add_argument("--verbose", action="store_true", default=False, help="show Flower's own log")
+
+
+def _add_shared(parser: argparse.ArgumentParser, skip: Sequence[str]) -> None:
     group = parser.add_argument_group("shared options")
     for item in fields(Config):
         if item.name not in skip:
@@ -146,6 +155,11 @@ def _compare(options: dict[str, Any]) -> None:
         raise CannotTrainError("no method could train")
 
 
+def _diagnose(options: dict[str, Any]) -> None:
+    count = int(convert("--batches", options.pop("batches"), int))
+    run_diagnosis(_kebab(options), count)
+
+
 def _list(_: dict[str, Any]) -> None:
     known: dict[str, Iterable[str]] = {
         "strategies": REGISTRY,
@@ -158,7 +172,7 @@ def _list(_: dict[str, Any]) -> None:
     print(json.dumps({kind: list(names) for kind, names in known.items()}, indent=2))
 
 
-_COMMANDS = {"run": _run, "compare": _compare, "list": _list}
+_COMMANDS = {"run": _run, "compare": _compare, "diagnose": _diagnose, "list": _list}
 
 
 def _engine(options: dict[str, Any]) -> Any:

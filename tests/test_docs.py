@@ -44,7 +44,7 @@ def test_commands_are_understood(page: Path) -> None:
     for words in commands(page, "fedbn-flwr"):
         options = vars(_parser().parse_args(words))
         given = {key.replace("_", "-"): value for key, value in options.items()}
-        for key in ("command", "engine", "verbose", "seeds", "lr-grid"):
+        for key in ("command", "engine", "verbose", "seeds", "lr-grid", "batches"):
             given.pop(key, None)
         for method in str(given.pop("methods", given.pop("method", "fedavg"))).split(","):
             settle({**given, "method": method})

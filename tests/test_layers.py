@@ -13,7 +13,7 @@ FLOORS = ("fedbn_flwr", "strategies", "experiments", "apps")
 #: the public import paths of the upper floors: the only files of the library that look up
 DOORS = {"fedbn_flwr/strategies.py": "strategies", "fedbn_flwr/experiments.py": "experiments"}
 #: what is inherited from or used inside other strategies, and is no method of its own
-NOT_METHODS = {"Gathering", "PartialSharing"}
+NOT_METHODS = {"Gathering", "Layerwise", "PartialSharing"}
 
 
 def files(floor: str) -> list[Path]:

@@ -15,8 +15,8 @@ from tests.checkout import BIN, copy_checkout, environment, run
 
 #: prints where each of the modules named on the command line comes from
 WHERE = "import importlib, sys; print(*(importlib.import_module(name).__file__ for name in sys.argv[1:]), sep='\\n')"
-#: the same, in an environment in which a folder serves as site-packages
-INSTALLED = "import site; site.addsitedir({!r}); "
+#: before it: a folder serves as site-packages, before the environment's own, in which this project is installed too
+INSTALLED = "import site, sys; known = len(sys.path); site.addsitedir({!r}); sys.path[1:1] = sys.path[known:]; "
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 OFFLINE = ("--no-deps", "--no-index")
 #: what a checkout and a bundle hold side by side, and a wheel one inside the other
