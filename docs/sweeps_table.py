@@ -1,6 +1,6 @@
 """Prints the table of docs/fedtan.md: how far sweeps are from the exact gradient, by their number.
 
-python docs/sweeps_table.py small-cnn resnet20 mobilenetv2
+python docs/sweeps_table.py mlp small-cnn resnet20
 """
 
 import sys

@@ -38,7 +38,8 @@ def run_diagnosis(options: Mapping[str, Any], count: int) -> None:
     check_simulation(experiment)
     config = experiment.config
     set_threads(config)
-    model = fresh_model(config).to(pick_device(config.device)).train()
+    # in float64, where FedTAN's error is 0: in float32 rounding turns some ReLUs
+    model = fresh_model(config).to(pick_device(config.device), torch.float64).train()
     try:
         check(model)
     except ValueError as error:
@@ -75,7 +76,7 @@ def mini_batches(config: Config, client: int, count: int) -> list[Batch]:
     found = []
     for positions in batches.plan(len(held), instruction, generator, merge_single=True):
         inputs, targets = split.batch(held[positions], device)
-        found.append((augment(config.augmentation, inputs, generator), targets))
+        found.append((augment(config.augmentation, inputs, generator).double(), targets))
     return found
 
 

@@ -96,8 +96,14 @@ def test_every_message_in_a_process_of_its_own(case: str) -> None:
 
 @pytest.mark.slow
 def test_every_message_in_a_process_that_begins_with_nothing() -> None:
+    """For one node: to import torch takes seconds each time."""
+
     class Spawned(NewProcesses):
         start_method = "spawn"
+
+        def _answer(self, message: Message) -> Message:
+            new = message.metadata.dst_node_id == 1000 and message.metadata.message_type == wire.LAYERWISE
+            return super()._answer(message) if new else InProcessGrid._answer(self, message)
 
     held, replayed = (Nodes(kind).train(FedTAN(), 1)[0] for kind in (InProcessGrid, Spawned))
     assert same(held, replayed)

@@ -25,8 +25,8 @@ def weight_standardized(
     Zhuang and Lyu, "FedWon", ICLR 2024, equation 3, after Brock et al., "Characterizing Signal Propagation", 2021:
     W'_ij = gain gamma (W_ij - mean_i) / (sigma_i sqrt(N)), N the fan-in, sigma_i^2 = (1/N) sum_j (W_ij - mean_i)^2
     (the square is missing in print). gamma makes up for what the activation before the convolution takes from the
-    variance, sqrt(2 / (1 - 1/pi)) for ReLU, and is 1 where none comes before, as in linear bottlenecks; a number is
-    used for all. `gain` is a constant 1, neither trained nor part of the state, or "learnable".
+    variance, sqrt(2 / (1 - 1/pi)) for ReLU and for the images, and is 1 after a linear bottleneck; a number is used
+    for all. `gain` is a constant 1, neither trained nor part of the state, or "learnable".
 
     Deviation: the last convolution of every residual branch has the gain `branch_scale`, sqrt(2 / branches) by
     default, so that the variance grows by less than e^2 through any number of blocks. Without, it doubles at every
@@ -52,7 +52,7 @@ def activation_gain(activation: Activation | None) -> float:
     """What brings the variance of `activation(z)` back to 1, for z a standard normal number; 1 without activation."""
     if activation is None:
         return 1.0
-    points = 1 << 16
+    points = 1 << 14
     normal = torch.special.ndtri((torch.arange(points, dtype=torch.float64) + 0.5) / points)
     return 1 / float(activation(normal).std())
 
