@@ -20,6 +20,7 @@ from .comparison import Plan, compare
 from .config import Config, UsageError, convert
 from .diagnose import run_diagnosis
 from .engines import ENGINES
+from .explained import EXPLAINED
 from .methods import all_options, own_options, settle, split_methods
 from .report import Bars, show_comparison, show_run
 from .results import make_folder
@@ -121,7 +122,8 @@ def _add_shared(parser: argparse.ArgumentParser, skip: Sequence[str]) -> None:
     for key, parameter in all_options().items():
         owners = [name for name, kind in REGISTRY.items() if key in own_options(kind)]
         whose = "all strategies" if len(owners) == len(REGISTRY) else ", ".join(owners)
-        group.add_argument(f"--{key}", metavar=parameter.name.upper(), help=f"{whose} [{parameter.default}]")
+        text = f"{EXPLAINED[key]} [{parameter.default}] ({whose})"
+        group.add_argument(f"--{key}", metavar=parameter.name.upper(), help=text)
 
 
 def _run(options: dict[str, Any]) -> None:

@@ -66,8 +66,14 @@ def compare(plan: Plan, engine: Engine, folder: Path, announce: Announce) -> lis
                 curves.setdefault(method, []).append(read_rounds(place))
             (folder / "compare.json").write_text(as_json(summaries, indent=2) + "\n")
     if curves:
-        plot_curves(curves, folder / "compare.png", title_of(next(run for run in summaries if "error" not in run)))
+        plot_curves(curves, folder / "compare.png", title_of(_typical(summaries)))
     return summaries
+
+
+def _typical(summaries: Sequence[Summary]) -> Summary:
+    """A finished run, not the centralized reference if there is another: it has one node with all data."""
+    finished = [summary for summary in summaries if "error" not in summary]
+    return next((summary for summary in finished if summary["partition"] != "union"), finished[0])
 
 
 def _outcome(engine: Engine, experiment: Experiment, place: Path, progress: Progress | None) -> Summary:

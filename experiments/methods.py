@@ -45,7 +45,7 @@ class Experiment:
                 min_train_nodes=1,
                 min_evaluate_nodes=1 if evaluating else 0,
                 min_available_nodes=nodes,
-                **self.options,
+                **{**_diagnostics(self.strategy_class), **self.options},
             )
         except ValueError as error:
             raise UsageError(f"method {config.method!r}: {error}") from None
@@ -55,6 +55,11 @@ class Experiment:
         return {**self.config.to_mapping(), **{wire_key(name): value for name, value in self.options.items()}}
 
 
+def _diagnostics(strategy: type[FedAvg]) -> dict[str, bool]:
+    """Experiments report every accuracy, also that of the mean of what nodes keep, which takes sending it."""
+    return {"mean_personal": True} if strategy.personal and "mean-personal" in own_options(strategy) else {}
+
+
 def own_options(strategy: type[FedAvg]) -> dict[str, inspect.Parameter]:
     """The options that a strategy's constructors declare, by kebab-case key."""
     found: dict[str, inspect.Parameter] = {}
@@ -62,7 +67,7 @@ def own_options(strategy: type[FedAvg]) -> dict[str, inspect.Parameter]:
         if not issubclass(owner, FedAvg):
             continue
         for name, parameter in inspect.signature(owner.__init__).parameters.items():
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in SHARED:
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in (*SHARED, *strategy.replaced):
                 found.setdefault(wire_key(name), parameter)
     return found
 
@@ -164,6 +169,6 @@ def _pooled(experiment: Experiment) -> Experiment:
     # `batch-size` inside the method's own text is meant for the one node
     batch_size = config.batch_size
     if "batch-size" not in parse(config.method)[2]:
-        batch_size *= config.clients
+        batch_size *= max(int(config.clients * config.fraction_train), 1)
     pooled = replace(config, clients=1, partition="union", batch_size=batch_size, fraction_train=1.0)
     return replace(experiment, config=pooled)

@@ -80,7 +80,8 @@ def show_comparison(summaries: Sequence[Summary], folder: Path) -> None:
 def _show_accuracies(summaries: Sequence[Summary]) -> None:
     compared = lines(summaries)
     several, baseline = len(summaries) > len(compared), compared[0].method
-    first = summaries[0]
+    # the centralized reference has one node with all data
+    first = next((run for run in summaries if run["partition"] != "union"), summaries[0])
     table = _table(f"{first['dataset']}, {first['model']}, {first['partition']}, {first['rounds']} rounds")
     columns: dict[str, Callable[[Line], str]] = {
         "accuracy": lambda line: f"{line.mean:.3f}" + (f" ± {line.deviation:.3f}" if several else ""),

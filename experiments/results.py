@@ -17,7 +17,18 @@ from fedbn_flwr.state import from_record
 
 from .config import UsageError
 
-VERSIONED = ("flwr", "torch", "torchvision", "numpy", "scikit-learn", "timm")
+VERSIONED = (
+    "flwr",
+    "flwr-datasets",
+    "matplotlib",
+    "numpy",
+    "pillow",
+    "ray",
+    "scikit-learn",
+    "timm",
+    "torch",
+    "torchvision",
+)
 
 
 class RunFolder:

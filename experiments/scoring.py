@@ -47,7 +47,13 @@ class Scorer:
     def score_global(self, values: state.State) -> Score:
         """One model on the test split."""
         state.load(self._model, values)
-        result = evaluate(self._model, self._data.test, self._data.num_classes, self._device)
+        result = evaluate(
+            self._model,
+            self._data.test,
+            self._data.num_classes,
+            self._device,
+            num_domains=len(self._data.domain_names),
+        )
         scores: Score = {"accuracy": result.accuracy, "loss": result.loss}
         if self._data.domain_names:
             scores["domain-accuracy"] = dict(zip(self._data.domain_names, result.domain_accuracy, strict=True))

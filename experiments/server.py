@@ -22,7 +22,7 @@ from .methods import Experiment, settle
 from .plots import plot_curves, title_of
 from .results import RunFolder, read_rounds
 from .scoring import Scorer
-from .workbench import check, fresh_model, load_data, rounds_within_budget, set_threads, shared_model
+from .workbench import check, check_partition, fresh_model, load_data, rounds_within_budget, set_threads, shared_model
 
 #: seconds to wait for the federation's nodes
 PATIENCE = 120.0
@@ -44,6 +44,7 @@ def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | N
     """Run one experiment on a grid and write its results into a folder."""
     check(experiment)
     nodes = _count_nodes(grid, experiment.config.clients)
+    check_partition(experiment.config, nodes)
     config = rounds_within_budget(experiment.config, nodes)
     experiment = replace(experiment, config=config)
     set_threads(config)

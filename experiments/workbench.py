@@ -72,12 +72,20 @@ def check(experiment: Experiment) -> None:
     config = experiment.config
     try:
         pick_device(config.device)
-        if config.clients:
-            make_partition(config, config.clients)
         shared_model(config)
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
+    if config.clients:
+        check_partition(config, config.clients)
     experiment.make_strategy(config.clients)
+
+
+def check_partition(config: Config, clients: int) -> None:
+    """Find a partition that cannot be, once the number of clients is known."""
+    try:
+        make_partition(config, clients)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def check_simulation(experiment: Experiment) -> None:

@@ -126,11 +126,14 @@ class BNClient(NumPyClient):
         if self.test_split is None:
             raise ValueError("this client was given no test split to evaluate on")
         self._load(received[wire.ARRAYS], instruction)
-        result = evaluate(self.model, self.test_split, self.num_classes, self.device)
+        domains = self._num_domains()
+        result = evaluate(self.model, self.test_split, self.num_classes, self.device, num_domains=domains)
         metrics: Metrics = {
             wire.EVAL_LOSS: result.loss,
             wire.ACCURACY: result.accuracy,
-            wire.ACCURACY_PERSONAL: result.accuracy_for(*shares(self.train_split, self.indices, self.num_classes)),
+            wire.ACCURACY_PERSONAL: result.accuracy_for(
+                *shares(self.train_split, self.indices, self.num_classes, domains)
+            ),
             wire.DOMAIN_ACCURACY: result.domain_accuracy,
             wire.DOMAIN: self.domain,
         }
@@ -152,6 +155,10 @@ class BNClient(NumPyClient):
         domains = self.train_split.domains
         own = set() if domains is None else set(domains[torch.from_numpy(self.indices)].tolist())
         return int(own.pop()) if len(own) == 1 else -1
+
+    def _num_domains(self) -> int:
+        splits = (self.train_split, self.test_split)
+        return max(int(split.domains.max()) + 1 if split and split.domains is not None else 0 for split in splits)
 
     # ---- Flower's NumPyClient: lists in the order of the state dict ----------------------------------------------
 

@@ -38,7 +38,12 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, split: Split, num_classes: int, device: torch.device | str, batch_size: int = 500
+    model: nn.Module,
+    split: Split,
+    num_classes: int,
+    device: torch.device | str,
+    batch_size: int = 500,
+    num_domains: int = 0,
 ) -> Evaluation:
     """Evaluate with the running statistics that the model holds."""
     was_training = model.training
@@ -52,27 +57,29 @@ def evaluate(
         )
     finally:
         model.train(was_training)
-    return score(logits, split, num_classes)
+    return score(logits, split, num_classes, num_domains)
 
 
-def score(logits: Tensor, split: Split, num_classes: int) -> Evaluation:
-    """Compare logits with a split's labels."""
+def score(logits: Tensor, split: Split, num_classes: int, num_domains: int = 0) -> Evaluation:
+    """Compare logits with a split's labels; there may be more domains than the split has samples of."""
     labels = split.labels.cpu()
     domains = torch.zeros_like(labels) if split.domains is None else split.domains.cpu()
-    count = int(domains.max()) + 1
+    count = max(int(domains.max()) + 1, num_domains)
     cell = (domains * num_classes + labels) * num_classes + logits.argmax(1)
     confusion = torch.bincount(cell, minlength=count * num_classes**2)
     loss = float(F.cross_entropy(logits, labels))
     return Evaluation(loss, confusion.reshape(count, num_classes, num_classes))
 
 
-def shares(split: Split, indices: np.ndarray, num_classes: int) -> tuple[Tensor, Tensor]:
+def shares(split: Split, indices: np.ndarray, num_classes: int, num_domains: int = 0) -> tuple[Tensor, Tensor]:
     """How a node's samples are spread over the domains and over the classes."""
     chosen = torch.from_numpy(indices)
     classes = torch.bincount(split.labels[chosen].cpu(), minlength=num_classes).double()
     if split.domains is None:
         return torch.ones(1, dtype=torch.float64), classes / classes.sum()
-    domains = torch.bincount(split.domains[chosen].cpu(), minlength=int(split.domains.max()) + 1).double()
+    domains = torch.bincount(
+        split.domains[chosen].cpu(), minlength=max(int(split.domains.max()) + 1, num_domains)
+    ).double()
     return domains / domains.sum(), classes / classes.sum()
 
 

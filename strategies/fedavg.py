@@ -51,6 +51,8 @@ class FedAvg(FlowerFedAvg):
 
     #: whether nodes end up with models of their own, which only they can evaluate
     personal: ClassVar[bool] = False
+    #: constructor arguments of a base that have another name here
+    replaced: ClassVar[tuple[str, ...]] = ()
     #: whether an experiment gives this method one node with the union of the clients' samples
     pooled: ClassVar[bool] = False
 

@@ -1,6 +1,6 @@
 """FedTAN-II."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from .fedtan import FedTAN
 from .fixbn import FixBN
@@ -20,6 +20,8 @@ class FedTANII(FedTAN, FixBN):
     or above the number of rounds this is FedTAN, with M = 0 it is FixBN frozen from the start. Frozen statistics are
     not sent; the paper counts them (`send_frozen=True`).
     """
+
+    replaced: ClassVar[tuple[str, ...]] = ("freeze_round",)
 
     def __init__(self, *, m: float | str = 0.5, **options: Any) -> None:
         super().__init__(**{**options, "freeze_round": m})

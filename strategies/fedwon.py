@@ -21,9 +21,10 @@ class FedWon(FedAvg):
         W'_ij = gain (W_ij - mu_i) / (sigma_i sqrt(N))
         G_i <- lambda G_i ||W_i|| / ||G_i||   where ||G_i|| / ||W_i|| > lambda
 
-    The model must be built with `norm="wsconv"`, which an experiment does by itself. `agc="auto"` clips from batch
-    size 32 on, as in the paper's ablation; `wsconv=False` is the ablation without standardization. `gain` is
-    `constant` or `learnable`. With `agc="off"` and the model as it is, this is FedAvg.
+    The model must be built with `norm="wsconv"`, which an experiment does by itself; see there for what residual
+    networks need beyond the paper. `agc="auto"` clips from batch size 32 on, as in the paper's ablation; `wsconv=False`
+    is the ablation without standardization. `gain` is `constant` or `learnable`. With `agc="off"` and the model as it
+    is, this is FedAvg.
     """
 
     def __init__(

@@ -125,6 +125,8 @@ def _check_arrays(group: str, arrays: Arrays, expected: Mapping[str, np.ndarray]
             raise RefusedError(f"its array {name!r} is not part of the model")
         if expected and array.shape != expected[name].shape:
             raise RefusedError(f"its array {name!r} has shape {array.shape}, not {expected[name].shape}")
+        if expected and array.dtype != expected[name].dtype:
+            raise RefusedError(f"its array {name!r} is {array.dtype}, not {expected[name].dtype}")
         if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
             raise RefusedError(f"its array {name!r} in {group!r} is not finite")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.explained import EXPLAINED
 from experiments.methods import all_options
 from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
 from fedbn_flwr.experiments import Config, main
@@ -164,3 +165,7 @@ def test_list_names_everything_there_is(capsys: pytest.CaptureFixture[str]) -> N
         "partitions": list(PARTITIONS),
         "augmentations": list(AUGMENTATIONS),
     }
+
+
+def test_every_option_of_a_strategy_is_explained() -> None:
+    assert set(EXPLAINED) == set(all_options())

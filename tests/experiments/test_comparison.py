@@ -175,9 +175,9 @@ def test_the_test_data_never_choose_the_rate(tmp_path: Path, monkeypatch: pytest
     """Every evaluation, on the server and on the nodes, is of held-out training data until the rate is chosen."""
     test_data, seen = load_data(Config(dataset=DATA)).test, []
 
-    def watched(model: torch.nn.Module, split: Split, num_classes: int, device: Any) -> Evaluation:
+    def watched(model: torch.nn.Module, split: Split, *arguments: Any, **options: Any) -> Evaluation:
         seen.append("test" if split is test_data else "validation")
-        return evaluate(model, split, num_classes, device)
+        return evaluate(model, split, *arguments, **options)
 
     monkeypatch.setattr(experiments.scoring, "evaluate", watched)
     monkeypatch.setattr(fedbn_flwr.client, "evaluate", watched)

@@ -21,8 +21,8 @@ from fedbn_flwr.norm.wsconv import activation_gain
 #: learning rates to choose from, for GN and for standardized convolutions alike
 RATES = {
     "resnet20": (0.01, 0.03, 0.1),
-    "resnet18": (0.01, 0.03),
-    "mobilenetv2": (0.001, 0.003, 0.01, 0.03),
+    "resnet18": (0.003, 0.01),
+    "mobilenetv2": (0.001, 0.003, 0.006, 0.03),
 }
 RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))
 
