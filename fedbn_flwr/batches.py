@@ -28,10 +28,16 @@ def plan(count: int, instruction: Instruction, generator: torch.Generator, merge
     return [batch for epoch in islice(epochs, instruction.local_epochs) for batch in epoch]
 
 
+def chunks(values: Tensor, size: int) -> list[Tensor]:
+    """Split into batches; a last one of a single sample, which BN may not be able to take, joins the one before."""
+    parts = list(values.split(size))
+    if size > 1 and len(parts) > 1 and len(parts[-1]) == 1:
+        last = parts.pop()
+        parts[-1] = torch.cat([parts[-1], last])
+    return parts
+
+
 def _epochs(count: int, size: int, generator: torch.Generator, merge_single: bool) -> Iterator[list[Tensor]]:
     while True:
-        batches = list(torch.randperm(count, generator=generator).split(size))
-        if merge_single and size > 1 and len(batches) > 1 and len(batches[-1]) == 1:
-            last = batches.pop()
-            batches[-1] = torch.cat([batches[-1], last])
-        yield batches
+        order = torch.randperm(count, generator=generator)
+        yield chunks(order, size) if merge_single else list(order.split(size))

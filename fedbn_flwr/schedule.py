@@ -18,7 +18,10 @@ class Moment:
 
     def after(self, num_rounds: int | None) -> int | None:
         """The round after which this point lies; none for the freeze, which is not known beforehand."""
-        return self.rounds if self.fraction is None else rounds_of(self.fraction, num_rounds)
+        if self.fraction is None:
+            return self.rounds
+        # a fraction of a very short run is not its start: nothing would have been trained by then
+        return max(rounds_of(self.fraction, num_rounds), 1)
 
     def reached(self, server_round: int, num_rounds: int | None, frozen_after: int | None) -> bool:
         """Whether a round, counted from 1, comes after this point."""

@@ -25,8 +25,8 @@ class FedBS(FedAvg):
 
     F_k is the client's mean training loss over the round, std the population's. The paper's Algorithm 1 has no
     number of consecutive rounds and a strict "<"; its text has both as here. With equal losses this is FedAvg with
-    uniform weights. A loss that is negative or not finite cannot be a weight: it counts as 0, which is logged; if all
-    are 0, clients count equally.
+    uniform weights. A loss that is negative or not finite cannot be a weight: the client has none, as with a loss of
+    0, which is logged; if no client has one, all count equally.
     """
 
     def __init__(self, *, epsilon: float = 0.1, patience_rounds: int = 5, mu: float = 0.01, **options: Any) -> None:
@@ -50,18 +50,23 @@ class FedBS(FedAvg):
             self.measured["fedbs-stage"] = 2
             return [1.0] * len(replies)
         losses = [_usable_loss(reply) for reply in replies]
-        deviation = float(np.std(losses))
+        usable = [loss for loss in losses if loss is not None]
+        deviation = float(np.std(usable)) if usable else float("inf")
         self.measured |= {"fedbs-stage": 1, "loss-deviation": deviation}
         self._calm_rounds = self._calm_rounds + 1 if deviation <= self.epsilon else 0
         if self._calm_rounds >= self.patience_rounds:
             self.stage = 2
             log(INFO, "FedBS: stage 2 begins after round %d", self.server_round)
-        return losses if any(losses) else [1.0] * len(replies)
+        weights = [loss or 0.0 for loss in losses]
+        if any(weights):
+            return weights
+        log(WARNING, "FedBS: no loss of this round is above 0, so all clients count equally")
+        return [1.0] * len(replies)
 
 
-def _usable_loss(reply: NodeReply) -> float:
+def _usable_loss(reply: NodeReply) -> float | None:
     loss = reply.metrics.get(wire.TRAIN_LOSS)
-    if isinstance(loss, int | float) and np.isfinite(loss) and loss >= 0:
-        return float(loss)
-    log(WARNING, "FedBS: node %d reports the loss %r, which cannot be a weight and counts as 0", reply.node, loss)
-    return 0.0
+    usable = float(loss) if isinstance(loss, int | float) and np.isfinite(loss) and loss >= 0 else None
+    if not usable:
+        log(WARNING, "FedBS: node %d reports the loss %r, so it has no weight in this round", reply.node, loss)
+    return usable

@@ -28,6 +28,8 @@ class FedNorm(FedAvg):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        if self.server_optimizer:
+            raise ValueError("fednorm averages BN within domains: server_optimizer must be none")
         self._by_domain: dict[int, Arrays] = {}
 
     def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:

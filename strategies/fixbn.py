@@ -80,7 +80,7 @@ class FixBN(FedAvg):
         variance = self.watch.variance()
         if variance is not None:
             self.measured["statistics-change-variance"] = variance
-            if variance < self.watch.threshold:
+            if variance < self.watch.threshold and server_round != self.num_rounds:
                 self.frozen_after = self.measured["frozen-after"] = server_round
                 log(INFO, "FixBN: frozen after round %d", server_round)
                 return

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from fedbn_flwr.wire import Instruction
+
 from .average import Arrays
 from .gathering import Gathering
 
@@ -38,6 +40,10 @@ class HeteroFL(Gathering):
     def own_norm(cls, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """Static BN."""
         return "static-bn", {"instant": options.get("statistics") == "instant"}
+
+    def instruct(self, instruction: Instruction) -> Instruction:
+        """Training does not change statistics, so nodes need not send them."""
+        return replace(super().instruct(instruction), omit="statistics")
 
     def refine(self, merged: Arrays) -> Arrays:
         """Gather, if this round is evaluated."""

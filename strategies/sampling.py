@@ -50,8 +50,10 @@ class Roster:
         questions = [Message(content, dst_node_id=node, message_type=wire.DESCRIBE) for node in new]
         answers = exchange(grid, questions, self._patience) if new else {}
         for node in new:
-            self._known[node] = _read(node, answers.get(node))
-        return {node: self._known[node] for node in nodes}
+            if (answer := answers.get(node)) is not None and not answer.has_error():
+                self._known[node] = _read(node, answer)
+        # one that did not answer is asked again next time
+        return {node: self._known.get(node, Node(node, node)) for node in nodes}
 
 
 def draw(nodes: Mapping[int, Node], count: int, seed: int, server_round: int) -> list[int]:
@@ -62,9 +64,7 @@ def draw(nodes: Mapping[int, Node], count: int, seed: int, server_round: int) ->
     return [ordered[index].node for index in chosen]
 
 
-def _read(node: int, answer: Message | None) -> Node:
-    if answer is None or answer.has_error():
-        return Node(node, node)
+def _read(node: int, answer: Message) -> Node:
     metrics, report = answer.content.metric_records[wire.METRICS], answer.content.config_records[wire.REPORT]
     numbers = [metrics[key] for key in (wire.PARTITION_ID, wire.NUM_EXAMPLES, wire.DOMAIN)]
     partition, num_examples, domain = (int(value) for value in numbers if isinstance(value, int | float))

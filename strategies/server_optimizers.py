@@ -29,9 +29,9 @@ class ServerOptimizer:
 
         w <- w + rate * step(average - w)
 
-    For parameters the numbers are those of Flower's classes of these names. BN statistics and counters are averages
-    of measurements, not of directions: they are taken as averaged, where Flower's classes act on every array, so that
-    running variances can turn negative and counters into fractions.
+    For parameters the numbers are those of Flower's classes of these names at the same rate. BN statistics and
+    counters are averages of measurements, not of directions: they are taken as averaged, where Flower's classes act on
+    every array, so that running variances can turn negative and counters into fractions.
     """
 
     rule: str

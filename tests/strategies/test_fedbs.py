@@ -46,3 +46,13 @@ def test_what_it_measured_is_noted() -> None:
     Federation(make_model()).run(strategy, 1)
     assert strategy.measured["fedbs-stage"] == 1
     assert strategy.measured["loss-deviation"] > 0
+
+
+def test_rounds_without_a_usable_loss_are_not_calm() -> None:
+    strategy = FedBS(epsilon=0.1, patience_rounds=1)
+    assert strategy.weigh(replies(float("nan"), float("inf"))) == [1.0, 1.0]
+    assert strategy.stage == 1
+
+
+def test_equal_losses_are_uniform_weights() -> None:
+    assert FedBS(epsilon=0.0, patience_rounds=9).weigh(replies(0.7, 0.7, 0.7)) == [0.7, 0.7, 0.7]

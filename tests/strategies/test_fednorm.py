@@ -54,3 +54,8 @@ def test_a_node_without_a_domain_is_told_so() -> None:
     with pytest.raises(CannotTrainError, match="FedNorm needs one domain a node, and node 1000 names none"):
         nodes.run(FedNorm())
     assert copy_state(nodes.model)
+
+
+def test_a_server_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="server_optimizer must be none"):
+        FedNorm(server_optimizer="adam")
