@@ -82,7 +82,7 @@ class Journal:
         }
 
     def _scored(self, server_round: int, arrays: ArrayRecord) -> Score:
-        if server_round % self._config.evaluate_every and server_round != self._config.rounds:
+        if not self._strategy.evaluates(server_round):
             return {}
         score = self._scorer.score(self._strategy, arrays)
         self._score = score or self._score

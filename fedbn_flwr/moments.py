@@ -35,7 +35,6 @@ def running_statistics(pooled: Mapping[str, Moments], unbiased: bool = True) -> 
     entries: State = {}
     for layer, moments in pooled.items():
         prefix = f"{layer}." if layer else ""
-        correction = moments.count / (moments.count - 1) if unbiased and moments.count > 1 else 1.0
         entries[f"{prefix}running_mean"] = moments.mean
-        entries[f"{prefix}running_var"] = moments.variance * correction
+        entries[f"{prefix}running_var"] = moments.running_variance(unbiased)
     return entries

@@ -4,9 +4,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
 Arrays = dict[str, NDArray[Any]]
+
+
+def record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+    """Pack arrays for a message."""
+    return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
+
+
+def unpack(packed: ArrayRecord) -> Arrays:
+    """The arrays of a message."""
+    return {name: array.numpy() for name, array in packed.items()}
 
 
 def normalize(weights: Sequence[float]) -> list[float]:

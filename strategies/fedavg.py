@@ -5,19 +5,17 @@ from dataclasses import replace
 from logging import WARNING
 from typing import Any, ClassVar
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
-from numpy.typing import NDArray
 
 from fedbn_flwr import wire
 from fedbn_flwr.schedule import Schedule
 from fedbn_flwr.wire import Instruction
 
-from .average import Arrays, average
+from .average import Arrays, average, record, unpack
 from .momentum import MomentumState
 from .replies import CannotTrainError, Expected, NodeReply, require_obeyed, sift
 from .sampling import Node, Roster, draw, wait_for_nodes
@@ -173,8 +171,7 @@ class FedAvg(FlowerFedAvg):
         weights = self.weigh(self.train_replies)
         self.momentum.absorb(self.train_replies, weights)
         merged = self.refine(self.merge(self.train_replies, weights))
-        record = ArrayRecord({name: Array(np.asarray(value)) for name, value in merged.items()})
-        return record, self._mean_metrics(self.train_replies, self.train_metrics_aggr_fn)
+        return record(merged), self._mean_metrics(self.train_replies, self.train_metrics_aggr_fn)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -220,7 +217,7 @@ class FedAvg(FlowerFedAvg):
         self.grid = grid
         if isinstance(rounds := config.get(wire.NUM_ROUNDS), int):
             self.num_rounds = rounds
-        self.current = {name: _own(array) for name, array in arrays.items()}
+        self.current = unpack(arrays)
 
     def _address(
         self, nodes: list[int], arrays: ArrayRecord, instruction: Instruction, config: ConfigRecord, kind: str
@@ -266,7 +263,3 @@ class FedAvg(FlowerFedAvg):
 
 def _instruction(config: ConfigRecord, server_round: int) -> Instruction:
     return replace(Instruction.from_config(config), server_round=server_round)
-
-
-def _own(array: Array) -> NDArray[Any]:
-    return array.numpy()

@@ -5,9 +5,8 @@ from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord
 
-from .average import Arrays, average
+from .average import Arrays, average, record
 from .fedavg import FedAvg
-from .momentum import record
 from .replies import CannotTrainError, NodeReply
 
 

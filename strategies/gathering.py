@@ -12,10 +12,9 @@ from fedbn_flwr import moments, norm, wire
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.wire import Instruction
 
-from .average import Arrays
+from .average import Arrays, record
 from .exchange import exchange
 from .fedavg import FedAvg
-from .momentum import record
 from .replies import Expected, sift
 
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 
 from fedbn_flwr import wire
 from fedbn_flwr.wire import MOMENTUM_STATES
 
-from .average import Arrays, average
+from .average import Arrays, average, record
 from .replies import NodeReply
 
 
@@ -30,8 +29,3 @@ class MomentumState:
         sent = [reply.records.get(wire.MOMENTUM, {}) for reply in replies]
         if self.kind == "global" and all(sent):
             self._mean = average(sent, weights)
-
-
-def record(arrays: Arrays) -> ArrayRecord:
-    """Pack arrays."""
-    return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})

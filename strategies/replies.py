@@ -7,12 +7,12 @@ from logging import WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import wire
 
-from .average import Arrays
+from .average import Arrays, unpack
 
 
 class NotObeyedError(RuntimeError):
@@ -89,7 +89,7 @@ def _read(node: int, message: Message, expected: Expected) -> NodeReply:
         raise RefusedError(f"it failed: {message.error.reason}")
     content = message.content
     metrics = {key: value for record in content.metric_records.values() for key, value in record.items()}
-    records = {name: _numpy(record) for name, record in content.array_records.items()}
+    records = {name: unpack(record) for name, record in content.array_records.items()}
     if expected.arrays_key in records:
         records[wire.ARRAYS] = records.pop(expected.arrays_key)
     for group, arrays in records.items():
@@ -102,10 +102,6 @@ def _read(node: int, message: Message, expected: Expected) -> NodeReply:
         records=records,
         content=content,
     )
-
-
-def _numpy(record: ArrayRecord) -> Arrays:
-    return {name: array.numpy() for name, array in record.items()}
 
 
 def _count(metrics: Mapping[str, object], key: str) -> int:

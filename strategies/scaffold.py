@@ -10,9 +10,8 @@ from flwr.app import ArrayRecord
 from fedbn_flwr import wire
 from fedbn_flwr.wire import Instruction
 
-from .average import Arrays, average, normalize
+from .average import Arrays, average, normalize, record
 from .fedavg import FedAvg
-from .momentum import record
 from .replies import NodeReply
 
 

@@ -20,6 +20,10 @@ class Moments:
     mean: Tensor
     variance: Tensor
 
+    def running_variance(self, unbiased: bool) -> Tensor:
+        """What a running variance holds: torch's own is corrected by n / (n - 1)."""
+        return self.variance * (self.count / (self.count - 1)) if unbiased and self.count > 1 else self.variance
+
 
 def gather(model: nn.Module, batches: Iterable[Tensor], normalize_with: str = "batch") -> dict[str, Moments]:
     """Run batches of inputs through the model, and return the moments of every BN layer's inputs, by name.
@@ -56,9 +60,8 @@ def install(model: nn.Module, pooled: Mapping[str, Moments], unbiased: bool = Tr
             raise ValueError(f"the model has no BN layer {name!r} with running statistics")
         if moments.mean.shape != layer.running_mean.shape or moments.variance.shape != layer.running_var.shape:
             raise ValueError(f"BN layer {name!r} has {layer.num_features} channels, not {moments.mean.shape}")
-        correction = moments.count / (moments.count - 1) if unbiased and moments.count > 1 else 1.0
         layer.running_mean.copy_(moments.mean)
-        layer.running_var.copy_(moments.variance * correction)
+        layer.running_var.copy_(moments.running_variance(unbiased))
 
 
 def _merge(one: Moments, other: Moments) -> Moments:
