@@ -44,6 +44,24 @@ class Reply:
     report: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A client's mini-batches of one round; each walk over them goes on drawing augmentations."""
+
+    client: "BNClient"
+    instruction: Instruction
+    chosen: list[Tensor]
+    generator: torch.Generator
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __iter__(self) -> Iterator[training.Batch]:
+        for indices in self.chosen:
+            inputs, targets = self.client.train_split.batch(indices, self.client.device)
+            yield augment(self.instruction.augmentation, inputs, self.generator), targets
+
+
 class BNClient(NumPyClient):
     """A client that can be used with every strategy of this project, and with Flower's own.
 
@@ -80,7 +98,7 @@ class BNClient(NumPyClient):
         """One round of local training."""
         self._load(received[wire.ARRAYS], instruction)
         local = state.group_keys(self.model, instruction.keep_local)
-        with norm.freeze(self.model, **_frozen_parts(instruction.freeze)):
+        with norm.freeze(self.model, **frozen_parts(instruction.freeze)):
             optimizer = training.make_optimizer(self.model, instruction)
             session = Session(self.model, optimizer, instruction, received, self.memory, local)
             with nullcontext() if self.exchange else OwnRandomness(self.step_seed(instruction)).drawing():
@@ -100,7 +118,7 @@ class BNClient(NumPyClient):
         """What the first mini-batch tells of every BN layer, under corrections; without `gradients`, forward only."""
         self._load(received[wire.ARRAYS], instruction)
         self.model.train()
-        inputs, targets = next(self._batches(instruction))
+        inputs, targets = next(iter(self.plan(instruction)))
         seed = self.step_seed(instruction)
 
         def loss() -> Tensor:
@@ -194,29 +212,33 @@ class BNClient(NumPyClient):
 
     def _learn(self, session: Session) -> float:
         self.model.train()
+        planned = self.plan(session.instruction)
+        session.steps = len(planned)
         rules = rules_for(session.instruction)
         for rule in rules:
             rule.begin(session)
-        planned = self._batches(session.instruction)
         loss = training.train(
-            self.model,
-            planned if session.instruction.layerwise == "none" else self._first_shared(planned, session),
+            planned if session.instruction.layerwise == "none" else self._first_shared(iter(planned), session),
+            lambda batch: training.batch_loss(self.model, batch, session.instruction, self.loss_function),
             session.optimizer,
-            session.instruction,
-            self.loss_function,
             [rule.adjust for rule in rules],
         )
         for rule in rules:
             rule.finish(session)
-        return loss
+        return float(loss)
 
-    def _batches(self, instruction: Instruction) -> Iterator[training.Batch]:
+    def plan(self, instruction: Instruction, structure: nn.Module | None = None) -> "Plan":
+        """The mini-batches of a round of the model, or of one like it, which is in the mode that it will train in."""
         generator = torch_generator(instruction.seed, "batches", *self._stream(instruction))
-        learning = any(layer.training for layer in norm.bn_layers(self.model).values())
+        learning = any(layer.training for layer in norm.bn_layers(structure or self.model).values())
         indices = torch.from_numpy(self.indices)
-        for positions in batches.plan(len(indices), instruction, generator, merge_single=learning):
-            inputs, targets = self.train_split.batch(indices[positions], self.device)
-            yield augment(instruction.augmentation, inputs, generator), targets
+        planned = batches.plan(len(indices), instruction, generator, merge_single=learning)
+        return Plan(self, instruction, [indices[positions] for positions in planned], generator)
+
+    def count_steps(self, instruction: Instruction) -> int:
+        """About how many steps a round has; a last batch of one sample may be merged."""
+        an_epoch = -(-len(self.indices) // instruction.batch_size)
+        return instruction.local_steps or instruction.local_epochs * an_epoch
 
     def _first_shared(self, planned: Iterator[training.Batch], session: Session) -> Iterator[training.Batch]:
         """The same batches; while the first one is learned from, BN has the statistics of all clients."""
@@ -276,7 +298,7 @@ def layerwise_mode(instruction: Instruction) -> Mode:
     return modes[instruction.layerwise]
 
 
-def _frozen_parts(freeze: str) -> dict[str, bool]:
+def frozen_parts(freeze: str) -> dict[str, bool]:
     if freeze not in wire.FREEZES:
         raise ValueError(f"unknown freeze {freeze!r}; known: {', '.join(wire.FREEZES)}")
     return {"statistics": freeze in ("statistics", "both"), "affine": freeze in ("affine", "both")}

@@ -13,12 +13,20 @@ from fedbn_flwr.wire import Instruction
 ClientFunction = Callable[[Context], BNClient]
 
 
+class BNClientApp(ClientApp):
+    """A ClientApp that also says how its clients are made, for engines that let several of them train at once."""
+
+    def __init__(self, client_fn: ClientFunction) -> None:
+        super().__init__()
+        self.client_fn = client_fn
+
+
 def client_app(client_fn: ClientFunction) -> ClientApp:
     """Make a ClientApp; `client_fn` builds the node's client from its Context, once a message.
 
     The client's `memory` should be the context's `state`, which Flower keeps from message to message.
     """
-    app = ClientApp()
+    app = BNClientApp(client_fn)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -43,9 +51,16 @@ def client_app(client_fn: ClientFunction) -> ClientApp:
     return app
 
 
-def unpack(message: Message) -> tuple[dict[str, state.State], Instruction]:
-    """The arrays by group and name, and the instruction."""
-    records = {name: state.from_record(record) for name, record in message.content.array_records.items()}
+def unpack(
+    message: Message, known: dict[int, state.State] | None = None
+) -> tuple[dict[str, state.State], Instruction]:
+    """The arrays by group and name, and the instruction; a record that many messages share, once for all `known`."""
+    known = {} if known is None else known
+    records = {}
+    for name, record in message.content.array_records.items():
+        if id(record) not in known:
+            known[id(record)] = state.from_record(record)
+        records[name] = known[id(record)]
     return records, Instruction.from_config(message.content.config_records[wire.CONFIG])
 
 

@@ -1,6 +1,6 @@
 """Flower's `Grid` without Ray or a network: the ServerApp's own process runs one node after another."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import WARNING
 from typing import Any
@@ -78,11 +78,11 @@ class InProcessGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Deliver the messages and keep the replies."""
-        ids = []
-        for message in messages:
-            ids.append(_identify(message))
-            self._replies[ids[-1]] = self._answer(message)
-            _identify(self._replies[ids[-1]])
+        messages = list(messages)
+        ids = [_identify(message) for message in messages]
+        for message_id, reply in zip(ids, self._answer_all(messages), strict=True):
+            _identify(reply)
+            self._replies[message_id] = reply
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -93,18 +93,29 @@ class InProcessGrid(Grid):
         """Deliver and collect."""
         return self.pull_messages(self.push_messages(messages))
 
+    def _answer_all(self, messages: Sequence[Message]) -> list[Message]:
+        """The replies, in the order of the messages."""
+        return [self._answer(message) for message in messages]
+
     def _answer(self, message: Message) -> Message:
         node = message.metadata.dst_node_id
         try:
-            known = self._contexts[node]
-            context = replace(known, state=RecordDict(dict(known.state)))
+            context = self._lend(node)
             reply = self._client_app(message, context)
         except Exception as error:
             log(WARNING, "The ClientApp of node %d raised", node, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
-        self._contexts[node] = context
+        self._keep(context)
         return reply
+
+    def _lend(self, node: int) -> Context:
+        """A node's context, changes to which are lost unless they are kept."""
+        known = self._contexts[node]
+        return replace(known, state=RecordDict(dict(known.state)))
+
+    def _keep(self, context: Context) -> None:
+        self._contexts[context.node_id] = context
 
 
 def _identify(message: Message) -> str:

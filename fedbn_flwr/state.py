@@ -24,12 +24,18 @@ def from_record(record: ArrayRecord) -> State:
 
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Overwrite the whole state; an entry that is missing, unknown or misshapen is an error that names it."""
-    target = model.state_dict()
-    _same_names(target, state)
-    _same_shapes(target, state)
+    target = check(model, state)
     with torch.no_grad():
         for name, value in target.items():
             value.copy_(state[name])
+
+
+def check(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Compare names and shapes with those of the model's own state, which is returned."""
+    target = model.state_dict()
+    _same_names(target, state)
+    _same_shapes(target, state)
+    return target
 
 
 def snapshot(model: nn.Module, names: Iterable[str] | None = None) -> State:

@@ -1,6 +1,7 @@
 """The one local training loop. Every Flower API and every engine of this project trains here."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,30 +15,42 @@ Batch = tuple[Tensor, Tensor]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 #: changes the gradients between the backward pass and the optimizer's step
 Adjustment = Callable[[], None]
+B = TypeVar("B")
 
 
 def train(
-    model: nn.Module,
-    batches: Iterable[Batch],
+    batches: Iterable[B],
+    loss_of: Callable[[B], tuple[Tensor, int | Tensor]],
     optimizer: torch.optim.Optimizer,
-    instruction: Instruction,
-    loss_function: LossFunction,
     adjustments: Sequence[Adjustment] = (),
-) -> float:
-    """Take one optimizer step a batch; returns the mean loss a sample over all of them."""
-    total, samples = torch.zeros(()), 0
-    for inputs, targets in batches:
+) -> Tensor:
+    """Take one optimizer step a batch; returns the mean loss a sample over all of them.
+
+    `loss_of` gives the mean loss of a batch and its number of samples: of one client, or (stacked) of several at once
+    in a row for each.
+    """
+    total: Tensor | float = 0.0
+    samples: Tensor | int = 0
+    for batch in batches:
         optimizer.zero_grad(set_to_none=True)
-        with autocast(instruction, inputs.device):
-            loss = _loss(model, inputs, targets, loss_function)
-        loss.backward()
+        loss, count = loss_of(batch)
+        loss.sum().backward()
         for adjust in adjustments:
             adjust()
         optimizer.step()
         # added up on the device: reading the value here would wait for the GPU in every step
-        total = total.to(loss.device) + loss.detach() * len(targets)
-        samples += len(targets)
-    return float(total) / max(samples, 1)
+        total = total + loss.detach() * count
+        samples = samples + count
+    return torch.as_tensor(total).cpu().double() / torch.as_tensor(samples).clamp(min=1)
+
+
+def batch_loss(
+    model: nn.Module, batch: Batch, instruction: Instruction, loss_function: LossFunction
+) -> tuple[Tensor, int]:
+    """The mean loss of one client's batch, in the instruction's precision, and the number of its samples."""
+    inputs, targets = batch
+    with autocast(instruction, inputs.device):
+        return model_loss(model, inputs, targets, loss_function), len(targets)
 
 
 def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Optimizer:
@@ -58,7 +71,8 @@ def autocast(instruction: Instruction, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=instruction.precision == "bf16")
 
 
-def _loss(model: nn.Module, inputs: Tensor, targets: Tensor, loss_function: LossFunction) -> Tensor:
+def model_loss(model: nn.Module, inputs: Tensor, targets: Tensor, loss_function: LossFunction) -> Tensor:
+    """The loss; where BN cannot take the batch, an error that says so."""
     try:
         return loss_function(model(inputs), targets)
     except ValueError as error:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.memory import Memory
 from fedbn_flwr.rules import Session, rules_for
-from fedbn_flwr.training import Batch, make_optimizer, train
+from fedbn_flwr.training import Batch, batch_loss, make_optimizer, train
 from fedbn_flwr.wire import Instruction
 from tests.toys import CLASSES, assert_same_state, toy_cnn, toy_split
 
@@ -38,7 +38,10 @@ def plain_loop(model: nn.Module, batches: list[Batch], make: OptimizerOf) -> lis
 
 def trained(model: nn.Module, batches: list[Batch], instruction: Instruction) -> float:
     model.train()
-    return train(model, batches, make_optimizer(model, instruction), instruction, F.cross_entropy)
+    def loss_of(batch: Batch) -> tuple[Tensor, int]:
+        return batch_loss(model, batch, instruction, F.cross_entropy)
+
+    return float(train(batches, loss_of, make_optimizer(model, instruction)))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,7 @@ def test_other_errors_of_the_model_are_its_own() -> None:
         raise ValueError("my own complaint")
 
     with pytest.raises(ValueError, match=r"^my own complaint$"):
-        train(toy_cnn(), toy_batches(), torch.optim.SGD([torch.zeros(1)]), Instruction(), complain)
+        batch_loss(toy_cnn(), toy_batches()[0], Instruction(), complain)
 
 
 # ---- the proximal term -----------------------------------------------------------------------------------------------

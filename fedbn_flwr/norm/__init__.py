@@ -1,6 +1,6 @@
 """Normalizers: what BN is in a model, freezing it, and swapping it for something else."""
 
-from fedbn_flwr.norm.agc import adaptive_clip, classifier_parameters
+from fedbn_flwr.norm.agc import adaptive_clip, classifier_parameters, clip_gradients
 from fedbn_flwr.norm.batch import BatchNorm
 from fedbn_flwr.norm.freeze import Frozen, freeze
 from fedbn_flwr.norm.gather import Moments, gather, install, pool
@@ -32,6 +32,7 @@ __all__ = [
     "bn_keys",
     "bn_layers",
     "classifier_parameters",
+    "clip_gradients",
     "counter_keys",
     "freeze",
     "gather",

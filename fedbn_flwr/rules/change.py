@@ -1,6 +1,7 @@
 """How much a client's mini-batch statistics change from one participation to the next."""
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ class StatisticsChange(Rule):
     quantity open: here it is the L1 norm over the means and variances of all BN layers, divided by their number, each
     averaged over the mini-batches of the round. The first participation has nothing to compare with.
     """
+
+    #: what its hooks see inside `torch.func.vmap` cannot be kept
+    stacks: ClassVar[bool] = False
 
     def begin(self, session: Session) -> None:
         """Start to record."""

@@ -9,9 +9,12 @@ class Clipping(Rule):
 
     def begin(self, session: Session) -> None:
         """Remember what to clip."""
-        self._model, self._factor = session.model, session.instruction.clip_factor
-        self._skip = norm.classifier_parameters(session.model)
+        structure = session.structure or session.model
+        skipped = {id(parameter) for parameter in norm.classifier_parameters(structure)}
+        names = [name for name, parameter in structure.named_parameters() if id(parameter) not in skipped]
+        self._clipped = [parameter for name, parameter in session.model.named_parameters() if name in names]
+        self._factor, self._stacked = session.instruction.clip_factor, session.stacked
 
     def adjust(self) -> None:
         """Clip."""
-        norm.adaptive_clip(self._model, self._factor, self._skip)
+        norm.clip_gradients(self._clipped, self._factor, self._stacked)

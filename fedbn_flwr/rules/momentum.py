@@ -24,7 +24,8 @@ class MaintainedMomentum(Rule):
         for entry, value in known.items():
             name, _, kind = entry.rpartition("/")
             if name in learned:
-                session.optimizer.state[learned[name]][kind] = value.to(learned[name].device)
+                # the optimizer changes it in place, and it may be somebody else's too
+                session.optimizer.state[learned[name]][kind] = value.to(learned[name].device, copy=True)
 
     def finish(self, session: Session) -> None:
         """Send or store the state."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,11 @@ from fedbn_flwr.wire import Instruction
 
 @dataclass
 class Session:
-    """One round of local training, as a rule sees it."""
+    """One round of local training, as a rule sees it: of one client, or of several whose models are stacked.
+
+    Stacked, every tensor has a first dimension with a row for each client, `memory` hands out and takes such tensors,
+    and `structure` is a model of one client.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -22,6 +27,10 @@ class Session:
     memory: Memory
     #: state entries that stay on the client
     local: Collection[str] = ()
+    #: how many steps the round has; stacked, if clients have different numbers, each one's
+    steps: int | Tensor = 0
+    #: the layers behind the parameters: the model itself, unless it is stacked
+    structure: nn.Module | None = None
     #: what rules add to the reply
     records: dict[str, State] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -30,9 +39,17 @@ class Session:
         """The parameters that learn, by name."""
         return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
 
+    @property
+    def stacked(self) -> bool:
+        """Whether this is about several clients at once."""
+        return self.structure is not None
+
 
 class Rule:
     """Three moments of a round: before the first step, between gradient and step, after the last step."""
+
+    #: whether the rule works on the stacked models of several clients
+    stacks: ClassVar[bool] = True
 
     def begin(self, session: Session) -> None:
         """Prepare; the model holds what was received."""

@@ -1,6 +1,7 @@
 """SCAFFOLD's control variates."""
 
 import torch
+from torch import Tensor
 
 from fedbn_flwr import wire
 from fedbn_flwr.rules.rule import Rule, Session, on_device
@@ -23,22 +24,30 @@ class ControlVariates(Rule):
         zeros = {name: torch.zeros_like(value) for name, value in self._start.items()}
         self._server = {**zeros, **on_device(session.received.get(wire.CONTROL_VARIATES, {}), self._start)}
         self._own = {**self._server, **on_device(session.memory.recall(wire.CONTROL_VARIATES), self._start)}
-        self._learned, self._steps = learned, 0
+        self._learned = learned
 
     def adjust(self) -> None:
         """Add c - c_i."""
-        self._steps += 1
         for name, parameter in self._learned.items():
             if parameter.grad is not None:
                 parameter.grad.add_(self._server[name] - self._own[name])
 
     def finish(self, session: Session) -> None:
         """Store c_i+ and send its change."""
-        scale = 1 / (max(self._steps, 1) * session.instruction.lr) if session.instruction.lr else 0.0
         change = {
-            name: (self._start[name] - parameter.detach()) * scale - self._server[name]
+            name: _rate(session, moved := self._start[name] - parameter.detach()) * moved - self._server[name]
             for name, parameter in self._learned.items()
         }
         session.memory.store(wire.CONTROL_VARIATES, {name: self._own[name] + change[name] for name in change})
         shared = {name: value for name, value in change.items() if name not in session.local}
         session.records[wire.CONTROL_VARIATES] = shared
+
+
+def _rate(session: Session, like: Tensor) -> float | Tensor:
+    """1 / (K lr); where stacked clients take different numbers of steps, each row's own."""
+    if not session.instruction.lr:
+        return 0.0
+    if not isinstance(session.steps, Tensor):
+        return 1 / (max(session.steps, 1) * session.instruction.lr)
+    rates = 1 / (session.steps.double().clamp(min=1) * session.instruction.lr)
+    return rates.to(like).reshape(-1, *[1] * (like.dim() - 1))
