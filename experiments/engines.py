@@ -8,6 +8,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.cohort import CohortGrid
 from fedbn_flwr.inprocess import InProcessGrid
 from fedbn_flwr.suspended import STEPS
 
@@ -24,6 +25,13 @@ def run_in_process(experiment: Experiment, folder: Path, progress: Progress | No
     STEPS.make_room(experiment.config.clients)
     app = client_app(bound_client_fn(experiment.to_mapping()))
     return run(InProcessGrid(app, experiment.config.clients), experiment, folder, progress)
+
+
+def run_in_cohorts(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
+    """Clients that share a model and an instruction train stacked in this process."""
+    STEPS.make_room(experiment.config.clients)
+    app = client_app(bound_client_fn(experiment.to_mapping()))
+    return run(CohortGrid(app, experiment.config.clients), experiment, folder, progress)
 
 
 def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
@@ -48,4 +56,4 @@ def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None =
     return summaries[0]
 
 
-ENGINES: dict[str, Engine] = {"inprocess": run_in_process, "ray": run_on_ray}
+ENGINES: dict[str, Engine] = {"inprocess": run_in_process, "cohort": run_in_cohorts, "ray": run_on_ray}

@@ -1,9 +1,10 @@
 """Counting what is really sent: exchanges, payload and wire bytes, per kind of message."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
@@ -101,6 +102,19 @@ class CountingGrid(Grid):
         replies = list(self._grid.send_and_receive(messages, timeout=timeout))
         self._count_received(replies)
         return replies
+
+    def open_step(self, messages: Sequence[Message]) -> Any:
+        """Pass on where the grid takes all nodes of a layer-wise step from exchange to exchange without messages."""
+        from fedbn_flwr.cohort.counted import CountedStep  # the engine counts what it keeps by this module
+
+        opening = getattr(self._grid, "open_step", None)
+        step = None if opening is None else opening(messages)
+        return None if step is None else CountedStep(step, self, messages)
+
+    def count_exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> None:
+        """Count what did not need to be sent as if it had been."""
+        self._count_sent(list(sent))
+        self._count_received(list(received))
 
     def _tally(self, message: Message) -> Tally:
         kind = message.metadata.message_type

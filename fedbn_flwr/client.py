@@ -240,6 +240,10 @@ class BNClient(NumPyClient):
         an_epoch = -(-len(self.indices) // instruction.batch_size)
         return instruction.local_steps or instruction.local_epochs * an_epoch
 
+    def first_batch_size(self, instruction: Instruction) -> int:
+        """How many samples the first mini-batch of a round has."""
+        return len(self.plan(instruction).chosen[0])
+
     def _first_shared(self, planned: Iterator[training.Batch], session: Session) -> Iterator[training.Batch]:
         """The same batches; while the first one is learned from, BN has the statistics of all clients."""
         if self.exchange is None:
@@ -299,6 +303,7 @@ def layerwise_mode(instruction: Instruction) -> Mode:
 
 
 def frozen_parts(freeze: str) -> dict[str, bool]:
+    """The arguments of `norm.freeze`."""
     if freeze not in wire.FREEZES:
         raise ValueError(f"unknown freeze {freeze!r}; known: {', '.join(wire.FREEZES)}")
     return {"statistics": freeze in ("statistics", "both"), "affine": freeze in ("affine", "both")}

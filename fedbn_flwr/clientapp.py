@@ -51,9 +51,7 @@ def client_app(client_fn: ClientFunction) -> ClientApp:
     return app
 
 
-def unpack(
-    message: Message, known: dict[int, state.State] | None = None
-) -> tuple[dict[str, state.State], Instruction]:
+def unpack(message: Message, known: dict[int, state.State] | None = None) -> tuple[dict[str, state.State], Instruction]:
     """The arrays by group and name, and the instruction; a record that many messages share, once for all `known`."""
     known = {} if known is None else known
     records = {}

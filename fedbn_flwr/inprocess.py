@@ -79,9 +79,9 @@ class InProcessGrid(Grid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Deliver the messages and keep the replies."""
         messages = list(messages)
-        ids = [_identify(message) for message in messages]
+        ids = [identify(message) for message in messages]
         for message_id, reply in zip(ids, self._answer_all(messages), strict=True):
-            _identify(reply)
+            identify(reply)
             self._replies[message_id] = reply
         return ids
 
@@ -118,7 +118,7 @@ class InProcessGrid(Grid):
         self._contexts[context.node_id] = context
 
 
-def _identify(message: Message) -> str:
+def identify(message: Message) -> str:
     """Give a message the id that it otherwise gets on its way."""
     message.metadata.__dict__["_message_id"] = str(uuid4())
     return message.metadata.message_id

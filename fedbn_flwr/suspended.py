@@ -65,7 +65,7 @@ def take_turn(content: RecordDict, context: Context, make_client: ClientFunction
         return outcome.result
     held.place = notes.place, turn.index
     STEPS.keep(node, held)
-    return _saying(held.client, instruction, [outcome], isinstance(outcome, LastRequest))
+    return say(held.client.reply({}, instruction, {}), [outcome])
 
 
 def _held(node: tuple[int, int], place: tuple[str, int]) -> "HeldStep | None":
@@ -174,11 +174,13 @@ def _sweep(
         with OwnRandomness(client.step_seed(instruction)).drawing():
             return client.train(received, instruction)
     said = client.sweep(received, instruction, statistics, gradients if turn.phase == "backward" else None)
-    return _saying(client, instruction, list(said.values()))
+    return say(client.reply({}, instruction, {}), list(said.values()))
 
 
-def _saying(client: BNClient, instruction: Instruction, requests: Sequence[Request], last: bool = False) -> Reply:
-    reply = client.reply({}, instruction, {turns.SAID: {request.layer: request.tensor for request in requests}})
+def say(reply: Reply, requests: Sequence[Request]) -> Reply:
+    """Put into a client's reply what it says of its layers."""
+    last = any(isinstance(request, LastRequest) for request in requests)
+    reply.records[turns.SAID] = {request.layer: request.tensor for request in requests}
     reply.report |= turns.report(requests, last)
     return reply
 

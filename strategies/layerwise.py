@@ -10,13 +10,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedbn_flwr import turns
-from fedbn_flwr.layerwise import Answer
+from fedbn_flwr import turns, wire
+from fedbn_flwr.layerwise import Answer, respond
 from fedbn_flwr.turns import Turn
 from fedbn_flwr.wire import Instruction
 
 from .dialogue import Conversation, Dialogue, NodesFailedError, Push
 from .fedavg import FedAvg
+from .replies import NodeReply
 
 
 class Layerwise(FedAvg):
@@ -103,6 +104,8 @@ class Layerwise(FedAvg):
 
     def _attempts(self, start: Mapping[int, RecordDict]) -> Conversation:
         assert self.grid is not None
+        if (replies := self._together(start)) is not None:
+            return replies
         reasons: list[str] = []
         for attempt in range(1, self.max_attempts + 1):
             talk = Dialogue(self.grid, start, attempt, self.exchange_timeout, self.weigh, self._expected)
@@ -122,6 +125,44 @@ class Layerwise(FedAvg):
         log(WARNING, failed, self.server_round, attempt, "; ".join(reasons))
         self._refused += reasons
         return []
+
+    def _together(self, start: Mapping[int, RecordDict]) -> list[Message] | None:
+        """The final replies, where a grid takes all nodes from exchange to exchange without messages.
+
+        If a node fails, nothing has happened: the step is then taken by messages, which find out who it was.
+        """
+        assert self.grid is not None
+        open_step = getattr(self.grid, "open_step", None)
+        if open_step is None or self.layerwise_mode() == "sweeps":
+            return None
+        turn = Turn("exchange", 1).pack()
+        contents = {node: RecordDict({**content, **turn}) for node, content in start.items()}
+        self._sent = [Message(content, node, wire.LAYERWISE) for node, content in contents.items()]
+        step = open_step(self._sent)
+        if step is None:
+            return None
+        speakers = list(zip(contents.items(), step.speakers, strict=True))
+        entrants = [
+            NodeReply(node, who.partition, who.num_examples, {}, {}, content) for (node, content), who in speakers
+        ]
+        # in the order in which replies to messages are combined
+        order = sorted(range(len(entrants)), key=lambda place: (entrants[place].partition, entrants[place].node))
+        weights = self.weigh([entrants[place] for place in order])
+        try:
+            said = step.advance()
+            while said:
+                said = step.advance(respond([said[place] for place in order], weights))
+        except Exception as error:
+            step.abandon()
+            log(
+                WARNING,
+                "Round %d: the nodes' common step failed, it is taken by messages: %s",
+                self.server_round,
+                error,
+            )
+            return None
+        replies: list[Message] = step.replies()
+        return replies
 
 
 def exchanges(talk: Dialogue) -> Conversation:

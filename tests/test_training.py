@@ -38,6 +38,7 @@ def plain_loop(model: nn.Module, batches: list[Batch], make: OptimizerOf) -> lis
 
 def trained(model: nn.Module, batches: list[Batch], instruction: Instruction) -> float:
     model.train()
+
     def loss_of(batch: Batch) -> tuple[Tensor, int]:
         return batch_loss(model, batch, instruction, F.cross_entropy)
 

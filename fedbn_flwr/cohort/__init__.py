@@ -2,8 +2,8 @@
 
 `CohortGrid` is a Flower `Grid`, so every strategy runs on it unchanged. It finds the messages of a push that ask for
 the same (`grid`), has them answered together (`learning`) by a `Stack` of models under `torch.func.vmap` (`stack`), and
-leaves to the one-after-another engine what cannot be stacked, saying why. What pays for a model on a machine is measured
-(`choice`).
+leaves to the one-after-another engine what cannot be stacked, saying why. The clients of a layer-wise step go from
+exchange to exchange together (`steps`).
 """
 
 from fedbn_flwr.cohort.grid import CohortGrid

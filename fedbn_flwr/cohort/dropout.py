@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from fedbn_flwr.layerwise import OwnRandomness
 
@@ -19,11 +20,8 @@ def own_dropouts(structure: nn.Module, streams: Sequence[OwnRandomness]) -> Iter
 
     Other layers that draw at random are refused by `torch.func.vmap` itself.
     """
-    stand_ins = {
-        layer: _OwnMasks(layer, streams)
-        for layer in structure.modules()
-        if type(layer) in _MASKING and layer.training and layer.p > 0
-    }
+    dropouts = [layer for layer in structure.modules() if isinstance(layer, _DropoutNd) and layer.training]
+    stand_ins = {layer: _OwnMasks(layer, streams) for layer in dropouts if type(layer) in _MASKING and layer.p > 0}
     try:
         for layer, stand_in in stand_ins.items():
             # in the instance's own dictionary, where it comes before the class's `forward`; hooks still run
@@ -41,7 +39,7 @@ class _OwnMasks:
         self._layer, self._streams = layer, streams
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        masks: Tensor = _Masks.apply(inputs.detach(), self._layer, self._streams)  # type: ignore[no-untyped-call]
+        masks: Tensor = _Masks.apply(inputs.detach(), self._layer, self._streams)
         return inputs * masks
 
 

@@ -62,7 +62,9 @@ def train_together(
     memory.write()
     stays = local | state.group_keys(structure, instruction.omit)
     shared = {name: value for name, value in stack.state_dict().items() if name not in stays}
-    records = {name: unstacked(values, stack.clients) for name, values in {wire.ARRAYS: shared, **session.records}.items()}
+    records = {
+        name: unstacked(values, stack.clients) for name, values in {wire.ARRAYS: shared, **session.records}.items()
+    }
     return [
         client.reply({wire.TRAIN_LOSS: loss}, instruction, {name: states[row] for name, states in records.items()})
         for row, (client, loss) in enumerate(zip(clients, losses.tolist(), strict=True))
@@ -84,7 +86,9 @@ def _states(
 
 def _learn(clients: Sequence[BNClient], stack: Stack, session: Session, exchange: Exchange | None) -> Tensor:
     instruction = session.instruction
-    rounds = _Round(clients, stack, session, [client.plan(instruction, stack.structure) for client in clients], exchange)
+    rounds = _Round(
+        clients, stack, session, [client.plan(instruction, stack.structure) for client in clients], exchange
+    )
     session.steps = rounds.steps
     rules = rules_for(instruction)
     for rule in rules:
@@ -140,7 +144,9 @@ class _Round:
         for part in parts:
             found = self._losses(part)
             counts[part.rows] = part.targets.shape[1]
-            losses = found.new_zeros(self.stack.clients).index_add(0, everybody[part.rows].to(found.device), found) + losses
+            losses = (
+                found.new_zeros(self.stack.clients).index_add(0, everybody[part.rows].to(found.device), found) + losses
+            )
         assert isinstance(losses, Tensor)
         return losses, counts.to(losses.device)
 

@@ -1,6 +1,6 @@
 """The models of several clients as one: every parameter and buffer with a row for each."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,10 +22,12 @@ class Stack(nn.Module):
     `torch.func` its forward; it may be frozen and set to train like any model. Its own values are not used.
     """
 
+    structure: nn.Module
+
     def __init__(self, structure: nn.Module, states: Sequence[State]) -> None:
         super().__init__()
         # not as a submodule: its parameters are not those of the stack
-        self.__dict__["structure"] = structure
+        object.__setattr__(self, "structure", structure)
         self.clients = len(states)
         #: by its id, the name under which an entry is known first; tied entries have several
         first = {id(value): name for name, value in reversed(_entries(structure).items())}
