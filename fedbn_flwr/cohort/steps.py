@@ -85,6 +85,7 @@ class AllRows:
         self.count = 0
 
     def __call__(self, request: Request) -> Answer:
+        """Ask once for all rows."""
         apply: Callable[..., Tensor] = _Gathered.apply
         return Answer(apply(request.tensor, request, self), self.count)
 
