@@ -45,7 +45,7 @@ def train(
 
 
 def batch_loss(
-    model: nn.Module, batch: Batch, instruction: Instruction, loss_function: LossFunction
+    model: Callable[[Tensor], Tensor], batch: Batch, instruction: Instruction, loss_function: LossFunction
 ) -> tuple[Tensor, int]:
     """The mean loss of one client's batch, in the instruction's precision, and the number of its samples."""
     inputs, targets = batch
@@ -71,7 +71,9 @@ def autocast(instruction: Instruction, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=instruction.precision == "bf16")
 
 
-def model_loss(model: nn.Module, inputs: Tensor, targets: Tensor, loss_function: LossFunction) -> Tensor:
+def model_loss(
+    model: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor, loss_function: LossFunction
+) -> Tensor:
     """The loss; where BN cannot take the batch, an error that says so."""
     try:
         return loss_function(model(inputs), targets)

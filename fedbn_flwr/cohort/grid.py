@@ -1,17 +1,22 @@
 """The in-process `Grid` whose nodes train at the same time, where they can."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import INFO
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from flwr.app import Context, Message, MessageType
 from flwr.clientapp import ClientApp
 from flwr.common import log
+from torch import Tensor, nn
 
 from fedbn_flwr.client import BNClient, Reply, layerwise_mode
 from fedbn_flwr.clientapp import BNClientApp, pack, unpack
+from fedbn_flwr.cohort.choice import WAYS, WORTH_COMPILING, Choice, Kept, describe, measure
 from fedbn_flwr.cohort.learning import train_together
+from fedbn_flwr.cohort.room import clients_that_fit
 from fedbn_flwr.cohort.steps import CohortStep, Speaker, StackedStep
 from fedbn_flwr.inprocess import Config, InProcessGrid, identify
 from fedbn_flwr.layerwise import Exchange
@@ -20,8 +25,8 @@ from fedbn_flwr.state import State
 from fedbn_flwr.suspended import Foreseeing, Replicas
 from fedbn_flwr.wire import Instruction
 
-#: clients looked at together, in chunks: those with like numbers of steps are then put into one chunk
-_SORTED_CHUNKS = 5
+#: clients looked at together: those with like numbers of steps are then put into one chunk
+_LOOKED_AT = 100
 
 
 @dataclass(frozen=True)
@@ -48,17 +53,36 @@ class Job:
 class CohortGrid(InProcessGrid):
     """Answers the training messages of a push together, as far as clients share a model and an instruction.
 
-    Results are those of `InProcessGrid` up to rounding. Clients train one after another where they must, and the log
-    says why, once: a ClientApp that `client_app` did not make, a model of each one's own, layers that
-    `torch.func.vmap` refuses.
+    Results are those of `InProcessGrid` up to rounding. `way` is one of `choice.WAYS`, or `auto`: the fastest for the
+    model on this machine, which is measured before the first round and kept for the next run. Whatever the way, clients
+    train one after another where they must, and the log says why, once: a ClientApp that `client_app` did not make, a
+    model of each one's own, layers that `torch.func.vmap` refuses.
+
+    At most `chunk` clients are stacked, by default as many as are worth it and fit into memory. `expected_steps`, of
+    all clients in all rounds, tells whether compiling a model is worth its time; without it, it is not tried.
     """
 
     def __init__(
-        self, client_app: ClientApp, num_nodes: int, run_config: Config | None = None, chunk: int = 20
+        self,
+        client_app: ClientApp,
+        num_nodes: int,
+        run_config: Config | None = None,
+        *,
+        way: str = "auto",
+        chunk: int = 0,
+        expected_steps: int = 0,
+        kept: Kept | None = None,
     ) -> None:
         super().__init__(client_app, num_nodes, run_config)
-        self._chunk = chunk
+        if way not in ("auto", *WAYS):
+            raise ValueError(f"unknown way {way!r}; known: auto, {', '.join(WAYS)}")
+        self.way, self._given_chunk, self._expected_steps = way, chunk, expected_steps
+        self._kept = kept or Kept()
+        #: what was chosen for each model and size of batch
+        self.choices: dict[Hashable, Choice] = {}
+        self._chunks: dict[int, int] = {}
         self._apart: set[Hashable] = set()
+        self._compiled: WeakKeyDictionary[nn.Module, Callable[[Tensor], Tensor]] = WeakKeyDictionary()
         #: models of steps that wait for an answer in the middle of a pass
         self._structures = Replicas()
 
@@ -68,9 +92,8 @@ class CohortGrid(InProcessGrid):
             place for place, message in enumerate(messages) if message.metadata.message_type == MessageType.TRAIN
         ]
         if isinstance(self._client_app, BNClientApp) and len(training) > 1:
-            at_once = self._chunk * _SORTED_CHUNKS
-            for start in range(0, len(training), at_once):
-                answers |= self._train({place: messages[place] for place in training[start : start + at_once]})
+            for start in range(0, len(training), _LOOKED_AT):
+                answers |= self._train({place: messages[place] for place in training[start : start + _LOOKED_AT]})
         return [answers[place] if place in answers else self._answer(message) for place, message in enumerate(messages)]
 
     def open_step(self, messages: Sequence[Message]) -> CohortStep | None:
@@ -115,14 +138,70 @@ class CohortGrid(InProcessGrid):
     def _train(self, messages: dict[int, Message]) -> dict[int, Message]:
         answers: dict[int, Message] = {}
         for alike in self._alike(messages):
+            way = self._way(alike)
             for jobs in self._in_chunks(alike):
-                answers |= self._together(jobs)
+                answers |= self._together(jobs) if way == "stacked" else self._in_turn(jobs, way)
         return answers
+
+    def _way(self, jobs: Sequence[Job]) -> str:
+        """How these are done: as was asked for, or as is the fastest."""
+        if self.way != "auto" or len(jobs) < 2:
+            return self.way if self.way != "auto" else "plain"
+        client, instruction = jobs[0].client, jobs[0].instruction
+        place = id(client.model), instruction.batch_size, instruction.precision, min(len(jobs), self._chunk(jobs))
+        if place not in self.choices:
+            self.choices[place] = self._choose(jobs, describe(client.model, client.device, *place[1:]))
+        return self.choices[place].way
+
+    def _choose(self, jobs: Sequence[Job], key: str) -> Choice:
+        if known := self._kept.recall(key):
+            return known
+        stack = jobs[: self._chunk(jobs)]
+        found = measure(
+            {"plain": lambda: self._rehearse(jobs[:2], "plain"), "stacked": lambda: self._rehearse(stack, "stacked")}
+        )
+        if found.seconds.get("plain", 0.0) * self._expected_steps > WORTH_COMPILING:
+            compiled = measure({"compiled": lambda: self._rehearse(jobs[:2], "compiled")})
+            found = found.joined(compiled)
+        log(INFO, "Clients of this model train %s", found)
+        self._kept.keep(key, found)
+        return found
+
+    def _rehearse(self, jobs: Sequence[Job], way: str) -> int:
+        """Two steps of some clients, of which nothing remains; returns how many steps that was."""
+        assert isinstance(self._client_app, BNClientApp)
+        client_fn, nodes = self._client_app.client_fn, [job.message.metadata.dst_node_id for job in jobs]
+        short = replace(jobs[0].instruction, local_steps=2, local_epochs=1)
+        clients = [client_fn(self._lend(node)) for node in nodes]
+        if way == "stacked":
+            train_together(clients, clients[0].model, [job.received for job in jobs], short)
+        else:
+            for client, job in zip(clients, jobs, strict=True):
+                client.forward = self._forward(client, way)
+                client.train(job.received, short)
+        return 2 * len(jobs)
+
+    def _forward(self, client: BNClient, way: str) -> Callable[[Tensor], Tensor] | None:
+        if way != "compiled":
+            return None
+        if client.model not in self._compiled:
+            self._compiled[client.model] = torch.compile(client.model, dynamic=False)
+        return self._compiled[client.model]
 
     def _in_chunks(self, jobs: list[Job]) -> list[list[Job]]:
         """With like numbers of steps side by side, the largest first."""
+        size = self._chunk(jobs)
         ordered = sorted(jobs, key=lambda job: -job.client.count_steps(job.instruction))
-        return [ordered[start : start + self._chunk] for start in range(0, len(ordered), self._chunk)]
+        return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+    def _chunk(self, jobs: Sequence[Job]) -> int:
+        """How many clients are stacked."""
+        if self._given_chunk:
+            return self._given_chunk
+        client, instruction = jobs[0].client, jobs[0].instruction
+        if id(client.model) not in self._chunks:
+            self._chunks[id(client.model)] = clients_that_fit(client, instruction)
+        return self._chunks[id(client.model)]
 
     def _alike(self, messages: dict[int, Message]) -> list[list[Job]]:
         """The jobs that can be done together."""
@@ -159,6 +238,23 @@ class CohortGrid(InProcessGrid):
         for job in jobs:
             self._keep(job.context)
         return {job.place: pack(reply, job.message) for job, reply in zip(jobs, replies, strict=True)}
+
+    def _in_turn(self, jobs: Sequence[Job], way: str) -> dict[int, Message]:
+        """The answers of those that do not fail."""
+        answers = {}
+        for job in jobs:
+            job.client.forward = self._forward(job.client, way)
+            try:
+                reply = job.client.train(job.received, job.instruction)
+            except Exception as error:  # alone, the client will fail in the same way, and be reported
+                if way == "compiled":
+                    self._say(f"{type(error).__name__}: {error}")
+                continue
+            finally:
+                job.client.forward = None
+            self._keep(job.context)
+            answers[job.place] = pack(reply, job.message)
+        return answers
 
     def _say(self, reason: str) -> None:
         if reason not in self._apart:

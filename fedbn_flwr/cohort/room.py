@@ -1,0 +1,62 @@
+"""How many clients' models and activations fit into memory at once."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr import training
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.layerwise import OwnRandomness
+from fedbn_flwr.wire import Instruction
+
+#: more do not make a step faster: a CPU's caches are full, a GPU's processors busy
+_ENOUGH = {"cpu": 20, "cuda": 512}
+#: the share of the free memory that a stack may take
+_SHARE = 0.5
+#: parameters, their gradients, the optimizer's state, what is received, what is sent, and one more while adding up
+_COPIES = 6
+
+
+def clients_that_fit(client: BNClient, instruction: Instruction) -> int:
+    """A number of clients to stack, at least 1."""
+    enough = _ENOUGH.get(client.device.type, _ENOUGH["cpu"])
+    try:
+        needed = bytes_of_a_client(client, instruction)
+    except Exception:  # a client that cannot train says so when it is its turn
+        return enough
+    fitting = int(free_memory(client.device) * _SHARE / max(needed, 1))
+    return max(1, min(enough, fitting))
+
+
+def bytes_of_a_client(client: BNClient, instruction: Instruction) -> int:
+    """About what training one client takes: copies of its state, and what a forward pass keeps for the backward."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    batch: training.Batch = next(iter(client.plan(instruction)))
+    with OwnRandomness(0).drawing(), torch.autograd.graph.saved_tensors_hooks(keep, _unchanged):
+        training.batch_loss(client.model, batch, instruction, client.loss_function)
+    # a backward pass needs about as much again
+    return 2 * sum(kept.values()) + _COPIES * sum(value.nbytes for value in client.model.state_dict().values())
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) << 10
+    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) // 2
+
+
+def _unchanged(value: Any) -> Any:
+    return value
