@@ -50,7 +50,8 @@ def bytes_of_a_client(client: BNClient, instruction: Instruction) -> int:
 def free_memory(device: torch.device) -> int:
     """Bytes."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
