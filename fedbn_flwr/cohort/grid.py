@@ -135,6 +135,25 @@ class CohortGrid(InProcessGrid):
             identify(message)
         return messages
 
+    def rehearse(self, messages: Sequence[Message]) -> float | None:
+        """Seconds that a client's step takes here in the way that is used; None if these messages cannot be measured."""
+        if not isinstance(self._client_app, BNClientApp):
+            return None
+        jobs = [job for alike in self._alike(dict(enumerate(messages[:_LOOKED_AT]))) for job in alike]
+        if not jobs:
+            return None
+        way = self._way(jobs)
+        chosen = jobs[: self._chunk(jobs) if way == "stacked" else 2]
+        try:
+            return measure({way: lambda: self._rehearse(chosen, way)}).seconds.get(way)
+        except Exception:  # what is wrong is said when they train
+            return None
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no node has stored anything yet."""
+        return not any(context.state for context in self._contexts.values())
+
     def _train(self, messages: dict[int, Message]) -> dict[int, Message]:
         answers: dict[int, Message] = {}
         for alike in self._alike(messages):
@@ -171,7 +190,7 @@ class CohortGrid(InProcessGrid):
         """Two steps of some clients, of which nothing remains; returns how many steps that was."""
         assert isinstance(self._client_app, BNClientApp)
         client_fn, nodes = self._client_app.client_fn, [job.message.metadata.dst_node_id for job in jobs]
-        short = replace(jobs[0].instruction, local_steps=2, local_epochs=1)
+        short = replace(jobs[0].instruction, local_steps=2, local_epochs=1, layerwise="none")
         clients = [client_fn(self._lend(node)) for node in nodes]
         if way == "stacked":
             train_together(clients, clients[0].model, [job.received for job in jobs], short)

@@ -1,0 +1,120 @@
+"""A cohort in one process or in several, whichever is measured to be faster."""
+
+from collections.abc import Callable, Iterable, Sequence
+from logging import INFO
+from types import TracebackType
+from typing import Any, Self
+
+from flwr.app import Message, RecordDict
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+
+from fedbn_flwr.cohort.grid import CohortGrid
+from fedbn_flwr.workers import WorkersGrid
+
+#: seconds of work that several processes must save: they take some to start, each as much memory as this one
+WORTH_STARTING = 20.0
+#: how many times as fast they must be
+WORTH_HAVING = 1.15
+
+
+class SpreadGrid(Grid):
+    """Starts with all nodes in this process, and decides at the first training messages.
+
+    Several processes are started if the run is long enough, and used if they get through more steps a second while all
+    of them are busy than this process does alone: a machine's other cores may be taken. Nodes that have stored
+    something stay where they are.
+    """
+
+    def __init__(
+        self, here: CohortGrid, make_workers: Callable[[], WorkersGrid], workers: int, expected_steps: int
+    ) -> None:
+        self.chosen: CohortGrid | WorkersGrid = here
+        self._here, self._make_workers, self._workers = here, make_workers, workers
+        self._expected_steps, self._decided = expected_steps, False
+        #: what was measured, for whoever wants to know
+        self.measured: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(self.chosen, WorkersGrid):
+            self.chosen.close()
+
+    def set_run(self, run: Run) -> None:
+        """Pass on."""
+        self.chosen.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        """Pass on."""
+        return self.chosen.run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Pass on."""
+        return self.chosen.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Pass on."""
+        return self.chosen.get_node_ids()
+
+    def context(self, node: int) -> Any:
+        """Pass on."""
+        return self.chosen.context(node)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Decide, and pass on."""
+        messages = list(messages)
+        self._decide(messages)
+        return self.chosen.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Pass on."""
+        return self.chosen.pull_messages(message_ids)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Decide, and pass on."""
+        return self.pull_messages(self.push_messages(messages))
+
+    def open_step(self, messages: Sequence[Message]) -> Any:
+        """Decide, and pass on."""
+        self._decide(messages)
+        return self.chosen.open_step(messages)
+
+    def _decide(self, messages: Sequence[Message]) -> None:
+        if self._decided or len(messages) < 2 or not messages[0].metadata.message_type.startswith("train"):
+            return
+        self._decided = True
+        alone = self._here.rehearse(messages)
+        if alone is None or not self._here.untouched:
+            return
+        self.measured["one process"] = alone
+        if alone * self._expected_steps * (1 - 1 / self._workers) < WORTH_STARTING:
+            return
+        spread = self._make_workers()
+        try:
+            together = spread.rehearse(messages)
+        except BaseException:
+            spread.close()
+            raise
+        self.measured[f"{self._workers} processes"] = together
+        faster = together * WORTH_HAVING < alone
+        log(
+            INFO,
+            "A client's step takes %.3g ms here and %.3g in each of %d processes' turn: %s used",
+            alone * 1e3,
+            together * 1e3,
+            self._workers,
+            "they are" if faster else "they are not",
+        )
+        if faster:
+            spread.set_run(self._here.run)
+            self.chosen = spread
+        else:
+            spread.close()
