@@ -15,19 +15,26 @@ from .journal import Progress, Summary
 from .methods import Experiment
 from .node import bound_client_fn
 from .server import run
+from .workbench import refuse_state_dir, state_folder
 
 Engine = Callable[[Experiment, Path, Progress | None], Summary]
 
 
 def run_in_process(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
     """One client after another in this process: no Ray, no network."""
-    STEPS.make_room(experiment.config.clients)
+    config = experiment.config
+    STEPS.make_room(config.clients)
     app = client_app(bound_client_fn(experiment.to_mapping()))
-    return run(InProcessGrid(app, experiment.config.clients), experiment, folder, progress)
+    grid = InProcessGrid(app, config.clients, state_dir=state_folder(config, folder))
+    return run(grid, experiment, folder, progress)
 
 
 def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
-    """Flower's simulation engine; every client gets one processor, and all share the GPU where there is one."""
+    """Flower's simulation engine; every client gets one processor, and all share the GPU where there is one.
+
+    Of its own on this machine, or with `RAY_ADDRESS` in the environment on the cluster that is there.
+    """
+    refuse_state_dir(experiment.config)
     from flwr.simulation import run_simulation
 
     # otherwise Ray hides the GPU from workers that reserve no part of it
@@ -43,7 +50,11 @@ def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None =
         server,
         client_app(bound_client_fn(experiment.to_mapping())),
         num_supernodes=experiment.config.clients,
-        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
+        # Ray would join by itself whatever cluster was started last on this machine
+        backend_config={
+            "init_args": {"address": os.environ.get("RAY_ADDRESS") or "local"},
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        },
     )
     return summaries[0]
 
