@@ -1,6 +1,7 @@
 """Where an experiment runs: in this process, or on Flower's Ray simulation."""
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.inprocess import InProcessGrid
 from fedbn_flwr.suspended import STEPS
 
+from .config import UsageError
 from .journal import Progress, Summary
 from .methods import Experiment
 from .node import bound_client_fn
@@ -35,6 +37,7 @@ def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None =
     Of its own on this machine, or with `RAY_ADDRESS` in the environment on the cluster that is there.
     """
     refuse_state_dir(experiment.config)
+    cluster = _cluster()
     from flwr.simulation import run_simulation
 
     # otherwise Ray hides the GPU from workers that reserve no part of it
@@ -50,13 +53,28 @@ def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None =
         server,
         client_app(bound_client_fn(experiment.to_mapping())),
         num_supernodes=experiment.config.clients,
-        # Ray would join by itself whatever cluster was started last on this machine
         backend_config={
-            "init_args": {"address": os.environ.get("RAY_ADDRESS") or "local"},
+            "init_args": {"address": cluster},
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         },
     )
     return summaries[0]
+
+
+def _cluster() -> str:
+    """The address of the Ray cluster that the environment names; `local` is one for this run only.
+
+    Ray by itself would join whatever cluster was started last on this machine, and wait minutes for one that is not
+    there.
+    """
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    host, colon, port = address.rpartition(":")
+    if colon and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from None
+    return address
 
 
 ENGINES: dict[str, Engine] = {"inprocess": run_in_process, "ray": run_on_ray}

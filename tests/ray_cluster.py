@@ -17,8 +17,10 @@ from tests.processes import end
 #: in the environment of the cluster's processes: the folder that they write to
 FOLDER = "FEDBN_FLWR_TEST_CLUSTER"
 #: one processor each, ports of their own, and nothing that is not needed
-SMALL = "--num-cpus=1 --num-gpus=0 --object-store-memory=80000000 --node-ip-address=127.0.0.1 --disable-usage-stats"
-PORTS = "--min-worker-port=0 --max-worker-port=0"
+OPTIONS = (
+    "--num-cpus=1 --num-gpus=0 --object-store-memory=80000000 --min-worker-port=0 --max-worker-port=0 "
+    "--disable-usage-stats --include-log-monitor=false"
+)
 
 
 @contextmanager
@@ -29,11 +31,13 @@ def cluster(nodes: int = 2) -> Iterator[tuple[str, Path]]:
     # without RAY_TMPDIR, other commands of this machine would find this cluster and join it
     environment = {**os.environ, FOLDER: folder, "RAY_TMPDIR": folder, "OMP_NUM_THREADS": "1"}
     environment.pop("RAY_ADDRESS", None)
-    address = f"127.0.0.1:{port}"
+    address = f"127.0.0.2:{port}"
     try:
-        first = f"--head --port={port} --include-dashboard=false"
-        for place in [first] + [f"--address={address}"] * (nodes - 1):
-            run(BIN / "ray", "start", *place.split(), *SMALL.split(), *PORTS.split(), env=environment)
+        for number in range(nodes):
+            place = f"--address={address}" if number else f"--head --port={port} --include-dashboard=false"
+            # not 127.0.0.1, in the place of which Ray takes the machine's address in its network
+            host = f"--node-ip-address=127.0.0.{number + 2}"
+            run(BIN / "ray", "start", host, *place.split(), *OPTIONS.split(), env=environment)
         yield address, Path(folder)
     finally:
         end(FOLDER, folder, patience=3)

@@ -17,7 +17,7 @@ from experiments.node import bound_client_fn
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.contexts import FIRST_NODE_ID, Contexts
-from fedbn_flwr.experiments import settle
+from fedbn_flwr.experiments import UsageError, serve, settle
 from fedbn_flwr.inprocess import InProcessGrid
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 from strategies.sampling import ASKED_AT_ONCE, Roster
@@ -185,6 +185,16 @@ def test_the_option_state_dir(method: str, tmp_path: Path) -> None:
 def test_a_state_dir_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("run", results_dir=str(tmp_path), state_dir=f"{__file__}/states") == 2
     assert "state-dir" in capsys.readouterr().err
+
+
+def test_a_state_dir_is_refused_where_flower_keeps_the_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", engine="ray", results_dir=str(tmp_path), state_dir=str(tmp_path / "states")) == 2
+    assert "only works with the engine 'inprocess'" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="only works with the engine 'inprocess'"):
+        serve(InProcessGrid(remembering(), 2), {"state-dir": str(tmp_path / "states")})
+    assert not (tmp_path / "states").exists()
 
 
 # ---- who takes part --------------------------------------------------------------------------------------------------
