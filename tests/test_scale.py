@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,14 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from experiments import node
+from experiments.methods import Experiment
 from experiments.node import bound_client_fn
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.contexts import FIRST_NODE_ID, Contexts
 from fedbn_flwr.experiments import UsageError, serve, settle
 from fedbn_flwr.inprocess import InProcessGrid
+from fedbn_flwr.seeding import numpy_generator
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 from strategies.sampling import ASKED_AT_ONCE, Roster
 from tests.checkout import ROOT
@@ -48,7 +49,7 @@ def remembering() -> ClientApp:
 def tell(grid: InProcessGrid, partition: int, word: str) -> str:
     content = RecordDict({"config": ConfigRecord({"word": word})})
     (reply,) = grid.send_and_receive([Message(content, FIRST_NODE_ID + partition, "train")])
-    return reply.error.reason if reply.has_error() else str(reply.content.config_records["answer"]["known"])
+    return str(reply.error.reason) if reply.has_error() else str(reply.content.config_records["answer"]["known"])
 
 
 def stored(grid: InProcessGrid) -> int:
@@ -153,7 +154,7 @@ def test_a_new_run_begins_with_nothing_and_leaves_what_is_not_its_own(tmp_path: 
     assert tell(first, 3, "new") == "old"
 
 
-REMEMBER = {"fedbn": {}, "scaffold": {}, "fedtan": {}, "fedavg": {"momentum_state": "local"}}
+REMEMBER: dict[str, dict[str, Any]] = {"fedbn": {}, "scaffold": {}, "fedtan": {}, "fedavg": {"momentum_state": "local"}}
 
 
 @pytest.mark.parametrize("name", REMEMBER)
@@ -164,7 +165,7 @@ def test_nodes_that_remember_on_disk_give_the_bits_of_those_in_memory(name: str,
 
     ends = []
     for kind in (InProcessGrid, OnDisk):
-        nodes = Federation(make_model(), grid=kind)  # type: ignore[arg-type]
+        nodes = Federation(make_model(), grid=kind)
         after = nodes.run(REGISTRY[name](**REMEMBER[name]), momentum=0.9)
         ends.append((after, [dict(nodes.grid.context(node).state) for node in nodes.grid.get_node_ids()]))
     (one, kept), (other, on_disk) = ends
@@ -228,8 +229,12 @@ def test_thousands_are_asked_some_at_a_time_and_once(monkeypatch: pytest.MonkeyP
 
 def test_options_are_read_once_for_all_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
-    original: Callable[..., Any] = node.settle
-    monkeypatch.setattr(node, "settle", lambda options: calls.append(options) or original(options))
+
+    def counted(options: Mapping[str, Any]) -> Experiment:
+        calls.append(options)
+        return settle(options)
+
+    monkeypatch.setattr("experiments.node.settle", counted)
     options = settle({"dataset": "synthetic:n=90:test=10", "clients": 9, "partition": "iid", "seed": 123}).to_mapping()
     make = bound_client_fn(options)
     contexts = Contexts(1, range(9), 9, {})
@@ -238,9 +243,7 @@ def test_options_are_read_once_for_all_messages(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_draw_is_a_function_of_seed_and_partitions() -> None:
-    """Five of forty nodes a round, derived by hand from the generator that the draw is documented to use."""
-    from fedbn_flwr.seeding import numpy_generator
-
+    """Five of forty nodes a round: the places, in the order of the partitions, that a generator of the round draws."""
     sizes = (3,) * 40
     for grid in (InProcessGrid, Shifted):
         strategy, nodes = FedAvg(seed=11, fraction_train=0.125), Federation(make_model(), sizes, grid=grid)
