@@ -31,7 +31,12 @@ the results are, and an absolute path says it beforehand. `""` stands for an opt
 """
 
 COMMAND = (
-    ("`--engine`", "`inprocess`", "`inprocess`: one client after another in this process; `ray`: Flower's simulation"),
+    (
+        "`--engine`",
+        "`inprocess`",
+        "`inprocess`: one client after another in this process; `ray`: Flower's simulation, on a Ray of its own or the "
+        "cluster at `RAY_ADDRESS` (see [simulation.md](simulation.md))",
+    ),
     ("`--verbose`", "", "show Flower's own log, round by round"),
     ("`--methods`", "", "of `compare`: comma-separated methods"),
     (

@@ -62,6 +62,9 @@ class Config:
     threads: int = option(1, "torch threads a process: 1 gives the same bits everywhere; 0 leaves it to torch")
     timeout: float = option(3600.0, "seconds to wait for the clients of a round")
     results_dir: str = option("results", "where results go")
+    state_dir: str = option(
+        "", "keep what clients remember in files of this folder, and not in memory (inprocess only)"
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""

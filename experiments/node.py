@@ -1,19 +1,21 @@
 """The client's side of an experiment: from a node's Context to its `BNClient`."""
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from flwr.app import Context
 
 from fedbn_flwr.client import BNClient
 
+from .config import Config
 from .methods import settle
 from .workbench import load_data, make_partition, set_threads, shared_model
 
 
 def client_for(run_config: Mapping[str, Any], context: Context) -> BNClient:
     """The client of one node; its partition is the node's `partition-id`."""
-    config = settle(run_config).config
+    config = _settled(tuple(run_config.items()))
     set_threads(config)
     loaded = load_data(config)
     partition_id, nodes = _place(context)
@@ -37,6 +39,12 @@ def client_fn(context: Context) -> BNClient:
 def bound_client_fn(run_config: Mapping[str, Any]) -> Callable[[Context], BNClient]:
     """For engines that hand no run configuration to their nodes."""
     return lambda context: client_for(run_config, context)
+
+
+@lru_cache(maxsize=8)
+def _settled(options: tuple[tuple[str, Any], ...]) -> Config:
+    """The shared options, read once a process: a client is made for every message, in less time than reading takes."""
+    return settle(dict(options)).config
 
 
 def _place(context: Context) -> tuple[int, int]:

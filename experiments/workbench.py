@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,24 @@ def check_simulation(experiment: Experiment) -> None:
     if not experiment.config.clients:
         raise UsageError("clients must be at least 1: only a federation that is already there knows its own number")
     check(experiment)
+
+
+def state_folder(config: Config, run: Path) -> Path | None:
+    """Where clients keep what they remember during one run, if not in memory; of the name of its folder of results."""
+    if not config.state_dir:
+        return None
+    folder = Path(config.state_dir).expanduser() / run.resolve().name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"state-dir {config.state_dir!r} cannot be made: {error.strerror}") from error
+    return folder
+
+
+def refuse_state_dir(config: Config) -> None:
+    """Where Flower runs the nodes, it keeps what they remember, in memory."""
+    if config.state_dir:
+        raise UsageError(f"state-dir {config.state_dir!r} only works with the engine 'inprocess'")
 
 
 def _norm_options(text: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ class BNClient(NumPyClient):
         loss_function: training.LossFunction = F.cross_entropy,
     ) -> None:
         self.device = pick_device(device)
-        self.model = model.to(self.device)
+        self.model = _placed(model, self.device)
         self.train_split, self.test_split, self.num_classes = train, test, num_classes
         self.indices = np.arange(len(train)) if indices is None else indices
         self.partition_id = partition_id
@@ -165,11 +166,7 @@ class BNClient(NumPyClient):
     def describe(self) -> Reply:
         """Who this node is: its partition, its number of samples, its domain if it has exactly one."""
         metrics: Metrics = {wire.DOMAIN: self.domain, wire.PARTITION_ID: self.partition_id}
-        report = {
-            wire.PARAMETERS: [name for name, _ in self.model.named_parameters()],
-            wire.BN_ENTRIES: norm.bn_keys(self.model),
-        }
-        return Reply(len(self.indices), metrics, report=report)
+        return Reply(len(self.indices), metrics, report=_names(self.model))
 
     @property
     def domain(self) -> int:
@@ -302,6 +299,23 @@ def layerwise_mode(instruction: Instruction) -> Mode:
     if instruction.layerwise not in modes:
         raise ValueError(f"unknown layerwise {instruction.layerwise!r}; known: {', '.join(wire.LAYERWISE_MODES)}")
     return modes[instruction.layerwise]
+
+
+def _placed(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model on a device; to find out that it is there already takes `to` a walk over all layers, every message."""
+    first = next(model.parameters(), None)
+    return model if first is not None and first.device == device else model.to(device)
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """The names that a description has, gathered once a model: a server may ask thousands of nodes that share it."""
+    if model not in _NAMES:
+        parameters = [name for name, _ in model.named_parameters()]
+        _NAMES[model] = {wire.PARAMETERS: parameters, wire.BN_ENTRIES: norm.bn_keys(model)}
+    return dict(_NAMES[model])
+
+
+_NAMES: WeakKeyDictionary[nn.Module, dict[str, list[str]]] = WeakKeyDictionary()
 
 
 def frozen_parts(freeze: str) -> dict[str, bool]:

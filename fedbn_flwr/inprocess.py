@@ -1,8 +1,9 @@
 """Flower's `Grid` without Ray or a network: the ServerApp's own process runs one node after another."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from logging import WARNING
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -14,8 +15,8 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-#: Flower reserves small ids for its own parts
-FIRST_NODE_ID = 1000
+from fedbn_flwr.contexts import FIRST_NODE_ID as FIRST_NODE_ID
+from fedbn_flwr.contexts import Contexts
 
 Config = Mapping[str, Any]
 
@@ -25,21 +26,25 @@ class InProcessGrid(Grid):
 
     Each node has a `Context` that lives as long as the grid. A message is answered when it is pushed; what the
     ClientApp raises becomes an error reply, and what it had stored by then is lost, as in Flower.
+
+    With `partitions` only these nodes of all are here. With `state_dir` what nodes store is kept in this folder, a
+    file for each, and not in memory.
     """
 
-    def __init__(self, client_app: ClientApp, num_nodes: int, run_config: Config | None = None) -> None:
+    def __init__(
+        self,
+        client_app: ClientApp,
+        num_nodes: int,
+        run_config: Config | None = None,
+        partitions: Sequence[int] | None = None,
+        state_dir: Path | None = None,
+    ) -> None:
         self._client_app = client_app
         self._run = Run.create_empty(run_id=1)
-        self._contexts = {
-            FIRST_NODE_ID + index: Context(
-                run_id=self._run.run_id,
-                node_id=FIRST_NODE_ID + index,
-                node_config={"partition-id": index, "num-partitions": num_nodes},
-                state=RecordDict(),
-                run_config=dict(run_config or {}),
-            )
-            for index in range(num_nodes)
-        }
+        here = range(num_nodes) if partitions is None else partitions
+        self._contexts: MutableMapping[int, Context] = Contexts(
+            self._run.run_id, here, num_nodes, dict(run_config or {}), state_dir
+        )
         self._replies: dict[str, Message] = {}
         # Flower reads these when a message is created
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = (

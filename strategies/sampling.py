@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
@@ -11,6 +12,9 @@ from fedbn_flwr import wire
 from fedbn_flwr.seeding import numpy_generator
 
 from .exchange import exchange
+
+#: nodes that are asked at a time: their questions and answers are in memory together
+ASKED_AT_ONCE = 500
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,17 @@ class Roster:
     def describe(self, grid: Grid, nodes: list[int]) -> Mapping[int, Node]:
         """Ask the nodes that have not been asked; one that does not know the question is known by its id only."""
         new = [node for node in nodes if node not in self._known]
-        content = RecordDict({wire.CONFIG: ConfigRecord()})
-        questions = [Message(content, dst_node_id=node, message_type=wire.DESCRIBE) for node in new]
-        answers = exchange(grid, questions, self._patience) if new else {}
-        for node in new:
-            if (answer := answers.get(node)) is not None and not answer.has_error():
-                self._known[node] = _read(node, answer)
+        for start in range(0, len(new), ASKED_AT_ONCE):
+            self._ask(grid, new[start : start + ASKED_AT_ONCE])
         # one that did not answer is asked again next time
-        return {node: self._known.get(node, Node(node, node)) for node in nodes}
+        return {node: self._known.get(node) or Node(node, node) for node in nodes}
+
+    def _ask(self, grid: Grid, nodes: list[int]) -> None:
+        content = RecordDict({wire.CONFIG: ConfigRecord()})
+        questions = [Message(content, dst_node_id=node, message_type=wire.DESCRIBE) for node in nodes]
+        for node, answer in exchange(grid, questions, self._patience).items():
+            if not answer.has_error():
+                self._known[node] = _read(node, answer)
 
 
 def draw(nodes: Mapping[int, Node], count: int, seed: int, server_round: int) -> list[int]:
@@ -73,4 +80,10 @@ def _read(node: int, answer: Message) -> Node:
 
 
 def _strings(value: object) -> tuple[str, ...]:
-    return tuple(str(item) for item in value) if isinstance(value, list) else ()
+    return _once(tuple(str(item) for item in value)) if isinstance(value, list) else ()
+
+
+@lru_cache(maxsize=64)
+def _once(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The same names as the same object: thousands of nodes name the same entries."""
+    return names

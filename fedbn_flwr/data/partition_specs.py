@@ -1,16 +1,15 @@
-"""The kinds of partition, by name: how each spec is written, and the partitioner that it stands for."""
+"""The kinds of partition, by name: how each spec is written, and how it shares out the rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from fedbn_flwr.data import partition_rows
+from fedbn_flwr.data.partition_rows import Rows
 from fedbn_flwr.data.splits import Data
 from fedbn_flwr.seeding import derive, numpy_generator
-
-if TYPE_CHECKING:  # takes seconds to import: only who partitions pays
-    from flwr_datasets.partitioner import Partitioner
 
 #: FedBS's unbalanced case: the samples of a shard, and the most shards that a client gets
 SHARD_SIZE, MOST_SHARDS = 50, 30
@@ -26,6 +25,13 @@ class Request:
     data: Data
     clients: int
     seed: int
+    #: the rows are the samples in this order
+    order: NDArray[np.int64]
+
+    @property
+    def labels(self) -> Rows:
+        """The label of every row."""
+        return self.data.train.labels.numpy(force=True)[self.order]
 
     @property
     def samples(self) -> int:
@@ -40,15 +46,11 @@ class Request:
         return int(text)
 
 
-def _iid(request: Request) -> "Partitioner":
-    from flwr_datasets.partitioner import IidPartitioner
-
-    return IidPartitioner(request.clients)
+def _iid(request: Request) -> list[Rows]:
+    return partition_rows.evenly(request.samples, request.clients)
 
 
-def _dirichlet(request: Request) -> "Partitioner":
-    from flwr_datasets.partitioner import DirichletPartitioner
-
+def _dirichlet(request: Request) -> list[Rows]:
     try:
         alpha = float(request.arguments[0])
     except (ValueError, IndexError):
@@ -58,43 +60,38 @@ def _dirichlet(request: Request) -> "Partitioner":
     fewest = request.number(1, DIRICHLET_MINIMUM)
     if fewest * request.clients > request.samples:
         raise ValueError(f"{request.samples} samples cannot give {request.clients} clients {fewest} each")
-    seed = derive(request.seed, "partition", "dirichlet")
-    return DirichletPartitioner(request.clients, "label", alpha, fewest, shuffle=False, seed=seed)
+    from fedbn_flwr.data.partitioners import dirichlet  # takes seconds to import: only who needs it pays
+
+    return dirichlet(request.labels, request.clients, alpha, fewest, derive(request.seed, "partition", "dirichlet"))
 
 
-def _classes(request: Request) -> "Partitioner":
-    from fedbn_flwr.data.partitioners import RotatingClassPartitioner
-
-    classes = request.number(0)
-    if classes > request.data.num_classes:
-        raise ValueError(f"{request.data.name} has only {request.data.num_classes} classes")
-    return RotatingClassPartitioner(request.clients, "label", request.data.num_classes, classes)
+def _classes(request: Request) -> list[Rows]:
+    each, classes = request.number(0), request.data.num_classes
+    if each > classes:
+        raise ValueError(f"{request.data.name} has only {classes} classes")
+    return partition_rows.rotating_classes(request.labels, request.clients, classes, each)
 
 
-def _shards(request: Request) -> "Partitioner":
-    from fedbn_flwr.data.partitioners import ShardsPartitioner
-
+def _shards(request: Request) -> list[Rows]:
     each = request.number(0)
     if each * request.clients > request.samples:
         raise ValueError(f"{request.samples} samples cannot fill {each * request.clients} shards")
-    seed = derive(request.seed, "partition", "shards")
-    return ShardsPartitioner(np.full(request.clients, each), "label", seed)
+    return _dealt(request, np.full(request.clients, each))
 
 
-def _shards_unbalanced(request: Request) -> "Partitioner":
-    from fedbn_flwr.data.partitioners import ShardsPartitioner, unbalanced
-
+def _shards_unbalanced(request: Request) -> list[Rows]:
     shards = -(-request.samples // SHARD_SIZE)
     generator = numpy_generator(request.seed, "partition", "shards of each")
-    counts = unbalanced(request.clients, shards, MOST_SHARDS, generator)
-    return ShardsPartitioner(counts, "label", derive(request.seed, "partition", "shards"))
+    return _dealt(request, partition_rows.unbalanced(request.clients, shards, MOST_SHARDS, generator))
 
 
-def _domain(request: Request) -> "Partitioner":
-    from fedbn_flwr.data.partitioners import DomainPartitioner
+def _dealt(request: Request, counts: NDArray[np.int64]) -> list[Rows]:
+    return partition_rows.shards(request.labels, counts, derive(request.seed, "partition", "shards"))
 
-    domains = len(request.data.domain_names)
-    if not domains:
+
+def _domain(request: Request) -> list[Rows]:
+    column, domains = request.data.train.domains, len(request.data.domain_names)
+    if column is None:
         raise ValueError(f"{request.data.name} has no domains")
     each = request.number(0, default=1)
     splits = request.number(1, default=each)
@@ -103,23 +100,21 @@ def _domain(request: Request) -> "Partitioner":
     if request.clients != domains * each:
         needed = f"{domains} domains with {each} each need {domains * each} clients"
         raise ValueError(f"{needed}, not {request.clients}")
-    return DomainPartitioner("domain", domains, each, splits)
+    return partition_rows.domain_parts(column.numpy(force=True)[request.order], domains, each, splits)
 
 
-def _union(request: Request) -> "Partitioner":
-    from fedbn_flwr.data.partitioners import UnionPartitioner
-
+def _union(request: Request) -> list[Rows]:
     if request.clients != 1:
         raise ValueError(f"1 client holds everything, not {request.clients}")
-    return UnionPartitioner()
+    return partition_rows.evenly(request.samples, 1)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of partition: how its spec is written, and what makes its partitioner."""
+    """A kind of partition: how its spec is written, and what shares out the rows."""
 
     form: str
-    make: Callable[[Request], "Partitioner"]
+    share: Callable[[Request], list[Rows]]
 
 
 PARTITIONS: dict[str, Kind] = {

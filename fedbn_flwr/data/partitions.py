@@ -2,7 +2,7 @@
 
 import warnings
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,9 +10,6 @@ from numpy.typing import NDArray
 from fedbn_flwr.data.partition_specs import PARTITIONS, Kind, Request
 from fedbn_flwr.data.splits import Data
 from fedbn_flwr.seeding import numpy_generator
-
-if TYPE_CHECKING:
-    from flwr_datasets.partitioner import Partitioner
 
 Indices = NDArray[np.int64]
 
@@ -47,7 +44,7 @@ def _partition(spec: str, data: Data, clients: int, seed: int) -> list[Indices]:
     if not 1 <= clients <= len(data.train):
         raise ValueError(f"partition {spec!r}: {clients} clients cannot share {len(data.train)} samples")
     try:
-        indices = _apply(kind.make(Request(arguments, data, clients, seed)), data, clients, seed)
+        indices = _share(kind, arguments, data, clients, seed)
     except ValueError as error:
         raise ValueError(f"partition {spec!r} ({kind.form}): {error}") from error
     if empty := [str(client) for client, own in enumerate(indices) if len(own) == 0]:
@@ -64,21 +61,13 @@ def _parse(spec: str) -> tuple[Kind, list[str]]:
     return kind, arguments
 
 
-def _apply(partitioner: "Partitioner", data: Data, clients: int, seed: int) -> list[Indices]:
-    """Let a partitioner work on a table of labels, domains and indices, in an order shuffled by the seed."""
-    from datasets import Dataset
-
+def _share(kind: Kind, arguments: list[str], data: Data, clients: int, seed: int) -> list[Indices]:
+    """Share out the samples in an order shuffled by the seed."""
     order = numpy_generator(seed, "partition", "order").permutation(len(data.train))
-    table = {"index": order, "label": data.train.labels.numpy(force=True)[order]}
-    if data.train.domains is not None:
-        table["domain"] = data.train.domains.numpy(force=True)[order]
-    partitioner.dataset = Dataset.from_dict(table)
     with warnings.catch_warnings():
         # DirichletPartitioner warns of every draw that it repeats, which is how it keeps to its minimum
         warnings.filterwarnings("ignore", message="The specified min_partition_size")
-        return [
-            np.sort(partitioner.load_partition(client).with_format("arrow")["index"][:]) for client in range(clients)
-        ]
+        return [np.sort(order[rows]) for rows in kind.share(Request(arguments, data, clients, seed, order))]
 
 
 def _counts(values: Indices) -> dict[int, int]:

@@ -61,7 +61,7 @@ def test_an_option_that_a_data_set_does_not_have() -> None:
 
 def test_loading_embedded_data_imports_no_data_set_library() -> None:
     program = (
-        "import sys, fedbn_flwr.data as d; d.load('synthetic:n=10:test=10');"
+        "import sys, fedbn_flwr.data as d; data = d.load('synthetic:n=10:test=10'); d.partition('iid', data, 5, 0);"
         "print([m for m in ('datasets', 'torchvision', 'sklearn', 'matplotlib') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

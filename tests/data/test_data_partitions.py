@@ -1,5 +1,6 @@
 """Every partition: what each client gets, that nothing is lost or given twice, and what is refused."""
 
+import time
 import warnings
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedbn_flwr.data import PARTITIONS, Data, Split, describe, load, partition
+from fedbn_flwr.data.partition_rows import evenly, rotating_classes, shards, unbalanced
 
 
 @cache
@@ -185,11 +187,11 @@ def test_shards_are_those_of_flwr_datasets_where_nothing_is_left_over() -> None:
     from datasets import Dataset
     from flwr_datasets.partitioner import ShardPartitioner
 
-    from fedbn_flwr.data.partitioners import ShardsPartitioner
+    from fedbn_flwr.data.partitioners import RowPartitioner
 
     labels = np.random.default_rng(0).permutation(np.arange(200) % 5)
     theirs = ShardPartitioner(10, "label", num_shards_per_partition=2, shard_size=10, shuffle=False, seed=7)
-    ours = ShardsPartitioner(np.full(10, 2), "label", seed=7)
+    ours = RowPartitioner(10, "label", lambda labels: shards(labels, np.full(10, 2), seed=7))
     for partitioner in (theirs, ours):
         partitioner.dataset = Dataset.from_dict({"label": labels, "index": np.arange(200)})
     for client in range(10):
@@ -197,6 +199,35 @@ def test_shards_are_those_of_flwr_datasets_where_nothing_is_left_over() -> None:
             warnings.simplefilter("ignore", FutureWarning)  # of pyarrow, about how flwr-datasets sorts
             expected = theirs.load_partition(client)["index"][:]
         assert list(ours.load_partition(client)["index"][:]) == list(expected)
+
+
+def test_even_parts_are_those_of_flwr_datasets() -> None:
+    from datasets import Dataset
+    from flwr_datasets.partitioner import IidPartitioner
+
+    theirs = IidPartitioner(7)
+    theirs.dataset = Dataset.from_dict({"index": np.arange(52)})
+    assert [list(rows) for rows in evenly(52, 7)] == [theirs.load_partition(k)["index"][:] for k in range(7)]
+
+
+def test_many_clients_are_shared_out_in_no_time() -> None:
+    """What took half a millisecond a client, and the import of `flwr-datasets`."""
+    data = labelled(200_000)
+    started = time.process_time()
+    for spec in ("iid", "classes:2", "shards:2"):
+        assert len(partition(spec, data, 10_000, 0)) == 10_000
+    assert time.process_time() - started < 2
+
+
+def test_what_flwr_datasets_lacks_is_a_partitioner_too() -> None:
+    from datasets import Dataset
+
+    from fedbn_flwr.data.partitioners import RowPartitioner
+
+    partitioner = RowPartitioner(5, "label", lambda labels: rotating_classes(labels, 5, 10, 2))
+    partitioner.dataset = Dataset.from_dict({"label": np.arange(40) % 10})
+    assert partitioner.num_partitions == 5
+    assert set(partitioner.load_partition(1)["label"]) == {2, 3}
 
 
 @pytest.mark.parametrize(("samples", "shards"), [(60_000, 1200), (50_000, 1000)])
@@ -214,11 +245,9 @@ def test_fedbs_unbalanced_shards_of_50_with_1_to_30_each(samples: int, shards: i
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 2**40), st.data())
 def test_unbalanced_deals_every_shard(partitions: int, most: int, seed: int, draw: st.DataObject) -> None:
-    from fedbn_flwr.data.partitioners import unbalanced
-
-    shards = draw.draw(st.integers(partitions, partitions * most))
-    counts = unbalanced(partitions, shards, most, np.random.default_rng(seed))
-    assert counts.sum() == shards
+    wanted = draw.draw(st.integers(partitions, partitions * most))
+    counts = unbalanced(partitions, wanted, most, np.random.default_rng(seed))
+    assert counts.sum() == wanted
     assert counts.min() >= 1
     assert counts.max() <= most
 
