@@ -4,22 +4,23 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from fedbn_flwr import norm
+from fedbn_flwr.arrays import hold, make_record, peek
 
 State = dict[str, Tensor]
 
 
 def to_record(state: Mapping[str, Tensor]) -> ArrayRecord:
-    """Pack tensors; a 0-d int64 counter stays one."""
-    return ArrayRecord({name: Array(value.detach().cpu().numpy()) for name, value in state.items()})
+    """Pack copies of tensors; a 0-d int64 counter stays one."""
+    return make_record({name: hold(value) for name, value in state.items()})
 
 
 def from_record(record: ArrayRecord) -> State:
     """Unpack tensors that own their memory."""
-    return {name: torch.from_numpy(np.array(array.numpy())) for name, array in record.items()}
+    return {name: torch.from_numpy(np.array(peek(array))) for name, array in record.items()}
 
 
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:

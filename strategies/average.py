@@ -4,19 +4,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 from numpy.typing import NDArray
+
+from fedbn_flwr.arrays import hold, make_record
 
 Arrays = dict[str, NDArray[Any]]
 
 
 def record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    """Pack arrays for a message."""
-    return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
+    """Pack copies of arrays for a message."""
+    return make_record({name: hold(np.asarray(value)) for name, value in arrays.items()})
 
 
 def unpack(packed: ArrayRecord) -> Arrays:
-    """The arrays of a message."""
+    """Copies of the arrays of a message."""
     return {name: array.numpy() for name, array in packed.items()}
 
 
