@@ -1,9 +1,10 @@
 """Flower's `Array` without serialization: bytes are made of it only when somebody asks for them."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from io import BytesIO
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -94,14 +95,23 @@ def data_bytes(array: Array) -> int:
     return len(array.data) if value is None else _data_bytes(_layout(value))
 
 
-def content(array: Array) -> Hashable:
-    """Equal for arrays of equal content; much faster than `data` where there is no data yet."""
-    value = array.__dict__.get("_value")
-    return array.data if value is None else (_layout(value), value.tobytes(order="A"))
+def distinct(arrays: Iterable[Array]) -> list[Array]:
+    """One array of each content: by identity first, and by bytes only where these are there."""
+    unlike = list({id(array): array for array in arrays}.values())
+    if len(unlike) < 2:
+        return unlike
+    content = _content if all("_value" in array.__dict__ for array in unlike) else attrgetter("data")
+    return list({content(array): array for array in unlike}.values())
 
 
 def _fields(array: Array) -> tuple[str, tuple[int, ...], str, bytes]:
     return array.dtype, array.shape, array.stype, array.data
+
+
+def _content(array: Array) -> tuple[Layout, bytes]:
+    """As telling as `data`, without its making."""
+    value = array.__dict__["_value"]
+    return _layout(value), value.tobytes(order="A")
 
 
 def _layout(value: NDArray[Any]) -> Layout:

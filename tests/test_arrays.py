@@ -11,7 +11,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from numpy.typing import NDArray
 
 from fedbn_flwr import arrays
-from fedbn_flwr.arrays import content, data_bytes, hold, make_record, peek
+from fedbn_flwr.arrays import data_bytes, distinct, hold, make_record, peek
 
 VALUES: list[NDArray[np.generic]] = [
     np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -24,6 +24,8 @@ VALUES: list[NDArray[np.generic]] = [
     np.zeros((0, 3), dtype=np.float32),
     np.arange(3, dtype=">i2"),
 ]
+
+ROW = np.arange(3.0)
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def test_unequal_arrays_are_unequal() -> None:
 def test_nothing_is_serialized_until_somebody_asks_for_bytes(serialized: list[NDArray[np.generic]]) -> None:
     held = hold(np.arange(3.0))
     record = make_record({"a": held})
-    content(held), data_bytes(held), peek(held), record["a"].numpy()
+    data_bytes(held), peek(held), record["a"].numpy()
     assert serialized == []
     assert held.data is held.data
     assert len(serialized) == 1
@@ -133,11 +135,17 @@ def test_a_change_is_what_it_would_be_in_a_plain_array() -> None:
     assert (held.shape, held.data) == ((1, 3), Array(np.zeros(3)).data)
 
 
-def test_equal_content_is_found_without_bytes() -> None:
-    one, same, other = hold(np.arange(3.0)), hold(np.arange(3.0)), hold(np.arange(1.0, 4.0))
-    assert content(one) == content(same) != content(other)
-    assert content(one) != content(hold(np.arange(3.0).reshape(1, 3)))
-    assert content(Array(np.zeros(3))) == content(Array(np.zeros(3)))
+def test_equal_content_is_found_without_bytes(serialized: list[NDArray[np.generic]]) -> None:
+    one, same, other, reshaped = (hold(value) for value in (ROW, ROW.copy(), ROW + 1, ROW.reshape(1, 3)))
+    assert [id(array) for array in distinct([one, one])] == [id(one)]
+    assert len(distinct([one, same, one])) == 1
+    assert len(distinct([one, other, same, reshaped])) == 3
+    assert distinct([]) == []
+    assert serialized == []
+
+
+def test_equal_content_is_found_among_arrays_of_both_kinds() -> None:
+    assert len(distinct([hold(ROW), Array(ROW), Array(ROW + 1), hold(ROW + 1)])) == 2
 
 
 def test_it_has_no_attributes_that_flowers_array_has_not() -> None:
