@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import InflatableObject
 from flwr.supercore.run import Run
 
-from fedbn_flwr.arrays import data_bytes, distinct
+from fedbn_flwr.arrays import array_records, data_bytes, distinct
 from fedbn_flwr.wire import DESCRIBE
 
 
@@ -167,10 +167,7 @@ def _record_sizes(record: ArrayRecord | ConfigRecord | MetricRecord) -> Sizes:
 def _sent_once(messages: list[Message]) -> list[Array]:
     """The arrays of some messages, equal ones of one name once; without whole numbers, which are counters."""
     records = {
-        (group, id(record)): record
-        for message in messages
-        for group, record in message.content.items()
-        if isinstance(record, ArrayRecord)
+        (group, id(record)): record for message in messages for group, record in array_records(message.content).items()
     }
     named: dict[tuple[str, str], list[Array]] = {}
     for (group, _), record in records.items():

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, RecordDict
 from flwr.common.constant import SType
 from numpy.typing import NDArray
 from torch import Tensor
@@ -78,9 +78,14 @@ def hold(value: NDArray[Any] | Tensor) -> InMemoryArray:
 def make_record(arrays: Mapping[str, Array]) -> ArrayRecord:
     """A record of these very arrays: Flower's constructor would serialize each."""
     record = ArrayRecord()
-    for name, array in arrays.items():
-        record[name] = array
+    # past the checks of one entry at a time, which take three times as long as to copy a small array
+    record.__dict__["_data"].update(arrays)
     return record
+
+
+def array_records(content: RecordDict) -> dict[str, ArrayRecord]:
+    """What `content.array_records` is, which takes its time to be kept up to date."""
+    return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
 
 
 def peek(array: Array) -> NDArray[Any]:

@@ -1,11 +1,13 @@
 """A decorated, message-based ClientApp around `BNClient`: names and dtypes of arrays survive the journey."""
 
 from collections.abc import Callable
+from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import state, wire
+from fedbn_flwr.arrays import array_records
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.suspended import take_turn
 from fedbn_flwr.wire import Instruction
@@ -45,8 +47,9 @@ def client_app(client_fn: ClientFunction) -> ClientApp:
 
 def unpack(message: Message) -> tuple[dict[str, state.State], Instruction]:
     """The arrays by group and name, and the instruction."""
-    records = {name: state.from_record(record) for name, record in message.content.array_records.items()}
-    return records, Instruction.from_config(message.content.config_records[wire.CONFIG])
+    records = {name: state.from_record(record) for name, record in array_records(message.content).items()}
+    config: Any = message.content[wire.CONFIG]
+    return records, Instruction.from_config(config)
 
 
 def pack(reply: Reply, message: Message) -> Message:
