@@ -12,10 +12,12 @@ from .config import Config
 from .methods import settle
 from .workbench import load_data, make_partition, set_threads, shared_model
 
+#: options as they were given, hashable: 1, 1.0 and True are three values
+Given = tuple[tuple[str, type, Any], ...]
 
-def client_for(run_config: Mapping[str, Any], context: Context) -> BNClient:
+
+def client_for(config: Config, context: Context) -> BNClient:
     """The client of one node; its partition is the node's `partition-id`."""
-    config = _settled(tuple(run_config.items()))
     set_threads(config)
     loaded = load_data(config)
     partition_id, nodes = _place(context)
@@ -33,18 +35,23 @@ def client_for(run_config: Mapping[str, Any], context: Context) -> BNClient:
 
 def client_fn(context: Context) -> BNClient:
     """For an app whose options are Flower's run configuration."""
-    return client_for(context.run_config, context)
+    return client_for(_settled(_given(context.run_config)), context)
 
 
 def bound_client_fn(run_config: Mapping[str, Any]) -> Callable[[Context], BNClient]:
     """For engines that hand no run configuration to their nodes."""
-    return lambda context: client_for(run_config, context)
+    given = _given(run_config)
+    return lambda context: client_for(_settled(given), context)
 
 
-@lru_cache(maxsize=8)
-def _settled(options: tuple[tuple[str, Any], ...]) -> Config:
-    """The shared options, read once a process: a client is made for every message, in less time than reading takes."""
-    return settle(dict(options)).config
+def _given(run_config: Mapping[str, Any]) -> Given:
+    return tuple((key, type(value), value) for key, value in run_config.items())
+
+
+@lru_cache(maxsize=16)
+def _settled(given: Given) -> Config:
+    """Settled once a process: to look through all strategies' options takes as long as a step of training."""
+    return settle({key: value for key, _, value in given}).config
 
 
 def _place(context: Context) -> tuple[int, int]:

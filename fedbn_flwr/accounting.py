@@ -1,17 +1,18 @@
 """Counting what is really sent: exchanges, payload and wire bytes, per kind of message."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import InflatableObject
 from flwr.supercore.run import Run
 
+from fedbn_flwr.arrays import array_records, data_bytes, distinct
 from fedbn_flwr.wire import DESCRIBE
 
 
@@ -55,7 +56,6 @@ class CountingGrid(Grid):
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self.training, self.evaluation = Tally(), Tally()
-        self._framing: dict[Hashable, int] = {}
 
     def set_run(self, run: Run) -> None:
         """Pass on."""
@@ -123,77 +123,142 @@ class CountingGrid(Grid):
         return self.evaluation if kind.startswith("evaluate") else self.training
 
     def _count_sent(self, messages: list[Message]) -> None:
-        if messages:
-            tally = self._tally(messages[0])
-            tally.exchanges += 1
-            tally.paper += sum(payload_bytes(array) for array in _distinct(messages))
+        if not messages:
+            return
+        tally = self._tally(messages[0])
+        tally.exchanges += 1
+        tally.paper += sum(map(payload_bytes, _sent_once(messages)))
+        # the messages to several nodes share records, and each of these is measured once
+        known: dict[int, Sizes] = {}
         for message in messages:
-            tally, (payload, wire) = self._tally(message), self._bytes(message)
-            tally.payload_down += payload
-            tally.wire_down += wire
+            tally, sizes = self._tally(message), _message_sizes(message, known)
+            tally.payload_down += sizes.payload
+            tally.wire_down += sizes.wire
 
     def _count_received(self, replies: list[Message]) -> None:
         for message in replies:
             if message.has_content():
-                tally, (payload, wire) = self._tally(message), self._bytes(message)
-                tally.payload_up += payload
-                tally.paper += sum(payload_bytes(array) for array in _distinct([message]))
-                tally.wire_up += wire
-
-    def _bytes(self, message: Message) -> tuple[int, int]:
-        groups = _groups(message)
-        arrays = [array for record in groups.values() for array in record.values()]
-        framing = _envelope_bytes(message) + sum(map(self._framing_bytes, groups.values()))
-        return sum(map(payload_bytes, arrays)), sum(len(array.data) for array in arrays) + framing
-
-    def _framing_bytes(self, record: ArrayRecord) -> int:
-        """What Flower adds to the data of a group of arrays.
-
-        It depends on their names, shapes and dtypes, not on their values, so it is measured once for each set of them:
-        hashing every message, as Flower does, would cost more than sending it.
-        """
-        signature = tuple((name, array.shape, array.dtype) for name, array in record.items())
-        if signature not in self._framing:
-            self._framing[signature] = _measure_framing(record)
-        return self._framing[signature]
+                tally, sizes = self._tally(message), _message_sizes(message, {})
+                tally.payload_up += sizes.payload
+                tally.paper += sizes.paper
+                tally.wire_up += sizes.wire
 
 
-def _groups(message: Message) -> dict[str, ArrayRecord]:
-    """What `content.array_records` is, which takes its time to be kept up to date."""
-    return {name: record for name, record in message.content.items() if isinstance(record, ArrayRecord)}
+class Sizes(NamedTuple):
+    """The bytes of a message, or of a part of one."""
+
+    payload: int
+    paper: int
+    wire: int
 
 
-def _distinct(messages: list[Message]) -> list[Array]:
+# What Flower adds to arrays' data depends on names, types and lengths, not on values: it is measured once for each
+# set of these. To serialize and hash every message, as Flower does, would take longer than to deliver it.
+
+
+def _message_sizes(message: Message, known: dict[int, Sizes]) -> Sizes:
+    """The sum over all parts; `known` holds records' sizes, by their identity."""
+    content = message.content
+    payload, paper, wire = 0, 0, _head_bytes(*_head(message.metadata)) + _contents_bytes(tuple(content))
+    for record in content.values():
+        if (sizes := known.get(id(record))) is None:
+            sizes = known[id(record)] = _record_sizes(record)
+        payload, paper, wire = payload + sizes.payload, paper + sizes.paper, wire + sizes.wire
+    return Sizes(payload, paper, wire)
+
+
+def _record_sizes(record: ArrayRecord | ConfigRecord | MetricRecord) -> Sizes:
+    if isinstance(record, ArrayRecord):
+        parts = record.items()
+        return _arrays_sizes(
+            tuple([(name, array.dtype, array.shape, array.stype, data_bytes(array)) for name, array in parts])
+        )
+    values = tuple([(name, type(value), _alike(value)) for name, value in record.items()])
+    return Sizes(0, 0, _values_bytes(type(record), values))
+
+
+def _sent_once(messages: list[Message]) -> list[Array]:
     """The arrays of some messages, equal ones of one name once; without whole numbers, which are counters."""
-    found: dict[Hashable, Array] = {}
-    for message in messages:
-        for group, record in _groups(message).items():
-            found |= {(group, name, array.data): array for name, array in record.items() if "int" not in array.dtype}
-    return list(found.values())
+    records = {
+        (group, id(record)): record for message in messages for group, record in array_records(message.content).items()
+    }
+    named: dict[tuple[str, str], list[Array]] = {}
+    for (group, _), record in records.items():
+        for name, array in record.items():
+            if _is_measured(array.dtype):
+                named.setdefault((group, name), []).append(array)
+    return [array for arrays in named.values() for array in distinct(arrays)]
 
 
-def _envelope_bytes(message: Message) -> int:
-    """Everything but the groups of arrays. Objects refer to each other by ids of one length, whatever is in them."""
-    head: InflatableObject = Message(RecordDict(), metadata=message.metadata)  # type: ignore[call-overload]
-    small = [record for record in message.content.values() if not isinstance(record, ArrayRecord)]
-    return _contents_bytes(tuple(message.content)) + sum(len(item.deflate()) for item in (head, *small))
+def _is_measured(dtype: str) -> bool:
+    return "int" not in dtype
 
 
-@lru_cache
+Head = tuple[int, int, int, int, str, float, float, str, int | None, int | None]
+
+
+def _head(metadata: Metadata) -> Head:
+    """What the length of a message's head depends on; the numbers of nodes are as many as there are nodes."""
+    return (
+        metadata.run_id,
+        _alike(metadata.src_node_id),
+        _alike(metadata.dst_node_id),
+        len(metadata.reply_to_message_id.encode()),
+        metadata.group_id,
+        float(metadata.created_at != 0),
+        float(metadata.ttl != 0),
+        metadata.message_type,
+        metadata.src_task_id,
+        metadata.dst_task_id,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _head_bytes(run: int, source: int, destination: int, reply_to: int, group: str, *rest: Any) -> int:
+    """A message but for its content. Objects refer to each other by ids of one length, whatever is in them."""
+    metadata = Metadata(run, "", source, destination, "0" * reply_to, group, *rest)
+    head: InflatableObject = Message(RecordDict(), metadata=metadata)  # type: ignore[call-overload]
+    return len(head.deflate())
+
+
+@lru_cache(maxsize=1024)
 def _contents_bytes(names: tuple[str, ...]) -> int:
     """The table of a message's records."""
     return len(RecordDict({name: ConfigRecord({"stands for": name}) for name in names}).deflate())
 
 
-def _measure_framing(record: ArrayRecord) -> int:
-    """On arrays of other content: Flower lists arrays of equal content once, and at the start many are alike."""
+@lru_cache(maxsize=1024)
+def _values_bytes(kind: type[ConfigRecord] | type[MetricRecord], values: tuple[tuple[str, type, Any], ...]) -> int:
+    """A record of numbers and texts."""
+    record = kind({name: list(value) if isinstance(value, tuple) else value for name, _, value in values})
+    return len(record.deflate())
+
+
+def _alike(value: Any) -> Any:
+    """One value for all that take as many bytes."""
+    if isinstance(value, list):
+        return tuple(map(_alike, value))
+    if isinstance(value, float):
+        return 0.5
+    if isinstance(value, int) and not isinstance(value, bool):
+        # whole numbers take a byte for every seven bits
+        return 1 << value.bit_length() >> 1 if value >= 0 else ~_alike(~value)
+    return value
+
+
+@lru_cache(maxsize=1024)
+def _arrays_sizes(parts: tuple[tuple[str, str, tuple[int, ...], str, int], ...]) -> Sizes:
+    """Measured on arrays of other content: Flower lists arrays of equal content once, and at first many are alike."""
     unlike = ArrayRecord()
-    for position, (name, array) in enumerate(record.items()):
-        data = np.random.default_rng(position).bytes(len(array.data))
-        unlike[name] = Array(array.dtype, array.shape, array.stype, data)
+    for position, (name, dtype, shape, stype, length) in enumerate(parts):
+        unlike[name] = Array(dtype, shape, stype, np.random.default_rng(position).bytes(length))
     chunks = [chunk for array in unlike.values() for _, chunk in array.slice_array()]
     objects: list[InflatableObject] = [unlike, *unlike.values(), *chunks]
-    return sum(len(item.deflate()) for item in objects) - sum(len(array.data) for array in record.values())
+    return Sizes(
+        payload=sum(map(payload_bytes, unlike.values())),
+        paper=sum(payload_bytes(array) for array in unlike.values() if _is_measured(array.dtype)),
+        wire=sum(len(item.deflate()) for item in objects),
+    )
 
 
 def payload_bytes(array: Array) -> int:

@@ -1,11 +1,13 @@
 """A decorated, message-based ClientApp around `BNClient`: names and dtypes of arrays survive the journey."""
 
 from collections.abc import Callable
+from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import state, wire
+from fedbn_flwr.arrays import array_records
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.suspended import take_turn
 from fedbn_flwr.wire import Instruction
@@ -55,11 +57,12 @@ def unpack(message: Message, known: dict[int, state.State] | None = None) -> tup
     """The arrays by group and name, and the instruction; a record that many messages share, once for all `known`."""
     known = {} if known is None else known
     records = {}
-    for name, record in message.content.array_records.items():
+    for name, record in array_records(message.content).items():
         if id(record) not in known:
             known[id(record)] = state.from_record(record)
         records[name] = known[id(record)]
-    return records, Instruction.from_config(message.content.config_records[wire.CONFIG])
+    config: Any = message.content[wire.CONFIG]
+    return records, Instruction.from_config(config)
 
 
 def pack(reply: Reply, message: Message) -> Message:

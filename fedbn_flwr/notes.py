@@ -35,7 +35,7 @@ class Notes:
                 known[group].update(brought)
             elif brought:
                 # a record of its own: the messages to all nodes may share theirs
-                self._memory.keep(f"{self._log}{group}", type(brought)(dict(brought)))
+                self._memory.keep(f"{self._log}{group}", brought.copy())
 
     def received(self, content: RecordDict) -> dict[str, State] | None:
         """The groups of arrays that the step starts from, if they are at hand."""

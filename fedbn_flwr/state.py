@@ -1,25 +1,26 @@
 """A model's state on its way between PyTorch and Flower: by name, each entry with its own dtype and shape."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from fedbn_flwr import norm
+from fedbn_flwr.arrays import hold, make_record, peek
 
 State = dict[str, Tensor]
 
 
 def to_record(state: Mapping[str, Tensor]) -> ArrayRecord:
-    """Pack tensors; a 0-d int64 counter stays one."""
-    return ArrayRecord({name: Array(value.detach().cpu().numpy()) for name, value in state.items()})
+    """Pack copies of tensors; a 0-d int64 counter stays one."""
+    return make_record({name: hold(value) for name, value in state.items()})
 
 
 def from_record(record: ArrayRecord) -> State:
     """Unpack tensors that own their memory."""
-    return {name: torch.from_numpy(np.array(array.numpy())) for name, array in record.items()}
+    return {name: torch.from_numpy(np.array(peek(array))) for name, array in record.items()}
 
 
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -41,26 +42,30 @@ def check(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]
 def snapshot(model: nn.Module, names: Iterable[str] | None = None) -> State:
     """A copy of the state, or of some entries of it."""
     state = model.state_dict()
-    return {name: state[name].detach().clone() for name in (state if names is None else names)}
+    return {name: state[name].clone() for name in (state if names is None else names)}
 
 
 def group_keys(model: nn.Module, group: str) -> set[str]:
     """The state-dict entries of one of `wire.GROUPS`, by the type of the layer that holds them."""
-    statistics = {*norm.statistics_keys(model), *norm.counter_keys(model)}
-    groups: dict[str, set[str]] = {
-        "none": set(),
-        "statistics": statistics,
-        "affine": set(norm.affine_keys(model)),
-        "bn": statistics | set(norm.affine_keys(model)) | set(norm.local_keys(model)),
-        "mix": set(norm.local_keys(model)),
-        "all": set(model.state_dict()),
-    }
-    if group not in groups:
-        raise ValueError(f"unknown group of entries {group!r}; known: {', '.join(groups)}")
-    return groups[group]
+    if group not in _GROUPS:
+        raise ValueError(f"unknown group of entries {group!r}; known: {', '.join(_GROUPS)}")
+    return {name for keys in _GROUPS[group] for name in keys(model)}
+
+
+#: what each group is made of; a group that was not asked for takes no walk through the model
+_GROUPS: dict[str, tuple[Callable[[nn.Module], Iterable[str]], ...]] = {
+    "none": (),
+    "statistics": (norm.statistics_keys, norm.counter_keys),
+    "affine": (norm.affine_keys,),
+    "bn": (norm.statistics_keys, norm.counter_keys, norm.affine_keys, norm.local_keys),
+    "mix": (norm.local_keys,),
+    "all": (nn.Module.state_dict,),
+}
 
 
 def _same_names(target: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    if target.keys() == state.keys():
+        return
     missing, unknown = sorted(set(target) - set(state)), sorted(set(state) - set(target))
     if missing:
         raise ValueError(f"{len(missing)} entries of the model were not received, the first is {missing[0]!r}")

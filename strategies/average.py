@@ -1,22 +1,27 @@
 """Averaging state dicts by name: exact dtypes, counters that stay counters, weights that are what they say."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 from numpy.typing import NDArray
+
+from fedbn_flwr.arrays import hold, make_record
 
 Arrays = dict[str, NDArray[Any]]
 
+#: how many numbers are averaged at a time: as many as stay in a processor's cache
+_PORTION = 2**17
+
 
 def record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    """Pack arrays for a message."""
-    return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
+    """Pack copies of arrays for a message."""
+    return make_record({name: hold(np.asarray(value)) for name, value in arrays.items()})
 
 
 def unpack(packed: ArrayRecord) -> Arrays:
-    """The arrays of a message."""
+    """Copies of the arrays of a message."""
     return {name: array.numpy() for name, array in packed.items()}
 
 
@@ -34,13 +39,75 @@ def average(states: Sequence[Mapping[str, NDArray[Any]]], weights: Sequence[floa
     Sums are formed in float64. Integers and booleans (BN's batch counters) are not measurements to be averaged: the
     largest is taken, so that a 0-d int64 counter stays one and never runs backwards.
     """
-    shares = normalize(weights)
-    return {name: _mean([state[name] for state in states], shares) for name in states[0]}
+    shares, first = normalize(weights), states[0]
+    alike = all(_shapes(state, first) == _shapes(first, first) for state in states[1:])
+    merged: Arrays = {}
+    for names in _portions(first):
+        if alike and is_floating(first[names[0]]):
+            merged |= _fused(names, states, shares)
+        else:
+            merged |= {name: _mean([state[name] for state in states], shares) for name in names}
+    return {name: merged[name] for name in first}
+
+
+def is_floating(array: NDArray[Any]) -> bool:
+    """Whether the numbers are measurements, which can be averaged, and not counts."""
+    return array.dtype.kind == "f"
+
+
+def not_finite(arrays: Arrays) -> str | None:
+    """The first of the arrays that holds an infinity or what is not a number."""
+    for names in _portions(arrays):
+        if is_floating(arrays[names[0]]) and not np.isfinite(_joined(names, arrays)).all():
+            return next(name for name in names if not np.isfinite(arrays[name]).all())
+    return None
+
+
+def _portions(arrays: Mapping[str, NDArray[Any]]) -> Iterator[list[str]]:
+    """The names of the arrays, those of many small ones of a dtype together: numpy's calls cost more than its sums."""
+    by_dtype: dict[np.dtype[Any], list[str]] = {}
+    for name, array in arrays.items():
+        by_dtype.setdefault(array.dtype, []).append(name)
+    for names in by_dtype.values():
+        portion: list[str] = []
+        room = _PORTION
+        for name in names:
+            if portion and arrays[name].size > room:
+                yield portion
+                portion, room = [], _PORTION
+            portion.append(name)
+            room -= arrays[name].size
+        yield portion
+
+
+def _joined(names: Sequence[str], arrays: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+    if len(names) == 1:
+        return arrays[names[0]]
+    return np.concatenate([arrays[name].ravel() for name in names])
+
+
+def _shapes(arrays: Mapping[str, NDArray[Any]], names: Iterable[str]) -> list[tuple[int, ...]]:
+    return [arrays[name].shape for name in names]
+
+
+def _fused(names: Sequence[str], states: Sequence[Mapping[str, NDArray[Any]]], shares: Sequence[float]) -> Arrays:
+    """The means of some arrays at once; number by number the same sums as one after another."""
+    first = states[0]
+    total = np.zeros(sum(first[name].size for name in names), np.float64)
+    term = np.empty_like(total)
+    for state, share in zip(states, shares, strict=True):
+        np.concatenate([state[name].ravel() for name in names], out=term)
+        term *= share
+        total += term
+    ends = np.cumsum([first[name].size for name in names])[:-1]
+    parts = zip(names, np.split(total, ends), strict=True)
+    return {name: part.reshape(first[name].shape).astype(first[name].dtype) for name, part in parts}
 
 
 def _mean(values: Sequence[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:
+    """Of one array by itself."""
     own = values[0].dtype
-    if not np.issubdtype(own, np.floating):
+    if not is_floating(values[0]):
         return np.asarray(np.maximum.reduce(values), dtype=own)
     total = np.zeros(values[0].shape, np.float64)
     for value, share in zip(values, shares, strict=True):

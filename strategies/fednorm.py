@@ -5,6 +5,8 @@ from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord
 
+from fedbn_flwr.arrays import make_record
+
 from .average import Arrays, average, record
 from .fedavg import FedAvg
 from .replies import CannotTrainError, NodeReply
@@ -37,7 +39,7 @@ class FedNorm(FedAvg):
         own = self._by_domain.get(self._domain(node))
         if own:
             whole = groups[self.arrayrecord_key]
-            groups[self.arrayrecord_key] = ArrayRecord({**dict(whole.items()), **dict(record(own).items())})
+            groups[self.arrayrecord_key] = make_record({**whole, **record(own)})
         return groups
 
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from flwr.app import ArrayRecord, Message, MetricRecord
 
 from fedbn_flwr import wire
+from fedbn_flwr.arrays import make_record
 from fedbn_flwr.wire import Instruction
 
 from .average import Arrays, average
@@ -48,9 +49,8 @@ class PartialSharing(FedAvg):
         groups = super().package(node, arrays)
         if self._shared is not None and node in self._served:
             whole = groups[self.arrayrecord_key]
-            groups[self.arrayrecord_key] = ArrayRecord(
-                {name: array for name, array in whole.items() if name in self._shared}
-            )
+            shared = {name: array for name, array in whole.items() if name in self._shared}
+            groups[self.arrayrecord_key] = make_record(shared)
         return groups
 
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:

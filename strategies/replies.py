@@ -7,12 +7,13 @@ from logging import WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import wire
+from fedbn_flwr.arrays import array_records
 
-from .average import Arrays, unpack
+from .average import Arrays, not_finite, unpack
 
 
 class NotObeyedError(RuntimeError):
@@ -75,8 +76,8 @@ def sift(messages: Iterable[Message], sent: Mapping[str, int], expected: Expecte
 def require_obeyed(replies: Sequence[NodeReply], binding: Sequence[str]) -> None:
     """Fail if a client did not acknowledge a key that changes the method."""
     for reply in replies:
-        report = reply.content.config_records.get(wire.REPORT)
-        obeyed = [] if report is None else report.get(wire.OBEYED, [])
+        report = reply.content.get(wire.REPORT)
+        obeyed = report.get(wire.OBEYED, []) if isinstance(report, ConfigRecord) else []
         if ignored := sorted(set(binding) - set(obeyed if isinstance(obeyed, list) else [])):
             raise NotObeyedError(
                 f"node {reply.node} did not acknowledge {', '.join(ignored)}: its client does not implement what the "
@@ -88,8 +89,9 @@ def _read(node: int, message: Message, expected: Expected) -> NodeReply:
     if message.has_error():
         raise RefusedError(f"it failed: {message.error.reason}")
     content = message.content
-    metrics = {key: value for record in content.metric_records.values() for key, value in record.items()}
-    records = {name: unpack(record) for name, record in content.array_records.items()}
+    measured = [record for record in content.values() if isinstance(record, MetricRecord)]
+    metrics = {key: value for record in measured for key, value in record.items()}
+    records = {name: unpack(record) for name, record in array_records(content).items()}
     if expected.arrays_key in records:
         records[wire.ARRAYS] = records.pop(expected.arrays_key)
     for group, arrays in records.items():
@@ -123,8 +125,8 @@ def _check_arrays(group: str, arrays: Arrays, expected: Mapping[str, np.ndarray]
             raise RefusedError(f"its array {name!r} has shape {array.shape}, not {expected[name].shape}")
         if expected and array.dtype != expected[name].dtype:
             raise RefusedError(f"its array {name!r} is {array.dtype}, not {expected[name].dtype}")
-        if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
-            raise RefusedError(f"its array {name!r} in {group!r} is not finite")
+    if (bad := not_finite(arrays)) is not None:
+        raise RefusedError(f"its array {bad!r} in {group!r} is not finite")
 
 
 def _with_common_entries(replies: list[NodeReply]) -> list[NodeReply]:

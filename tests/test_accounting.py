@@ -1,6 +1,7 @@
 """What is counted is what is really sent."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,9 +9,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.run import Run
+from hypothesis import given
+from hypothesis import strategies as some
 from numpy.typing import NDArray
 
-from fedbn_flwr.accounting import CountingGrid, Tally, payload_bytes
+import fedbn_flwr.arrays
+from fedbn_flwr.accounting import CountingGrid, Tally, _message_sizes, payload_bytes
+from fedbn_flwr.arrays import hold, make_record
 from fedbn_flwr.inprocess import InProcessGrid
 from fedbn_flwr.wire import DESCRIBE, GATHER
 
@@ -88,6 +93,59 @@ def test_wire_is_right_for_every_message_not_only_the_first_of_its_kind(grid: Co
         grid.send_and_receive([sent])
         wanted += serialized_size(sent)
     assert grid.training.wire_down == wanted
+
+
+whole = some.integers(-(2**63), 2**64 - 1) | some.sampled_from([0, 1, -1, 63, 64, -64, -65, 2**63 - 1, 2**63])
+signed = some.integers(-(2**63), 2**63 - 1)
+real, text = some.floats(allow_nan=False) | some.just(0.0), some.sampled_from(["", "a", "ä", "word"])
+anything = (
+    whole
+    | real
+    | some.booleans()
+    | text
+    | some.sampled_from([b"", b"\x00", b"bytes"])
+    | some.lists(signed, max_size=3)
+    | some.lists(real, max_size=3)
+    | some.lists(some.booleans(), max_size=3)
+    | some.lists(text, max_size=3)
+)
+
+
+@given(some.lists(some.dictionaries(some.sampled_from("ab"), anything), min_size=1, max_size=4))
+def test_wire_is_right_for_all_values_that_a_record_can_hold(configs: list[dict[str, Any]]) -> None:
+    """A count once made is used for other values, so one grid must not mix up what takes unlike many bytes."""
+    grid = CountingGrid(InProcessGrid(echo_app(), num_nodes=1))
+    (node,) = grid.get_node_ids()
+    sent = [message(node, distinct(), **config) for config in configs]
+    grid.send_and_receive(sent)
+    assert grid.training.wire_down == sum(map(serialized_size, sent))
+
+
+@given(some.integers(0, 2**64 - 1), some.sampled_from(["", "7", "round ä"]), some.floats(0.5, 1e6))
+def test_wire_is_right_for_all_heads(node: int, group: str, ttl: float) -> None:
+    InProcessGrid(echo_app(), num_nodes=1)
+    sent = Message(RecordDict(), node, "train", group_id=group, ttl=ttl)
+    assert _message_sizes(sent, {}).wire == serialized_size(sent)
+
+
+def test_sizes_are_not_forgotten_when_a_record_changes(grid: CountingGrid) -> None:
+    node, _ = grid.get_node_ids()
+    sent = message(node, distinct(), note="short")
+    grid.send_and_receive([sent])
+    first = grid.training.copy()
+    sent.content.config_records["config"]["note"] = "much longer"
+    grid.send_and_receive([sent])
+    assert (grid.training - first).wire_down == serialized_size(sent) == first.wire_down + 6
+
+
+def test_counting_serializes_no_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fedbn_flwr.arrays, "_serialize", None)
+    grid = CountingGrid(InProcessGrid(echo_app(), num_nodes=2))
+    contents = [RecordDict({"arrays": make_record({"a": hold(np.zeros(3))}), "config": ConfigRecord()}) for _ in "ab"]
+    nodes = list(grid.get_node_ids())
+    grid.send_and_receive([Message(content, node, "train") for content, node in zip(contents, nodes, strict=True)])
+    # equal arrays count once where they are sent, and each where they come back
+    assert grid.training.paper == 24 + 2 * 24
 
 
 def test_what_was_sent_before_does_not_change_the_count() -> None:

@@ -1,6 +1,6 @@
 """A data set in memory: tensors that all clients of a process share, and take their batches from."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from fedbn_flwr.data.pixels import Channels, gather, measure, normalize, resize
 from fedbn_flwr.seeding import numpy_generator
+
+#: splits of up to so many numbers are kept normalized: 256 MB
+MOST_READY = 2**26
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,7 @@ class Split:
     domains: Tensor | None = None
     mean: Channels = ()
     std: Channels = ()
+    _ready: "_Ready" = field(default_factory=lambda: _Ready(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         shape, dtype = tuple(self.inputs.shape), self.inputs.dtype
@@ -45,7 +49,11 @@ class Split:
         Bytes travel to a GPU as bytes, from pinned memory and without blocking, and become floats there.
         """
         device = torch.device(device)
-        inputs = normalize(gather(self.inputs, indices, device), self.mean, self.std)
+        ready = self._ready.inputs(self, len(indices), device)
+        if ready is None:
+            inputs = normalize(gather(self.inputs, indices, device), self.mean, self.std)
+        else:
+            inputs = gather(ready, indices, device)
         return inputs, gather(self.labels, indices, device)
 
     def select(self, indices: NDArray[np.int64]) -> "Split":
@@ -58,6 +66,35 @@ class Split:
         """The split held on a device, for data that fit there: its batches are then gathered there."""
         domains = None if self.domains is None else self.domains.to(device)
         return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device), domains=domains)
+
+
+class _Ready:
+    """All inputs of a split, normalized once: from when so many were asked for that they would have been by then.
+
+    Only where they already are on the device, and take little memory. A tensor that was changed is normalized anew.
+    """
+
+    def __init__(self) -> None:
+        self._asked = 0
+        self._made: tuple[int, Tensor] | None = None
+
+    def __reduce__(self) -> tuple[type["_Ready"], tuple[()]]:
+        """Another process makes its own."""
+        return _Ready, ()
+
+    def inputs(self, split: Split, count: int, device: torch.device) -> Tensor | None:
+        """What batches can be gathered from as it is, if there is such a thing."""
+        source = split.inputs
+        if source.device.type != device.type or source.is_inference():
+            return None
+        if not split.mean and not split.std and source.dtype == torch.float32:
+            return source
+        self._asked += count
+        if self._asked <= len(split) or source.numel() > MOST_READY:
+            return None
+        if self._made is None or self._made[0] != source._version:
+            self._made = source._version, normalize(source.clone(), split.mean, split.std)
+        return self._made[1]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,5 +1,8 @@
 """A split gives normalized batches, and data can be resized, measured and divided."""
 
+import pickle
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedbn_flwr.data import Data, Split
+from fedbn_flwr.data.pixels import normalize
 from fedbn_flwr.data.splits import stratified
 
 
@@ -161,3 +165,61 @@ def test_labels_and_domains_out_of_range_are_refused() -> None:
         Data("bad", split, split, 4, ("first",))
     with pytest.raises(ValueError, match="go together"):
         Data("bad", split, split, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize(("mean", "std"), [((), ()), ((0.3, 0.1), (0.7, 0.2))])
+def test_batches_have_the_same_bits_however_often_they_are_asked_for(
+    dtype: torch.dtype, mean: tuple[float, ...], std: tuple[float, ...]
+) -> None:
+    inputs = torch.randint(0, 256, (10, 2, 3, 3), generator=torch.Generator().manual_seed(0)).to(dtype)
+    split = Split(inputs, torch.arange(10), mean=mean, std=std)
+    before, indices = inputs.clone(), torch.tensor([3, 0, 9, 3])
+    first, _ = split.batch(indices)
+    for _ in range(6):
+        again, labels = split.batch(indices)
+        assert torch.equal(again.view(torch.int32), first.view(torch.int32))
+        assert labels.tolist() == [3, 0, 9, 3]
+        # what was handed out is the caller's
+        again.zero_()
+        labels.zero_()
+    assert torch.equal(split.inputs, before)
+
+
+def test_a_split_is_normalized_as_a_whole_once_when_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    normalized = []
+
+    def noting(gathered: torch.Tensor, *moments: tuple[float, ...]) -> torch.Tensor:
+        normalized.append(len(gathered))
+        return normalize(gathered, *moments)
+
+    monkeypatch.setattr("fedbn_flwr.data.splits.normalize", noting)
+    split = make_data(10).standardized().train
+    for _ in range(20):
+        split.batch(torch.arange(4))
+    assert normalized == [4, 4, 10]
+    monkeypatch.setattr("fedbn_flwr.data.splits.MOST_READY", 10)
+    large = make_data(10).standardized().train
+    for _ in range(5):
+        large.batch(torch.arange(4))
+    assert normalized == [4, 4, 10, 4, 4, 4, 4, 4]
+
+
+def test_inputs_that_were_changed_are_seen() -> None:
+    split = make_data(4).standardized().train
+    for _ in range(3):
+        before, _ = split.batch(torch.arange(4))
+    split.inputs.zero_()
+    after, _ = split.batch(torch.arange(4))
+    assert not torch.equal(before, after)
+    wanted, _ = replace(split).batch(torch.arange(4))
+    assert torch.equal(after, wanted)
+
+
+def test_a_pickled_split_takes_no_normalized_copy_along() -> None:
+    split = make_data(50).standardized().train
+    size = len(pickle.dumps(split))
+    for _ in range(3):
+        split.batch(torch.arange(50))
+    assert len(pickle.dumps(split)) == size
+    assert torch.equal(pickle.loads(pickle.dumps(split)).batch(torch.arange(3))[0], split.batch(torch.arange(3))[0])
