@@ -1,6 +1,6 @@
 """Flower's `Grid` without Ray or a network: the ServerApp's own process runs one node after another."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import WARNING
 from typing import Any
@@ -24,10 +24,17 @@ class InProcessGrid(Grid):
     """Runs the same ServerApp and ClientApp as Flower's engines do.
 
     Each node has a `Context` that lives as long as the grid. A message is answered when it is pushed; what the
-    ClientApp raises becomes an error reply, and what it had stored by then is lost, as in Flower.
+    ClientApp raises becomes an error reply, and what it had stored by then is lost, as in Flower. With `partitions`, it
+    has only their nodes, of `num_nodes` in all.
     """
 
-    def __init__(self, client_app: ClientApp, num_nodes: int, run_config: Config | None = None) -> None:
+    def __init__(
+        self,
+        client_app: ClientApp,
+        num_nodes: int,
+        run_config: Config | None = None,
+        partitions: Sequence[int] | None = None,
+    ) -> None:
         self._client_app = client_app
         self._run = Run.create_empty(run_id=1)
         self._contexts = {
@@ -38,7 +45,7 @@ class InProcessGrid(Grid):
                 state=RecordDict(),
                 run_config=dict(run_config or {}),
             )
-            for index in range(num_nodes)
+            for index in (range(num_nodes) if partitions is None else partitions)
         }
         self._replies: dict[str, Message] = {}
         # Flower reads these when a message is created
