@@ -31,7 +31,11 @@ the results are, and an absolute path says it beforehand. `""` stands for an opt
 """
 
 COMMAND = (
-    ("`--engine`", "`inprocess`", "`inprocess`: one client after another in this process; `ray`: Flower's simulation"),
+    (
+        "`--engine`",
+        "`inprocess`",
+        "`inprocess`: one client after another in this process, or in each of `workers`; `ray`: Flower's simulation",
+    ),
     ("`--verbose`", "", "show Flower's own log, round by round"),
     ("`--methods`", "", "of `compare`: comma-separated methods"),
     (

@@ -60,6 +60,7 @@ class Config:
     init_from: str = option("", "start from this file: safetensors or a torch state dict")
     validation: float = option(0.0, "test on this share of the training data, held out, instead of the test data")
     threads: int = option(1, "torch threads a process: 1 gives the same bits everywhere; 0 leaves it to torch")
+    workers: int = option(1, "processes that share the clients, in the engine inprocess; 0 is one for every core")
     timeout: float = option(3600.0, "seconds to wait for the clients of a round")
     results_dir: str = option("results", "where results go")
 
@@ -109,6 +110,7 @@ _SMALLEST: dict[str, float] = {
     "weight_decay": 0,
     "evaluate_every": 1,
     "threads": 0,
+    "workers": 0,
     "timeout": 0,
 }
 

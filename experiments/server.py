@@ -22,7 +22,16 @@ from .methods import Experiment, settle
 from .plots import plot_curves, title_of
 from .results import RunFolder, read_rounds
 from .scoring import Scorer
-from .workbench import check, check_partition, fresh_model, load_data, rounds_within_budget, set_threads, shared_model
+from .workbench import (
+    check,
+    check_partition,
+    fresh_model,
+    load_data,
+    refuse_workers,
+    rounds_within_budget,
+    set_threads,
+    shared_model,
+)
 
 #: seconds to wait for the federation's nodes
 PATIENCE = 120.0
@@ -34,6 +43,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any]) -> Summary:
     A relative `results-dir` is relative to where the SuperLink was started: Flower does not tell where `flwr run` was.
     """
     experiment = settle(run_config)
+    refuse_workers(experiment.config)
     folder = Path(experiment.config.results_dir).expanduser().resolve()
     summary = run(grid, experiment, folder)
     log(INFO, "Results: %s", folder)

@@ -95,6 +95,12 @@ def check_simulation(experiment: Experiment) -> None:
     check(experiment)
 
 
+def refuse_workers(config: Config) -> None:
+    """Where Flower runs the nodes, they are not shared out over processes of ours."""
+    if config.workers != 1:
+        raise UsageError(f"workers={config.workers} only works with the engine 'inprocess': Flower has its own ones")
+
+
 def _norm_options(text: str) -> dict[str, Any]:
     """Read `key=value,key=value`; numbers and booleans are what they look like, the rest is text."""
     options = {}
