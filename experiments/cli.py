@@ -19,7 +19,7 @@ from fedbn_flwr.wire import wire_key
 from .comparison import Plan, compare
 from .config import Config, UsageError, convert
 from .diagnose import run_diagnosis
-from .engines import ENGINES
+from .engines import ENGINES, prepare
 from .explained import EXPLAINED
 from .methods import all_options, own_options, settle, split_methods
 from .report import Bars, show_comparison, show_run
@@ -129,6 +129,7 @@ def _add_shared(parser: argparse.ArgumentParser, skip: Sequence[str]) -> None:
 def _run(options: dict[str, Any]) -> None:
     engine = _engine(options)
     experiment = settle(_kebab(options))
+    prepare(engine, experiment.config)
     check_simulation(experiment)
     folder = make_folder(Path(experiment.config.results_dir))
     with Bars(1) as bars:
@@ -148,6 +149,8 @@ def _compare(options: dict[str, Any]) -> None:
         raise UsageError(f"--seeds must be at least 1, got {seeds}")
     rates = [float(convert("--lr-grid", rate, float)) for rate in str(options.pop("lr_grid")).split(",") if rate]
     plan = Plan(_kebab(options), methods, seeds, rates)
+    for method in methods:
+        prepare(engine, plan.experiment(method, 0).config)
     plan.check()
     folder = make_folder(Path(plan.experiment(methods[0], 0).config.results_dir))
     with Bars(len(methods) * (seeds + len(rates))) as bars:

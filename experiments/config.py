@@ -6,6 +6,7 @@ from math import isfinite
 from types import NoneType
 from typing import Any, Self, get_args
 
+from fedbn_flwr.cohort.choice import WAYS
 from fedbn_flwr.data import AUGMENTATIONS
 from fedbn_flwr.training import OPTIMIZERS, PRECISIONS
 from fedbn_flwr.wire import wire_key
@@ -60,6 +61,11 @@ class Config:
     init_from: str = option("", "start from this file: safetensors or a torch state dict")
     validation: float = option(0.0, "test on this share of the training data, held out, instead of the test data")
     threads: int = option(1, "torch threads a process: 1 gives the same bits everywhere; 0 leaves it to torch")
+    workers: int = option(
+        0, "processes that share the clients; 0: one in the engine inprocess, in the engine cohort as many as pay"
+    )
+    way: str = option("auto", "how clients of the engine cohort train: auto (measured), plain, compiled, stacked")
+    chunk: int = option(0, "how many clients are stacked at most; 0: as many as are worth it and fit into memory")
     timeout: float = option(3600.0, "seconds to wait for the clients of a round")
     results_dir: str = option("results", "where results go")
     state_dir: str = option(
@@ -112,6 +118,8 @@ _SMALLEST: dict[str, float] = {
     "weight_decay": 0,
     "evaluate_every": 1,
     "threads": 0,
+    "workers": 0,
+    "chunk": 0,
     "timeout": 0,
 }
 
@@ -119,6 +127,7 @@ _KNOWN: dict[str, Collection[str]] = {
     "augmentation": AUGMENTATIONS,
     "optimizer": OPTIMIZERS,
     "precision": PRECISIONS,
+    "way": ("auto", *WAYS),
 }
 
 

@@ -1,42 +1,111 @@
-"""Where an experiment runs: in this process, or on Flower's Ray simulation."""
+"""Where an experiment runs: in this process, in several of this machine, or on Flower's Ray simulation."""
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedbn_flwr.client import pick_device
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.cohort import CohortGrid
+from fedbn_flwr.cohort import CohortGrid, SpreadGrid
 from fedbn_flwr.inprocess import InProcessGrid
 from fedbn_flwr.suspended import STEPS
+from fedbn_flwr.worker import preload
+from fedbn_flwr.workers import WorkersGrid, count_cores
 
-from .config import UsageError
+from .config import Config, UsageError
 from .journal import Progress, Summary
 from .methods import Experiment
 from .node import bound_client_fn
 from .server import run
-from .workbench import refuse_state_dir, state_folder
+from .workbench import (
+    expected_steps,
+    make_partition,
+    refuse_state_dir,
+    refuse_workers,
+    set_threads,
+    shared_model,
+    state_folder,
+)
 
 Engine = Callable[[Experiment, Path, Progress | None], Summary]
+#: makes the grid of some partitions' nodes
+MakeGrid = Callable[[Sequence[int]], InProcessGrid]
+
+#: what every worker needs, and takes seconds to import: itself, optimizers, partitions and the default data set
+NEEDED = (__name__, "torch._dynamo", "flwr_datasets.partitioner", "sklearn.datasets")
 
 
 def run_in_process(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
-    """One client after another in this process: no Ray, no network."""
+    """One client after another in this process, or in each of `workers` processes: no Ray, no network."""
     config = experiment.config
-    STEPS.make_room(config.clients)
-    app = client_app(bound_client_fn(experiment.to_mapping()))
-    grid = InProcessGrid(app, config.clients, state_dir=state_folder(config, folder))
-    return run(grid, experiment, folder, progress)
+    make_grid = partial(sequential_grid, experiment, folder)
+    workers = min(config.workers, config.clients)
+    if workers <= 1:
+        return run(make_grid(range(config.clients)), experiment, folder, progress)
+    prepare(run_in_process, config)
+    with spread_over(workers, make_grid, config) as grid:
+        return run(grid, experiment, folder, progress)
 
 
 def run_in_cohorts(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
-    """Clients that share a model and an instruction train stacked in this process."""
-    STEPS.make_room(experiment.config.clients)
+    """The clients of a round at once, in this process or in as many as `workers` says, or as pay."""
+    with cohort_grid(experiment, folder) as grid:
+        return run(grid, experiment, folder, progress)
+
+
+def cohort_grid(experiment: Experiment, folder: Path) -> SpreadGrid | WorkersGrid:
+    """The grid of the engine `cohort`, to be closed."""
+    config = experiment.config
+    make_grid = partial(stacked_grid, experiment, folder)
+    make_workers = partial(spread_over, make_grid=make_grid, config=config)
+    if config.workers > 1 and config.clients > 1:
+        return make_workers(min(config.workers, config.clients))
+    # a GPU is not made faster by several processes
+    cores = 1 if config.workers == 1 or pick_device(config.device).type == "cuda" else count_cores()
+    workers = min(cores, config.clients)
+    return SpreadGrid(make_grid(range(config.clients)), make_workers, workers, expected_steps(config))
+
+
+def sequential_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]) -> InProcessGrid:
+    """The clients of these partitions, one after another."""
+    config = experiment.config
+    STEPS.make_room(len(partitions))
     app = client_app(bound_client_fn(experiment.to_mapping()))
-    return run(CohortGrid(app, experiment.config.clients), experiment, folder, progress)
+    return InProcessGrid(app, config.clients, partitions=partitions, state_dir=state_folder(config, folder))
+
+
+def stacked_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]) -> CohortGrid:
+    """The clients of these partitions, as many at once as pay."""
+    config = experiment.config
+    STEPS.make_room(len(partitions))
+    app = client_app(bound_client_fn(experiment.to_mapping()))
+    return CohortGrid(
+        app,
+        config.clients,
+        partitions=partitions,
+        state_dir=state_folder(config, folder),
+        way=config.way,
+        chunk=config.chunk,
+        expected_steps=expected_steps(config),
+    )
+
+
+def spread_over(workers: int, make_grid: MakeGrid, config: Config) -> WorkersGrid:
+    """So many processes, each with the grid of its share of the nodes."""
+    return WorkersGrid(partial(_ready, make_grid, config), config.clients, workers, threads=config.threads)
+
+
+def _ready(make_grid: MakeGrid, config: Config, partitions: Sequence[int]) -> InProcessGrid:
+    """A grid in a new process, which loads data and model before it is asked for anything."""
+    set_threads(config)
+    shared_model(config)
+    make_partition(config, config.clients)
+    return make_grid(partitions)
 
 
 def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
@@ -83,6 +152,14 @@ def _cluster() -> str:
         except (OSError, ValueError) as error:
             raise UsageError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from None
     return address
+
+
+def prepare(engine: Engine, config: Config) -> None:
+    """Refuse workers where there are none of ours; elsewhere let them import while their run is checked."""
+    if engine is run_on_ray:
+        refuse_workers(config)
+    elif config.workers > 1:
+        preload(NEEDED)
 
 
 ENGINES: dict[str, Engine] = {"inprocess": run_in_process, "cohort": run_in_cohorts, "ray": run_on_ray}

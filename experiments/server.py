@@ -28,6 +28,7 @@ from .workbench import (
     fresh_model,
     load_data,
     refuse_state_dir,
+    refuse_workers,
     rounds_within_budget,
     set_threads,
     shared_model,
@@ -44,6 +45,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any]) -> Summary:
     """
     experiment = settle(run_config)
     refuse_state_dir(experiment.config)
+    refuse_workers(experiment.config)
     folder = Path(experiment.config.results_dir).expanduser().resolve()
     summary = run(grid, experiment, folder)
     log(INFO, "Results: %s", folder)

@@ -68,6 +68,14 @@ def rounds_within_budget(config: Config, clients: int) -> Config:
     return replace(config, rounds=max(round(config.budget_epochs / epochs_a_round), 1))
 
 
+def expected_steps(config: Config) -> int:
+    """About how many steps all clients take in the whole run."""
+    taking_part = max(int(config.clients * config.fraction_train), 1)
+    an_epoch = len(load_data(config).train) // (max(config.clients, 1) * config.batch_size) + 1
+    steps = config.local_epochs * an_epoch if config.local_epochs else config.local_steps
+    return rounds_within_budget(config, config.clients).rounds * taking_part * steps
+
+
 def check(experiment: Experiment) -> None:
     """Find what cannot work before anything is started: device, data, partition, model and strategy."""
     config = experiment.config
@@ -111,7 +119,15 @@ def state_folder(config: Config, run: Path) -> Path | None:
 def refuse_state_dir(config: Config) -> None:
     """Where Flower runs the nodes, it keeps what they remember, in memory."""
     if config.state_dir:
-        raise UsageError(f"state-dir {config.state_dir!r} only works with the engine 'inprocess'")
+        raise UsageError(f"state-dir {config.state_dir!r} only works with the engines 'inprocess' and 'cohort'")
+
+
+def refuse_workers(config: Config) -> None:
+    """Where Flower runs the nodes, they are not shared out over processes of ours."""
+    if config.workers > 1:
+        raise UsageError(
+            f"workers={config.workers} only works with the engines 'inprocess' and 'cohort': Flower has its own ones"
+        )
 
 
 def _norm_options(text: str) -> dict[str, Any]:

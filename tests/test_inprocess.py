@@ -3,39 +3,13 @@
 import logging
 
 import pytest
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from fedbn_flwr.inprocess import InProcessGrid, run_in_process
-
-
-def counting_app() -> ClientApp:
-    """Counts its messages in its context; refuses the word `fail`, after counting."""
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        known = context.state.metric_records.get("count", MetricRecord({"messages": 0}))
-        count = int(known["messages"]) + 1  # type: ignore[arg-type]
-        context.state["count"] = MetricRecord({"messages": count})
-        word = message.content.config_records["config"]["word"]
-        if word == "fail":
-            raise LookupError("I was told to")
-        answer = {"count": count, "word": word, "partition": context.node_config["partition-id"]}
-        return Message(RecordDict({"answer": ConfigRecord(answer)}), reply_to=message)
-
-    return app
-
-
-def question(node: int, word: str = "hello", kind: str = "train") -> Message:
-    return Message(RecordDict({"config": ConfigRecord({"word": word})}), dst_node_id=node, message_type=kind)
-
-
-def answers(replies: list[Message]) -> list[tuple[object, ...]]:
-    return [tuple(reply.content.config_records["answer"].values()) for reply in replies]
+from tests.obeying import answers, counting_app, question
 
 
 @pytest.fixture

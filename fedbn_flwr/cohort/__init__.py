@@ -3,10 +3,12 @@
 `CohortGrid` is a Flower `Grid`, so every strategy runs on it unchanged. It finds the messages of a push that ask for
 the same (`grid`), has them answered together (`learning`) by a `Stack` of models under `torch.func.vmap` (`stack`), and
 leaves to the one-after-another engine what cannot be stacked, saying why. The clients of a layer-wise step go from
-exchange to exchange together (`steps`).
+exchange to exchange together (`steps`). What is fastest for a model on a machine is measured (`choice`), and whether
+several processes are faster still (`spread`).
 """
 
 from fedbn_flwr.cohort.grid import CohortGrid
 from fedbn_flwr.cohort.learning import train_together
+from fedbn_flwr.cohort.spread import SpreadGrid
 
-__all__ = ["CohortGrid", "train_together"]
+__all__ = ["CohortGrid", "SpreadGrid", "train_together"]

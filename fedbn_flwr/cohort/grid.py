@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import INFO
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -67,13 +68,15 @@ class CohortGrid(InProcessGrid):
         client_app: ClientApp,
         num_nodes: int,
         run_config: Config | None = None,
+        partitions: Sequence[int] | None = None,
+        state_dir: Path | None = None,
         *,
         way: str = "auto",
         chunk: int = 0,
         expected_steps: int = 0,
         kept: Kept | None = None,
     ) -> None:
-        super().__init__(client_app, num_nodes, run_config)
+        super().__init__(client_app, num_nodes, run_config, partitions, state_dir)
         if way not in ("auto", *WAYS):
             raise ValueError(f"unknown way {way!r}; known: auto, {', '.join(WAYS)}")
         self.way, self._given_chunk, self._expected_steps = way, chunk, expected_steps

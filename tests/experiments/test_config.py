@@ -95,6 +95,7 @@ def test_what_an_option_cannot_take_is_named(value: Any, kind: Any, spoken: str)
         ({"momentum": -0.1}, "momentum must be at least 0, got -0.1"),
         ({"evaluate-every": 0}, "evaluate-every must be at least 1, got 0"),
         ({"timeout": -1}, "timeout must be at least 0, got -1.0"),
+        ({"workers": -1}, "workers must be at least 0, got -1"),
         ({"fraction-train": 1.5}, "fraction-train must be between 0 and 1, got 1.5"),
         ({"fraction-train": 0}, "fraction-train must be above 0"),
         ({"fraction-evaluate": -0.5}, "fraction-evaluate must be between 0 and 1, got -0.5"),

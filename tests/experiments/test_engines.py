@@ -1,0 +1,65 @@
+"""The clients of an experiment, shared out over processes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import engines
+from fedbn_flwr.experiments import UsageError, serve
+from fedbn_flwr.inprocess import InProcessGrid
+from tests.experiments.runs import run
+
+
+def rounds(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+@pytest.mark.parametrize("method", ["fedbn", "fedtan"])
+def test_any_number_of_workers_gives_the_same_files(method: str, tmp_path: Path) -> None:
+    for workers in "13":
+        folder = str(tmp_path / workers)
+        assert run("run", clients="4", workers=workers, method=method, results_dir=folder) == 0
+    assert rounds(tmp_path / "3") == rounds(tmp_path / "1")
+    one, other = ((tmp_path / workers / "model.safetensors").read_bytes() for workers in "13")
+    assert one == other
+    assert json.loads((tmp_path / "3" / "config.json").read_text())["options"]["workers"] == 3
+
+
+@pytest.mark.parametrize(("workers", "wanted"), [("1", 0), ("0", 2), ("2", 2), ("9", 3)])
+def test_workers_are_counted(workers: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    class Several(InProcessGrid):
+        def __init__(self, make_grid: Any, num_nodes: int, workers: int, *, threads: int) -> None:
+            started.append((workers, threads))
+            super().__init__(make_grid(range(num_nodes))._client_app, num_nodes)
+
+        def __enter__(self) -> "Several":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            started.append("closed")
+
+    monkeypatch.setattr(engines, "WorkersGrid", Several)
+    monkeypatch.setattr(engines, "preload", lambda _: None)
+    monkeypatch.setattr(engines, "count_cores", lambda: 2)
+    assert run("run", clients="3", workers=workers, rounds="1", results_dir=str(tmp_path)) == 0
+    assert started == ([(wanted, 1), "closed"] if wanted else [])
+
+
+@pytest.mark.parametrize("words", [["run"], ["compare", "--methods", "fedbn,fedavg:workers=2"]])
+def test_flowers_engine_has_workers_of_its_own(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {} if "compare" in words else {"workers": "2"}
+    assert run(*words, engine="ray", results_dir=str(tmp_path / "results"), **options) == 2
+    assert "workers=2 only works with the engine 'inprocess'" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_flower_app_has_the_nodes_that_there_are() -> None:
+    with pytest.raises(UsageError, match="workers=0 only works"):
+        serve(InProcessGrid(None, 2), {"workers": 0})  # type: ignore[arg-type]
