@@ -103,9 +103,11 @@ class Layerwise(FedAvg):
 
     def _attempts(self, start: Mapping[int, RecordDict]) -> Conversation:
         assert self.grid is not None
+        # only the last of a step's replies holds more than what is said of the layers
+        expected = replace(self._expected, groups=())
         reasons: list[str] = []
         for attempt in range(1, self.max_attempts + 1):
-            talk = Dialogue(self.grid, start, attempt, self.exchange_timeout, self.weigh, self._expected)
+            talk = Dialogue(self.grid, start, attempt, self.exchange_timeout, self.weigh, expected)
             try:
                 final = yield from self.converse(talk)
                 self._sent = talk.sent

@@ -12,7 +12,7 @@ from torch import nn
 
 from fedbn_flwr import layerwise, models, state
 from fedbn_flwr.accounting import CountingGrid
-from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, FixBN
+from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, FixBN, Scaffold
 from fedbn_flwr.wire import Instruction
 from tests.harness import INSTRUCTION, SIZES, Double, Federation, distance, make_model, make_split, parts
 from tests.references import Node, mini_batches
@@ -183,6 +183,18 @@ def test_options_of_every_strategy_work(case: str) -> None:
     assert distance(tan, sweeping) < 1e-10
     assert distance(tan, plain) > 1e-3
     assert distance(tan, run(FedTAN(), momentum=0.9)) > 1e-6
+
+
+def test_it_can_be_combined_with_another_method() -> None:
+    """Only the last reply of a layer-wise step holds the control variates."""
+
+    class Both(FedTAN, Scaffold):
+        pass
+
+    both, sweeping = run(Both()), run(Both(sweeps=LAYERS))
+    assert distance(both, sweeping) < 1e-10
+    assert distance(both, run(FedTAN())) > 1e-3
+    assert distance(both, run(Scaffold())) > 1e-3
 
 
 def test_layers_without_batch_statistics_take_no_part() -> None:
