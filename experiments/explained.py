@@ -10,6 +10,7 @@ EXPLAINED: dict[str, str] = {
     "freeze": "what stands still after the freeze: statistics, affine or both",
     "freeze-round": "freeze after this many rounds, or this fraction of the run, or by the rule auto",
     "fresh-optimizer": "use another optimizer for the layer-wise step than for the steps after it",
+    "frozen-lr": "largest learning rate under frozen statistics, as a share of lr",
     "gain": "gain of standardized convolutions: constant or learnable",
     "gather-samples": "samples of each node that gathered statistics come from; 0 means all",
     "m": "rounds of FedTAN before the statistics are frozen, or their fraction of the run, or auto",

@@ -50,6 +50,11 @@ class Schedule:
         """Read e.g. `0.1@0.5,0.1@0.75`, or `=0.001@freeze`."""
         return cls(tuple(_change(item.strip()) for item in text.split(",") if item.strip()))
 
+    @property
+    def names_freeze(self) -> bool:
+        """Whether it says what happens at the freeze."""
+        return any(change.moment == Moment() for change in self.changes)
+
     def rate(self, base: float, server_round: int, num_rounds: int | None, frozen_after: int | None = None) -> float:
         """The rate of a round, counted from 1."""
         rate = base

@@ -15,7 +15,7 @@ import torch
 from flwr.app import Context, Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.transfer import Channel
+from fedbn_flwr.transfer import Channel, pack_requests, unpack_answer
 
 #: makes the grid of some partitions' nodes; it is pickled, and called in the worker
 GridFactory = Callable[[Sequence[int]], Grid]
@@ -121,10 +121,13 @@ def _processes() -> Any:
 class Service:
     """What a worker can be asked for: its methods named in `REQUESTS`, with one payload each."""
 
-    REQUESTS: ClassVar[frozenset[str]] = frozenset({"open", "deliver", "context"})
+    REQUESTS: ClassVar[frozenset[str]] = frozenset(
+        {"open", "deliver", "context", "rehearse", "open_step", "advance", "replies", "abandon"}
+    )
 
     def __init__(self) -> None:
         self._grid: Grid | None = None
+        self._step: Any = None
 
     def open(self, payload: tuple[GridFactory, Sequence[int]]) -> None:
         """Make the grid that later requests are about."""
@@ -140,6 +143,31 @@ class Service:
         """A node's context as it is now."""
         context: Context = self.grid.context(node)  # type: ignore[attr-defined]
         return context
+
+    def rehearse(self, messages: list[Message]) -> float | None:
+        """How long a client's step takes here, if that can be measured."""
+        seconds: float | None = self.grid.rehearse(messages)  # type: ignore[attr-defined]
+        return seconds
+
+    def open_step(self, messages: list[Message]) -> Any:
+        """Begin a layer-wise step of this worker's nodes; who they are, None if they cannot take it together."""
+        open_step = getattr(self.grid, "open_step", None)
+        self._step = None if open_step is None else open_step(messages)
+        return None if self._step is None else self._step.speakers
+
+    def advance(self, answer: Any) -> Any:
+        """Go on to the next exchange."""
+        return pack_requests(self._step.advance(None if answer is None else unpack_answer(answer)))
+
+    def replies(self, _: None) -> list[Message]:
+        """The nodes' replies at the end of the step."""
+        replies: list[Message] = self._step.replies()
+        return replies
+
+    def abandon(self, _: None) -> None:
+        """Forget the step."""
+        if self._step is not None:
+            self._step.abandon()
 
     @property
     def grid(self) -> Grid:

@@ -51,6 +51,8 @@ class FedAvg(FlowerFedAvg):
     personal: ClassVar[bool] = False
     #: constructor arguments of a base that have another name here
     replaced: ClassVar[tuple[str, ...]] = ()
+    #: groups of arrays that a training reply must hold beside the model
+    required: ClassVar[tuple[str, ...]] = ()
     #: whether an experiment gives this method one node with the union of the clients' samples
     pooled: ClassVar[bool] = False
 
@@ -222,7 +224,9 @@ class FedAvg(FlowerFedAvg):
     def _address(
         self, nodes: list[int], arrays: ArrayRecord, instruction: Instruction, config: ConfigRecord, kind: str
     ) -> list[Message]:
-        self._expected = Expected(instruction.binding_keys(), self.current, self.arrayrecord_key, self.weighted_by_key)
+        groups = self.required if kind == MessageType.TRAIN else ()
+        keys = instruction.binding_keys()
+        self._expected = Expected(keys, self.current, self.arrayrecord_key, self.weighted_by_key, groups)
         foreign = {key: value for key, value in config.items() if key not in Instruction.wire_keys()}
         packed = ConfigRecord({**foreign, **instruction.to_config()})
         self._sent = []

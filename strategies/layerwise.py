@@ -106,9 +106,11 @@ class Layerwise(FedAvg):
         assert self.grid is not None
         if (replies := self._together(start)) is not None:
             return replies
+        # only the last of a step's replies holds more than what is said of the layers
+        expected = replace(self._expected, groups=())
         reasons: list[str] = []
         for attempt in range(1, self.max_attempts + 1):
-            talk = Dialogue(self.grid, start, attempt, self.exchange_timeout, self.weigh, self._expected)
+            talk = Dialogue(self.grid, start, attempt, self.exchange_timeout, self.weigh, expected)
             try:
                 final = yield from self.converse(talk)
                 self._sent = talk.sent

@@ -47,12 +47,16 @@ class NodeReply:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a strategy asked for: the binding keys, and the arrays whose shapes the answer must have."""
+    """What a strategy asked for: the binding keys, and the arrays whose shapes the answer must have.
+
+    `groups` are those that an answer must hold beside the model, with entries of the model too.
+    """
 
     binding: Sequence[str]
     arrays: Mapping[str, np.ndarray]
     arrays_key: str = wire.ARRAYS
     weighted_by: str = wire.NUM_EXAMPLES
+    groups: Sequence[str] = ()
 
 
 def sift(messages: Iterable[Message], sent: Mapping[str, int], expected: Expected) -> tuple[list[NodeReply], list[str]]:
@@ -70,7 +74,7 @@ def sift(messages: Iterable[Message], sent: Mapping[str, int], expected: Expecte
             log(WARNING, "Node %d is left out of this round: %s", node, reason)
             refused.append(f"node {node}: {reason}")
     usable.sort(key=lambda reply: (reply.partition, reply.node))
-    return _with_common_entries(usable), refused
+    return _with_common_entries(usable, (wire.ARRAYS, *expected.groups)), refused
 
 
 def require_obeyed(replies: Sequence[NodeReply], binding: Sequence[str]) -> None:
@@ -94,8 +98,11 @@ def _read(node: int, message: Message, expected: Expected) -> NodeReply:
     records = {name: unpack(record) for name, record in array_records(content).items()}
     if expected.arrays_key in records:
         records[wire.ARRAYS] = records.pop(expected.arrays_key)
+    if missing := [group for group in expected.groups if group not in records]:
+        raise RefusedError(f"it lacks {missing[0]!r}")
     for group, arrays in records.items():
-        _check_arrays(group, arrays, expected.arrays if group in (wire.ARRAYS, wire.PERSONAL) else {})
+        of_model = group in (wire.ARRAYS, wire.PERSONAL, *expected.groups)
+        _check_arrays(group, arrays, expected.arrays if of_model else {})
     return NodeReply(
         node=node,
         partition=_integer(metrics.get(wire.PARTITION_ID, node)),
@@ -129,9 +136,11 @@ def _check_arrays(group: str, arrays: Arrays, expected: Mapping[str, np.ndarray]
         raise RefusedError(f"its array {bad!r} in {group!r} is not finite")
 
 
-def _with_common_entries(replies: list[NodeReply]) -> list[NodeReply]:
+def _with_common_entries(replies: list[NodeReply], groups: Sequence[str]) -> list[NodeReply]:
     """Keep the replies that carry the same entries as most do."""
-    entries = [frozenset(reply.records.get(wire.ARRAYS, {})) for reply in replies]
+    entries = [
+        frozenset((group, name) for group in groups for name in reply.records.get(group, {})) for reply in replies
+    ]
     if len(set(entries)) <= 1:
         return replies
     common = Counter(entries).most_common(1)[0][0]
@@ -140,6 +149,6 @@ def _with_common_entries(replies: list[NodeReply]) -> list[NodeReply]:
         if names == common:
             kept.append(reply)
         else:
-            example = sorted(names ^ common)[0]
-            log(WARNING, "Node %d is left out of this round: unlike most, entry %r", reply.node, example)
+            group, example = sorted(names ^ common)[0]
+            log(WARNING, "Node %d is left out of this round: unlike most, entry %r in %r", reply.node, example, group)
     return kept

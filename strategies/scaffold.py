@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -28,6 +28,8 @@ class Scaffold(FedAvg):
     `weighting="uniform"`). While all variates are zero, as in the first round, this is FedAvg. The variates double
     the messages.
     """
+
+    required: ClassVar[tuple[str, ...]] = (wire.CONTROL_VARIATES,)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

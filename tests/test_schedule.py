@@ -36,6 +36,11 @@ def test_a_value_from_the_freeze_on() -> None:
     assert rates("=0.01@freeze", [20, 60], frozen_after=None) == [0.1, 0.1]
 
 
+@pytest.mark.parametrize(("text", "names"), [("", False), ("0.1@0.5,=0.2@7", False), ("0.1@0.5,0.3@freeze", True)])
+def test_a_schedule_knows_whether_it_names_the_freeze(text: str, names: bool) -> None:
+    assert Schedule.parse(text).names_freeze == names
+
+
 @pytest.mark.parametrize("text", ["", " ", ",", " , "])
 def test_nothing_is_a_constant_rate(text: str) -> None:
     assert rates(text, [1, 60]) == [0.1, 0.1]

@@ -50,7 +50,7 @@ def bytes_of_a_client(client: BNClient, instruction: Instruction) -> int:
 def free_memory(device: torch.device) -> int:
     """Bytes."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        free: int = torch.cuda.mem_get_info(device)[0]
         return free
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

@@ -127,10 +127,14 @@ def test_survives_and_names_a_failing_node(name: str, caplog: pytest.LogCaptureF
 
 
 def lie(change: Callable[[State], object]) -> Callable[[BNClient, int], BNClient]:
+    return lie_about(lambda records: change(records[wire.ARRAYS]))
+
+
+def lie_about(change: Callable[[dict[str, State]], object]) -> Callable[[BNClient, int], BNClient]:
     class Lying(BNClient):
         def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
             reply = super().train(received, instruction)
-            change(reply.records[wire.ARRAYS])
+            change(reply.records)
             return reply
 
     def wrap(client: BNClient, index: int) -> BNClient:
@@ -156,6 +160,29 @@ def test_a_bad_reply_is_refused_by_name(case: str, caplog: pytest.LogCaptureFixt
     honest = Federation(make_model(), wrap=lambda client, index: failing(client, index)).run(FedAvg(), 1)
     assert all(torch.equal(lying[key], honest[key]) for key in honest)
     assert any("Node 1001 " in record.getMessage() and said in record.getMessage() for record in caplog.records)
+
+
+VARIATES: dict[str, tuple[Callable[[dict[str, State]], object], str]] = {
+    "none": (lambda records: records.pop(wire.CONTROL_VARIATES), "it lacks 'control-variates'"),
+    "not all": (lambda records: records[wire.CONTROL_VARIATES].pop("net.7.bias"), "'net.7.bias' in 'control-variates'"),
+    "another shape": (
+        lambda records: records[wire.CONTROL_VARIATES].update({"net.7.bias": torch.zeros(5)}),
+        "'net.7.bias' has shape (5,)",
+    ),
+    "too many": (
+        lambda records: records[wire.CONTROL_VARIATES].update({"net.9.bias": torch.zeros(5)}),
+        "'net.9.bias' is not part",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", VARIATES)
+def test_bad_control_variates_are_refused_by_name(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    change, said = VARIATES[case]
+    lying = Federation(make_model(), wrap=lie_about(change)).run(make("scaffold"), 2)
+    honest = Federation(make_model(), wrap=failing).run(make("scaffold"), 2)
+    assert all(torch.equal(lying[key], honest[key]) for key in honest)
+    assert sum("Node 1001 " in text and said in text for text in caplog.messages) == 2
 
 
 def failing(client: BNClient, index: int) -> BNClient:

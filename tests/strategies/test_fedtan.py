@@ -12,7 +12,7 @@ from torch import nn
 
 from fedbn_flwr import layerwise, models, state
 from fedbn_flwr.accounting import CountingGrid
-from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, FixBN
+from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, FixBN, Scaffold
 from fedbn_flwr.wire import Instruction
 from tests.harness import INSTRUCTION, SIZES, Double, Federation, distance, make_model, make_split, parts
 from tests.references import Node, mini_batches
@@ -93,7 +93,11 @@ DEGENERATE: dict[str, tuple[Callable[[], FedAvg], Callable[[], FedAvg], float]] 
     "more sweeps are FedTAN": (lambda: FedTAN(sweeps=LAYERS + 2), FedTAN, 1e-10),
     "the paper's exchanges": (lambda: FedTAN(exchange="paper"), FedTAN, 1e-12),
     "FedTAN-II that never freezes is FedTAN": (lambda: FedTANII(m=3), FedTAN, 0.0),
-    "FedTAN-II frozen from the start is FixBN": (lambda: FedTANII(m=0), lambda: FixBN(freeze_round=0), 0.0),
+    "FedTAN-II frozen from the start is FixBN": (
+        lambda: FedTANII(m=0, frozen_lr=1.0),
+        lambda: FixBN(freeze_round=0),
+        0.0,
+    ),
     "a step's own optimizer without momentum": (lambda: FedTAN(fresh_optimizer=True), FedTAN, 0.0),
 }
 
@@ -157,6 +161,34 @@ def test_fedtan_ii_is_fedavg_after_the_freeze() -> None:
     assert exchanges(FedTANII(m=0.4), 5) == 2 * (2 * LAYERS + 1) + 3
 
 
+class Rates(FedTANII):
+    """Notes the rate of every round."""
+
+    def instruct(self, instruction: Instruction) -> Instruction:
+        asked = super().instruct(instruction)
+        self.__dict__.setdefault("rates", []).append(asked.lr)
+        return asked
+
+
+FROZEN_RATES: dict[str, tuple[dict[str, Any], list[float]]] = {
+    "a fifth from the freeze on": ({}, [0.1, 0.1, 0.02, 0.02, 0.02]),
+    "another share": ({"frozen_lr": 0.5}, [0.1, 0.1, 0.05, 0.05, 0.05]),
+    "no bound": ({"frozen_lr": 1.0}, [0.1] * 5),
+    "lower where the schedule is": ({"lr_schedule": "0.5@3,0.1@4"}, [0.1, 0.1, 0.02, 0.02, 0.005]),
+    "not lower than a schedule that is low enough": ({"lr_schedule": "0.1@2"}, [0.1, 0.1, 0.01, 0.01, 0.01]),
+    "what the schedule says of the freeze": ({"lr_schedule": "=0.09@freeze,0.5@4"}, [0.1, 0.1, 0.09, 0.09, 0.045]),
+    "statistics that move": ({"freeze": "affine"}, [0.1] * 5),
+}
+
+
+@pytest.mark.parametrize("case", FROZEN_RATES)
+def test_the_rate_under_frozen_statistics(case: str) -> None:
+    options, wanted = FROZEN_RATES[case]
+    strategy: Any = Rates(m=2, **options)
+    run(strategy, 5, local_steps=1)
+    assert strategy.rates == pytest.approx(wanted)
+
+
 def test_auto_stops_by_itself() -> None:
     # exact statistics after as many sweeps as there are layers; backward, as many
     assert exchanges(FedTAN(sweeps="auto")) == 2 * LAYERS + 1
@@ -183,6 +215,18 @@ def test_options_of_every_strategy_work(case: str) -> None:
     assert distance(tan, sweeping) < 1e-10
     assert distance(tan, plain) > 1e-3
     assert distance(tan, run(FedTAN(), momentum=0.9)) > 1e-6
+
+
+def test_it_can_be_combined_with_another_method() -> None:
+    """Only the last reply of a layer-wise step holds the control variates."""
+
+    class Both(FedTAN, Scaffold):
+        pass
+
+    both, sweeping = run(Both()), run(Both(sweeps=LAYERS))
+    assert distance(both, sweeping) < 1e-10
+    assert distance(both, run(FedTAN())) > 1e-3
+    assert distance(both, run(Scaffold())) > 1e-3
 
 
 def test_layers_without_batch_statistics_take_no_part() -> None:
@@ -240,6 +284,11 @@ def test_an_end_that_is_not_foreseen(model: type[nn.Module], make: Callable[[], 
 def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         FedTAN(**options)
+
+
+def test_a_bad_rate_under_frozen_statistics_is_named() -> None:
+    with pytest.raises(ValueError, match="frozen_lr must not be negative, got -1"):
+        FedTANII(frozen_lr=-1)
 
 
 def test_a_plain_message_cannot_ask_for_a_layer_wise_step() -> None:
