@@ -4,9 +4,14 @@ import io
 import pickle
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from flwr.app import Array
+
+from fedbn_flwr.arrays import InMemoryArray, peek
+from fedbn_flwr.layerwise import Answer, Request
 
 #: for smaller arrays, calls of their own cost more than copies
 _LARGE = 16 * 1024
@@ -28,7 +33,15 @@ class Channel:
         """Send an item; OSError if the other end is gone."""
         buffers: list[pickle.PickleBuffer] = []
         file = io.BytesIO()
-        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(item)
+
+        def beside(buffer: pickle.PickleBuffer) -> bool:
+            """Leave large ones out of the pickle."""
+            small = buffer.raw().nbytes < _LARGE
+            if not small:
+                buffers.append(buffer)
+            return small
+
+        _Pickler(file, protocol=5, buffer_callback=beside).dump(item)
         raw = [buffer.raw() for buffer in buffers]
         frames = b"".join(_FRAME.pack(view.nbytes, view.readonly) for view in raw)
         self._socket.sendall(_COUNTS.pack(len(raw), file.tell()) + frames)
@@ -69,6 +82,41 @@ class _Pickler(pickle.Pickler):
     """Leaves the bytes of large arrays out of the pickle."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is InMemoryArray and "_value" in obj.__dict__:
+            return InMemoryArray, (peek(obj),)
         if type(obj) is Array and len(obj.data) >= _LARGE:
             return Array, (obj.dtype, obj.shape, obj.stype, pickle.PickleBuffer(obj.data))
         return NotImplemented
+
+
+def pack_requests(requests: Sequence[Request]) -> Any:
+    """What several clients say of one layer, in one array; a pickled tensor takes as long as an exchange."""
+    if not requests:
+        return None
+    first, counts = requests[0], [request.count for request in requests]
+    return (
+        type(first),
+        first.kind,
+        first.layer,
+        counts,
+        torch.stack([request.tensor for request in requests]).numpy(force=True),
+    )
+
+
+def unpack_requests(packed: Any) -> list[Request]:
+    """For each client what it says."""
+    if packed is None:
+        return []
+    make, kind, layer, counts, rows = packed
+    return [make(kind, layer, tensor, count) for tensor, count in zip(torch.from_numpy(rows), counts, strict=True)]
+
+
+def pack_answer(answer: Answer) -> Any:
+    """The answer to all of them."""
+    return answer.tensor.numpy(force=True), answer.count
+
+
+def unpack_answer(packed: Any) -> Answer:
+    """The same, in another process."""
+    values, count = packed
+    return Answer(torch.from_numpy(values), count)

@@ -2,11 +2,12 @@
 
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from logging import WARNING
 from multiprocessing.connection import wait
 from types import TracebackType
-from typing import Self, cast
+from typing import Any, Self, cast
 from uuid import uuid4
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -17,6 +18,8 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedbn_flwr.inprocess import FIRST_NODE_ID
+from fedbn_flwr.layerwise import Answer, OrderError, Request
+from fedbn_flwr.transfer import pack_answer, unpack_requests
 from fedbn_flwr.worker import GridFactory, Worker, WorkerDiedError, WorkerError
 
 
@@ -109,6 +112,53 @@ class WorkersGrid(Grid):
         """Deliver and collect."""
         return self.pull_messages(self.push_messages(messages))
 
+    def rehearse(self, messages: Sequence[Message]) -> float | None:
+        """Seconds from one client's step to the next, while all workers are busy; None if that cannot be measured."""
+        shares = self._shares(messages)
+        seconds = list(
+            self._ask_all(
+                "rehearse", {worker: [messages[p] for p in places] for worker, places in shares.items()}
+            ).values()
+        )
+        return None if None in seconds else 1 / sum(1 / each for each in seconds)
+
+    def open_step(self, messages: Sequence[Message]) -> "SpreadStep | None":
+        """The layer-wise step that these messages begin, if all of their nodes can take it without messages."""
+        shares = self._shares(messages)
+        found = self._ask_all("open_step", {worker: [messages[p] for p in places] for worker, places in shares.items()})
+        if None in found.values():
+            self._ask_all("abandon", dict.fromkeys(shares))
+            return None
+        speakers = {
+            place: who for worker, places in shares.items() for place, who in zip(places, found[worker], strict=True)
+        }
+        return SpreadStep(self._ask_all, messages, shares, [speakers[place] for place in range(len(messages))])
+
+    def _shares(self, messages: Sequence[Message]) -> dict[Worker, list[int]]:
+        """For each worker the places of its nodes' messages."""
+        shares: dict[Worker, list[int]] = {}
+        for place, message in enumerate(messages):
+            shares.setdefault(self._worker_of(message.metadata.dst_node_id), []).append(place)
+        return shares
+
+    def _ask_all(self, name: str, payloads: Mapping[Worker, Any]) -> dict[Worker, Any]:
+        """The answers of workers that work at the same time; a dead one is started anew, and said to have died."""
+        for worker, payload in payloads.items():
+            worker.ask(name, payload)
+        answers: dict[Worker, Any] = {}
+        failures: list[RuntimeError] = []
+        for worker in payloads:
+            try:
+                answers[worker] = worker.answer()
+            except WorkerDiedError as death:
+                self._revive(worker, death)
+                failures.append(death)
+            except WorkerError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return answers
+
     def _deliver(self, shares: Mapping[Worker, Sequence[Message]]) -> None:
         for worker, messages in shares.items():
             worker.ask("deliver", messages)
@@ -126,12 +176,15 @@ class WorkersGrid(Grid):
         try:
             replies: list[Message] = worker.answer()
         except WorkerDiedError as death:
-            nodes = len(self._partitions(worker.index))
-            log(WARNING, "Worker %d %s: it starts anew, and its %d nodes without state", worker.index, death, nodes)
-            worker.restart()
-            self._open(worker)
+            self._revive(worker, death)
             return [_error_reply(message, f"the process of worker {worker.index} {death}") for message in messages]
         return replies
+
+    def _revive(self, worker: Worker, death: WorkerDiedError) -> None:
+        nodes = len(self._partitions(worker.index))
+        log(WARNING, "Worker %d %s: it starts anew, and its %d nodes without state", worker.index, death, nodes)
+        worker.restart()
+        self._open(worker)
 
     def _open(self, worker: Worker) -> None:
         worker.ask("open", (self._make_grid, self._partitions(worker.index)))
@@ -145,6 +198,51 @@ class WorkersGrid(Grid):
         if not self._workers:
             raise WorkerError("the grid is closed")
         return self._workers[(node - FIRST_NODE_ID) % self._num_workers]
+
+
+class SpreadStep:
+    """A layer-wise step whose nodes are in several processes: to `Layerwise` strategies, what a `CohortStep` is."""
+
+    def __init__(
+        self,
+        ask_all: Callable[[str, Mapping[Worker, Any]], dict[Worker, Any]],
+        messages: Sequence[Message],
+        shares: Mapping[Worker, Sequence[int]],
+        speakers: Sequence[Any],
+    ) -> None:
+        self._ask_all, self._messages, self._shares, self.speakers = ask_all, messages, shares, speakers
+
+    def advance(self, answer: Answer | None = None) -> list[Request]:
+        """Go on with what all nodes together said; the first call takes no answer."""
+        packed = None if answer is None else pack_answer(answer)
+        said = {
+            worker: unpack_requests(requests)
+            for worker, requests in self._ask_all("advance", dict.fromkeys(self._shares, packed)).items()
+        }
+        if any(said.values()) and not all(said.values()):
+            raise OrderError(0, "is at a BN layer where others are at their end")
+        return self._in_order(said) if any(said.values()) else []
+
+    def replies(self) -> list[Message]:
+        """What the nodes reply at the end."""
+        replies: list[Message] = self._in_order(self._ask_all("replies", dict.fromkeys(self._shares)))
+        for message, reply in zip(self._messages, replies, strict=True):
+            # the worker's grid has given it its id
+            message.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
+        return replies
+
+    def abandon(self) -> None:
+        """Forget it."""
+        with suppress(WorkerError, WorkerDiedError):
+            self._ask_all("abandon", dict.fromkeys(self._shares))
+
+    def _in_order(self, found: Mapping[Worker, Sequence[Any]]) -> list[Any]:
+        placed = {
+            place: item
+            for worker, places in self._shares.items()
+            for place, item in zip(places, found[worker], strict=True)
+        }
+        return [placed[place] for place in sorted(placed)]
 
 
 def count_cores() -> int:

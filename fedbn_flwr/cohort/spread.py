@@ -28,7 +28,7 @@ class SpreadGrid(Grid):
     """
 
     def __init__(
-        self, here: CohortGrid, make_workers: Callable[[], WorkersGrid], workers: int, expected_steps: int
+        self, here: CohortGrid, make_workers: Callable[[int], WorkersGrid], workers: int, expected_steps: int
     ) -> None:
         self.chosen: CohortGrid | WorkersGrid = here
         self._here, self._make_workers, self._workers = here, make_workers, workers
@@ -97,22 +97,16 @@ class SpreadGrid(Grid):
         self.measured["one process"] = alone
         if alone * self._expected_steps * (1 - 1 / self._workers) < WORTH_STARTING:
             return
-        spread = self._make_workers()
+        spread = self._make_workers(self._workers)
         try:
             together = spread.rehearse(messages)
         except BaseException:
             spread.close()
             raise
-        self.measured[f"{self._workers} processes"] = together
-        faster = together * WORTH_HAVING < alone
-        log(
-            INFO,
-            "A client's step takes %.3g ms here and %.3g in each of %d processes' turn: %s used",
-            alone * 1e3,
-            together * 1e3,
-            self._workers,
-            "they are" if faster else "they are not",
-        )
+        if together is not None:
+            self.measured[f"{self._workers} processes"] = together
+        faster = together is not None and together * WORTH_HAVING < alone
+        log(INFO, "Seconds a client's step: %s", self.measured)
         if faster:
             spread.set_run(self._here.run)
             self.chosen = spread
