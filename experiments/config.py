@@ -64,7 +64,9 @@ class Config:
     workers: int = option(
         0, "processes that share the clients; 0: one in the engine inprocess, in the engine cohort as many as pay"
     )
-    way: str = option("auto", "how clients of the engine cohort train: auto (measured), plain, compiled, stacked")
+    way: str = option(
+        "auto", "how clients of the engine cohort train: auto (measured), stacked, plain, channels-last, compiled"
+    )
     chunk: int = option(0, "how many clients are stacked at most; 0: as many as are worth it and fit into memory")
     timeout: float = option(3600.0, "seconds to wait for the clients of a round")
     results_dir: str = option("results", "where results go")

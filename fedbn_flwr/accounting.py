@@ -131,14 +131,14 @@ class CountingGrid(Grid):
         # the messages to several nodes share records, and each of these is measured once
         known: dict[int, Sizes] = {}
         for message in messages:
-            tally, sizes = self._tally(message), _message_sizes(message, known)
+            tally, sizes = self._tally(message), message_sizes(message, known)
             tally.payload_down += sizes.payload
             tally.wire_down += sizes.wire
 
     def _count_received(self, replies: list[Message]) -> None:
         for message in replies:
             if message.has_content():
-                tally, sizes = self._tally(message), _message_sizes(message, {})
+                tally, sizes = self._tally(message), message_sizes(message, {})
                 tally.payload_up += sizes.payload
                 tally.paper += sizes.paper
                 tally.wire_up += sizes.wire
@@ -156,8 +156,9 @@ class Sizes(NamedTuple):
 # set of these. To serialize and hash every message, as Flower does, would take longer than to deliver it.
 
 
-def _message_sizes(message: Message, known: dict[int, Sizes]) -> Sizes:
+def message_sizes(message: Message, known: dict[int, Sizes] | None = None) -> Sizes:
     """The sum over all parts; `known` holds records' sizes, by their identity."""
+    known = {} if known is None else known
     content = message.content
     payload, paper, wire = 0, 0, _head_bytes(*_head(message.metadata)) + _contents_bytes(tuple(content))
     for record in content.values():

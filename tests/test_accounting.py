@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 from numpy.typing import NDArray
 
 import fedbn_flwr.arrays
-from fedbn_flwr.accounting import CountingGrid, Tally, _message_sizes, payload_bytes
+from fedbn_flwr.accounting import CountingGrid, Tally, message_sizes, payload_bytes
 from fedbn_flwr.arrays import hold, make_record
 from fedbn_flwr.inprocess import InProcessGrid
 from fedbn_flwr.wire import DESCRIBE, GATHER
@@ -125,7 +125,7 @@ def test_wire_is_right_for_all_values_that_a_record_can_hold(configs: list[dict[
 def test_wire_is_right_for_all_heads(node: int, group: str, ttl: float) -> None:
     InProcessGrid(echo_app(), num_nodes=1)
     sent = Message(RecordDict(), node, "train", group_id=group, ttl=ttl)
-    assert _message_sizes(sent, {}).wire == serialized_size(sent)
+    assert message_sizes(sent, {}).wire == serialized_size(sent)
 
 
 def test_sizes_are_not_forgotten_when_a_record_changes(grid: CountingGrid) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-#: `plain`: one client after another; `compiled`: the same, its model by `torch.compile`; `stacked`: at once
-WAYS = ("plain", "compiled", "stacked")
+#: `plain`: one client after another; `channels-last` and `compiled`: the same, with images in this order of memory, or
+#: the model by `torch.compile`; `stacked`: at once
+WAYS = ("plain", "channels-last", "compiled", "stacked")
 
 #: how often each way is timed; the fastest counts, because other work on the machine only ever slows down
 _REPETITIONS = 3

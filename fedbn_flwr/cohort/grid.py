@@ -2,16 +2,14 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from logging import INFO
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
 from flwr.app import Context, Message, MessageType
 from flwr.clientapp import ClientApp
 from flwr.common import log
-from torch import Tensor, nn
 
 from fedbn_flwr.client import BNClient, Reply, layerwise_mode
 from fedbn_flwr.clientapp import BNClientApp, pack, unpack
@@ -19,6 +17,7 @@ from fedbn_flwr.cohort.choice import WAYS, WORTH_COMPILING, Choice, Kept, descri
 from fedbn_flwr.cohort.learning import train_together
 from fedbn_flwr.cohort.room import clients_that_fit
 from fedbn_flwr.cohort.steps import CohortStep, Speaker, StackedStep
+from fedbn_flwr.cohort.variants import Variants, has_images
 from fedbn_flwr.inprocess import Config, InProcessGrid, identify
 from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.rules import rules_for
@@ -85,7 +84,7 @@ class CohortGrid(InProcessGrid):
         self.choices: dict[Hashable, Choice] = {}
         self._chunks: dict[int, int] = {}
         self._apart: set[Hashable] = set()
-        self._compiled: WeakKeyDictionary[nn.Module, Callable[[Tensor], Tensor]] = WeakKeyDictionary()
+        self._variants = Variants()
         #: models of steps that wait for an answer in the middle of a pass
         self._structures = Replicas()
 
@@ -139,7 +138,7 @@ class CohortGrid(InProcessGrid):
         return messages
 
     def rehearse(self, messages: Sequence[Message]) -> float | None:
-        """Seconds that a client's step takes here in the way that is used; None if these messages cannot be measured."""
+        """Seconds that a client's step takes here in the way that is used; None if that cannot be measured."""
         if not isinstance(self._client_app, BNClientApp):
             return None
         jobs = [job for alike in self._alike(dict(enumerate(messages[:_LOOKED_AT]))) for job in alike]
@@ -147,10 +146,7 @@ class CohortGrid(InProcessGrid):
             return None
         way = self._way(jobs)
         chosen = jobs[: self._chunk(jobs) if way == "stacked" else 2]
-        try:
-            return measure({way: lambda: self._rehearse(chosen, way)}).seconds.get(way)
-        except Exception:  # what is wrong is said when they train
-            return None
+        return measure({way: partial(self._rehearse, chosen, way)}).seconds.get(way)
 
     @property
     def untouched(self) -> bool:
@@ -178,13 +174,13 @@ class CohortGrid(InProcessGrid):
     def _choose(self, jobs: Sequence[Job], key: str) -> Choice:
         if known := self._kept.recall(key):
             return known
-        stack = jobs[: self._chunk(jobs)]
-        found = measure(
-            {"plain": lambda: self._rehearse(jobs[:2], "plain"), "stacked": lambda: self._rehearse(stack, "stacked")}
-        )
-        if found.seconds.get("plain", 0.0) * self._expected_steps > WORTH_COMPILING:
-            compiled = measure({"compiled": lambda: self._rehearse(jobs[:2], "compiled")})
-            found = found.joined(compiled)
+        stack, few = jobs[: self._chunk(jobs)], jobs[:2]
+        ways = {"plain": few, "channels-last": few, "stacked": stack}
+        if not has_images(jobs[0].client.model):
+            del ways["channels-last"]
+        found = measure({way: partial(self._rehearse, some, way) for way, some in ways.items()})
+        if min(found.seconds.values(), default=0.0) * self._expected_steps > WORTH_COMPILING:
+            found = found.joined(measure({"compiled": partial(self._rehearse, few, "compiled")}))
         log(INFO, "Clients of this model train %s", found)
         self._kept.keep(key, found)
         return found
@@ -199,16 +195,9 @@ class CohortGrid(InProcessGrid):
             train_together(clients, clients[0].model, [job.received for job in jobs], short)
         else:
             for client, job in zip(clients, jobs, strict=True):
-                client.forward = self._forward(client, way)
+                self._variants.prepare(client, way)
                 client.train(job.received, short)
         return 2 * len(jobs)
-
-    def _forward(self, client: BNClient, way: str) -> Callable[[Tensor], Tensor] | None:
-        if way != "compiled":
-            return None
-        if client.model not in self._compiled:
-            self._compiled[client.model] = torch.compile(client.model, dynamic=False)
-        return self._compiled[client.model]
 
     def _in_chunks(self, jobs: list[Job]) -> list[list[Job]]:
         """With like numbers of steps side by side, the largest first."""
@@ -265,15 +254,13 @@ class CohortGrid(InProcessGrid):
         """The answers of those that do not fail."""
         answers = {}
         for job in jobs:
-            job.client.forward = self._forward(job.client, way)
+            self._variants.prepare(job.client, way)
             try:
                 reply = job.client.train(job.received, job.instruction)
             except Exception as error:  # alone, the client will fail in the same way, and be reported
                 if way == "compiled":
                     self._say(f"{type(error).__name__}: {error}")
                 continue
-            finally:
-                job.client.forward = None
             self._keep(job.context)
             answers[job.place] = pack(reply, job.message)
         return answers

@@ -44,14 +44,13 @@ def bytes_of_a_client(client: BNClient, instruction: Instruction) -> int:
     with OwnRandomness(0).drawing(), torch.autograd.graph.saved_tensors_hooks(keep, _unchanged):
         training.batch_loss(client.model, batch, instruction, client.loss_function)
     # a backward pass needs about as much again
-    return 2 * sum(kept.values()) + _COPIES * sum(value.nbytes for value in client.model.state_dict().values())
+    return 2 * sum(kept.values()) + _COPIES * int(sum(value.nbytes for value in client.model.state_dict().values()))
 
 
 def free_memory(device: torch.device) -> int:
     """Bytes."""
     if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-        return free
+        return int(torch.cuda.mem_get_info(device)[0])
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
