@@ -266,23 +266,24 @@ class Shifted(InProcessGrid):
 
 PROGRAM = """
 import json, resource, sys, time
-started = time.perf_counter()
-from fedbn_flwr.experiments import main
-imported = time.perf_counter()
 from fedbn_flwr.client import BNClient
-train, first = BNClient.train, []
-def timed(*arguments):
-    first.append(time.perf_counter())
+from fedbn_flwr.experiments import main
+started, train, trained = time.process_time(), BNClient.train, []
+def noted(*arguments):
+    trained.append(time.process_time())
     return train(*arguments)
-BNClient.train = timed
+BNClient.train = noted
 assert main(sys.argv[1:]) == 0
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-print(json.dumps({"peak": peak, "import": imported - started, "start": first[0] - imported, "trained": len(first)}))
+print(json.dumps({"peak": peak, "start": trained[0] - started, "trained": len(trained)}))
 """
 
 
 def measured(tmp_path: Path, *options: str) -> dict[str, float]:
-    """Peak memory in MiB, and the seconds until the first client trains, of a run of its own process."""
+    """Of a run in a process of its own: peak memory in MiB, and the processor's seconds until the first client trains.
+
+    Not the clock's, which also tell how busy the machine is.
+    """
     shared = ["--partition", "iid", "--local-steps", "1", "--batch-size", "20", "--evaluate-every", "100"]
     words = [sys.executable, "-c", PROGRAM, "run", *shared, *options, "--results-dir", str(tmp_path / "results")]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -299,16 +300,16 @@ def test_ten_thousand_clients_take_little_more_memory_than_a_hundred(tmp_path: P
     assert large["trained"] == same_data["trained"] == small["trained"] == 1000
     assert large["peak"] < 1.5 * small["peak"]
     assert large["peak"] < 1.2 * same_data["peak"]
-    assert large["start"] < 10
+    assert large["start"] < 8
 
 
 @pytest.mark.slow
-def test_what_ten_thousand_clients_remember_is_not_in_memory(tmp_path: Path) -> None:
+def test_what_clients_remember_on_disk_is_not_in_memory(tmp_path: Path) -> None:
     """SCAFFOLD's control variates, 60 kB a client."""
-    shared = ["--method", "scaffold", "--dataset", "synthetic:n=8000", "--clients", "4000", "--rounds", "2"]
-    shared += ["--fraction-train", "0.25", "--batch-size", "2"]
+    shared = ["--method", "scaffold", "--dataset", "synthetic:n=8000", "--clients", "4000", "--rounds", "15"]
+    shared += ["--fraction-train", "0.025"]
     in_memory = measured(tmp_path, *shared)
     on_disk = measured(tmp_path, *shared, "--state-dir", str(tmp_path / "states"))
     files = list((tmp_path / "states" / "results").glob("*.records"))
-    assert len(files) > 1500
-    assert in_memory["peak"] - on_disk["peak"] > 0.5 * sum(file.stat().st_size for file in files) / 2**20
+    assert len(files) > 1000
+    assert in_memory["peak"] - on_disk["peak"] > 0.6 * sum(file.stat().st_size for file in files) / 2**20
