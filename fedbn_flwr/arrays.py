@@ -71,7 +71,7 @@ class InMemoryArray(Array):
 def hold(value: NDArray[Any] | Tensor) -> InMemoryArray:
     """An array with a copy of these numbers, in the order in which `np.save` would keep them."""
     if isinstance(value, Tensor):
-        value = value.detach().cpu().numpy()
+        value = value.numpy(force=True)
     return InMemoryArray(np.array(value, order="A"))
 
 

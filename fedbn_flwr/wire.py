@@ -16,6 +16,7 @@ a strategy refuses a reply that does not list every binding key it sent.
 """
 
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, Self
 
 from flwr.app import ConfigRecord
@@ -135,6 +136,7 @@ class Instruction:
         return {item.name: values[item.name] for item in fields(self) if values[item.name] != item.default}
 
 
+@cache
 def wire_key(name: str) -> str:
     """The wire's spelling of a Python name."""
     return name.replace("_", "-")

@@ -68,7 +68,8 @@ def freeze(model: nn.Module, statistics: bool = True, affine: bool = False) -> F
     with the running mean and variance as constants. Freezes nest: a layer is free again when the last one
     is undone, and is then in the mode that `model.train()` or `model.eval()` last asked for.
     """
-    layers = bn_layers(model)
+    # every message freezes what its instruction says, which mostly is nothing
+    layers = bn_layers(model) if statistics or affine else {}
     if statistics:
         _refuse_without_statistics(layers)
     frozen = Frozen()
