@@ -31,33 +31,34 @@ class Channel:
 
     def send(self, item: Any) -> None:
         """Send an item; OSError if the other end is gone."""
-        buffers: list[pickle.PickleBuffer] = []
+        beside: list[memoryview] = []
+
+        def stays(buffer: pickle.PickleBuffer) -> bool:
+            view = buffer.raw()
+            if view.nbytes >= _LARGE:
+                beside.append(view)
+            return view.nbytes < _LARGE
+
         file = io.BytesIO()
-
-        def beside(buffer: pickle.PickleBuffer) -> bool:
-            """Leave large ones out of the pickle."""
-            small = buffer.raw().nbytes < _LARGE
-            if not small:
-                buffers.append(buffer)
-            return small
-
-        _Pickler(file, protocol=5, buffer_callback=beside).dump(item)
-        raw = [buffer.raw() for buffer in buffers]
-        frames = b"".join(_FRAME.pack(view.nbytes, view.readonly) for view in raw)
-        self._socket.sendall(_COUNTS.pack(len(raw), file.tell()) + frames)
-        self._socket.sendall(file.getbuffer())
-        for view in raw:
+        _Pickler(file, protocol=5, buffer_callback=stays).dump(item)
+        frames = b"".join(_FRAME.pack(view.nbytes, view.readonly) for view in beside)
+        self._socket.sendall(_COUNTS.pack(len(beside), file.tell()) + frames)
+        for view in (file.getbuffer(), *beside):
             self._socket.sendall(view)
 
     def receive(self) -> Any:
         """Wait for the next item; EOFError if the other end is gone."""
+        try:
+            return self._receive()
+        except ConnectionError as error:
+            raise EOFError from error
+
+    def _receive(self) -> Any:
         count, size = _COUNTS.unpack(self._exactly(_COUNTS.size))
         frames = list(_FRAME.iter_unpack(self._exactly(count * _FRAME.size)))
         pickled = self._exactly(size)
-        # a buffer that was read-only is handed to its array as it comes; others must be writable again
-        buffers = [
-            self._exactly(length) if readonly else bytearray(self._exactly(length)) for length, readonly in frames
-        ]
+        # bytes are bytes again, and numbers can be changed
+        buffers = [self._exactly(length) if readonly else self._writable(length) for length, readonly in frames]
         return pickle.loads(pickled, buffers=buffers)
 
     def close(self) -> None:
@@ -67,15 +68,22 @@ class Channel:
     def _exactly(self, size: int) -> bytes:
         parts, missing = [], size
         while missing:
-            try:
-                part = self._socket.recv(missing, socket.MSG_WAITALL)
-            except ConnectionError as error:
-                raise EOFError from error
+            part = self._socket.recv(missing, socket.MSG_WAITALL)
             if not part:
                 raise EOFError
             parts.append(part)
             missing -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _writable(self, size: int) -> bytearray:
+        buffer = bytearray(size)
+        view = memoryview(buffer)
+        while view:
+            received = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
+            if not received:
+                raise EOFError
+            view = view[received:]
+        return buffer
 
 
 class _Pickler(pickle.Pickler):

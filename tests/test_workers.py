@@ -119,8 +119,9 @@ def test_errors_are_those_of_one_process(grid: WorkersGrid) -> None:
         assert replies[1].error.reason == "LookupError: I was told to"
         # what a failed message had stored is lost
         assert answers(send(each, "hello", "hello")) == [(2, "hello", 0), (1, "hello", 1)]
-        (reply,) = each.send_and_receive([question(5)])
-        assert (reply.error.reason, reply.metadata.src_node_id) == ("KeyError: 5", 5)
+    (there,), (here,) = (each.send_and_receive([question(5)]) for each in (grid, obeying(5, range(5))))
+    assert (there.error.code, there.error.reason) == (here.error.code, here.error.reason)
+    assert there.metadata.src_node_id == 5
 
 
 def test_messages_of_the_older_interface_and_runs(grid: WorkersGrid) -> None:
