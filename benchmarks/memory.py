@@ -3,10 +3,17 @@
 import os
 import resource
 from contextlib import suppress
+from multiprocessing import active_children
 from pathlib import Path
 
 #: written to a process's `clear_refs`, it makes the present memory the peak
 FORGET = "5"
+
+
+def own_family() -> list[int]:
+    """This process, those that it had forked from a server of forks, and all their living descendants."""
+    forked = (child.pid for child in active_children())
+    return [member for process in (os.getpid(), *forked) if process for member in family(process)]
 
 
 def family(process: int) -> list[int]:
@@ -21,18 +28,18 @@ def family(process: int) -> list[int]:
     return found
 
 
-def peak_megabytes(process: int) -> float:
-    """The sum of the peaks of a family, each since `forget_peak`; pages that several share count for each."""
+def peak_megabytes() -> float:
+    """The sum of the peaks of the own family, each since `forget_peak`; pages that several share count for each."""
     kilobytes = 0
-    for member in family(process):
+    for member in own_family():
         with suppress(OSError):
             kilobytes += _status(member).get("VmHWM", 0)
     return (kilobytes or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 1024
 
 
-def forget_peak(process: int) -> None:
+def forget_peak() -> None:
     """Count from now on."""
-    for member in family(process):
+    for member in own_family():
         with suppress(OSError):
             Path(f"/proc/{member}/clear_refs").write_text(FORGET)
 

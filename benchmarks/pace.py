@@ -1,6 +1,5 @@
 """A process's side of the measurement: it runs rounds when it is told to, and waits in between."""
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ class Pace:
         """Around a case: tells the driver how it ended, and what was noted about it."""
         notes: Notes = {}
         self._left, self._seconds, self._begun = 0, [], False
-        forget_peak(os.getpid())
+        forget_peak()
         try:
             yield notes
             raise RuntimeError("the rounds came to an end by themselves")
@@ -68,7 +67,7 @@ class Pace:
 
 
 def _memory() -> Notes:
-    notes: Notes = {"peak-memory-mb": round(peak_megabytes(os.getpid()), 1)}
+    notes: Notes = {"peak-memory-mb": round(peak_megabytes(), 1)}
     if torch.cuda.is_initialized():
         notes["peak-gpu-memory-mb"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
         torch.cuda.reset_peak_memory_stats()

@@ -157,9 +157,9 @@ def test_cases() -> None:
 
 def test_memory() -> None:
     assert family(os.getpid())[0] == os.getpid()
-    before = peak_megabytes(os.getpid())
+    before = peak_megabytes()
     held = bytearray(os.urandom(2**20)) * 64
-    assert peak_megabytes(os.getpid()) >= before
+    assert peak_megabytes() >= before
     assert len(held) == 2**26
     assert lives(os.getpid())
 
