@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # one process a core: torch's own threads gain little on small models, and tests run side by side
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all check format docs clean
+.PHONY: demo test test-all check format docs bench bench-quick clean
 
 demo: $(VENV)/installed
 	$(BIN)/fedbn-flwr compare --methods fedavg,fixbn,fedbn,silobn,fedprox,standalone,centralized --results-dir results/demo
@@ -29,6 +29,12 @@ format: $(VENV)/installed
 
 docs: $(VENV)/installed
 	$(BIN)/python docs/make_options.py
+
+bench: $(VENV)/installed
+	$(BIN)/python -m benchmarks.bench
+
+bench-quick: $(VENV)/installed
+	$(BIN)/python -m benchmarks.bench --quick
 
 # uv resolves and unpacks several times faster than pip; where it cannot be had, pip does the same
 $(VENV)/installed: pyproject.toml

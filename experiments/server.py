@@ -71,7 +71,7 @@ def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | N
         initial,
         config.rounds,
         timeout=config.timeout,
-        train_config=_instruction(config).to_config(),
+        train_config=instruction_of(config).to_config(),
         evaluate_config=ConfigRecord({"seed": config.seed}),
         evaluate_fn=journal.record,
     )
@@ -81,7 +81,7 @@ def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | N
     return summary
 
 
-def _instruction(config: Config) -> Instruction:
+def instruction_of(config: Config) -> Instruction:
     """What the shared options ask of a client."""
     return Instruction(
         seed=config.seed,

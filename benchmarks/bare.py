@@ -1,0 +1,97 @@
+"""The yardstick: federated averaging in plain PyTorch, without a framework."""
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+
+class BareLoop:
+    """One model that takes the place of every client in turn; data are one tensor on the device.
+
+    After `freeze_after` rounds BN keeps its statistics, as FixBN wants it; 0 is never.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: tuple[Tensor, Tensor],
+        parts: Sequence[Tensor],
+        *,
+        local_steps: int,
+        batch_size: int,
+        lr: float,
+        freeze_after: int = 0,
+    ) -> None:
+        self.model, self._parts, self._lr = model, parts, lr
+        self._inputs, self._labels = data
+        self._local_steps, self._batch_size, self._freeze_after = local_steps, batch_size, freeze_after
+        self._generator = torch.Generator().manual_seed(0)
+        self._rounds = 0
+        #: of the model, in which clients train; of the server, before the round; and their sum so far
+        self._own = list(model.state_dict().values())
+        self._current = [value.clone() for value in self._own]
+        self._sum = [value.clone() for value in self._own]
+
+    def round(self) -> None:
+        """Every client trains from the same state, and their states are averaged by their numbers of samples."""
+        self._set_mode()
+        samples = sum(len(part) for part in self._parts)
+        for total in self._sum:
+            total.zero_()
+        for part in self._parts:
+            self._put(self._own, self._current)
+            self._train(part)
+            self._add(len(part) / samples)
+        self._put(self._current, self._sum)
+        self._rounds += 1
+
+    def state(self) -> dict[str, Tensor]:
+        """The server's model."""
+        return {name: value.clone() for name, value in zip(self.model.state_dict(), self._current, strict=True)}
+
+    def flops(self) -> int:
+        """Floating point operations of the matrix products and convolutions of a round, counted on one batch."""
+        part = self._parts[0][: self._batch_size]
+        model = copy.deepcopy(self.model).train()
+        with FlopCounterMode(display=False) as counter:
+            F.cross_entropy(model(self._inputs[part]), self._labels[part]).backward()
+        return int(counter.get_total_flops()) * self._local_steps * len(self._parts)
+
+    def _set_mode(self) -> None:
+        self.model.train()
+        if self._freeze_after and self._rounds >= self._freeze_after:
+            for layer in self.model.modules():
+                if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                    layer.eval()
+
+    def _train(self, part: Tensor) -> None:
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=self._lr)
+        for batch in self._batches(part):
+            optimizer.zero_grad()
+            F.cross_entropy(self.model(self._inputs[batch]), self._labels[batch]).backward()
+            optimizer.step()
+
+    def _batches(self, part: Tensor) -> Iterator[Tensor]:
+        taken = 0
+        while True:
+            order = torch.randperm(len(part), generator=self._generator).to(part.device)
+            for batch in part[order].split(self._batch_size):
+                if taken == self._local_steps:
+                    return
+                taken += 1
+                yield batch
+
+    def _put(self, target: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+        for value, new in zip(target, source, strict=True):
+            value.copy_(new)
+
+    def _add(self, weight: float) -> None:
+        for total, value in zip(self._sum, self._own, strict=True):
+            if value.is_floating_point():
+                total.add_(value, alpha=weight)
+            else:
+                total.copy_(value)

@@ -1,0 +1,150 @@
+"""The command: time every engine at every case, in turn with a bare PyTorch loop."""
+
+import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from experiments.results import make_folder
+
+from . import report
+from .cases import CLIENTS, METHODS, MODELS, Case, make_cases
+from .contestants import Contestant, Effort, default_threads, measure
+from .players import PLAYERS
+from .results import BARE, Row, machine, rows_of, write
+
+#: Ray keeps a process busy for every client in turn, and takes minutes a round with more clients than this
+MOST_ON_RAY = 100
+QUICK_CLIENTS = 10
+EFFORT = Effort(repetitions=7, seconds=30.0, most_rounds=20)
+QUICK_EFFORT = Effort(repetitions=3, seconds=3.0, most_rounds=10)
+#: side of the matrices by which a GPU's peak is measured
+SIDE = 8192
+
+
+@dataclass
+class Bench:
+    """One run over cases; rows are written as they come."""
+
+    engines: Sequence[str]
+    ray_everywhere: bool
+    effort: Effort
+    threads: Sequence[int]
+    peak_tflops: float
+    folder: Path
+    rows: list[Row] = field(default_factory=list)
+    #: of the faster bare loop, by what it does: methods that are FedAvg to it need no second search
+    best_threads: dict[tuple[object, ...], int] = field(default_factory=dict)
+
+    def measure(self, cases: Sequence[Case]) -> None:
+        """Measure; cases of one model and number of clients share a Ray simulation, which takes long to start."""
+        for _, group in groupby(cases, key=lambda case: (case.model, case.clients)):
+            alike = list(group)
+            with ExitStack() as stack:
+                on_ray = "ray" in self.engines and (alike[0].clients <= MOST_ON_RAY or self.ray_everywhere)
+                shared = [stack.enter_context(Contestant("ray", 1, alike))] if on_ray else []
+                for case in alike:
+                    self._measure(case, shared)
+
+    def _measure(self, case: Case, shared: Sequence[Contestant]) -> None:
+        """Every other engine has a new process for every case, so that its memory is known."""
+        loop = case.model, case.clients, case.local_steps, case.freezes
+        threads = [self.best_threads[loop]] if loop in self.best_threads else self.threads
+        own = [(BARE, number) for number in threads]
+        own += [(engine, 1) for engine in self.engines if engine not in (BARE, "ray")]
+        with ExitStack() as stack:
+            fresh = [stack.enter_context(Contestant(engine, number, [case])) for engine, number in own]
+            rows = rows_of(case, measure(case, [*fresh, *shared], self.effort), self.peak_tflops)
+        if "seconds-by-threads" in rows[0]:
+            self.best_threads[loop] = rows[0]["threads"]
+        self.rows += rows
+        write(self.folder / "bench.json", self.rows)
+        report.progress(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, write `bench.json`, `bench-machine.json` and `bench.png`, and show a table."""
+    options = _parser().parse_args(arguments)
+    counts = options.clients or ([QUICK_CLIENTS] if options.quick else CLIENTS)
+    cases = make_cases(options.models, options.methods, counts, options.device)
+    peak, source = _peak(options.peak_tflops)
+    folder = make_folder(Path(options.results_dir))
+    bench = Bench(options.engines, options.ray_everywhere, _effort(options), _threads(), peak, folder)
+    about: Row = {"effort": vars(bench.effort), "bare-threads": bench.threads}
+    about |= {"peak-tflops": peak or None, "peak-tflops-from": source}
+    write(folder / "bench-machine.json", {**machine(), **about})
+    bench.measure(cases)
+    report.show(bench.rows)
+    report.plot(bench.rows, folder / "bench.png")
+    report.close(bench.rows, folder)
+    return 1 if all("error" in row for row in bench.rows) else 0
+
+
+def _effort(options: argparse.Namespace) -> Effort:
+    usual = QUICK_EFFORT if options.quick else EFFORT
+    return Effort(options.repetitions or usual.repetitions, options.seconds or usual.seconds, usual.most_rounds)
+
+
+def _threads() -> list[int]:
+    """Of the bare loops: one, and what torch takes by itself."""
+    return sorted({1, default_threads()})
+
+
+def _peak(given: float) -> tuple[float, str | None]:
+    """TFLOP/s of the GPU, and where the number is from; 0 without a GPU and a number."""
+    if given:
+        return given, "the command line"
+    if not torch.cuda.is_available():
+        return 0.0, None
+    matrix = torch.randn(SIDE, SIDE, device="cuda")
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    seconds = []
+    for _ in range(6):
+        begin.record()
+        matrix @ matrix
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1000)
+    precision = "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    return 2 * SIDE**3 / min(seconds) / 1e12, f"a {precision} matrix product of side {SIDE}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="only 10 clients, and fewer rounds")
+    parser.add_argument(
+        "--engines", type=_engines, default=list(PLAYERS), help=f"comma-separated [{','.join(PLAYERS)}]"
+    )
+    parser.add_argument("--models", type=_words, default=list(MODELS), help=f"comma-separated [{','.join(MODELS)}]")
+    parser.add_argument("--methods", type=_words, default=list(METHODS), help=f"comma-separated [{','.join(METHODS)}]")
+    parser.add_argument("--clients", type=_numbers, help="comma-separated [10,100,1000; quick: 10]")
+    parser.add_argument("--repetitions", type=int, default=0, help="turns of every engine [7; quick: 3]")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of timed rounds an engine and case [30; quick: 3]")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto [auto]")
+    parser.add_argument("--peak-tflops", type=float, default=0.0, help="of the device; measured on a GPU if not given")
+    parser.add_argument("--ray-everywhere", action="store_true", help=f"Ray also above {MOST_ON_RAY} clients")
+    parser.add_argument("--results-dir", default="results", help="where results go [results]")
+    return parser
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def _engines(text: str) -> list[str]:
+    for word in _words(text):
+        if word not in PLAYERS:
+            raise argparse.ArgumentTypeError(f"unknown engine {word!r}; known: {', '.join(PLAYERS)}")
+    return _words(text)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in _words(text)]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,80 @@
+"""What is measured: models, methods and numbers of clients."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from experiments.methods import Experiment, settle
+
+MODELS = ("small-cnn", "resnet20")
+METHODS = ("fedavg", "fixbn:freeze-round=1", "fedtan", "fedtan:exchange=paper")
+CLIENTS = (10, 100, 1_000)
+LOCAL_STEPS, BATCH_SIZE = 5, 20
+#: also measured with one local step, and few clients: most of their round is not training
+SHORT_METHODS, SHORT_CLIENTS = ("fedavg", "fedtan"), 10
+#: the most clients that real data are enough for; above that, as many samples a client as a batch has
+MOST_ON_DIGITS = 10
+#: FixBN's round of the freeze, from which on it is timed
+FREEZE_ROUND = 1
+#: more rounds than anybody waits for: the driver says when a case ends
+ENDLESS = 10**9
+
+
+@dataclass(frozen=True)
+class Case:
+    """One group of bars: what every engine is timed at."""
+
+    model: str
+    method: str
+    clients: int
+    local_steps: int = LOCAL_STEPS
+    batch_size: int = BATCH_SIZE
+    device: str = "auto"
+
+    @property
+    def dataset(self) -> str:
+        """The digits; for more clients synthetic images of the same size."""
+        if self.clients <= MOST_ON_DIGITS:
+            return "digits"
+        return f"synthetic:n={self.clients * BATCH_SIZE}:channels=1"
+
+    @property
+    def freezes(self) -> bool:
+        """Whether BN is frozen in the rounds that count."""
+        return self.method.startswith("fixbn")
+
+    @property
+    def warm_up(self) -> int:
+        """The rounds before those that count."""
+        return FREEZE_ROUND + 1 if self.freezes else 1
+
+    def experiment(self) -> Experiment:
+        """The case with every option settled."""
+        options: dict[str, Any] = {
+            "model": self.model,
+            "method": self.method,
+            "clients": self.clients,
+            "local-steps": self.local_steps,
+            "batch-size": self.batch_size,
+            "device": self.device,
+            "dataset": self.dataset,
+            "partition": "iid",
+            "lr": 0.01,
+            "lr-schedule": "",
+            "rounds": ENDLESS,
+        }
+        return settle(options)
+
+
+def make_cases(models: Sequence[str], methods: Sequence[str], clients: Sequence[int], device: str) -> list[Case]:
+    """Every combination, and one local step where that is of interest; those that can share a simulation together."""
+    return list(_cases(models, methods, clients, device))
+
+
+def _cases(models: Sequence[str], methods: Sequence[str], clients: Sequence[int], device: str) -> Iterator[Case]:
+    for model in models:
+        for count in clients:
+            cases = [Case(model, method, count, device=device) for method in methods]
+            yield from cases
+            if count == SHORT_CLIENTS:
+                yield from (replace(case, local_steps=1) for case in cases if case.method in SHORT_METHODS)

@@ -1,0 +1,216 @@
+"""The driver's side of the measurement: engines in processes of their own, of which one works at a time."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import get_context
+from statistics import median
+from typing import Any, Self
+
+from .cases import Case
+from .memory import family, lives
+from .players import play
+
+#: imported once, by the process from which the others are forked
+PRELOADED = "benchmarks.players"
+#: seconds that a process has for one answer, to end by itself, and to end when it is told to
+ANSWERING, ENDING, DYING = 3600.0, 60.0, 5.0
+
+
+class FailedError(RuntimeError):
+    """An engine cannot do a case; the message says why."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: so many turns of rounds, fewer where `seconds` for all of them do not suffice."""
+
+    repetitions: int
+    seconds: float
+    most_rounds: int
+
+    def rounds(self, seconds: float) -> int:
+        """The rounds of a turn, if one takes so many seconds."""
+        return _between(1, self.seconds / self.repetitions / seconds, self.most_rounds)
+
+    def turns(self, seconds: float) -> int:
+        """The turns, if a round takes so many seconds."""
+        return _between(1, self.seconds / (seconds * self.rounds(seconds)), self.repetitions)
+
+
+@dataclass
+class Measured:
+    """What one engine did in one case: seconds of every round, turn by turn."""
+
+    engine: str
+    threads: int
+    first: float = 0.0
+    turns: list[list[float]] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """The median of the turns' medians."""
+        return median(self.medians)
+
+    @property
+    def medians(self) -> list[float]:
+        """Of each turn."""
+        return [median(turn) for turn in self.turns]
+
+
+class Contestant:
+    """A process that plays one case after another with one engine."""
+
+    def __init__(self, engine: str, threads: int, cases: Sequence[Case]) -> None:
+        context = _forking()
+        self.engine, self.threads = engine, threads
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=play, args=(engine, threads, cases, theirs))
+        with _default_threads_hidden():
+            self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ready(self) -> None:
+        """Wait until the first round of a case could begin."""
+        self._answer("ready")
+
+    def run(self, rounds: int) -> list[float]:
+        """The seconds of so many rounds."""
+        self._send("run", rounds)
+        return list(self._answer("ran"))
+
+    def end(self) -> dict[str, Any]:
+        """End the case; what the process has to say about it."""
+        self._send("end")
+        return dict(self._answer("ended"))
+
+    def close(self) -> None:
+        """End the process and all that it started."""
+        self._pipe.close()
+        assert self._process.pid
+        members = family(self._process.pid)
+        self._process.join(ENDING)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if not _gone(members):
+                _signal(members, number)
+        self._process.join(DYING)
+
+    def _send(self, *command: Any) -> None:
+        with suppress(OSError):  # it has ended; the answer will say so
+            self._pipe.send(command)
+
+    def _answer(self, expected: str) -> Any:
+        try:
+            if not self._pipe.poll(ANSWERING):
+                self._pipe.close()
+                raise FailedError(f"no answer in {ANSWERING:.0f} s")
+            kind, content = self._pipe.recv()
+        except (EOFError, OSError):
+            raise FailedError("the process has ended") from None
+        if kind != expected:
+            raise FailedError(str(content))
+        return content
+
+
+def measure(case: Case, contestants: Sequence[Contestant], effort: Effort) -> list[Measured]:
+    """Time engines in turn; one that cannot go on drops out."""
+    results = {each: Measured(each.engine, each.threads) for each in contestants}
+    for each in contestants:
+        with _dropping_out(results[each]):
+            each.ready()
+    for each in _remaining(results):
+        with _dropping_out(results[each]):
+            results[each].first, *_ = (each.run(1)[0] for _ in range(case.warm_up))
+    _take_turns(results, effort)
+    for each in _remaining(results):
+        with _dropping_out(results[each]):
+            results[each].notes = each.end()
+    return list(results.values())
+
+
+def _take_turns(results: dict[Contestant, Measured], effort: Effort) -> None:
+    """The turns; the round by which they are planned counts as one if no turn has more rounds than that."""
+    plans: dict[Contestant, float] = {}
+    for each in _remaining(results):
+        with _dropping_out(results[each]):
+            seconds = each.run(1)
+            plans[each] = seconds[0]
+            results[each].turns = [seconds] if effort.rounds(seconds[0]) == 1 else []
+    for _ in range(effort.repetitions):
+        for each in [each for each in plans if not results[each].error]:
+            if len(results[each].turns) < effort.turns(plans[each]):
+                with _dropping_out(results[each]):
+                    results[each].turns.append(each.run(effort.rounds(plans[each])))
+
+
+def default_threads() -> int:
+    """How many threads torch takes if nobody tells it."""
+    command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+    environment = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
+    return int(subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout)
+
+
+@cache
+def _forking() -> Any:
+    context = get_context("forkserver")
+    context.set_forkserver_preload([PRELOADED])
+    return context
+
+
+@contextmanager
+def _default_threads_hidden() -> Iterator[None]:
+    """The process from which others are forked has one thread: each is told its own number later."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+@contextmanager
+def _dropping_out(result: Measured) -> Iterator[None]:
+    try:
+        yield
+    except FailedError as error:
+        result.error = str(error)
+
+
+def _remaining(results: dict[Contestant, Measured]) -> list[Contestant]:
+    return [each for each, result in results.items() if not result.error]
+
+
+def _between(least: int, value: float, most: int) -> int:
+    return max(least, min(int(value), most))
+
+
+def _gone(members: Sequence[int]) -> bool:
+    deadline = time.monotonic() + DYING
+    while any(lives(member) for member in members):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _signal(members: Sequence[int], number: signal.Signals) -> None:
+    for member in members:
+        with suppress(OSError):
+            os.kill(member, number)

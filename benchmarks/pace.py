@@ -1,0 +1,74 @@
+"""A process's side of the measurement: it runs rounds when it is told to, and waits in between."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from .memory import forget_peak, peak_megabytes
+
+Notes = dict[str, Any]
+
+
+class Enough(BaseException):
+    """The driver wants no more rounds of this case: no error, so that no `except Exception` on the way catches it."""
+
+
+class Pace:
+    """Commands of the driver: `("run", n)` for n rounds, answered by their seconds, and `("end",)`."""
+
+    def __init__(self, driver: Connection) -> None:
+        self._driver = driver
+        self._left, self._seconds, self._since = 0, list[float](), 0.0
+        self._begun = False
+
+    @contextmanager
+    def playing(self) -> Iterator[Notes]:
+        """Around a case: tells the driver how it ended, and what was noted about it."""
+        notes: Notes = {}
+        self._left, self._seconds, self._begun = 0, [], False
+        forget_peak()
+        try:
+            yield notes
+            raise RuntimeError("the rounds came to an end by themselves")
+        except Enough:
+            self._driver.send(("ended", {**notes, **_memory()}))
+        except Exception as error:
+            self._driver.send(("failed", " ".join(f"{type(error).__name__}: {error}".split())))
+
+    def lap(self) -> None:
+        """A round has come to its end, or the first one could begin."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if not self._begun:
+            self._begun = True
+            self._driver.send(("ready", None))
+        elif self._left:
+            self._left -= 1
+            self._seconds.append(now - self._since)
+            if not self._left:
+                self._driver.send(("ran", self._seconds))
+        if not self._left:
+            self._wait()
+        self._since = time.perf_counter()
+
+    def _wait(self) -> None:
+        try:
+            command, *details = self._driver.recv()
+        except EOFError:  # the driver has gone
+            raise SystemExit from None
+        if command == "end":
+            raise Enough
+        self._left, self._seconds = details[0], []
+
+
+def _memory() -> Notes:
+    notes: Notes = {"peak-memory-mb": round(peak_megabytes(), 1)}
+    if torch.cuda.is_initialized():
+        notes["peak-gpu-memory-mb"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
+        torch.cuda.reset_peak_memory_stats()
+    return notes

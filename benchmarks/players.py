@@ -1,0 +1,135 @@
+"""The engines, each as a function that plays cases at the pace of the driver. A peer is one more of them."""
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+# what every process needs, and takes seconds to import: once, before processes are forked
+import flwr_datasets.partitioner  # noqa: F401
+import sklearn.datasets  # noqa: F401
+import torch
+import torch._dynamo
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from experiments.node import bound_client_fn
+from experiments.server import instruction_of
+from experiments.workbench import fresh_model, load_data, make_partition
+from fedbn_flwr import state
+from fedbn_flwr.accounting import CountingGrid
+from fedbn_flwr.client import pick_device
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.cohort import CohortGrid
+from fedbn_flwr.inprocess import InProcessGrid
+from fedbn_flwr.suspended import STEPS
+
+from .bare import BareLoop
+from .cases import ENDLESS, FREEZE_ROUND, Case
+from .pace import Notes, Pace
+
+Player = Callable[[Sequence[Case], Pace], None]
+
+
+def play_bare(cases: Sequence[Case], pace: Pace) -> None:
+    """A plain loop over clients; what FedTAN exchanges is left out."""
+    for case in cases:
+        with pace.playing() as notes:
+            loop = _bare_loop(case)
+            notes["flops-per-round"] = loop.flops()
+            while True:
+                pace.lap()
+                loop.round()
+
+
+def play_sequential(cases: Sequence[Case], pace: Pace) -> None:
+    """One client after another, in this process."""
+    for case in cases:
+        STEPS.make_room(case.clients)
+        _play(case, InProcessGrid, pace)
+
+
+def play_cohort(cases: Sequence[Case], pace: Pace) -> None:
+    """Clients stacked, in this process."""
+    for case in cases:
+        STEPS.make_room(case.clients)
+        _play(case, CohortGrid, pace)
+
+
+def play_ray(cases: Sequence[Case], pace: Pace) -> None:
+    """Flower's simulation; it starts in ten seconds, so that one serves several cases, whose clients are alike."""
+    from flwr.simulation import run_simulation
+
+    # otherwise Ray hides the GPU from workers that reserve no part of it
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    server = ServerApp()
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        for case in cases:
+            _play(case, lambda *_: grid, pace)
+
+    backend: Any = {
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        "init_args": {"log_to_driver": False, "logging_level": logging.ERROR},
+    }
+    run_simulation(server, _app(cases[0]), num_supernodes=cases[0].clients, backend_config=backend)
+
+
+PLAYERS: dict[str, Player] = {
+    "bare": play_bare,
+    "sequential": play_sequential,
+    "cohort": play_cohort,
+    "ray": play_ray,
+}
+
+
+def play(engine: str, threads: int, cases: Sequence[Case], driver: Connection) -> None:
+    """What a process does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its processes
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    torch.set_num_threads(threads)
+    PLAYERS[engine](cases, Pace(driver))
+
+
+def describe(grid: Grid) -> Notes:
+    """What a grid tells of its choice: `how` (stacked, compiled or plain), `workers`, `compile-seconds`."""
+    told = getattr(grid, "choice", None)
+    return dict(told) if isinstance(told, dict) else {}
+
+
+def _play(case: Case, make_grid: Callable[[ClientApp, int], Grid], pace: Pace) -> None:
+    with pace.playing() as notes:
+        experiment = case.experiment()
+        grid = make_grid(_app(case), case.clients)
+        initial = state.to_record(fresh_model(experiment.config).state_dict())
+        train_config = instruction_of(experiment.config).to_config()
+        strategy = experiment.make_strategy(case.clients)
+        try:
+            strategy.start(
+                CountingGrid(grid), initial, ENDLESS, train_config=train_config, evaluate_fn=lambda *_: pace.lap()
+            )
+        finally:
+            notes |= describe(grid)
+
+
+def _app(case: Case) -> ClientApp:
+    return client_app(bound_client_fn(case.experiment().to_mapping()))
+
+
+def _bare_loop(case: Case) -> BareLoop:
+    config = case.experiment().config
+    device = pick_device(config.device)
+    split = load_data(config).train
+    return BareLoop(
+        fresh_model(config).to(device),
+        split.batch(torch.arange(len(split)), device),
+        [torch.from_numpy(part).to(device) for part in make_partition(config, case.clients)],
+        local_steps=case.local_steps,
+        batch_size=case.batch_size,
+        lr=config.lr,
+        freeze_after=FREEZE_ROUND if case.freezes else 0,
+    )
