@@ -18,6 +18,8 @@ MOST_ON_DIGITS = 10
 FREEZE_ROUND = 1
 #: more rounds than anybody waits for: the driver says when a case ends
 ENDLESS = 10**9
+#: how long a run the cohort engine takes this for, when it decides what is worth its time to prepare
+RUN = 1_000
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Case:
             "partition": "iid",
             "lr": 0.01,
             "lr-schedule": "",
-            "rounds": ENDLESS,
+            "rounds": RUN,
         }
         return settle(options)
 

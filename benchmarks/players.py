@@ -4,7 +4,10 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 # what every process needs, and takes seconds to import: once, before processes are forked
@@ -16,6 +19,8 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from experiments.engines import cohort_grid
+from experiments.methods import Experiment
 from experiments.node import bound_client_fn
 from experiments.server import instruction_of
 from experiments.workbench import fresh_model, load_data, make_partition
@@ -23,7 +28,6 @@ from fedbn_flwr import state
 from fedbn_flwr.accounting import CountingGrid
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.cohort import CohortGrid
 from fedbn_flwr.inprocess import InProcessGrid
 from fedbn_flwr.suspended import STEPS
 
@@ -53,10 +57,14 @@ def play_sequential(cases: Sequence[Case], pace: Pace) -> None:
 
 
 def play_cohort(cases: Sequence[Case], pace: Pace) -> None:
-    """Clients stacked, in this process."""
+    """Clients at once, in the way and in as many processes as the engine chooses."""
     for case in cases:
-        STEPS.make_room(case.clients)
-        _play(case, CohortGrid, pace)
+        with ExitStack() as stack:
+            _play(case, partial(_open_cohort, stack, case.experiment()), pace)
+
+
+def _open_cohort(stack: ExitStack, experiment: Experiment, *_: object) -> Grid:
+    return stack.enter_context(cohort_grid(experiment, Path("unused")))
 
 
 def play_ray(cases: Sequence[Case], pace: Pace) -> None:
@@ -96,9 +104,8 @@ def play(engine: str, threads: int, cases: Sequence[Case], driver: Connection) -
 
 
 def describe(grid: Grid) -> Notes:
-    """What a grid tells of its choice: `how` (stacked, compiled or plain), `workers`, `compile-seconds`."""
-    told = getattr(grid, "choice", None)
-    return dict(told) if isinstance(told, dict) else {}
+    """What a grid tells of its choice: `how` it trains, in how many `workers`, after how many `compile-seconds`."""
+    return dict(getattr(grid, "choice", {}))
 
 
 def _play(case: Case, make_grid: Callable[[ClientApp, int], Grid], pace: Pace) -> None:

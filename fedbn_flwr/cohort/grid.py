@@ -149,6 +149,13 @@ class CohortGrid(InProcessGrid):
         return measure({way: partial(self._rehearse, chosen, way)}).seconds.get(way)
 
     @property
+    def choice(self) -> dict[str, str | int | float]:
+        """How clients train, for whoever reports it."""
+        ways = {found.way for found in self.choices.values()} if self.way == "auto" else {self.way}
+        compiling = sum(found.compile_seconds for found in self.choices.values())
+        return {"how": ", ".join(sorted(ways)), "workers": 1, "compile-seconds": compiling}
+
+    @property
     def untouched(self) -> bool:
         """Whether no node has stored anything yet."""
         return not any(context.state for context in self._contexts.values())

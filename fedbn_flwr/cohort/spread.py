@@ -45,6 +45,12 @@ class SpreadGrid(Grid):
         if isinstance(self.chosen, WorkersGrid):
             self.chosen.close()
 
+    @property
+    def choice(self) -> dict[str, str | int | float]:
+        """How clients train and where, for whoever reports it."""
+        workers = self._workers if isinstance(self.chosen, WorkersGrid) else 1
+        return {**self._here.choice, "workers": workers}
+
     def set_run(self, run: Run) -> None:
         """Pass on."""
         self.chosen.set_run(run)
