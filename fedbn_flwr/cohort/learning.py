@@ -168,7 +168,7 @@ class _Round:
         if not (self.first and self.exchange):
             return nullcontext
         mode = layerwise_mode(self.session.instruction)
-        return partial(shared_statistics, self.stack.structure, self.exchange, mode)
+        return partial(shared_statistics, self.stack.structure, self.exchange, mode, stacked=True)
 
     def _part(self, rows: Rows, step: int) -> Part:
         plans = [self.plans[row] for row in torch.arange(len(self.plans))[rows].tolist()]
