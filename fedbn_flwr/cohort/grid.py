@@ -40,6 +40,11 @@ class Job:
     received: dict[str, State]
     instruction: Instruction
 
+    @property
+    def node(self) -> int:
+        """Whose work."""
+        return self.message.metadata.dst_node_id
+
     def attempt(self) -> Hashable:
         """What jobs have in common that can be done together, or cannot."""
         return id(self.client.model), tuple(self.instruction.binding_keys()), self.instruction.augmentation
@@ -143,7 +148,7 @@ class CohortGrid(InProcessGrid):
     def _close(self, jobs: Mapping[int, Job], replies: Mapping[int, Reply]) -> list[Message]:
         """The replies to the messages, in their order."""
         for job in jobs.values():
-            self._keep(job.context)
+            self._keep(job.node, job.context)
         messages = [pack(replies[place], jobs[place].message) for place in sorted(jobs)]
         for message in messages:
             identify(message)
@@ -200,7 +205,7 @@ class CohortGrid(InProcessGrid):
     def _rehearse(self, jobs: Sequence[Job], way: str) -> int:
         """Two steps of some clients, of which nothing remains; returns how many steps that was."""
         assert isinstance(self._client_app, BNClientApp)
-        client_fn, nodes = self._client_app.client_fn, [job.message.metadata.dst_node_id for job in jobs]
+        client_fn, nodes = self._client_app.client_fn, [job.node for job in jobs]
         short = replace(jobs[0].instruction, local_steps=2, local_epochs=1, layerwise="none")
         clients = [client_fn(self._lend(node)) for node in nodes]
         if way == "stacked":
@@ -268,7 +273,7 @@ class CohortGrid(InProcessGrid):
             self._say(f"{type(error).__name__}: {error}")
             return {}
         for job in jobs:
-            self._keep(job.context)
+            self._keep(job.node, job.context)
         return {job.place: pack(reply, job.message) for job, reply in zip(jobs, replies, strict=True)}
 
     def _in_turn(self, jobs: Sequence[Job], way: str) -> dict[int, Message]:
@@ -282,7 +287,7 @@ class CohortGrid(InProcessGrid):
                 if way == "compiled":
                     self._say(f"{type(error).__name__}: {error}")
                 continue
-            self._keep(job.context)
+            self._keep(job.node, job.context)
             answers[job.place] = pack(reply, job.message)
         return answers
 
