@@ -72,7 +72,7 @@ def test_an_error_reply_comes_from_the_client_that_failed() -> None:
     replies = list(nodes.grid.send_and_receive(asked(nodes, INSTRUCTION)))
     assert [reply.has_error() for reply in replies] == [False, True, False, False]
     assert replies[1].metadata.src_node_id == 1001
-    assert "IndexError" in replies[1].error.reason
+    assert "IndexError" in (replies[1].error.reason or "")
 
 
 def test_one_sample_for_bn() -> None:
@@ -84,7 +84,7 @@ def test_one_sample_for_bn() -> None:
             net = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
             return Double(net)
 
-    epochs = {"local_steps": 0, "local_epochs": 2, "batch_size": 5}
+    epochs: dict[str, Any] = {"local_steps": 0, "local_epochs": 2, "batch_size": 5}
     assert_same(lambda: quiet(FedAvg), flat, clients=9, nodes={"sizes": (6, 12, 11)}, **epochs)
     alone, together = both(lambda: quiet(FedAvg), flat, nodes={"sizes": (6, 1, 11)}, **epochs)
     assert difference(alone, together) < EXACT
@@ -186,12 +186,11 @@ class Breaking(nn.Module):
 
 def test_a_stack_that_fails_in_the_middle_changes_no_memory() -> None:
     """The clients then train alone from where they were."""
-    instruction = {"momentum": 0.9}
 
     def run(grid: type[InProcessGrid], model: nn.Module) -> tuple[Federation, list[str]]:
         nodes = Federation(model, grid=grid)
         with watching() as watch:
-            nodes.run(quiet(Scaffold, momentum_state="local"), 2, **instruction)
+            nodes.run(quiet(Scaffold, momentum_state="local"), 2, momentum=0.9)
         return nodes, watch.messages
 
     with torch.random.fork_rng():

@@ -91,7 +91,7 @@ def test_a_residual_network(exchange: str) -> None:
     def make() -> Double:
         return Double(models.build("resnet20", num_classes=3, in_channels=1, image_size=8, norm="bn", seed=0))
 
-    options = {"rounds": 1, "local_steps": 1, "lr": 0.01, "clients": 2, "nodes": {"sizes": (4, 6)}}
+    options: dict[str, Any] = {"rounds": 1, "local_steps": 1, "lr": 0.01, "clients": 2, "nodes": {"sizes": (4, 6)}}
     assert_same(lambda: quiet(FedTAN, exchange=exchange), make, **options)
 
 
@@ -181,8 +181,8 @@ def test_an_instruction_that_cannot_be_planned_is_an_error_of_the_nodes() -> Non
 
 def test_a_client_that_ends_before_there_is_momentum_goes_by_messages() -> None:
     """Four samples are one step, after which the optimizer is new: this client alone has no momentum to keep."""
-    options = {"fresh_optimizer": True, "momentum_state": "local"}
-    instruction = {"momentum": 0.9, "weight_decay": 0.1, "local_steps": 0, "local_epochs": 1}
+    options: dict[str, Any] = {"fresh_optimizer": True, "momentum_state": "local"}
+    instruction: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.1, "local_steps": 0, "local_epochs": 1}
     alone, together = both(lambda: quiet(FedTAN, **options), nodes={"sizes": (4, 12)}, **instruction)
     assert difference(alone, together) == 0
     assert len([text for text in together.watch.messages if "before there is momentum" in text]) == 1

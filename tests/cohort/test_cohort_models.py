@@ -22,6 +22,8 @@ RAGGED: dict[str, Any] = {"local_steps": 0, "local_epochs": 2, "momentum": 0.9, 
 class Net(nn.Module):
     """A convolution, something in the middle, a linear layer."""
 
+    norm: Callable[[Tensor], Tensor]
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(64, CLASSES)
@@ -100,9 +102,9 @@ class NotLearned(Net):
     """Some parameters are not to learn."""
 
     def make(self) -> None:
-        super().make()
+        self.norm = norm = nn.BatchNorm2d(4)
         self.first.weight.requires_grad_(False)
-        self.norm.bias.requires_grad_(False)
+        norm.bias.requires_grad_(False)
 
     def middle(self, hidden: Tensor) -> Tensor:
         return torch.relu(self.norm(hidden))

@@ -108,7 +108,7 @@ def test_options(case: str) -> None:
 @pytest.mark.parametrize("strategy", [Scaffold, FedBN, SiloBN, FedAvg])
 def test_first_timers_meet_veterans(strategy: type[FedAvg]) -> None:
     """Half of the nodes at a time: those with a memory are stacked apart from those without one."""
-    options = {"fraction_train": 0.5, "momentum_state": "local", "seed": 1}
+    options: dict[str, Any] = {"fraction_train": 0.5, "momentum_state": "local", "seed": 1}
     sizes = (7, 12, 20, 5, 6, 9, 4, 8)
     alone, together = both(lambda: quiet(strategy, **options), rounds=5, momentum=0.9, nodes={"sizes": sizes})
     assert difference(alone, together) < EXACT
@@ -119,7 +119,7 @@ def test_first_timers_meet_veterans(strategy: type[FedAvg]) -> None:
 
 def test_adam() -> None:
     """Ten steps of unequal numbers."""
-    options = {"optimizer": "adam", "lr": 0.01, "rounds": 1, "local_steps": 0, "local_epochs": 2}
+    options: dict[str, Any] = {"optimizer": "adam", "lr": 0.01, "rounds": 1, "local_steps": 0, "local_epochs": 2}
     assert_same(lambda: quiet(FedAvg), lambda: make_model("none"), **options)
     # the bias before a BN layer has no gradient but rounding, which Adam divides by its own size plus 1e-8
     assert_same(lambda: quiet(FedAvg), within=1e-7, **options)
@@ -148,14 +148,14 @@ def single() -> nn.Module:
 #: measured 2e-7 and 4e-3: a rounding of float32, and one of bfloat16
 @pytest.mark.parametrize(("precision", "within"), [("float32", 1e-5), ("bf16", 5e-2)])
 def test_a_round_in_low_precision(precision: str, within: float) -> None:
-    options = {"rounds": 1, "local_steps": 0, "local_epochs": 1, "precision": precision}
+    options: dict[str, Any] = {"rounds": 1, "local_steps": 0, "local_epochs": 1, "precision": precision}
     assert_same(lambda: quiet(FedAvg), single, within=within, **options)
 
 
 @pytest.mark.parametrize(("chunk", "stacks"), [(2, [2, 2]), (3, [3]), (1, []), (4, [4])])
 @pytest.mark.parametrize("strategy", [FedAvg, Scaffold])
 def test_small_chunks(strategy: type[FedAvg], chunk: int, stacks: list[int]) -> None:
-    options = {"rounds": 2, "local_steps": 0, "local_epochs": 2, "momentum": 0.9}
+    options: dict[str, Any] = {"rounds": 2, "local_steps": 0, "local_epochs": 2, "momentum": 0.9}
     alone, together = both(lambda: quiet(strategy), grid=stacked_by(chunk), **options)
     assert difference(alone, together) < EXACT
     assert together.watch.stacks == stacks * 2
@@ -173,7 +173,7 @@ def test_one_client() -> None:
 @pytest.mark.parametrize("sizes", [(5, 7), (9, 12, 5), (4, 9, 8, 13), (3, 20, 1, 6)])
 def test_whatever_the_order_of_sizes(sizes: tuple[int, ...]) -> None:
     """A last batch of one sample is merged: 9 samples are fewer steps than 12, and as many as 8."""
-    options = {"local_steps": 0, "local_epochs": 2, "momentum": 0.9}
+    options: dict[str, Any] = {"local_steps": 0, "local_epochs": 2, "momentum": 0.9}
     assert_same(lambda: quiet(Scaffold), clients=3 * len(sizes), nodes={"sizes": sizes}, **options)
 
 
