@@ -15,10 +15,7 @@ def plan(count: int, instruction: Instruction, generator: torch.Generator, merge
     A last short batch is kept. With `merge_single`, for models whose BN cannot take one sample, a last batch of one
     is merged into the one before.
     """
-    if count < 1:
-        raise ValueError("a client needs at least one sample to train")
-    if instruction.batch_size < 1 or max(instruction.local_steps, instruction.local_epochs) < 1:
-        raise ValueError("batch-size, and one of local-steps and local-epochs, must be at least 1")
+    _check(count, instruction)
     if instruction.replacement:
         steps = instruction.local_steps or instruction.local_epochs * -(-count // instruction.batch_size)
         return [torch.randint(count, (instruction.batch_size,), generator=generator) for _ in range(steps)]
@@ -28,13 +25,40 @@ def plan(count: int, instruction: Instruction, generator: torch.Generator, merge
     return [batch for epoch in islice(epochs, instruction.local_epochs) for batch in epoch]
 
 
+def count_steps(count: int, instruction: Instruction, merge_single: bool) -> int:
+    """The length of such a plan."""
+    _check(count, instruction)
+    merged = merge_single and not instruction.replacement and _joins(count, instruction.batch_size)
+    return instruction.local_steps or instruction.local_epochs * (-(-count // instruction.batch_size) - merged)
+
+
+def first_size(count: int, instruction: Instruction, merge_single: bool) -> int:
+    """The number of samples of such a plan's first mini-batch."""
+    size = instruction.batch_size
+    if instruction.replacement:
+        return size
+    return count if merge_single and count == size + 1 and _joins(count, size) else min(count, size)
+
+
 def chunks(values: Tensor, size: int) -> list[Tensor]:
     """Split into batches; a last one of a single sample, which BN may not be able to take, joins the one before."""
     parts = list(values.split(size))
-    if size > 1 and len(parts) > 1 and len(parts[-1]) == 1:
+    if _joins(len(values), size):
         last = parts.pop()
         parts[-1] = torch.cat([parts[-1], last])
     return parts
+
+
+def _joins(count: int, size: int) -> bool:
+    """Whether a last batch of a single sample is left over."""
+    return 1 < size < count and count % size == 1
+
+
+def _check(count: int, instruction: Instruction) -> None:
+    if count < 1:
+        raise ValueError("a client needs at least one sample to train")
+    if instruction.batch_size < 1 or max(instruction.local_steps, instruction.local_epochs) < 1:
+        raise ValueError("batch-size, and one of local-steps and local-epochs, must be at least 1")
 
 
 def _epochs(count: int, size: int, generator: torch.Generator, merge_single: bool) -> Iterator[list[Tensor]]:

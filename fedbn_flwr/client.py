@@ -235,13 +235,16 @@ class BNClient(NumPyClient):
         return Plan(self, instruction, [indices[positions] for positions in planned], generator)
 
     def count_steps(self, instruction: Instruction) -> int:
-        """About how many steps a round has; a last batch of one sample may be merged."""
-        an_epoch = -(-len(self.indices) // instruction.batch_size)
-        return instruction.local_steps or instruction.local_epochs * an_epoch
+        """How many steps a round has."""
+        return batches.count_steps(len(self.indices), instruction, self._will_learn_bn(instruction))
 
     def first_batch_size(self, instruction: Instruction) -> int:
         """How many samples the first mini-batch of a round has."""
-        return len(self.plan(instruction).chosen[0])
+        return batches.first_size(len(self.indices), instruction, self._will_learn_bn(instruction))
+
+    def _will_learn_bn(self, instruction: Instruction) -> bool:
+        """Whether BN statistics will move in a round, whatever mode the model is in now."""
+        return bool(norm.bn_layers(self.model)) and not frozen_parts(instruction.freeze)["statistics"]
 
     def _first_shared(self, planned: Iterator[training.Batch], session: Session) -> Iterator[training.Batch]:
         """The same batches; while the first one is learned from, BN has the statistics of all clients."""

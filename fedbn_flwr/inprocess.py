@@ -111,7 +111,7 @@ class InProcessGrid(Grid):
             log(WARNING, "The ClientApp of node %d raised", node, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
-        self._keep(context)
+        self._keep(node, context)
         return reply
 
     def _lend(self, node: int) -> Context:
@@ -119,8 +119,8 @@ class InProcessGrid(Grid):
         known = self._contexts[node]
         return replace(known, state=RecordDict(dict(known.state)))
 
-    def _keep(self, context: Context) -> None:
-        self._contexts[context.node_id] = context
+    def _keep(self, node: int, context: Context) -> None:
+        self._contexts[node] = context
 
 
 def identify(message: Message) -> str:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedbn_flwr.batches import plan
+from fedbn_flwr.batches import count_steps, first_size, plan
 from fedbn_flwr.wire import Instruction
 
 counts, sizes, seeds = st.integers(1, 40), st.integers(1, 12), st.integers(0, 9)
@@ -135,3 +135,19 @@ def test_another_seed_gives_another_plan() -> None:
 
 def _chunks(positions: list[int], size: int) -> list[list[int]]:
     return [positions[start : start + size] for start in range(0, len(positions), size)]
+
+
+@given(
+    count=st.integers(1, 30),
+    size=st.integers(1, 12),
+    steps=st.integers(0, 5),
+    replacement=st.booleans(),
+    merge_single=st.booleans(),
+)
+def test_a_plan_is_as_long_as_foretold(
+    count: int, size: int, steps: int, replacement: bool, merge_single: bool
+) -> None:
+    asked = Instruction(local_steps=steps, local_epochs=2, batch_size=size, replacement=replacement)
+    chosen = plan(count, asked, torch.Generator(), merge_single)
+    assert len(chosen) == count_steps(count, asked, merge_single)
+    assert len(chosen[0]) == first_size(count, asked, merge_single)

@@ -37,10 +37,11 @@ class _OwnMasks:
 
     def __init__(self, layer: nn.Module, streams: Sequence[OwnRandomness]) -> None:
         self._layer, self._streams = layer, streams
+        self._in_place = bool(layer.inplace)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         masks: Tensor = _Masks.apply(inputs.detach(), self._layer, self._streams)
-        return inputs * masks
+        return inputs.mul_(masks) if self._in_place else inputs * masks
 
 
 class _Masks(torch.autograd.Function):

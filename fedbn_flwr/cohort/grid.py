@@ -40,9 +40,23 @@ class Job:
     received: dict[str, State]
     instruction: Instruction
 
+    @property
+    def node(self) -> int:
+        """Whose work."""
+        return self.message.metadata.dst_node_id
+
+    def attempt(self) -> Hashable:
+        """What jobs have in common that can be done together, or cannot."""
+        return id(self.client.model), tuple(self.instruction.binding_keys()), self.instruction.augmentation
+
+    def steps(self) -> int:
+        """How many of them there are."""
+        return self.client.count_steps(self.instruction)
+
     def kind(self) -> Hashable:
         """What jobs must have in common to be done together."""
         client = self.client
+        self.steps()  # what cannot be planned is refused here
         remembered = tuple(sorted(name for name, _ in client.memory.kept("")))
         groups = tuple(sorted(self.received))
         # the first batches of a layer-wise step meet at every layer
@@ -93,19 +107,19 @@ class CohortGrid(InProcessGrid):
         training = [
             place for place, message in enumerate(messages) if message.metadata.message_type == MessageType.TRAIN
         ]
-        if isinstance(self._client_app, BNClientApp) and len(training) > 1:
+        if len(training) > 1 and self._knows_clients():
             for start in range(0, len(training), _LOOKED_AT):
                 answers |= self._train({place: messages[place] for place in training[start : start + _LOOKED_AT]})
         return [answers[place] if place in answers else self._answer(message) for place, message in enumerate(messages)]
 
     def open_step(self, messages: Sequence[Message]) -> CohortStep | None:
         """The layer-wise step that these messages begin, if all of their nodes can take it together."""
-        if not isinstance(self._client_app, BNClientApp):
+        if not self._knows_clients():
             return None
         for message in messages:
             identify(message)
         jobs = [job for alike in self._alike(dict(enumerate(messages))) for job in self._in_chunks(alike)]
-        if sum(map(len, jobs)) < len(messages):
+        if sum(map(len, jobs)) < len(messages) or any(chunk[0].attempt() in self._apart for chunk in jobs):
             return None
         steps = [StackedStep([job.place for job in chunk], self._step_of(chunk)) for chunk in jobs]
         every = {job.place: job for chunk in jobs for job in chunk}
@@ -122,6 +136,9 @@ class CohortGrid(InProcessGrid):
             received = [job.received for job in jobs]
             try:
                 return train_together([job.client for job in jobs], structure, received, instruction, foreseeing)
+            except Exception:
+                self._apart.add(jobs[0].attempt())
+                raise
             finally:
                 foreseeing.close()
                 self._structures.give_back(client.model, structure)
@@ -131,7 +148,7 @@ class CohortGrid(InProcessGrid):
     def _close(self, jobs: Mapping[int, Job], replies: Mapping[int, Reply]) -> list[Message]:
         """The replies to the messages, in their order."""
         for job in jobs.values():
-            self._keep(job.context)
+            self._keep(job.node, job.context)
         messages = [pack(replies[place], jobs[place].message) for place in sorted(jobs)]
         for message in messages:
             identify(message)
@@ -195,7 +212,7 @@ class CohortGrid(InProcessGrid):
     def _rehearse(self, jobs: Sequence[Job], way: str) -> int:
         """Two steps of some clients, of which nothing remains; returns how many steps that was."""
         assert isinstance(self._client_app, BNClientApp)
-        client_fn, nodes = self._client_app.client_fn, [job.message.metadata.dst_node_id for job in jobs]
+        client_fn, nodes = self._client_app.client_fn, [job.node for job in jobs]
         short = replace(jobs[0].instruction, local_steps=2, local_epochs=1, layerwise="none")
         clients = [client_fn(self._lend(node)) for node in nodes]
         if way == "stacked":
@@ -209,7 +226,7 @@ class CohortGrid(InProcessGrid):
     def _in_chunks(self, jobs: list[Job]) -> list[list[Job]]:
         """With like numbers of steps side by side, the largest first."""
         size = self._chunk(jobs)
-        ordered = sorted(jobs, key=lambda job: -job.client.count_steps(job.instruction))
+        ordered = sorted(jobs, key=lambda job: -job.steps())
         return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
     def _chunk(self, jobs: Sequence[Job]) -> int:
@@ -231,18 +248,27 @@ class CohortGrid(InProcessGrid):
                 context = self._lend(message.metadata.dst_node_id)
                 received, instruction = unpack(message, known)
                 job = Job(place, message, context, self._client_app.client_fn(context), received, instruction)
+                kind = job.kind()
             except Exception:  # alone, the client will fail in the same way, and be reported
                 continue
-            if reason := _stays_apart(instruction):
+            if reason := _stays_apart(job.client, instruction):
                 self._say(reason)
             else:
-                groups.setdefault(job.kind(), []).append(job)
+                groups.setdefault(kind, []).append(job)
+        if len(groups) > 1 and len({id(jobs[0].client.model) for jobs in groups.values()}) == len(messages):
+            self._say("each has a model of its own")
         return list(groups.values())
+
+    def _knows_clients(self) -> bool:
+        known = isinstance(self._client_app, BNClientApp)
+        if not known:
+            self._say("the ClientApp was not made by `client_app`")
+        return known
 
     def _together(self, jobs: Sequence[Job]) -> dict[int, Message]:
         """The answers; none if the clients must train one after another."""
         client, instruction = jobs[0].client, jobs[0].instruction
-        attempt = id(client.model), tuple(instruction.binding_keys()), instruction.augmentation
+        attempt = jobs[0].attempt()
         if len(jobs) < 2 or attempt in self._apart:
             return {}
         try:
@@ -254,7 +280,7 @@ class CohortGrid(InProcessGrid):
             self._say(f"{type(error).__name__}: {error}")
             return {}
         for job in jobs:
-            self._keep(job.context)
+            self._keep(job.node, job.context)
         return {job.place: pack(reply, job.message) for job, reply in zip(jobs, replies, strict=True)}
 
     def _in_turn(self, jobs: Sequence[Job], way: str) -> dict[int, Message]:
@@ -268,7 +294,7 @@ class CohortGrid(InProcessGrid):
                 if way == "compiled":
                     self._say(f"{type(error).__name__}: {error}")
                 continue
-            self._keep(job.context)
+            self._keep(job.node, job.context)
             answers[job.place] = pack(reply, job.message)
         return answers
 
@@ -278,8 +304,10 @@ class CohortGrid(InProcessGrid):
             log(INFO, "Clients train one after another: %s", " ".join(reason.split()))
 
 
-def _stays_apart(instruction: Instruction) -> str:
-    """Why these clients cannot be stacked whatever their model is; empty if they can."""
+def _stays_apart(client: BNClient, instruction: Instruction) -> str:
+    """Why a client cannot be stacked whatever its model is; empty if it can."""
+    if type(client) is not BNClient:
+        return f"{type(client).__name__} may train in a way of its own"
     for rule in rules_for(instruction):
         if not rule.stacks:
             return f"{type(rule).__name__} does not work on stacked models"

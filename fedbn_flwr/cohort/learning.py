@@ -168,7 +168,7 @@ class _Round:
         if not (self.first and self.exchange):
             return nullcontext
         mode = layerwise_mode(self.session.instruction)
-        return partial(shared_statistics, self.stack.structure, self.exchange, mode)
+        return partial(shared_statistics, self.stack.structure, self.exchange, mode, stacked=True)
 
     def _part(self, rows: Rows, step: int) -> Part:
         plans = [self.plans[row] for row in torch.arange(len(self.plans))[rows].tolist()]
@@ -188,13 +188,15 @@ class _Round:
 
     def _retire(self, rows: slice) -> None:
         moving = [value.detach() for _, value in self.stack.named_parameters()]
-        moving += [
+        kept = [
             value
             for kinds in self.session.optimizer.state.values()
             for value in kinds.values()
             if isinstance(value, Tensor) and value.dim()
         ]
-        self.finished.append((rows, [(value, value[rows].clone()) for value in moving]))
+        if self.session.instruction.momentum_state != "none" and self.session.instruction.momentum and not kept:
+            raise CannotStackError("a client is at its end before there is momentum, which it would get all the same")
+        self.finished.append((rows, [(value, value[rows].clone()) for value in moving + kept]))
 
 
 def _by_size(sizes: Sequence[int]) -> list[Rows]:

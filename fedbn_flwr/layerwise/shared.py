@@ -17,7 +17,9 @@ _PLAIN_FORWARDS = (_BatchNorm.forward, SyncBatchNorm.forward)
 
 
 @contextmanager
-def shared_statistics(model: nn.Module, exchange: Exchange, mode: Mode = "fused", final: bool = True) -> Iterator[None]:
+def shared_statistics(
+    model: nn.Module, exchange: Exchange, mode: Mode = "fused", final: bool = True, stacked: bool = False
+) -> Iterator[None]:
     """Inside the block, BN layers that would use their mini-batch's statistics use those of all clients.
 
     Every BN layer takes part, by type (SyncBN as BN), with its own parameters and buffers; one with frozen
@@ -26,12 +28,12 @@ def shared_statistics(model: nn.Module, exchange: Exchange, mode: Mode = "fused"
     statistics move once for each use, by torch's own update with the global mean and variance, the latter
     times n / (n - 1), n being the count over all clients. They do not after an exception (the step was
     abandoned, for instance), nor if the pass is not `final`: one that is made only to learn what the clients
-    have. A model takes part in one step at a time.
+    have. A model takes part in one step at a time. Inside `torch.func.vmap` it is that of `stacked` clients.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"unknown exchange {mode!r}; known: {', '.join(get_args(Mode))}")
     stand_ins = [
-        _SharedForward(layer, layer.forward, name, exchange, mode, final)
+        _SharedForward(layer, layer.forward, name, exchange, mode, final, stacked)
         for name, layer in _plain_layers(model).items()
     ]
     before = [stand_in.layer.__dict__.get("forward") for stand_in in stand_ins]
@@ -58,6 +60,7 @@ class _SharedForward:
     exchange: Exchange
     mode: Mode
     final: bool
+    stacked: bool
     uses: int = 0
     seen: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
@@ -73,7 +76,8 @@ class _SharedForward:
         outputs, *statistics = apply(inputs, layer.weight, layer.bias, layer.eps, use)
         if layer.training and layer.track_running_stats and layer.running_mean is not None:
             self.seen.append((statistics[0], statistics[1], statistics[2]))
-        return outputs
+        # stacked, it is a view of the function's making, which a layer that works in place must not change
+        return outputs.clone() if self.stacked else outputs
 
     def move_running_statistics(self) -> None:
         for mean, variance, count in self.seen:
