@@ -130,9 +130,13 @@ def identify(message: Message) -> str:
 
 
 def run_in_process(
-    server_main: Callable[[Grid, Context], None], client_app: ClientApp, num_nodes: int, run_config: Config
+    server_main: Callable[[Grid, Context], None],
+    client_app: ClientApp,
+    num_nodes: int,
+    run_config: Config,
+    make_grid: Callable[[ClientApp, int, Config], Grid] | None = None,
 ) -> None:
-    """Run a server's main function against in-process nodes."""
-    grid = InProcessGrid(client_app, num_nodes, run_config)
+    """Run a server's main function against in-process nodes, or those of another grid (`cohort.CohortGrid`)."""
+    grid = (make_grid or InProcessGrid)(client_app, num_nodes, run_config)
     context = Context(grid.run.run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(run_config))
     server_main(grid, context)

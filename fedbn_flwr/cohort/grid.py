@@ -114,7 +114,7 @@ class CohortGrid(InProcessGrid):
 
     def open_step(self, messages: Sequence[Message]) -> CohortStep | None:
         """The layer-wise step that these messages begin, if all of their nodes can take it together."""
-        if not self._knows_clients():
+        if self.way not in ("auto", "stacked") or not self._knows_clients():
             return None
         for message in messages:
             identify(message)
@@ -225,6 +225,8 @@ class CohortGrid(InProcessGrid):
 
     def _in_chunks(self, jobs: list[Job]) -> list[list[Job]]:
         """With like numbers of steps side by side, the largest first."""
+        if len(jobs) == 1:
+            return [jobs]
         size = self._chunk(jobs)
         ordered = sorted(jobs, key=lambda job: -job.steps())
         return [ordered[start : start + size] for start in range(0, len(ordered), size)]
