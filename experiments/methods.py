@@ -14,6 +14,9 @@ from .config import Config, UsageError, Value, convert
 #: constructor arguments that follow from the shared options
 SHARED = ("lr_schedule", "seed", "patience", "exchange_timeout", "evaluate_every")
 
+#: seconds to wait for nodes to connect and to say who they are: starting a process can take a minute on a busy machine
+PATIENCE = 300.0
+
 #: normalizers whose running statistics only one strategy provides
 BOUND_NORMS = {"hbn": "hbn", "static-bn": "heterofl"}
 
@@ -39,6 +42,7 @@ class Experiment:
             return self.strategy_class(
                 lr_schedule=config.lr_schedule,
                 seed=config.seed,
+                patience=min(PATIENCE, config.timeout),
                 evaluate_every=config.evaluate_every,
                 fraction_train=config.fraction_train,
                 fraction_evaluate=evaluating,

@@ -4,8 +4,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from logging import WARNING
 
 from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
@@ -58,7 +60,15 @@ class Roster:
     def _ask(self, grid: Grid, nodes: list[int]) -> None:
         content = RecordDict({wire.CONFIG: ConfigRecord()})
         questions = [Message(content, dst_node_id=node, message_type=wire.DESCRIBE) for node in nodes]
-        for node, answer in exchange(grid, questions, self._patience).items():
+        answers = exchange(grid, questions, self._patience)
+        if silent := len(nodes) - len(answers):
+            log(
+                WARNING,
+                "%d nodes did not say who they are in %g s: the seed alone does not decide who is drawn",
+                silent,
+                self._patience,
+            )
+        for node, answer in answers.items():
             if not answer.has_error():
                 self._known[node] = _read(node, answer)
 
