@@ -19,7 +19,7 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from experiments.engines import cohort_grid
+from experiments.engines import cohort_grid, sequential_grid
 from experiments.methods import Experiment
 from experiments.node import bound_client_fn
 from experiments.server import instruction_of
@@ -28,8 +28,6 @@ from fedbn_flwr import state
 from fedbn_flwr.accounting import CountingGrid
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.inprocess import InProcessGrid
-from fedbn_flwr.suspended import STEPS
 
 from .bare import BareLoop
 from .cases import ENDLESS, FREEZE_ROUND, Case
@@ -52,8 +50,7 @@ def play_bare(cases: Sequence[Case], pace: Pace) -> None:
 def play_sequential(cases: Sequence[Case], pace: Pace) -> None:
     """One client after another, in this process."""
     for case in cases:
-        STEPS.make_room(case.clients)
-        _play(case, InProcessGrid, pace)
+        _play(case, partial(_open_sequential, case.experiment()), pace)
 
 
 def play_cohort(cases: Sequence[Case], pace: Pace) -> None:
@@ -61,6 +58,10 @@ def play_cohort(cases: Sequence[Case], pace: Pace) -> None:
     for case in cases:
         with ExitStack() as stack:
             _play(case, partial(_open_cohort, stack, case.experiment()), pace)
+
+
+def _open_sequential(experiment: Experiment, *_: object) -> Grid:
+    return sequential_grid(experiment, Path("unused"), range(experiment.config.clients))
 
 
 def _open_cohort(stack: ExitStack, experiment: Experiment, *_: object) -> Grid:

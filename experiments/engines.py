@@ -1,5 +1,6 @@
 """Where an experiment runs: in this process, in several of this machine, or on Flower's Ray simulation."""
 
+import gc
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -7,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from flwr.app import Context
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedbn_flwr.client import pick_device
@@ -73,17 +75,13 @@ def cohort_grid(experiment: Experiment, folder: Path) -> SpreadGrid | WorkersGri
 
 def sequential_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]) -> InProcessGrid:
     """The clients of these partitions, one after another."""
-    config = experiment.config
-    STEPS.make_room(len(partitions))
-    app = client_app(bound_client_fn(experiment.to_mapping()))
+    config, app = experiment.config, _app(experiment, partitions)
     return InProcessGrid(app, config.clients, partitions=partitions, state_dir=state_folder(config, folder))
 
 
 def stacked_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]) -> CohortGrid:
     """The clients of these partitions, as many at once as pay."""
-    config = experiment.config
-    STEPS.make_room(len(partitions))
-    app = client_app(bound_client_fn(experiment.to_mapping()))
+    config, app = experiment.config, _app(experiment, partitions)
     return CohortGrid(
         app,
         config.clients,
@@ -93,6 +91,14 @@ def stacked_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]
         chunk=config.chunk,
         expected_steps=expected_steps(config),
     )
+
+
+def _app(experiment: Experiment, partitions: Sequence[int]) -> ClientApp:
+    """What runs on each of these nodes."""
+    STEPS.make_room(len(partitions))
+    # what was imported is never garbage: to look through it for some takes a part of every round
+    gc.freeze()
+    return client_app(bound_client_fn(experiment.to_mapping()))
 
 
 def spread_over(workers: int, make_grid: MakeGrid, config: Config) -> WorkersGrid:

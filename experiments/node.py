@@ -4,9 +4,13 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from flwr.app import Context
+from numpy.typing import NDArray
+from torch import nn
 
 from fedbn_flwr.client import BNClient
+from fedbn_flwr.data import Data
 
 from .config import Config
 from .methods import settle
@@ -19,18 +23,24 @@ Given = tuple[tuple[str, type, Any], ...]
 def client_for(config: Config, context: Context) -> BNClient:
     """The client of one node; its partition is the node's `partition-id`."""
     set_threads(config)
-    loaded = load_data(config)
     partition_id, nodes = _place(context)
+    loaded, model, partition = _workplace(config, config.clients or nodes)
     return BNClient(
-        shared_model(config),
+        model,
         loaded.train,
         test=loaded.test,
         num_classes=loaded.num_classes,
-        indices=make_partition(config, config.clients or nodes)[partition_id],
+        indices=partition[partition_id],
         partition_id=partition_id,
         memory=context.state,
         device=config.device,
     )
+
+
+@lru_cache(maxsize=2)
+def _workplace(config: Config, clients: int) -> tuple[Data, nn.Module, list[NDArray[np.int64]]]:
+    """What all clients of a process share, found once: a client is made for every message."""
+    return load_data(config), shared_model(config), make_partition(config, clients)
 
 
 def client_fn(context: Context) -> BNClient:
