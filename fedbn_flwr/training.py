@@ -1,7 +1,8 @@
 """The one local training loop. Every Flower API and every engine of this project trains here."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,19 +30,21 @@ def train(
     `loss_of` gives the mean loss of a batch and its number of samples: of one client, or (stacked) of several at once
     in a row for each.
     """
-    total: Tensor | float = 0.0
-    samples: Tensor | int = 0
+    losses, counts = [], []
     for batch in batches:
         optimizer.zero_grad(set_to_none=True)
         loss, count = loss_of(batch)
-        loss.sum().backward()
+        (loss.sum() if loss.dim() else loss).backward()
         for adjust in adjustments:
             adjust()
         optimizer.step()
-        # added up on the device: reading the value here would wait for the GPU in every step
-        total = total + loss.detach() * count
-        samples = samples + count
-    return torch.as_tensor(total).cpu().double() / torch.as_tensor(samples).clamp(min=1)
+        # kept on the device: reading the value here would wait for the GPU in every step
+        losses.append(loss.detach())
+        counts.append(count)
+    if not losses:
+        return torch.zeros(())
+    samples = torch.stack([torch.as_tensor(count).cpu().expand(losses[0].shape) for count in counts]).double()
+    return (torch.stack(losses).cpu().double() * samples).sum(0) / samples.sum(0).clamp(min=1)
 
 
 def batch_loss(
@@ -64,11 +67,11 @@ def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Op
     raise ValueError(f"unknown optimizer {instruction.optimizer!r}; known: {', '.join(OPTIMIZERS)}")
 
 
-def autocast(instruction: Instruction, device: torch.device) -> torch.autocast:
+def autocast(instruction: Instruction, device: torch.device) -> AbstractContextManager[Any]:
     """Bfloat16 autocast where the instruction asks for it."""
     if instruction.precision not in PRECISIONS:
         raise ValueError(f"unknown precision {instruction.precision!r}; known: {', '.join(PRECISIONS)}")
-    return torch.autocast(device.type, torch.bfloat16, enabled=instruction.precision == "bf16")
+    return torch.autocast(device.type, torch.bfloat16) if instruction.precision == "bf16" else nullcontext()
 
 
 def model_loss(

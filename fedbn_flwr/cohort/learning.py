@@ -148,7 +148,7 @@ class _Round:
                 found.new_zeros(self.stack.clients).index_add(0, everybody[part.rows].to(found.device), found) + losses
             )
         assert isinstance(losses, Tensor)
-        return losses, counts.to(losses.device)
+        return losses, counts
 
     def restore(self) -> None:
         """Put back what clients had at their own ends: the optimizer has gone on moving their rows."""

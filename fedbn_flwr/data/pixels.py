@@ -13,7 +13,8 @@ Channels = tuple[float, ...]
 def gather(source: Tensor, indices: Tensor, device: torch.device) -> Tensor:
     """A copy of the chosen rows on a device; to a GPU from pinned memory, without blocking."""
     if source.device.type == device.type:
-        return source[indices.to(source.device)].to(device)
+        # in a fraction of the time that indexing takes to find out what is meant
+        return source.index_select(0, indices.to(source.device)).to(device)
     if device.type != "cuda":
         return source[indices].to(device)
     pinned = torch.empty((len(indices), *source.shape[1:]), dtype=source.dtype, pin_memory=True)
