@@ -7,7 +7,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
-from fedbn_flwr.arrays import hold, make_record
+from fedbn_flwr.arrays import hold, make_record, peek
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -23,6 +23,11 @@ def record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
 def unpack(packed: ArrayRecord) -> Arrays:
     """Copies of the arrays of a message."""
     return {name: array.numpy() for name, array in packed.items()}
+
+
+def view(packed: ArrayRecord) -> Arrays:
+    """The arrays of a message that nobody else has, without copies where they were never serialized."""
+    return {name: peek(array) for name, array in packed.items()}
 
 
 def normalize(weights: Sequence[float]) -> list[float]:

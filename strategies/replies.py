@@ -13,7 +13,7 @@ from flwr.common import log
 from fedbn_flwr import wire
 from fedbn_flwr.arrays import array_records
 
-from .average import Arrays, not_finite, unpack
+from .average import Arrays, not_finite, view
 
 
 class NotObeyedError(RuntimeError):
@@ -95,7 +95,7 @@ def _read(node: int, message: Message, expected: Expected) -> NodeReply:
     content = message.content
     measured = [record for record in content.values() if isinstance(record, MetricRecord)]
     metrics = {key: value for record in measured for key, value in record.items()}
-    records = {name: unpack(record) for name, record in array_records(content).items()}
+    records = {name: view(record) for name, record in array_records(content).items()}
     if expected.arrays_key in records:
         records[wire.ARRAYS] = records.pop(expected.arrays_key)
     if missing := [group for group in expected.groups if group not in records]:

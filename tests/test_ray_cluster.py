@@ -53,7 +53,7 @@ def test_the_cluster_in_the_environment_is_joined(monkeypatch: pytest.MonkeyPatc
     assert options["backend_config"]["init_args"] == {"address": address}
 
 
-@pytest.mark.parametrize("port", [str(free_port()), "door"])
+@pytest.mark.parametrize("port", [str(free_port()), "door"], ids=["free", "no number"])
 def test_a_cluster_that_is_not_there(
     port: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
