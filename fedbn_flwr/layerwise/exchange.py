@@ -59,22 +59,24 @@ def combine(kind: Kind, tensors: Sequence[Tensor], weights: Sequence[float]) -> 
     which is the same number as (40), in one exchange instead of two. Added up in float64, so that the order
     of the clients does not matter.
     """
-    shares = torch.tensor(normalized(weights), dtype=torch.float64, device=tensors[0].device)
-    stacked = torch.stack(list(tensors)).double()
-    total = torch.tensordot(shares, stacked, dims=1)
-    if kind == "statistics":
-        total[1] += shares @ (stacked[:, 0] - total[0]).square()
-    combined: Tensor = total.to(tensors[0].dtype)
-    return combined
+    return _combine(kind, torch.stack(list(tensors)), weights)
 
 
 def respond(requests: Sequence[Request], weights: Sequence[float]) -> Answer:
     """What goes back to every client, after a check that all of them speak of the same and of numbers."""
     check_agreement([(request.kind, request.layer) for request in requests])
-    for client, request in enumerate(requests):
-        _check_numbers(client, request, requests)
-    tensor = combine(requests[0].kind, [request.tensor for request in requests], weights)
+    tensor = _combine(requests[0].kind, _sound(requests), weights)
     return Answer(tensor, sum(request.count for request in requests))
+
+
+def _combine(kind: Kind, stacked: Tensor, weights: Sequence[float]) -> Tensor:
+    shares = torch.tensor(normalized(weights), dtype=torch.float64, device=stacked.device)
+    rows = stacked.double()
+    total = torch.tensordot(shares, rows, dims=1)
+    if kind == "statistics":
+        total[1] += shares @ (rows[:, 0] - total[0]).square()
+    combined: Tensor = total.to(stacked.dtype)
+    return combined
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
@@ -93,16 +95,26 @@ def check_agreement(places: Sequence[Hashable]) -> None:
             raise OrderError(client, f"is at {place} of the exchange where the others are at {usual}")
 
 
-def _check_numbers(client: int, request: Request, requests: Sequence[Request]) -> None:
-    what = f"{request.kind} of BN layer {request.layer!r}"
-    form, _ = Counter((other.tensor.shape, other.tensor.dtype) for other in requests).most_common(1)[0]
-    if (request.tensor.shape, request.tensor.dtype) != form:
-        found = f"{tuple(request.tensor.shape)} {request.tensor.dtype}"
-        raise ExchangeError(client, f"the {what} is {found}, the others' is {tuple(form[0])} {form[1]}")
-    if not request.tensor.isfinite().all():
-        raise ExchangeError(client, f"the {what} is not finite")
-    if request.count < 1:
-        raise ExchangeError(client, f"the {what} is over {request.count} values")
-    variance = {"variance": request.tensor, "statistics": request.tensor[-1]}.get(request.kind)
-    if variance is not None and (variance < 0).any():
-        raise ExchangeError(client, f"the {what} has a negative variance")
+def _sound(requests: Sequence[Request]) -> Tensor:
+    """All clients' tensors, stacked; an error names the first client whose tensor cannot be combined."""
+    forms = [(request.tensor.shape, request.tensor.dtype) for request in requests]
+    form, _ = Counter(forms).most_common(1)[0]
+    what = f"{requests[0].kind} of BN layer {requests[0].layer!r}"
+    for client, own in enumerate(forms):
+        if own != form:
+            found = f"{tuple(own[0])} {own[1]}"
+            raise ExchangeError(client, f"the {what} is {found}, the others' is {tuple(form[0])} {form[1]}")
+        if requests[client].count < 1:
+            raise ExchangeError(client, f"the {what} is over {requests[client].count} values")
+    stacked = torch.stack([request.tensor for request in requests])
+    _refuse(stacked.isfinite(), f"the {what} is not finite")
+    if requests[0].kind in ("variance", "statistics"):
+        variances = stacked if requests[0].kind == "variance" else stacked[:, -1]
+        _refuse(variances >= 0, f"the {what} has a negative variance")
+    return stacked
+
+
+def _refuse(sound: Tensor, message: str) -> None:
+    """Look at all clients at once, and only if something is wrong for whose it is."""
+    if not sound.all():
+        raise ExchangeError(int((~sound).flatten(1).any(1).nonzero()[0]), message)
