@@ -214,8 +214,8 @@ class BNClient(NumPyClient):
         generator = torch_generator(instruction.seed, "batches", *self._stream(instruction))
         learning = any(layer.training for layer in norm.bn_layers(self.model).values())
         indices = torch.from_numpy(self.indices)
-        for positions in batches.plan(len(indices), instruction, generator, merge_single=learning):
-            inputs, targets = self.train_split.batch(indices[positions], self.device)
+        planned = batches.plan(len(indices), instruction, generator, merge_single=learning)
+        for inputs, targets in self.train_split.batches([indices[positions] for positions in planned], self.device):
             yield augment(instruction.augmentation, inputs, generator), targets
 
     def _first_shared(self, planned: Iterator[training.Batch], session: Session) -> Iterator[training.Batch]:
