@@ -1,16 +1,18 @@
 """The client's side of an experiment: from a node's Context to its `BNClient`."""
 
+import os
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 from torch import nn
 
-from fedbn_flwr.client import BNClient
+from fedbn_flwr.client import BNClient, pick_device
 from fedbn_flwr.data import Data
+from fedbn_flwr.data.loading import ROOT_VARIABLE
 
 from .config import Config
 from .methods import settle
@@ -20,48 +22,58 @@ from .workbench import load_data, make_partition, set_threads, shared_model
 Given = tuple[tuple[str, type, Any], ...]
 
 
-def client_for(config: Config, context: Context) -> BNClient:
-    """The client of one node; its partition is the node's `partition-id`."""
-    set_threads(config)
-    partition_id, nodes = _place(context)
-    loaded, model, partition = _workplace(config, config.clients or nodes)
-    return BNClient(
-        model,
-        loaded.train,
-        test=loaded.test,
-        num_classes=loaded.num_classes,
-        indices=partition[partition_id],
-        partition_id=partition_id,
-        memory=context.state,
-        device=config.device,
-    )
+class Workplace(NamedTuple):
+    """What all nodes of a process share."""
 
-
-@lru_cache(maxsize=2)
-def _workplace(config: Config, clients: int) -> tuple[Data, nn.Module, list[NDArray[np.int64]]]:
-    """What all clients of a process share, found once: a client is made for every message."""
-    return load_data(config), shared_model(config), make_partition(config, clients)
+    config: Config
+    data: Data
+    partition: list[NDArray[np.int64]]
+    model: nn.Module
+    device: str
 
 
 def client_fn(context: Context) -> BNClient:
     """For an app whose options are Flower's run configuration."""
-    return client_for(_settled(_given(context.run_config)), context)
+    return _client(_given(context.run_config), context)
 
 
 def bound_client_fn(run_config: Mapping[str, Any]) -> Callable[[Context], BNClient]:
     """For engines that hand no run configuration to their nodes."""
     given = _given(run_config)
-    return lambda context: client_for(_settled(given), context)
+    return lambda context: _client(given, context)
+
+
+def _client(given: Given, context: Context) -> BNClient:
+    """The client of one node; its partition is the node's `partition-id`."""
+    partition_id, nodes = _place(context)
+    shared = _workplace(given, nodes, os.environ.get(ROOT_VARIABLE))
+    set_threads(shared.config)
+    return BNClient(
+        shared.model,
+        shared.data.train,
+        test=shared.data.test,
+        num_classes=shared.data.num_classes,
+        indices=shared.partition[partition_id],
+        partition_id=partition_id,
+        memory=context.state,
+        device=shared.device,
+    )
 
 
 def _given(run_config: Mapping[str, Any]) -> Given:
     return tuple((key, type(value), value) for key, value in run_config.items())
 
 
-@lru_cache(maxsize=16)
-def _settled(given: Given) -> Config:
-    """Settled once a process: to look through all strategies' options takes as long as a step of training."""
-    return settle({key: value for key, _, value in given}).config
+@lru_cache(maxsize=2)
+def _workplace(given: Given, nodes: int, root: str | None) -> Workplace:
+    """Made once a process: to settle options and look everything up takes as long as a step of training.
+
+    `root` is where data are looked for that name no place of their own.
+    """
+    config = settle({key: value for key, _, value in given}).config
+    set_threads(config)
+    partition = make_partition(config, config.clients or nodes)
+    return Workplace(config, load_data(config), partition, shared_model(config), str(pick_device(config.device)))
 
 
 def _place(context: Context) -> tuple[int, int]:

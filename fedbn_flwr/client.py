@@ -58,8 +58,7 @@ class Plan:
         return len(self.chosen)
 
     def __iter__(self) -> Iterator[training.Batch]:
-        for indices in self.chosen:
-            inputs, targets = self.client.train_split.batch(indices, self.client.device)
+        for inputs, targets in self.client.train_split.batches(self.chosen, self.client.device):
             yield augment(self.instruction.augmentation, inputs, self.generator), targets
 
 

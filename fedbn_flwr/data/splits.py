@@ -1,5 +1,6 @@
 """A data set in memory: tensors that all clients of a process share, and take their batches from."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -13,6 +14,8 @@ from fedbn_flwr.seeding import numpy_generator
 
 #: splits of up to so many numbers are kept normalized: 256 MB
 MOST_READY = 2**26
+#: batches of up to so many numbers are gathered together: 4 MB
+MOST_TOGETHER = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +59,13 @@ class Split:
             inputs = gather(ready, indices, device)
         return inputs, gather(self.labels, indices, device)
 
+    def batches(self, parts: Sequence[Tensor], device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
+        """Batch after batch, as `batch` gives them; small ones are gathered together, as views of one tensor."""
+        for portion in _portions(parts, MOST_TOGETHER // max(self.inputs[:1].numel(), 1)):
+            sizes = [len(part) for part in portion]
+            inputs, labels = self.batch(torch.cat(portion) if len(portion) > 1 else portion[0], device)
+            yield from zip(inputs.split(sizes), labels.split(sizes), strict=True)
+
     def select(self, indices: NDArray[np.int64]) -> "Split":
         """A split of its own with the chosen samples."""
         chosen = torch.from_numpy(indices)
@@ -66,6 +76,21 @@ class Split:
         """The split held on a device, for data that fit there: its batches are then gathered there."""
         domains = None if self.domains is None else self.domains.to(device)
         return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device), domains=domains)
+
+
+def _portions(parts: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """The first part, which may be all that is used, and the others in lists of at most so many samples, or of one."""
+    yield from ([part] for part in parts[:1])
+    portion: list[Tensor] = []
+    count = 0
+    for part in parts[1:]:
+        if portion and count + len(part) > most:
+            yield portion
+            portion, count = [], 0
+        portion.append(part)
+        count += len(part)
+    if portion:
+        yield portion
 
 
 class _Ready:

@@ -223,3 +223,34 @@ def test_a_pickled_split_takes_no_normalized_copy_along() -> None:
         split.batch(torch.arange(50))
     assert len(pickle.dumps(split)) == size
     assert torch.equal(pickle.loads(pickle.dumps(split)).batch(torch.arange(3))[0], split.batch(torch.arange(3))[0])
+
+
+@pytest.mark.parametrize("most", [1, 3 * 36 * 4, 2**20])
+def test_batches_one_after_another_are_what_each_is_by_itself(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedbn_flwr.data.splits.MOST_TOGETHER", most)
+    split = make_data().standardized().train
+    parts = list(torch.randperm(40).split([3, 1, 7, 2, 0, 27]))
+    wanted = [split.batch(part) for part in parts]
+    got = list(split.batches(parts))
+    assert len(got) == len(wanted)
+    for (inputs, labels), (own_inputs, own_labels) in zip(got, wanted, strict=True):
+        assert inputs.is_contiguous()
+        assert torch.equal(inputs, own_inputs)
+        assert torch.equal(labels, own_labels)
+    assert list(split.batches([])) == []
+
+
+def test_the_first_batch_is_gathered_alone_for_who_wants_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    split, asked = make_data().train, []
+    real = Split.batch
+
+    def noting(split: Split, indices: torch.Tensor, *place: str) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(len(indices))
+        return real(split, indices, *place)
+
+    monkeypatch.setattr(Split, "batch", noting)
+    planned = split.batches([torch.arange(size) for size in (3, 4, 5)])
+    next(planned)
+    assert asked == [3]
+    list(planned)
+    assert asked == [3, 9]

@@ -32,7 +32,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return settle(options)
 
     monkeypatch.setattr(node, "settle", noting)
-    node._settled.cache_clear()
+    node._workplace.cache_clear()
     return seen
 
 
