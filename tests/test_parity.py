@@ -4,32 +4,17 @@ With one torch thread on both: sums are formed in another order by several.
 """
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedbn_flwr.experiments import main
-from tests.processes import end, gone
 
-#: in the environment of whatever a test starts
-MARK = "FEDBN_FLWR_TEST"
+pytestmark = pytest.mark.usefixtures("nothing_left_of_ray")
+
 #: three clients in two workers: a node's state goes from worker to worker
 SHARED = ["--clients", "3", "--partition", "classes:4", "--rounds", "3", "--evaluate-every", "2", "--threads", "1"]
-
-
-@pytest.fixture(autouse=True)
-def tidy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Ray's processes have ended when a run is over, and the environment is as before."""
-    monkeypatch.setenv(MARK, str(tmp_path))
-    # Flower puts `sys.path` there for Ray's workers
-    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    yield
-    left = not gone(MARK, str(tmp_path), patience=20)
-    end(MARK, str(tmp_path))
-    assert not left, "Ray left processes behind"
 
 
 @pytest.mark.parametrize(

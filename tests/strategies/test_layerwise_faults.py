@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
+from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import state, turns, wire
@@ -20,13 +20,11 @@ from fedbn_flwr.memory import Memory
 from fedbn_flwr.strategies import CannotTrainError, FedAvg, FedTAN
 from fedbn_flwr.suspended import STEPS
 from fedbn_flwr.turns import Turn
+from tests.faults import FAULTY, Fault, Faulty, Without, elsewhere, lies, silent
 from tests.harness import Federation, make_model
 
-FAULTY = 1001
 #: exchanges of an iteration with two BN layers, and of one with two sweeps
 LAST = 4
-
-Fault = Callable[[Message], Message | None]
 
 
 def raises(reply: Message) -> Message:
@@ -39,34 +37,6 @@ def _asked(reply: Message) -> Message:
     question = Message(reply.content, dst_node_id=reply.metadata.src_node_id, message_type=wire.LAYERWISE)
     question.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
     return question
-
-
-def silent(_: Message) -> None:
-    return None
-
-
-def lies(change: Callable[[np.ndarray], np.ndarray]) -> Fault:
-    """Another number in the first array that the node sends."""
-
-    def fault(reply: Message) -> Message:
-        group = turns.SAID if turns.SAID in reply.content else wire.ARRAYS
-        record = reply.content.array_records[group]
-        name = next(iter(record))
-        reply.content[group] = ArrayRecord({**record, name: Array(change(record[name].numpy()))})
-        return reply
-
-    return fault
-
-
-def elsewhere(reply: Message) -> Message:
-    """It speaks of another layer, or sends another model."""
-    group = turns.SAID if turns.SAID in reply.content else wire.ARRAYS
-    record = reply.content.array_records[group]
-    reply.content[group] = ArrayRecord({f"another.{name}": array for name, array in record.items()})
-    if group == turns.SAID:
-        report: Any = reply.content.config_records[wire.REPORT]
-        report["layers"] = [f"another.{name}" for name in report["layers"]]
-    return reply
 
 
 def unreadable(reply: Message) -> Message:
@@ -82,40 +52,6 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "is at another layer": (elsewhere, "another"),
     "cannot be understood": (unreadable, "cannot be read"),
 }
-
-
-class Faulty(InProcessGrid):
-    """One node's answer at one exchange of every attempt is not what it should be."""
-
-    node, index = FAULTY, 0
-    fault: Fault = staticmethod(silent)
-    rounds: Iterable[int] = (1,)
-
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        messages = list(messages)
-        ids = list(super().push_messages(messages))
-        for message_id, message in zip(ids, messages, strict=True):
-            if message.metadata.message_type == wire.LAYERWISE and self._spoils(message):
-                answer = type(self).fault(self._replies.pop(message_id))
-                if answer is not None:
-                    self._replies[message_id] = answer
-        return ids
-
-    def _spoils(self, message: Message) -> bool:
-        turn, instruction = Turn.of(message.content), message.content.config_records[wire.CONFIG]
-        if turn.phase == "abandon" or instruction["server-round"] not in tuple(self.rounds):
-            return False
-        return self.due(message.metadata.dst_node_id, turn)
-
-    def due(self, node: int, turn: Turn) -> bool:
-        return (node, turn.index) == (self.node, self.index)
-
-
-class Without(InProcessGrid):
-    """A grid to which one node never connects."""
-
-    def get_node_ids(self) -> list[int]:
-        return [node for node in super().get_node_ids() if node != FAULTY]
 
 
 def faulty(what: Fault, at: int, where: int = FAULTY, when: Iterable[int] = (1,)) -> type[Faulty]:
