@@ -89,6 +89,13 @@ def require_obeyed(replies: Sequence[NodeReply], binding: Sequence[str]) -> None
             )
 
 
+def _ignored(content: RecordDict, binding: Sequence[str]) -> list[str]:
+    """The binding keys that a reply does not acknowledge."""
+    report = content.config_records.get(wire.REPORT)
+    obeyed = [] if report is None else report.get(wire.OBEYED, [])
+    return sorted(set(binding) - set(obeyed if isinstance(obeyed, list) else []))
+
+
 def _read(node: int, message: Message, expected: Expected) -> NodeReply:
     if message.has_error():
         raise RefusedError(f"it failed: {message.error.reason}")
@@ -98,7 +105,9 @@ def _read(node: int, message: Message, expected: Expected) -> NodeReply:
     records = {name: view(record) for name, record in array_records(content).items()}
     if expected.arrays_key in records:
         records[wire.ARRAYS] = records.pop(expected.arrays_key)
-    if missing := [group for group in expected.groups if group not in records]:
+    missing = [group for group in expected.groups if group not in records]
+    # of a client that does not know what was asked, that is to be said, and not what follows from it
+    if missing and not _ignored(content, expected.binding):
         raise RefusedError(f"it lacks {missing[0]!r}")
     for group, arrays in records.items():
         of_model = group in (wire.ARRAYS, wire.PERSONAL, *expected.groups)

@@ -28,7 +28,7 @@ def test_any_number_of_workers_gives_the_same_files(method: str, tmp_path: Path)
     assert json.loads((tmp_path / "3" / "config.json").read_text())["options"]["workers"] == 3
 
 
-@pytest.mark.parametrize(("workers", "wanted"), [("1", 0), ("0", 2), ("2", 2), ("9", 3)])
+@pytest.mark.parametrize(("workers", "wanted"), [("1", 0), ("0", 0), ("2", 2), ("9", 3)])
 def test_workers_are_counted(workers: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
 
@@ -56,10 +56,10 @@ def test_flowers_engine_has_workers_of_its_own(
 ) -> None:
     options = {} if "compare" in words else {"workers": "2"}
     assert run(*words, engine="ray", results_dir=str(tmp_path / "results"), **options) == 2
-    assert "workers=2 only works with the engine 'inprocess'" in capsys.readouterr().err
+    assert "workers=2 only works with the engines 'inprocess' and 'cohort'" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
 
 
 def test_a_flower_app_has_the_nodes_that_there_are() -> None:
-    with pytest.raises(UsageError, match="workers=0 only works"):
-        serve(InProcessGrid(None, 2), {"workers": 0})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="workers=2 only works"):
+        serve(InProcessGrid(None, 2), {"workers": 2})  # type: ignore[arg-type]
