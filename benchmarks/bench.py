@@ -37,8 +37,6 @@ class Bench:
     peak_tflops: float
     folder: Path
     rows: list[Row] = field(default_factory=list)
-    #: of the faster bare loop, by what it does: methods that are FedAvg to it need no second search
-    best_threads: dict[tuple[object, ...], int] = field(default_factory=dict)
 
     def measure(self, cases: Sequence[Case]) -> None:
         """Measure; cases of one model and number of clients share a Ray simulation, which takes long to start."""
@@ -52,15 +50,13 @@ class Bench:
 
     def _measure(self, case: Case, shared: Sequence[Contestant]) -> None:
         """Every other engine has a new process for every case, so that its memory is known."""
-        loop = case.model, case.clients, case.local_steps, case.freezes
-        threads = [self.best_threads[loop]] if loop in self.best_threads else self.threads
+        # to FedTAN's exchanges the loop has no counterpart, so that nothing is gained by looking for its best
+        threads = self.threads if case.method.partition(":")[0] in ("fedavg", "fixbn") else [1]
         own = [(BARE, number) for number in threads]
         own += [(engine, 1) for engine in self.engines if engine not in (BARE, "ray")]
         with ExitStack() as stack:
             fresh = [stack.enter_context(Contestant(engine, number, [case])) for engine, number in own]
             rows = rows_of(case, measure(case, [*fresh, *shared], self.effort), self.peak_tflops)
-        if "seconds-by-threads" in rows[0]:
-            self.best_threads[loop] = rows[0]["threads"]
         self.rows += rows
         write(self.folder / "bench.json", self.rows)
         report.progress(rows)
@@ -73,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = make_cases(options.models, options.methods, counts, options.device)
     peak, source = _peak(options.peak_tflops)
     folder = make_folder(Path(options.results_dir))
-    bench = Bench(options.engines, options.ray_everywhere, _effort(options), _threads(), peak, folder)
+    bench = Bench(
+        options.engines, options.ray_everywhere, _effort(options), [1] if options.quick else _threads(), peak, folder
+    )
     about: Row = {"effort": vars(bench.effort), "bare-threads": bench.threads}
     about |= {"peak-tflops": peak or None, "peak-tflops-from": source}
     write(folder / "bench-machine.json", {**machine(), **about})

@@ -14,6 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.cohort import CohortGrid, SpreadGrid
+from fedbn_flwr.cohort.room import keep_freed_memory
 from fedbn_flwr.inprocess import InProcessGrid
 from fedbn_flwr.suspended import STEPS
 from fedbn_flwr.worker import preload
@@ -82,6 +83,7 @@ def sequential_grid(experiment: Experiment, folder: Path, partitions: Sequence[i
 def stacked_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]) -> CohortGrid:
     """The clients of these partitions, as many at once as pay."""
     config, app = experiment.config, _app(experiment, partitions)
+    keep_freed_memory()
     return CohortGrid(
         app,
         config.clients,

@@ -1,5 +1,6 @@
 """How many clients' models and activations fit into memory at once."""
 
+import ctypes
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from fedbn_flwr.wire import Instruction
 _ENOUGH = {"cpu": 20, "cuda": 512}
 #: the share of the free memory that a stack may take
 _SHARE = 0.5
+#: parameters of glibc's `mallopt`
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 #: parameters, their gradients, the optimizer's state, what is received, what is sent, and one more while adding up
 _COPIES = 6
 
@@ -56,6 +59,20 @@ def free_memory(device: torch.device) -> int:
         fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
         return int(fields["MemAvailable"].split()[0]) << 10
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def keep_freed_memory() -> None:
+    """Let this process hold on to what it frees, where the C library is glibc.
+
+    By default it returns every large block to the system, and has it cleared when it asks again: in every step, for
+    the activations of a stack, that takes as long as some of its layers.
+    """
+    try:
+        change = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return
+    change(_MMAP_THRESHOLD, 1 << 30)
+    change(_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def _unchanged(value: Any) -> Any:

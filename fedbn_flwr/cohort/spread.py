@@ -14,7 +14,7 @@ from fedbn_flwr.cohort.grid import CohortGrid
 from fedbn_flwr.workers import WorkersGrid
 
 #: seconds of work that several processes must save: they take some to start, each as much memory as this one
-WORTH_STARTING = 20.0
+WORTH_STARTING = 10.0
 #: how many times as fast they must be
 WORTH_HAVING = 1.15
 
