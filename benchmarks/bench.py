@@ -21,7 +21,7 @@ from .results import BARE, Row, machine, rows_of, write
 MOST_ON_RAY = 100
 QUICK_CLIENTS = 10
 EFFORT = Effort(repetitions=7, seconds=30.0, most_rounds=20)
-QUICK_EFFORT = Effort(repetitions=3, seconds=3.0, most_rounds=10)
+QUICK_EFFORT = Effort(repetitions=3, seconds=1.5, most_rounds=10)
 #: side of the matrices by which a GPU's peak is measured
 SIDE = 8192
 

@@ -144,10 +144,10 @@ class Service:
         context: Context = self.grid.context(node)  # type: ignore[attr-defined]
         return context
 
-    def rehearse(self, messages: list[Message]) -> float | None:
-        """How long a client's step takes here, if that can be measured."""
-        seconds: float | None = self.grid.rehearse(messages)  # type: ignore[attr-defined]
-        return seconds
+    def rehearse(self, messages: list[Message]) -> list[Message]:
+        """Answer messages to find out how long it takes; nothing of it remains."""
+        replies: list[Message] = self.grid.rehearse(messages)  # type: ignore[attr-defined]
+        return replies
 
     def open_step(self, messages: list[Message]) -> Any:
         """Begin a layer-wise step of this worker's nodes; who they are, None if they cannot take it together."""

@@ -112,15 +112,10 @@ class WorkersGrid(Grid):
         """Deliver and collect."""
         return self.pull_messages(self.push_messages(messages))
 
-    def rehearse(self, messages: Sequence[Message]) -> float | None:
-        """Seconds from one client's step to the next, while all workers are busy; None if that cannot be measured."""
-        shares = self._shares(messages)
-        seconds = list(
-            self._ask_all(
-                "rehearse", {worker: [messages[p] for p in places] for worker, places in shares.items()}
-            ).values()
-        )
-        return None if None in seconds else 1 / sum(1 / each for each in seconds)
+    def rehearse(self, messages: Sequence[Message]) -> list[Message]:
+        """Have messages answered to find out how long it takes, while all workers are busy; nothing of it remains."""
+        shares = {worker: [messages[place] for place in places] for worker, places in self._shares(messages).items()}
+        return [reply for replies in self._ask_all("rehearse", shares).values() for reply in replies]
 
     def open_step(self, messages: Sequence[Message]) -> "SpreadStep | None":
         """The layer-wise step that these messages begin, if all of their nodes can take it without messages."""

@@ -27,6 +27,8 @@ from fedbn_flwr.wire import Instruction
 
 #: clients looked at together: those with like numbers of steps are then put into one chunk
 _LOOKED_AT = 100
+#: steps of a client that tell how long many take
+REHEARSED = 5
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,12 @@ class Job:
     def steps(self) -> int:
         """How many of them there are."""
         return self.client.count_steps(self.instruction)
+
+    def shortened(self) -> "Job":
+        """As much of the work as tells how long all of it takes."""
+        steps = min(self.steps(), REHEARSED)
+        short = replace(self.instruction, local_steps=steps, local_epochs=1, layerwise="none")
+        return replace(self, instruction=short)
 
     def kind(self) -> Hashable:
         """What jobs must have in common to be done together."""
@@ -154,16 +162,17 @@ class CohortGrid(InProcessGrid):
             identify(message)
         return messages
 
-    def rehearse(self, messages: Sequence[Message]) -> float | None:
-        """Seconds that a client's step takes here in the way that is used; None if that cannot be measured."""
+    def rehearse(self, messages: Sequence[Message]) -> list[Message]:
+        """Replies to training messages of a few steps, in the way that is used; of this, nothing remains."""
         if not isinstance(self._client_app, BNClientApp):
-            return None
-        jobs = [job for alike in self._alike(dict(enumerate(messages[:_LOOKED_AT]))) for job in alike]
-        if not jobs:
-            return None
-        way = self._way(jobs)
-        chosen = jobs[: self._chunk(jobs) if way == "stacked" else 2]
-        return measure({way: partial(self._rehearse, chosen, way)}).seconds.get(way)
+            return []
+        replies: list[Message] = []
+        for alike in self._alike(dict(enumerate(messages[:_LOOKED_AT]))):
+            way = self._way(alike)
+            for jobs in self._in_chunks([job.shortened() for job in alike]):
+                found = self._together(jobs, keep=False) if way == "stacked" else self._in_turn(jobs, way, keep=False)
+                replies += found.values()
+        return replies
 
     @property
     def choice(self) -> dict[str, str | int | float]:
@@ -267,7 +276,7 @@ class CohortGrid(InProcessGrid):
             self._say("the ClientApp was not made by `client_app`")
         return known
 
-    def _together(self, jobs: Sequence[Job]) -> dict[int, Message]:
+    def _together(self, jobs: Sequence[Job], keep: bool = True) -> dict[int, Message]:
         """The answers; none if the clients must train one after another."""
         client, instruction = jobs[0].client, jobs[0].instruction
         attempt = jobs[0].attempt()
@@ -281,11 +290,11 @@ class CohortGrid(InProcessGrid):
             self._apart.add(attempt)
             self._say(f"{type(error).__name__}: {error}")
             return {}
-        for job in jobs:
+        for job in jobs if keep else ():
             self._keep(job.node, job.context)
         return {job.place: pack(reply, job.message) for job, reply in zip(jobs, replies, strict=True)}
 
-    def _in_turn(self, jobs: Sequence[Job], way: str) -> dict[int, Message]:
+    def _in_turn(self, jobs: Sequence[Job], way: str, keep: bool = True) -> dict[int, Message]:
         """The answers of those that do not fail."""
         answers = {}
         for job in jobs:
@@ -296,7 +305,8 @@ class CohortGrid(InProcessGrid):
                 if way == "compiled":
                     self._say(f"{type(error).__name__}: {error}")
                 continue
-            self._keep(job.node, job.context)
+            if keep:
+                self._keep(job.node, job.context)
             answers[job.place] = pack(reply, job.message)
         return answers
 

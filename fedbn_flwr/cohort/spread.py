@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from logging import INFO
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,13 +11,15 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
-from fedbn_flwr.cohort.grid import CohortGrid
+from fedbn_flwr import wire
+from fedbn_flwr.cohort.grid import REHEARSED, CohortGrid
 from fedbn_flwr.workers import WorkersGrid
 
 #: seconds of work that several processes must save: they take some to start, each as much memory as this one
 WORTH_STARTING = 10.0
-#: how many times as fast they must be
-WORTH_HAVING = 1.15
+#: how many times as fast they must be, and if they wait for each other at every layer
+WORTH_HAVING, WORTH_MEETING = 1.1, 1.5
+_REPETITIONS = 3
 
 
 class SpreadGrid(Grid):
@@ -97,24 +100,34 @@ class SpreadGrid(Grid):
         if self._decided or len(messages) < 2 or not messages[0].metadata.message_type.startswith("train"):
             return
         self._decided = True
-        alone = self._here.rehearse(messages)
-        if alone is None or not self._here.untouched:
+        if self._workers < 2 or not self._here.untouched:
             return
-        self.measured["one process"] = alone
-        if alone * self._expected_steps * (1 - 1 / self._workers) < WORTH_STARTING:
+        alone, answered = _seconds(lambda: self._here.rehearse(messages))
+        expected = self._expected_steps / max(answered * REHEARSED, 1)
+        if not answered or alone * expected * (1 - 1 / self._workers) < WORTH_STARTING:
             return
         spread = self._make_workers(self._workers)
         try:
-            together = spread.rehearse(messages)
+            together, _ = _seconds(lambda: spread.rehearse(messages))
         except BaseException:
             spread.close()
             raise
-        if together is not None:
-            self.measured[f"{self._workers} processes"] = together
-        faster = together is not None and together * WORTH_HAVING < alone
-        log(INFO, "Seconds a client's step: %s", self.measured)
-        if faster:
+        self.measured = {"one process": alone, f"{self._workers} processes": together}
+        log(INFO, "Seconds that a few steps of all clients take: %s", self.measured)
+        # a layer-wise step meets at every exchange, which the rehearsal leaves out
+        layerwise = messages[0].metadata.message_type == wire.LAYERWISE
+        if together * (WORTH_MEETING if layerwise else WORTH_HAVING) < alone:
             spread.set_run(self._here.run)
             self.chosen = spread
         else:
             spread.close()
+
+
+def _seconds(rehearse: Callable[[], list[Message]]) -> tuple[float, int]:
+    """How long it takes to have how many messages answered: at its fastest, once everything is warm."""
+    count, seconds = len(rehearse()), []
+    for _ in range(_REPETITIONS):
+        started = perf_counter()
+        rehearse()
+        seconds.append(perf_counter() - started)
+    return min(seconds), count
