@@ -43,10 +43,15 @@ class Bench:
         for _, group in groupby(cases, key=lambda case: (case.model, case.clients)):
             alike = list(group)
             with ExitStack() as stack:
-                on_ray = "ray" in self.engines and (alike[0].clients <= MOST_ON_RAY or self.ray_everywhere)
-                shared = [stack.enter_context(Contestant("ray", 1, alike))] if on_ray else []
+                on_ray = [case for case in alike if self._goes_to_ray(case)]
+                shared = [stack.enter_context(Contestant("ray", 1, on_ray))] if on_ray else []
                 for case in alike:
-                    self._measure(case, shared)
+                    self._measure(case, shared if case in on_ray else [])
+
+    def _goes_to_ray(self, case: Case) -> bool:
+        """Not with one local step: the round is then Ray's polling, as it is with five."""
+        few = case.clients <= MOST_ON_RAY or self.ray_everywhere
+        return "ray" in self.engines and few and case.local_steps > 1
 
     def _measure(self, case: Case, shared: Sequence[Contestant]) -> None:
         """Every other engine has a new process for every case, so that its memory is known."""
