@@ -1,5 +1,6 @@
 """Where an experiment runs: in this process, in several of this machine, or on Flower's Ray simulation."""
 
+import atexit
 import gc
 import os
 import socket
@@ -100,6 +101,8 @@ def _app(experiment: Experiment, partitions: Sequence[int]) -> ClientApp:
     STEPS.make_room(len(partitions))
     # what was imported is never garbage: to look through it for some takes a part of every round
     gc.freeze()
+    # at the end it is, or libraries complain of what they find left
+    atexit.register(gc.unfreeze)
     return client_app(bound_client_fn(experiment.to_mapping()))
 
 
