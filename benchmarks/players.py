@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 # what every process needs, and takes seconds to import: once, before processes are forked
-import flwr_datasets.partitioner  # noqa: F401
 import sklearn.datasets  # noqa: F401
 import torch
 import torch._dynamo

@@ -40,8 +40,8 @@ Engine = Callable[[Experiment, Path, Progress | None], Summary]
 #: makes the grid of some partitions' nodes
 MakeGrid = Callable[[Sequence[int]], InProcessGrid]
 
-#: what every worker needs, and takes seconds to import: itself, optimizers, partitions and the default data set
-NEEDED = (__name__, "torch._dynamo", "flwr_datasets.partitioner", "sklearn.datasets")
+#: what every worker needs, and takes seconds to import: itself, optimizers and the default data set
+NEEDED = (__name__, "torch._dynamo", "sklearn.datasets")
 
 
 def run_in_process(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
