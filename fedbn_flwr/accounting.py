@@ -10,9 +10,9 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import InflatableObject
-from flwr.supercore.run import Run
 
 from fedbn_flwr.arrays import array_records, data_bytes, distinct
+from fedbn_flwr.grids import PassingGrid
 from fedbn_flwr.wire import DESCRIBE
 
 
@@ -50,36 +50,12 @@ class Tally:
         return self.wire_down + self.wire_up
 
 
-class CountingGrid(Grid):
+class CountingGrid(PassingGrid):
     """Any grid, counted. Training and evaluation are kept apart; asking nodes who they are is neither."""
 
     def __init__(self, grid: Grid) -> None:
-        self._grid = grid
+        super().__init__(grid)
         self.training, self.evaluation = Tally(), Tally()
-
-    def set_run(self, run: Run) -> None:
-        """Pass on."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """Pass on."""
-        return self._grid.run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """Pass on."""
-        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Pass on."""
-        return self._grid.get_node_ids()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Count and pass on."""

@@ -12,16 +12,15 @@ from flwr.clientapp import ClientApp
 from flwr.common import log
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
 
 from fedbn_flwr.contexts import FIRST_NODE_ID as FIRST_NODE_ID
 from fedbn_flwr.contexts import Contexts
+from fedbn_flwr.grids import LocalGrid
 
 Config = Mapping[str, Any]
 
 
-class InProcessGrid(Grid):
+class InProcessGrid(LocalGrid):
     """Runs the same ServerApp and ClientApp as Flower's engines do.
 
     Each node has a `Context` that lives as long as the grid. A message is answered when it is pushed; what the
@@ -39,39 +38,12 @@ class InProcessGrid(Grid):
         partitions: Sequence[int] | None = None,
         state_dir: Path | None = None,
     ) -> None:
+        super().__init__()
         self._client_app = client_app
-        self._run = Run.create_empty(run_id=1)
         here = range(num_nodes) if partitions is None else partitions
         self._contexts: MutableMapping[int, Context] = Contexts(
             self._run.run_id, here, num_nodes, dict(run_config or {}), state_dir
         )
-        self._replies: dict[str, Message] = {}
-        # Flower reads these when a message is created
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = (
-            self._run.run_id,
-            SUPERLINK_NODE_ID,
-            0,
-        )
-
-    def set_run(self, run: Run) -> None:
-        """Take the run's description."""
-        self._run = run
-
-    @property
-    def run(self) -> Run:
-        """The run's description."""
-        return self._run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """Create a message, as Flower's older interface does."""
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
         """All nodes, always connected."""
@@ -89,14 +61,6 @@ class InProcessGrid(Grid):
             identify(reply)
             self._replies[message_id] = reply
         return ids
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Hand the replies over, once."""
-        return [self._replies.pop(item) for item in message_ids if item in self._replies]
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Deliver and collect."""
-        return self.pull_messages(self.push_messages(messages))
 
     def _answer_all(self, messages: Sequence[Message]) -> list[Message]:
         """The replies, in the order of the messages."""

@@ -8,22 +8,19 @@ from logging import WARNING
 from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, Self, cast
-from uuid import uuid4
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message
 from flwr.common import log
-from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
-from flwr.serverapp import Grid
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
+from flwr.common.constant import ErrorCode
 
-from fedbn_flwr.inprocess import FIRST_NODE_ID
+from fedbn_flwr.grids import LocalGrid
+from fedbn_flwr.inprocess import FIRST_NODE_ID, identify
 from fedbn_flwr.layerwise import Answer, OrderError, Request
 from fedbn_flwr.transfer import pack_answer, unpack_requests
 from fedbn_flwr.worker import GridFactory, Worker, WorkerDiedError, WorkerError
 
 
-class WorkersGrid(Grid):
+class WorkersGrid(LocalGrid):
     """Gives the replies of an `InProcessGrid` with the same nodes, from several processes at once.
 
     `make_grid` is given partitions, and makes the grid of their nodes inside a worker: it must be picklable, and the
@@ -35,11 +32,8 @@ class WorkersGrid(Grid):
     """
 
     def __init__(self, make_grid: GridFactory, num_nodes: int, workers: int, *, threads: int = 1) -> None:
+        super().__init__()
         self._make_grid, self._num_nodes = make_grid, num_nodes
-        self._run = Run.create_empty(run_id=1)
-        self._replies: dict[str, Message] = {}
-        # Flower reads these when a message is created
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = self._run.run_id, SUPERLINK_NODE_ID, 0
         self._num_workers = max(min(workers, num_nodes), 1)
         self._workers: list[Worker] = []
         # also called when nobody uses the grid any more, and at the interpreter's exit
@@ -61,26 +55,6 @@ class WorkersGrid(Grid):
         """The workers' processes as they are now."""
         return [worker.process_id for worker in self._workers]
 
-    def set_run(self, run: Run) -> None:
-        """Take the run's description."""
-        self._run = run
-
-    @property
-    def run(self) -> Run:
-        """The run's description."""
-        return self._run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """Create a message, as Flower's older interface does."""
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
-
     def get_node_ids(self) -> Iterable[int]:
         """All nodes, always connected."""
         return [FIRST_NODE_ID + partition for partition in range(self._num_nodes)]
@@ -93,41 +67,27 @@ class WorkersGrid(Grid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Deliver the messages, to all workers at once, and keep the replies."""
         messages = list(messages)
-        shares: dict[Worker, list[Message]] = {}
-        for message in messages:
-            shares.setdefault(self._worker_of(message.metadata.dst_node_id), []).append(message)
         try:
-            self._deliver(shares)
+            self._deliver(self._split(messages, self._shares(messages)))
         except BaseException:
             # some answers are still on their way, or half received
             self.close()
             raise
         return [message.metadata.message_id for message in messages]
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Hand the replies over, once."""
-        return [self._replies.pop(item) for item in message_ids if item in self._replies]
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Deliver and collect."""
-        return self.pull_messages(self.push_messages(messages))
-
     def rehearse(self, messages: Sequence[Message]) -> list[Message]:
         """Have messages answered to find out how long it takes, while all workers are busy; nothing of it remains."""
-        shares = {worker: [messages[place] for place in places] for worker, places in self._shares(messages).items()}
+        shares = self._split(messages, self._shares(messages))
         return [reply for replies in self._ask_all("rehearse", shares).values() for reply in replies]
 
     def open_step(self, messages: Sequence[Message]) -> "SpreadStep | None":
         """The layer-wise step that these messages begin, if all of their nodes can take it without messages."""
         shares = self._shares(messages)
-        found = self._ask_all("open_step", {worker: [messages[p] for p in places] for worker, places in shares.items()})
+        found = self._ask_all("open_step", self._split(messages, shares))
         if None in found.values():
             self._ask_all("abandon", dict.fromkeys(shares))
             return None
-        speakers = {
-            place: who for worker, places in shares.items() for place, who in zip(places, found[worker], strict=True)
-        }
-        return SpreadStep(self._ask_all, messages, shares, [speakers[place] for place in range(len(messages))])
+        return SpreadStep(self._ask_all, messages, shares, _in_order(shares, found))
 
     def _shares(self, messages: Sequence[Message]) -> dict[Worker, list[int]]:
         """For each worker the places of its nodes' messages."""
@@ -135,6 +95,12 @@ class WorkersGrid(Grid):
         for place, message in enumerate(messages):
             shares.setdefault(self._worker_of(message.metadata.dst_node_id), []).append(place)
         return shares
+
+    def _split(
+        self, messages: Sequence[Message], shares: Mapping[Worker, Sequence[int]]
+    ) -> dict[Worker, list[Message]]:
+        """For each worker the messages at its places."""
+        return {worker: [messages[place] for place in places] for worker, places in shares.items()}
 
     def _ask_all(self, name: str, payloads: Mapping[Worker, Any]) -> dict[Worker, Any]:
         """The answers of workers that work at the same time; a dead one is started anew, and said to have died."""
@@ -162,8 +128,7 @@ class WorkersGrid(Grid):
             for worker in cast(list[Worker], wait(cast(list[int], list(waiting)))):
                 waiting.remove(worker)
                 for message, reply in zip(shares[worker], self._answers(worker, shares[worker]), strict=True):
-                    # the worker's grid has given it its id
-                    message.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
+                    _take_id(message, reply)
                     self._replies[reply.metadata.reply_to_message_id] = reply
 
     def _answers(self, worker: Worker, messages: Sequence[Message]) -> list[Message]:
@@ -216,14 +181,13 @@ class SpreadStep:
         }
         if any(said.values()) and not all(said.values()):
             raise OrderError(0, "is at a BN layer where others are at their end")
-        return self._in_order(said) if any(said.values()) else []
+        return _in_order(self._shares, said) if any(said.values()) else []
 
     def replies(self) -> list[Message]:
         """What the nodes reply at the end."""
-        replies: list[Message] = self._in_order(self._ask_all("replies", dict.fromkeys(self._shares)))
+        replies: list[Message] = _in_order(self._shares, self._ask_all("replies", dict.fromkeys(self._shares)))
         for message, reply in zip(self._messages, replies, strict=True):
-            # the worker's grid has given it its id
-            message.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
+            _take_id(message, reply)
         return replies
 
     def abandon(self) -> None:
@@ -231,13 +195,13 @@ class SpreadStep:
         with suppress(WorkerError, WorkerDiedError):
             self._ask_all("abandon", dict.fromkeys(self._shares))
 
-    def _in_order(self, found: Mapping[Worker, Sequence[Any]]) -> list[Any]:
-        placed = {
-            place: item
-            for worker, places in self._shares.items()
-            for place, item in zip(places, found[worker], strict=True)
-        }
-        return [placed[place] for place in sorted(placed)]
+
+def _in_order(shares: Mapping[Worker, Sequence[int]], found: Mapping[Worker, Sequence[Any]]) -> list[Any]:
+    """What workers said of their shares, by the places in the push."""
+    placed = {
+        place: item for worker, places in shares.items() for place, item in zip(places, found[worker], strict=True)
+    }
+    return [placed[place] for place in sorted(placed)]
 
 
 def count_cores() -> int:
@@ -245,10 +209,15 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _take_id(message: Message, reply: Message) -> None:
+    """The id that the worker's grid has given to its copy of a message."""
+    message.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
+
+
 def _error_reply(message: Message, reason: str) -> Message:
-    message.metadata.__dict__["_message_id"] = str(uuid4())
+    identify(message)
     reply = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
-    reply.metadata.__dict__["_message_id"] = str(uuid4())
+    identify(reply)
     return reply
 
 

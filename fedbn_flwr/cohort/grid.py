@@ -164,15 +164,8 @@ class CohortGrid(InProcessGrid):
 
     def rehearse(self, messages: Sequence[Message]) -> list[Message]:
         """Replies to training messages of a few steps, in the way that is used; of this, nothing remains."""
-        if not isinstance(self._client_app, BNClientApp):
-            return []
-        replies: list[Message] = []
-        for alike in self._alike(dict(enumerate(messages[:_LOOKED_AT]))):
-            way = self._way(alike)
-            for jobs in self._in_chunks([job.shortened() for job in alike]):
-                found = self._together(jobs, keep=False) if way == "stacked" else self._in_turn(jobs, way, keep=False)
-                replies += found.values()
-        return replies
+        known = isinstance(self._client_app, BNClientApp)
+        return list(self._train(dict(enumerate(messages)), rehearsal=True).values()) if known else []
 
     @property
     def choice(self) -> dict[str, str | int | float]:
@@ -186,18 +179,20 @@ class CohortGrid(InProcessGrid):
         """Whether no node has stored anything yet."""
         return not any(context.state for context in self._contexts.values())
 
-    def _train(self, messages: dict[int, Message]) -> dict[int, Message]:
+    def _train(self, messages: dict[int, Message], rehearsal: bool = False) -> dict[int, Message]:
         answers: dict[int, Message] = {}
         for alike in self._alike(messages):
-            way = self._way(alike)
-            for jobs in self._in_chunks(alike):
-                answers |= self._together(jobs) if way == "stacked" else self._in_turn(jobs, way)
+            way, keep = self._way(alike), not rehearsal
+            for jobs in self._in_chunks([job.shortened() for job in alike] if rehearsal else alike):
+                answers |= self._together(jobs, keep) if way == "stacked" else self._in_turn(jobs, way, keep)
         return answers
 
     def _way(self, jobs: Sequence[Job]) -> str:
         """How these are done: as was asked for, or as is the fastest."""
-        if self.way != "auto" or len(jobs) < 2:
-            return self.way if self.way != "auto" else "plain"
+        if self.way != "auto":
+            return self.way
+        if len(jobs) < 2:
+            return "plain"
         client, instruction = jobs[0].client, jobs[0].instruction
         place = id(client.model), instruction.batch_size, instruction.precision, min(len(jobs), self._chunk(jobs))
         if place not in self.choices:

@@ -6,13 +6,12 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 from flwr.common import log
-from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 
 from fedbn_flwr import wire
 from fedbn_flwr.cohort.grid import REHEARSED, CohortGrid
+from fedbn_flwr.grids import PassingGrid
 from fedbn_flwr.workers import WorkersGrid
 
 #: seconds of work that several processes must save: they take some to start, each as much memory as this one
@@ -20,9 +19,11 @@ WORTH_STARTING = 10.0
 #: how many times as fast they must be, and if they wait for each other at every layer
 WORTH_HAVING, WORTH_MEETING = 1.1, 1.5
 _REPETITIONS = 3
+#: messages that tell how long all of them take
+MOST_REHEARSED = 100
 
 
-class SpreadGrid(Grid):
+class SpreadGrid(PassingGrid):
     """Starts with all nodes in this process, and decides at the first training messages.
 
     Several processes are started if the run is long enough, and used if they get through more steps a second while all
@@ -30,10 +31,12 @@ class SpreadGrid(Grid):
     something stay where they are.
     """
 
+    _grid: CohortGrid | WorkersGrid
+
     def __init__(
         self, here: CohortGrid, make_workers: Callable[[int], WorkersGrid], workers: int, expected_steps: int
     ) -> None:
-        self.chosen: CohortGrid | WorkersGrid = here
+        super().__init__(here)
         self._here, self._make_workers, self._workers = here, make_workers, workers
         self._expected_steps, self._decided = expected_steps, False
         #: what was measured, for whoever wants to know
@@ -49,29 +52,15 @@ class SpreadGrid(Grid):
             self.chosen.close()
 
     @property
+    def chosen(self) -> CohortGrid | WorkersGrid:
+        """What the messages are passed on to."""
+        return self._grid
+
+    @property
     def choice(self) -> dict[str, str | int | float]:
         """How clients train and where, for whoever reports it."""
         workers = self._workers if isinstance(self.chosen, WorkersGrid) else 1
         return {**self._here.choice, "workers": workers}
-
-    def set_run(self, run: Run) -> None:
-        """Pass on."""
-        self.chosen.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """Pass on."""
-        return self.chosen.run
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        """Pass on."""
-        return self.chosen.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Pass on."""
-        return self.chosen.get_node_ids()
 
     def context(self, node: int) -> Any:
         """Pass on."""
@@ -82,10 +71,6 @@ class SpreadGrid(Grid):
         messages = list(messages)
         self._decide(messages)
         return self.chosen.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pass on."""
-        return self.chosen.pull_messages(message_ids)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Decide, and pass on."""
@@ -102,6 +87,7 @@ class SpreadGrid(Grid):
         self._decided = True
         if self._workers < 2 or not self._here.untouched:
             return
+        messages = messages[:MOST_REHEARSED]
         alone, answered = _seconds(lambda: self._here.rehearse(messages))
         expected = self._expected_steps / max(answered * REHEARSED, 1)
         if not answered or alone * expected * (1 - 1 / self._workers) < WORTH_STARTING:
@@ -118,7 +104,7 @@ class SpreadGrid(Grid):
         layerwise = messages[0].metadata.message_type == wire.LAYERWISE
         if together * (WORTH_MEETING if layerwise else WORTH_HAVING) < alone:
             spread.set_run(self._here.run)
-            self.chosen = spread
+            self._grid = spread
         else:
             spread.close()
 
