@@ -1,18 +1,22 @@
 """The models of several clients as one: every parameter and buffer with a row for each."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
 from fedbn_flwr import training
 from fedbn_flwr.state import State
 
 #: rows of a stack that follow each other, or chosen ones
 Rows = slice | Tensor
+
+#: targets of this class do not count in a cross entropy, by default
+_LEFT_OUT = -100
 
 
 class Stack(nn.Module):
@@ -32,6 +36,7 @@ class Stack(nn.Module):
         #: by its id, the name under which an entry is known first; tied entries have several
         first = {id(value): name for name, value in reversed(_entries(structure).items())}
         self._names = {name: first[id(value)] for name, value in _entries(structure).items()}
+        self._slots = _Slots(structure, self._names)
         self._learned = {
             name: nn.Parameter(_rows(value, name, states), requires_grad=value.requires_grad)
             for name, value in structure.named_parameters()
@@ -59,20 +64,28 @@ class Stack(nn.Module):
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Tensor:
         """The mean loss of each of some clients on its own batch; `around` is entered inside `vmap`."""
-        module = _WithLoss(self.structure, loss_function, around)
+        # of samples that count alike, the loss is one pass over all clients' outputs
+        by_rows = loss_function is F.cross_entropy and not batch[1].is_floating_point()
+        wanted = _outputs if by_rows else loss_function
+        values, entered = self._some(rows), self.structure
+        slots, kept = self._slots, list(self._kept)
+        assigned: list[str] = []
 
-        def one(values: State, inputs: Tensor, targets: Tensor) -> tuple[Tensor, State]:
-            given = dict(values)
-            loss = functional_call(module, values, (inputs, targets))
-            return loss, {name: value for name, value in values.items() if value is not given[name]}
+        def one(inputs: Tensor, targets: Tensor, *entries: Tensor) -> tuple[Tensor, ...]:
+            given = dict(zip(values, entries, strict=True))
+            with slots.holding(given), around():
+                found = training.model_loss(entered, inputs, targets, wanted)
+                # a layer may change its buffers in place, or put new ones there
+                new = {name: slots.read(name) for name in kept}
+            assigned[:] = [name for name in kept if new[name] is not given[name]]
+            return found, *(new[name] for name in assigned)
 
-        values = {f"model.{name}": value for name, value in self._some(rows).items()}
-        losses, assigned = vmap(one)(values, *batch)
-        # a layer may change its buffers in place, or put new ones there
-        for name in self._kept:
-            if isinstance(rows, Tensor) or f"model.{name}" in assigned:
-                self._kept[name][rows] = {**values, **assigned}[f"model.{name}"].detach()
-        return losses
+        found, *news = vmap(one)(*batch, *values.values())
+        changed = {**values, **dict(zip(assigned, news, strict=True))}
+        for name in kept:
+            if isinstance(rows, Tensor) or name in assigned:
+                self._kept[name][rows] = changed[name].detach()
+        return _cross_entropies(found, batch[1]) if by_rows else found
 
     def _some(self, rows: Rows) -> State:
         everything = {**self._learned, **self._kept}
@@ -81,21 +94,48 @@ class Stack(nn.Module):
         return {name: value[rows] for name, value in everything.items()}
 
 
-class _WithLoss(nn.Module):
-    """A model and its loss: inside `functional_call`, a layer's attributes are the client's own."""
+class _Slots:
+    """Where a model's parameters and buffers are, so that others can take their places for a while."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_function: training.LossFunction,
-        around: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        super().__init__()
-        self.model, self._loss_function, self._around = model, loss_function, around
+    def __init__(self, structure: nn.Module, names: Mapping[str, str]) -> None:
+        #: by the name under which an entry is known first: every dictionary of a layer that holds it, and its key
+        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in names.values()}
+        for prefix, layer in structure.named_modules(remove_duplicate=False):
+            for entries in (layer._parameters, layer._buffers):
+                for key, value in entries.items():
+                    if value is not None:
+                        self._places[names[f"{prefix}.{key}" if prefix else key]].append((entries, key))
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self._around():
-            return training.model_loss(self.model, inputs, targets, self._loss_function)
+    @contextmanager
+    def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside the block the model has these values."""
+        own = [(entries, key, entries[key]) for places in self._places.values() for entries, key in places]
+        try:
+            for name, value in values.items():
+                for entries, key in self._places[name]:
+                    entries[key] = value
+            yield
+        finally:
+            for entries, key, value in own:
+                entries[key] = value
+
+    def read(self, name: str) -> Tensor:
+        """The value that the model has now."""
+        entries, key = self._places[name][0]
+        value: Tensor = entries[key]
+        return value
+
+
+def _outputs(outputs: Tensor, targets: Tensor) -> Tensor:
+    """In place of a loss, where that comes later."""
+    return outputs
+
+
+def _cross_entropies(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean of each client's samples, without those that `F.cross_entropy` leaves out."""
+    losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(0, 1), reduction="none")
+    counted = (targets != _LEFT_OUT).flatten(1).sum(1)
+    return losses.view(targets.shape).flatten(1).sum(1) / counted
 
 
 def stacked(states: Sequence[State]) -> State:
