@@ -15,8 +15,7 @@ A *binding* key changes the method: a client that ignores it would turn the meth
 a strategy refuses a reply that does not list every binding key it sent.
 """
 
-from dataclasses import dataclass, field, fields
-from functools import cache
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Self
 
 from flwr.app import ConfigRecord
@@ -111,16 +110,13 @@ class Instruction:
     @classmethod
     def from_config(cls, config: ConfigRecord | dict[str, Any]) -> Self:
         """Read the known keys; others (a user's own, say) are left alone."""
-        values: dict[str, Any] = {}
-        for item in fields(cls):
-            if (key := wire_key(item.name)) in config:
-                values[item.name] = _typed(key, config[key], type(item.default))
-        return cls(**values)
+        known = ((_BY_KEY[key], key, value) for key, value in config.items() if key in _BY_KEY)
+        return cls(**{item.name: _typed(key, value, type(item.default)) for item, key, value in known})
 
     @classmethod
     def wire_keys(cls) -> frozenset[str]:
         """Every key that an instruction can hold."""
-        return frozenset(wire_key(item.name) for item in fields(cls))
+        return frozenset(_BY_KEY)
 
     def to_config(self) -> ConfigRecord:
         """Pack what differs from the defaults."""
@@ -128,18 +124,24 @@ class Instruction:
 
     def binding_keys(self) -> list[str]:
         """The keys in force that change the method, which a client must acknowledge."""
-        binding = {item.name for item in fields(self) if item.metadata.get("binding")}
-        return sorted(wire_key(name) for name in self._changed() if name in binding)
+        return sorted(
+            key
+            for key, item in _BY_KEY.items()
+            if item.metadata.get("binding") and getattr(self, item.name) != item.default
+        )
 
     def _changed(self) -> dict[str, Scalar]:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {item.name: values[item.name] for item in fields(self) if values[item.name] != item.default}
 
 
-@cache
 def wire_key(name: str) -> str:
     """The wire's spelling of a Python name."""
     return name.replace("_", "-")
+
+
+#: an instruction's fields by the wire's names
+_BY_KEY: dict[str, Field[Any]] = {wire_key(item.name): item for item in fields(Instruction)}
 
 
 def _typed(key: str, value: Any, kind: type) -> Any:

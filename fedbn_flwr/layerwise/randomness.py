@@ -6,6 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+#: of the CPU's generator, and of every GPU's
+States = tuple[Tensor, list[Tensor]]
+
 
 class OwnRandomness:
     """A stream that layers without a generator argument (dropout) draw from, only inside `drawing`.
@@ -16,27 +19,36 @@ class OwnRandomness:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._state: tuple[Tensor, list[Tensor]] | None = None
+        self._state: States | None = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Put the stream in place of the process's, and at the end the process's back as it was."""
-        with torch.random.fork_rng(devices=_gpus()):
-            self._resume()
-            try:
-                yield
-            finally:
-                self._state = torch.get_rng_state(), [torch.cuda.get_rng_state(gpu) for gpu in _gpus()]
+        process = _read()
+        self._resume()
+        try:
+            yield
+        finally:
+            self._state = _read()
+            _write(process)
 
     def _resume(self) -> None:
-        if self._state is None:
-            torch.default_generator.manual_seed(self._seed)
-            for gpu in _gpus():
-                torch.cuda.default_generators[gpu].manual_seed(self._seed)
+        if self._state is not None:
+            _write(self._state)
             return
-        torch.set_rng_state(self._state[0])
-        for gpu, state in enumerate(self._state[1]):
-            torch.cuda.set_rng_state(state, gpu)
+        torch.default_generator.manual_seed(self._seed)
+        for gpu in _gpus():
+            torch.cuda.default_generators[gpu].manual_seed(self._seed)
+
+
+def _read() -> States:
+    return torch.get_rng_state(), [torch.cuda.get_rng_state(gpu) for gpu in _gpus()]
+
+
+def _write(states: States) -> None:
+    torch.set_rng_state(states[0])
+    for gpu, state in enumerate(states[1]):
+        torch.cuda.set_rng_state(state, gpu)
 
 
 def _gpus() -> list[int]:
