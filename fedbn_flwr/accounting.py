@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
+from flwr.common.constant import SType
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import InflatableObject
 
-from fedbn_flwr.arrays import array_records, data_bytes, distinct
+from fedbn_flwr.arrays import array_records, data_bytes, distinct, flat_of, serialized_bytes
+from fedbn_flwr.flat import Layout
 from fedbn_flwr.grids import PassingGrid
 from fedbn_flwr.wire import DESCRIBE
 
@@ -146,6 +148,8 @@ def message_sizes(message: Message, known: dict[int, Sizes] | None = None) -> Si
 
 def _record_sizes(record: ArrayRecord | ConfigRecord | MetricRecord) -> Sizes:
     if isinstance(record, ArrayRecord):
+        if flat := flat_of(record):
+            return _flat_sizes(flat.layout)
         parts = record.items()
         return _arrays_sizes(
             tuple([(name, array.dtype, array.shape, array.stype, data_bytes(array)) for name, array in parts])
@@ -221,6 +225,17 @@ def _alike(value: Any) -> Any:
         # whole numbers take a byte for every seven bits
         return 1 << value.bit_length() >> 1 if value >= 0 else ~_alike(~value)
     return value
+
+
+@lru_cache(maxsize=1024)
+def _flat_sizes(layout: Layout) -> Sizes:
+    """Those of a record of a flat state: each entry in its usual order of memory."""
+    return _arrays_sizes(
+        tuple(
+            (name, str(dtype), shape, SType.NUMPY, serialized_bytes(dtype, shape))
+            for name, dtype, shape in layout.entries
+        )
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -1,6 +1,6 @@
 """Flower's `Array` without serialization: bytes are made of it only when somebody asks for them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from functools import lru_cache
 from io import BytesIO
 from math import prod
@@ -11,10 +11,11 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, RecordDict
 from flwr.common.constant import SType
 from numpy.typing import NDArray
-from torch import Tensor
+
+from fedbn_flwr.flat import FlatArrays, Layout, Runs
 
 #: what a value is made of, and so how large it is when serialized: dtype, shape, whether in Fortran's order
-Layout = tuple[np.dtype[Any], tuple[int, ...], bool]
+Form = tuple[np.dtype[Any], tuple[int, ...], bool]
 
 
 class InMemoryArray(Array):
@@ -28,7 +29,8 @@ class InMemoryArray(Array):
 
     def __init__(self, value: NDArray[Any]) -> None:
         # around `Array.__setattr__`, which is for changes
-        self.__dict__.update(_value=value, dtype=_name(value.dtype), shape=value.shape, stype=SType.NUMPY)
+        own = self.__dict__
+        own["_value"], own["dtype"], own["shape"], own["stype"] = value, _name(value.dtype), value.shape, SType.NUMPY
 
     def __getattr__(self, name: str) -> Any:
         """Serialize, at the first use of `data`."""
@@ -68,19 +70,79 @@ class InMemoryArray(Array):
         return plain.deflate()
 
 
-def hold(value: NDArray[Any] | Tensor) -> InMemoryArray:
-    """An array with a copy of these numbers, in the order in which `np.save` would keep them."""
-    if isinstance(value, Tensor):
-        value = value.numpy(force=True)
-    return InMemoryArray(np.array(value, order="A"))
-
-
 def make_record(arrays: Mapping[str, Array]) -> ArrayRecord:
     """A record of these very arrays: Flower's constructor would serialize each."""
     record = ArrayRecord()
     # past the checks of one entry at a time, which take three times as long as to copy a small array
     record.__dict__["_data"].update(arrays)
     return record
+
+
+def flat_record(layout: Layout, runs: Runs) -> ArrayRecord:
+    """A record of a state's entries, whose runs are the record's from now on."""
+    record = ArrayRecord()
+    record.__dict__["_data"] = Members(FlatArrays(layout, runs))
+    return record
+
+
+def flat_of(record: ArrayRecord) -> FlatArrays | None:
+    """What such a record was made of, unless it was changed; to be read only."""
+    members = record.__dict__["_data"]
+    return members.flat if isinstance(members, Members) else None
+
+
+class Members(MutableMapping[str, Array]):
+    """What a record holds of a flat state: arrays are made when somebody asks for them."""
+
+    def __init__(self, state: FlatArrays) -> None:
+        self._state: FlatArrays | None = state
+        self._made: dict[str, Array] = {}
+
+    @property
+    def flat(self) -> FlatArrays | None:
+        """The state, while nobody has changed anything."""
+        unchanged = all("_value" in array.__dict__ for array in self._made.values())
+        return self._state if unchanged else None
+
+    def __getitem__(self, name: str) -> Array:
+        """The array; the same one, every time."""
+        if name not in self._made:
+            if self._state is None:
+                raise KeyError(name)
+            self._made[name] = InMemoryArray(self._state[name])
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self._made if self._state is None else self._state)
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._made if self._state is None else self._state)
+
+    def __setitem__(self, name: str, array: Array) -> None:
+        """Become a dictionary of arrays."""
+        self._unfold()
+        self._made[name] = array
+
+    def __delitem__(self, name: str) -> None:
+        """Become a dictionary of arrays."""
+        self._unfold()
+        del self._made[name]
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> tuple[type[dict[str, Array]], tuple[dict[str, Array]]]:
+        """For another process, a dictionary of plain arrays."""
+        return dict, (dict(self),)
+
+    def copy(self) -> dict[str, Array]:
+        """A dictionary of the same arrays."""
+        return dict(self)
+
+    def _unfold(self) -> None:
+        self._made, self._state = dict(self), None
 
 
 def array_records(content: RecordDict) -> dict[str, ArrayRecord]:
@@ -97,7 +159,7 @@ def peek(array: Array) -> NDArray[Any]:
 def data_bytes(array: Array) -> int:
     """The length of `array.data`."""
     value = array.__dict__.get("_value")
-    return len(array.data) if value is None else _data_bytes(_layout(value))
+    return len(array.data) if value is None else serialized_bytes(*_form(value))
 
 
 def distinct(arrays: Iterable[Array]) -> list[Array]:
@@ -113,13 +175,13 @@ def _fields(array: Array) -> tuple[str, tuple[int, ...], str, bytes]:
     return array.dtype, array.shape, array.stype, array.data
 
 
-def _content(array: Array) -> tuple[Layout, bytes]:
+def _content(array: Array) -> tuple[Form, bytes]:
     """As telling as `data`, without its making."""
     value = array.__dict__["_value"]
-    return _layout(value), value.tobytes(order="A")
+    return _form(value), value.tobytes(order="A")
 
 
-def _layout(value: NDArray[Any]) -> Layout:
+def _form(value: NDArray[Any]) -> Form:
     return value.dtype, value.shape, value.flags.fnc
 
 
@@ -130,8 +192,8 @@ def _serialize(value: NDArray[Any]) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def _data_bytes(layout: Layout) -> int:
-    dtype, shape, fortran = layout
+def serialized_bytes(dtype: np.dtype[Any], shape: tuple[int, ...], fortran: bool = False) -> int:
+    """The length of what `np.save` makes of such an array."""
     header = BytesIO()
     described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": fortran, "shape": shape}
     np.lib.format.write_array_header_1_0(header, described)

@@ -37,7 +37,10 @@ Metrics = dict[str, float | list[float]]
 
 @dataclass
 class Reply:
-    """What leaves the client: named groups of arrays, numbers, and the binding keys that were obeyed."""
+    """What leaves the client: named groups of arrays, numbers, and the binding keys that were obeyed.
+
+    The tensors are the reply's own: nothing changes them any more.
+    """
 
     num_examples: int
     metrics: Metrics
@@ -206,10 +209,11 @@ class BNClient(NumPyClient):
 
     def _load(self, received: State, instruction: Instruction) -> None:
         local = state.group_keys(self.model, instruction.keep_local)
-        state.load(self.model, {**received, **self.memory.personal(local)})
+        personal = self.memory.personal(local)
+        state.load(self.model, {**received, **personal} if personal else received)
 
     def _learn(self, session: Session) -> float:
-        self.model.train()
+        _set_to_train(self.model)
         planned, forward = self.plan(session.instruction), self.forward or self.model
         session.steps = len(planned)
         rules = rules_for(session.instruction)
@@ -231,7 +235,8 @@ class BNClient(NumPyClient):
         learning = any(layer.training for layer in norm.bn_layers(structure or self.model).values())
         indices = torch.from_numpy(self.indices)
         planned = batches.plan(len(indices), instruction, generator, merge_single=learning)
-        return Plan(self, instruction, [indices[positions] for positions in planned], generator)
+        chosen = indices[torch.cat(planned)].split([len(positions) for positions in planned])
+        return Plan(self, instruction, list(chosen), generator)
 
     def count_steps(self, instruction: Instruction) -> int:
         """How many steps a round has."""
@@ -278,10 +283,10 @@ class BNClient(NumPyClient):
             raise ValueError(f"received {len(parameters)} arrays, the model shares {len(names)}")
         return {name: torch.from_numpy(np.array(value)) for name, value in zip(names, parameters, strict=True)}
 
-    def reply(self, metrics: Metrics, instruction: Instruction, records: dict[str, State]) -> Reply:
+    def reply(self, metrics: Metrics, instruction: Instruction, records: Mapping[str, State]) -> Reply:
         """A reply that says who answers, and what was obeyed."""
         metrics[wire.PARTITION_ID] = self.partition_id
-        return Reply(len(self.indices), metrics, records, {wire.OBEYED: instruction.binding_keys()})
+        return Reply(len(self.indices), metrics, dict(records), {wire.OBEYED: instruction.binding_keys()})
 
 
 def pick_device(name: str) -> torch.device:
@@ -302,6 +307,12 @@ def _is_on(model: nn.Module, device: torch.device) -> bool:
     layers = model.modules()
     tensors = (value for layer in layers for part in (layer._parameters, layer._buffers) for value in part.values())
     return all(value is None or value.device == device for value in tensors)
+
+
+def _set_to_train(model: nn.Module) -> None:
+    """`model.train()`, which takes longer than to ask whether there is anything to do."""
+    if not all(layer.training for layer in model.modules()):
+        model.train()
 
 
 def layerwise_mode(instruction: Instruction) -> Mode:

@@ -54,20 +54,26 @@ def client_app(client_fn: ClientFunction) -> ClientApp:
 
 
 def unpack(message: Message, known: dict[int, state.State] | None = None) -> tuple[dict[str, state.State], Instruction]:
-    """The arrays by group and name, and the instruction; a record that many messages share, once for all `known`."""
-    known = {} if known is None else known
-    records = {}
+    """The arrays by group and name, and the instruction.
+
+    The arrays are the receiver's own; with `known` they are lent, a record that many messages share once for all.
+    """
+    records: dict[str, state.State] = {}
     for name, record in array_records(message.content).items():
+        if known is None:
+            records[name] = state.from_record(record)
+            continue
         if id(record) not in known:
-            known[id(record)] = state.from_record(record)
+            known[id(record)] = state.read(record)
         records[name] = known[id(record)]
     config: Any = message.content[wire.CONFIG]
     return records, Instruction.from_config(config)
 
 
-def pack(reply: Reply, message: Message) -> Message:
-    """Answer a message."""
-    content = RecordDict({name: state.to_record(values) for name, values in reply.records.items()})
+def pack(reply: Reply, message: Message, own: bool = False) -> Message:
+    """Answer a message; what is in the reply is copied, unless it is its `own`, which nobody can change any more."""
+    packed = state.give if own else state.to_record
+    content = RecordDict({name: packed(values) for name, values in reply.records.items()})
     content[wire.METRICS] = MetricRecord({wire.NUM_EXAMPLES: reply.num_examples, **reply.metrics})
     content[wire.REPORT] = ConfigRecord(dict(reply.report))
     return Message(content, reply_to=message)

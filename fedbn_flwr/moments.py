@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.state import State
@@ -12,7 +12,7 @@ from fedbn_flwr.state import State
 def pack(model: nn.Module, seen: Mapping[str, Moments]) -> State:
     """Name the moments; a layer that the model lists under several names is sent under each of them."""
     names = {id(model.get_submodule(name)): name for name in seen}
-    packed: State = {}
+    packed: dict[str, Tensor] = {}
     for alias, layer in model.named_modules(remove_duplicate=False):
         if (name := names.get(id(layer))) is not None:
             packed[f"{alias}/count"] = torch.tensor(float(seen[name].count), dtype=torch.float64)
@@ -32,7 +32,7 @@ def unpack(values: State) -> dict[str, Moments]:
 
 def running_statistics(pooled: Mapping[str, Moments], unbiased: bool = True) -> State:
     """Pooled moments as the state-dict entries of BN layers; `unbiased` corrects the variance by n / (n - 1)."""
-    entries: State = {}
+    entries: dict[str, Tensor] = {}
     for layer, moments in pooled.items():
         prefix = f"{layer}." if layer else ""
         entries[f"{prefix}running_mean"] = moments.mean

@@ -2,33 +2,51 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
-import numpy as np
 import torch
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from fedbn_flwr import norm
-from fedbn_flwr.arrays import hold, make_record, peek
+from fedbn_flwr.arrays import flat_of, flat_record, peek
+from fedbn_flwr.entries import entries_of
+from fedbn_flwr.flat import FlatState
 
-State = dict[str, Tensor]
+#: entries by name, to be read only: others may hold the same memory
+State = Mapping[str, Tensor]
 
 
 def to_record(state: Mapping[str, Tensor]) -> ArrayRecord:
     """Pack copies of tensors; a 0-d int64 counter stays one."""
-    return make_record({name: hold(value) for name, value in state.items()})
+    return give(FlatState.copy_of(state))
 
 
-def from_record(record: ArrayRecord) -> State:
+def give(state: State) -> ArrayRecord:
+    """Pack tensors that nobody will change any more: copies but of a flat state."""
+    flat = state if isinstance(state, FlatState) else FlatState.copy_of(state)
+    return flat_record(flat.layout, flat.runs)
+
+
+def from_record(record: ArrayRecord) -> dict[str, Tensor]:
     """Unpack tensors that own their memory."""
-    return {name: torch.from_numpy(np.array(peek(array))) for name, array in record.items()}
+    return {name: value.clone() for name, value in read(record).items()}
 
 
+def read(record: ArrayRecord) -> State:
+    """Unpack tensors that must be left as they are: the record may hold the same memory."""
+    if flat := flat_of(record):
+        return flat.tensors
+    return {name: torch.from_numpy(peek(array)) for name, array in record.items()}
+
+
+@torch.no_grad()
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Overwrite the whole state; an entry that is missing, unknown or misshapen is an error that names it."""
+    entries = entries_of(model)
+    if entries and isinstance(state, FlatState) and state.layout is entries.layout:
+        torch._foreach_copy_(list(entries.values), list(state.values()))
+        return
     target = check(model, state)
-    with torch.no_grad():
-        for name, value in target.items():
-            value.copy_(state[name])
+    torch._foreach_copy_(list(target.values()), [state[name] for name in target])
 
 
 def check(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -39,10 +57,13 @@ def check(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]
     return target
 
 
-def snapshot(model: nn.Module, names: Iterable[str] | None = None) -> State:
-    """A copy of the state, or of some entries of it."""
+@torch.no_grad()
+def snapshot(model: nn.Module, names: Iterable[str] | None = None) -> FlatState:
+    """A copy of the state, or of some entries of it, in the processor's memory."""
+    if names is None and (entries := entries_of(model)):
+        return FlatState.joined(entries.layout, entries.values)
     state = model.state_dict()
-    return {name: state[name].clone() for name in (state if names is None else names)}
+    return FlatState.copy_of(state if names is None else {name: state[name] for name in names})
 
 
 def group_keys(model: nn.Module, group: str) -> set[str]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from flwr.app import Array
 
-from fedbn_flwr.arrays import InMemoryArray, peek
+from fedbn_flwr.arrays import InMemoryArray, Members, peek
+from fedbn_flwr.flat import FlatArrays, Layout, Runs
 from fedbn_flwr.layerwise import Answer, Request
 
 #: for smaller arrays, calls of their own cost more than copies
@@ -92,9 +93,15 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is InMemoryArray and "_value" in obj.__dict__:
             return InMemoryArray, (peek(obj),)
+        if type(obj) is Members and (flat := obj.flat) is not None:
+            return _members, (flat.layout, flat.runs)
         if type(obj) is Array and len(obj.data) >= _LARGE:
             return Array, (obj.dtype, obj.shape, obj.stype, pickle.PickleBuffer(obj.data))
         return NotImplemented
+
+
+def _members(layout: Layout, runs: Runs) -> Members:
+    return Members(FlatArrays(layout, runs))
 
 
 def pack_requests(requests: Sequence[Request]) -> Any:

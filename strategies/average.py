@@ -7,7 +7,8 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
-from fedbn_flwr.arrays import hold, make_record, peek
+from fedbn_flwr.arrays import flat_of, flat_record, peek
+from fedbn_flwr.flat import FlatArrays
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -17,17 +18,20 @@ _PORTION = 2**17
 
 def record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     """Pack copies of arrays for a message."""
-    return make_record({name: hold(np.asarray(value)) for name, value in arrays.items()})
+    flat = FlatArrays.copy_of({name: np.asarray(value) for name, value in arrays.items()})
+    return flat_record(flat.layout, flat.runs)
 
 
 def unpack(packed: ArrayRecord) -> Arrays:
     """Copies of the arrays of a message."""
+    if flat := flat_of(packed):
+        return dict(flat.copy())
     return {name: array.numpy() for name, array in packed.items()}
 
 
-def view(packed: ArrayRecord) -> Arrays:
-    """The arrays of a message that nobody else has, without copies where they were never serialized."""
-    return {name: peek(array) for name, array in packed.items()}
+def view(packed: ArrayRecord) -> Mapping[str, NDArray[Any]]:
+    """The arrays of a message, without copies where they were never serialized: to be read only."""
+    return flat_of(packed) or {name: peek(array) for name, array in packed.items()}
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
@@ -45,6 +49,11 @@ def average(states: Sequence[Mapping[str, NDArray[Any]]], weights: Sequence[floa
     largest is taken, so that a 0-d int64 counter stays one and never runs backwards.
     """
     shares, first = normalize(weights), states[0]
+    if isinstance(first, FlatArrays):
+        runs = [state.runs for state in states if isinstance(state, FlatArrays) and state.layout is first.layout]
+        if len(runs) == len(states):
+            means = {dtype: _mean_run([own[dtype] for own in runs], shares) for dtype in first.runs}
+            return dict(FlatArrays(first.layout, means))
     alike = all(_shapes(state, first) == _shapes(first, first) for state in states[1:])
     merged: Arrays = {}
     for names in _portions(first):
@@ -60,12 +69,22 @@ def is_floating(array: NDArray[Any]) -> bool:
     return array.dtype.kind == "f"
 
 
-def not_finite(arrays: Arrays) -> str | None:
+def not_finite(arrays: Mapping[str, NDArray[Any]]) -> str | None:
     """The first of the arrays that holds an infinity or what is not a number."""
+    if isinstance(arrays, FlatArrays) and all(map(_is_finite, arrays.runs.values())):
+        return None
     for names in _portions(arrays):
         if is_floating(arrays[names[0]]) and not np.isfinite(_joined(names, arrays)).all():
             return next(name for name in names if not np.isfinite(arrays[name]).all())
     return None
+
+
+def _is_finite(run: NDArray[Any]) -> bool:
+    return not is_floating(run) or all(np.isfinite(part).all() for part in _parts(run))
+
+
+def _parts(run: NDArray[Any]) -> list[NDArray[Any]]:
+    return [run[start : start + _PORTION] for start in range(0, len(run), _PORTION)]
 
 
 def _portions(arrays: Mapping[str, NDArray[Any]]) -> Iterator[list[str]]:
@@ -107,6 +126,11 @@ def _fused(names: Sequence[str], states: Sequence[Mapping[str, NDArray[Any]]], s
     ends = np.cumsum([first[name].size for name in names])[:-1]
     parts = zip(names, np.split(total, ends), strict=True)
     return {name: part.reshape(first[name].shape).astype(first[name].dtype) for name, part in parts}
+
+
+def _mean_run(runs: Sequence[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:
+    """Of runs of numbers, by portions; number by number the same sums as of the arrays in them."""
+    return np.concatenate([_mean(parts, shares) for parts in zip(*map(_parts, runs), strict=True)] or [runs[0]])
 
 
 def _mean(values: Sequence[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:

@@ -10,6 +10,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import wire
 from fedbn_flwr.schedule import Schedule
@@ -17,7 +18,7 @@ from fedbn_flwr.wire import Instruction
 
 from .average import Arrays, average, record, unpack
 from .momentum import MomentumState
-from .replies import CannotTrainError, Expected, NodeReply, require_obeyed, sift
+from .replies import CannotTrainError, Expected, NodeReply, mean_metrics, require_obeyed, sift
 from .sampling import Node, Roster, draw, wait_for_nodes
 from .server_optimizers import ServerOptimizer
 
@@ -257,6 +258,8 @@ class FedAvg(FlowerFedAvg):
     def _mean_metrics(self, replies: Sequence[NodeReply], mean: Any) -> MetricRecord:
         # a mean over some of the nodes only would not be one
         shared = set.intersection(*(set(reply.metrics) for reply in replies)) - {wire.PARTITION_ID}
+        if mean is aggregate_metricrecords:
+            return mean_metrics(replies, sorted(shared - {self.weighted_by_key}), self.weighted_by_key)
         contents = [
             RecordDict({wire.METRICS: MetricRecord({key: reply.metrics[key] for key in sorted(shared)})})
             for reply in replies

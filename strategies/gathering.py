@@ -53,5 +53,5 @@ class Gathering(FedAvg):
         return RecordDict({wire.ARRAYS: own, wire.CONFIG: instruction.to_config()})
 
 
-def _tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
+def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(np.asarray(value)) for name, value in arrays.items()}

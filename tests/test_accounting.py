@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 import fedbn_flwr.arrays
 from fedbn_flwr.accounting import CountingGrid, Tally, message_sizes, payload_bytes
-from fedbn_flwr.arrays import hold, make_record
+from fedbn_flwr.arrays import make_record
 from fedbn_flwr.inprocess import InProcessGrid
 from fedbn_flwr.wire import DESCRIBE, GATHER
+from tests.toys import hold
 
 Arrays = Mapping[str, NDArray[np.generic]]
 

@@ -16,6 +16,7 @@ from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import BNClient, Reply, pick_device
 from fedbn_flwr.data import Split
 from fedbn_flwr.seeding import torch_generator
+from fedbn_flwr.state import State
 from fedbn_flwr.wire import FREEZES, Instruction
 from tests.toys import CLASSES, assert_same_state, random_state, toy_cnn, toy_split
 
@@ -39,7 +40,7 @@ def trained(client: BNClient, values: dict[str, Tensor], **options: Any) -> Repl
     return client.train({wire.ARRAYS: values}, instruction)
 
 
-def arrays(reply: Reply) -> dict[str, Tensor]:
+def arrays(reply: Reply) -> State:
     return reply.records[wire.ARRAYS]
 
 

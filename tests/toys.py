@@ -1,10 +1,14 @@
 """Small things that many tests are made of."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedbn_flwr.arrays import InMemoryArray
 from fedbn_flwr.data import Data, Split
 
 CLASSES = 4
@@ -36,6 +40,11 @@ def toy_cnn(dropout: float = 0.0, seed: int = 0) -> nn.Sequential:
             nn.Flatten(),
             nn.Linear(3 * 16, CLASSES),
         )
+
+
+def hold(value: NDArray[Any]) -> InMemoryArray:
+    """An array with a copy of these numbers, in the order in which `np.save` would keep them."""
+    return InMemoryArray(np.array(value, order="A"))
 
 
 def random_state(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:

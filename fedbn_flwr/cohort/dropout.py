@@ -14,22 +14,27 @@ from fedbn_flwr.layerwise import OwnRandomness
 _MASKING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
-@contextmanager
-def own_dropouts(structure: nn.Module, streams: Sequence[OwnRandomness]) -> Iterator[None]:
-    """Inside the block, row i of what passes through the model's dropout layers is masked from stream i.
+class Dropouts:
+    """The dropout layers of a structure that is in the mode that it will train in.
 
     Other layers that draw at random are refused by `torch.func.vmap` itself.
     """
-    dropouts = [layer for layer in structure.modules() if isinstance(layer, _DropoutNd) and layer.training]
-    stand_ins = {layer: _OwnMasks(layer, streams) for layer in dropouts if type(layer) in _MASKING and layer.p > 0}
-    try:
-        for layer, stand_in in stand_ins.items():
-            # in the instance's own dictionary, where it comes before the class's `forward`; hooks still run
-            layer.__dict__["forward"] = stand_in
-        yield
-    finally:
-        for layer in stand_ins:
-            del layer.__dict__["forward"]
+
+    def __init__(self, structure: nn.Module) -> None:
+        layers = [layer for layer in structure.modules() if isinstance(layer, _DropoutNd) and layer.training]
+        self._layers = [layer for layer in layers if type(layer) in _MASKING and layer.p > 0]
+
+    @contextmanager
+    def drawing(self, streams: Sequence[OwnRandomness]) -> Iterator[None]:
+        """Inside the block, row i of what passes through the layers is masked from stream i."""
+        try:
+            for layer in self._layers:
+                # in the instance's own dictionary, where it comes before the class's `forward`; hooks still run
+                layer.__dict__["forward"] = _OwnMasks(layer, streams)
+            yield
+        finally:
+            for layer in self._layers:
+                layer.__dict__.pop("forward", None)
 
 
 class _OwnMasks:

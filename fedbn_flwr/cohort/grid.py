@@ -1,75 +1,57 @@
 """The in-process `Grid` whose nodes train at the same time, where they can."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from logging import INFO
 from pathlib import Path
-from typing import Any
 
-from flwr.app import Context, Message, MessageType
+from flwr.app import Message
 from flwr.clientapp import ClientApp
 from flwr.common import log
 
 from fedbn_flwr.client import BNClient, Reply, layerwise_mode
-from fedbn_flwr.clientapp import BNClientApp, pack, unpack
+from fedbn_flwr.clientapp import BNClientApp, pack
 from fedbn_flwr.cohort.choice import WAYS, WORTH_COMPILING, Choice, Kept, describe, measure
 from fedbn_flwr.cohort.learning import train_together
 from fedbn_flwr.cohort.room import clients_that_fit
 from fedbn_flwr.cohort.steps import CohortStep, Speaker, StackedStep
 from fedbn_flwr.cohort.variants import Variants, has_images
-from fedbn_flwr.inprocess import Config, InProcessGrid, identify
+from fedbn_flwr.inprocess import Config, InProcessGrid, Job, identify
 from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.rules import rules_for
-from fedbn_flwr.state import State
 from fedbn_flwr.suspended import Foreseeing, Replicas
 from fedbn_flwr.wire import Instruction
 
-#: clients looked at together: those with like numbers of steps are then put into one chunk
-_LOOKED_AT = 100
 #: steps of a client that tell how long many take
 REHEARSED = 5
 
 
-@dataclass(frozen=True)
-class Job:
-    """One message's work."""
+def _attempt(job: Job) -> Hashable:
+    """What jobs have in common that can be done together, or cannot."""
+    return id(job.client.model), tuple(job.instruction.binding_keys()), job.instruction.augmentation
 
-    place: int
-    message: Message
-    context: Context
-    client: BNClient
-    received: dict[str, State]
-    instruction: Instruction
 
-    @property
-    def node(self) -> int:
-        """Whose work."""
-        return self.message.metadata.dst_node_id
+def _steps(job: Job) -> int:
+    """How many of them a job has."""
+    return job.client.count_steps(job.instruction)
 
-    def attempt(self) -> Hashable:
-        """What jobs have in common that can be done together, or cannot."""
-        return id(self.client.model), tuple(self.instruction.binding_keys()), self.instruction.augmentation
 
-    def steps(self) -> int:
-        """How many of them there are."""
-        return self.client.count_steps(self.instruction)
+def _shortened(job: Job) -> Job:
+    """As much of a job as tells how long all of it takes."""
+    short = replace(job.instruction, local_steps=min(_steps(job), REHEARSED), local_epochs=1, layerwise="none")
+    return replace(job, instruction=short)
 
-    def shortened(self) -> "Job":
-        """As much of the work as tells how long all of it takes."""
-        steps = min(self.steps(), REHEARSED)
-        short = replace(self.instruction, local_steps=steps, local_epochs=1, layerwise="none")
-        return replace(self, instruction=short)
 
-    def kind(self) -> Hashable:
-        """What jobs must have in common to be done together."""
-        client = self.client
-        self.steps()  # what cannot be planned is refused here
-        remembered = tuple(sorted(name for name, _ in client.memory.kept("")))
-        groups = tuple(sorted(self.received))
-        # the first batches of a layer-wise step meet at every layer
-        together = self.instruction.layerwise == "none" or client.first_batch_size(self.instruction)
-        return id(client.model), client.loss_function, client.device, self.instruction, groups, remembered, together
+def _kind(job: Job) -> Hashable:
+    """What jobs must have in common to be done together."""
+    client, instruction = job.client, job.instruction
+    _steps(job)  # what cannot be planned is refused here
+    remembered = tuple(sorted(name for name, _ in client.memory.kept("")))
+    groups = tuple(sorted(job.received))
+    # the first batches of a layer-wise step meet at every layer
+    together = instruction.layerwise == "none" or client.first_batch_size(instruction)
+    return id(client.model), client.loss_function, client.device, instruction, groups, remembered, together
 
 
 class CohortGrid(InProcessGrid):
@@ -110,16 +92,6 @@ class CohortGrid(InProcessGrid):
         #: models of steps that wait for an answer in the middle of a pass
         self._structures = Replicas()
 
-    def _answer_all(self, messages: Sequence[Message]) -> list[Message]:
-        answers: dict[int, Message] = {}
-        training = [
-            place for place, message in enumerate(messages) if message.metadata.message_type == MessageType.TRAIN
-        ]
-        if len(training) > 1 and self._knows_clients():
-            for start in range(0, len(training), _LOOKED_AT):
-                answers |= self._train({place: messages[place] for place in training[start : start + _LOOKED_AT]})
-        return [answers[place] if place in answers else self._answer(message) for place, message in enumerate(messages)]
-
     def open_step(self, messages: Sequence[Message]) -> CohortStep | None:
         """The layer-wise step that these messages begin, if all of their nodes can take it together."""
         if self.way not in ("auto", "stacked") or not self._knows_clients():
@@ -127,7 +99,7 @@ class CohortGrid(InProcessGrid):
         for message in messages:
             identify(message)
         jobs = [job for alike in self._alike(dict(enumerate(messages))) for job in self._in_chunks(alike)]
-        if sum(map(len, jobs)) < len(messages) or any(chunk[0].attempt() in self._apart for chunk in jobs):
+        if sum(map(len, jobs)) < len(messages) or any(_attempt(chunk[0]) in self._apart for chunk in jobs):
             return None
         steps = [StackedStep([job.place for job in chunk], self._step_of(chunk)) for chunk in jobs]
         every = {job.place: job for chunk in jobs for job in chunk}
@@ -145,7 +117,7 @@ class CohortGrid(InProcessGrid):
             try:
                 return train_together([job.client for job in jobs], structure, received, instruction, foreseeing)
             except Exception:
-                self._apart.add(jobs[0].attempt())
+                self._apart.add(_attempt(jobs[0]))
                 raise
             finally:
                 foreseeing.close()
@@ -157,14 +129,14 @@ class CohortGrid(InProcessGrid):
         """The replies to the messages, in their order."""
         for job in jobs.values():
             self._keep(job.node, job.context)
-        messages = [pack(replies[place], jobs[place].message) for place in sorted(jobs)]
+        messages = [pack(replies[place], jobs[place].message, own=True) for place in sorted(jobs)]
         for message in messages:
             identify(message)
         return messages
 
     def rehearse(self, messages: Sequence[Message]) -> list[Message]:
         """Replies to training messages of a few steps, in the way that is used; of this, nothing remains."""
-        known = isinstance(self._client_app, BNClientApp)
+        known = super()._knows_clients()
         return list(self._train(dict(enumerate(messages)), rehearsal=True).values()) if known else []
 
     @property
@@ -183,8 +155,14 @@ class CohortGrid(InProcessGrid):
         answers: dict[int, Message] = {}
         for alike in self._alike(messages):
             way, keep = self._way(alike), not rehearsal
-            for jobs in self._in_chunks([job.shortened() for job in alike] if rehearsal else alike):
-                answers |= self._together(jobs, keep) if way == "stacked" else self._in_turn(jobs, way, keep)
+            jobs = [_shortened(job) for job in alike] if rehearsal else alike
+            if way == "stacked":
+                for chunk in self._in_chunks(jobs):
+                    answers |= self._together(chunk, keep)
+                continue
+            for job in jobs:
+                self._variants.prepare(job.client, way)
+            answers |= self._in_turn(jobs, keep)
         return answers
 
     def _way(self, jobs: Sequence[Job]) -> str:
@@ -232,7 +210,7 @@ class CohortGrid(InProcessGrid):
         if len(jobs) == 1:
             return [jobs]
         size = self._chunk(jobs)
-        ordered = sorted(jobs, key=lambda job: -job.steps())
+        ordered = sorted(jobs, key=lambda job: -_steps(job))
         return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
     def _chunk(self, jobs: Sequence[Job]) -> int:
@@ -246,18 +224,13 @@ class CohortGrid(InProcessGrid):
 
     def _alike(self, messages: dict[int, Message]) -> list[list[Job]]:
         """The jobs that can be done together."""
-        assert isinstance(self._client_app, BNClientApp)
         groups: dict[Hashable, list[Job]] = {}
-        known: dict[int, Any] = {}
-        for place, message in messages.items():
+        for job in self._jobs(messages):
             try:
-                context = self._lend(message.metadata.dst_node_id)
-                received, instruction = unpack(message, known)
-                job = Job(place, message, context, self._client_app.client_fn(context), received, instruction)
-                kind = job.kind()
-            except Exception:  # alone, the client will fail in the same way, and be reported
+                kind = _kind(job)
+            except Exception:  # it is reported when the message is answered
                 continue
-            if reason := _stays_apart(job.client, instruction):
+            if reason := _stays_apart(job.client, job.instruction):
                 self._say(reason)
             else:
                 groups.setdefault(kind, []).append(job)
@@ -266,7 +239,7 @@ class CohortGrid(InProcessGrid):
         return list(groups.values())
 
     def _knows_clients(self) -> bool:
-        known = isinstance(self._client_app, BNClientApp)
+        known = super()._knows_clients()
         if not known:
             self._say("the ClientApp was not made by `client_app`")
         return known
@@ -274,7 +247,7 @@ class CohortGrid(InProcessGrid):
     def _together(self, jobs: Sequence[Job], keep: bool = True) -> dict[int, Message]:
         """The answers; none if the clients must train one after another."""
         client, instruction = jobs[0].client, jobs[0].instruction
-        attempt = jobs[0].attempt()
+        attempt = _attempt(jobs[0])
         if len(jobs) < 2 or attempt in self._apart:
             return {}
         try:
@@ -287,23 +260,11 @@ class CohortGrid(InProcessGrid):
             return {}
         for job in jobs if keep else ():
             self._keep(job.node, job.context)
-        return {job.place: pack(reply, job.message) for job, reply in zip(jobs, replies, strict=True)}
+        return {job.place: pack(reply, job.message, own=True) for job, reply in zip(jobs, replies, strict=True)}
 
-    def _in_turn(self, jobs: Sequence[Job], way: str, keep: bool = True) -> dict[int, Message]:
-        """The answers of those that do not fail."""
-        answers = {}
-        for job in jobs:
-            self._variants.prepare(job.client, way)
-            try:
-                reply = job.client.train(job.received, job.instruction)
-            except Exception as error:  # alone, the client will fail in the same way, and be reported
-                if way == "compiled":
-                    self._say(f"{type(error).__name__}: {error}")
-                continue
-            if keep:
-                self._keep(job.node, job.context)
-            answers[job.place] = pack(reply, job.message)
-        return answers
+    def _failed(self, job: Job, error: Exception) -> None:
+        if job.client.forward is not None:
+            self._say(f"{type(error).__name__}: {error}")
 
     def _say(self, reason: str) -> None:
         if reason not in self._apart:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm, state, training, wire
 from fedbn_flwr.client import BNClient, Plan, Reply, frozen_parts, layerwise_mode
-from fedbn_flwr.cohort.dropout import own_dropouts
-from fedbn_flwr.cohort.stack import Rows, Stack, stacked, unstacked
+from fedbn_flwr.cohort.dropout import Dropouts
+from fedbn_flwr.cohort.stack import Rows, Stack, stacked
 from fedbn_flwr.data import augment
+from fedbn_flwr.flat import FlatState
 from fedbn_flwr.layerwise import Exchange, OwnRandomness, shared_statistics
 from fedbn_flwr.memory import Memory
 from fedbn_flwr.rules import Session, rules_for
@@ -63,7 +64,8 @@ def train_together(
     stays = local | state.group_keys(structure, instruction.omit)
     shared = {name: value for name, value in stack.state_dict().items() if name not in stays}
     records = {
-        name: unstacked(values, stack.clients) for name, values in {wire.ARRAYS: shared, **session.records}.items()
+        name: FlatState.copies_of(values, stack.clients)
+        for name, values in {wire.ARRAYS: shared, **session.records}.items()
     }
     return [
         client.reply({wire.TRAIN_LOSS: loss}, instruction, {name: states[row] for name, states in records.items()})
@@ -75,7 +77,7 @@ def _states(
     clients: Sequence[BNClient], received: Sequence[Mapping[str, State]], local: set[str], structure: nn.Module
 ) -> list[State]:
     """What each client's model starts from."""
-    states = []
+    states: list[State] = []
     for client, groups in zip(clients, received, strict=True):
         personal = client.memory.personal(local)
         states.append({**groups[wire.ARRAYS], **personal} if personal else groups[wire.ARRAYS])
@@ -120,6 +122,7 @@ class _Round:
         self.steps = lengths[0] if lengths[0] == lengths[-1] else torch.tensor(lengths)
         seeds = [client.step_seed(self.session.instruction) for client in self.clients]
         self.streams = [OwnRandomness(seed) for seed in seeds]
+        self.dropouts = Dropouts(self.stack.structure)
 
     def batches(self) -> Iterator[list[Part]]:
         """For every step the batches of those clients that take it."""
@@ -138,15 +141,13 @@ class _Round:
         """Every client's loss and number of samples, zeros where a client takes no step."""
         if len(parts) == 1 and parts[0].rows == slice(0, self.stack.clients):
             return self._losses(parts[0]), parts[0].targets.shape[1]
-        everybody = torch.arange(self.stack.clients)
         counts = torch.zeros(self.stack.clients, dtype=torch.int64)
         losses: Tensor | float = 0.0
         for part in parts:
             found = self._losses(part)
             counts[part.rows] = part.targets.shape[1]
-            losses = (
-                found.new_zeros(self.stack.clients).index_add(0, everybody[part.rows].to(found.device), found) + losses
-            )
+            rows = torch.tensor(_numbers(part.rows), device=found.device)
+            losses = found.new_zeros(self.stack.clients).index_add(0, rows, found) + losses
         assert isinstance(losses, Tensor)
         return losses, counts
 
@@ -158,8 +159,8 @@ class _Round:
 
     def _losses(self, part: Part) -> Tensor:
         instruction, device = self.session.instruction, part.inputs.device
-        streams = [self.streams[row] for row in torch.arange(self.stack.clients)[part.rows].tolist()]
-        with own_dropouts(self.stack.structure, streams), training.autocast(instruction, device):
+        streams = [self.streams[row] for row in _numbers(part.rows)]
+        with self.dropouts.drawing(streams), training.autocast(instruction, device):
             return self.stack.losses(
                 part.rows, (part.inputs, part.targets), self.clients[0].loss_function, self._around()
             )
@@ -171,7 +172,7 @@ class _Round:
         return partial(shared_statistics, self.stack.structure, self.exchange, mode, stacked=True)
 
     def _part(self, rows: Rows, step: int) -> Part:
-        plans = [self.plans[row] for row in torch.arange(len(self.plans))[rows].tolist()]
+        plans = [self.plans[row] for row in _numbers(rows)]
         first = plans[0].client
         size = len(plans[0].chosen[step])
         if all(plan.client.train_split is first.train_split for plan in plans):
@@ -197,6 +198,14 @@ class _Round:
         if self.session.instruction.momentum_state != "none" and self.session.instruction.momentum and not kept:
             raise CannotStackError("a client is at its end before there is momentum, which it would get all the same")
         self.finished.append((rows, [(value, value[rows].clone()) for value in moving + kept]))
+
+
+def _numbers(rows: Rows) -> Sequence[int]:
+    """Rows one by one."""
+    if isinstance(rows, slice):
+        return range(rows.start, rows.stop)
+    numbers: list[int] = rows.tolist()
+    return numbers
 
 
 def _by_size(sizes: Sequence[int]) -> list[Rows]:
@@ -230,5 +239,5 @@ class StackedMemory(Memory):
     def write(self) -> None:
         """Into every client's memory its own rows, in memory of their own."""
         for group, values in self._stored.items():
-            for memory, rows in zip(self._memories, unstacked(values, len(self._memories)), strict=True):
-                memory.store(group, {name: value.clone() for name, value in rows.items()})
+            for memory, own in zip(self._memories, FlatState.copies_of(values, len(self._memories)), strict=True):
+                memory.store(group, own)

@@ -146,12 +146,6 @@ def stacked(states: Sequence[State]) -> State:
     return {name: torch.stack([state[name] for state in states]) for name in first}
 
 
-def unstacked(values: State, clients: int) -> list[State]:
-    """Each client's rows, which share memory with the stack."""
-    rows = {name: value.detach().unbind() for name, value in values.items()}
-    return [{name: parts[client] for name, parts in rows.items()} for client in range(clients)]
-
-
 def _entries(structure: nn.Module) -> dict[str, Tensor]:
     kept = dict(structure.named_buffers(remove_duplicate=False))
     return {**dict(structure.named_parameters(remove_duplicate=False)), **kept}

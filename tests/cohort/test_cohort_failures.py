@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Context, Message
+from flwr.app import ArrayRecord, Context, Message
 from torch import nn
 
 from fedbn_flwr import state, wire
+from fedbn_flwr.arrays import flat_of
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.cohort import train_together
 from fedbn_flwr.inprocess import InProcessGrid
@@ -140,23 +141,19 @@ def test_what_nodes_remember_is_theirs(strategy: type[FedAvg]) -> None:
 
 def test_nobody_keeps_the_whole_stack() -> None:
     """What a node remembers is in memory of its own size, not a view of everybody's."""
-    kept: list[torch.Tensor] = []
     nodes = Federation(make_model())
     received = state.from_record(nodes.initial)
     contexts = [nodes.grid.context(node) for node in nodes.grid.get_node_ids()]
     clients = [nodes._client(context) for context in contexts]
-    for client in clients:
-        store = client.memory.store
-
-        def watch(group: str, values: state.State, store: Any = store) -> None:
-            kept.extend(values.values())
-            store(group, values)
-
-        client.memory.store = watch  # type: ignore[method-assign]
     instruction = replace(INSTRUCTION, keep_local="bn", momentum=0.9, momentum_state="local", control_variates=True)
     train_together(clients, nodes.model, [{wire.ARRAYS: received}] * 4, instruction)
-    assert len(kept) > 4 * 3
-    assert all(value.untyped_storage().nbytes() == value.nbytes for value in kept)
+    records = [record for client in clients for _, record in client.memory.kept("")]
+    kept = [flat_of(record) for record in records if isinstance(record, ArrayRecord)]
+    runs = [run for flat in kept if flat for run in flat.runs.values()]
+    assert len(runs) >= 4 * 3
+    for run in runs:
+        assert isinstance(run.base, torch.Tensor)
+        assert run.base.untyped_storage().nbytes() == run.nbytes
 
 
 def test_clients_in_the_wrong_order_are_refused() -> None:

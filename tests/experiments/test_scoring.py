@@ -63,7 +63,7 @@ def federate(strategy: FedAvg, rounds: int = 2) -> tuple[Scorer, dict[str, Any],
     return scorer, scores, grid, arrays, data
 
 
-def right(values: dict[str, Tensor], data: Data) -> Tensor:
+def right(values: state.State, data: Data) -> Tensor:
     """Which test samples a model gets right."""
     model = toy_cnn()
     model.load_state_dict(values)

@@ -1,12 +1,14 @@
 """What every registered strategy must hold, in one table."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Message
+from torch import Tensor
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply
@@ -126,16 +128,17 @@ def test_survives_and_names_a_failing_node(name: str, caplog: pytest.LogCaptureF
     assert all("Node 1002 " in text and "out of luck" in text for text in named)
 
 
-def lie(change: Callable[[State], object]) -> Callable[[BNClient, int], BNClient]:
+def lie(change: Callable[[dict[str, Tensor]], object]) -> Callable[[BNClient, int], BNClient]:
     return lie_about(lambda records: change(records[wire.ARRAYS]))
 
 
-def lie_about(change: Callable[[dict[str, State]], object]) -> Callable[[BNClient, int], BNClient]:
+def lie_about(change: Callable[[dict[str, dict[str, Tensor]]], object]) -> Callable[[BNClient, int], BNClient]:
     class Lying(BNClient):
         def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
             reply = super().train(received, instruction)
-            change(reply.records)
-            return reply
+            records = {group: dict(values) for group, values in reply.records.items()}
+            change(records)
+            return replace(reply, records=dict[str, State](records))
 
     def wrap(client: BNClient, index: int) -> BNClient:
         if index == 1:
@@ -145,7 +148,7 @@ def lie_about(change: Callable[[dict[str, State]], object]) -> Callable[[BNClien
     return wrap
 
 
-LIES: dict[str, tuple[Callable[[State], object], str]] = {
+LIES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "not a number": (lambda arrays: arrays["net.0.weight"].view(-1)[:1].fill_(float("nan")), "'net.0.weight'"),
     "another shape": (lambda arrays: arrays.update({"net.7.bias": torch.zeros(5)}), "'net.7.bias' has shape (5,)"),
     "an unknown array": (lambda arrays: arrays.update({"net.9.bias": torch.zeros(5)}), "'net.9.bias' is not part"),
@@ -162,7 +165,7 @@ def test_a_bad_reply_is_refused_by_name(case: str, caplog: pytest.LogCaptureFixt
     assert any("Node 1001 " in record.getMessage() and said in record.getMessage() for record in caplog.records)
 
 
-VARIATES: dict[str, tuple[Callable[[dict[str, State]], object], str]] = {
+VARIATES: dict[str, tuple[Callable[[dict[str, dict[str, Tensor]]], object], str]] = {
     "none": (lambda records: records.pop(wire.CONTROL_VARIATES), "it lacks 'control-variates'"),
     "not all": (lambda records: records[wire.CONTROL_VARIATES].pop("net.7.bias"), "'net.7.bias' in 'control-variates'"),
     "another shape": (
