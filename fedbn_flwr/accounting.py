@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
@@ -138,7 +138,7 @@ def message_sizes(message: Message, known: dict[int, Sizes] | None = None) -> Si
     """The sum over all parts; `known` holds records' sizes, by their identity."""
     known = {} if known is None else known
     content = message.content
-    payload, paper, wire = 0, 0, _head_bytes(*_head(message.metadata)) + _contents_bytes(tuple(content))
+    payload, paper, wire = 0, 0, _head_bytes(head_of(message.metadata)) + _contents_bytes(tuple(content))
     for record in content.values():
         if (sizes := known.get(id(record))) is None:
             sizes = known[id(record)] = _record_sizes(record)
@@ -154,7 +154,7 @@ def _record_sizes(record: ArrayRecord | ConfigRecord | MetricRecord) -> Sizes:
         return _arrays_sizes(
             tuple([(name, array.dtype, array.shape, array.stype, data_bytes(array)) for name, array in parts])
         )
-    values = tuple([(name, type(value), _alike(value)) for name, value in record.items()])
+    values = tuple([(name, type(value), alike(value)) for name, value in record.items()])
     return Sizes(0, 0, _values_bytes(type(record), values))
 
 
@@ -178,12 +178,12 @@ def _is_measured(dtype: str) -> bool:
 Head = tuple[int, int, int, int, str, float, float, str, int | None, int | None]
 
 
-def _head(metadata: Metadata) -> Head:
+def head_of(metadata: Metadata) -> Head:
     """What the length of a message's head depends on; the numbers of nodes are as many as there are nodes."""
     return (
         metadata.run_id,
-        _alike(metadata.src_node_id),
-        _alike(metadata.dst_node_id),
+        alike(metadata.src_node_id),
+        alike(metadata.dst_node_id),
         len(metadata.reply_to_message_id.encode()),
         metadata.group_id,
         float(metadata.created_at != 0),
@@ -194,12 +194,18 @@ def _head(metadata: Metadata) -> Head:
     )
 
 
+def stand_in(head: Head) -> Message:
+    """An empty message with such a head."""
+    run, source, destination, reply_to, group, *rest = head
+    metadata = Metadata(run, "", source, destination, "0" * reply_to, group, *rest)  # type: ignore[arg-type]
+    message: Message = Message(RecordDict(), metadata=metadata)  # type: ignore[call-overload]
+    return message
+
+
 @lru_cache(maxsize=1024)
-def _head_bytes(run: int, source: int, destination: int, reply_to: int, group: str, *rest: Any) -> int:
+def _head_bytes(head: Head) -> int:
     """A message but for its content. Objects refer to each other by ids of one length, whatever is in them."""
-    metadata = Metadata(run, "", source, destination, "0" * reply_to, group, *rest)
-    head: InflatableObject = Message(RecordDict(), metadata=metadata)  # type: ignore[call-overload]
-    return len(head.deflate())
+    return len(cast(InflatableObject, stand_in(head)).deflate())
 
 
 @lru_cache(maxsize=1024)
@@ -215,15 +221,15 @@ def _values_bytes(kind: type[ConfigRecord] | type[MetricRecord], values: tuple[t
     return len(record.deflate())
 
 
-def _alike(value: Any) -> Any:
+def alike(value: Any) -> Any:
     """One value for all that take as many bytes."""
     if isinstance(value, list):
-        return tuple(map(_alike, value))
+        return tuple(map(alike, value))
     if isinstance(value, float):
         return 0.5
     if isinstance(value, int) and not isinstance(value, bool):
         # whole numbers take a byte for every seven bits
-        return 1 << value.bit_length() >> 1 if value >= 0 else ~_alike(~value)
+        return 1 << value.bit_length() >> 1 if value >= 0 else ~alike(~value)
     return value
 
 

@@ -1,68 +1,68 @@
 """Counting what a cohort's layer-wise step does not need to send."""
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
-from flwr.app import Message, RecordDict
+import torch
+from flwr.app import ConfigRecord, Message, RecordDict
+from torch import Tensor
 
 from fedbn_flwr import turns
-from fedbn_flwr.accounting import CountingGrid, message_sizes
+from fedbn_flwr.accounting import CountingGrid, Head, Sizes, alike, head_of, message_sizes, stand_in
 from fedbn_flwr.clientapp import pack
-from fedbn_flwr.cohort.steps import CohortStep
+from fedbn_flwr.cohort.steps import CohortStep, Speaker
 from fedbn_flwr.inprocess import identify
-from fedbn_flwr.layerwise import Answer, Request
+from fedbn_flwr.layerwise import Answer, Kind, Request
 from fedbn_flwr.turns import Turn
 
 
 class CountedStep:
     """A layer-wise step of a cohort, counted as if every exchange had taken a message to and from each node.
 
-    Tensors of a layer are of one size for all nodes, so after the first exchange one node's messages are made and count
-    for all.
+    How long such messages would be depends on shapes, names and the lengths of whole numbers; they are made once for
+    each of these, and every later one is looked up.
     """
 
     def __init__(self, step: CohortStep, grid: CountingGrid, messages: Sequence[Message]) -> None:
         self._step, self._grid, self._messages = step, grid, messages
         self.speakers, self._asked = step.speakers, 0
-        #: by how much all nodes' messages exceed so many of the first one's: in ids and numbers of examples
-        self._excess_down, self._excess_up = 0, 0
+        self._heads = [head_of(message.metadata) for message in messages]
+        self._attempt, self._config = Turn.of(messages[0].content).attempt, _config_of(messages[0].content)
 
     def advance(self, answer: Answer | None = None) -> list[Request]:
         """Pass on and count."""
         said = self._step.advance(answer)
         if answer is None:
-            self._count_each(said)
+            self._grid.count_exchange(self._messages, [])
         else:
-            self._count_first(answer, said)
+            self._count_answer(answer)
+        self._count_said(said)
         self._asked += 1
         return said
 
-    def _count_each(self, said: Sequence[Request]) -> None:
-        """The messages that begin the step, and what nodes would reply to them."""
-        replies = [self._reply(place, message, said) for place, message in enumerate(self._messages)] if said else []
-        self._grid.count_exchange(self._messages, replies)
-        self._excess_down, self._excess_up = (
-            sum(sizes) - len(sizes) * sizes[0] if sizes else 0
-            for sizes in ([message_sizes(message).wire for message in part] for part in (self._messages, replies))
-        )
-
-    def _count_first(self, answer: Answer, said: Sequence[Request]) -> None:
-        """What the first node would be sent and reply, times the number of nodes."""
-        tally, nodes = self._grid.training, len(self._messages)
-        message = self._telling(self._messages[0], answer)
-        down = message_sizes(message)
+    def _count_answer(self, answer: Answer) -> None:
+        """What brings the answer to every node."""
+        place = alike(self._attempt), alike(self._asked), str(self._asked - 1)
+        form = _Form.of(answer.tensor, answer.count)
+        every = [_telling_sizes(head, self._config, *place, form) for head in self._heads]
+        tally = self._grid.training
         tally.exchanges += 1
-        tally.payload_down += nodes * down.payload
-        tally.wire_down += nodes * down.wire + self._excess_down
-        tally.paper += down.paper
-        if said:
-            up = message_sizes(self._reply(0, message, said))
-            tally.payload_up += nodes * up.payload
-            tally.wire_up += nodes * up.wire + self._excess_up
-            tally.paper += nodes * up.paper
+        tally.payload_down += sum(sizes.payload for sizes in every)
+        tally.wire_down += sum(sizes.wire for sizes in every)
+        # what goes to several nodes counts once
+        tally.paper += every[0].paper
 
-    def _reply(self, place: int, message: Message, said: Sequence[Request]) -> Message:
-        identify(message)
-        return pack(self.speakers[place].reply(said[place]), message)
+    def _count_said(self, said: Sequence[Request]) -> None:
+        """What every node would reply."""
+        tally = self._grid.training
+        for head, speaker, request in zip(self._heads, self.speakers, said, strict=bool(said)):
+            who = alike(speaker.partition), alike(speaker.num_examples), tuple(speaker.obeyed)
+            form = _Form.of(request.tensor, request.count)
+            sizes = _saying_sizes(head, *who, type(request), request.kind, request.layer, form)
+            tally.payload_up += sizes.payload
+            tally.paper += sizes.paper
+            tally.wire_up += sizes.wire
 
     def replies(self) -> list[Message]:
         """Pass on and count."""
@@ -74,8 +74,60 @@ class CountedStep:
         """Pass on."""
         self._step.abandon()
 
-    def _telling(self, message: Message, answer: Answer) -> Message:
-        turn = Turn("exchange", Turn.of(message.content).attempt, self._asked)
-        news = turns.pack_answers(turns.ANSWERS, {str(self._asked - 1): answer})
-        content = RecordDict({**message.content.config_records, **turn.pack(), **news})
-        return Message(content, message.metadata.dst_node_id, message.metadata.message_type)
+
+class _Form(NamedTuple):
+    """What an exchanged tensor's length depends on, and that of its count."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    number: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, count: int) -> "_Form":
+        return cls(tensor.shape, tensor.dtype, alike(count))
+
+    def tensor(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype)
+
+
+#: what goes with every message of a step: by record and name, a value for all that are as long
+_Config = tuple[tuple[str, tuple[tuple[str, object], ...]], ...]
+
+
+def _config_of(content: RecordDict) -> _Config:
+    return tuple(
+        (name, tuple((key, alike(value)) for key, value in record.items()))
+        for name, record in content.config_records.items()
+    )
+
+
+@lru_cache(maxsize=8192)
+def _telling_sizes(head: Head, config: _Config, attempt: int, asked: int, number: str, form: _Form) -> Sizes:
+    """A message that brings an answer."""
+    records = {name: ConfigRecord({key: _listed(value) for key, value in values}) for name, values in config}  # type: ignore[misc]
+    news = turns.pack_answers(turns.ANSWERS, {number: Answer(form.tensor(), form.number)})
+    message = stand_in(head)
+    message.content = RecordDict({**records, **Turn("exchange", attempt, asked).pack(), **news})
+    return message_sizes(message)
+
+
+@lru_cache(maxsize=8192)
+def _saying_sizes(
+    head: Head,
+    partition: int,
+    num_examples: int,
+    obeyed: tuple[str, ...],
+    request: type[Request],
+    kind: Kind,
+    layer: str,
+    form: _Form,
+) -> Sizes:
+    """A node's reply at an exchange."""
+    message = stand_in(head)
+    identify(message)
+    said = request(kind, layer, form.tensor(), form.number)
+    return message_sizes(pack(Speaker(partition, num_examples, list(obeyed)).reply(said), message))
+
+
+def _listed(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
