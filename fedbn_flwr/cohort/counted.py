@@ -14,6 +14,7 @@ from fedbn_flwr.clientapp import pack
 from fedbn_flwr.cohort.steps import CohortStep, Speaker
 from fedbn_flwr.inprocess import identify
 from fedbn_flwr.layerwise import Answer, Kind, Request
+from fedbn_flwr.suspended import LastRequest
 from fedbn_flwr.turns import Turn
 
 
@@ -59,7 +60,8 @@ class CountedStep:
         for head, speaker, request in zip(self._heads, self.speakers, said, strict=bool(said)):
             who = alike(speaker.partition), alike(speaker.num_examples), tuple(speaker.obeyed)
             form = _Form.of(request.tensor, request.count)
-            sizes = _saying_sizes(head, *who, type(request), request.kind, request.layer, form)
+            last = isinstance(request, LastRequest)
+            sizes = _saying_sizes(head, *who, last, request.kind, request.layer, form)
             tally.payload_up += sizes.payload
             tally.paper += sizes.paper
             tally.wire_up += sizes.wire
@@ -117,7 +119,7 @@ def _saying_sizes(
     partition: int,
     num_examples: int,
     obeyed: tuple[str, ...],
-    request: type[Request],
+    last: bool,
     kind: Kind,
     layer: str,
     form: _Form,
@@ -125,7 +127,7 @@ def _saying_sizes(
     """A node's reply at an exchange."""
     message = stand_in(head)
     identify(message)
-    said = request(kind, layer, form.tensor(), form.number)
+    said = (LastRequest if last else Request)(kind, layer, form.tensor(), form.number)
     return message_sizes(pack(Speaker(partition, num_examples, list(obeyed)).reply(said), message))
 
 

@@ -2,11 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from flwr.app import Message
-from torch import Tensor
 
 from fedbn_flwr import wire
 from fedbn_flwr.client import Metrics, Reply
@@ -74,38 +71,4 @@ class StackedStep(SuspendedStep[list[Reply]]):
 
     def __init__(self, places: Sequence[int], train: Callable[[Exchange], list[Reply]]) -> None:
         self.places = places
-        super().__init__(lambda exchange: train(AllRows(exchange)), seed=0)
-
-
-class AllRows:
-    """Inside `torch.func.vmap` one client seems to speak; what is passed on is what all of them say, a row for each."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-        self.count = 0
-
-    def __call__(self, request: Request) -> Answer:
-        """Ask once for all rows."""
-        apply: Callable[..., Tensor] = _Gathered.apply
-        return Answer(apply(request.tensor, request, self), self.count)
-
-
-class _Gathered(torch.autograd.Function):
-    """Takes the rows of all clients out of `vmap`, and brings one answer for all of them back."""
-
-    @staticmethod
-    def forward(tensor: Tensor, request: Request, rows: AllRows) -> Tensor:
-        raise RuntimeError(f"what clients say of BN layer {request.layer!r} does not depend on their data")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is differentiated: gradients are exchanged by themselves."""
-
-    @staticmethod
-    def vmap(
-        info: Any, dims: tuple[int | None, ...], tensor: Tensor, request: Request, rows: AllRows
-    ) -> tuple[Tensor, None]:
-        """Ask once for all."""
-        answer = rows.exchange(replace(request, tensor=tensor.movedim(dims[0] or 0, 0)))
-        rows.count = answer.count
-        return answer.tensor, None
+        super().__init__(train, seed=0)

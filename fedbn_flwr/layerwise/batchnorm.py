@@ -1,6 +1,7 @@
 """Batch normalization over the mini-batches of all clients, as one autograd function."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,8 @@ class Use:
     mode: Mode
     #: False for a pass that is made only to learn what the clients have, be it one value
     final: bool = True
+    #: how many clients' channels are side by side, what is asked having a row for each; 0 for one that is alone
+    clients: int = 0
 
     def statistics(self, inputs: Tensor) -> tuple[Tensor, Tensor, int]:
         """Mean and biased variance of each channel over all clients' inputs, and the count of values."""
@@ -49,11 +52,12 @@ class Use:
         return local if self.mode == "forward" else self._ask("gradients", local, count).tensor
 
     def _ask(self, kind: Kind, tensor: Tensor, count: int) -> Answer:
-        answer = self.exchange(Request(kind, self.layer, tensor, count))
-        if answer.tensor.shape != tensor.shape:
-            asked, got = tuple(tensor.shape), tuple(answer.tensor.shape)
+        rows = tensor.unflatten(-1, (self.clients or 1, -1)).movedim(-2, 0)
+        answer = self.exchange(Request(kind, self.layer, rows if self.clients else rows[0], count))
+        if answer.tensor.shape != rows[0].shape:
+            asked, got = tuple(rows[0].shape), tuple(answer.tensor.shape)
             raise ValueError(f"BN layer {self.layer!r}: the answer to its {kind} is {got}, not {asked}")
-        return Answer(answer.tensor.to(tensor), answer.count)
+        return Answer(torch.cat([answer.tensor.to(tensor)] * len(rows), -1), answer.count)
 
 
 class SharedBatchNorm(torch.autograd.Function):
@@ -82,9 +86,6 @@ class SharedBatchNorm(torch.autograd.Function):
     client's own a_i and b_i (the paper's FedAvg + Algorithm 2). Nothing is asked if nobody needs h, for
     instance where the inputs are data. Sums are in float32 at least.
     """
-
-    # Plain tensor operations around an exchange: torch.func can stack the clients.
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -125,6 +126,31 @@ class SharedBatchNorm(torch.autograd.Function):
         if weight is None:
             return grad_inputs, None, None, None, None
         return grad_inputs, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        dims: tuple[int | None, ...],
+        inputs: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        use: Use,
+    ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+        """Stacked clients, whose channels are side by side: one client more has other channels, not other sums."""
+        clients = info.batch_size
+        if dims[0] is None:
+            raise RuntimeError(f"what clients say of BN layer {use.layer!r} does not depend on their data")
+        flat = inputs.movedim(dims[0], 1).flatten(1, 2)
+        affine = [
+            value if value is None else (value if dim is None else value.movedim(dim, 0)).expand(clients, -1).flatten()
+            for value, dim in zip((weight, bias), dims[1:3], strict=True)
+        ]
+        apply: Callable[..., tuple[Tensor, ...]] = SharedBatchNorm.apply
+        outputs, mean, variance, count = apply(flat, *affine, eps, replace(use, clients=clients))
+        channels = len(mean) // clients
+        every = outputs.unflatten(1, (clients, channels)), mean[:channels], variance[:channels], count
+        return every, (1, None, None, None)
 
 
 def _at_least_float32(inputs: Tensor) -> torch.dtype:
