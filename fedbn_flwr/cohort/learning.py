@@ -169,7 +169,7 @@ class _Round:
         if not (self.first and self.exchange):
             return nullcontext
         mode = layerwise_mode(self.session.instruction)
-        return partial(shared_statistics, self.stack.structure, self.exchange, mode, stacked=True)
+        return partial(shared_statistics, self.stack.structure, self.exchange, mode)
 
     def _part(self, rows: Rows, step: int) -> Part:
         plans = [self.plans[row] for row in _numbers(rows)]

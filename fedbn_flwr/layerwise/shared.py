@@ -17,9 +17,7 @@ _PLAIN_FORWARDS = (_BatchNorm.forward, SyncBatchNorm.forward)
 
 
 @contextmanager
-def shared_statistics(
-    model: nn.Module, exchange: Exchange, mode: Mode = "fused", final: bool = True, stacked: bool = False
-) -> Iterator[None]:
+def shared_statistics(model: nn.Module, exchange: Exchange, mode: Mode = "fused", final: bool = True) -> Iterator[None]:
     """Inside the block, BN layers that would use their mini-batch's statistics use those of all clients.
 
     Every BN layer takes part, by type (SyncBN as BN), with its own parameters and buffers; one with frozen
@@ -28,12 +26,13 @@ def shared_statistics(
     statistics move once for each use, by torch's own update with the global mean and variance, the latter
     times n / (n - 1), n being the count over all clients. They do not after an exception (the step was
     abandoned, for instance), nor if the pass is not `final`: one that is made only to learn what the clients
-    have. A model takes part in one step at a time. Inside `torch.func.vmap` it is that of `stacked` clients.
+    have. A model takes part in one step at a time. Inside `torch.func.vmap` it is that of stacked clients, and what is
+    asked has a row for each.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"unknown exchange {mode!r}; known: {', '.join(get_args(Mode))}")
     stand_ins = [
-        _SharedForward(layer, layer.forward, name, exchange, mode, final, stacked)
+        _SharedForward(layer, layer.forward, name, exchange, mode, final)
         for name, layer in _plain_layers(model).items()
     ]
     before = [stand_in.layer.__dict__.get("forward") for stand_in in stand_ins]
@@ -60,7 +59,6 @@ class _SharedForward:
     exchange: Exchange
     mode: Mode
     final: bool
-    stacked: bool
     uses: int = 0
     seen: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
@@ -76,8 +74,8 @@ class _SharedForward:
         outputs, *statistics = apply(inputs, layer.weight, layer.bias, layer.eps, use)
         if layer.training and layer.track_running_stats and layer.running_mean is not None:
             self.seen.append((statistics[0], statistics[1], statistics[2]))
-        # stacked, it is a view of the function's making, which a layer that works in place must not change
-        return outputs.clone() if self.stacked else outputs
+
+        return outputs
 
     def move_running_statistics(self) -> None:
         for mean, variance, count in self.seen:

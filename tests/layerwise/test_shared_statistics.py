@@ -292,6 +292,28 @@ def test_stacked_clients() -> None:
         assert relative_error(found, wanted) < 1e-12
 
 
+def test_stacked_clients_of_a_layer_that_works_in_place() -> None:
+    layers = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 10)
+    model = made(lambda: nn.Sequential(*layers)).double()
+    inputs, targets = torch.randn(3, 5, 1, 4, 4, dtype=torch.float64), torch.arange(15).reshape(3, 5) % 10
+
+    def exchange(request: Request) -> Answer:
+        return Answer(combine(request.kind, list(request.tensor), [1.0] * 3), 3 * request.count)
+
+    def loss(parameters: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        with shared_statistics(model, exchange, final=False):
+            return F.cross_entropy(functional_call(model, parameters, (inputs,)), targets)
+
+    found = []
+    for in_place in (False, True):
+        layers[2].inplace = in_place
+        rows = {name: torch.stack([value.detach()] * 3).requires_grad_() for name, value in model.named_parameters()}
+        vmap(loss)(rows, inputs, targets).sum().backward()
+        found.append({name: each.grad for name, each in rows.items() if each.grad is not None})
+    assert len(found[0]) == len(found[1]) == len(rows)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in rows)
+
+
 @st.composite
 def small_models(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
     """Up to three blocks of a convolution or a linear layer, BN with any options, and a smooth activation."""
