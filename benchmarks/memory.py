@@ -29,11 +29,14 @@ def family(process: int) -> list[int]:
 
 
 def peak_megabytes() -> float:
-    """The sum of the peaks of the own family, each since `forget_peak`; pages that several share count for each."""
+    """The sum of the peaks of the own family, each since `forget_peak`.
+
+    Of pages that several processes share at the end, each has its part: so many were one when the others were forked.
+    """
     kilobytes = 0
     for member in own_family():
         with suppress(OSError):
-            kilobytes += _status(member).get("VmHWM", 0)
+            kilobytes += _status(member).get("VmHWM", 0) - _shared(member)
     return (kilobytes or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 1024
 
 
@@ -55,6 +58,16 @@ def lives(process: int) -> bool:
         return True
 
 
+def _shared(process: int) -> int:
+    """Kilobytes that a process has, and others have."""
+    sizes = _numbers(Path(f"/proc/{process}/smaps_rollup").read_text())
+    return sizes["Rss"] - sizes["Pss"]
+
+
 def _status(process: int) -> dict[str, int]:
-    pairs = (line.split() for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return _numbers(Path(f"/proc/{process}/status").read_text())
+
+
+def _numbers(text: str) -> dict[str, int]:
+    pairs = (line.split() for line in text.splitlines())
     return {words[0].rstrip(":"): int(words[1]) for words in pairs if len(words) > 1 and words[1].isdecimal()}
