@@ -103,7 +103,7 @@ class BNClient(NumPyClient):
         """One round of local training."""
         self._load(received[wire.ARRAYS], instruction)
         local = state.group_keys(self.model, instruction.keep_local)
-        with norm.freeze(self.model, **frozen_parts(instruction.freeze)):
+        with norm.freeze(self.model, **frozen_parts(instruction.freeze)), training.products(instruction):
             optimizer = training.make_optimizer(self.model, instruction)
             session = Session(self.model, optimizer, instruction, received, self.memory, local)
             with nullcontext() if self.exchange else OwnRandomness(self.step_seed(instruction)).drawing():
@@ -130,9 +130,10 @@ class BNClient(NumPyClient):
             with training.autocast(instruction, inputs.device):
                 return self.loss_function(self.model(inputs), targets)
 
-        if gradients is None:
-            return forward_sweep(self.model, loss, seed, statistics)
-        return backward_sweep(self.model, loss, seed, statistics, gradients)
+        with training.products(instruction):
+            if gradients is None:
+                return forward_sweep(self.model, loss, seed, statistics)
+            return backward_sweep(self.model, loss, seed, statistics, gradients)
 
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """What the BN layers of the received model see of this node's data, learning nothing."""

@@ -75,7 +75,7 @@ class Instruction:
     lr: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
-    #: `float32`, or `bf16` for bfloat16 autocast
+    #: `float32`, `tf32` to let GPUs use it for float32's products, or `bf16` for bfloat16 autocast
     precision: str = "float32"
 
     #: weight of (mu / 2) * squared distance to the received parameters (FedProx)

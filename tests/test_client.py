@@ -65,6 +65,16 @@ def test_it_trains_as_a_plain_loop_over_batches_from_the_clients_own_samples() -
     assert reply.num_examples == 6
 
 
+@pytest.mark.parametrize(("precision", "wanted"), [("float32", False), ("tf32", True)])
+def test_it_trains_with_tf32_where_that_is_asked_for(precision: str, wanted: bool) -> None:
+    client, seen = toy_client(), set()
+    client.model.register_forward_hook(lambda *_: seen.add(torch.backends.cuda.matmul.allow_tf32))
+    client.model[0].weight.register_hook(lambda _: seen.add(torch.backends.cuda.matmul.allow_tf32))  # type: ignore[index]
+    trained(client, start(), precision=precision)
+    assert seen == {wanted}
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
 def test_the_same_seed_gives_the_same_bits() -> None:
     first, again = (trained(toy_client(toy_cnn(dropout=0.5)), start()) for _ in range(2))
     assert_same_state(arrays(first), arrays(again))
@@ -231,7 +241,7 @@ def test_freezing_statistics_that_are_not_there_is_refused_by_name() -> None:
         ({"keep_local": "head"}, "unknown group of entries 'head'; known: none, "),
         ({"omit": "head"}, "unknown group of entries 'head'; known: none, "),
         ({"optimizer": "lamb"}, "unknown optimizer 'lamb'; known: sgd, adam"),
-        ({"precision": "fp8"}, "unknown precision 'fp8'; known: float32, bf16"),
+        ({"precision": "fp8"}, "unknown precision 'fp8'; known: float32, tf32, bf16"),
         ({"augmentation": "mixup"}, "'mixup'"),
     ],
 )

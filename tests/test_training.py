@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.memory import Memory
 from fedbn_flwr.rules import Session, rules_for
-from fedbn_flwr.training import Batch, batch_loss, make_optimizer, train
+from fedbn_flwr.training import Batch, batch_loss, make_optimizer, products, train
 from fedbn_flwr.wire import Instruction
 from tests.toys import CLASSES, assert_same_state, toy_cnn, toy_split
 
@@ -98,11 +98,37 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_the_weights_in_float32() -> Non
     assert losses[0] != losses[1]
 
 
+def allowed() -> list[bool]:
+    return [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
+
+
+def test_tf32_is_allowed_for_as_long_as_somebody_asks_for_it() -> None:
+    before, asked = allowed(), Instruction(precision="tf32")
+    assert before != [True, True]
+    with products(Instruction()):
+        assert allowed() == before
+    first, second = products(asked), products(asked)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert allowed() == [True, True]
+    second.__exit__(None, None, None)
+    assert allowed() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it makes a difference")
+def test_tf32_is_float32_where_there_is_no_gpu() -> None:
+    models = toy_cnn(), toy_cnn()
+    for model, precision in zip(models, ("tf32", "float32"), strict=True):
+        trained(model, toy_batches(), Instruction(precision=precision))
+    assert_same_state(models[0].state_dict(), models[1].state_dict())
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
         ({"optimizer": "lamb"}, "unknown optimizer 'lamb'; known: sgd, adam"),
-        ({"precision": "fp8"}, "unknown precision 'fp8'; known: float32, bf16"),
+        ({"precision": "fp8"}, "unknown precision 'fp8'; known: float32, tf32, bf16"),
     ],
 )
 def test_an_unknown_option_is_named(option: dict[str, Any], message: str) -> None:

@@ -49,7 +49,7 @@ def train_together(
     their number of steps, the largest first: those that are at their end wait, unchanged, for the others.
     """
     local = state.group_keys(structure, instruction.keep_local)
-    with norm.freeze(structure, **frozen_parts(instruction.freeze)):
+    with norm.freeze(structure, **frozen_parts(instruction.freeze)), training.products(instruction):
         structure.train()
         stack = Stack(structure, _states(clients, received, local, structure))
         memory = StackedMemory([client.memory for client in clients])

@@ -54,7 +54,7 @@ MISTAKES = {
     "value of a strategy": (["--method", "fixbn", "--freeze", "all"], "unknown freeze 'all'; known: "),
     "schedule": (["--lr-schedule", "soon"], "cannot read 'soon'"),
     "unknown optimizer": (["--optimizer", "lamb"], "unknown optimizer 'lamb'; known: sgd, adam"),
-    "unknown precision": (["--precision", "fp8"], "unknown precision 'fp8'; known: float32, bf16"),
+    "unknown precision": (["--precision", "fp8"], "unknown precision 'fp8'; known: float32, tf32, bf16"),
     "unknown augmentation": (["--augmentation", "mixup"], "unknown augmentation 'mixup'; known: none, "),
     "unknown device": (["--device", "gpu"], "unknown device 'gpu'; known: auto, cpu"),
     "no file to start from": (["--init-from", "/nowhere.pt"], "no file /nowhere.pt"),
