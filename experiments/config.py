@@ -65,7 +65,8 @@ class Config:
         0, "processes that share the clients; 0: one in the engine inprocess, in the engine cohort as many as pay"
     )
     way: str = option(
-        "auto", "how clients of the engine cohort train: auto (measured), stacked, plain, channels-last, compiled"
+        "auto",
+        f"how clients of the engine cohort train: auto (measured), {', '.join(WAYS)}",
     )
     chunk: int = option(0, "how many clients are stacked at most; 0: as many as are worth it and fit into memory")
     timeout: float = option(3600.0, "seconds to wait for the clients of a round")

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+#: at once; and with images in the order of memory that some convolutions of stacks are faster in
+STACKED, STACKED_LAST = "stacked", "stacked-channels-last"
 #: `plain`: one client after another; `channels-last` and `compiled`: the same, with images in this order of memory, or
-#: the model by `torch.compile`; `stacked`: at once
-WAYS = ("plain", "channels-last", "compiled", "stacked")
+#: the model by `torch.compile`
+WAYS = ("plain", "channels-last", "compiled", STACKED, STACKED_LAST)
 
 #: how often each way is timed; the fastest counts, because other work on the machine only ever slows down
 _REPETITIONS = 3
@@ -116,5 +118,5 @@ def describe(model: nn.Module, *circumstances: object) -> str:
     shapes = [(name, tuple(value.shape), str(value.dtype)) for name, value in model.state_dict().items()]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     machine = platform.machine(), platform.processor(), os.cpu_count(), gpu, torch.__version__, torch.get_num_threads()
-    text = repr((type(model).__qualname__, repr(model), shapes, circumstances, machine))
+    text = repr((type(model).__qualname__, repr(model), shapes, circumstances, machine, WAYS))
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

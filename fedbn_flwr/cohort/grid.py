@@ -12,7 +12,7 @@ from flwr.common import log
 
 from fedbn_flwr.client import BNClient, Reply, layerwise_mode
 from fedbn_flwr.clientapp import BNClientApp, pack
-from fedbn_flwr.cohort.choice import WAYS, WORTH_COMPILING, Choice, Kept, describe, measure
+from fedbn_flwr.cohort.choice import STACKED, STACKED_LAST, WAYS, WORTH_COMPILING, Choice, Kept, describe, measure
 from fedbn_flwr.cohort.learning import train_together
 from fedbn_flwr.cohort.room import clients_that_fit
 from fedbn_flwr.cohort.steps import CohortStep, Speaker, StackedStep
@@ -94,7 +94,7 @@ class CohortGrid(InProcessGrid):
 
     def open_step(self, messages: Sequence[Message]) -> CohortStep | None:
         """The layer-wise step that these messages begin, if all of their nodes can take it together."""
-        if self.way not in ("auto", "stacked") or not self._knows_clients():
+        if self.way not in ("auto", STACKED, STACKED_LAST) or not self._knows_clients():
             return None
         for message in messages:
             identify(message)
@@ -109,13 +109,15 @@ class CohortGrid(InProcessGrid):
         return CohortStep(steps, speakers, lambda replies: self._close(every, replies))
 
     def _step_of(self, jobs: Sequence[Job]) -> Callable[[Exchange], list[Reply]]:
+        channels_last = self._way(jobs) == STACKED_LAST
+
         def train(exchange: Exchange) -> list[Reply]:
             client, instruction = jobs[0].client, jobs[0].instruction
             structure = self._structures.take(client.model)
             foreseeing = Foreseeing(structure, layerwise_mode(instruction), exchange)
-            received = [job.received for job in jobs]
+            clients, received = [job.client for job in jobs], [job.received for job in jobs]
             try:
-                return train_together([job.client for job in jobs], structure, received, instruction, foreseeing)
+                return train_together(clients, structure, received, instruction, foreseeing, channels_last)
             except Exception:
                 self._apart.add(_attempt(jobs[0]))
                 raise
@@ -156,9 +158,9 @@ class CohortGrid(InProcessGrid):
         for alike in self._alike(messages):
             way, keep = self._way(alike), not rehearsal
             jobs = [_shortened(job) for job in alike] if rehearsal else alike
-            if way == "stacked":
+            if way in (STACKED, STACKED_LAST):
                 for chunk in self._in_chunks(jobs):
-                    answers |= self._together(chunk, keep)
+                    answers |= self._together(chunk, way == STACKED_LAST, keep)
                 continue
             for job in jobs:
                 self._variants.prepare(job.client, way)
@@ -181,9 +183,9 @@ class CohortGrid(InProcessGrid):
         if known := self._kept.recall(key):
             return known
         stack, few = jobs[: self._chunk(jobs)], jobs[:2]
-        ways = {"plain": few, "channels-last": few, "stacked": stack}
+        ways = {"plain": few, "channels-last": few, STACKED: stack, STACKED_LAST: stack}
         if not has_images(jobs[0].client.model):
-            del ways["channels-last"]
+            del ways["channels-last"], ways[STACKED_LAST]
         found = measure({way: partial(self._rehearse, some, way) for way, some in ways.items()})
         if min(found.seconds.values(), default=0.0) * self._expected_steps > WORTH_COMPILING:
             found = found.joined(measure({"compiled": partial(self._rehearse, few, "compiled")}))
@@ -197,8 +199,9 @@ class CohortGrid(InProcessGrid):
         client_fn, nodes = self._client_app.client_fn, [job.node for job in jobs]
         short = replace(jobs[0].instruction, local_steps=2, local_epochs=1, layerwise="none")
         clients = [client_fn(self._lend(node)) for node in nodes]
-        if way == "stacked":
-            train_together(clients, clients[0].model, [job.received for job in jobs], short)
+        if way in (STACKED, STACKED_LAST):
+            received = [job.received for job in jobs]
+            train_together(clients, clients[0].model, received, short, channels_last=way == STACKED_LAST)
         else:
             for client, job in zip(clients, jobs, strict=True):
                 self._variants.prepare(client, way)
@@ -244,16 +247,15 @@ class CohortGrid(InProcessGrid):
             self._say("the ClientApp was not made by `client_app`")
         return known
 
-    def _together(self, jobs: Sequence[Job], keep: bool = True) -> dict[int, Message]:
+    def _together(self, jobs: Sequence[Job], channels_last: bool, keep: bool) -> dict[int, Message]:
         """The answers; none if the clients must train one after another."""
         client, instruction = jobs[0].client, jobs[0].instruction
         attempt = _attempt(jobs[0])
         if len(jobs) < 2 or attempt in self._apart:
             return {}
         try:
-            replies = train_together(
-                [job.client for job in jobs], client.model, [job.received for job in jobs], instruction
-            )
+            clients, received = [job.client for job in jobs], [job.received for job in jobs]
+            replies = train_together(clients, client.model, received, instruction, channels_last=channels_last)
         except Exception as error:
             self._apart.add(attempt)
             self._say(f"{type(error).__name__}: {error}")

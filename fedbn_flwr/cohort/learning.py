@@ -42,6 +42,7 @@ def train_together(
     received: Sequence[Mapping[str, State]],
     instruction: Instruction,
     exchange: Exchange | None = None,
+    channels_last: bool = False,
 ) -> list[Reply]:
     """What each client's `train` replies, up to rounding; nobody's memory changes unless all are at their end.
 
@@ -57,7 +58,7 @@ def train_together(
         groups = {name: [each[name] for each in received] for name in received[0] if name != wire.ARRAYS}
         others = {name: stacked(states) for name, states in groups.items()}
         session = Session(stack, optimizer, instruction, others, memory, local, structure=structure)
-        losses = _learn(clients, stack, session, exchange)
+        losses = _learn(clients, stack, session, exchange, channels_last)
     if local:
         memory.store(wire.PERSONAL, {name: value for name, value in stack.state_dict().items() if name in local})
     memory.write()
@@ -86,11 +87,12 @@ def _states(
     return states
 
 
-def _learn(clients: Sequence[BNClient], stack: Stack, session: Session, exchange: Exchange | None) -> Tensor:
+def _learn(
+    clients: Sequence[BNClient], stack: Stack, session: Session, exchange: Exchange | None, channels_last: bool
+) -> Tensor:
     instruction = session.instruction
-    rounds = _Round(
-        clients, stack, session, [client.plan(instruction, stack.structure) for client in clients], exchange
-    )
+    plans = [client.plan(instruction, stack.structure) for client in clients]
+    rounds = _Round(clients, stack, session, plans, exchange, channels_last)
     session.steps = rounds.steps
     rules = rules_for(instruction)
     for rule in rules:
@@ -111,6 +113,7 @@ class _Round:
     session: Session
     plans: Sequence[Plan]
     exchange: Exchange | None
+    channels_last: bool
     #: rows of clients that have taken all their steps, and what is to be put back there
     finished: list[tuple[slice, list[tuple[Tensor, Tensor]]]] = field(default_factory=list)
     first: bool = True
@@ -185,7 +188,7 @@ class _Round:
         if self.session.instruction.augmentation != "none":
             name = self.session.instruction.augmentation
             inputs = torch.stack([augment(name, own, plan.generator) for own, plan in zip(inputs, plans, strict=True)])
-        return Part(rows, inputs, targets)
+        return Part(rows, _with_channels_last(inputs) if self.channels_last else inputs, targets)
 
     def _retire(self, rows: slice) -> None:
         moving = [value.detach() for _, value in self.stack.named_parameters()]
@@ -198,6 +201,13 @@ class _Round:
         if self.session.instruction.momentum_state != "none" and self.session.instruction.momentum and not kept:
             raise CannotStackError("a client is at its end before there is momentum, which it would get all the same")
         self.finished.append((rows, [(value, value[rows].clone()) for value in moving + kept]))
+
+
+def _with_channels_last(inputs: Tensor) -> Tensor:
+    """Stacked images in the order of memory from which `vmap` makes those of one network in channels-last order."""
+    if inputs.dim() != 5:
+        return inputs
+    return inputs.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
 
 
 def _numbers(rows: Rows) -> Sequence[int]:

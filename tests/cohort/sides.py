@@ -31,9 +31,16 @@ class Stacked(CohortGrid):
     """Stacks whatever can be stacked."""
 
     most: ClassVar[int] = 20
+    stacking: ClassVar[str] = "stacked"
 
     def __init__(self, client_app: ClientApp, num_nodes: int, run_config: Config | None = None) -> None:
-        super().__init__(client_app, num_nodes, run_config, way="stacked", chunk=self.most)
+        super().__init__(client_app, num_nodes, run_config, way=self.stacking, chunk=self.most)
+
+
+class StackedLast(Stacked):
+    """With images in the other order of memory."""
+
+    stacking = "stacked-channels-last"
 
 
 def stacked_by(number: int) -> type[Stacked]:
@@ -73,8 +80,8 @@ def watching() -> Iterator[Watch]:
     """Keep the sizes of stacks, and what Flower's logger is told."""
     watch = Watch()
 
-    def spy(clients: Any, *others: Any) -> Any:
-        replies = train_together(clients, *others)
+    def spy(clients: Any, *others: Any, **options: Any) -> Any:
+        replies = train_together(clients, *others, **options)
         watch.stacks.append(len(clients))
         return replies
 

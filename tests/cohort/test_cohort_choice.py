@@ -63,7 +63,7 @@ def test_the_measured_way_is_used_and_kept(tmp_path: Path) -> None:
         federation.run(FedAvg(fraction_evaluate=0.0))
     first, second = (list(grid.choices.values()) for grid in grids)
     assert first == second
-    assert set(first[0].seconds) == {"plain", "channels-last", "stacked"}
+    assert set(first[0].seconds) == {"plain", "channels-last", "stacked", "stacked-channels-last"}
     assert first[0].way == min(first[0].seconds, key=first[0].seconds.__getitem__)
 
 
