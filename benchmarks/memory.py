@@ -59,8 +59,11 @@ def lives(process: int) -> bool:
 
 
 def _shared(process: int) -> int:
-    """Kilobytes that a process has, and others have."""
-    sizes = _numbers(Path(f"/proc/{process}/smaps_rollup").read_text())
+    """Kilobytes that a process has, and others have; 0 where the system does not tell."""
+    try:
+        sizes = _numbers(Path(f"/proc/{process}/smaps_rollup").read_text())
+    except OSError:
+        return 0
     return sizes["Rss"] - sizes["Pss"]
 
 

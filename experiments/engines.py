@@ -17,6 +17,7 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.cohort import CohortGrid, SpreadGrid
 from fedbn_flwr.cohort.room import keep_freed_memory
 from fedbn_flwr.inprocess import InProcessGrid
+from fedbn_flwr.staged import StagedGrid
 from fedbn_flwr.suspended import STEPS
 from fedbn_flwr.worker import preload
 from fedbn_flwr.workers import WorkersGrid, count_cores
@@ -78,7 +79,7 @@ def cohort_grid(experiment: Experiment, folder: Path) -> SpreadGrid | WorkersGri
 def sequential_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]) -> InProcessGrid:
     """The clients of these partitions, one after another."""
     config, app = experiment.config, _app(experiment, partitions)
-    return InProcessGrid(app, config.clients, partitions=partitions, state_dir=state_folder(config, folder))
+    return StagedGrid(app, config.clients, partitions=partitions, state_dir=state_folder(config, folder))
 
 
 def stacked_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]) -> CohortGrid:

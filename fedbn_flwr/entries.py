@@ -1,67 +1,97 @@
 """The tensors of a model's state, found without asking every layer for its part of it each time."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
 from fedbn_flwr.flat import Layout, state_layout
 
-#: which layer has an entry, whether among its buffers, and by what key
-Place = tuple[int, bool, str]
 
-
-class Entries:
+class Entries(NamedTuple):
     """The model's own tensors, in the order of its state dict, and what they are made of."""
 
-    def __init__(self, values: Sequence[Tensor], layout: Layout) -> None:
-        self.values, self.layout = values, layout
+    values: list[Tensor]
+    layout: Layout
 
 
 def entries_of(model: nn.Module) -> Entries | None:
     """The entries; None for a model that makes its state dict of other things than parameters and buffers.
 
-    Where they are is kept from the last time, for as long as the model has the same layers and tensors.
+    Where they are is kept from the last time, for as long as nothing says that they may be elsewhere.
     """
     layers = _layers(model)
     known = _KNOWN.get(model)
-    values = None if known is None else known.values(layers)
-    if known is None or values is None:
-        known = _KNOWN[model] = _Known(model, layers)
-        values = known.values(layers)
-    return None if values is None or known.layout is None else Entries(values, known.layout)
+    if known is not None and known.has(layers):
+        if not known.tells:
+            return None
+        if (entries := known.entries(layers)) is not None:
+            return entries
+    known = _KNOWN[model] = _Known(model, layers)
+    return known.entries(layers)
+
+
+class _Layer:
+    """What decides which entries a layer has, and what they are called."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer, self._children = ref(layer), tuple(layer._modules)
+        self._passing, self._held = set(layer._non_persistent_buffers_set), _held(layer)
+
+    def is_still(self, layer: nn.Module) -> bool:
+        return (
+            self._layer() is layer
+            and self._held == _held(layer)
+            and self._children == tuple(layer._modules)
+            and self._passing == layer._non_persistent_buffers_set
+        )
+
+
+class _Entry:
+    """Where one is, and what it is."""
+
+    def __init__(self, number: int, kept: bool, key: str, value: Tensor) -> None:
+        self._place, self._value = (number, kept, key), ref(value)
+        self._dtype, self._shape = value.dtype, value.shape
+
+    def find(self, layers: Sequence[nn.Module]) -> Tensor | None:
+        number, kept, key = self._place
+        value = (layers[number]._buffers if kept else layers[number]._parameters).get(key)
+        if value is None or self._value() is not value:
+            return None
+        # both can change in place
+        return value if value.dtype == self._dtype and value.shape == self._shape else None
 
 
 class _Known:
     """Where entries were. Of the model it holds nothing, which would keep it alive."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
-        state: dict[str, Tensor] = model.state_dict(keep_vars=True)
-        places = {id(value): place for place, value in _tensors(layers)}
-        self._layers, self._count = [ref(layer) for layer in layers], _count(layers)
-        self._places: list[Place] = []
-        self._values: list[ReferenceType[Tensor]] = []
-        #: None where an entry is nothing that a layer has
-        self.layout: Layout | None = None
-        if all(id(value) in places for value in state.values()):
-            self._places = [places[id(value)] for value in state.values()]
-            self._values = [ref(value) for value in state.values()]
-            self.layout = state_layout(state)
+        self._layers = [_Layer(layer) for layer in layers]
+        self._entries: list[_Entry] | None = None
+        self._layout = _layout(state := model.state_dict(keep_vars=True))
+        places = _places(model, layers)
+        found = [places.get(name) for name in state]
+        if self._layout and all(place and place[3] is state[name] for name, place in zip(state, found, strict=True)):
+            self._entries = [_Entry(*place) for place in found if place]
 
-    def values(self, layers: Sequence[nn.Module]) -> list[Tensor] | None:
+    @property
+    def tells(self) -> bool:
+        """Whether the state is made of what layers have."""
+        return self._entries is not None
+
+    def has(self, layers: Sequence[nn.Module]) -> bool:
+        """Whether these are the layers."""
+        same = len(layers) == len(self._layers)
+        return same and all(known.is_still(layer) for known, layer in zip(self._layers, layers, strict=True))
+
+    def entries(self, layers: Sequence[nn.Module]) -> Entries | None:
         """The entries, if they are still there."""
-        same = len(layers) == len(self._layers) and _count(layers) == self._count
-        if not same or any(known() is not layer for known, layer in zip(self._layers, layers, strict=True)):
+        if self._entries is None or self._layout is None:
             return None
-        found = [
-            (layers[number]._buffers if kept else layers[number]._parameters).get(key)
-            for number, kept, key in self._places
-        ]
-        values = [
-            value for value, known in zip(found, self._values, strict=True) if value is not None and known() is value
-        ]
-        return values if len(values) == len(found) else None
+        values = [value for entry in self._entries if (value := entry.find(layers)) is not None]
+        return Entries(values, self._layout) if len(values) == len(self._entries) else None
 
 
 _KNOWN: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
@@ -76,14 +106,29 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def _tensors(layers: Sequence[nn.Module]) -> Iterator[tuple[Place, Tensor]]:
-    for number, layer in enumerate(layers):
-        kinds: tuple[tuple[bool, dict[str, Any]], ...] = (False, layer._parameters), (True, layer._buffers)
-        for kept, entries in kinds:
+def _places(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, tuple[int, bool, str, Tensor]]:
+    """By its name in a state dict, which layer has an entry, whether among its buffers, by what key, and the entry."""
+    prefixes = [""]
+    for prefix, layer in zip(prefixes, layers, strict=False):
+        prefixes.extend(f"{prefix}{name}." for name, child in layer._modules.items() if child is not None)
+    places = {}
+    for number, (prefix, layer) in enumerate(zip(prefixes, layers, strict=True)):
+        for kept, entries in ((False, layer._parameters), (True, layer._buffers)):
             for key, value in entries.items():
                 if value is not None:
-                    yield (number, kept, key), value
+                    places[f"{prefix}{key}"] = number, kept, key, value
+    return places
 
 
-def _count(layers: Sequence[nn.Module]) -> int:
-    return sum(len(layer._parameters) + len(layer._buffers) for layer in layers)
+def _held(layer: nn.Module) -> int:
+    """How many entries a layer has."""
+    entries = *layer._parameters.values(), *layer._buffers.values()
+    return sum(value is not None for value in entries)
+
+
+def _layout(state: dict[str, Tensor]) -> Layout | None:
+    """None for numbers that numpy does not have."""
+    try:
+        return state_layout(state)
+    except (AttributeError, TypeError):
+        return None

@@ -19,7 +19,7 @@ V = TypeVar("V")
 
 
 class Layout:
-    """What a state is made of. There is one object for all states that are alike (`lay_out`)."""
+    """What a state is made of; states that are alike have the same object, as far as `lay_out` remembers it."""
 
     def __init__(self, entries: tuple[Entry, ...]) -> None:
         self.entries = entries
@@ -33,13 +33,13 @@ class Layout:
         return [name for name, _, _ in self.runs[dtype]]
 
     def __reduce__(self) -> tuple[Any, tuple[tuple[Entry, ...]]]:
-        """In another process, the one object of that process."""
+        """In another process, the object of that process."""
         return lay_out, (self.entries,)
 
 
 @lru_cache(maxsize=1024)
 def lay_out(entries: tuple[Entry, ...]) -> Layout:
-    """The one layout of these entries."""
+    """The layout of these entries."""
     return Layout(entries)
 
 
@@ -143,17 +143,16 @@ class FlatState(Flat[Tensor]):
         """Tensors that are laid out so, in runs of their own; from a GPU each run at once."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for value in values:
-            by_dtype.setdefault(value.dtype, []).append(value)
-        runs = [torch.cat([part.reshape(-1) for part in parts]).numpy(force=True) for parts in by_dtype.values()]
-        return cls(layout, dict(zip(layout.runs, runs, strict=True)))
+            by_dtype.setdefault(value.dtype, []).append(value.reshape(-1))
+        return cls(layout, dict(zip(layout.runs, map(_run, by_dtype.values()), strict=True)))
 
     @classmethod
     def copies_of(cls, stacked: Mapping[str, Tensor], clients: int) -> list[Self]:
         """One for each row of tensors of which each has one for every client."""
         layout = state_layout({name: value[0] for name, value in stacked.items()})
         runs = {
-            dtype: torch.cat([stacked[name].reshape(clients, -1) for name in layout.names(dtype)], 1).numpy(force=True)
-            for dtype in layout.runs
+            dtype: _run([stacked[name].reshape(clients, prod(shape)) for name, _, shape in entries])
+            for dtype, entries in layout.runs.items()
         }
         return [cls(layout, {dtype: run[client] for dtype, run in runs.items()}) for client in range(clients)]
 
@@ -161,6 +160,14 @@ class FlatState(Flat[Tensor]):
     def _split(run: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         parts = torch.from_numpy(run).split([prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _run(parts: Sequence[Tensor]) -> NDArray[Any]:
+    """Tensors of one dtype as one, by their last dimension."""
+    if len({part.device for part in parts}) > 1:
+        parts = [part.cpu() for part in parts]
+    joined: NDArray[Any] = torch.cat(list(parts), -1).numpy(force=True)
+    return joined
 
 
 def state_layout(state: Mapping[str, Tensor]) -> Layout:

@@ -1,47 +1,23 @@
 """Flower's `Grid` without Ray or a network: the ServerApp's own process runs one node after another."""
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from logging import WARNING
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from flwr.app import Context, Error, Message, MessageType, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common import log
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 
-from fedbn_flwr.client import BNClient, Reply
-from fedbn_flwr.clientapp import BNClientApp, pack, unpack
 from fedbn_flwr.contexts import FIRST_NODE_ID as FIRST_NODE_ID
 from fedbn_flwr.contexts import Contexts
 from fedbn_flwr.grids import LocalGrid
-from fedbn_flwr.state import State
-from fedbn_flwr.wire import Instruction
 
 Config = Mapping[str, Any]
-
-#: clients looked at together
-_LOOKED_AT = 100
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training message's work."""
-
-    place: int
-    message: Message
-    context: Context
-    client: BNClient
-    received: Mapping[str, State]
-    instruction: Instruction
-
-    @property
-    def node(self) -> int:
-        """Whose work."""
-        return self.message.metadata.dst_node_id
 
 
 class InProcessGrid(LocalGrid):
@@ -88,60 +64,7 @@ class InProcessGrid(LocalGrid):
 
     def _answer_all(self, messages: Sequence[Message]) -> list[Message]:
         """The replies, in the order of the messages."""
-        answers: dict[int, Message] = {}
-        training = [
-            place for place, message in enumerate(messages) if message.metadata.message_type == MessageType.TRAIN
-        ]
-        if len(training) > 1 and self._knows_clients():
-            for start in range(0, len(training), _LOOKED_AT):
-                answers |= self._train({place: messages[place] for place in training[start : start + _LOOKED_AT]})
-        return [answers[place] if place in answers else self._answer(message) for place, message in enumerate(messages)]
-
-    def _knows_clients(self) -> bool:
-        """Whether clients can be had, and not only what they answer."""
-        return isinstance(self._client_app, BNClientApp)
-
-    def _train(self, messages: dict[int, Message]) -> dict[int, Message]:
-        """The answers by the messages' places, as far as nothing fails: alone, a client that fails is reported."""
-        return self._in_turn(self._jobs(messages))
-
-    def _jobs(self, messages: dict[int, Message]) -> list[Job]:
-        """The messages' work, where it can be told."""
-        assert isinstance(self._client_app, BNClientApp)
-        jobs, known, nodes = [], dict[int, Any](), set[int]()
-        for place, message in messages.items():
-            if (node := message.metadata.dst_node_id) in nodes:
-                continue  # a node's second message finds what the first has left
-            nodes.add(node)
-            try:
-                context = self._lend(node)
-                client = self._client_app.client_fn(context)
-                received = unpack(message, known if _is_careful(client) else None)
-                jobs.append(Job(place, message, context, client, *received))
-            except Exception:  # it is reported when the message is answered
-                continue
-        return jobs
-
-    def _in_turn(self, jobs: Sequence[Job], keep: bool = True) -> dict[int, Message]:
-        """The answers of those that do not fail. One thing at a time for all of them: processors like it better."""
-        answers: dict[int, Message] = {}
-        replies: list[tuple[Job, Reply]] = []
-        for job in jobs:
-            try:
-                reply = job.client.train(job.received, job.instruction)
-            except Exception as error:
-                self._failed(job, error)
-                continue
-            if keep:
-                self._keep(job.node, job.context)
-            if _is_careful(job.client):
-                replies.append((job, reply))
-            else:
-                answers[job.place] = pack(reply, job.message)
-        return answers | {job.place: pack(reply, job.message, own=True) for job, reply in replies}
-
-    def _failed(self, job: Job, error: Exception) -> None:
-        """Called for a job that will be tried again, alone."""
+        return [self._answer(message) for message in messages]
 
     def _answer(self, message: Message) -> Message:
         node = message.metadata.dst_node_id
@@ -162,11 +85,6 @@ class InProcessGrid(LocalGrid):
 
     def _keep(self, node: int, context: Context) -> None:
         self._contexts[node] = context
-
-
-def _is_careful(client: BNClient) -> bool:
-    """Whether it is known to change nothing that it got or gave: then nothing needs to be copied."""
-    return type(client) is BNClient
 
 
 def identify(message: Message) -> str:

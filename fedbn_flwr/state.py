@@ -28,7 +28,9 @@ def give(state: State) -> ArrayRecord:
 
 def from_record(record: ArrayRecord) -> dict[str, Tensor]:
     """Unpack tensors that own their memory."""
-    return {name: value.clone() for name, value in read(record).items()}
+    if flat := flat_of(record):
+        return {name: value.clone() for name, value in flat.tensors.items()}
+    return {name: torch.from_numpy(array.numpy()) for name, array in record.items()}
 
 
 def read(record: ArrayRecord) -> State:
@@ -45,8 +47,8 @@ def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     if entries and isinstance(state, FlatState) and state.layout is entries.layout:
         torch._foreach_copy_(list(entries.values), list(state.values()))
         return
-    target = check(model, state)
-    torch._foreach_copy_(list(target.values()), [state[name] for name in target])
+    if target := check(model, state):
+        torch._foreach_copy_(list(target.values()), [state[name] for name in target])
 
 
 def check(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -91,16 +91,21 @@ class SGD(torch.optim.SGD):
             if group["weight_decay"]:
                 steps = list(torch._foreach_add(steps, learned, alpha=group["weight_decay"]))
             if group["momentum"]:
-                steps = [self._moved(*pair, group["momentum"]) for pair in zip(learned, steps, strict=True)]
+                steps = self._moved(learned, steps, group["momentum"])
             torch._foreach_add_(learned, steps, alpha=-group["lr"])
 
-    def _moved(self, parameter: Tensor, step: Tensor, momentum: float) -> Tensor:
-        """The parameter's momentum, which begins as its first step."""
-        state: dict[str, Tensor] = self.state[parameter]
-        if "momentum_buffer" in state:
-            return state["momentum_buffer"].mul_(momentum).add_(step)
-        state["momentum_buffer"] = step.clone()
-        return state["momentum_buffer"]
+    def _moved(self, learned: Sequence[Tensor], steps: list[Tensor], momentum: float) -> list[Tensor]:
+        """The parameters' momentum, which begins as the first step of each."""
+        states: list[dict[str, Tensor]] = [self.state[parameter] for parameter in learned]
+        begun = [number for number, state in enumerate(states) if "momentum_buffer" in state]
+        if begun:
+            buffers = [states[number]["momentum_buffer"] for number in begun]
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, [steps[number] for number in begun])
+        for state, step in zip(states, steps, strict=True):
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = step.clone()
+        return [state["momentum_buffer"] for state in states]
 
 
 def autocast(instruction: Instruction, device: torch.device) -> AbstractContextManager[Any]:

@@ -104,15 +104,13 @@ class Frozen(InProcessGrid):
         super().__init__(*given)
         self.seen: list[tuple[Array, np.ndarray]] = []
 
-    def _answer_all(self, messages: Sequence[Message]) -> list[Message]:
-        for message in messages:
-            self._note(message)
-        replies = super()._answer_all(messages)
-        for message in replies:
-            self._note(message)
+    def _answer(self, message: Message) -> Message:
+        self._note(message)
+        reply = super()._answer(message)
+        self._note(reply)
         for array, numbers in self.seen:
             np.testing.assert_array_equal(arrays.peek(array), numbers)
-        return replies
+        return reply
 
     def _note(self, message: Message) -> None:
         records = [*message.content.values(), *self.context(_node(message)).state.values()]

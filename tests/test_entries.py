@@ -71,6 +71,39 @@ def parametrize(model: nn.Sequential) -> None:
     torch.nn.utils.parametrizations.weight_norm(model[5])
 
 
+def to_double_without_buffers(model: nn.Sequential) -> None:
+    del model[1]
+    assert_known(model)
+    model.double()
+
+
+def reshape(model: nn.Sequential) -> None:
+    model[5].bias.data = torch.zeros(2, 2)
+
+
+def put_what_was_none(model: nn.Sequential) -> None:
+    model[0].bias = nn.Parameter(torch.zeros(3))
+
+
+def untie(model: nn.Sequential) -> None:
+    model.append(nn.Linear(48, 4))
+    model[6].weight = model[5].weight
+    assert_known(model)
+    model[5].weight = nn.Parameter(torch.zeros(4, 48))
+
+
+def rename(model: nn.Sequential) -> None:
+    layer = model[5]
+    del model[5]
+    model.add_module("head", layer)
+
+
+def stop_keeping(model: nn.Sequential) -> None:
+    mean = model[1].get_buffer("running_mean")
+    del model[1].running_mean
+    model[1].register_buffer("running_mean", mean, persistent=False)
+
+
 CHANGES: list[Callable[[nn.Sequential], None]] = [
     put_parameter,
     put_buffer,
@@ -82,6 +115,12 @@ CHANGES: list[Callable[[nn.Sequential], None]] = [
     to_double,
     share_layer,
     parametrize,
+    to_double_without_buffers,
+    reshape,
+    put_what_was_none,
+    untie,
+    rename,
+    stop_keeping,
 ]
 
 
@@ -111,6 +150,19 @@ def test_a_state_of_other_things_is_not_known() -> None:
     model = nn.Sequential(Telling(2, 2))
     assert entries_of(model) is None
     assert set(state.snapshot(model)) == {"0.weight", "0.bias", "0._extra_state"}
+
+
+def test_a_model_without_a_state() -> None:
+    model = nn.Sequential(nn.ReLU())
+    state.load(model, state.read(state.to_record({})))
+    assert dict(state.snapshot(model)) == {}
+
+
+def test_a_model_in_bfloat16_is_loaded() -> None:
+    model = toy_cnn().bfloat16()
+    given = {name: value + 1 for name, value in model.state_dict().items()}
+    state.load(model, given)
+    assert_same_state(model.state_dict(), given)
 
 
 def test_a_model_is_not_kept_alive() -> None:

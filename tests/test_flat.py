@@ -54,10 +54,24 @@ def test_one_of_one_dtype_is_a_copy_too() -> None:
 
 
 def test_stacked_states_come_apart() -> None:
-    rows = [random_state(toy_cnn(), seed) for seed in range(3)]
+    rows: list[dict[str, Tensor]] = [{**random_state(toy_cnn(), seed), "none": torch.zeros(0, 2)} for seed in range(3)]
     stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     for row, flat in zip(rows, FlatState.copies_of(stacked, 3), strict=True):
         assert_same_state(flat, row)
+
+
+def test_tensors_may_be_on_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one device to test on: what is on another is brought here first."""
+    brought: list[Tensor] = []
+
+    def bring(part: Tensor) -> Tensor:
+        brought.append(part)
+        return torch.ones(part.shape)
+
+    monkeypatch.setattr(Tensor, "cpu", bring)
+    flat = FlatState.copy_of({"here": torch.zeros(2), "there": torch.zeros(3, device="meta")})
+    assert [part.device.type for part in brought] == ["cpu", "meta"]
+    assert flat["there"].tolist() == [1, 1, 1]
 
 
 def test_states_that_are_alike_have_one_layout() -> None:

@@ -17,9 +17,10 @@ from fedbn_flwr.cohort.learning import train_together
 from fedbn_flwr.cohort.room import clients_that_fit
 from fedbn_flwr.cohort.steps import CohortStep, Speaker, StackedStep
 from fedbn_flwr.cohort.variants import Variants, has_images
-from fedbn_flwr.inprocess import Config, InProcessGrid, Job, identify
+from fedbn_flwr.inprocess import Config, identify
 from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.rules import rules_for
+from fedbn_flwr.staged import Job, StagedGrid
 from fedbn_flwr.suspended import Foreseeing, Replicas
 from fedbn_flwr.wire import Instruction
 
@@ -54,7 +55,7 @@ def _kind(job: Job) -> Hashable:
     return id(client.model), client.loss_function, client.device, instruction, groups, remembered, together
 
 
-class CohortGrid(InProcessGrid):
+class CohortGrid(StagedGrid):
     """Answers the training messages of a push together, as far as clients share a model and an instruction.
 
     Results are those of `InProcessGrid` up to rounding. `way` is one of `choice.WAYS`, or `auto`: the fastest for the

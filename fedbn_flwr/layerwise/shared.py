@@ -74,7 +74,6 @@ class _SharedForward:
         outputs, *statistics = apply(inputs, layer.weight, layer.bias, layer.eps, use)
         if layer.training and layer.track_running_stats and layer.running_mean is not None:
             self.seen.append((statistics[0], statistics[1], statistics[2]))
-
         return outputs
 
     def move_running_statistics(self) -> None:
