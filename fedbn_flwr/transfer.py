@@ -16,6 +16,8 @@ from fedbn_flwr.layerwise import Answer, Request
 
 #: for smaller arrays, calls of their own cost more than copies
 _LARGE = 16 * 1024
+#: what goes into one call, of which systems take 1,024 at least
+_MOST_PARTS = 1000
 _COUNTS = struct.Struct("<QQ")
 _FRAME = struct.Struct("<Q?")
 
@@ -43,9 +45,17 @@ class Channel:
         file = io.BytesIO()
         _Pickler(file, protocol=5, buffer_callback=stays).dump(item)
         frames = b"".join(_FRAME.pack(view.nbytes, view.readonly) for view in beside)
-        self._socket.sendall(_COUNTS.pack(len(beside), file.tell()) + frames)
-        for view in (file.getbuffer(), *beside):
-            self._socket.sendall(view)
+        self._send([memoryview(_COUNTS.pack(len(beside), file.tell()) + frames), file.getbuffer(), *beside])
+
+    def _send(self, parts: Sequence[memoryview]) -> None:
+        """In as few calls as may be: after each one the other end may wake up, to find that there is not enough yet."""
+        for start in range(0, len(parts), _MOST_PARTS):
+            some = [part.cast("B") for part in parts[start : start + _MOST_PARTS] if part.nbytes]
+            sent = self._socket.sendmsg(some)
+            for part in some:
+                if sent < part.nbytes:
+                    self._socket.sendall(part[sent:])
+                sent = max(sent - part.nbytes, 0)
 
     def receive(self) -> Any:
         """Wait for the next item; EOFError if the other end is gone."""

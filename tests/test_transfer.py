@@ -50,6 +50,12 @@ def test_numbers_can_be_changed_as_before(ends: tuple[Channel, Channel], size: i
     assert (changeable.flags.writeable, unchangeable.flags.writeable) == (True, False)
 
 
+def test_more_parts_than_one_call_takes(ends: tuple[Channel, Channel]) -> None:
+    values = [np.full(4_096, number) for number in range(1_100)]
+    found = sent(ends, values)
+    assert all(np.array_equal(one, other) for one, other in zip(found, values, strict=True))
+
+
 def test_what_occurs_twice_travels_once(ends: tuple[Channel, Channel]) -> None:
     record = ArrayRecord({"a": Array(np.zeros(100_000))})
     first, second = sent(ends, [{"to": 1, "arrays": record}, {"to": 2, "arrays": record}])
