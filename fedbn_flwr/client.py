@@ -271,9 +271,7 @@ class BNClient(NumPyClient):
     def _shared(self, instruction: Instruction) -> State:
         stays = state.group_keys(self.model, instruction.keep_local)
         stays |= state.group_keys(self.model, instruction.omit)
-        return state.snapshot(
-            self.model, [name for name in self.model.state_dict() if name not in stays] if stays else None
-        )
+        return state.snapshot(self.model, state.all_but(self.model, stays) if stays else None)
 
     def _named(self, parameters: list[np.ndarray], instruction: Instruction) -> State:
         names = list(self.model.state_dict())

@@ -1,12 +1,12 @@
 """The tensors of a model's state, found without asking every layer for its part of it each time."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
-from fedbn_flwr.flat import Layout, state_layout
+from fedbn_flwr.flat import Layout, lay_out, state_layout
 
 
 class Entries(NamedTuple):
@@ -14,6 +14,16 @@ class Entries(NamedTuple):
 
     values: list[Tensor]
     layout: Layout
+    #: for what others find out about the entries' names, which stays true as long as this does
+    notes: dict[Any, Any]
+
+    def part(self, names: Collection[str]) -> "Entries":
+        """Those of some names."""
+        if (chosen := frozenset(names)) not in self.notes:
+            kept = [number for number, (name, _, _) in enumerate(self.layout.entries) if name in chosen]
+            self.notes[chosen] = kept, lay_out(tuple(self.layout.entries[number] for number in kept))
+        kept, layout = self.notes[chosen]
+        return Entries([self.values[number] for number in kept], layout, {})
 
 
 def entries_of(model: nn.Module) -> Entries | None:
@@ -70,6 +80,7 @@ class _Known:
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._layers = [_Layer(layer) for layer in layers]
         self._entries: list[_Entry] | None = None
+        self._notes: dict[Any, Any] = {}
         self._layout = _layout(state := model.state_dict(keep_vars=True))
         places = _places(model, layers)
         found = [places.get(name) for name in state]
@@ -91,7 +102,7 @@ class _Known:
         if self._entries is None or self._layout is None:
             return None
         values = [value for entry in self._entries if (value := entry.find(layers)) is not None]
-        return Entries(values, self._layout) if len(values) == len(self._entries) else None
+        return Entries(values, self._layout, self._notes) if len(values) == len(self._entries) else None
 
 
 _KNOWN: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()

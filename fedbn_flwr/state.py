@@ -1,6 +1,7 @@
 """A model's state on its way between PyTorch and Flower: by name, each entry with its own dtype and shape."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord
@@ -60,19 +61,32 @@ def check(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]
 
 
 @torch.no_grad()
-def snapshot(model: nn.Module, names: Iterable[str] | None = None) -> FlatState:
+def snapshot(model: nn.Module, names: Collection[str] | None = None) -> FlatState:
     """A copy of the state, or of some entries of it, in the processor's memory."""
-    if names is None and (entries := entries_of(model)):
-        return FlatState.joined(entries.layout, entries.values)
+    if entries := entries_of(model):
+        chosen = entries if names is None else entries.part(names)
+        return FlatState.joined(chosen.layout, chosen.values)
     state = model.state_dict()
-    return FlatState.copy_of(state if names is None else {name: state[name] for name in names})
+    return FlatState.copy_of(
+        state if names is None else {name: value for name, value in state.items() if name in names}
+    )
 
 
 def group_keys(model: nn.Module, group: str) -> set[str]:
     """The state-dict entries of one of `wire.GROUPS`, by the type of the layer that holds them."""
     if group not in _GROUPS:
         raise ValueError(f"unknown group of entries {group!r}; known: {', '.join(_GROUPS)}")
-    return {name for keys in _GROUPS[group] for name in keys(model)}
+    if not _GROUPS[group]:
+        return set()
+    notes: dict[Any, Any] = entries.notes if (entries := entries_of(model)) else {}
+    if group not in notes:
+        notes[group] = {name for keys in _GROUPS[group] for name in keys(model)}
+    return set(notes[group])
+
+
+def all_but(model: nn.Module, names: Collection[str]) -> set[str]:
+    """The state-dict entries of other names."""
+    return group_keys(model, "all") - set(names)
 
 
 #: what each group is made of; a group that was not asked for takes no walk through the model
