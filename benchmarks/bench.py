@@ -126,7 +126,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--methods", type=_words, default=list(METHODS), help=f"comma-separated [{','.join(METHODS)}]")
     parser.add_argument("--clients", type=_numbers, help="comma-separated [10,100,1000; quick: 10]")
     parser.add_argument("--repetitions", type=int, default=0, help="turns of every engine [7; quick: 3]")
-    parser.add_argument("--seconds", type=float, default=0.0, help="of timed rounds an engine and case [30; quick: 1.2]")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="of timed rounds an engine and case [30; quick: 1.2]"
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto [auto]")
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="of the device; measured on a GPU if not given")
     parser.add_argument("--ray-everywhere", action="store_true", help=f"Ray also above {MOST_ON_RAY} clients")
