@@ -87,9 +87,7 @@ def sift(messages: Iterable[Message], sent: Mapping[str, int], expected: Expecte
 def require_obeyed(replies: Sequence[NodeReply], binding: Sequence[str]) -> None:
     """Fail if a client did not acknowledge a key that changes the method."""
     for reply in replies:
-        report = reply.content.get(wire.REPORT)
-        obeyed = report.get(wire.OBEYED, []) if isinstance(report, ConfigRecord) else []
-        if ignored := sorted(set(binding) - set(obeyed if isinstance(obeyed, list) else [])):
+        if ignored := _ignored(reply.content, binding):
             raise NotObeyedError(
                 f"node {reply.node} did not acknowledge {', '.join(ignored)}: its client does not implement what the "
                 "strategy asked for, and going on would silently be another method"
@@ -112,8 +110,8 @@ def _mean(values: Sequence[Any], shares: Sequence[float]) -> Any:
 
 def _ignored(content: RecordDict, binding: Sequence[str]) -> list[str]:
     """The binding keys that a reply does not acknowledge."""
-    report = content.config_records.get(wire.REPORT)
-    obeyed = [] if report is None else report.get(wire.OBEYED, [])
+    report = content.get(wire.REPORT)
+    obeyed = report.get(wire.OBEYED, []) if isinstance(report, ConfigRecord) else []
     return sorted(set(binding) - set(obeyed if isinstance(obeyed, list) else []))
 
 
