@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedbn_flwr import training
+from fedbn_flwr.cohort.beside import Beside
 from fedbn_flwr.state import State
 
 #: rows of a stack that follow each other, or chosen ones
@@ -37,6 +38,7 @@ class Stack(nn.Module):
         first = {id(value): name for name, value in reversed(_entries(structure).items())}
         self._names = {name: first[id(value)] for name, value in _entries(structure).items()}
         self._slots = _Slots(structure, self._names)
+        self._beside = Beside(structure)
         self._learned = {
             name: nn.Parameter(_rows(value, name, states), requires_grad=value.requires_grad)
             for name, value in structure.named_parameters()
@@ -68,12 +70,12 @@ class Stack(nn.Module):
         by_rows = loss_function is F.cross_entropy and not batch[1].is_floating_point()
         wanted = _outputs if by_rows else loss_function
         values, entered = self._some(rows), self.structure
-        slots, kept = self._slots, list(self._kept)
+        slots, beside, kept = self._slots, self._beside, list(self._kept)
         assigned: list[str] = []
 
         def one(inputs: Tensor, targets: Tensor, *entries: Tensor) -> tuple[Tensor, ...]:
             given = dict(zip(values, entries, strict=True))
-            with slots.holding(given), around():
+            with slots.holding(given), beside.used(), around():
                 found = training.model_loss(entered, inputs, targets, wanted)
                 # a layer may change its buffers in place, or put new ones there
                 new = {name: slots.read(name) for name in kept}

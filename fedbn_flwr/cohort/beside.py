@@ -1,0 +1,77 @@
+"""The BN layers of stacked clients in one call each, their channels side by side.
+
+`torch.func.vmap` by itself normalizes them so, too, but scales and shifts them in two passes more, and in four on the
+way back. An autograd function with a `vmap` of its own would be public, and lose in Python what that gains.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C import _functorch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.norm import bn_layers
+
+
+@dataclass
+class _BesideForward:
+    """Stands in for the forward of one BN layer."""
+
+    layer: _BatchNorm
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        layer, level = self.layer, _functorch.maybe_current_level() or 0
+        moving = layer.training and layer.track_running_stats
+        statistics = [layer.running_mean, layer.running_var] if moving or not layer.training else [None, None]
+        own = [*statistics, layer.weight, layer.bias]
+        values, dim = _functorch._unwrap_batched(inputs, level)
+        if dim is None or not all(_is_stacked(value, level) for value in own):
+            found: Tensor = type(layer).forward(layer, inputs)
+            return found
+        layer._check_input_dim(inputs)
+        if moving and layer.num_batches_tracked is not None:
+            layer.num_batches_tracked.add_(1)
+        beside = values.movedim(dim, 1)
+        mean, variance, weight, bias = (_in_a_row(value, level) for value in own)
+        learning, momentum = layer.training or mean is None, layer.momentum or 0.0
+        outputs = F.batch_norm(beside.flatten(1, 2), mean, variance, weight, bias, learning, momentum, layer.eps)
+        return _functorch._add_batch_dim(outputs.view_as(beside), 1, level)
+
+
+def _is_stacked(value: Tensor | None, level: int) -> bool:
+    return value is None or _functorch._unwrap_batched(value, level)[1] is not None
+
+
+def _in_a_row(value: Tensor | None, level: int) -> Tensor | None:
+    """All clients' values one after the other: a view, because running statistics move in place."""
+    if value is None:
+        return None
+    values, dim = _functorch._unwrap_batched(value, level)
+    return values.movedim(dim or 0, 0).view(-1)
+
+
+class Beside:
+    """The BN layers of a model that do what torch's do; `momentum=None` counts the steps of every client."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [
+            layer
+            for layer in bn_layers(model).values()
+            if type(layer).forward is _BatchNorm.forward and layer.momentum is not None
+        ]
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside the block, and inside `vmap`, they are called for all clients at once; others' stand-ins stay."""
+        layers = [layer for layer in self._layers if "forward" not in layer.__dict__]
+        for layer in layers:
+            # in the instance's own dictionary, where it comes before the class's `forward`
+            layer.__dict__["forward"] = _BesideForward(layer)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.__dict__["forward"]
