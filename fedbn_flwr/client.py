@@ -1,8 +1,9 @@
 """The Flower client: it loads what it received, obeys the instruction, and says which keys it obeyed."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import batches, moments, norm, state, training, wire
 from fedbn_flwr.data import Split, augment
+from fedbn_flwr.entries import layers_of
 from fedbn_flwr.evaluation import evaluate, shares
 from fedbn_flwr.layerwise import (
     Corrections,
@@ -54,14 +56,22 @@ class Plan:
 
     client: "BNClient"
     instruction: Instruction
-    chosen: list[Tensor]
+    #: the samples of all of them, one after another, and how many each has
+    samples: Tensor
+    sizes: list[int]
     generator: torch.Generator
 
+    @cached_property
+    def chosen(self) -> Sequence[Tensor]:
+        """The samples of each."""
+        chosen: tuple[Tensor, ...] = self.samples.split(self.sizes)
+        return chosen
+
     def __len__(self) -> int:
-        return len(self.chosen)
+        return len(self.sizes)
 
     def __iter__(self) -> Iterator[training.Batch]:
-        for inputs, targets in self.client.train_split.batches(self.chosen, self.client.device):
+        for inputs, targets in self.client.train_split.batches(self.samples, self.sizes, self.client.device):
             yield augment(self.instruction.augmentation, inputs, self.generator), targets
 
 
@@ -233,11 +243,11 @@ class BNClient(NumPyClient):
     def plan(self, instruction: Instruction, structure: nn.Module | None = None) -> "Plan":
         """The mini-batches of a round of the model, or of one like it, which is in the mode that it will train in."""
         generator = torch_generator(instruction.seed, "batches", *self._stream(instruction))
-        learning = any(layer.training for layer in norm.bn_layers(structure or self.model).values())
-        indices = torch.from_numpy(self.indices)
-        planned = batches.plan(len(indices), instruction, generator, merge_single=learning)
-        chosen = indices[torch.cat(planned)].split([len(positions) for positions in planned])
-        return Plan(self, instruction, list(chosen), generator)
+        merge = batches.leaves_one(len(self.indices), instruction.batch_size) and any(
+            layer.training for layer in norm.bn_layers(structure or self.model).values()
+        )
+        positions, sizes = batches.plan(len(self.indices), instruction, generator, merge)
+        return Plan(self, instruction, torch.from_numpy(self.indices)[positions], sizes, generator)
 
     def count_steps(self, instruction: Instruction) -> int:
         """How many steps a round has."""
@@ -269,9 +279,7 @@ class BNClient(NumPyClient):
         return "round", instruction.server_round, "partition", self.partition_id
 
     def _shared(self, instruction: Instruction) -> State:
-        stays = state.group_keys(self.model, instruction.keep_local)
-        stays |= state.group_keys(self.model, instruction.omit)
-        return state.snapshot(self.model, state.all_but(self.model, stays) if stays else None)
+        return state.snapshot_without(self.model, (instruction.keep_local, instruction.omit))
 
     def _named(self, parameters: list[np.ndarray], instruction: Instruction) -> State:
         names = list(self.model.state_dict())
@@ -310,7 +318,7 @@ def _is_on(model: nn.Module, device: torch.device) -> bool:
 
 def _set_to_train(model: nn.Module) -> None:
     """`model.train()`, which takes longer than to ask whether there is anything to do."""
-    if not all(layer.training for layer in model.modules()):
+    if not all(map(norm.asked_to_train, layers_of(model))):
         model.train()
 
 

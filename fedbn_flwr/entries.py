@@ -31,7 +31,7 @@ def entries_of(model: nn.Module) -> Entries | None:
 
     Where they are is kept from the last time, for as long as nothing says that they may be elsewhere.
     """
-    layers = _layers(model)
+    layers = layers_of(model)
     known = _KNOWN.get(model)
     if known is not None and known.has(layers):
         if not known.tells:
@@ -108,7 +108,7 @@ class _Known:
 _KNOWN: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def layers_of(model: nn.Module) -> list[nn.Module]:
     """Those of `model.modules()`, some several times, without its bookkeeping."""
     layers = [model]
     for layer in layers:
@@ -131,10 +131,9 @@ def _places(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, tuple[in
     return places
 
 
-def _held(layer: nn.Module) -> int:
-    """How many entries a layer has."""
-    entries = *layer._parameters.values(), *layer._buffers.values()
-    return sum(value is not None for value in entries)
+def _held(layer: nn.Module) -> list[int]:
+    """Which entries a layer has."""
+    return [*map(id, layer._parameters.values()), *map(id, layer._buffers.values())]
 
 
 def _layout(state: dict[str, Tensor]) -> Layout | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm
 from fedbn_flwr.arrays import flat_of, flat_record, peek
-from fedbn_flwr.entries import entries_of
+from fedbn_flwr.entries import Entries, entries_of
 from fedbn_flwr.flat import FlatState
 
 #: entries by name, to be read only: others may hold the same memory
@@ -60,16 +60,18 @@ def check(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]
     return target
 
 
-@torch.no_grad()
 def snapshot(model: nn.Module, names: Collection[str] | None = None) -> FlatState:
     """A copy of the state, or of some entries of it, in the processor's memory."""
-    if entries := entries_of(model):
-        chosen = entries if names is None else entries.part(names)
-        return FlatState.joined(chosen.layout, chosen.values)
-    state = model.state_dict()
-    return FlatState.copy_of(
-        state if names is None else {name: value for name, value in state.items() if name in names}
-    )
+    return _copy(model, entries_of(model), names)
+
+
+def snapshot_without(model: nn.Module, groups: tuple[str, ...]) -> FlatState:
+    """A copy of the state but for the entries of some of `wire.GROUPS`."""
+    notes: dict[Any, Any] = entries.notes if (entries := entries_of(model)) else {}
+    if groups not in notes:
+        left_out = {name for group in groups for name in group_keys(model, group)}
+        notes[groups] = frozenset(group_keys(model, "all") - left_out) if left_out else None
+    return _copy(model, entries, notes[groups])
 
 
 def group_keys(model: nn.Module, group: str) -> set[str]:
@@ -84,11 +86,6 @@ def group_keys(model: nn.Module, group: str) -> set[str]:
     return set(notes[group])
 
 
-def all_but(model: nn.Module, names: Collection[str]) -> set[str]:
-    """The state-dict entries of other names."""
-    return group_keys(model, "all") - set(names)
-
-
 #: what each group is made of; a group that was not asked for takes no walk through the model
 _GROUPS: dict[str, tuple[Callable[[nn.Module], Iterable[str]], ...]] = {
     "none": (),
@@ -98,6 +95,17 @@ _GROUPS: dict[str, tuple[Callable[[nn.Module], Iterable[str]], ...]] = {
     "mix": (norm.local_keys,),
     "all": (nn.Module.state_dict,),
 }
+
+
+@torch.no_grad()
+def _copy(model: nn.Module, entries: Entries | None, names: Collection[str] | None) -> FlatState:
+    if entries:
+        chosen = entries if names is None else entries.part(names)
+        return FlatState.joined(chosen.layout, chosen.values)
+    state = model.state_dict()
+    return FlatState.copy_of(
+        state if names is None else {name: value for name, value in state.items() if name in names}
+    )
 
 
 def _same_names(target: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

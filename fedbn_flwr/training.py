@@ -94,6 +94,9 @@ class SGD(torch.optim.SGD):
                 steps = self._moved(learned, steps, group["momentum"])
             torch._foreach_add_(learned, steps, alpha=-group["lr"])
 
+    # otherwise every step is also announced to a profiler, and to hooks, which nothing here has
+    step.hooked = True  # type: ignore[attr-defined]
+
     def _moved(self, learned: Sequence[Tensor], steps: list[Tensor], momentum: float) -> list[Tensor]:
         """The parameters' momentum, which begins as the first step of each."""
         states: list[dict[str, Tensor]] = [self.state[parameter] for parameter in learned]

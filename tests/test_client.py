@@ -200,6 +200,14 @@ def test_what_is_frozen_stays_bit_for_bit_and_the_rest_learns(freeze: str, still
     assert changed == set(before) - still
 
 
+@pytest.mark.parametrize("freeze", FREEZES)
+def test_a_model_in_eval_mode_trains_as_any_other(freeze: str) -> None:
+    client, other = toy_client(), toy_client()
+    other.model.eval()
+    expected, found = (arrays(trained(each, start(), freeze=freeze)) for each in (client, other))
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
 def thawed(model: nn.Module) -> None:
     assert model.train().training
     assert all(layer.training for layer in norm.bn_layers(model).values())

@@ -94,6 +94,22 @@ def test_a_snapshot_is_a_copy_of_all_or_of_some_entries() -> None:
     assert_same_state(part, {"5.bias": before["5.bias"]})
 
 
+@pytest.mark.parametrize("groups", [("none",), ("none", "none"), ("statistics", "affine"), ("bn", "none"), ("all",)])
+def test_a_snapshot_without_groups_is_a_copy_of_the_others(groups: tuple[str, ...]) -> None:
+    model = toy_cnn()
+    left_out = {name for group in groups for name in state.group_keys(model, group)}
+    before = {name: value.clone() for name, value in model.state_dict().items() if name not in left_out}
+    for _ in range(2):
+        found = state.snapshot_without(model, groups)
+        assert list(found) == list(before)
+        assert_same_state(found, before)
+    for value in model.state_dict().values():
+        value.zero_()
+    assert_same_state(found, before)
+    with pytest.raises(ValueError, match="unknown group"):
+        state.snapshot_without(model, ("none", "bm"))
+
+
 def test_groups_go_by_type_not_by_name() -> None:
     model = mobilenet_v2(num_classes=10)
     layers = {name for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)}

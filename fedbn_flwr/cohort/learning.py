@@ -135,7 +135,7 @@ class _Round:
             if now < active:
                 self._retire(slice(now, active))
             active = now
-            yield [self._part(rows, step) for rows in _by_size([len(plan.chosen[step]) for plan in self.plans[:now]])]
+            yield [self._part(rows, step) for rows in _by_size([plan.sizes[step] for plan in self.plans[:now]])]
             if self.first and self.exchange and self.session.instruction.fresh_optimizer:
                 self.session.optimizer.state.clear()
             self.first = False
@@ -177,7 +177,7 @@ class _Round:
     def _part(self, rows: Rows, step: int) -> Part:
         plans = [self.plans[row] for row in _numbers(rows)]
         first = plans[0].client
-        size = len(plans[0].chosen[step])
+        size = plans[0].sizes[step]
         if all(plan.client.train_split is first.train_split for plan in plans):
             chosen = torch.cat([plan.chosen[step] for plan in plans])
             inputs, targets = first.train_split.batch(chosen, first.device)

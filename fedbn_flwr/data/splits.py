@@ -59,12 +59,16 @@ class Split:
             inputs = gather(ready, indices, device)
         return inputs, gather(self.labels, indices, device)
 
-    def batches(self, parts: Sequence[Tensor], device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
-        """Batch after batch, as `batch` gives them; small ones are gathered together, as views of one tensor."""
-        for portion in _portions(parts, MOST_TOGETHER // max(self.inputs[:1].numel(), 1)):
-            sizes = [len(part) for part in portion]
-            inputs, labels = self.batch(torch.cat(portion) if len(portion) > 1 else portion[0], device)
-            yield from zip(inputs.split(sizes), labels.split(sizes), strict=True)
+    def batches(
+        self, indices: Tensor, sizes: Sequence[int], device: torch.device | str = "cpu"
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of these sizes, as `batch` gives them; small ones are gathered together, as views of one tensor."""
+        start = 0
+        for portion in _portions(sizes, MOST_TOGETHER // max(self.inputs[:1].numel(), 1)):
+            end = start + sum(portion)
+            inputs, labels = self.batch(indices[start:end], device)
+            yield from zip(inputs.split(portion), labels.split(portion), strict=True)
+            start = end
 
     def select(self, indices: NDArray[np.int64]) -> "Split":
         """A split of its own with the chosen samples."""
@@ -78,17 +82,14 @@ class Split:
         return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device), domains=domains)
 
 
-def _portions(parts: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """The first part, which may be all that is used, and the others in lists of at most so many samples, or of one."""
-    yield from ([part] for part in parts[:1])
-    portion: list[Tensor] = []
-    count = 0
-    for part in parts[1:]:
-        if portion and count + len(part) > most:
+def _portions(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
+    """In lists of at most so many samples, or of one size."""
+    portion: list[int] = []
+    for size in sizes:
+        if portion and sum(portion) + size > most:
             yield portion
-            portion, count = [], 0
-        portion.append(part)
-        count += len(part)
+            portion = []
+        portion.append(size)
     if portion:
         yield portion
 

@@ -2,7 +2,7 @@
 
 from fedbn_flwr.norm.agc import adaptive_clip, classifier_parameters, clip_gradients
 from fedbn_flwr.norm.batch import BatchNorm
-from fedbn_flwr.norm.freeze import Frozen, freeze
+from fedbn_flwr.norm.freeze import Frozen, asked_to_train, freeze
 from fedbn_flwr.norm.gather import Moments, gather, install, pool
 from fedbn_flwr.norm.group import GroupNorm
 from fedbn_flwr.norm.hybrid import HybridBatchNorm
@@ -29,6 +29,7 @@ __all__ = [
     "StaticBatchNorm",
     "adaptive_clip",
     "affine_keys",
+    "asked_to_train",
     "bn_keys",
     "bn_layers",
     "classifier_parameters",

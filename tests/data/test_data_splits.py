@@ -229,18 +229,18 @@ def test_a_pickled_split_takes_no_normalized_copy_along() -> None:
 def test_batches_one_after_another_are_what_each_is_by_itself(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedbn_flwr.data.splits.MOST_TOGETHER", most)
     split = make_data().standardized().train
-    parts = list(torch.randperm(40).split([3, 1, 7, 2, 0, 27]))
-    wanted = [split.batch(part) for part in parts]
-    got = list(split.batches(parts))
+    indices, sizes = torch.randperm(40), [3, 1, 7, 2, 0, 27]
+    wanted = [split.batch(part) for part in indices.split(sizes)]
+    got = list(split.batches(indices, sizes))
     assert len(got) == len(wanted)
     for (inputs, labels), (own_inputs, own_labels) in zip(got, wanted, strict=True):
         assert inputs.is_contiguous()
         assert torch.equal(inputs, own_inputs)
         assert torch.equal(labels, own_labels)
-    assert list(split.batches([])) == []
+    assert list(split.batches(indices[:0], [])) == []
 
 
-def test_the_first_batch_is_gathered_alone_for_who_wants_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_are_gathered_together_as_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     split, asked = make_data().train, []
     real = Split.batch
 
@@ -249,8 +249,6 @@ def test_the_first_batch_is_gathered_alone_for_who_wants_no_other(monkeypatch: p
         return real(split, indices, *place)
 
     monkeypatch.setattr(Split, "batch", noting)
-    planned = split.batches([torch.arange(size) for size in (3, 4, 5)])
-    next(planned)
-    assert asked == [3]
-    list(planned)
-    assert asked == [3, 9]
+    monkeypatch.setattr("fedbn_flwr.data.splits.MOST_TOGETHER", 9 * split.inputs[0].numel())
+    list(split.batches(torch.arange(30), [3, 4, 5, 10, 8]))
+    assert asked == [7, 5, 10, 8]

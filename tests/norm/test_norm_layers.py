@@ -25,6 +25,15 @@ def test_torchvision(model: nn.Module, layers: int, one: str) -> None:
     assert len(counter_keys(model)) == layers
 
 
+@pytest.mark.parametrize("model", [resnet18(weights=None), mobilenet_v2(weights=None), nn.BatchNorm1d(2)])
+def test_names_and_order_are_those_of_named_modules(model: nn.Module) -> None:
+    model.again = nn.ModuleList([*bn_layers(model).values(), model])
+    wanted = {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)
+    }
+    assert list(bn_layers(model).items()) == list(wanted.items())
+
+
 def test_the_keys_of_resnet18_are_those_of_its_state_dict() -> None:
     model = resnet18(weights=None)
     state = model.state_dict()
