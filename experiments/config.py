@@ -62,7 +62,9 @@ class Config:
     validation: float = option(0.0, "test on this share of the training data, held out, instead of the test data")
     threads: int = option(1, "torch threads a process: 1 gives the same bits everywhere; 0 leaves it to torch")
     workers: int = option(
-        0, "processes that share the clients; 0: one in the engine inprocess, in the engine cohort as many as pay"
+        0,
+        "processes that share the clients; 0: one in the engine inprocess, in the engine cohort as many as pay, or one "
+        "with more `threads`",
     )
     way: str = option(
         "auto",

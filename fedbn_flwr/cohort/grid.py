@@ -6,6 +6,7 @@ from functools import partial
 from logging import INFO
 from pathlib import Path
 
+import torch
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 from flwr.common import log
@@ -16,6 +17,7 @@ from fedbn_flwr.cohort.choice import STACKED, STACKED_LAST, WAYS, WORTH_COMPILIN
 from fedbn_flwr.cohort.learning import train_together
 from fedbn_flwr.cohort.room import clients_that_fit
 from fedbn_flwr.cohort.steps import CohortStep, Speaker, StackedStep
+from fedbn_flwr.cohort.threads import apart, with_threads
 from fedbn_flwr.cohort.variants import Variants, has_images
 from fedbn_flwr.inprocess import Config, identify
 from fedbn_flwr.layerwise import Exchange
@@ -23,9 +25,6 @@ from fedbn_flwr.rules import rules_for
 from fedbn_flwr.staged import Job, StagedGrid
 from fedbn_flwr.suspended import Foreseeing, Replicas
 from fedbn_flwr.wire import Instruction
-
-#: steps of a client that tell how long many take
-REHEARSED = 5
 
 
 def _attempt(job: Job) -> Hashable:
@@ -36,12 +35,6 @@ def _attempt(job: Job) -> Hashable:
 def _steps(job: Job) -> int:
     """How many of them a job has."""
     return job.client.count_steps(job.instruction)
-
-
-def _shortened(job: Job) -> Job:
-    """As much of a job as tells how long all of it takes."""
-    short = replace(job.instruction, local_steps=min(_steps(job), REHEARSED), local_epochs=1, layerwise="none")
-    return replace(job, instruction=short)
 
 
 def _kind(job: Job) -> Hashable:
@@ -84,6 +77,8 @@ class CohortGrid(StagedGrid):
         if way not in ("auto", *WAYS):
             raise ValueError(f"unknown way {way!r}; known: auto, {', '.join(WAYS)}")
         self.way, self._given_chunk, self._expected_steps = way, chunk, expected_steps
+        #: torch's while clients train; 0: as many as there are elsewhere
+        self.threads = 0
         self._kept = kept or Kept()
         #: what was chosen for each model and size of batch
         self.choices: dict[Hashable, Choice] = {}
@@ -118,7 +113,10 @@ class CohortGrid(StagedGrid):
             foreseeing = Foreseeing(structure, layerwise_mode(instruction), exchange)
             clients, received = [job.client for job in jobs], [job.received for job in jobs]
             try:
-                return train_together(clients, structure, received, instruction, foreseeing, channels_last)
+                return with_threads(
+                    self.threads,
+                    lambda: train_together(clients, structure, received, instruction, foreseeing, channels_last),
+                )
             except Exception:
                 self._apart.add(_attempt(jobs[0]))
                 raise
@@ -138,7 +136,7 @@ class CohortGrid(StagedGrid):
         return messages
 
     def rehearse(self, messages: Sequence[Message]) -> list[Message]:
-        """Replies to training messages of a few steps, in the way that is used; of this, nothing remains."""
+        """Replies to training messages, in the way that is used; of this, nothing remains."""
         known = super()._knows_clients()
         return list(self._train(dict(enumerate(messages)), rehearsal=True).values()) if known else []
 
@@ -147,7 +145,8 @@ class CohortGrid(StagedGrid):
         """How clients train, for whoever reports it."""
         ways = {found.way for found in self.choices.values()} if self.way == "auto" else {self.way}
         compiling = sum(found.compile_seconds for found in self.choices.values())
-        return {"how": ", ".join(sorted(ways)), "workers": 1, "compile-seconds": compiling}
+        threads = self.threads or torch.get_num_threads()
+        return {"how": ", ".join(sorted(ways)), "workers": 1, "threads": threads, "compile-seconds": compiling}
 
     @property
     def untouched(self) -> bool:
@@ -156,17 +155,19 @@ class CohortGrid(StagedGrid):
 
     def _train(self, messages: dict[int, Message], rehearsal: bool = False) -> dict[int, Message]:
         answers: dict[int, Message] = {}
-        for alike in self._alike(messages):
-            way, keep = self._way(alike), not rehearsal
-            jobs = [_shortened(job) for job in alike] if rehearsal else alike
-            if way in (STACKED, STACKED_LAST):
-                for chunk in self._in_chunks(jobs):
-                    answers |= self._together(chunk, way == STACKED_LAST, keep)
-                continue
-            for job in jobs:
-                self._variants.prepare(job.client, way)
-            answers |= self._in_turn(jobs, keep)
+        for jobs in self._alike(messages):
+            answers |= apart(self.threads, partial(self._train_alike, jobs, self._way(jobs), not rehearsal))
         return answers
+
+    def _train_alike(self, jobs: list[Job], way: str, keep: bool) -> dict[int, Message]:
+        answers: dict[int, Message] = {}
+        if way in (STACKED, STACKED_LAST):
+            for chunk in self._in_chunks(jobs):
+                answers |= self._together(chunk, way == STACKED_LAST, keep)
+            return answers
+        for job in jobs:
+            self._variants.prepare(job.client, way)
+        return self._in_turn(jobs, keep)
 
     def _way(self, jobs: Sequence[Job]) -> str:
         """How these are done: as was asked for, or as is the fastest."""

@@ -1,15 +1,19 @@
-"""A cohort in several processes: chosen by measurement, and equal to one process."""
+"""A cohort in several threads or processes: chosen by measurement, and equal to one of them."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from flwr.app import Message
 from safetensors.torch import load_file
 
 from experiments.engines import cohort_grid, run_in_process
 from experiments.methods import settle
 from experiments.server import run
+from fedbn_flwr import training
 from fedbn_flwr.cohort import CohortGrid, SpreadGrid, spread
 from fedbn_flwr.workers import WorkersGrid
 from tests.experiments.runs import OPTIONS
@@ -38,15 +42,94 @@ def test_two_processes_train_as_one_does(method: str, tmp_path: Path) -> None:
             torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("faster", "wanted"), [(0.0, WorkersGrid), (1e9, CohortGrid)])
-def test_processes_are_used_if_they_are_faster(
-    faster: float, wanted: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@dataclass
+class Measurements:
+    """In place of a clock: seconds that rehearsals in one thread, in several and in processes take."""
+
+    alone: float
+    threaded: float
+    processes: float
+    asked: list[str] = field(default_factory=list)
+
+    def __call__(self, grid: CohortGrid | WorkersGrid, rehearse: spread.Rehearsal) -> tuple[float, int]:
+        how = "processes" if isinstance(grid, WorkersGrid) else "threaded" if grid.threads else "alone"
+        self.asked.append(how)
+        return float(getattr(self, how)), rehearse(grid)
+
+
+@pytest.mark.parametrize(
+    ("method", "measured", "asked", "threads", "workers"),
+    [
+        ("fedbn", Measurements(9, 9, 9), "alone threaded processes", 1, 1),
+        ("fedbn", Measurements(9, 8, 7.9), "alone threaded processes", 2, 1),
+        ("fedtan", Measurements(9, 8, 5), "alone threaded processes", 1, 2),
+        ("fedtan", Measurements(9, 4.5, 1), "alone threaded", 2, 1),
+        ("fedbn", Measurements(0.01, 0, 0), "alone", 1, 1),
+    ],
+)
+def test_what_is_measured_to_be_the_fastest_is_used(
+    method: str,
+    measured: Measurements,
+    asked: str,
+    threads: int,
+    workers: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(spread, "WORTH_STARTING", 0.0)
-    monkeypatch.setattr(spread, "WORTH_HAVING", faster)
+    measured = replace(measured, asked=[])
+    monkeypatch.setattr(spread, "_seconds", measured)
+    # of 4 clients, 2 steps and 3 rounds as many rehearsals as there are rounds
+    monkeypatch.setattr(spread, "WORTH_STARTING", 0.5)
     monkeypatch.setattr("experiments.engines.count_cores", lambda: 2)
-    _, chosen = trained(tmp_path, method="fedbn", workers="0")
-    assert isinstance(chosen, wanted)
+    _, chosen = trained(tmp_path, method=method, workers="0")
+    assert measured.asked == asked.split()
+    assert isinstance(chosen, WorkersGrid if workers == 2 else CohortGrid)
+    if isinstance(chosen, CohortGrid):
+        assert chosen.choice["threads"] == threads
+
+
+@pytest.mark.parametrize("way", ["stacked", "plain"])
+@pytest.mark.parametrize("method", ["fedbn", "fedtan"])
+def test_several_threads_train_as_one_does(way: str, method: str, tmp_path: Path) -> None:
+    before, seen = torch.get_num_threads(), list[int]()
+    real = training.train
+
+    def noting(*arguments: Any) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return real(*arguments)
+
+    experiment = settle({**SMALL, "way": way, "workers": "1", "method": method})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "train", noting)
+        with cohort_grid(experiment, tmp_path / "threads") as grid:
+            assert isinstance(grid, SpreadGrid)
+            assert isinstance(grid.chosen, CohortGrid)
+            grid.chosen.threads = before + 1
+            run(grid, experiment, tmp_path / "threads")
+    one, _ = trained(tmp_path / "one", way=way, workers="1", method=method)
+    # FedTAN's plain clients answer messages, each by itself
+    assert set(seen) == {before if (way, method) == ("plain", "fedtan") else before + 1}
+    assert torch.get_num_threads() == before
+    for name, value in load_file(tmp_path / "threads" / "model.safetensors").items():
+        torch.testing.assert_close(value, one[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_rehearsed_step_leaves_nothing_behind(tmp_path: Path) -> None:
+    experiment = settle({**SMALL, "method": "fedtan", "workers": "1", "momentum": "0.9", "momentum-state": "local"})
+    rehearsed = []
+
+    class Twice(SpreadGrid):
+        def open_step(self, messages: Sequence[Message]) -> Any:
+            rehearsed.append(spread._rehearse_step(self.chosen, messages))
+            return super().open_step(messages)
+
+    with cohort_grid(experiment, tmp_path / "twice") as grid:
+        grid.__class__ = Twice
+        run(grid, experiment, tmp_path / "twice")
+    once, _ = trained(tmp_path / "once", method="fedtan", workers="1", **{"momentum": "0.9", "momentum-state": "local"})
+    assert rehearsed == [4] * len(rehearsed) != []
+    for name, value in load_file(tmp_path / "twice" / "model.safetensors").items():
+        assert torch.equal(value, once[name])
 
 
 def test_a_short_run_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
