@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedbn_flwr.client import pick_device
+from fedbn_flwr.client import BNClient, pick_device
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.cohort import CohortGrid, SpreadGrid
-from fedbn_flwr.cohort.room import keep_freed_memory
+from fedbn_flwr.cohort.room import clients_that_fit, keep_freed_memory
 from fedbn_flwr.inprocess import InProcessGrid
 from fedbn_flwr.staged import StagedGrid
 from fedbn_flwr.suspended import STEPS
@@ -26,9 +27,10 @@ from .config import Config, UsageError
 from .journal import Progress, Summary
 from .methods import Experiment
 from .node import bound_client_fn
-from .server import run
+from .server import instruction_of, run
 from .workbench import (
     expected_steps,
+    load_data,
     make_partition,
     refuse_state_dir,
     refuse_workers,
@@ -99,12 +101,21 @@ def stacked_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]
 
 def _app(experiment: Experiment, partitions: Sequence[int]) -> ClientApp:
     """What runs on each of these nodes."""
-    STEPS.make_room(len(partitions))
+    if len(partitions) > STEPS.max_steps:
+        STEPS.make_room(min(len(partitions), _steps_that_fit(experiment.config)))
     # what was imported is never garbage: to look through it for some takes a part of every round
     gc.freeze()
     # at the end it is, or libraries complain of what they find left
     atexit.register(gc.unfreeze)
     return client_app(bound_client_fn(experiment.to_mapping()))
+
+
+def _steps_that_fit(config: Config) -> int:
+    """How many clients of this process can wait in the middle of a layer-wise step; those of others are replayed."""
+    split = load_data(config).train
+    few = np.arange(min(len(split), config.batch_size))
+    client = BNClient(shared_model(config), split, indices=few, device=str(pick_device(config.device)))
+    return clients_that_fit(client, instruction_of(config)) // max(config.workers, 1)
 
 
 def spread_over(workers: int, make_grid: MakeGrid, config: Config) -> WorkersGrid:

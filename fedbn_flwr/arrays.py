@@ -81,8 +81,13 @@ def make_record(arrays: Mapping[str, Array]) -> ArrayRecord:
 def flat_record(layout: Layout, runs: Runs) -> ArrayRecord:
     """A record of a state's entries, whose runs are the record's from now on."""
     record = ArrayRecord()
-    record.__dict__["_data"] = Members(FlatArrays(layout, runs))
+    put_flat(record, FlatArrays(layout, runs))
     return record
+
+
+def put_flat(record: ArrayRecord, state: FlatArrays) -> None:
+    """Make a record one of this state, which is its own from now on."""
+    record.__dict__["_data"] = Members(state)
 
 
 def flat_of(record: ArrayRecord) -> FlatArrays | None:

@@ -8,6 +8,8 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedbn_flwr.spool import Spool
+
 
 class LocalGrid(Grid):
     """A grid whose nodes are on this machine: whoever pushes messages finds the replies in `_replies`, by their ids."""
@@ -15,6 +17,8 @@ class LocalGrid(Grid):
     def __init__(self) -> None:
         self._run = Run.create_empty(run_id=1)
         self._replies: dict[str, Message] = {}
+        #: for the replies to the latest push
+        self._spool = Spool()
         # Flower reads these when a message is created
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = self._run.run_id, SUPERLINK_NODE_ID, 0
 

@@ -16,6 +16,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.contexts import FIRST_NODE_ID as FIRST_NODE_ID
 from fedbn_flwr.contexts import Contexts
 from fedbn_flwr.grids import LocalGrid
+from fedbn_flwr.spool import Spool
 
 Config = Mapping[str, Any]
 
@@ -56,6 +57,7 @@ class InProcessGrid(LocalGrid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Deliver the messages and keep the replies."""
         messages = list(messages)
+        self._spool = Spool()
         ids = [identify(message) for message in messages]
         for message_id, reply in zip(ids, self._answer_all(messages), strict=True):
             identify(reply)
@@ -76,7 +78,7 @@ class InProcessGrid(LocalGrid):
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
         self._keep(node, context)
-        return reply
+        return self._spool.take(reply)
 
     def _lend(self, node: int) -> Context:
         """A node's context, changes to which are lost unless they are kept."""

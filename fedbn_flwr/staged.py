@@ -8,12 +8,15 @@ from flwr.app import Context, Message, MessageType
 
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp import BNClientApp, pack, unpack
+from fedbn_flwr.flat import FlatState
 from fedbn_flwr.inprocess import InProcessGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
 
 #: clients whose work is prepared together; of those with like numbers of steps a cohort makes its chunks
-_TOGETHER = 100
+TOGETHER = 100
+#: bytes of replies that wait until others are trained
+MOST_UNPACKED = 2**26
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class StagedGrid(InProcessGrid):
             place for place, message in enumerate(messages) if message.metadata.message_type == MessageType.TRAIN
         ]
         if len(training) > 1 and self._knows_clients():
-            for start in range(0, len(training), _TOGETHER):
-                answers |= self._train({place: messages[place] for place in training[start : start + _TOGETHER]})
+            for start in range(0, len(training), TOGETHER):
+                answers |= self._train({place: messages[place] for place in training[start : start + TOGETHER]})
         return [answers[place] if place in answers else self._answer(message) for place, message in enumerate(messages)]
 
     def _knows_clients(self) -> bool:
@@ -85,12 +88,18 @@ class StagedGrid(InProcessGrid):
         for job in jobs:
             try:
                 reply = job.client.train(job.received, job.instruction)
-                if _is_careful(job.client):
-                    trained.append((job, reply))
-                else:
-                    answers[job.place] = self._packed(job, reply, keep)
             except Exception as error:
                 self._failed(job, error)
+                continue
+            trained.append((job, reply))
+            # another client's tensors may be those of its model, which the next one changes
+            if not _is_careful(job.client) or _bytes(reply) * len(trained) > MOST_UNPACKED:
+                answers |= self._all_packed(trained, keep)
+                trained.clear()
+        return answers | self._all_packed(trained, keep)
+
+    def _all_packed(self, trained: Sequence[tuple[Job, Reply]], keep: bool) -> dict[int, Message]:
+        answers: dict[int, Message] = {}
         for job, reply in trained:
             try:
                 answers[job.place] = self._packed(job, reply, keep)
@@ -103,10 +112,16 @@ class StagedGrid(InProcessGrid):
         message = pack(reply, job.message, own=_is_careful(job.client))
         if keep:
             self._keep(job.node, job.context)
-        return message
+        return self._spool.take(message)
 
     def _failed(self, job: Job, error: Exception) -> None:
         """Called for a job that will be tried again, alone."""
+
+
+def _bytes(reply: Reply) -> int:
+    """Of its tensors; those of a flat state are counted without being made."""
+    states = [state.runs if isinstance(state, FlatState) else state for state in reply.records.values()]
+    return sum(values.nbytes for state in states for values in state.values())
 
 
 def _is_careful(client: BNClient) -> bool:

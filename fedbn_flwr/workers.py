@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from logging import WARNING
 from multiprocessing.connection import wait
@@ -16,6 +16,8 @@ from flwr.common.constant import ErrorCode
 from fedbn_flwr.grids import LocalGrid
 from fedbn_flwr.inprocess import FIRST_NODE_ID, identify
 from fedbn_flwr.layerwise import Answer, OrderError, Request
+from fedbn_flwr.spool import Spool
+from fedbn_flwr.staged import TOGETHER
 from fedbn_flwr.transfer import pack_answer, unpack_requests
 from fedbn_flwr.worker import GridFactory, Worker, WorkerDiedError, WorkerError
 
@@ -121,15 +123,22 @@ class WorkersGrid(LocalGrid):
         return answers
 
     def _deliver(self, shares: Mapping[Worker, Sequence[Message]]) -> None:
-        for worker, messages in shares.items():
-            worker.ask("deliver", messages)
-        waiting = set(shares)
-        while waiting:
-            for worker in cast(list[Worker], wait(cast(list[int], list(waiting)))):
-                waiting.remove(worker)
-                for message, reply in zip(shares[worker], self._answers(worker, shares[worker]), strict=True):
+        """To each worker as many of its messages as are prepared together, and the next when these are answered."""
+        self._spool = Spool()
+        ahead = {worker: [*_portions(messages)] for worker, messages in shares.items()}
+        for worker, portions in ahead.items():
+            worker.ask("deliver", portions[0])
+        while ahead:
+            for worker in cast(list[Worker], wait(cast(list[int], list(ahead)))):
+                messages = ahead[worker].pop(0)
+                replies = self._answers(worker, messages)
+                if ahead[worker]:
+                    worker.ask("deliver", ahead[worker][0])
+                else:
+                    del ahead[worker]
+                for message, reply in zip(messages, replies, strict=True):
                     _take_id(message, reply)
-                    self._replies[reply.metadata.reply_to_message_id] = reply
+                    self._replies[reply.metadata.reply_to_message_id] = self._spool.take(reply)
 
     def _answers(self, worker: Worker, messages: Sequence[Message]) -> list[Message]:
         """A worker's replies, or what is to be said for it."""
@@ -194,6 +203,11 @@ class SpreadStep:
         """Forget it."""
         with suppress(WorkerError, WorkerDiedError):
             self._ask_all("abandon", dict.fromkeys(self._shares))
+
+
+def _portions(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """Of at most so many as a worker's grid prepares together."""
+    return (messages[start : start + TOGETHER] for start in range(0, len(messages), TOGETHER))
 
 
 def _in_order(shares: Mapping[Worker, Sequence[int]], found: Mapping[Worker, Sequence[Any]]) -> list[Any]:

@@ -1,6 +1,8 @@
 """Averaging state dicts by name: exact dtypes, counters that stay counters, weights that are what they say."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -80,11 +82,11 @@ def not_finite(arrays: Mapping[str, NDArray[Any]]) -> str | None:
 
 
 def _is_finite(run: NDArray[Any]) -> bool:
-    return not is_floating(run) or all(np.isfinite(part).all() for part in _parts(run))
+    return not is_floating(run) or all(np.isfinite(run[part]).all() for part in _parts(run))
 
 
-def _parts(run: NDArray[Any]) -> list[NDArray[Any]]:
-    return [run[start : start + _PORTION] for start in range(0, len(run), _PORTION)]
+def _parts(run: NDArray[Any]) -> list[slice]:
+    return [slice(start, start + _PORTION) for start in range(0, len(run), _PORTION)]
 
 
 def _portions(arrays: Mapping[str, NDArray[Any]]) -> Iterator[list[str]]:
@@ -129,16 +131,20 @@ def _fused(names: Sequence[str], states: Sequence[Mapping[str, NDArray[Any]]], s
 
 
 def _mean_run(runs: Sequence[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:
-    """Of runs of numbers, by portions; number by number the same sums as of the arrays in them."""
-    return np.concatenate([_mean(parts, shares) for parts in zip(*map(_parts, runs), strict=True)] or [runs[0]])
+    """Of runs of numbers, by portions; number by number the same sums as of the arrays in them.
+
+    Of what is in a file, one portion of one run is in memory at a time.
+    """
+    return np.concatenate([_mean((run[part] for run in runs), shares) for part in _parts(runs[0])] or [runs[0][:]])
 
 
-def _mean(values: Sequence[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:
+def _mean(values: Iterable[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:
     """Of one array by itself."""
-    own = values[0].dtype
-    if not is_floating(values[0]):
-        return np.asarray(np.maximum.reduce(values), dtype=own)
-    total = np.zeros(values[0].shape, np.float64)
-    for value, share in zip(values, shares, strict=True):
+    ahead = iter(values)
+    first = next(ahead)
+    if not is_floating(first):
+        return np.asarray(reduce(np.maximum, ahead, first), dtype=first.dtype)
+    total = np.zeros(first.shape, np.float64)
+    for value, share in zip(chain([first], ahead), shares, strict=True):
         total += np.asarray(value, np.float64) * share
-    return np.asarray(total, dtype=own)
+    return np.asarray(total, dtype=first.dtype)

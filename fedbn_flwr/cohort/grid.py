@@ -15,16 +15,20 @@ from fedbn_flwr.client import BNClient, Reply, layerwise_mode
 from fedbn_flwr.clientapp import BNClientApp, pack
 from fedbn_flwr.cohort.choice import STACKED, STACKED_LAST, WAYS, WORTH_COMPILING, Choice, Kept, describe, measure
 from fedbn_flwr.cohort.learning import train_together
-from fedbn_flwr.cohort.room import clients_that_fit
+from fedbn_flwr.cohort.room import clients_that_fit, worth_stacking
 from fedbn_flwr.cohort.steps import CohortStep, Speaker, StackedStep
 from fedbn_flwr.cohort.threads import apart, with_threads
 from fedbn_flwr.cohort.variants import Variants, has_images
 from fedbn_flwr.inprocess import Config, identify
 from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.rules import rules_for
+from fedbn_flwr.spool import Spool
 from fedbn_flwr.staged import Job, StagedGrid
 from fedbn_flwr.suspended import Foreseeing, Replicas
 from fedbn_flwr.wire import Instruction
+
+#: clients in the middle of a step for each of those that train: of these every one also has gradients and a reply
+IN_THE_MIDDLE = 2
 
 
 def _attempt(job: Job) -> Hashable:
@@ -82,7 +86,8 @@ class CohortGrid(StagedGrid):
         self._kept = kept or Kept()
         #: what was chosen for each model and size of batch
         self.choices: dict[Hashable, Choice] = {}
-        self._chunks: dict[int, int] = {}
+        #: for how many clients with a model there is memory
+        self._room: dict[int, int] = {}
         self._apart: set[Hashable] = set()
         self._variants = Variants()
         #: models of steps that wait for an answer in the middle of a pass
@@ -96,6 +101,9 @@ class CohortGrid(StagedGrid):
             identify(message)
         jobs = [job for alike in self._alike(dict(enumerate(messages))) for job in self._in_chunks(alike)]
         if sum(map(len, jobs)) < len(messages) or any(_attempt(chunk[0]) in self._apart for chunk in jobs):
+            return None
+        if len(messages) > IN_THE_MIDDLE * self._fitting(jobs[0]):
+            self._say(f"a layer-wise step of all {len(messages)} takes more memory than there is")
             return None
         steps = [StackedStep([job.place for job in chunk], self._step_of(chunk)) for chunk in jobs]
         every = {job.place: job for chunk in jobs for job in chunk}
@@ -130,14 +138,15 @@ class CohortGrid(StagedGrid):
         """The replies to the messages, in their order."""
         for job in jobs.values():
             self._keep(job.node, job.context)
-        messages = [pack(replies[place], jobs[place].message, own=True) for place in sorted(jobs)]
+        self._spool = Spool()
+        messages = [self._spool.take(pack(replies[place], jobs[place].message, own=True)) for place in sorted(jobs)]
         for message in messages:
             identify(message)
         return messages
 
     def rehearse(self, messages: Sequence[Message]) -> list[Message]:
         """Replies to training messages, in the way that is used; of this, nothing remains."""
-        known = super()._knows_clients()
+        self._spool, known = Spool(), super()._knows_clients()
         return list(self._train(dict(enumerate(messages)), rehearsal=True).values()) if known else []
 
     @property
@@ -222,10 +231,14 @@ class CohortGrid(StagedGrid):
         """How many clients are stacked."""
         if self._given_chunk:
             return self._given_chunk
+        return min(worth_stacking(jobs[0].client.device), self._fitting(jobs))
+
+    def _fitting(self, jobs: Sequence[Job]) -> int:
+        """How many clients there is memory for."""
         client, instruction = jobs[0].client, jobs[0].instruction
-        if id(client.model) not in self._chunks:
-            self._chunks[id(client.model)] = clients_that_fit(client, instruction)
-        return self._chunks[id(client.model)]
+        if id(client.model) not in self._room:
+            self._room[id(client.model)] = clients_that_fit(client, instruction)
+        return self._room[id(client.model)]
 
     def _alike(self, messages: dict[int, Message]) -> list[list[Job]]:
         """The jobs that can be done together."""
@@ -264,7 +277,8 @@ class CohortGrid(StagedGrid):
             return {}
         for job in jobs if keep else ():
             self._keep(job.node, job.context)
-        return {job.place: pack(reply, job.message, own=True) for job, reply in zip(jobs, replies, strict=True)}
+        packed = (pack(reply, job.message, own=True) for job, reply in zip(jobs, replies, strict=True))
+        return {job.place: self._spool.take(message) for job, message in zip(jobs, packed, strict=True)}
 
     def _failed(self, job: Job, error: Exception) -> None:
         if job.client.forward is not None:

@@ -23,15 +23,18 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _COPIES = 6
 
 
+def worth_stacking(device: torch.device) -> int:
+    """How many clients."""
+    return _ENOUGH.get(device.type, _ENOUGH["cpu"])
+
+
 def clients_that_fit(client: BNClient, instruction: Instruction) -> int:
-    """A number of clients to stack, at least 1."""
-    enough = _ENOUGH.get(client.device.type, _ENOUGH["cpu"])
+    """How many clients there is memory for, at least 1."""
     try:
         needed = bytes_of_a_client(client, instruction)
     except Exception:  # a client that cannot train says so when it is its turn
-        return enough
-    fitting = int(free_memory(client.device) * _SHARE / max(needed, 1))
-    return max(1, min(enough, fitting))
+        needed = 1
+    return max(1, int(free_memory(client.device) * _SHARE / max(needed, 1)))
 
 
 def bytes_of_a_client(client: BNClient, instruction: Instruction) -> int:

@@ -16,7 +16,7 @@ class StepStore:
     """
 
     def __init__(self, max_steps: int = 16, time_to_live: float = 600.0) -> None:
-        self._max_steps, self._time_to_live = max_steps, time_to_live
+        self.max_steps, self._time_to_live = max_steps, time_to_live
         self._lock = threading.RLock()
         # In the order of their deadlines, which is the order of arrival.
         self._kept: dict[Hashable, tuple[float, SuspendedStep[Any]]] = {}
@@ -27,7 +27,7 @@ class StepStore:
 
     def make_room(self, steps: int) -> None:
         """Keep at least so many: one for each client of a process."""
-        self._max_steps = max(self._max_steps, steps)
+        self.max_steps = max(self.max_steps, steps)
 
     def keep(self, key: Hashable, step: SuspendedStep[Any]) -> None:
         """Hold the step until it is taken."""
@@ -36,7 +36,7 @@ class StepStore:
             if previous is not None and previous is not step:
                 previous.abandon()
             self._kept[key] = monotonic() + self._time_to_live, step
-            while len(self._kept) > self._max_steps:
+            while len(self._kept) > self.max_steps:
                 self._drop(next(iter(self._kept)))
             self._watch()
 

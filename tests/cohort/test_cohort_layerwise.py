@@ -86,6 +86,17 @@ def test_small_chunks(chunk: int) -> None:
     assert_same(lambda: quiet(FedTAN), grid=stacked_by(chunk), batch_size=4)
 
 
+@pytest.mark.parametrize(("fitting", "stacks"), [(2, 4), (1, 0)])
+def test_a_step_of_more_than_there_is_memory_for_is_taken_by_messages(
+    fitting: int, stacks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In which steps are replayed, and so need not all be kept."""
+    monkeypatch.setattr("fedbn_flwr.cohort.grid.clients_that_fit", lambda *_: fitting)
+    alone, together = both(lambda: quiet(FedTAN), rounds=1)
+    assert difference(alone, together) < EXACT
+    assert sum(together.watch.stacks) == stacks
+
+
 @pytest.mark.parametrize("exchange", ["fused", "paper"])
 def test_a_residual_network(exchange: str) -> None:
     def make() -> Double:

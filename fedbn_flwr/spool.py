@@ -1,0 +1,142 @@
+"""Replies that wait for the others of their round: in a file, where they are too many for the memory."""
+
+from collections.abc import ItemsView, KeysView, Mapping, ValuesView
+from functools import lru_cache
+from math import prod
+from tempfile import TemporaryFile
+from threading import Lock
+from typing import IO, Any, cast
+
+import numpy as np
+from flwr.app import ArrayRecord, Message
+from numpy.typing import NDArray
+
+from fedbn_flwr.arrays import array_records, flat_of, put_flat
+from fedbn_flwr.flat import FlatArrays, FlatState, Layout, Runs
+
+#: bytes of the replies to one push that stay in memory
+MOST_HELD = 2**28
+
+
+class Spool:
+    """Takes the replies to one push. Its file, in the system's temporary folder, is gone with the last of them."""
+
+    def __init__(self) -> None:
+        self._held = 0
+        self._file: _File | None = None
+
+    def take(self, reply: Message) -> Message:
+        """The same reply, its flat states in memory or not."""
+        if reply.has_content():
+            for record in array_records(reply.content).values():
+                self.put(record)
+        return reply
+
+    def put(self, record: ArrayRecord) -> None:
+        """Of one of its records."""
+        flat = flat_of(record)
+        if flat is not None and not isinstance(flat, FiledArrays) and not self._holds(flat):
+            put_flat(record, self._filed(flat))
+
+    def _holds(self, flat: FlatArrays) -> bool:
+        size = sum(run.nbytes for run in flat.runs.values())
+        if self._held + size > MOST_HELD:
+            return False
+        self._held += size
+        return True
+
+    def _filed(self, flat: FlatArrays) -> "FiledArrays":
+        file = self._file = self._file or _File()
+        runs: Any = {dtype: FiledRun(file, file.append(run), dtype, len(run)) for dtype, run in flat.runs.items()}
+        return FiledArrays(flat.layout, runs)
+
+
+class _File:
+    """Bytes one after another."""
+
+    def __init__(self) -> None:
+        # it is closed, and gone, with the last that is to be read from it
+        self._file: IO[bytes] = TemporaryFile()  # noqa: SIM115
+        self._lock = Lock()
+
+    def append(self, run: NDArray[Any]) -> int:
+        """Where they are."""
+        with self._lock:
+            start = self._file.seek(0, 2)
+            self._file.write(np.ascontiguousarray(run).data)
+        return start
+
+    def read(self, start: int, size: int) -> bytearray:
+        """Some of them."""
+        found = bytearray(size)
+        with self._lock:
+            self._file.seek(start)
+            self._file.readinto(found)  # type: ignore[attr-defined]  # which binary files have
+        return found
+
+
+class FiledRun:
+    """A run of numbers in a file, of which what is asked for is read each time."""
+
+    def __init__(self, file: _File, start: int, dtype: np.dtype[Any], length: int) -> None:
+        self.dtype, self.nbytes = dtype, length * dtype.itemsize
+        self._file, self._start, self._length = file, start, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        """Some of the numbers, which are the caller's."""
+        start, end, _ = part.indices(self._length)
+        size = self.dtype.itemsize
+        return np.frombuffer(self._file.read(self._start + start * size, max(end - start, 0) * size), self.dtype)
+
+    def copy(self) -> NDArray[Any]:
+        """All of them."""
+        return self[:]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process, an array."""
+        return np.asarray, (self[:],)
+
+
+class FiledArrays(FlatArrays):
+    """A state whose runs are in a file: each entry is read when it is asked for, and not kept."""
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """An entry."""
+        dtype, start, shape = _places(self.layout)[name]
+        return self.runs[dtype][start : start + prod(shape)].reshape(shape)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is such an entry."""
+        return name in _places(self.layout)
+
+    def keys(self) -> KeysView[str]:
+        """A mapping's, which ask for one entry after another; likewise the next two."""
+        return KeysView(self)
+
+    def values(self) -> ValuesView[NDArray[Any]]:
+        """The entries."""
+        return ValuesView(self)
+
+    def items(self) -> ItemsView[str, NDArray[Any]]:
+        """Names and entries."""
+        return ItemsView(self)
+
+    @property
+    def tensors(self) -> FlatState:  # it is not to be kept
+        """As tensors, in memory."""
+        return FlatArrays(self.layout, cast(Runs, {dtype: run.copy() for dtype, run in self.runs.items()})).tensors
+
+
+@lru_cache(maxsize=64)
+def _places(layout: Layout) -> Mapping[str, tuple[np.dtype[Any], int, tuple[int, ...]]]:
+    """By name, the run in which an entry is, where in it, and its shape."""
+    found = {}
+    for dtype, entries in layout.runs.items():
+        start = 0
+        for name, _, shape in entries:
+            found[name] = dtype, start, shape
+            start += prod(shape)
+    return found
