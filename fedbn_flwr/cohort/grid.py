@@ -14,13 +14,13 @@ from flwr.common import log
 from fedbn_flwr.client import BNClient, Reply, layerwise_mode
 from fedbn_flwr.clientapp import BNClientApp, pack
 from fedbn_flwr.cohort.choice import STACKED, STACKED_LAST, WAYS, WORTH_COMPILING, Choice, Kept, describe, measure
+from fedbn_flwr.cohort.crew import Crew
 from fedbn_flwr.cohort.learning import train_together
 from fedbn_flwr.cohort.room import clients_that_fit, worth_stacking
 from fedbn_flwr.cohort.steps import CohortStep, Speaker, StackedStep
-from fedbn_flwr.cohort.threads import apart, with_threads
 from fedbn_flwr.cohort.variants import Variants, has_images
 from fedbn_flwr.inprocess import Config, identify
-from fedbn_flwr.layerwise import Exchange
+from fedbn_flwr.layerwise import Exchange, own_thread
 from fedbn_flwr.rules import rules_for
 from fedbn_flwr.spool import Spool
 from fedbn_flwr.staged import Job, StagedGrid
@@ -81,8 +81,7 @@ class CohortGrid(StagedGrid):
         if way not in ("auto", *WAYS):
             raise ValueError(f"unknown way {way!r}; known: auto, {', '.join(WAYS)}")
         self.way, self._given_chunk, self._expected_steps = way, chunk, expected_steps
-        #: torch's while clients train; 0: as many as there are elsewhere
-        self.threads = 0
+        self._crew: Crew | None = None
         self._kept = kept or Kept()
         #: what was chosen for each model and size of batch
         self.choices: dict[Hashable, Choice] = {}
@@ -105,7 +104,8 @@ class CohortGrid(StagedGrid):
         if len(messages) > IN_THE_MIDDLE * self._fitting(jobs[0]):
             self._say(f"a layer-wise step of all {len(messages)} takes more memory than there is")
             return None
-        steps = [StackedStep([job.place for job in chunk], self._step_of(chunk)) for chunk in jobs]
+        make_thread = self._crew.task if self._crew else own_thread
+        steps = [StackedStep([job.place for job in chunk], self._step_of(chunk), make_thread) for chunk in jobs]
         every = {job.place: job for chunk in jobs for job in chunk}
         clients = [every[place].client for place in range(len(messages))]
         obeyed = jobs[0][0].instruction.binding_keys()
@@ -121,10 +121,7 @@ class CohortGrid(StagedGrid):
             foreseeing = Foreseeing(structure, layerwise_mode(instruction), exchange)
             clients, received = [job.client for job in jobs], [job.received for job in jobs]
             try:
-                return with_threads(
-                    self.threads,
-                    lambda: train_together(clients, structure, received, instruction, foreseeing, channels_last),
-                )
+                return train_together(clients, structure, received, instruction, foreseeing, channels_last)
             except Exception:
                 self._apart.add(_attempt(jobs[0]))
                 raise
@@ -150,6 +147,17 @@ class CohortGrid(StagedGrid):
         return list(self._train(dict(enumerate(messages)), rehearsal=True).values()) if known else []
 
     @property
+    def threads(self) -> int:
+        """Torch's while clients train; 0: as many as there are elsewhere."""
+        return self._crew.threads if self._crew else 0
+
+    @threads.setter
+    def threads(self, number: int) -> None:
+        if self._crew:
+            self._crew.close()
+        self._crew = Crew(number) if number else None
+
+    @property
     def choice(self) -> dict[str, str | int | float]:
         """How clients train, for whoever reports it."""
         ways = {found.way for found in self.choices.values()} if self.way == "auto" else {self.way}
@@ -165,7 +173,8 @@ class CohortGrid(StagedGrid):
     def _train(self, messages: dict[int, Message], rehearsal: bool = False) -> dict[int, Message]:
         answers: dict[int, Message] = {}
         for jobs in self._alike(messages):
-            answers |= apart(self.threads, partial(self._train_alike, jobs, self._way(jobs), not rehearsal))
+            train = partial(self._train_alike, jobs, self._way(jobs), not rehearsal)
+            answers |= self._crew.run(train) if self._crew else train()
         return answers
 
     def _train_alike(self, jobs: list[Job], way: str, keep: bool) -> dict[int, Message]:

@@ -23,7 +23,7 @@ from fedbn_flwr.layerwise.lockstep import lockstep
 from fedbn_flwr.layerwise.randomness import OwnRandomness
 from fedbn_flwr.layerwise.shared import shared_statistics
 from fedbn_flwr.layerwise.store import StepStore
-from fedbn_flwr.layerwise.suspend import Abandoned, Done, Step, SuspendedStep
+from fedbn_flwr.layerwise.suspend import Abandoned, Done, MakeThread, Step, SuspendedStep, own_thread
 from fedbn_flwr.layerwise.sweeps import (
     Auto,
     Corrected,
@@ -48,6 +48,7 @@ __all__ = [
     "Exchange",
     "ExchangeError",
     "Kind",
+    "MakeThread",
     "Mode",
     "Observer",
     "OrderError",
@@ -67,6 +68,7 @@ __all__ = [
     "gradients",
     "lockstep",
     "movement",
+    "own_thread",
     "pool",
     "respond",
     "settle",
