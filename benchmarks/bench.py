@@ -55,16 +55,21 @@ class Bench:
 
     def _measure(self, case: Case, shared: Sequence[Contestant]) -> None:
         """Every other engine has a new process for every case, so that its memory is known."""
-        # to FedTAN's exchanges the loop has no counterpart, so that nothing is gained by looking for its best
-        threads = self.threads if case.method.partition(":")[0] in ("fedavg", "fixbn") else [1]
-        own = [(BARE, number) for number in threads]
-        own += [(engine, 1) for engine in self.engines if engine not in (BARE, "ray")]
+        own = [(BARE, number) for number in self.threads]
+        own += [("sequential", number) for number in self._sequential_threads(case)]
+        own += [(engine, 1) for engine in self.engines if engine not in (BARE, "sequential", "ray")]
         with ExitStack() as stack:
             fresh = [stack.enter_context(Contestant(engine, number, [case])) for engine, number in own]
             rows = rows_of(case, measure(case, [*fresh, *shared], self.effort), self.peak_tflops)
         self.rows += rows
         write(self.folder / "bench.json", self.rows)
         report.progress(rows)
+
+    def _sequential_threads(self, case: Case) -> Sequence[int]:
+        """FedTAN's clients each wait in a thread of their own, which several of torch's make no faster."""
+        if "sequential" not in self.engines:
+            return []
+        return [1] if case.layerwise else self.threads
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,10 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = make_cases(options.models, options.methods, counts, options.device)
     peak, source = _peak(options.peak_tflops)
     folder = make_folder(Path(options.results_dir))
-    bench = Bench(
-        options.engines, options.ray_everywhere, _effort(options), [1] if options.quick else _threads(), peak, folder
-    )
-    about: Row = {"effort": vars(bench.effort), "bare-threads": bench.threads}
+    bench = Bench(options.engines, options.ray_everywhere, _effort(options), _threads(), peak, folder)
+    about: Row = {"effort": vars(bench.effort), "threads": bench.threads}
     about |= {"peak-tflops": peak or None, "peak-tflops-from": source}
     write(folder / "bench-machine.json", {**machine(), **about})
     bench.measure(cases)
@@ -93,7 +96,7 @@ def _effort(options: argparse.Namespace) -> Effort:
 
 
 def _threads() -> list[int]:
-    """Of the bare loops: one, and what torch takes by itself."""
+    """Of bare loops and of clients one after another: one, and what torch takes by itself."""
     return sorted({1, default_threads()})
 
 

@@ -32,6 +32,7 @@ class Case:
     local_steps: int = LOCAL_STEPS
     batch_size: int = BATCH_SIZE
     device: str = "auto"
+    threads: int = 1
 
     @property
     def dataset(self) -> str:
@@ -44,6 +45,11 @@ class Case:
     def freezes(self) -> bool:
         """Whether BN is frozen in the rounds that count."""
         return self.method.startswith("fixbn")
+
+    @property
+    def layerwise(self) -> bool:
+        """Whether clients wait for each other at every BN layer."""
+        return self.method.startswith("fedtan")
 
     @property
     def warm_up(self) -> int:
@@ -59,6 +65,7 @@ class Case:
             "local-steps": self.local_steps,
             "batch-size": self.batch_size,
             "device": self.device,
+            "threads": self.threads,
             "dataset": self.dataset,
             "partition": "iid",
             "lr": 0.01,

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -100,11 +101,11 @@ def play(engine: str, threads: int, cases: Sequence[Case], driver: Connection) -
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its processes
     logging.getLogger("flwr").setLevel(logging.ERROR)
     torch.set_num_threads(threads)
-    PLAYERS[engine](cases, Pace(driver))
+    PLAYERS[engine]([replace(case, threads=threads) for case in cases], Pace(driver))
 
 
 def describe(grid: Grid) -> Notes:
-    """What a grid tells of its choice: `how` it trains, in how many `workers`, after how many `compile-seconds`."""
+    """What a grid tells of its choice: `how` it trains, in how many `threads` and `workers`; its `compile-seconds`."""
     return dict(getattr(grid, "choice", {}))
 
 

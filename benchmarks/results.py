@@ -23,18 +23,28 @@ BARE = "bare"
 
 
 def rows_of(case: Case, results: Sequence[Measured], peak_tflops: float = 0.0) -> list[Row]:
-    """A row an engine; of the bare loops, which differ in their threads, the fastest, which is the yardstick."""
-    loops = [each for each in results if each.engine == BARE and not each.error]
-    yardstick = min(loops, key=lambda each: each.seconds, default=None)
-    others = [each for each in results if each.engine != BARE or not loops]
-    rows = [_row(case, each, yardstick) for each in ([yardstick, *others] if yardstick else others)]
-    if yardstick:
-        rows[0]["seconds-by-threads"] = {str(each.threads): each.seconds for each in loops}
-        flops = yardstick.notes.get("flops-per-round", 0)
-        for row in rows:
-            if peak_tflops and row["seconds-per-round"]:
-                row["share-of-peak"] = flops / row["seconds-per-round"] / (peak_tflops * 1e12)
+    """A row an engine, the fastest where it ran with several numbers of threads; the bare loop is the yardstick."""
+    engines = [[each for each in results if each.engine == engine] for engine in dict.fromkeys(_engines(results))]
+    best = [_fastest(each) for each in engines]
+    yardstick = next((each for each in best if each.engine == BARE and not each.error), None)
+    rows = [_row(case, each, yardstick) for each in best]
+    flops = yardstick.notes.get("flops-per-round", 0) if yardstick else 0
+    for row, runs in zip(rows, engines, strict=True):
+        if len(runs) > 1:
+            row["seconds-by-threads"] = {str(each.threads): each.seconds for each in runs if not each.error}
+        if flops and peak_tflops and row["seconds-per-round"]:
+            row["share-of-peak"] = flops / row["seconds-per-round"] / (peak_tflops * 1e12)
     return rows
+
+
+def _engines(results: Sequence[Measured]) -> list[str]:
+    """The yardstick first."""
+    return sorted((each.engine for each in results), key=lambda engine: engine != BARE)
+
+
+def _fastest(runs: Sequence[Measured]) -> Measured:
+    """Of one engine; one that failed if all did."""
+    return min((each for each in runs if not each.error), key=lambda each: each.seconds, default=runs[0])
 
 
 def write(path: Path, content: object) -> None:

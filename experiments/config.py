@@ -60,7 +60,11 @@ class Config:
     device: str = option("auto", "cpu, cuda or auto")
     init_from: str = option("", "start from this file: safetensors or a torch state dict")
     validation: float = option(0.0, "test on this share of the training data, held out, instead of the test data")
-    threads: int = option(1, "torch threads a process: 1 gives the same bits everywhere; 0 leaves it to torch")
+    threads: int = option(
+        1,
+        "torch threads a process: 1 gives the same bits everywhere (the engine cohort takes more where they pay, if "
+        "`workers` is 0); 0 leaves it to torch",
+    )
     workers: int = option(
         0,
         "processes that share the clients; 0: one in the engine inprocess, in the engine cohort as many as pay, or one "

@@ -101,8 +101,12 @@ def stacked_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]
 
 def _app(experiment: Experiment, partitions: Sequence[int]) -> ClientApp:
     """What runs on each of these nodes."""
+    config = experiment.config
+    set_threads(config)
     if len(partitions) > STEPS.max_steps:
-        STEPS.make_room(min(len(partitions), _steps_that_fit(experiment.config)))
+        # the other clients may be in other processes of this machine
+        room = _steps_that_fit(config) * len(partitions) // config.clients
+        STEPS.make_room(min(len(partitions), room))
     # what was imported is never garbage: to look through it for some takes a part of every round
     gc.freeze()
     # at the end it is, or libraries complain of what they find left
@@ -115,7 +119,7 @@ def _steps_that_fit(config: Config) -> int:
     split = load_data(config).train
     few = np.arange(min(len(split), config.batch_size))
     client = BNClient(shared_model(config), split, indices=few, device=str(pick_device(config.device)))
-    return clients_that_fit(client, instruction_of(config)) // max(config.workers, 1)
+    return clients_that_fit(client, instruction_of(config))
 
 
 def spread_over(workers: int, make_grid: MakeGrid, config: Config) -> WorkersGrid:

@@ -80,14 +80,14 @@ def make_record(arrays: Mapping[str, Array]) -> ArrayRecord:
 
 def flat_record(layout: Layout, runs: Runs) -> ArrayRecord:
     """A record of a state's entries, whose runs are the record's from now on."""
+    return record_of(FlatArrays(layout, runs))
+
+
+def record_of(state: FlatArrays) -> ArrayRecord:
+    """A record of this state, which is the record's from now on."""
     record = ArrayRecord()
-    put_flat(record, FlatArrays(layout, runs))
-    return record
-
-
-def put_flat(record: ArrayRecord, state: FlatArrays) -> None:
-    """Make a record one of this state, which is its own from now on."""
     record.__dict__["_data"] = Members(state)
+    return record
 
 
 def flat_of(record: ArrayRecord) -> FlatArrays | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -66,6 +66,10 @@ class Plan:
         """The samples of each."""
         chosen: tuple[Tensor, ...] = self.samples.split(self.sizes)
         return chosen
+
+    def first(self) -> training.Batch:
+        """The first of them by itself, for who needs no other."""
+        return next(iter(replace(self, samples=self.chosen[0], sizes=self.sizes[:1])))
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -133,7 +137,7 @@ class BNClient(NumPyClient):
         """What the first mini-batch tells of every BN layer, under corrections; without `gradients`, forward only."""
         self._load(received[wire.ARRAYS], instruction)
         self.model.train()
-        inputs, targets = next(iter(self.plan(instruction)))
+        inputs, targets = self.plan(instruction).first()
         seed = self.step_seed(instruction)
 
         def loss() -> Tensor:

@@ -72,13 +72,13 @@ class InProcessGrid(LocalGrid):
         node = message.metadata.dst_node_id
         try:
             context = self._lend(node)
-            reply = self._client_app(message, context)
+            reply = self._spool.take(self._client_app(message, context))
         except Exception as error:
             log(WARNING, "The ClientApp of node %d raised", node, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
         self._keep(node, context)
-        return self._spool.take(reply)
+        return reply
 
     def _lend(self, node: int) -> Context:
         """A node's context, changes to which are lost unless they are kept."""

@@ -1,17 +1,18 @@
 """Replies that wait for the others of their round: in a file, where they are too many for the memory."""
 
-from collections.abc import ItemsView, KeysView, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, KeysView, Mapping, ValuesView
 from functools import lru_cache
 from math import prod
 from tempfile import TemporaryFile
 from threading import Lock
 from typing import IO, Any, cast
+from weakref import WeakValueDictionary, ref
 
 import numpy as np
 from flwr.app import ArrayRecord, Message
 from numpy.typing import NDArray
 
-from fedbn_flwr.arrays import array_records, flat_of, put_flat
+from fedbn_flwr.arrays import array_records, flat_of, record_of
 from fedbn_flwr.flat import FlatArrays, FlatState, Layout, Runs
 
 #: bytes of the replies to one push that stay in memory
@@ -22,33 +23,47 @@ class Spool:
     """Takes the replies to one push. Its file, in the system's temporary folder, is gone with the last of them."""
 
     def __init__(self) -> None:
-        self._held = 0
-        self._file: _File | None = None
+        #: what stays in memory, by its id
+        self._held: WeakValueDictionary[int, NDArray[Any]] = WeakValueDictionary()
+        self._bytes = 0
+        self._file: Callable[[], _File | None] = lambda: None
 
     def take(self, reply: Message) -> Message:
         """The same reply, its flat states in memory or not."""
         if reply.has_content():
-            for record in array_records(reply.content).values():
-                self.put(record)
+            for name, record in array_records(reply.content).items():
+                if (kept := self.put(record)) is not record:
+                    reply.content[name] = kept
         return reply
 
-    def put(self, record: ArrayRecord) -> None:
-        """Of one of its records."""
+    def put(self, record: ArrayRecord) -> ArrayRecord:
+        """The same record, or one whose numbers are in the file."""
         flat = flat_of(record)
-        if flat is not None and not isinstance(flat, FiledArrays) and not self._holds(flat):
-            put_flat(record, self._filed(flat))
+        if flat is None or isinstance(flat, FiledArrays) or self._holds(flat):
+            return record
+        return record_of(self._filed(flat))
 
     def _holds(self, flat: FlatArrays) -> bool:
-        size = sum(run.nbytes for run in flat.runs.values())
-        if self._held + size > MOST_HELD:
+        """Whether it may stay in memory; of a stack, whose clients' runs are parts of one, all do or none."""
+        owners = [owner for owner in map(_owner, flat.runs.values()) if self._held.get(id(owner)) is not owner]
+        size = sum(owner.nbytes for owner in owners)
+        if self._bytes + size > MOST_HELD:
             return False
-        self._held += size
+        self._held.update({id(owner): owner for owner in owners})
+        self._bytes += size
         return True
 
     def _filed(self, flat: FlatArrays) -> "FiledArrays":
-        file = self._file = self._file or _File()
+        file = self._file()
+        if file is None:
+            file = _File()
+            self._file = ref(file)
         runs: Any = {dtype: FiledRun(file, file.append(run), dtype, len(run)) for dtype, run in flat.runs.items()}
         return FiledArrays(flat.layout, runs)
+
+
+def _owner(run: NDArray[Any]) -> NDArray[Any]:
+    return run.base if isinstance(run.base, np.ndarray) else run
 
 
 class _File:
@@ -66,12 +81,11 @@ class _File:
             self._file.write(np.ascontiguousarray(run).data)
         return start
 
-    def read(self, start: int, size: int) -> bytearray:
-        """Some of them."""
-        found = bytearray(size)
+    def read(self, start: int, found: NDArray[Any]) -> NDArray[Any]:
+        """Fill an array with some of them."""
         with self._lock:
             self._file.seek(start)
-            self._file.readinto(found)  # type: ignore[attr-defined]  # which binary files have
+            self._file.readinto(found.data)  # type: ignore[attr-defined]  # which binary files have
         return found
 
 
@@ -88,8 +102,8 @@ class FiledRun:
     def __getitem__(self, part: slice) -> NDArray[Any]:
         """Some of the numbers, which are the caller's."""
         start, end, _ = part.indices(self._length)
-        size = self.dtype.itemsize
-        return np.frombuffer(self._file.read(self._start + start * size, max(end - start, 0) * size), self.dtype)
+        found = np.empty(max(end - start, 0), self.dtype)
+        return self._file.read(self._start + start * self.dtype.itemsize, found)
 
     def copy(self) -> NDArray[Any]:
         """All of them."""

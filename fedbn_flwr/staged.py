@@ -109,10 +109,10 @@ class StagedGrid(InProcessGrid):
 
     def _packed(self, job: Job, reply: Reply, keep: bool) -> Message:
         """The answer; only now what the node has stored counts."""
-        message = pack(reply, job.message, own=_is_careful(job.client))
+        message = self._spool.take(pack(reply, job.message, own=_is_careful(job.client)))
         if keep:
             self._keep(job.node, job.context)
-        return self._spool.take(message)
+        return message
 
     def _failed(self, job: Job, error: Exception) -> None:
         """Called for a job that will be tried again, alone."""

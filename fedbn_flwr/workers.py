@@ -27,7 +27,8 @@ class WorkersGrid(LocalGrid):
 
     `make_grid` is given partitions, and makes the grid of their nodes inside a worker: it must be picklable, and the
     grid's node of partition p have the id `FIRST_NODE_ID + p`. A node stays with its worker, where its `Context` is.
-    When a worker dies, its messages are answered by errors, and it is started anew with contexts that are empty.
+    When a worker dies, the messages that it has are answered by errors, and it is started anew with contexts that are
+    empty; it has at most `TOGETHER` of a push at a time.
 
     Workers start, import and make their grids while the caller goes on; the first messages wait for them. Close the
     grid, or use it as a context manager, and no process is left.
@@ -195,8 +196,9 @@ class SpreadStep:
     def replies(self) -> list[Message]:
         """What the nodes reply at the end."""
         replies: list[Message] = _in_order(self._shares, self._ask_all("replies", dict.fromkeys(self._shares)))
+        spool = Spool()
         for message, reply in zip(self._messages, replies, strict=True):
-            _take_id(message, reply)
+            _take_id(message, spool.take(reply))
         return replies
 
     def abandon(self) -> None:

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from experiments.engines import cohort_grid, sequential_grid, spread_over
+from experiments.engines import MakeGrid, cohort_grid, sequential_grid, spread_over, stacked_grid
 from experiments.methods import settle
 from experiments.server import run
 from fedbn_flwr import spool, staged, state
 from fedbn_flwr.arrays import flat_of
-from fedbn_flwr.flat import FlatArrays
+from fedbn_flwr.flat import FlatArrays, FlatState
 from fedbn_flwr.spool import FiledArrays, Spool
 from strategies.average import average, not_finite
 from tests.experiments.runs import OPTIONS
@@ -34,8 +34,8 @@ def open_files() -> set[str]:
 def filed(values: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> FlatArrays:
     monkeypatch.setattr(spool, "MOST_HELD", 0)
     record = state.to_record(values)
-    Spool().put(record)
-    found = flat_of(record)
+    found = flat_of(Spool().put(record))
+    assert type(flat_of(record)) is FlatArrays
     assert isinstance(found, FiledArrays)
     return found
 
@@ -82,10 +82,17 @@ def test_the_first_stay_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spool, "MOST_HELD", 100)
     taking = Spool()
     records = [state.to_record({"weight": torch.ones(10)}) for _ in range(4)]
-    for record in records:
-        taking.put(record)
-    kinds = [type(flat_of(record)) for record in records]
+    kinds = [type(flat_of(taking.put(record))) for record in records]
     assert kinds == [FlatArrays, FlatArrays, FiledArrays, FiledArrays]
+
+
+def test_of_a_stack_all_stay_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "MOST_HELD", 200)
+    taking = Spool()
+    stacks = [FlatState.copies_of({"weight": torch.ones(4, 10)}, 4) for _ in range(2)]
+    records = [state.give(own) for stack in stacks for own in stack]
+    kinds = [type(flat_of(taking.put(record))) for record in records]
+    assert kinds == [FlatArrays] * 4 + [FiledArrays] * 4
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
@@ -103,7 +110,8 @@ def test_the_file_goes_with_the_last_reply(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("engine", "method"), [*product(("sequential", "cohort"), METHODS), ("workers", "fedavg"), ("workers", "fedbn")]
+    ("engine", "method"),
+    [*product(("sequential", "cohort"), METHODS), ("workers", "fedbn"), ("stacked workers", "fedtan")],
 )
 def test_a_run_has_the_same_bits(engine: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = settle({**OPTIONS, "method": method, "clients": "5", "way": "stacked", "workers": "1"})
@@ -117,13 +125,15 @@ def test_a_run_has_the_same_bits(engine: str, method: str, tmp_path: Path, monke
     monkeypatch.setattr(Spool, "_filed", noting)
 
     def trained(folder: Path) -> dict[str, torch.Tensor]:
-        make_grid = partial(sequential_grid, experiment, folder)
+        make_grid: MakeGrid = partial(sequential_grid, experiment, folder)
         if engine == "sequential":
             run(make_grid(range(5)), experiment, folder)
         elif engine == "cohort":
             with cohort_grid(experiment, folder) as grid:
                 run(grid, experiment, folder)
         else:
+            if engine == "stacked workers":
+                make_grid = partial(stacked_grid, experiment, folder)
             with spread_over(2, make_grid, experiment.config) as grid:
                 run(grid, experiment, folder)
         return load_file(folder / "model.safetensors")

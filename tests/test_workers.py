@@ -207,6 +207,16 @@ def test_a_worker_that_dies_is_an_error_of_its_nodes_and_starts_anew(
     assert grid.process_ids[1] == before[1]
 
 
+def test_of_a_long_push_only_what_a_worker_has_is_lost_with_it(
+    grid: WorkersGrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedbn_flwr.workers.TOGETHER", 1)
+    replies = send(grid, "hello", "hello", "die", "hello", "hello")
+    assert [reply.has_error() for reply in replies] == [False, False, True, False, False]
+    # the first node's state is lost all the same
+    assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))] == [1, 2, 1, 2, 2]
+
+
 def test_an_idle_worker_that_was_killed_is_noticed_with_the_next_message(grid: WorkersGrid) -> None:
     send(grid, *["hello"] * 5)
     os.kill(grid.process_ids[1], signal.SIGKILL)

@@ -10,10 +10,14 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import _functorch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.norm import bn_layers
+
+try:
+    from torch._C import _functorch
+except ImportError:  # private: some version of torch may not have it
+    _functorch = None  # type: ignore[assignment]
 
 
 @dataclass
@@ -56,12 +60,20 @@ def _in_a_row(value: Tensor | None, level: int) -> Tensor | None:
 class Beside:
     """The BN layers of a model that do what torch's do; `momentum=None` counts the steps of every client."""
 
+    #: what is needed of torch
+    NEEDED = ("maybe_current_level", "_unwrap_batched", "_add_batch_dim")
+
     def __init__(self, model: nn.Module) -> None:
         self._layers = [
             layer
             for layer in bn_layers(model).values()
-            if type(layer).forward is _BatchNorm.forward and layer.momentum is not None
+            if type(layer).forward is _BatchNorm.forward and layer.momentum is not None and self.known()
         ]
+
+    @classmethod
+    def known(cls) -> bool:
+        """Whether torch has it; without, `vmap` does what it does by itself."""
+        return all(hasattr(_functorch, name) for name in cls.NEEDED)
 
     @contextmanager
     def used(self) -> Iterator[None]:

@@ -4,10 +4,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from logging import ERROR
 from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
+from flwr.common import log
 
 T = TypeVar("T")
 #: what a thread is told
@@ -20,7 +22,7 @@ class Crew:
     OpenMP has helpers for every thread that it serves, and keeps them for as long as that lives. A new thread's take a
     while to find processors of their own. And once all threads and helpers are more than the processors, helpers fall
     asleep after each operation, and to wake them up takes longer than they save. So the crew's threads are kept, as few
-    as work at the same time, and the caller's own has no helpers.
+    as work, or wait in the middle of their work, at the same time; and the caller's own needs no helpers.
     """
 
     def __init__(self, threads: int) -> None:
@@ -41,7 +43,11 @@ class Crew:
 
         task = self.task(keep_outcome)
         task.start()
-        task.join()
+        try:
+            task.join()
+        except BaseException:  # an interrupted caller must not go on beside its own work
+            task.join()
+            raise
         return outcome.result()
 
     def task(self, work: _Work) -> "Task":
@@ -71,6 +77,8 @@ class Task:
 
     def start(self) -> None:
         """Begin."""
+        # the number is the process's for threads that are yet to come: another task may have changed it by then
+        self._before = torch.get_num_threads()
         self._lane = self._find_lane()
         self._lane.free.clear()
         self._lane.work.put(self._run)
@@ -80,13 +88,12 @@ class Task:
         self._done.wait(timeout)
 
     def _run(self) -> None:
-        before = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
             self._work()
         finally:
             del self._work
-            torch.set_num_threads(before)
+            torch.set_num_threads(self._before)
             assert self._lane
             self._lane.free.set()
             self._done.set()
@@ -106,7 +113,10 @@ class _Lane:
 
 def _serve(asked: "SimpleQueue[_Work | None]") -> None:
     while (work := asked.get()) is not None:
-        work()
+        try:
+            work()
+        except BaseException as error:
+            log(ERROR, "A thread's work failed", exc_info=error)
         del work  # with all that it refers to
 
 

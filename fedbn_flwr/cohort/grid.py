@@ -27,7 +27,8 @@ from fedbn_flwr.staged import Job, StagedGrid
 from fedbn_flwr.suspended import Foreseeing, Replicas
 from fedbn_flwr.wire import Instruction
 
-#: clients in the middle of a step for each of those that train: of these every one also has gradients and a reply
+#: how many clients wait in the middle of a step where there is memory for one that trains: they have no reply yet, and
+#: most of them no gradients
 IN_THE_MIDDLE = 2
 
 
@@ -81,6 +82,7 @@ class CohortGrid(StagedGrid):
         if way not in ("auto", *WAYS):
             raise ValueError(f"unknown way {way!r}; known: auto, {', '.join(WAYS)}")
         self.way, self._given_chunk, self._expected_steps = way, chunk, expected_steps
+        self._num_nodes = num_nodes
         self._crew: Crew | None = None
         self._kept = kept or Kept()
         #: what was chosen for each model and size of batch
@@ -133,10 +135,10 @@ class CohortGrid(StagedGrid):
 
     def _close(self, jobs: Mapping[int, Job], replies: Mapping[int, Reply]) -> list[Message]:
         """The replies to the messages, in their order."""
-        for job in jobs.values():
-            self._keep(job.node, job.context)
         self._spool = Spool()
         messages = [self._spool.take(pack(replies[place], jobs[place].message, own=True)) for place in sorted(jobs)]
+        for job in jobs.values():
+            self._keep(job.node, job.context)
         for message in messages:
             identify(message)
         return messages
@@ -246,7 +248,9 @@ class CohortGrid(StagedGrid):
         """How many clients there is memory for."""
         client, instruction = jobs[0].client, jobs[0].instruction
         if id(client.model) not in self._room:
-            self._room[id(client.model)] = clients_that_fit(client, instruction)
+            # the other nodes may be in other processes of this machine
+            share = len(self._contexts) / self._num_nodes
+            self._room[id(client.model)] = max(int(clients_that_fit(client, instruction) * share), 1)
         return self._room[id(client.model)]
 
     def _alike(self, messages: dict[int, Message]) -> list[list[Job]]:
@@ -284,10 +288,11 @@ class CohortGrid(StagedGrid):
             self._apart.add(attempt)
             self._say(f"{type(error).__name__}: {error}")
             return {}
+        packed = (pack(reply, job.message, own=True) for job, reply in zip(jobs, replies, strict=True))
+        answers = {job.place: self._spool.take(message) for job, message in zip(jobs, packed, strict=True)}
         for job in jobs if keep else ():
             self._keep(job.node, job.context)
-        packed = (pack(reply, job.message, own=True) for job, reply in zip(jobs, replies, strict=True))
-        return {job.place: self._spool.take(message) for job, message in zip(jobs, packed, strict=True)}
+        return answers
 
     def _failed(self, job: Job, error: Exception) -> None:
         if job.client.forward is not None:

@@ -46,7 +46,7 @@ def bytes_of_a_client(client: BNClient, instruction: Instruction) -> int:
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    batch: training.Batch = next(iter(client.plan(instruction)))
+    batch: training.Batch = client.plan(instruction).first()
     with OwnRandomness(0).drawing(), torch.autograd.graph.saved_tensors_hooks(keep, _unchanged):
         training.batch_loss(client.model, batch, instruction, client.loss_function)
     # a backward pass needs about as much again

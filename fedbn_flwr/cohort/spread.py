@@ -57,6 +57,7 @@ class SpreadGrid(PassingGrid):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._here.threads = 0
         if isinstance(self.chosen, WorkersGrid):
             self.chosen.close()
 
@@ -93,43 +94,47 @@ class SpreadGrid(PassingGrid):
     def _decide(self, messages: Sequence[Message], rehearse: Rehearsal) -> None:
         if self._decided or len(messages) < 2 or not messages[0].metadata.message_type.startswith("train"):
             return
-        self._decided = True
         if self._processors < 2 or not self._here.untouched:
+            self._decided = True
             return
         alone, clients = _seconds(self._here, rehearse)
+        # what cannot be taken together is tried again as messages
+        self._decided = clients > 0
         steps = clients * _rehearsed_steps(_instruction(messages[0]))
         rounds = self._expected_steps / max(steps, 1)
         ideal = alone / self._processors
         if not clients or (alone - ideal) * rounds < WORTH_STARTING:
             return
-        self.measured["one thread"] = alone
-        here = self._try_threads(rehearse, alone)
+        self.measured["at first"] = alone
+        here = self._try_threads(rehearse, alone, clients)
         if (here - ideal) * rounds >= WORTH_STARTING:
-            self._try_processes(rehearse, here / WORTH_HAVING)
+            self._try_processes(rehearse, here / WORTH_HAVING, clients)
         log(INFO, "Seconds that a few steps of all clients take: %s", self.measured)
 
-    def _try_threads(self, rehearse: Rehearsal, alone: float) -> float:
+    def _try_threads(self, rehearse: Rehearsal, alone: float, clients: int) -> float:
         """Keep them if they are worth it; returns the seconds of what is used now."""
         if torch.get_num_threads() >= self._processors:
             return alone
         self._here.threads = self._processors
-        threaded, _ = _seconds(self._here, rehearse)
-        self.measured[f"{self._processors} threads"] = threaded
-        if threaded * WORTH_THREADS < alone:
-            return threaded
+        threaded, answered = _seconds(self._here, rehearse)
+        if answered == clients:
+            self.measured[f"{self._processors} threads"] = threaded
+            if threaded * WORTH_THREADS < alone:
+                return threaded
         self._here.threads = 0
         return alone
 
-    def _try_processes(self, rehearse: Rehearsal, limit: float) -> None:
+    def _try_processes(self, rehearse: Rehearsal, limit: float, clients: int) -> None:
         """Use them if they take less than so many seconds."""
         spread = self._make_workers(self._processors)
         try:
-            together, _ = _seconds(spread, rehearse)
+            together, answered = _seconds(spread, rehearse)
         except BaseException:
             spread.close()
             raise
-        self.measured[f"{self._processors} processes"] = together
-        if together < limit:
+        if answered == clients:
+            self.measured[f"{self._processors} processes"] = together
+        if answered == clients and together < limit:
             self._here.threads = 0
             spread.set_run(self._here.run)
             self._grid = spread
@@ -138,11 +143,12 @@ class SpreadGrid(PassingGrid):
 
 
 def _seconds(grid: CohortGrid | WorkersGrid, rehearse: Rehearsal) -> tuple[float, int]:
-    """How long it takes how many clients: at their fastest, once everything is warm."""
+    """How long it takes how many clients: at their fastest, once everything is warm; 0 of them if some failed."""
     clients, seconds = rehearse(grid), list[float]()
     while len(seconds) < _REPETITIONS or sum(seconds) < _ENOUGH:
         started = perf_counter()
-        rehearse(grid)
+        if not clients or rehearse(grid) < clients:
+            return 0.0, 0
         seconds.append(perf_counter() - started)
     return min(seconds), clients
 
@@ -160,7 +166,8 @@ def _rehearse_step(grid: CohortGrid | WorkersGrid, messages: Sequence[Message]) 
         said = step.advance()
         while said:
             said = step.advance(respond(said, [1.0] * len(said)))
-    except Exception:  # it is met again, and reported, by whoever takes the step in earnest
+    except Exception as error:  # whoever takes the step in earnest will find that it cannot be opened
+        log(INFO, "The nodes' common step failed, it is taken by messages: %s", error)
         return 0
     finally:
         step.abandon()
@@ -177,7 +184,7 @@ def _shortened(message: Message, **changes: Any) -> Message:
 
 
 def _rehearsed_steps(instruction: Instruction) -> int:
-    """That many of each client."""
+    """That many of each client, also where an epoch has fewer."""
     return min(instruction.local_steps or REHEARSED, REHEARSED)
 
 

@@ -85,11 +85,13 @@ class Split:
 def _portions(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
     """In lists of at most so many samples, or of one size."""
     portion: list[int] = []
+    count = 0
     for size in sizes:
-        if portion and sum(portion) + size > most:
+        if portion and count + size > most:
             yield portion
-            portion = []
+            portion, count = [], 0
         portion.append(size)
+        count += size
     if portion:
         yield portion
 

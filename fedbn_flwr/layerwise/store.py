@@ -11,8 +11,9 @@ from fedbn_flwr.layerwise.suspend import SuspendedStep
 class StepStore:
     """Keeps at most `max_steps` suspended steps, each at most `time_to_live` seconds.
 
-    Only ever a cache: a step that is not there is replayed from its log. Beyond the bounds the oldest step is
-    abandoned, and so is a step in whose place another is kept.
+    Only ever a cache: a step that is not there is replayed from its log. A step for which there is no room is
+    abandoned: clients take turns, and if the oldest were, none would be there at its next turn. So is a step that is
+    too old, and one in whose place another is kept.
     """
 
     def __init__(self, max_steps: int = 16, time_to_live: float = 600.0) -> None:
@@ -35,9 +36,10 @@ class StepStore:
             previous = self.take(key)
             if previous is not None and previous is not step:
                 previous.abandon()
+            if len(self._kept) >= self.max_steps:
+                step.abandon()
+                return
             self._kept[key] = monotonic() + self._time_to_live, step
-            while len(self._kept) > self.max_steps:
-                self._drop(next(iter(self._kept)))
             self._watch()
 
     def take(self, key: Hashable) -> SuspendedStep[Any] | None:

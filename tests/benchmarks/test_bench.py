@@ -138,10 +138,15 @@ def test_ratios_are_those_of_turns() -> None:
     fast = Measured("bare", 1, turns=[[2.0, 2.0], [6.0], [2.0]], notes={"flops-per-round": 8e12})
     slow = Measured("bare", 2, turns=[[9.0]])
     other = Measured("cohort", 1, turns=[[4.0], [12.0, 12.0, 12.0], [6.0]])
-    bare, cohort = rows_of(TINY, [fast, slow, other], peak_tflops=8.0)
+    one, two = Measured("sequential", 1, turns=[[3.0]] * 3), Measured("sequential", 2, turns=[[2.5]] * 3)
+    failed = Measured("sequential", 3, error="no")
+    bare, sequential, cohort = rows_of(TINY, [one, slow, fast, failed, two, other], peak_tflops=8.0)
     assert bare["threads"] == 1
     assert bare["seconds-by-threads"] == {"1": 2.0, "2": 9.0}
+    assert (sequential["threads"], sequential["ratio"]) == (2, 1.25)
+    assert sequential["seconds-by-threads"] == {"1": 3.0, "2": 2.5}
     assert cohort["seconds-per-round"] == 6.0
+    assert "seconds-by-threads" not in cohort
     assert (cohort["ratio"], cohort["ratio-range"]) == (2.0, [2.0, 3.0])
     # 8 teraflop in 2 s, and in 6 s, of 8 teraflop a second
     assert (bare["share-of-peak"], cohort["share-of-peak"]) == pytest.approx((1 / 2, 1 / 6))

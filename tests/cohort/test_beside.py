@@ -41,6 +41,18 @@ class OfAConstant(nn.Module):
         return found
 
 
+class Twice(nn.Module):
+    """One layer, used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.before, self.after = nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.after(self.layer(self.before(self.layer(inputs)).relu()))
+        return found
+
+
 def images(layer: nn.Module, dims: int = 2) -> tuple[nn.Module, Tensor]:
     convolution = nn.Conv2d(1, 4, 3) if dims == 2 else nn.Conv3d(1, 4, 3)
     net = Net(convolution, layer, nn.Sequential(nn.Flatten(), nn.Linear(4 * 2**dims, CLASSES)))
@@ -61,6 +73,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "without affine": lambda: images(nn.BatchNorm2d(4, affine=False)),
     "without statistics": lambda: images(nn.BatchNorm2d(4, track_running_stats=False)),
     "another momentum and eps": lambda: images(nn.BatchNorm2d(4, momentum=0.3, eps=0.1)),
+    "used twice": lambda: (Twice(), torch.randn(CLIENTS, SIZE, 4)),
     "of a constant": lambda: (OfAConstant(), torch.randn(CLIENTS, SIZE, 3)),
 }
 MODES = ("training", "frozen", "statistics no more tracked")
@@ -111,6 +124,8 @@ def test_some_clients_move_only_their_own_statistics() -> None:
     kept = dict(stack.named_buffers())
     assert kept["layer.num_batches_tracked"].tolist() == [2, 1, 0]
     assert kept["layer.running_mean"].abs().sum(1).gt(0).tolist() == [True, True, False]
+    stack.losses(slice(1, 3), (inputs[1:], targets), F.cross_entropy)
+    assert dict(stack.named_buffers())["layer.num_batches_tracked"].tolist() == [2, 2, 1]
 
 
 def channels_normalized(model: nn.Module, inputs: Tensor) -> list[int]:
@@ -129,6 +144,11 @@ def channels_normalized(model: nn.Module, inputs: Tensor) -> list[int]:
 
 def test_all_clients_are_in_one_call() -> None:
     assert channels_normalized(*images(nn.BatchNorm2d(4))) == [4 * CLIENTS]
+
+
+def test_a_torch_without_what_is_needed_does_it_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedbn_flwr.cohort.beside._functorch", None)
+    assert channels_normalized(*images(nn.BatchNorm2d(4))) == [4]
 
 
 def test_other_layers_and_other_stand_ins_are_left_alone() -> None:

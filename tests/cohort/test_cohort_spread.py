@@ -81,11 +81,17 @@ def test_what_is_measured_to_be_the_fastest_is_used(
     # of 4 clients, 2 steps and 3 rounds as many rehearsals as there are rounds
     monkeypatch.setattr(spread, "WORTH_STARTING", 0.5)
     monkeypatch.setattr("experiments.engines.count_cores", lambda: 2)
+    choices, leave = list[dict[str, Any]](), SpreadGrid.__exit__
+
+    def noting(grid: SpreadGrid, *error: Any) -> None:
+        choices.append(grid.choice)
+        leave(grid, *error)
+
+    monkeypatch.setattr(SpreadGrid, "__exit__", noting)
     _, chosen = trained(tmp_path, method=method, workers="0")
     assert measured.asked == asked.split()
     assert isinstance(chosen, WorkersGrid if workers == 2 else CohortGrid)
-    if isinstance(chosen, CohortGrid):
-        assert chosen.choice["threads"] == threads
+    assert choices == [{"how": "stacked", "workers": workers, "threads": threads, "compile-seconds": 0}]
 
 
 @pytest.mark.parametrize("way", ["stacked", "plain"])
@@ -132,8 +138,62 @@ def test_a_rehearsed_step_leaves_nothing_behind(tmp_path: Path) -> None:
         assert torch.equal(value, once[name])
 
 
+@pytest.mark.parametrize("failing", ["threads", "processes"])
+def test_what_not_all_can_do_is_not_used_however_fast(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearse = CohortGrid.rehearse
+
+    def some(grid: CohortGrid, messages: Sequence[Message]) -> list[Message]:
+        return rehearse(grid, messages)[: 1 if grid.threads else None]
+
+    if failing == "threads":
+        monkeypatch.setattr(CohortGrid, "rehearse", some)
+    monkeypatch.setattr(WorkersGrid, "rehearse", lambda grid, messages: [])
+    for name, value in {"WORTH_STARTING": 0.0, "WORTH_THREADS": 0.0, "WORTH_HAVING": 1e-9, "_ENOUGH": 0.0}.items():
+        monkeypatch.setattr(spread, name, value)
+    monkeypatch.setattr("experiments.engines.count_cores", lambda: 2)
+    experiment = settle({**SMALL, "method": "fedavg", "workers": "0"})
+    with cohort_grid(experiment, tmp_path) as grid:
+        run(grid, experiment, tmp_path)
+        assert isinstance(grid, SpreadGrid)
+        assert isinstance(grid.chosen, CohortGrid)
+        assert grid.chosen.threads == (0 if failing == "threads" else 2)
+        assert list(grid.measured) == (["at first"] if failing == "threads" else ["at first", "2 threads"])
+
+
+def test_a_step_that_cannot_be_taken_together_is_decided_on_as_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, real = list[str](), spread._seconds
+
+    def noting(grid: CohortGrid | WorkersGrid, rehearse: Any) -> tuple[float, int]:
+        asked.append(rehearse.func.__name__)
+        return real(grid, rehearse)
+
+    monkeypatch.setattr(spread, "_seconds", noting)
+    monkeypatch.setattr("experiments.engines.count_cores", lambda: 2)
+    trained(tmp_path, method="fedtan", workers="0", way="plain", rounds="2")
+    assert asked == ["_rehearse_step", "_rehearse"]
+
+
 def test_a_short_run_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("experiments.engines.count_cores", lambda: 2)
     monkeypatch.setattr("experiments.engines.spread_over", lambda *_, **__: pytest.fail("a process was started"))
     _, chosen = trained(tmp_path, workers="0")
     assert isinstance(chosen, CohortGrid)
+
+
+def test_a_rehearsal_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    monkeypatch.setattr(spread, "log", lambda level, text, *values: said.append(text % values))
+    monkeypatch.setattr("experiments.engines.count_cores", lambda: 2)
+    experiment = settle({**SMALL, "method": "fedtan", "workers": "0"})
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr("fedbn_flwr.cohort.grid.train_together", fail)
+    with cohort_grid(experiment, tmp_path) as grid:
+        run(grid, experiment, tmp_path)
+    assert said[0] == "The nodes' common step failed, it is taken by messages: no such thing"

@@ -55,6 +55,21 @@ def test_work_that_waits_has_its_thread_and_other_work_another() -> None:
     assert crew.run(where)[0] == waiting.ident
 
 
+def test_of_two_that_overlap_nothing_remains() -> None:
+    crew, go, before = Crew(THREADS), threading.Event(), torch.get_num_threads()
+    waiting = crew.task(go.wait)
+    waiting.start()
+    assert crew.run(where)[1] == THREADS
+    go.set()
+    waiting.join()
+    seen = list[int]()
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert seen == [before]
+    assert torch.get_num_threads() == before
+
+
 def test_threads_end_with_the_crew() -> None:
     crew = Crew(THREADS)
     thread = crew.run(threading.current_thread)

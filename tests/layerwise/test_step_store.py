@@ -55,14 +55,28 @@ def test_what_is_taken_is_the_callers() -> None:
     step.abandon()
 
 
-def test_the_oldest_is_abandoned_when_there_are_too_many() -> None:
+def test_the_newest_is_abandoned_when_there_are_too_many() -> None:
     store, steps = StepStore(max_steps=2), [suspended() for _ in range(3)]
     for key, step in enumerate(steps):
         store.keep(key, step)
-    assert [is_abandoned(step) for step in steps] == [True, False, False]
-    assert store.take(0) is None
+    assert [is_abandoned(step) for step in steps] == [False, False, True]
+    assert store.take(2) is None
     store.clear()
     assert [is_abandoned(step) for step in steps] == [True, True, True]
+
+
+def test_of_clients_that_take_turns_as_many_are_there_as_there_is_room_for() -> None:
+    store = StepStore(max_steps=2)
+    for _ in range(3):
+        there = [store.take(key) for key in range(4)]
+        for key, step in enumerate(there):
+            store.keep(key, step or suspended())
+    found = [store.take(key) for key in range(4)]
+    assert [step is not None for step in found] == [True, True, False, False]
+    for step in found:
+        if step:
+            step.abandon()
+    store.clear()
 
 
 def test_another_step_under_the_same_key_takes_the_place() -> None:
