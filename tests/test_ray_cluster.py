@@ -69,8 +69,7 @@ def running() -> Iterator[tuple[str, Path]]:
     assert processes_with(FOLDER, str(folder)) == [], "Ray left processes behind"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedbn", "scaffold:fraction-train=0.5"])
+@pytest.mark.parametrize("method", ["fedbn", pytest.param("scaffold:fraction-train=0.5", marks=pytest.mark.slow)])
 def test_clients_run_on_all_nodes_and_give_the_bits_of_one_process(
     method: str, running: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
