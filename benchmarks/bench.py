@@ -21,7 +21,7 @@ from .results import BARE, Row, machine, rows_of, write
 MOST_ON_RAY = 100
 QUICK_CLIENTS = 10
 EFFORT = Effort(repetitions=7, seconds=30.0, most_rounds=20)
-QUICK_EFFORT = Effort(repetitions=3, seconds=1.2, most_rounds=10)
+QUICK_EFFORT = Effort(repetitions=3, seconds=1.0, most_rounds=10)
 #: side of the matrices by which a GPU's peak is measured
 SIDE = 8192
 
@@ -55,8 +55,11 @@ class Bench:
 
     def _measure(self, case: Case, shared: Sequence[Contestant]) -> None:
         """Every other engine has a new process for every case, so that its memory is known."""
-        own = [(BARE, number) for number in self.threads]
-        own += [("sequential", number) for number in self._sequential_threads(case)]
+        # FedTAN's clients each wait in a thread of their own, which several of torch's make no faster, and to their
+        # exchanges the loop has no counterpart
+        threads = [1] if case.layerwise else self.threads
+        own = [(BARE, number) for number in threads]
+        own += [("sequential", number) for number in threads if "sequential" in self.engines]
         own += [(engine, 1) for engine in self.engines if engine not in (BARE, "sequential", "ray")]
         with ExitStack() as stack:
             fresh = [stack.enter_context(Contestant(engine, number, [case])) for engine, number in own]
@@ -64,12 +67,6 @@ class Bench:
         self.rows += rows
         write(self.folder / "bench.json", self.rows)
         report.progress(rows)
-
-    def _sequential_threads(self, case: Case) -> Sequence[int]:
-        """FedTAN's clients each wait in a thread of their own, which several of torch's make no faster."""
-        if "sequential" not in self.engines:
-            return []
-        return [1] if case.layerwise else self.threads
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,9 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--methods", type=_words, default=list(METHODS), help=f"comma-separated [{','.join(METHODS)}]")
     parser.add_argument("--clients", type=_numbers, help="comma-separated [10,100,1000; quick: 10]")
     parser.add_argument("--repetitions", type=int, default=0, help="turns of every engine [7; quick: 3]")
-    parser.add_argument(
-        "--seconds", type=float, default=0.0, help="of timed rounds an engine and case [30; quick: 1.2]"
-    )
+    parser.add_argument("--seconds", type=float, default=0.0, help="of timed rounds an engine and case [30; quick: 1]")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto [auto]")
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="of the device; measured on a GPU if not given")
     parser.add_argument("--ray-everywhere", action="store_true", help=f"Ray also above {MOST_ON_RAY} clients")

@@ -86,23 +86,40 @@ class Contestant:
 
     def ready(self) -> None:
         """Wait until the first round of a case could begin."""
-        self._answer("ready")
+        with self._awake():
+            self._answer("ready")
 
     def run(self, rounds: int) -> list[float]:
         """The seconds of so many rounds."""
-        self._send("run", rounds)
-        return list(self._answer("ran"))
+        with self._awake():
+            self._send("run", rounds)
+            return list(self._answer("ran"))
 
     def end(self) -> dict[str, Any]:
         """End the case; what the process has to say about it."""
-        self._send("end")
-        return dict(self._answer("ended"))
+        with self._awake():
+            self._send("end")
+            return dict(self._answer("ended"))
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """While others work, Ray's processes are stopped: they are busy even if there is nothing to do."""
+        if self.engine != "ray":
+            yield
+            return
+        assert self._process.pid
+        _signal(family(self._process.pid), signal.SIGCONT)
+        try:
+            yield
+        finally:
+            _signal(family(self._process.pid), signal.SIGSTOP)
 
     def close(self) -> None:
         """End the process and all that it started."""
         self._pipe.close()
         assert self._process.pid
         members = family(self._process.pid)
+        _signal(members, signal.SIGCONT)
         self._process.join(ENDING)
         for number in (signal.SIGTERM, signal.SIGKILL):
             if not _gone(members):
