@@ -1,6 +1,5 @@
 """BN of stacked clients, side by side: outputs, gradients and statistics are those of each client alone."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr.cohort.stack import Stack
+from tests.cohort.sides import assert_as_alone
 from tests.toys import random_state
 
 CLIENTS, SIZE, CLASSES = 3, 5, 4
@@ -101,18 +101,7 @@ def test_it_is_that_of_each_alone(case: str, mode: str) -> None:
     for _ in range(2):
         losses = stack.losses(slice(0, CLIENTS), (inputs, targets), F.cross_entropy)
     losses.sum().backward()
-    for client, values in enumerate(states):
-        alone = copy.deepcopy(model)
-        alone.load_state_dict(values)
-        for _ in range(2):
-            loss = F.cross_entropy(alone(inputs[client]), targets[client])
-        loss.backward()
-        torch.testing.assert_close(losses[client], loss, rtol=1e-12, atol=0)
-        for (name, stacked), parameter in zip(stack.named_parameters(), alone.parameters(), strict=True):
-            assert stacked.grad is not None, name
-            torch.testing.assert_close(stacked.grad[client], parameter.grad, rtol=1e-10, atol=1e-14)
-        for name, buffer in alone.named_buffers():
-            torch.testing.assert_close(dict(stack.named_buffers())[name][client], buffer, rtol=1e-12, atol=0)
+    assert_as_alone(stack, losses, states, (inputs, targets), F.cross_entropy, passes=2)
 
 
 def test_some_clients_move_only_their_own_statistics() -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr.cohort.stack import Stack
+from tests.cohort.sides import assert_as_alone
 from tests.toys import CLASSES, random_state, toy_cnn
 
 CLIENTS, SIZE = 3, 5
@@ -56,17 +57,7 @@ def test_losses_and_gradients_are_those_of_each_alone(case: str) -> None:
     stack = Stack(model, states)
     losses = stack.losses(slice(0, CLIENTS), (inputs, targets), loss_function)
     losses.sum().backward()
-    for client, values in enumerate(states):
-        alone = copy.deepcopy(model)
-        alone.load_state_dict(values)
-        loss = loss_function(alone(inputs[client]), targets[client])
-        loss.backward()
-        torch.testing.assert_close(losses[client], loss, rtol=1e-12, atol=0)
-        for (name, stacked), parameter in zip(stack.named_parameters(), alone.parameters(), strict=True):
-            assert stacked.grad is not None, name
-            torch.testing.assert_close(stacked.grad[client], parameter.grad, rtol=1e-10, atol=1e-14)
-        for name, buffer in alone.named_buffers():
-            torch.testing.assert_close(dict(stack.named_buffers())[name][client], buffer, rtol=1e-12, atol=0)
+    assert_as_alone(stack, losses, states, (inputs, targets), loss_function)
 
 
 def test_the_structure_has_its_own_entries_back() -> None:
