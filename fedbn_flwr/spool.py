@@ -5,7 +5,7 @@ from functools import lru_cache
 from math import prod
 from tempfile import TemporaryFile
 from threading import Lock
-from typing import IO, Any, cast
+from typing import IO, Any
 from weakref import WeakValueDictionary, ref
 
 import numpy as np
@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, Message
 from numpy.typing import NDArray
 
 from fedbn_flwr.arrays import array_records, flat_of, record_of
-from fedbn_flwr.flat import FlatArrays, FlatState, Layout, Runs
+from fedbn_flwr.flat import FlatArrays, FlatState, Layout
 
 #: bytes of the replies to one push that stay in memory
 MOST_HELD = 2**28
@@ -141,7 +141,7 @@ class FiledArrays(FlatArrays):
     @property
     def tensors(self) -> FlatState:  # it is not to be kept
         """As tensors, in memory."""
-        return FlatArrays(self.layout, cast(Runs, {dtype: run.copy() for dtype, run in self.runs.items()})).tensors
+        return FlatState(self.layout, self.copy().runs)
 
 
 @lru_cache(maxsize=64)
