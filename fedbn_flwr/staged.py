@@ -1,8 +1,8 @@
 """The in-process `Grid` whose clients are prepared, trained and answered stage by stage."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr.app import Context, Message, MessageType
 
@@ -12,6 +12,8 @@ from fedbn_flwr.flat import FlatState
 from fedbn_flwr.inprocess import InProcessGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
+
+T = TypeVar("T")
 
 #: clients whose work is prepared together; of those with like numbers of steps a cohort makes its chunks
 TOGETHER = 100
@@ -52,8 +54,8 @@ class StagedGrid(InProcessGrid):
             place for place, message in enumerate(messages) if message.metadata.message_type == MessageType.TRAIN
         ]
         if len(training) > 1 and self._knows_clients():
-            for start in range(0, len(training), TOGETHER):
-                answers |= self._train({place: messages[place] for place in training[start : start + TOGETHER]})
+            for places in in_portions(training):
+                answers |= self._train({place: messages[place] for place in places})
         return [answers[place] if place in answers else self._answer(message) for place, message in enumerate(messages)]
 
     def _knows_clients(self) -> bool:
@@ -116,6 +118,11 @@ class StagedGrid(InProcessGrid):
 
     def _failed(self, job: Job, error: Exception) -> None:
         """Called for a job that will be tried again, alone."""
+
+
+def in_portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Of at most so many as are prepared together."""
+    return (items[start : start + TOGETHER] for start in range(0, len(items), TOGETHER))
 
 
 def _bytes(reply: Reply) -> int:

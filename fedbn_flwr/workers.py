@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from logging import WARNING
 from multiprocessing.connection import wait
@@ -17,7 +17,7 @@ from fedbn_flwr.grids import LocalGrid
 from fedbn_flwr.inprocess import FIRST_NODE_ID, identify
 from fedbn_flwr.layerwise import Answer, OrderError, Request
 from fedbn_flwr.spool import Spool
-from fedbn_flwr.staged import TOGETHER
+from fedbn_flwr.staged import in_portions
 from fedbn_flwr.transfer import pack_answer, unpack_requests
 from fedbn_flwr.worker import GridFactory, Worker, WorkerDiedError, WorkerError
 
@@ -28,7 +28,7 @@ class WorkersGrid(LocalGrid):
     `make_grid` is given partitions, and makes the grid of their nodes inside a worker: it must be picklable, and the
     grid's node of partition p have the id `FIRST_NODE_ID + p`. A node stays with its worker, where its `Context` is.
     When a worker dies, the messages that it has are answered by errors, and it is started anew with contexts that are
-    empty; it has at most `TOGETHER` of a push at a time.
+    empty; it has at most `staged.TOGETHER` of a push at a time.
 
     Workers start, import and make their grids while the caller goes on; the first messages wait for them. Close the
     grid, or use it as a context manager, and no process is left.
@@ -126,7 +126,7 @@ class WorkersGrid(LocalGrid):
     def _deliver(self, shares: Mapping[Worker, Sequence[Message]]) -> None:
         """To each worker as many of its messages as are prepared together, and the next when these are answered."""
         self._spool = Spool()
-        ahead = {worker: [*_portions(messages)] for worker, messages in shares.items()}
+        ahead = {worker: [*in_portions(messages)] for worker, messages in shares.items()}
         for worker, portions in ahead.items():
             worker.ask("deliver", portions[0])
         while ahead:
@@ -205,11 +205,6 @@ class SpreadStep:
         """Forget it."""
         with suppress(WorkerError, WorkerDiedError):
             self._ask_all("abandon", dict.fromkeys(self._shares))
-
-
-def _portions(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Of at most so many as a worker's grid prepares together."""
-    return (messages[start : start + TOGETHER] for start in range(0, len(messages), TOGETHER))
 
 
 def _in_order(shares: Mapping[Worker, Sequence[int]], found: Mapping[Worker, Sequence[Any]]) -> list[Any]:

@@ -115,7 +115,7 @@ def test_the_file_goes_with_the_last_reply(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_a_run_has_the_same_bits(engine: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = settle({**OPTIONS, "method": method, "clients": "5", "way": "stacked", "workers": "1"})
-    monkeypatch.setattr("fedbn_flwr.workers.TOGETHER", 2)
+    monkeypatch.setattr("fedbn_flwr.staged.TOGETHER", 2)
     seen, real = list[FiledArrays](), Spool._filed
 
     def noting(self: Spool, flat: FlatArrays) -> FiledArrays:
