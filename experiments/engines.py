@@ -19,6 +19,7 @@ from fedbn_flwr.cohort import CohortGrid, SpreadGrid
 from fedbn_flwr.cohort.room import clients_that_fit, keep_freed_memory
 from fedbn_flwr.inprocess import InProcessGrid
 from fedbn_flwr.staged import StagedGrid
+from fedbn_flwr.strategies import Layerwise
 from fedbn_flwr.suspended import STEPS
 from fedbn_flwr.worker import preload
 from fedbn_flwr.workers import WorkersGrid, count_cores
@@ -103,7 +104,7 @@ def _app(experiment: Experiment, partitions: Sequence[int]) -> ClientApp:
     """What runs on each of these nodes."""
     config = experiment.config
     set_threads(config)
-    if len(partitions) > STEPS.max_steps:
+    if issubclass(experiment.strategy_class, Layerwise) and len(partitions) > STEPS.max_steps:
         # the other clients may be in other processes of this machine
         room = _steps_that_fit(config) * len(partitions) // config.clients
         STEPS.make_room(min(len(partitions), room))
