@@ -21,7 +21,7 @@ check: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_layers.py
+	$(BIN)/python -m pytest tests/test_floors.py
 
 format: $(VENV)/installed
 	$(BIN)/ruff format .

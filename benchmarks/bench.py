@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from experiments.results import make_folder
-
-from . import report
-from .cases import CLIENTS, METHODS, MODELS, Case, make_cases
-from .contestants import Contestant, Effort, default_threads, measure
-from .players import PLAYERS
-from .results import BARE, Row, machine, rows_of, write
+from benchmarks import report
+from benchmarks.cases import CLIENTS, METHODS, MODELS, Case, make_cases
+from benchmarks.contestants import Contestant, Effort, default_threads, measure
+from benchmarks.players import PLAYERS
+from benchmarks.results import BARE, Row, machine, rows_of, write
+from fedbn_flwr.experiments.output.run_folder import make_folder
 
 #: Ray keeps a process busy for every client in turn, and takes minutes a round with more clients than this
 MOST_ON_RAY = 100

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.methods import Experiment, settle
+from fedbn_flwr.experiments.method import Experiment, settle
 
 MODELS = ("small-cnn", "resnet20")
 METHODS = ("fedavg", "fixbn:freeze-round=1", "fedtan", "fedtan:exchange=paper")

@@ -13,9 +13,9 @@ from multiprocessing import get_context
 from statistics import median
 from typing import Any, Self
 
-from .cases import Case
-from .memory import family, lives
-from .players import play
+from benchmarks.cases import Case
+from benchmarks.memory import family, lives
+from benchmarks.players import play
 
 #: imported once, by the process from which the others are forked
 PRELOADED = "benchmarks.players"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .memory import forget_peak, peak_megabytes
+from benchmarks.memory import forget_peak, peak_megabytes
 
 Notes = dict[str, Any]
 

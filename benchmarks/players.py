@@ -19,19 +19,18 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from experiments.engines import cohort_grid, sequential_grid
-from experiments.methods import Experiment
-from experiments.node import bound_client_fn
-from experiments.server import instruction_of
-from experiments.workbench import fresh_model, load_data, make_partition
+from benchmarks.bare import BareLoop
+from benchmarks.cases import ENDLESS, FREEZE_ROUND, Case
+from benchmarks.pace import Notes, Pace
 from fedbn_flwr import state
-from fedbn_flwr.accounting import CountingGrid
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.clientapp import client_app
-
-from .bare import BareLoop
-from .cases import ENDLESS, FREEZE_ROUND, Case
-from .pace import Notes, Pace
+from fedbn_flwr.experiments.client_side import bound_client_fn
+from fedbn_flwr.experiments.engines import cohort_grid, sequential_grid
+from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.resources import fresh_model, load_data, make_partition
+from fedbn_flwr.experiments.server_side import instruction_of
+from fedbn_flwr.traffic.counting_grid import CountingGrid
 
 Player = Callable[[Sequence[Case], Pace], None]
 

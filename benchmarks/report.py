@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from .results import BARE, Row
+from benchmarks.results import BARE, Row
 
 console = Console()
 

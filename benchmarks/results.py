@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from experiments.results import VERSIONED, as_json
+from benchmarks.cases import Case
+from benchmarks.contestants import Measured
 from fedbn_flwr import __version__
-
-from .cases import Case
-from .contestants import Measured
+from fedbn_flwr.experiments.output.run_folder import VERSIONED, as_json
 
 Row = dict[str, Any]
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
-from experiments.methods import own_options
 from fedbn_flwr.experiments import Config
+from fedbn_flwr.experiments.method import own_options
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 from fedbn_flwr.wire import wire_key
 

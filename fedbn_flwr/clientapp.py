@@ -7,9 +7,9 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.arrays import array_records
 from fedbn_flwr.client import BNClient, Reply
-from fedbn_flwr.suspended import take_turn
+from fedbn_flwr.client.layerwise_step import take_turn
+from fedbn_flwr.state.records import array_records
 from fedbn_flwr.wire import Instruction
 
 ClientFunction = Callable[[Context], BNClient]

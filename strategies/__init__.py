@@ -1,5 +1,11 @@
 """Flower strategies, one file each. The public import path is `fedbn_flwr.strategies`."""
 
+from fedbn_flwr.server.replies import CannotTrainError, NodeReply, NotObeyedError
+from fedbn_flwr.server.sampling import wait_for_nodes
+
+from .base_gathering import Gathering
+from .base_layerwise import Layerwise
+from .base_partial import PartialSharing
 from .centralized import Centralized
 from .fedavg import FedAvg
 from .fedbn import FedBN
@@ -11,15 +17,10 @@ from .fedtan import FedTAN
 from .fedtan_ii import FedTANII
 from .fedwon import FedWon
 from .fixbn import FixBN
-from .gathering import Gathering
 from .hbn import HBN
 from .heterofl import HeteroFL
-from .layerwise import Layerwise
 from .mtfl import MTFL
-from .partial import PartialSharing
 from .registry import REGISTRY
-from .replies import CannotTrainError, NodeReply, NotObeyedError
-from .sampling import wait_for_nodes
 from .scaffold import Scaffold
 from .silobn import SiloBN
 from .standalone import Standalone

@@ -13,14 +13,13 @@ from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import wire
-from fedbn_flwr.schedule import Schedule
+from fedbn_flwr.server.averaging import Arrays, average, record, unpack
+from fedbn_flwr.server.global_momentum import MomentumState
+from fedbn_flwr.server.lr_schedule import Schedule
+from fedbn_flwr.server.optimizers import ServerOptimizer
+from fedbn_flwr.server.replies import CannotTrainError, Expected, NodeReply, mean_metrics, require_obeyed, sift
+from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
 from fedbn_flwr.wire import Instruction
-
-from .average import Arrays, average, record, unpack
-from .momentum import MomentumState
-from .replies import CannotTrainError, Expected, NodeReply, mean_metrics, require_obeyed, sift
-from .sampling import Node, Roster, draw, wait_for_nodes
-from .server_optimizers import ServerOptimizer
 
 WEIGHTINGS = ("examples", "uniform")
 
@@ -34,7 +33,7 @@ class FedAvg(FlowerFedAvg):
 
     With one client and E steps this is plain training. Takes every argument of Flower's FedAvg, and
 
-    - `lr_schedule`: see `fedbn_flwr.schedule`,
+    - `lr_schedule`: see `fedbn_flwr.server.lr_schedule`,
     - `seed`: decides which nodes are drawn when not all take part,
     - `patience`: how many seconds to wait for enough nodes before giving up,
     - `exchange_timeout`: how many seconds nodes have to answer an exchange within a round,

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from .partial import PartialSharing
+from .base_partial import PartialSharing
 
 
 class FedBN(PartialSharing):

@@ -9,10 +9,10 @@ import numpy as np
 from flwr.common import log
 
 from fedbn_flwr import wire
+from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg
-from .replies import NodeReply
 
 
 class FedBS(FedAvg):

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from .layerwise import Layerwise
+from .base_layerwise import Layerwise
 
 
 class FedDNA(Layerwise):

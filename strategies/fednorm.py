@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord
 
-from fedbn_flwr.arrays import make_record
+from fedbn_flwr.server.averaging import Arrays, average, record
+from fedbn_flwr.server.replies import CannotTrainError, NodeReply
+from fedbn_flwr.state.records import make_record
 
-from .average import Arrays, average, record
 from .fedavg import FedAvg
-from .replies import CannotTrainError, NodeReply
 
 
 class FedNorm(FedAvg):

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.common import log
 
 from fedbn_flwr import wire
-from fedbn_flwr.schedule import moment
+from fedbn_flwr.server.lr_schedule import moment
 from fedbn_flwr.wire import FREEZES, Instruction
 
 from .fedavg import FedAvg

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .average import Arrays
-from .gathering import Gathering
-from .partial import PartialSharing
+from fedbn_flwr.server.averaging import Arrays
+
+from .base_gathering import Gathering
+from .base_partial import PartialSharing
 
 Number = NDArray[Any]
 

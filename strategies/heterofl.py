@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.wire import Instruction
 
-from .average import Arrays
-from .gathering import Gathering
+from .base_gathering import Gathering
 
 STATISTICS = ("gathered", "layer-wise", "instant")
 

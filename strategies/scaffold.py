@@ -8,11 +8,11 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from fedbn_flwr import wire
+from fedbn_flwr.server.averaging import Arrays, average, normalize, record
+from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import Instruction
 
-from .average import Arrays, average, normalize, record
 from .fedavg import FedAvg
-from .replies import NodeReply
 
 
 class Scaffold(FedAvg):

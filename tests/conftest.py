@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes import end, gone
+from tests.helpers.processes import end, gone
 
 # tests run side by side, one a core, and compare bits
 torch.set_num_threads(1)

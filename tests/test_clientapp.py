@@ -14,9 +14,9 @@ from torchvision.models import mobilenet_v2
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.inprocess import InProcessGrid
+from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.wire import Instruction
-from tests.toys import CLASSES, assert_same_state, random_state, toy_cnn, toy_split
+from tests.helpers.toys import CLASSES, assert_same_state, random_state, toy_cnn, toy_split
 
 INSTRUCTION = Instruction(local_steps=2, batch_size=4, lr=0.05, seed=3)
 PARTS = [np.arange(0, 12), np.arange(12, 20)]

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from flwr.common.config import parse_config_args
 
-from experiments.cli import _parser
 from fedbn_flwr.data import DATASETS, PARTITIONS
 from fedbn_flwr.experiments import settle
+from fedbn_flwr.experiments.cli import _parser
 from fedbn_flwr.strategies import REGISTRY
-from tests.checkout import ROOT
+from tests.helpers.checkout import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -12,7 +12,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from tests.checkout import BIN, copy_checkout, environment, run
+from tests.helpers.checkout import BIN, copy_checkout, environment, run
 
 #: prints where each of the modules named on the command line comes from
 WHERE = "import importlib, sys; print(*(importlib.import_module(name).__file__ for name in sys.argv[1:]), sep='\\n')"
@@ -21,7 +21,7 @@ INSTALLED = "import site, sys; known = len(sys.path); site.addsitedir({!r}); sys
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 OFFLINE = ("--no-deps", "--no-index")
 #: what a checkout and a bundle hold side by side, and a wheel one inside the other
-SOURCES = ("fedbn_flwr", "strategies", "experiments")
+SOURCES = ("fedbn_flwr", "strategies")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_wheel_holds_one_module_with_everything_in_it(wheel: Path, checkout: Pat
         names = set(archive.namelist())
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"fedbn_flwr"}
     assert "fedbn_flwr/py.typed" in names
-    doors = {"fedbn_flwr/strategies.py", "fedbn_flwr/experiments.py"}
+    doors = {"fedbn_flwr/strategies.py"}
     sources = {name for name in python_files(checkout) if not name.startswith("apps/")} - doors
     inside = {name if name.startswith("fedbn_flwr/") else f"fedbn_flwr/{name}" for name in sources}
     assert {name for name in names if name.endswith(".py")} == inside

@@ -6,8 +6,7 @@ array of indices a client.
 
 from fedbn_flwr.data.augmentation import AUGMENTATIONS, augment
 from fedbn_flwr.data.loading import DATASETS, load
-from fedbn_flwr.data.partition_specs import PARTITIONS
-from fedbn_flwr.data.partitions import describe, partition
+from fedbn_flwr.data.partition import PARTITIONS, describe, partition
 from fedbn_flwr.data.splits import Data, Split
 
 __all__ = [

@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedbn_flwr.data.splits import Data, Split, stratified
-from fedbn_flwr.seeding import numpy_generator
+from fedbn_flwr.randomness import numpy_generator
 
 #: how many of the 1,797 are the test set
 HELD_OUT = 360

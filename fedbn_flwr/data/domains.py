@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedbn_flwr.data.digits import real_digits
 from fedbn_flwr.data.splits import Data, Split
-from fedbn_flwr.seeding import torch_generator
+from fedbn_flwr.randomness import torch_generator
 
 SIDE = 28
 #: the fonts that matplotlib ships and that have the ten digits in the common form

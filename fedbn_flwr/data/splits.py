@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbn_flwr.data.pixels import Channels, gather, measure, normalize, resize
-from fedbn_flwr.seeding import numpy_generator
+from fedbn_flwr.randomness import numpy_generator
 
 #: splits of up to so many numbers are kept normalized: 256 MB
 MOST_READY = 2**26

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.data.splits import Data, Split
-from fedbn_flwr.seeding import torch_generator
+from fedbn_flwr.randomness import torch_generator
 
 #: standard deviations of the prototypes' pixels and of the noise upon them, in grey levels around 128
 SPREAD, NOISE = 32.0, 64.0

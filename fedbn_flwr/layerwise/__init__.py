@@ -6,7 +6,6 @@ exchange is the transport: `lockstep` (clients in one process), `SuspendedStep` 
 come to another process), `Corrected` (sweeps: the answer is at hand). `gradients` puts them together.
 """
 
-from fedbn_flwr.layerwise.batchnorm import Mode, SharedBatchNorm, Use
 from fedbn_flwr.layerwise.exchange import (
     Answer,
     Exchange,
@@ -18,12 +17,12 @@ from fedbn_flwr.layerwise.exchange import (
     combine,
     respond,
 )
-from fedbn_flwr.layerwise.in_process import gradients
+from fedbn_flwr.layerwise.gradients import gradients
 from fedbn_flwr.layerwise.lockstep import lockstep
-from fedbn_flwr.layerwise.randomness import OwnRandomness
-from fedbn_flwr.layerwise.shared import shared_statistics
-from fedbn_flwr.layerwise.store import StepStore
-from fedbn_flwr.layerwise.suspend import Abandoned, Done, MakeThread, Step, SuspendedStep, own_thread
+from fedbn_flwr.layerwise.shared_batch_norm import Mode, SharedBatchNorm, Use
+from fedbn_flwr.layerwise.shared_statistics import shared_statistics
+from fedbn_flwr.layerwise.step_cache import StepStore
+from fedbn_flwr.layerwise.suspended_step import Abandoned, Done, MakeThread, Step, SuspendedStep, own_thread
 from fedbn_flwr.layerwise.sweeps import (
     Auto,
     Corrected,
@@ -37,6 +36,7 @@ from fedbn_flwr.layerwise.sweeps import (
     pool,
     settle,
 )
+from fedbn_flwr.randomness import OwnRandomness
 
 __all__ = [
     "Abandoned",

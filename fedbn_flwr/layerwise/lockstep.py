@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from fedbn_flwr.layerwise.exchange import Observer, OrderError, Request, respond
-from fedbn_flwr.layerwise.suspend import Done, Step, SuspendedStep
+from fedbn_flwr.layerwise.suspended_step import Done, Step, SuspendedStep
 
 T = TypeVar("T")
 

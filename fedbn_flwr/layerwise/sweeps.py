@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.layerwise.exchange import Answer, Observer, Request, check_agreement, respond
-from fedbn_flwr.layerwise.randomness import OwnRandomness
-from fedbn_flwr.layerwise.shared import shared_statistics
+from fedbn_flwr.layerwise.shared_statistics import shared_statistics
+from fedbn_flwr.randomness import OwnRandomness
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from fedbn_flwr.models.alexnet import alexnet_bn
 from fedbn_flwr.models.custom import custom_model
 from fedbn_flwr.models.fedbn_digits import digits_cnn
 from fedbn_flwr.models.fedbs import fedbs_cifar_cnn, fedbs_mnist_cnn
+from fedbn_flwr.models.load_weights import load_weights
 from fedbn_flwr.models.mobilenet import mobilenetv2
 from fedbn_flwr.models.resnet import resnet18, resnet20
 from fedbn_flwr.models.small import lenet, mlp, small_cnn
-from fedbn_flwr.models.start import load_weights
-from fedbn_flwr.seeding import derive
+from fedbn_flwr.randomness import derive
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.norm.swap import NORMALIZERS, substitute
+from fedbn_flwr.norm.substitute import NORMALIZERS, substitute
 
 
 class Shift(nn.Module):

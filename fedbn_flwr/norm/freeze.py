@@ -6,7 +6,7 @@ from types import TracebackType
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.norm.layers import bn_layers
+from fedbn_flwr.norm.detect import bn_layers
 
 
 class _StatisticsHold:

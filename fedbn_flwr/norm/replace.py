@@ -12,10 +12,10 @@ from fedbn_flwr.norm.convolutions import standardized
 from fedbn_flwr.norm.fixup import fixup
 from fedbn_flwr.norm.group import GroupNorm
 from fedbn_flwr.norm.hybrid import HybridBatchNorm
-from fedbn_flwr.norm.plain import remove_normalizers
+from fedbn_flwr.norm.no_norm import remove_normalizers
 from fedbn_flwr.norm.renorm import BatchRenorm
 from fedbn_flwr.norm.static import StaticBatchNorm
-from fedbn_flwr.norm.swap import Slot, substitute, swap_normalizers
+from fedbn_flwr.norm.substitute import Slot, substitute, swap_normalizers
 from fedbn_flwr.norm.wsconv import weight_standardized
 
 

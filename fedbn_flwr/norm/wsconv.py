@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.norm.convolutions import standardized
-from fedbn_flwr.norm.plain import remove_normalizers
-from fedbn_flwr.norm.swap import substitute
-from fedbn_flwr.norm.wiring import Activation, Wiring, wiring
+from fedbn_flwr.norm.no_norm import remove_normalizers
+from fedbn_flwr.norm.substitute import substitute
+from fedbn_flwr.norm.trace import Activation, Wiring, wiring
 
 GAINS = ("constant", "learnable")
 

@@ -18,7 +18,7 @@ from benchmarks.cases import CLIENTS, METHODS, MODELS, Case, make_cases
 from benchmarks.contestants import Contestant, Effort, FailedError, Measured, measure
 from benchmarks.memory import family, lives, peak_megabytes
 from benchmarks.results import rows_of
-from tests.checkout import ROOT
+from tests.helpers.checkout import ROOT
 
 KEYS = {
     "engine",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedbn_flwr.data import PARTITIONS, Data, Split, describe, load, partition
-from fedbn_flwr.data.partition_rows import evenly, rotating_classes, shards, unbalanced
+from fedbn_flwr.data.partition_functions import evenly, rotating_classes, shards, unbalanced
 
 
 @cache
@@ -187,7 +187,7 @@ def test_shards_are_those_of_flwr_datasets_where_nothing_is_left_over() -> None:
     from datasets import Dataset
     from flwr_datasets.partitioner import ShardPartitioner
 
-    from fedbn_flwr.data.partitioners import RowPartitioner
+    from fedbn_flwr.data.flower_partitioners import RowPartitioner
 
     labels = np.random.default_rng(0).permutation(np.arange(200) % 5)
     theirs = ShardPartitioner(10, "label", num_shards_per_partition=2, shard_size=10, shuffle=False, seed=7)
@@ -222,7 +222,7 @@ def test_many_clients_are_shared_out_in_no_time() -> None:
 def test_what_flwr_datasets_lacks_is_a_partitioner_too() -> None:
     from datasets import Dataset
 
-    from fedbn_flwr.data.partitioners import RowPartitioner
+    from fedbn_flwr.data.flower_partitioners import RowPartitioner
 
     partitioner = RowPartitioner(5, "label", lambda labels: rotating_classes(labels, 5, 10, 2))
     partitioner.dataset = Dataset.from_dict({"label": np.arange(40) % 10})

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from experiments.explained import EXPLAINED
-from experiments.methods import all_options
 from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
 from fedbn_flwr.experiments import Config, main
+from fedbn_flwr.experiments.method import all_options
+from fedbn_flwr.experiments.option_help import EXPLAINED
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY
 from fedbn_flwr.wire import wire_key
-from tests.experiments.runs import command, run
+from tests.helpers.runs import command, run
 
 
 def refused(capsys: pytest.CaptureFixture[str]) -> str:
@@ -119,7 +119,7 @@ def test_an_error_of_the_program_is_not_taken_for_a_mistake_of_its_user(
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("experiments.server.plot_curves", broken)
+    monkeypatch.setattr("fedbn_flwr.experiments.server_side.plot_curves", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         run("run", rounds="1", results_dir=str(tmp_path))
     assert not (tmp_path / "summary.json").exists()

@@ -9,18 +9,17 @@ import pytest
 import torch
 from PIL import Image
 
-import experiments.scoring
-import fedbn_flwr.client
-from experiments.comparison import VALIDATION_SHARE, Line, Plan, compare, lines
-from experiments.engines import run_in_process
-from experiments.journal import Progress, Summary
-from experiments.methods import Experiment
-from experiments.workbench import load_data
+import fedbn_flwr.experiments.output.scoring
+from fedbn_flwr.client.evaluation import Evaluation, evaluate
 from fedbn_flwr.data import Split
-from fedbn_flwr.evaluation import Evaluation, evaluate
 from fedbn_flwr.experiments import Config, UsageError
+from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Line, Plan, compare, lines
+from fedbn_flwr.experiments.engines import run_in_process
+from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.output.recorder import Progress, Summary
+from fedbn_flwr.experiments.resources import load_data
 from fedbn_flwr.strategies import CannotTrainError
-from tests.experiments.runs import DATA, OPTIONS, run
+from tests.helpers.runs import DATA, OPTIONS, run
 
 
 def results(method: str, *accuracies: float, seeds: Sequence[int] = (0, 1, 2)) -> list[Summary]:
@@ -179,8 +178,8 @@ def test_the_test_data_never_choose_the_rate(tmp_path: Path, monkeypatch: pytest
         seen.append("test" if split is test_data else "validation")
         return evaluate(model, split, *arguments, **options)
 
-    monkeypatch.setattr(experiments.scoring, "evaluate", watched)
-    monkeypatch.setattr(fedbn_flwr.client, "evaluate", watched)
+    monkeypatch.setattr(fedbn_flwr.experiments.output.scoring, "evaluate", watched)
+    monkeypatch.setattr("fedbn_flwr.client.bn_client.evaluate", watched)
     announced: list[tuple[str, int]] = []
     chosen = Plan({**OPTIONS, "rounds": "1"}, ["fedbn:mean-personal=true"], rates=[0.1, 0.01])
     compare(chosen, run_in_process, tmp_path, lambda label: announced.append((label, len(seen))))

@@ -5,8 +5,8 @@ from typing import Any, Optional
 
 import pytest
 
-from experiments.config import convert
 from fedbn_flwr.experiments import Config, UsageError
+from fedbn_flwr.experiments.config import convert
 from fedbn_flwr.wire import wire_key
 
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from experiments import engines
-from fedbn_flwr.experiments import UsageError, serve
-from fedbn_flwr.inprocess import InProcessGrid
-from tests.experiments.runs import run
+from fedbn_flwr.experiments import UsageError, engines, serve
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from tests.helpers.runs import run
 
 
 def rounds(folder: Path) -> list[dict[str, Any]]:

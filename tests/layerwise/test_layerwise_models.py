@@ -12,7 +12,7 @@ from torch import nn
 from fedbn_flwr.layerwise import Mode, Request, gradients
 from fedbn_flwr.models import build
 from fedbn_flwr.norm import bn_layers
-from tests.layerwise.references import (
+from tests.helpers.layerwise_references import (
     Batch,
     centralized_gradients,
     heterogeneous_batches,

@@ -15,7 +15,7 @@ from torch.func import functional_call, vmap
 
 from fedbn_flwr.layerwise import Answer, OrderError, Request, combine, gradients, shared_statistics
 from fedbn_flwr.norm import bn_layers
-from tests.layerwise.references import (
+from tests.helpers.layerwise_references import (
     Batch,
     centralized_gradients,
     heterogeneous_batches,

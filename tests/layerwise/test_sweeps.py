@@ -24,7 +24,7 @@ from fedbn_flwr.layerwise import (
     settle,
 )
 from fedbn_flwr.models import build
-from tests.layerwise.references import (
+from tests.helpers.layerwise_references import (
     Gradients,
     centralized_gradients,
     heterogeneous_batches,

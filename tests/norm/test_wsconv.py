@@ -15,7 +15,7 @@ from torchvision.models import densenet121, mobilenet_v2, mobilenet_v3_small, re
 
 from fedbn_flwr.models import build
 from fedbn_flwr.norm import GroupNorm, adaptive_clip, bn_layers, classifier_parameters, replace
-from fedbn_flwr.norm.wiring import wiring
+from fedbn_flwr.norm.trace import wiring
 from fedbn_flwr.norm.wsconv import activation_gain
 
 #: learning rates to choose from, for GN and for standardized convolutions alike

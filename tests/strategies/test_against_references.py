@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Message
 
-from fedbn_flwr.inprocess import InProcessGrid
+from fedbn_flwr.client import training
+from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, FedBS, FedProx, FixBN, Scaffold, SiloBN, Standalone
-from tests.harness import INSTRUCTION, SIZES, Backwards, Federation, distance, make_model, make_split, parts
-from tests.references import Node, State, bn_entries, federated
+from tests.helpers.harness import INSTRUCTION, SIZES, Backwards, Federation, distance, make_model, make_split, parts
+from tests.helpers.references import Node, State, bn_entries, federated
 
 EVERYTHING = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 STATISTICS = EVERYTHING[2:]
@@ -119,13 +121,13 @@ def test_without_bn_personal_layers_leave_fedavg(strategy: type[FedAvg]) -> None
 
 
 def test_fedbs_with_equal_losses_is_uniform_fedavg(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedbn_flwr.training.train", _with_loss_one(__import__("fedbn_flwr.training").training.train))
+    monkeypatch.setattr("fedbn_flwr.client.training.train", _with_loss_one(training.train))
     one = Federation(make_model()).run(FedBS(epsilon=0.0, patience_rounds=100))
     other = Federation(make_model()).run(FedAvg(weighting="uniform"))
     assert distance(one, other) == 0
 
 
-def _with_loss_one(train: Callable[..., float]) -> Callable[..., float]:
+def _with_loss_one(train: Callable[..., torch.Tensor]) -> Callable[..., float]:
     def fixed(*arguments: Any, **options: Any) -> float:
         train(*arguments, **options)
         return 1.0

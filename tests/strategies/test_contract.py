@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply
-from fedbn_flwr.inprocess import InProcessGrid
+from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 from fedbn_flwr.wire import Instruction
-from tests.harness import Backwards, Federation, distance, make_model
+from tests.helpers.harness import Backwards, Federation, distance, make_model
 
 #: a row a strategy: its options, the normalizer of its model, the group of entries that must not leave a node
 TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -293,7 +293,7 @@ def INSTRUCTION_CONFIG() -> Any:  # noqa: N802
 def test_aggregation_of_a_whole_resnet18_state() -> None:
     from torchvision.models import resnet18
 
-    from strategies.average import average
+    from fedbn_flwr.server.averaging import average
 
     for clients in (6, 9, 14):
         states = []

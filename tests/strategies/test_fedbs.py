@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.strategies import FedBS
-from tests.harness import Federation, make_model
+from tests.helpers.harness import Federation, make_model
 
 
 def replies(*losses: float) -> Any:

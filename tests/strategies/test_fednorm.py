@@ -5,8 +5,8 @@ import torch
 
 from fedbn_flwr import state
 from fedbn_flwr.strategies import CannotTrainError, FedAvg, FedBN, FedNorm
-from tests.harness import INSTRUCTION, SIZES, Federation, distance, make_model, parts
-from tests.references import Node, bn_entries, copy_state, federated, weighted_mean
+from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, parts
+from tests.helpers.references import Node, bn_entries, copy_state, federated, weighted_mean
 
 EVERYTHING = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedbn_flwr import layerwise, models, state
-from fedbn_flwr.accounting import CountingGrid
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, FixBN, Scaffold
+from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
-from tests.harness import INSTRUCTION, SIZES, Double, Federation, distance, make_model, make_split, parts
-from tests.references import Node, mini_batches
+from tests.helpers.harness import INSTRUCTION, SIZES, Double, Federation, distance, make_model, make_split, parts
+from tests.helpers.references import Node, mini_batches
 
 #: uses of BN layers in the harness's model
 LAYERS = 2

@@ -11,8 +11,8 @@ from flwr.app import Message
 from fedbn_flwr.strategies import FixBN
 from fedbn_flwr.wire import Instruction
 from strategies.fixbn import SlidingWindow
-from tests.harness import INSTRUCTION, Federation, distance, make_model, make_split, parts
-from tests.references import Node, mini_batches
+from tests.helpers.harness import INSTRUCTION, Federation, distance, make_model, make_split, parts
+from tests.helpers.references import Node, mini_batches
 
 
 class Noting(FixBN):

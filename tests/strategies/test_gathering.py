@@ -8,8 +8,8 @@ from torch import nn
 
 from fedbn_flwr import state
 from fedbn_flwr.strategies import HBN, FedAvg, HeteroFL
-from tests.harness import INSTRUCTION, SIZES, Federation, distance, make_model, make_split, parts
-from tests.references import pooled_moments
+from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, make_split, parts
+from tests.helpers.references import pooled_moments
 
 
 def layers(model: nn.Module) -> nn.Sequential:

@@ -13,15 +13,16 @@ import torch
 from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
-from fedbn_flwr import state, turns, wire
-from fedbn_flwr.accounting import CountingGrid
-from fedbn_flwr.inprocess import InProcessGrid
-from fedbn_flwr.memory import Memory
+from fedbn_flwr import state, wire
+from fedbn_flwr.client.layerwise_step import STEPS
+from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError, FedAvg, FedTAN
-from fedbn_flwr.suspended import STEPS
-from fedbn_flwr.turns import Turn
-from tests.faults import FAULTY, Fault, Faulty, Without, elsewhere, lies, silent
-from tests.harness import Federation, make_model
+from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.wire import layerwise as turns
+from fedbn_flwr.wire.layerwise import Turn
+from tests.helpers.faults import FAULTY, Fault, Faulty, Without, elsewhere, lies, silent
+from tests.helpers.harness import Federation, make_model
 
 #: exchanges of an iteration with two BN layers, and of one with two sweeps
 LAST = 4

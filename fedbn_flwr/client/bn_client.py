@@ -1,0 +1,327 @@
+"""The Flower client: it loads what it received, obeys the instruction, and says which keys it obeyed."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from flwr.app import RecordDict
+from flwr.client import NumPyClient
+from torch import Tensor, nn
+
+from fedbn_flwr import norm, state, wire
+from fedbn_flwr.client import batch_plan as batches
+from fedbn_flwr.client import training
+from fedbn_flwr.client.batch_plan import Plan
+from fedbn_flwr.client.evaluation import evaluate, shares
+from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.client.precision import autocast, products
+from fedbn_flwr.client.rules import Session, rules_for
+from fedbn_flwr.data import Split
+from fedbn_flwr.layerwise import (
+    Corrections,
+    Exchange,
+    Mode,
+    OwnRandomness,
+    Report,
+    backward_sweep,
+    forward_sweep,
+    shared_statistics,
+)
+from fedbn_flwr.randomness import derive, torch_generator
+from fedbn_flwr.state import State
+from fedbn_flwr.state.model_entries import layers_of
+from fedbn_flwr.wire import Instruction, moments
+
+Metrics = dict[str, float | list[float]]
+
+
+@dataclass
+class Reply:
+    """What leaves the client: named groups of arrays, numbers, and the binding keys that were obeyed.
+
+    The tensors are the reply's own: nothing changes them any more.
+    """
+
+    num_examples: int
+    metrics: Metrics
+    records: dict[str, State] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+class BNClient(NumPyClient):
+    """A client that can be used with every strategy of this project, and with Flower's own.
+
+    `memory` is the node's `Context.state`: the only place where anything survives from one message to the next. The
+    model may be shared by all clients of a process, because every message overwrites its whole state.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Split,
+        *,
+        test: Split | None = None,
+        num_classes: int = 10,
+        indices: np.ndarray | None = None,
+        partition_id: int = 0,
+        memory: RecordDict | None = None,
+        device: str = "auto",
+        loss_function: training.LossFunction = F.cross_entropy,
+    ) -> None:
+        self.device = pick_device(device)
+        self.model = model if _is_on(model, self.device) else model.to(self.device)
+        self.train_split, self.test_split, self.num_classes = train, test, num_classes
+        self.indices = np.arange(len(train)) if indices is None else indices
+        self.partition_id = partition_id
+        self.memory = Memory(RecordDict() if memory is None else memory)
+        self.loss_function = loss_function
+        #: how a layer-wise step reaches the other clients, and with it come its random numbers; the transport sets it
+        self.exchange: Exchange | None = None
+        #: the model as training calls it, if that is not the model itself (but a compiled one, say)
+        self.forward: Callable[[Tensor], Tensor] | None = None
+
+    # ---- what every Flower API ends up calling -------------------------------------------------------------------
+
+    def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+        """One round of local training."""
+        self._load(received[wire.ARRAYS], instruction)
+        local = state.group_keys(self.model, instruction.keep_local)
+        with norm.freeze(self.model, **frozen_parts(instruction.freeze)), products(instruction):
+            optimizer = training.make_optimizer(self.model, instruction)
+            session = Session(self.model, optimizer, instruction, received, self.memory, local)
+            with nullcontext() if self.exchange else OwnRandomness(self.step_seed(instruction)).drawing():
+                loss = self._learn(session)
+        if local:
+            self.memory.store(wire.PERSONAL, state.snapshot(self.model, local))
+        records = {wire.ARRAYS: self._shared(instruction), **session.records}
+        return self.reply({wire.TRAIN_LOSS: loss, **session.metrics}, instruction, records)
+
+    def sweep(
+        self,
+        received: Mapping[str, State],
+        instruction: Instruction,
+        statistics: Corrections,
+        gradients: Corrections | None,
+    ) -> Report:
+        """What the first mini-batch tells of every BN layer, under corrections; without `gradients`, forward only."""
+        self._load(received[wire.ARRAYS], instruction)
+        self.model.train()
+        inputs, targets = self.plan(instruction).first()
+        seed = self.step_seed(instruction)
+
+        def loss() -> Tensor:
+            with autocast(instruction, inputs.device):
+                return self.loss_function(self.model(inputs), targets)
+
+        with products(instruction):
+            if gradients is None:
+                return forward_sweep(self.model, loss, seed, statistics)
+            return backward_sweep(self.model, loss, seed, statistics, gradients)
+
+    def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+        """What the BN layers of the received model see of this node's data, learning nothing."""
+        self._load(received[wire.ARRAYS], instruction)
+        generator = torch_generator(instruction.seed, "gather", *self._stream(instruction))
+        chosen = torch.from_numpy(self.indices)[torch.randperm(len(self.indices), generator=generator)]
+        chosen = chosen[: instruction.gather_samples or None]
+        inputs = (
+            self.train_split.batch(part, self.device)[0] for part in batches.chunks(chosen, instruction.batch_size)
+        )
+        seen = norm.gather(self.model, inputs, normalize_with=instruction.gather_with)
+        return self.reply({}, instruction, {wire.MOMENTS: moments.pack(self.model, seen)})
+
+    def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+        """Evaluate the node's own model (the received one with the entries that live here) on the test split."""
+        if self.test_split is None:
+            raise ValueError("this client was given no test split to evaluate on")
+        self._load(received[wire.ARRAYS], instruction)
+        domains = self._num_domains()
+        result = evaluate(self.model, self.test_split, self.num_classes, self.device, num_domains=domains)
+        metrics: Metrics = {
+            wire.EVAL_LOSS: result.loss,
+            wire.ACCURACY: result.accuracy,
+            wire.ACCURACY_PERSONAL: result.accuracy_for(
+                *shares(self.train_split, self.indices, self.num_classes, domains)
+            ),
+            wire.DOMAIN_ACCURACY: result.domain_accuracy,
+            wire.DOMAIN: self.domain,
+        }
+        sent = state.group_keys(self.model, instruction.keep_local if instruction.send_personal else "none")
+        return self.reply(metrics, instruction, {wire.PERSONAL: state.snapshot(self.model, sent)})
+
+    def describe(self) -> Reply:
+        """Who this node is: its partition, its number of samples, its domain if it has exactly one."""
+        metrics: Metrics = {wire.DOMAIN: self.domain, wire.PARTITION_ID: self.partition_id}
+        return Reply(len(self.indices), metrics, report=_names(self.model))
+
+    @property
+    def domain(self) -> int:
+        """The domain of all of the node's samples; -1 if there is not exactly one."""
+        domains = self.train_split.domains
+        own = set() if domains is None else set(domains[torch.from_numpy(self.indices)].tolist())
+        return int(own.pop()) if len(own) == 1 else -1
+
+    def _num_domains(self) -> int:
+        splits = (self.train_split, self.test_split)
+        return max(int(split.domains.max()) + 1 if split and split.domains is not None else 0 for split in splits)
+
+    # ---- Flower's NumPyClient: lists in the order of the state dict ----------------------------------------------
+
+    def get_parameters(self, config: dict[str, Any]) -> list[np.ndarray]:
+        """The whole state, counters included."""
+        return [value.cpu().numpy().copy() for value in self.model.state_dict().values()]
+
+    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
+        """Train; returns the entries that leave the client, in the order of the state dict."""
+        instruction = Instruction.from_config(config)
+        reply = self.train({wire.ARRAYS: self._named(parameters, instruction)}, instruction)
+        if len(reply.records) > 1:
+            raise ValueError(
+                f"{sorted(set(reply.records) - {wire.ARRAYS})} cannot travel in a list of arrays: use client_app"
+            )
+        arrays = [value.cpu().numpy() for value in reply.records[wire.ARRAYS].values()]
+        return arrays, reply.num_examples, {**reply.metrics, wire.OBEYED: ",".join(reply.report[wire.OBEYED])}
+
+    def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        """Evaluate on the client's test split."""
+        instruction = Instruction.from_config(config)
+        reply = self.test({wire.ARRAYS: self._named(parameters, instruction)}, instruction)
+        metrics = {key: value for key, value in reply.metrics.items() if not isinstance(value, list)}
+        return float(metrics[wire.EVAL_LOSS]), reply.num_examples, metrics
+
+    # ---- the parts -----------------------------------------------------------------------------------------------
+
+    def _load(self, received: State, instruction: Instruction) -> None:
+        local = state.group_keys(self.model, instruction.keep_local)
+        personal = self.memory.personal(local)
+        state.load(self.model, {**received, **personal} if personal else received)
+
+    def _learn(self, session: Session) -> float:
+        _set_to_train(self.model)
+        planned, forward = self.plan(session.instruction), self.forward or self.model
+        session.steps = len(planned)
+        rules = rules_for(session.instruction)
+        for rule in rules:
+            rule.begin(session)
+        loss = training.train(
+            planned if session.instruction.layerwise == "none" else self._first_shared(iter(planned), session),
+            lambda batch: training.batch_loss(forward, batch, session.instruction, self.loss_function),
+            session.optimizer,
+            [rule.adjust for rule in rules],
+        )
+        for rule in rules:
+            rule.finish(session)
+        return float(loss)
+
+    def plan(self, instruction: Instruction, structure: nn.Module | None = None) -> "Plan":
+        """The mini-batches of a round of the model, or of one like it, which is in the mode that it will train in."""
+        generator = torch_generator(instruction.seed, "batches", *self._stream(instruction))
+        merge = batches.leaves_one(len(self.indices), instruction.batch_size) and any(
+            layer.training for layer in norm.bn_layers(structure or self.model).values()
+        )
+        positions, sizes = batches.plan(len(self.indices), instruction, generator, merge)
+        samples = torch.from_numpy(self.indices)[positions]
+        return Plan(self.train_split, self.device, instruction.augmentation, samples, sizes, generator)
+
+    def count_steps(self, instruction: Instruction) -> int:
+        """How many steps a round has."""
+        return batches.count_steps(len(self.indices), instruction, self._will_learn_bn(instruction))
+
+    def first_batch_size(self, instruction: Instruction) -> int:
+        """How many samples the first mini-batch of a round has."""
+        return batches.first_size(len(self.indices), instruction, self._will_learn_bn(instruction))
+
+    def _will_learn_bn(self, instruction: Instruction) -> bool:
+        """Whether BN statistics will move in a round, whatever mode the model is in now."""
+        return bool(norm.bn_layers(self.model)) and not frozen_parts(instruction.freeze)["statistics"]
+
+    def _first_shared(self, planned: Iterator[training.Batch], session: Session) -> Iterator[training.Batch]:
+        """The same batches; while the first one is learned from, BN has the statistics of all clients."""
+        if self.exchange is None:
+            raise ValueError(f"a layer-wise step needs messages of the kind {wire.LAYERWISE!r}")
+        with shared_statistics(self.model, self.exchange, layerwise_mode(session.instruction)):
+            yield next(planned)
+        if session.instruction.fresh_optimizer:
+            session.optimizer.state.clear()
+        yield from planned
+
+    def step_seed(self, instruction: Instruction) -> int:
+        """Of the stream that dropout draws from in this round: it belongs to the process, and is only lent."""
+        return derive(instruction.seed, "dropout", *self._stream(instruction))
+
+    def _stream(self, instruction: Instruction) -> tuple[str | int, ...]:
+        return "round", instruction.server_round, "partition", self.partition_id
+
+    def _shared(self, instruction: Instruction) -> State:
+        return state.snapshot_without(self.model, (instruction.keep_local, instruction.omit))
+
+    def _named(self, parameters: list[np.ndarray], instruction: Instruction) -> State:
+        names = list(self.model.state_dict())
+        if len(parameters) != len(names):
+            local = state.group_keys(self.model, instruction.keep_local)
+            names = [name for name in names if name not in local]
+        if len(parameters) != len(names):
+            raise ValueError(f"received {len(parameters)} arrays, the model shares {len(names)}")
+        return {name: torch.from_numpy(np.array(value)) for name, value in zip(names, parameters, strict=True)}
+
+    def reply(self, metrics: Metrics, instruction: Instruction, records: Mapping[str, State]) -> Reply:
+        """A reply that says who answers, and what was obeyed."""
+        metrics[wire.PARTITION_ID] = self.partition_id
+        return Reply(len(self.indices), metrics, dict(records), {wire.OBEYED: instruction.binding_keys()})
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device {name!r}; known: auto, cpu, cuda, cuda:NUMBER") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r} is not available here: {torch.cuda.device_count()} GPUs; known: auto, cpu")
+    return device
+
+
+def _is_on(model: nn.Module, device: torch.device) -> bool:
+    """Whether all of a model is there; to ask takes a fraction of the time of `model.to`, which every message would."""
+    layers = model.modules()
+    tensors = (value for layer in layers for part in (layer._parameters, layer._buffers) for value in part.values())
+    return all(value is None or value.device == device for value in tensors)
+
+
+def _set_to_train(model: nn.Module) -> None:
+    """`model.train()`, which takes longer than to ask whether there is anything to do."""
+    if not all(map(norm.asked_to_train, layers_of(model))):
+        model.train()
+
+
+def layerwise_mode(instruction: Instruction) -> Mode:
+    """What is exchanged at each BN layer."""
+    modes: dict[str, Mode] = {"paper": "paper", "fused": "fused", "forward": "forward", "sweeps": "fused"}
+    if instruction.layerwise not in modes:
+        raise ValueError(f"unknown layerwise {instruction.layerwise!r}; known: {', '.join(wire.LAYERWISE_MODES)}")
+    return modes[instruction.layerwise]
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """The names that a description has, gathered once a model: a server may ask thousands of nodes that share it."""
+    if model not in _NAMES:
+        parameters = [name for name, _ in model.named_parameters()]
+        _NAMES[model] = {wire.PARAMETERS: parameters, wire.BN_ENTRIES: norm.bn_keys(model)}
+    return dict(_NAMES[model])
+
+
+_NAMES: WeakKeyDictionary[nn.Module, dict[str, list[str]]] = WeakKeyDictionary()
+
+
+def frozen_parts(freeze: str) -> dict[str, bool]:
+    """The arguments of `norm.freeze`."""
+    if freeze not in wire.FREEZES:
+        raise ValueError(f"unknown freeze {freeze!r}; known: {', '.join(wire.FREEZES)}")
+    return {"statistics": freeze in ("statistics", "both"), "affine": freeze in ("affine", "both")}

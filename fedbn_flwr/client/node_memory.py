@@ -1,0 +1,51 @@
+"""What a node keeps between messages: named groups of tensors in its `Context.state`, and nowhere else."""
+
+from collections.abc import Collection, Iterator
+
+from flwr.app import RecordDict
+
+from fedbn_flwr.state import State, from_record, to_record
+from fedbn_flwr.wire import PERSONAL
+from fedbn_flwr.wire.instruction import Record
+
+NAMESPACE = "fedbn-flwr"
+
+
+class Memory:
+    """The part of a `Context.state` that belongs to this project."""
+
+    def __init__(self, records: RecordDict) -> None:
+        self._records = records
+
+    def recall(self, group: str) -> State:
+        """What was stored under this name, or nothing."""
+        record = self._records.array_records.get(f"{NAMESPACE}/{group}")
+        return {} if record is None else from_record(record)
+
+    def store(self, group: str, values: State) -> None:
+        """Store, in place of what was there."""
+        self._records[f"{NAMESPACE}/{group}"] = to_record(values)
+
+    def personal(self, names: Collection[str]) -> State:
+        """The personal entries of the model among these names; empty at a node's first message."""
+        return {name: value for name, value in self.recall(PERSONAL).items() if name in names} if names else {}
+
+    def keep(self, name: str, record: Record) -> None:
+        """Store a record as it is."""
+        self._records[f"{NAMESPACE}/{name}"] = record
+
+    def kept(self, prefix: str) -> Iterator[tuple[str, Record]]:
+        """The records whose names begin so, by the rest of their names."""
+        start = f"{NAMESPACE}/{prefix}"
+        for name, record in list(self._records.items()):
+            if name.startswith(start):
+                yield name.removeprefix(start), record
+
+    def forget(self, prefix: str) -> None:
+        """Remove the records whose names begin so."""
+        for name in [name for name in self._records if name.startswith(f"{NAMESPACE}/{prefix}")]:
+            del self._records[name]
+
+    def attach(self, records: RecordDict) -> None:
+        """Go on with another `Context.state`: the one that came with a later message."""
+        self._records = records

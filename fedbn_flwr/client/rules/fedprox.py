@@ -1,0 +1,22 @@
+"""FedProx's proximal term."""
+
+from fedbn_flwr.client.rules.base import Rule, Session
+
+
+class Proximal(Rule):
+    """The gradient of (mu / 2) * ||w - w_0||^2, w_0 being the received parameters.
+
+    T. Li et al., Federated Optimization in Heterogeneous Networks (FedProx), MLSys 2020. Over the parameters that
+    learn, at every step; added to the gradient, so that the training loss stays the loss on the data.
+    """
+
+    def begin(self, session: Session) -> None:
+        """Remember the received parameters."""
+        self._weight = session.instruction.proximal_mu
+        self._anchored = [(value, value.detach().clone()) for value in session.learned().values()]
+
+    def adjust(self) -> None:
+        """Add mu (w - w_0)."""
+        for parameter, anchor in self._anchored:
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach() - anchor, alpha=self._weight)

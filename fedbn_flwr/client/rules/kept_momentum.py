@@ -1,0 +1,49 @@
+"""Momentum that is not thrown away at the end of a round."""
+
+from torch import Tensor
+
+from fedbn_flwr import wire
+from fedbn_flwr.client.rules.base import Rule, Session
+from fedbn_flwr.state import State
+
+
+class MaintainedMomentum(Rule):
+    """The optimizer's state goes on from round to round.
+
+    Zhong, Chen, Chao, Making Batch Normalization Great in Federated Deep Learning, section 7. `local`: each node keeps
+    its own. `global`: nodes send it with the weights, the server averages it likewise and sends it back, which
+    doubles the messages; the state of parameters that stay on the client stays there too.
+    """
+
+    def begin(self, session: Session) -> None:
+        """Put the state back into the optimizer."""
+        known = session.memory.recall(wire.MOMENTUM)
+        if session.instruction.momentum_state == "global":
+            known = {**known, **session.received.get(wire.MOMENTUM, {})}
+        learned = session.learned()
+        for entry, value in known.items():
+            name, _, kind = entry.rpartition("/")
+            if name in learned:
+                # the optimizer changes it in place, and it may be somebody else's too
+                session.optimizer.state[learned[name]][kind] = value.to(learned[name].device, copy=True)
+
+    def finish(self, session: Session) -> None:
+        """Send or store the state."""
+        state = _state(session)
+        if session.instruction.momentum_state == "local":
+            session.memory.store(wire.MOMENTUM, state)
+            return
+        stays = {entry: value for entry, value in state.items() if entry.rpartition("/")[0] in session.local}
+        if stays:
+            session.memory.store(wire.MOMENTUM, stays)
+        session.records[wire.MOMENTUM] = {entry: value for entry, value in state.items() if entry not in stays}
+
+
+def _state(session: Session) -> State:
+    """The optimizer's tensors as `parameter name/kind`; plain SGD has none."""
+    return {
+        f"{name}/{kind}": value.detach().clone()
+        for name, parameter in session.learned().items()
+        for kind, value in session.optimizer.state[parameter].items()
+        if isinstance(value, Tensor)
+    }

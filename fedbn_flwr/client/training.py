@@ -1,0 +1,125 @@
+"""The one local training loop. Every Flower API and every engine of this project trains here."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.client.precision import autocast
+from fedbn_flwr.wire import Instruction
+
+OPTIMIZERS = ("sgd", "adam")
+
+Batch = tuple[Tensor, Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+#: changes the gradients between the backward pass and the optimizer's step
+Adjustment = Callable[[], None]
+B = TypeVar("B")
+
+
+def train(
+    batches: Iterable[B],
+    loss_of: Callable[[B], tuple[Tensor, int | Tensor]],
+    optimizer: torch.optim.Optimizer,
+    adjustments: Sequence[Adjustment] = (),
+) -> Tensor:
+    """Take one optimizer step a batch; returns the mean loss a sample over all of them.
+
+    `loss_of` gives the mean loss of a batch and its number of samples: of one client, or (stacked) of several at once
+    in a row for each.
+    """
+    losses, counts = [], []
+    learned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for batch in batches:
+        for parameter in learned:
+            parameter.grad = None
+        loss, count = loss_of(batch)
+        (loss.sum() if loss.dim() else loss).backward()
+        for adjust in adjustments:
+            adjust()
+        optimizer.step()
+        # kept on the device: reading the value here would wait for the GPU in every step
+        losses.append(loss.detach())
+        counts.append(count)
+    if not losses:
+        return torch.zeros(())
+    if losses[0].dim() == 0:
+        means = torch.stack(losses).tolist()
+        total = sum(mean * count for mean, count in zip(means, counts, strict=True))
+        return torch.tensor(total / sum(counts), dtype=torch.float64)
+    samples = torch.stack([torch.as_tensor(count).cpu().expand(losses[0].shape) for count in counts]).double()
+    return (torch.stack(losses).cpu().double() * samples).sum(0) / samples.sum(0).clamp(min=1)
+
+
+def batch_loss(
+    model: Callable[[Tensor], Tensor], batch: Batch, instruction: Instruction, loss_function: LossFunction
+) -> tuple[Tensor, int]:
+    """The mean loss of one client's batch, in the instruction's precision, and the number of its samples."""
+    inputs, targets = batch
+    with autocast(instruction, inputs.device):
+        return model_loss(model, inputs, targets, loss_function), len(targets)
+
+
+def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Optimizer:
+    """The instruction's optimizer over the parameters that learn."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    lr, decay = instruction.lr, instruction.weight_decay
+    if instruction.optimizer == "sgd":
+        return SGD(parameters, lr=lr, momentum=instruction.momentum, weight_decay=decay)
+    if instruction.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=lr, weight_decay=decay)
+    raise ValueError(f"unknown optimizer {instruction.optimizer!r}; known: {', '.join(OPTIMIZERS)}")
+
+
+class SGD(torch.optim.SGD):
+    """The same steps, to the bit, without what torch's own asks and prepares for other cases before each.
+
+    To a small network that takes as long as one of its layers.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here evaluates anew
+        """Take a step."""
+        for group in self.param_groups:
+            learned = [parameter for parameter in group["params"] if parameter.grad is not None]
+            steps: list[Tensor] = [parameter.grad for parameter in learned]
+            if not learned:
+                continue
+            if group["weight_decay"]:
+                steps = list(torch._foreach_add(steps, learned, alpha=group["weight_decay"]))
+            if group["momentum"]:
+                steps = self._moved(learned, steps, group["momentum"])
+            torch._foreach_add_(learned, steps, alpha=-group["lr"])
+
+    # otherwise every step is also announced to a profiler, and to hooks, which nothing here has
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _moved(self, learned: Sequence[Tensor], steps: list[Tensor], momentum: float) -> list[Tensor]:
+        """The parameters' momentum, which begins as the first step of each."""
+        states: list[dict[str, Tensor]] = [self.state[parameter] for parameter in learned]
+        begun = [number for number, state in enumerate(states) if "momentum_buffer" in state]
+        if begun:
+            buffers = [states[number]["momentum_buffer"] for number in begun]
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, [steps[number] for number in begun])
+        for state, step in zip(states, steps, strict=True):
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = step.clone()
+        return [state["momentum_buffer"] for state in states]
+
+
+def model_loss(
+    model: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor, loss_function: LossFunction
+) -> Tensor:
+    """The loss; where BN cannot take the batch, an error that says so."""
+    try:
+        return loss_function(model(inputs), targets)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        # PyTorch's own message speaks of tensor sizes only
+        raise ValueError(
+            f"batch normalization cannot train on a mini-batch of {len(targets)} sample(s) that leaves one value a "
+            f"channel: use a larger batch-size, frozen statistics or another normalizer ({error})"
+        ) from error

@@ -1,0 +1,194 @@
+"""The kinds of partition, by name: how each spec is written, and how it shares out the rows."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedbn_flwr.data import partition_functions as partition_rows
+from fedbn_flwr.data.partition_functions import Rows
+from fedbn_flwr.data.splits import Data
+from fedbn_flwr.randomness import derive, numpy_generator
+
+#: FedBS's unbalanced case: the samples of a shard, and the most shards that a client gets
+SHARD_SIZE, MOST_SHARDS = 50, 30
+#: the fewest samples of a client under `dirichlet`: batch normalization cannot train on one
+DIRICHLET_MINIMUM = 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of a spec `name[:argument[:argument]]`, and what to partition among how many clients."""
+
+    arguments: list[str]
+    data: Data
+    clients: int
+    seed: int
+    #: the rows are the samples in this order
+    order: NDArray[np.int64]
+
+    @property
+    def labels(self) -> Rows:
+        """The label of every row."""
+        return self.data.train.labels.numpy(force=True)[self.order]
+
+    @property
+    def samples(self) -> int:
+        """The number of training samples."""
+        return len(self.data.train)
+
+    def number(self, position: int, default: int | None = None) -> int:
+        """An argument that is a whole number of at least 1."""
+        text = self.arguments[position] if position < len(self.arguments) else str(default or "")
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"expected a whole number of at least 1, not {text!r}")
+        return int(text)
+
+
+def _iid(request: Request) -> list[Rows]:
+    return partition_rows.evenly(request.samples, request.clients)
+
+
+def _dirichlet(request: Request) -> list[Rows]:
+    try:
+        alpha = float(request.arguments[0])
+    except (ValueError, IndexError):
+        alpha = 0.0
+    if not 0 < alpha < float("inf"):
+        raise ValueError("ALPHA must be a number above 0")
+    fewest = request.number(1, DIRICHLET_MINIMUM)
+    if fewest * request.clients > request.samples:
+        raise ValueError(f"{request.samples} samples cannot give {request.clients} clients {fewest} each")
+    from fedbn_flwr.data.flower_partitioners import dirichlet
+
+    return dirichlet(request.labels, request.clients, alpha, fewest, derive(request.seed, "partition", "dirichlet"))
+
+
+def _classes(request: Request) -> list[Rows]:
+    each, classes = request.number(0), request.data.num_classes
+    if each > classes:
+        raise ValueError(f"{request.data.name} has only {classes} classes")
+    return partition_rows.rotating_classes(request.labels, request.clients, classes, each)
+
+
+def _shards(request: Request) -> list[Rows]:
+    each = request.number(0)
+    if each * request.clients > request.samples:
+        raise ValueError(f"{request.samples} samples cannot fill {each * request.clients} shards")
+    return _dealt(request, np.full(request.clients, each))
+
+
+def _shards_unbalanced(request: Request) -> list[Rows]:
+    shards = -(-request.samples // SHARD_SIZE)
+    generator = numpy_generator(request.seed, "partition", "shards of each")
+    return _dealt(request, partition_rows.unbalanced(request.clients, shards, MOST_SHARDS, generator))
+
+
+def _dealt(request: Request, counts: NDArray[np.int64]) -> list[Rows]:
+    return partition_rows.shards(request.labels, counts, derive(request.seed, "partition", "shards"))
+
+
+def _domain(request: Request) -> list[Rows]:
+    column, domains = request.data.train.domains, len(request.data.domain_names)
+    if column is None:
+        raise ValueError(f"{request.data.name} has no domains")
+    each = request.number(0, default=1)
+    splits = request.number(1, default=each)
+    if each > splits:
+        raise ValueError(f"{each} clients a domain need {each} splits of it, not {splits}")
+    if request.clients != domains * each:
+        needed = f"{domains} domains with {each} each need {domains * each} clients"
+        raise ValueError(f"{needed}, not {request.clients}")
+    return partition_rows.domain_parts(column.numpy(force=True)[request.order], domains, each, splits)
+
+
+def _union(request: Request) -> list[Rows]:
+    if request.clients != 1:
+        raise ValueError(f"1 client holds everything, not {request.clients}")
+    return partition_rows.evenly(request.samples, 1)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of partition: how its spec is written, and what shares out the rows."""
+
+    form: str
+    share: Callable[[Request], list[Rows]]
+
+
+PARTITIONS: dict[str, Kind] = {
+    "iid": Kind("iid", _iid),
+    "dirichlet": Kind("dirichlet:ALPHA[:FEWEST-SAMPLES]", _dirichlet),
+    "classes": Kind("classes:PER-CLIENT", _classes),
+    "shards": Kind("shards:PER-CLIENT", _shards),
+    "shards-unbalanced": Kind("shards-unbalanced", _shards_unbalanced),
+    "domain": Kind("domain[:CLIENTS-PER-DOMAIN[:SPLITS]]", _domain),
+    "union": Kind("union", _union),
+}
+
+
+Indices = NDArray[np.int64]
+
+
+def partition(spec: str, data: Data, clients: int, seed: int) -> list[Indices]:
+    """Sorted indices into the training split, one array a client; the same arguments give the same arrays.
+
+    No sample has two clients. Every sample has one, but for what a spec itself leaves out: `classes` where
+    the clients are too few to hold every class, and `domain` with more splits than clients a domain.
+    Without SPLITS a domain is cut into as many parts as it has clients. What cannot be done as asked is a
+    ValueError.
+    """
+    return _partition(spec, data, clients, seed)
+
+
+def describe(partition: list[Indices], data: Data) -> list[dict[str, Any]]:
+    """For every client how many samples it has, in all, of each class and of each domain (where not none)."""
+    table = []
+    for client, indices in enumerate(partition):
+        row: dict[str, Any] = {"client": client, "examples": len(indices)}
+        row["classes"] = _counts(data.train.labels[indices].numpy(force=True))
+        if data.train.domains is not None:
+            found = _counts(data.train.domains[indices].numpy(force=True))
+            row["domains"] = {data.domain_names[domain]: count for domain, count in found.items()}
+        table.append(row)
+    return table
+
+
+@lru_cache(maxsize=16)
+def _partition(spec: str, data: Data, clients: int, seed: int) -> list[Indices]:
+    kind, arguments = _parse(spec)
+    if not 1 <= clients <= len(data.train):
+        raise ValueError(f"partition {spec!r}: {clients} clients cannot share {len(data.train)} samples")
+    try:
+        indices = _share(kind, arguments, data, clients, seed)
+    except ValueError as error:
+        raise ValueError(f"partition {spec!r} ({kind.form}): {error}") from error
+    if empty := [str(client) for client, own in enumerate(indices) if len(own) == 0]:
+        raise ValueError(f"partition {spec!r}: no sample for client {', '.join(empty)}")
+    return indices
+
+
+def _parse(spec: str) -> tuple[Kind, list[str]]:
+    name, *arguments = spec.split(":")
+    kind = PARTITIONS.get(name)
+    if kind is None or len(arguments) > kind.form.count(":"):
+        forms = ", ".join(kind.form for kind in PARTITIONS.values())
+        raise ValueError(f"unknown partition {spec!r}; there are: {forms}")
+    return kind, arguments
+
+
+def _share(kind: Kind, arguments: list[str], data: Data, clients: int, seed: int) -> list[Indices]:
+    """Share out the samples in an order shuffled by the seed."""
+    order = numpy_generator(seed, "partition", "order").permutation(len(data.train))
+    with warnings.catch_warnings():
+        # DirichletPartitioner warns of every draw that it repeats, which is how it keeps to its minimum
+        warnings.filterwarnings("ignore", message="The specified min_partition_size")
+        return [np.sort(order[rows]) for rows in kind.share(Request(arguments, data, clients, seed, order))]
+
+
+def _counts(values: Indices) -> dict[int, int]:
+    return {int(value): int(count) for value, count in zip(*np.unique(values, return_counts=True), strict=True)}

@@ -1,0 +1,190 @@
+"""The console command `fedbn-flwr`."""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
+from fedbn_flwr.experiments.comparison import Plan, compare
+from fedbn_flwr.experiments.config import Config, UsageError, convert
+from fedbn_flwr.experiments.diagnosis.command import run_diagnosis
+from fedbn_flwr.experiments.engines import ENGINES, prepare
+from fedbn_flwr.experiments.method import all_options, own_options, settle, split_methods
+from fedbn_flwr.experiments.option_help import EXPLAINED
+from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_run
+from fedbn_flwr.experiments.output.run_folder import make_folder
+from fedbn_flwr.experiments.resources import check_simulation
+from fedbn_flwr.models import MODELS
+from fedbn_flwr.norm import NORMS
+from fedbn_flwr.strategies import REGISTRY, CannotTrainError
+from fedbn_flwr.wire import wire_key
+
+EPILOG = """\
+A method is STRATEGY[+NORM][:key=value]..., e.g. fedavg+gn or fedprox:mu=0.01:lr=0.05; its own options override the
+shared ones. `fedbn-flwr list` shows the names of everything there is.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 0 is success, 2 bad input, 1 any other failure."""
+    try:
+        # where `package.module:function` may be, which a console command does not look into by itself
+        sys.path.append(os.getcwd())
+        options = vars(_parser().parse_args(arguments))
+        command = options.pop("command")
+        _quiet(verbose=options.pop("verbose", False))
+        _COMMANDS[command](options)
+    except UsageError as error:
+        print("fedbn-flwr:", *str(error).split(), file=sys.stderr)  # in one line, whatever a library says
+        return 2
+    except CannotTrainError as error:
+        print(f"fedbn-flwr: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _quiet(verbose: bool) -> None:
+    """Flower's log tells every round, and warns of what is the normal case here."""
+    logger = logging.getLogger("flwr")
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    logger.addFilter(lambda record: not any(text in record.getMessage() for text in _NORMAL))
+
+
+#: evaluation is the server's; and `run_simulation` is the only way to start a simulation from Python
+_NORMAL = ("Federated evaluation will be skipped", "`run_simulation` function is deprecated")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what was wrong in one line, and leaves the exit to `main`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            raise UsageError(f"unknown option {unknown[0]!r}; known: {', '.join(self._option_string_actions)}")
+        return found, unknown
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="fedbn-flwr", description="Batch normalization in federated learning, side by side.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    run = _command(commands, "run", "train with one method")
+    _add_engine(run)
+    _add_shared(run, skip=())
+    several = _command(commands, "compare", "train with several methods on the same data, model and seeds")
+    several.add_argument("--methods", required=True, help="comma-separated methods")
+    several.add_argument("--seeds", default="1", metavar="N", help="runs a method, with seeds from --seed on [1]")
+    several.add_argument("--lr-grid", default="", help="comma-separated rates: each method runs at its own best one")
+    _add_engine(several)
+    _add_shared(several, skip=("method",))
+    single = _command(commands, "diagnose", "measure what the clients' data do to the BN of a model, without training")
+    single.add_argument("--batches", default="4", metavar="N", help="mini-batches a client to average over [4]")
+    _add_shared(single, skip=())
+    _command(commands, "list", "show every strategy, normalizer, model, data set, partition and augmentation")
+    return parser
+
+
+def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=text,
+        epilog=EPILOG,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    return parser
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine", default="inprocess", help=f"{' or '.join(ENGINES)} [inprocess]")
+    parser.add_argument("--verbose", action="store_true", default=False, help="show Flower's own log")
+
+
+def _add_shared(parser: argparse.ArgumentParser, skip: Sequence[str]) -> None:
+    group = parser.add_argument_group("shared options")
+    for item in fields(Config):
+        if item.name not in skip:
+            text = f"{item.metadata['help']} [{item.default}]"
+            group.add_argument(f"--{wire_key(item.name)}", metavar=item.name.upper(), help=text.replace("%", "%%"))
+    group = parser.add_argument_group("options of single strategies")
+    for key, parameter in all_options().items():
+        owners = [name for name, kind in REGISTRY.items() if key in own_options(kind)]
+        whose = "all strategies" if len(owners) == len(REGISTRY) else ", ".join(owners)
+        text = f"{EXPLAINED[key]} [{parameter.default}] ({whose})"
+        group.add_argument(f"--{key}", metavar=parameter.name.upper(), help=text)
+
+
+def _run(options: dict[str, Any]) -> None:
+    engine = _engine(options)
+    experiment = settle(_kebab(options))
+    prepare(engine, experiment.config)
+    check_simulation(experiment)
+    folder = make_folder(Path(experiment.config.results_dir))
+    with Bars(1) as bars:
+        summary = engine(experiment, folder, bars.announce(experiment.config.method))
+    show_run(summary, folder)
+
+
+def _compare(options: dict[str, Any]) -> None:
+    engine = _engine(options)
+    methods = split_methods(str(options.pop("methods")))
+    if not methods:
+        raise UsageError("--methods names no method")
+    if twice := [method for method in methods if methods.count(method) > 1]:
+        raise UsageError(f"--methods names {twice[0]!r} twice")
+    seeds = int(convert("--seeds", options.pop("seeds"), int))
+    if seeds < 1:
+        raise UsageError(f"--seeds must be at least 1, got {seeds}")
+    rates = [float(convert("--lr-grid", rate, float)) for rate in str(options.pop("lr_grid")).split(",") if rate]
+    plan = Plan(_kebab(options), methods, seeds, rates)
+    for method in methods:
+        prepare(engine, plan.experiment(method, 0).config)
+    plan.check()
+    folder = make_folder(Path(plan.experiment(methods[0], 0).config.results_dir))
+    with Bars(len(methods) * (seeds + len(rates))) as bars:
+        summaries = compare(plan, engine, folder, bars.announce)
+    show_comparison(summaries, folder)
+    if all("error" in summary for summary in summaries):
+        raise CannotTrainError("no method could train")
+
+
+def _diagnose(options: dict[str, Any]) -> None:
+    count = int(convert("--batches", options.pop("batches"), int))
+    run_diagnosis(_kebab(options), count)
+
+
+def _list(_: dict[str, Any]) -> None:
+    known: dict[str, Iterable[str]] = {
+        "strategies": REGISTRY,
+        "normalizers": NORMS,
+        "models": MODELS,
+        "datasets": DATASETS,
+        "partitions": PARTITIONS,
+        "augmentations": AUGMENTATIONS,
+    }
+    print(json.dumps({kind: list(names) for kind, names in known.items()}, indent=2))
+
+
+_COMMANDS = {"run": _run, "compare": _compare, "diagnose": _diagnose, "list": _list}
+
+
+def _engine(options: dict[str, Any]) -> Any:
+    name = options.pop("engine")
+    if name not in ENGINES:
+        raise UsageError(f"unknown engine {name!r}; known: {', '.join(ENGINES)}")
+    return ENGINES[name]
+
+
+def _kebab(options: dict[str, Any]) -> dict[str, Any]:
+    return {wire_key(name): value for name, value in options.items()}

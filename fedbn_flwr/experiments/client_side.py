@@ -1,0 +1,85 @@
+"""The client's side of an experiment: from a node's Context to its `BNClient`."""
+
+import os
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from flwr.app import Context
+from numpy.typing import NDArray
+from torch import nn
+
+from fedbn_flwr.client import BNClient, pick_device
+from fedbn_flwr.data import Data
+from fedbn_flwr.data.loading import ROOT_VARIABLE
+from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.method import settle
+from fedbn_flwr.experiments.resources import load_data, make_partition, set_threads, shared_model
+
+#: options as they were given, hashable: 1, 1.0 and True are three values
+Given = tuple[tuple[str, type, Any], ...]
+
+
+class Workplace(NamedTuple):
+    """What all nodes of a process share."""
+
+    config: Config
+    data: Data
+    partition: list[NDArray[np.int64]]
+    model: nn.Module
+    device: str
+
+
+def client_fn(context: Context) -> BNClient:
+    """For an app whose options are Flower's run configuration."""
+    return _client(_given(context.run_config), context)
+
+
+def bound_client_fn(run_config: Mapping[str, Any]) -> Callable[[Context], BNClient]:
+    """For engines that hand no run configuration to their nodes."""
+    given = _given(run_config)
+    return lambda context: _client(given, context)
+
+
+def _client(given: Given, context: Context) -> BNClient:
+    """The client of one node; its partition is the node's `partition-id`."""
+    partition_id, nodes = _place(context)
+    shared = _workplace(given, nodes, os.environ.get(ROOT_VARIABLE))
+    set_threads(shared.config)
+    return BNClient(
+        shared.model,
+        shared.data.train,
+        test=shared.data.test,
+        num_classes=shared.data.num_classes,
+        indices=shared.partition[partition_id],
+        partition_id=partition_id,
+        memory=context.state,
+        device=shared.device,
+    )
+
+
+def _given(run_config: Mapping[str, Any]) -> Given:
+    return tuple((key, type(value), value) for key, value in run_config.items())
+
+
+@lru_cache(maxsize=2)
+def _workplace(given: Given, nodes: int, root: str | None) -> Workplace:
+    """Made once a process: to settle options and look everything up takes as long as a step of training.
+
+    `root` is where data are looked for that name no place of their own.
+    """
+    config = settle({key: value for key, _, value in given}).config
+    set_threads(config)
+    partition = make_partition(config, config.clients or nodes)
+    return Workplace(config, load_data(config), partition, shared_model(config), str(pick_device(config.device)))
+
+
+def _place(context: Context) -> tuple[int, int]:
+    try:
+        return int(context.node_config["partition-id"]), int(context.node_config["num-partitions"])
+    except KeyError as missing:
+        raise ValueError(
+            f"the node has no {missing}: start its SuperNode with "
+            "--node-config 'partition-id=0 num-partitions=5' (its own number, and how many there are)"
+        ) from None

@@ -1,0 +1,145 @@
+"""Several methods on the same data, model and seeds."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedbn_flwr.experiments.config import UsageError, convert
+from fedbn_flwr.experiments.engines import Engine
+from fedbn_flwr.experiments.method import Experiment, parse, settle
+from fedbn_flwr.experiments.output.plots import plot_curves, title_of
+from fedbn_flwr.experiments.output.recorder import Progress, Summary
+from fedbn_flwr.experiments.output.run_folder import as_json, read_rounds
+from fedbn_flwr.experiments.resources import check_simulation
+from fedbn_flwr.strategies import CannotTrainError
+
+VALIDATION_SHARE = 0.2
+#: options that a comparison sets for all methods alike
+COMMON = ("seed", "validation", "results-dir")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to compare: flat options, methods, seeds, and rates to choose from."""
+
+    options: Mapping[str, Any]
+    methods: Sequence[str]
+    seeds: int = 1
+    rates: Sequence[float] = ()
+
+    def experiment(self, method: str, seed: int, **changes: Any) -> Experiment:
+        """One run of the plan."""
+        base = int(convert("seed", self.options.get("seed", 0), int))
+        experiment = settle({**self.options, "method": method, "seed": base + seed})
+        return replace(experiment, config=replace(experiment.config, **changes))
+
+    def check(self) -> None:
+        """Find every usage error before the first run."""
+        for method in self.methods:
+            if common := [key for key in parse(method)[2] if key in COMMON]:
+                raise UsageError(f"method {method!r}: {common[0]} is the same for all methods of a comparison")
+            check_simulation(self.experiment(method, 0))
+            for rate in self.rates:
+                check_simulation(self.experiment(method, 0, lr=rate, validation=VALIDATION_SHARE))
+
+
+#: called before every run with a label; returns what to call after every round of it
+Announce = Callable[[str], Progress | None]
+
+
+def compare(plan: Plan, engine: Engine, folder: Path, announce: Announce) -> list[Summary]:
+    """Run everything; write `compare.json` and `compare.png` beside the runs' own folders."""
+    summaries: list[Summary] = []
+    curves: dict[str, list[Any]] = {}
+    for method in plan.methods:
+        chosen = _best_rate(plan, method, engine, folder, announce)
+        for seed in range(plan.seeds):
+            experiment = plan.experiment(method, seed, **({"lr": chosen["lr"]} if chosen else {}))
+            place = folder / f"{_folder_name(method)}-seed{experiment.config.seed}"
+            summary = _outcome(engine, experiment, place, announce(f"{method}, seed {experiment.config.seed}"))
+            summaries.append({**summary, **({"lr-grid": chosen["grid"]} if chosen else {})})
+            if "error" not in summary:
+                curves.setdefault(method, []).append(read_rounds(place))
+            (folder / "compare.json").write_text(as_json(summaries, indent=2) + "\n")
+    if curves:
+        plot_curves(curves, folder / "compare.png", title_of(_typical(summaries)))
+    return summaries
+
+
+def _typical(summaries: Sequence[Summary]) -> Summary:
+    """A finished run, not the centralized reference if there is another: it has one node with all data."""
+    finished = [summary for summary in summaries if "error" not in summary]
+    return next((summary for summary in finished if summary["partition"] != "union"), finished[0])
+
+
+def _outcome(engine: Engine, experiment: Experiment, place: Path, progress: Progress | None) -> Summary:
+    """A run's summary; a method that cannot train on these data says why, and the others go on."""
+    try:
+        return engine(experiment, place, progress)
+    except CannotTrainError as error:
+        config = experiment.config
+        return {"method": config.method, "seed": config.seed, "lr": config.lr, "error": str(error)}
+
+
+def _best_rate(plan: Plan, method: str, engine: Engine, folder: Path, announce: Announce) -> dict[str, Any]:
+    """The rate with the best accuracy on a validation split of the training data, at the first seed."""
+    if not plan.rates or "lr" in parse(method)[2]:
+        return {}
+    grid = {}
+    for rate in plan.rates:
+        experiment = plan.experiment(method, 0, lr=rate, validation=VALIDATION_SHARE)
+        place = folder / "lr-grid" / f"{_folder_name(method)}-lr{rate:g}"
+        summary = _outcome(engine, experiment, place, announce(f"{method}, validating lr {rate:g}"))
+        grid[rate] = summary.get("accuracy", 0.0)
+    return {
+        "lr": max(grid, key=lambda rate: grid[rate]),
+        "grid": {f"{rate:g}": value for rate, value in grid.items()},
+    }
+
+
+@dataclass(frozen=True)
+class Line:
+    """One method over all its seeds."""
+
+    method: str
+    mean: float
+    deviation: float
+    #: mean paired difference to the first method, and half the width of its 95 % interval
+    difference: float
+    half_width: float
+    summary: Summary
+
+
+def lines(summaries: Sequence[Summary], key: str = "accuracy") -> list[Line]:
+    """One line a method; differences are paired by seed."""
+    by_method: dict[str, dict[int, Summary]] = {}
+    for summary in summaries:
+        by_method.setdefault(summary["method"], {})[summary["seed"]] = summary
+    first = next(iter(by_method.values()))
+    return [_line(method, runs, first, key) for method, runs in by_method.items()]
+
+
+def _line(method: str, runs: Mapping[int, Summary], first: Mapping[int, Summary], key: str) -> Line:
+    values = {seed: run.get(key, np.nan) for seed, run in runs.items()}
+    differences = [value - first[seed].get(key, np.nan) for seed, value in values.items() if seed in first]
+    mean, deviation, _ = _spread(list(values.values()))
+    difference, _, half_width = _spread(differences)
+    return Line(method, mean, deviation, difference, half_width, list(runs.values())[-1])
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """The mean, the standard deviation, and half the width of the mean's 95 % interval."""
+    if len(values) < 2:
+        return (values[0] if values else np.nan), 0.0, 0.0
+    from scipy import stats  # takes seconds to import, and only the last table needs it
+
+    deviation = float(np.std(values, ddof=1))
+    half_width = deviation / len(values) ** 0.5 * float(stats.t.ppf(0.975, len(values) - 1))
+    return float(np.mean(values)), deviation, half_width
+
+
+def _folder_name(method: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "+-=." else "_" for letter in method)

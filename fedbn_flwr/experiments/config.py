@@ -1,0 +1,169 @@
+"""Every shared option of an experiment: parsed once, here, with one clear line for what cannot be."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from math import isfinite
+from types import NoneType
+from typing import Any, Self, get_args
+
+from fedbn_flwr.client.precision import PRECISIONS
+from fedbn_flwr.client.training import OPTIMIZERS
+from fedbn_flwr.data import AUGMENTATIONS
+from fedbn_flwr.simulation.stacked.timing import WAYS
+from fedbn_flwr.wire import wire_key
+
+Value = bool | int | float | str
+
+
+class UsageError(ValueError):
+    """Bad input: the message is one line that names what was wrong and what is allowed."""
+
+
+def option(default: Value, text: str) -> Any:
+    """An option with its help text."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Config:
+    """The options that every method shares; a strategy's own ones are read from its constructor."""
+
+    method: str = option("fedavg", "STRATEGY[+NORM][:key=value]..., e.g. fixbn:freeze-round=0.3 or fedavg+gn")
+    norm: str = option("bn", "default normalizer of the model")
+    norm_options: str = option("", "options of the normalizer, e.g. r_max=3,d_max=5 for brn")
+    groups: int = option(2, "number of groups of group normalization")
+    model: str = option("small-cnn", "model, or package.module:function")
+    dataset: str = option("digits", "data set, synthetic:n=..., folder:PATH, or package.module:function")
+    image_size: int = option(0, "resize images to this side; 0 keeps the data set's own")
+    data_root: str = option("", "folder of data sets on disk")
+    partition: str = option("classes:2", "how training data are spread: iid, dirichlet:0.1, classes:2, domain:1, ...")
+    clients: int = option(5, "number of clients; 0 means one for every node of the federation")
+    fraction_train: float = option(1.0, "share of the clients that take part in a round")
+    fraction_evaluate: float = option(0.0, "share of the clients that evaluate the model themselves")
+    rounds: int = option(60, "number of rounds")
+    local_steps: int = option(5, "mini-batch steps a round and client; 0 means that local-epochs counts")
+    local_epochs: int = option(0, "epochs a round and client; above 0 it is used instead of local-steps")
+    budget_epochs: float = option(0.0, "set the rounds so that all clients together see the data this often")
+    batch_size: int = option(32, "samples in a mini-batch")
+    replacement: bool = option(False, "draw mini-batches with replacement")
+    augmentation: str = option("none", "augmentation of training images: none, crop, crop-flip")
+    optimizer: str = option("sgd", "sgd or adam")
+    lr: float = option(0.1, "local learning rate")
+    lr_schedule: str = option(
+        "0.1@0.5,0.1@0.75", "FACTOR@WHEN or =VALUE@WHEN, comma-separated; WHEN: fraction, rounds or 'freeze'"
+    )
+    momentum: float = option(0.0, "momentum of sgd")
+    weight_decay: float = option(0.0, "weight decay")
+    precision: str = option("float32", "float32, tf32 (float32 with TF32 products, on a GPU) or bf16 (autocast)")
+    evaluate_every: int = option(10, "evaluate on the test data every so many rounds, and after the last")
+    target_accuracy: float = option(0.0, "also report the rounds, exchanges and bytes until this accuracy")
+    seed: int = option(0, "seed of everything: model, partition, batches, sampling")
+    device: str = option("auto", "cpu, cuda or auto")
+    init_from: str = option("", "start from this file: safetensors or a torch state dict")
+    validation: float = option(0.0, "test on this share of the training data, held out, instead of the test data")
+    threads: int = option(
+        1,
+        "torch threads a process: 1 gives the same bits everywhere (the engine cohort takes more where they pay, if "
+        "`workers` is 0); 0 leaves it to torch",
+    )
+    workers: int = option(
+        0,
+        "processes that share the clients; 0: one in the engine inprocess, in the engine cohort as many as pay, or one "
+        "with more `threads`",
+    )
+    way: str = option(
+        "auto",
+        f"how clients of the engine cohort train: auto (measured), {', '.join(WAYS)}",
+    )
+    chunk: int = option(0, "how many clients are stacked at most; 0: as many as are worth it and fit into memory")
+    timeout: float = option(3600.0, "seconds to wait for the clients of a round")
+    results_dir: str = option("results", "where results go")
+    state_dir: str = option(
+        "", "keep what clients remember in files of this folder, and not in memory (inprocess only)"
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        for name, smallest in _SMALLEST.items():
+            if getattr(self, name) < smallest:
+                raise UsageError(f"{wire_key(name)} must be at least {smallest}, got {getattr(self, name)}")
+        for name, known in _KNOWN.items():
+            if getattr(self, name) not in known:
+                raise UsageError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
+        for name in ("fraction_train", "fraction_evaluate", "validation", "target_accuracy"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"{wire_key(name)} must be between 0 and 1, got {getattr(self, name)}")
+        if self.fraction_train == 0:
+            raise UsageError("fraction-train must be above 0")
+        if not (self.local_steps or self.local_epochs):
+            raise UsageError("one of local-steps and local-epochs must be above 0")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """Read kebab-case keys whose values are of the right type or text."""
+        known = {wire_key(item.name): item for item in fields(cls)}
+        if unknown := sorted(set(values) - set(known)):
+            raise UsageError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
+        parsed: dict[str, Any] = {
+            known[key].name: convert(key, value, type(known[key].default)) for key, value in values.items()
+        }
+        return cls(**parsed)
+
+    def to_mapping(self) -> dict[str, Value]:
+        """The options by their kebab-case keys."""
+        return {wire_key(item.name): getattr(self, item.name) for item in fields(self)}
+
+
+_SMALLEST: dict[str, float] = {
+    "groups": 1,
+    "image_size": 0,
+    "clients": 0,
+    "rounds": 1,
+    "local_steps": 0,
+    "local_epochs": 0,
+    "budget_epochs": 0,
+    "batch_size": 1,
+    "lr": 0,
+    "momentum": 0,
+    "weight_decay": 0,
+    "evaluate_every": 1,
+    "threads": 0,
+    "workers": 0,
+    "chunk": 0,
+    "timeout": 0,
+}
+
+_KNOWN: dict[str, Collection[str]] = {
+    "augmentation": AUGMENTATIONS,
+    "optimizer": OPTIMIZERS,
+    "precision": PRECISIONS,
+    "way": ("auto", *WAYS),
+}
+
+
+def convert(key: str, value: Any, kind: Any) -> Value:
+    """Turn text or a number into what an option takes; `kind` is a type or a union of types."""
+    kinds = [part for part in get_args(kind) or (kind,) if part is not NoneType]
+    for candidate in kinds:
+        try:
+            return _convert(value, candidate)
+        except ValueError:
+            continue
+    raise UsageError(f"{key} must be {' or '.join(_SPOKEN[part] for part in kinds)}, got {value!r}")
+
+
+_SPOKEN = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def _convert(value: Any, kind: type) -> Value:
+    if kind is bool:
+        if str(value).lower() not in ("true", "false"):
+            raise ValueError
+        return str(value).lower() == "true"
+    if isinstance(value, bool):
+        raise ValueError
+    if kind is int and isinstance(value, float) and not value.is_integer():
+        raise ValueError
+    if kind is float and not isfinite(float(value)):
+        raise ValueError
+    return kind(value)  # type: ignore[no-any-return]

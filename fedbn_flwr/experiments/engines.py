@@ -1,0 +1,192 @@
+"""Where an experiment runs: in this process, in several of this machine, or on Flower's Ray simulation."""
+
+import atexit
+import gc
+import os
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from fedbn_flwr.client import BNClient, pick_device
+from fedbn_flwr.client.layerwise_step import STEPS
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.experiments.client_side import bound_client_fn
+from fedbn_flwr.experiments.config import Config, UsageError
+from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.output.recorder import Progress, Summary
+from fedbn_flwr.experiments.resources import (
+    expected_steps,
+    load_data,
+    make_partition,
+    refuse_state_dir,
+    refuse_workers,
+    set_threads,
+    shared_model,
+    state_folder,
+)
+from fedbn_flwr.experiments.server_side import instruction_of, run
+from fedbn_flwr.simulation import CohortGrid, SpreadGrid
+from fedbn_flwr.simulation.prepared import StagedGrid
+from fedbn_flwr.simulation.processes.grid import WorkersGrid, count_cores
+from fedbn_flwr.simulation.processes.worker import preload
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.stacked.memory_budget import clients_that_fit, keep_freed_memory
+from fedbn_flwr.strategies import Layerwise
+
+Engine = Callable[[Experiment, Path, Progress | None], Summary]
+#: makes the grid of some partitions' nodes
+MakeGrid = Callable[[Sequence[int]], InProcessGrid]
+
+#: what every worker needs, and takes seconds to import: itself, optimizers and the default data set
+NEEDED = (__name__, "torch._dynamo", "sklearn.datasets")
+
+
+def run_in_process(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
+    """One client after another in this process, or in each of `workers` processes: no Ray, no network."""
+    config = experiment.config
+    make_grid = partial(sequential_grid, experiment, folder)
+    workers = min(config.workers, config.clients)
+    if workers <= 1:
+        return run(make_grid(range(config.clients)), experiment, folder, progress)
+    prepare(run_in_process, config)
+    with spread_over(workers, make_grid, config) as grid:
+        return run(grid, experiment, folder, progress)
+
+
+def run_in_cohorts(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
+    """The clients of a round at once, in this process or in as many as `workers` says, or as pay."""
+    with cohort_grid(experiment, folder) as grid:
+        return run(grid, experiment, folder, progress)
+
+
+def cohort_grid(experiment: Experiment, folder: Path) -> SpreadGrid | WorkersGrid:
+    """The grid of the engine `cohort`, to be closed."""
+    config = experiment.config
+    make_grid = partial(stacked_grid, experiment, folder)
+    make_workers = partial(spread_over, make_grid=make_grid, config=config)
+    if config.workers > 1 and config.clients > 1:
+        return make_workers(min(config.workers, config.clients))
+    # a GPU is not made faster by several processes
+    cores = 1 if config.workers == 1 or pick_device(config.device).type == "cuda" else count_cores()
+    workers = min(cores, config.clients)
+    return SpreadGrid(make_grid(range(config.clients)), make_workers, workers, expected_steps(config))
+
+
+def sequential_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]) -> InProcessGrid:
+    """The clients of these partitions, one after another."""
+    config, app = experiment.config, _app(experiment, partitions)
+    return StagedGrid(app, config.clients, partitions=partitions, state_dir=state_folder(config, folder))
+
+
+def stacked_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]) -> CohortGrid:
+    """The clients of these partitions, as many at once as pay."""
+    config, app = experiment.config, _app(experiment, partitions)
+    keep_freed_memory()
+    return CohortGrid(
+        app,
+        config.clients,
+        partitions=partitions,
+        state_dir=state_folder(config, folder),
+        way=config.way,
+        chunk=config.chunk,
+        expected_steps=expected_steps(config),
+    )
+
+
+def _app(experiment: Experiment, partitions: Sequence[int]) -> ClientApp:
+    """What runs on each of these nodes."""
+    config = experiment.config
+    set_threads(config)
+    if issubclass(experiment.strategy_class, Layerwise) and len(partitions) > STEPS.max_steps:
+        # the other clients may be in other processes of this machine
+        room = _steps_that_fit(config) * len(partitions) // config.clients
+        STEPS.make_room(min(len(partitions), room))
+    # what was imported is never garbage: to look through it for some takes a part of every round
+    gc.freeze()
+    # at the end it is, or libraries complain of what they find left
+    atexit.register(gc.unfreeze)
+    return client_app(bound_client_fn(experiment.to_mapping()))
+
+
+def _steps_that_fit(config: Config) -> int:
+    """How many clients of this process can wait in the middle of a layer-wise step; those of others are replayed."""
+    split = load_data(config).train
+    few = np.arange(min(len(split), config.batch_size))
+    client = BNClient(shared_model(config), split, indices=few, device=str(pick_device(config.device)))
+    return clients_that_fit(client, instruction_of(config))
+
+
+def spread_over(workers: int, make_grid: MakeGrid, config: Config) -> WorkersGrid:
+    """So many processes, each with the grid of its share of the nodes."""
+    return WorkersGrid(partial(_ready, make_grid, config), config.clients, workers, threads=config.threads)
+
+
+def _ready(make_grid: MakeGrid, config: Config, partitions: Sequence[int]) -> InProcessGrid:
+    """A grid in a new process, which loads data and model before it is asked for anything."""
+    set_threads(config)
+    shared_model(config)
+    make_partition(config, config.clients)
+    return make_grid(partitions)
+
+
+def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
+    """Flower's simulation engine; every client gets one processor, and all share the GPU where there is one.
+
+    Of its own on this machine, or with `RAY_ADDRESS` in the environment on the cluster that is there.
+    """
+    refuse_state_dir(experiment.config)
+    cluster = _cluster()
+    from flwr.simulation import run_simulation
+
+    # otherwise Ray hides the GPU from workers that reserve no part of it
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+    server, summaries = ServerApp(), []
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        summaries.append(run(grid, experiment, folder, progress))
+
+    run_simulation(
+        server,
+        client_app(bound_client_fn(experiment.to_mapping())),
+        num_supernodes=experiment.config.clients,
+        backend_config={
+            "init_args": {"address": cluster},
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        },
+    )
+    return summaries[0]
+
+
+def _cluster() -> str:
+    """The address of the Ray cluster that the environment names; `local` is one for this run only.
+
+    Ray by itself would join whatever cluster was started last on this machine, and wait minutes for one that is not
+    there.
+    """
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    host, colon, port = address.rpartition(":")
+    if colon and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from None
+    return address
+
+
+def prepare(engine: Engine, config: Config) -> None:
+    """Refuse workers where there are none of ours; elsewhere let them import while their run is checked."""
+    if engine is run_on_ray:
+        refuse_workers(config)
+    elif config.workers > 1:
+        preload(NEEDED)
+
+
+ENGINES: dict[str, Engine] = {"inprocess": run_in_process, "cohort": run_in_cohorts, "ray": run_on_ray}

@@ -1,0 +1,134 @@
+"""What a person sees in the terminal: a bar while it runs, a table at the end."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+from typing import Self
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fedbn_flwr.experiments.comparison import Line, lines
+from fedbn_flwr.experiments.output.recorder import Progress as Callback
+from fedbn_flwr.experiments.output.recorder import Summary
+
+console = Console()
+
+
+class Bars:
+    """One bar over all runs; the text tells the run, its round and its last accuracy."""
+
+    def __init__(self, runs: int) -> None:
+        self._progress = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._runs = runs
+        self._task = self._progress.add_task("", total=None)
+        self._done = 0
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def announce(self, label: str) -> Callback:
+        """Start the bar's next run; the returned function takes its rounds."""
+        before, self._done = self._done, self._done + 1
+
+        def advance(server_round: int, rounds: int, accuracy: float | None) -> None:
+            text = f"{label}: accuracy {accuracy:.3f}" if accuracy is not None else label
+            total = rounds * max(self._runs, self._done)
+            self._progress.update(self._task, total=total, completed=before * rounds + server_round, description=text)
+
+        return advance
+
+
+def show_run(summary: Summary, folder: Path) -> None:
+    """The result of one run."""
+    table = Table(title=f"{summary['method']} on {summary['dataset']}, {summary['model']}, {summary['partition']}")
+    table.add_column("result")
+    table.add_column("value", justify="right")
+    for key, value in summary.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            table.add_row(key, f"{value:.4f}" if isinstance(value, float) else f"{value:,}")
+    console.print(table)
+    console.print(f"Results: {folder.resolve()}")
+
+
+def show_comparison(summaries: Sequence[Summary], folder: Path) -> None:
+    """One row a method; the reason for a method that could not train; by domain, where the data have domains."""
+    finished = [summary for summary in summaries if "error" not in summary]
+    if finished:
+        _show_accuracies(finished)
+        _show_domains(finished)
+    for method, error in {summary["method"]: summary["error"] for summary in summaries if "error" in summary}.items():
+        console.print(f"{method} could not train: {error}", style="yellow")
+    console.print(f"Results: {folder.resolve()} (compare.json, compare.png, one folder a run)")
+
+
+def _show_accuracies(summaries: Sequence[Summary]) -> None:
+    compared = lines(summaries)
+    several, baseline = len(summaries) > len(compared), compared[0].method
+    # the centralized reference has one node with all data
+    first = next((run for run in summaries if run["partition"] != "union"), summaries[0])
+    table = _table(f"{first['dataset']}, {first['model']}, {first['partition']}, {first['rounds']} rounds")
+    columns: dict[str, Callable[[Line], str]] = {
+        "accuracy": lambda line: f"{line.mean:.3f}" + (f" ± {line.deviation:.3f}" if several else ""),
+        "personal": lambda line: _mean(summaries, line.method, "accuracy-personal"),
+        "mean BN": lambda line: _mean(summaries, line.method, "accuracy-mean-bn"),
+        f"vs {baseline}": lambda line: "" if line is compared[0] else _difference(line, several),
+        "lr": lambda line: f"{line.summary['lr']:g}" if len({run["lr"] for run in summaries}) > 1 else "",
+        "MB sent": lambda line: f"{line.summary['payload-bytes'] / 2**20:.1f}",
+        "exchanges": lambda line: f"{line.summary['exchanges']:,}",
+        "s": lambda line: f"{line.summary['seconds']:.1f}",
+    }
+    cells = {heading: [cell(line) for line in compared] for heading, cell in columns.items()}
+    used = {heading: column for heading, column in cells.items() if any(column)}
+    for heading in used:
+        table.add_column(heading, justify="right", no_wrap=heading != f"vs {baseline}")
+    for index, line in enumerate(compared):
+        table.add_row(line.method, *(column[index] for column in used.values()))
+    console.print(table)
+
+
+def _show_domains(summaries: Sequence[Summary]) -> None:
+    by_method: dict[str, list[dict[str, float]]] = {}
+    for summary in summaries:
+        if "domain-accuracy" in summary:
+            by_method.setdefault(summary["method"], []).append(summary["domain-accuracy"])
+    if not by_method:
+        return
+    table = _table("accuracy by domain (models of their own: each on its node's domain)")
+    domains = list(next(iter(by_method.values()))[0])
+    for heading in (*domains, "mean"):
+        table.add_column(heading, justify="right")
+    for method, runs in by_method.items():
+        means = [fmean(run[domain] for run in runs) for domain in domains]
+        table.add_row(method, *(f"{value:.3f}" for value in (*means, fmean(means))))
+    console.print(table)
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True)
+    table.add_column("method", overflow="fold")
+    return table
+
+
+def _difference(line: Line, several: bool) -> str:
+    return f"{line.difference:+.3f}" + (f" ± {line.half_width:.3f}" if several else "")
+
+
+def _mean(summaries: Sequence[Summary], method: str, key: str) -> str:
+    values = [run[key] for run in summaries if run["method"] == method and key in run]
+    return f"{fmean(values):.3f}" if values else ""

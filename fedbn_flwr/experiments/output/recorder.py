@@ -1,0 +1,126 @@
+"""What happened in a run: a row a round while it goes, a summary at the end."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flwr.app import ArrayRecord, MetricRecord
+
+from fedbn_flwr import wire
+from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.output.run_folder import RunFolder
+from fedbn_flwr.experiments.output.scoring import Score, Scorer
+from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.traffic.counting_grid import CountingGrid
+
+#: called after every round with the round, the number of rounds, and the last known accuracy
+Progress = Callable[[int, int, float | None], None]
+Summary = dict[str, Any]
+
+
+class Journal:
+    """Scores and records rounds as Flower's `evaluate_fn`."""
+
+    def __init__(
+        self,
+        files: RunFolder,
+        strategy: FedAvg,
+        grid: CountingGrid,
+        scorer: Scorer,
+        config: Config,
+        progress: Progress | None = None,
+    ) -> None:
+        self._files, self._strategy, self._grid, self._scorer = files, strategy, grid, scorer
+        self._config, self._progress = config, progress
+        self._started = self._last = time.perf_counter()
+        self._before = grid.training.copy()
+        self._score: Score = {}
+        self._train_loss: float | None = None
+        self._target: dict[str, int] = {}
+        self.arrays: ArrayRecord | None = None
+
+    def record(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Score, if the round counts, and write the round down."""
+        if server_round == 0:
+            self._last = time.perf_counter()
+            return None
+        self.arrays = arrays
+        row = {"round": server_round, **self._training(), **self._traffic(), **self._strategy.measured}
+        score = self._scored(server_round, arrays)
+        self._files.round({**row, **score})
+        if self._progress:
+            self._progress(server_round, self._config.rounds, self._score.get("accuracy"))
+        self._last = time.perf_counter()
+        return MetricRecord({key: value for key, value in score.items() if isinstance(value, float)})
+
+    def summary(self, experiment: Experiment, nodes: int) -> Summary:
+        """The whole run in one record."""
+        config, sent = experiment.config, self._grid.training
+        return {
+            "method": config.method,
+            "strategy": experiment.strategy,
+            "norm": config.norm,
+            "model": config.model,
+            "dataset": config.dataset,
+            "partition": config.partition,
+            "clients": nodes,
+            "rounds": config.rounds,
+            "seed": config.seed,
+            "lr": config.lr,
+            "batch-size": config.batch_size,
+            **self._score,
+            "train-loss": self._train_loss,
+            "exchanges": sent.exchanges,
+            "payload-bytes": sent.payload,
+            "wire-bytes": sent.wire,
+            "evaluation-payload-bytes": self._grid.evaluation.payload,
+            "evaluation-wire-bytes": self._grid.evaluation.wire,
+            "seconds": time.perf_counter() - self._started,
+            **self._until_target(),
+        }
+
+    def _scored(self, server_round: int, arrays: ArrayRecord) -> Score:
+        if not self._strategy.evaluates(server_round):
+            return {}
+        score = self._scorer.score(self._strategy, arrays)
+        self._score = score or self._score
+        target = self._config.target_accuracy
+        if target and not self._target and score.get("accuracy", 0.0) >= target:
+            sent = self._grid.training
+            self._target = {
+                "rounds": server_round,
+                "exchanges": sent.exchanges,
+                "payload-bytes": sent.payload,
+            }
+        return score
+
+    def _training(self) -> dict[str, Any]:
+        replies = self._strategy.train_replies
+        # a foreign client may report no loss
+        losses = [(reply.metrics.get(wire.TRAIN_LOSS), reply.num_examples) for reply in replies]
+        known = [(loss, count) for loss, count in losses if isinstance(loss, float)]
+        loss = sum(loss * count for loss, count in known) / max(sum(count for _, count in known), 1)
+        self._train_loss = loss if known else self._train_loss
+        return {
+            "nodes": len(replies),
+            "train-loss": loss if known else None,
+            "seconds": time.perf_counter() - self._last,
+        }
+
+    def _traffic(self) -> dict[str, int]:
+        sent = self._grid.training - self._before
+        self._before = self._grid.training.copy()
+        return {
+            "exchanges": sent.exchanges,
+            "payload-bytes-down": sent.payload_down,
+            "payload-bytes-up": sent.payload_up,
+            "wire-bytes-down": sent.wire_down,
+            "wire-bytes-up": sent.wire_up,
+        }
+
+    def _until_target(self) -> dict[str, int | None]:
+        if not self._config.target_accuracy:
+            return {}
+        names = ("rounds", "exchanges", "payload-bytes")
+        return {f"{name}-to-target": self._target.get(name) for name in names}

@@ -1,0 +1,91 @@
+"""What a run leaves behind: one folder, written as the run goes."""
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord
+from safetensors.torch import save_file
+
+from fedbn_flwr import __version__
+from fedbn_flwr.experiments.config import UsageError
+from fedbn_flwr.state import from_record
+
+VERSIONED = (
+    "flwr",
+    "flwr-datasets",
+    "matplotlib",
+    "numpy",
+    "pillow",
+    "ray",
+    "scikit-learn",
+    "timm",
+    "torch",
+    "torchvision",
+)
+
+
+class RunFolder:
+    """`config.json`, `rounds.jsonl`, `summary.json`, `model.safetensors` and `curves.png` of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = make_folder(path)
+        self._rounds = path / "rounds.jsonl"
+        self._rounds.write_text("")
+        # a folder that is written anew must not show the last run's result should this one fail
+        for stale in ("summary.json", "model.safetensors", "curves.png"):
+            (path / stale).unlink(missing_ok=True)
+
+    def config(self, options: Mapping[str, Any]) -> None:
+        """Everything that is needed to repeat the run."""
+        versions = {name: version(name) for name in VERSIONED}
+        versions |= {"fedbn-flwr": __version__, "python": platform.python_version()}
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
+        self._write("config.json", {"options": dict(options), "versions": versions, "hardware": device})
+
+    def round(self, row: Mapping[str, Any]) -> None:
+        """Append one round."""
+        with self._rounds.open("a") as file:
+            file.write(as_json(row) + "\n")
+
+    def finish(self, summary: Mapping[str, Any], arrays: ArrayRecord) -> None:
+        """Write the model and the summary; the summary last, as the sign that the run is complete."""
+        save_file(from_record(arrays), str(self.path / "model.safetensors"))
+        self._write("summary.json", summary)
+
+    def _write(self, name: str, content: object) -> None:
+        partial = self.path / f"{name}.partial"
+        partial.write_text(as_json(content, indent=2) + "\n")
+        partial.replace(self.path / name)
+
+
+def as_json(content: object, indent: int | None = None) -> str:
+    """JSON, in which a number that is not finite (the loss of a run that diverged) is null."""
+    return json.dumps(_finite(content), indent=indent, allow_nan=False)
+
+
+def make_folder(path: Path) -> Path:
+    """Make a folder for results, if it is not there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"results-dir {str(path)!r} cannot be made: {error.strerror}") from error
+    return path
+
+
+def read_rounds(path: Path) -> list[dict[str, Any]]:
+    """The rounds that a run has written so far."""
+    return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not isfinite(content) else content

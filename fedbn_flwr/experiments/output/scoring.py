@@ -1,0 +1,91 @@
+"""Scoring a round: the global model on the server, or nodes' own models from what they reported."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+
+from fedbn_flwr import state, wire
+from fedbn_flwr.client.evaluation import evaluate
+from fedbn_flwr.data import Data
+from fedbn_flwr.strategies import FedAvg, NodeReply
+
+Score = dict[str, Any]
+
+
+class Scorer:
+    """Gives every accuracy its own name.
+
+    - `accuracy`: of the global model on the whole test set; where nodes have models of their own, the mean over
+      nodes of each one's accuracy on the whole test set (as FedTAN's paper has it).
+    - `accuracy-personal`: the mean over nodes of the accuracy on each one's own domain or label distribution (as
+      FedBN's and FedWon's have it).
+    - `accuracy-mean-bn`: of one model with the entries that stay on the nodes averaged (as FedBS has it).
+    - `domain-accuracy`: of the global model on every domain; where nodes have models of their own, of those that
+      hold the domain.
+    - `node-domain-accuracy`: every node's model on every domain (FedTAN, Fig. 8).
+    """
+
+    def __init__(self, model: nn.Module, data: Data, device: torch.device) -> None:
+        self._model, self._data, self._device = model.to(device), data, device
+
+    def score(self, strategy: FedAvg, arrays: ArrayRecord) -> Score:
+        """The score of the state after a round."""
+        scores = score_nodes(strategy.evaluate_replies, self._data.domain_names)
+        if not strategy.personal:
+            asked = {key: scores[key] for key in ("accuracy-personal",) if key in scores}
+            return {**self.score_global(state.from_record(arrays)), **asked}
+        if mean := strategy.personal_mean():
+            own = {name: torch.from_numpy(value) for name, value in mean.items()}
+            averaged = self.score_global({**state.from_record(arrays), **own})
+            scores["accuracy-mean-bn"] = averaged["accuracy"]
+        return scores
+
+    def score_global(self, values: state.State) -> Score:
+        """One model on the test split."""
+        state.load(self._model, values)
+        result = evaluate(
+            self._model,
+            self._data.test,
+            self._data.num_classes,
+            self._device,
+            num_domains=len(self._data.domain_names),
+        )
+        scores: Score = {"accuracy": result.accuracy, "loss": result.loss}
+        if self._data.domain_names:
+            scores["domain-accuracy"] = dict(zip(self._data.domain_names, result.domain_accuracy, strict=True))
+        return scores
+
+
+def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = ()) -> Score:
+    """Means over the nodes' own evaluations; nothing if no node evaluated."""
+    if not replies:
+        return {}
+    scores: Score = {
+        "accuracy": _mean(replies, wire.ACCURACY),
+        "accuracy-personal": _mean(replies, wire.ACCURACY_PERSONAL),
+        "loss": _mean(replies, wire.EVAL_LOSS),
+    }
+    matrix = [list(_numbers(reply.metrics, wire.DOMAIN_ACCURACY)) for reply in replies]
+    if domain_names:
+        scores["node-domain-accuracy"] = matrix
+        own = [int(_numbers(reply.metrics, wire.DOMAIN)[0]) for reply in replies]
+        # every domain by the models of the nodes that hold it
+        scores["domain-accuracy"] = {
+            name: float(np.mean([row[index] for row, domain in zip(matrix, own, strict=True) if domain == index]))
+            for index, name in enumerate(domain_names)
+            if index in own
+        }
+    return scores
+
+
+def _mean(replies: Sequence[NodeReply], key: str) -> float:
+    return float(np.mean([_numbers(reply.metrics, key)[0] for reply in replies]))
+
+
+def _numbers(metrics: Mapping[str, Any], key: str) -> list[float]:
+    value = metrics[key]
+    return [float(item) for item in value] if isinstance(value, list) else [float(value)]

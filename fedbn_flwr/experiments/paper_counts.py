@@ -1,0 +1,70 @@
+"""What FedTAN's paper counts, counted: two rounds of ResNet-20 with five clients, and what follows for a long run.
+
+Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, tables 3 and 4, appendix G: in
+megabytes of 2^20 bytes; what the server sends to all clients counts once, and batch counters not at all.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+from fedbn_flwr import state
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.experiments.client_side import bound_client_fn
+from fedbn_flwr.experiments.method import settle
+from fedbn_flwr.experiments.resources import fresh_model
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.traffic.tally import Tally
+from fedbn_flwr.wire import Instruction
+
+MEGABYTE, GIGABYTE = 2**20, 2**30
+CLIENTS = 5
+
+#: the shapes of CIFAR-10; what is sent does not depend on anything else of the data
+SETTING = {
+    "model": "resnet20",
+    "dataset": "synthetic:n=20:test=10:size=32",
+    "partition": "iid",
+    "clients": CLIENTS,
+}
+
+
+@cache
+def count(method: str, rounds: int = 1) -> tuple[Tally, ...]:
+    """The training traffic of each round of a short run."""
+    experiment = settle({**SETTING, "method": method, "rounds": rounds})
+    grid = CountingGrid(InProcessGrid(client_app(bound_client_fn(experiment.to_mapping())), CLIENTS))
+    totals: list[Tally] = []
+    experiment.make_strategy(CLIENTS).start(
+        grid,
+        state.to_record(fresh_model(experiment.config).state_dict()),
+        rounds,
+        train_config=Instruction(local_steps=1, batch_size=2).to_config(),
+        # called before the first round and after each
+        evaluate_fn=lambda *_: totals.append(grid.training.copy()),
+    )
+    return tuple(after - before for before, after in pairwise(totals))
+
+
+@dataclass(frozen=True)
+class LongRun:
+    """A run of FedTAN-II, and which share of it the layer-wise exchanges are."""
+
+    gigabytes: float
+    extra_exchanges: float
+    extra_bytes: float
+
+
+def fedtan_ii(m: int, rounds: int, exchange: str = "paper", send_frozen: bool = True) -> LongRun:
+    """M rounds like the first of a short run, and as many as are left like its second, in which BN is frozen.
+
+    The paper keeps sending the frozen statistics.
+    """
+    first, second = count(f"fedtan-ii:m=1:exchange={exchange}:send-frozen={send_frozen}", rounds=2)
+    (plain,) = count("fedavg")
+    exchanges = m * first.exchanges + (rounds - m) * second.exchanges
+    sent = m * first.paper + (rounds - m) * second.paper
+    return LongRun(
+        sent / GIGABYTE, m * (first.exchanges - plain.exchanges) / exchanges, m * (first.paper - plain.paper) / sent
+    )

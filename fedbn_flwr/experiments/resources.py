@@ -1,0 +1,151 @@
+"""The data, the partition and the model of an experiment: made once a process, shared by all its clients."""
+
+from dataclasses import replace
+from functools import lru_cache
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from numpy.typing import NDArray
+from torch import nn
+
+from fedbn_flwr import data, models
+from fedbn_flwr.client import pick_device
+from fedbn_flwr.experiments.config import Config, UsageError
+from fedbn_flwr.experiments.method import Experiment
+
+#: the share of the training data and the draw of the validation split are the same for every seed
+VALIDATION_SEED = 0
+
+
+def load_data(config: Config) -> data.Data:
+    """The data set, or with `validation` the training data with a part held out in place of the test data."""
+    loaded = data.load(config.dataset, image_size=config.image_size or None, root=config.data_root or None)
+    return loaded.validation_split(config.validation, VALIDATION_SEED) if config.validation else loaded
+
+
+def make_partition(config: Config, clients: int) -> list[NDArray[np.int64]]:
+    """Every client's samples."""
+    return data.partition(config.partition, load_data(config), clients, config.seed)
+
+
+def fresh_model(config: Config) -> nn.Module:
+    """The model of an experiment in its initial state."""
+    loaded = load_data(config)
+    return models.build(
+        config.model,
+        num_classes=loaded.num_classes,
+        in_channels=loaded.in_channels,
+        image_size=loaded.image_size,
+        norm=config.norm,
+        seed=config.seed,
+        init_from=config.init_from or None,
+        groups=config.groups,
+        **_norm_options(config.norm_options),
+    )
+
+
+@lru_cache(maxsize=2)
+def shared_model(config: Config) -> nn.Module:
+    """One model for all users in this process. Whoever uses it overwrites its whole state first."""
+    return fresh_model(config)
+
+
+def rounds_within_budget(config: Config, clients: int) -> Config:
+    """With `budget-epochs`: as many rounds as all clients together need to see the data so often."""
+    if not config.budget_epochs:
+        return config
+    taking_part = max(int(clients * config.fraction_train), 1)
+    if config.local_epochs:
+        epochs_a_round = config.local_epochs * taking_part / clients
+    else:
+        samples = len(load_data(config).train)
+        epochs_a_round = config.local_steps * config.batch_size * taking_part / samples
+    return replace(config, rounds=max(round(config.budget_epochs / epochs_a_round), 1))
+
+
+def expected_steps(config: Config) -> int:
+    """About how many steps all clients take in the whole run."""
+    taking_part = max(int(config.clients * config.fraction_train), 1)
+    an_epoch = len(load_data(config).train) // (max(config.clients, 1) * config.batch_size) + 1
+    steps = config.local_epochs * an_epoch if config.local_epochs else config.local_steps
+    return rounds_within_budget(config, config.clients).rounds * taking_part * steps
+
+
+def check(experiment: Experiment) -> None:
+    """Find what cannot work before anything is started: device, data, partition, model and strategy."""
+    config = experiment.config
+    try:
+        pick_device(config.device)
+        shared_model(config)
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+    if config.clients:
+        check_partition(config, config.clients)
+    experiment.make_strategy(config.clients)
+
+
+def check_partition(config: Config, clients: int) -> None:
+    """Find a partition that cannot be, once the number of clients is known."""
+    try:
+        make_partition(config, clients)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def check_simulation(experiment: Experiment) -> None:
+    """Check a run that brings its own nodes, and so must know how many."""
+    if not experiment.config.clients:
+        raise UsageError("clients must be at least 1: only a federation that is already there knows its own number")
+    check(experiment)
+
+
+def state_folder(config: Config, run: Path) -> Path | None:
+    """Where clients keep what they remember during one run, if not in memory; of the name of its folder of results."""
+    if not config.state_dir:
+        return None
+    folder = Path(config.state_dir).expanduser() / run.resolve().name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"state-dir {config.state_dir!r} cannot be made: {error.strerror}") from error
+    return folder
+
+
+def refuse_state_dir(config: Config) -> None:
+    """Where Flower runs the nodes, it keeps what they remember, in memory."""
+    if config.state_dir:
+        raise UsageError(f"state-dir {config.state_dir!r} only works with the engines 'inprocess' and 'cohort'")
+
+
+def refuse_workers(config: Config) -> None:
+    """Where Flower runs the nodes, they are not shared out over processes of ours."""
+    if config.workers > 1:
+        raise UsageError(
+            f"workers={config.workers} only works with the engines 'inprocess' and 'cohort': Flower has its own ones"
+        )
+
+
+def _norm_options(text: str) -> dict[str, Any]:
+    """Read `key=value,key=value`; numbers and booleans are what they look like, the rest is text."""
+    options = {}
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise UsageError(f"norm-options: {item!r} is not of the form key=value")
+        if key in signature(models.build).parameters:
+            raise UsageError(f"norm-options: {key!r} is not an option of the normalizer but of the model")
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UsageError(f"norm-options: cannot read {item!r}") from None
+    return options
+
+
+def set_threads(config: Config) -> None:
+    """Torch threads of this process."""
+    if config.threads:
+        torch.set_num_threads(config.threads)

@@ -1,0 +1,107 @@
+"""The server's side of an experiment: one run, from a grid to a folder of results."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from logging import INFO
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ConfigRecord
+from flwr.common import log
+from flwr.serverapp import Grid
+
+from fedbn_flwr import state
+from fedbn_flwr.client import pick_device
+from fedbn_flwr.experiments.config import Config, UsageError
+from fedbn_flwr.experiments.method import Experiment, settle
+from fedbn_flwr.experiments.output.plots import plot_curves, title_of
+from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
+from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
+from fedbn_flwr.experiments.output.scoring import Scorer
+from fedbn_flwr.experiments.resources import (
+    check,
+    check_partition,
+    fresh_model,
+    load_data,
+    refuse_state_dir,
+    refuse_workers,
+    rounds_within_budget,
+    set_threads,
+    shared_model,
+)
+from fedbn_flwr.strategies import wait_for_nodes
+from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.wire import Instruction
+
+#: seconds to wait for the federation's nodes
+PATIENCE = 120.0
+
+
+def serve(grid: Grid, run_config: Mapping[str, Any]) -> Summary:
+    """Run what a Flower run configuration says, and log where the results are.
+
+    A relative `results-dir` is relative to where the SuperLink was started: Flower does not tell where `flwr run` was.
+    """
+    experiment = settle(run_config)
+    refuse_state_dir(experiment.config)
+    refuse_workers(experiment.config)
+    folder = Path(experiment.config.results_dir).expanduser().resolve()
+    summary = run(grid, experiment, folder)
+    log(INFO, "Results: %s", folder)
+    return summary
+
+
+def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
+    """Run one experiment on a grid and write its results into a folder."""
+    check(experiment)
+    nodes = _count_nodes(grid, experiment.config.clients)
+    check_partition(experiment.config, nodes)
+    config = rounds_within_budget(experiment.config, nodes)
+    experiment = replace(experiment, config=config)
+    set_threads(config)
+    files = RunFolder(folder)
+    files.config(experiment.to_mapping())
+    strategy, counted = experiment.make_strategy(nodes), CountingGrid(grid)
+    scorer = Scorer(shared_model(config), load_data(config), pick_device(config.device))
+    journal = Journal(files, strategy, counted, scorer, config, progress)
+    initial = state.to_record(fresh_model(config).state_dict())
+    strategy.start(
+        counted,
+        initial,
+        config.rounds,
+        timeout=config.timeout,
+        train_config=instruction_of(config).to_config(),
+        evaluate_config=ConfigRecord({"seed": config.seed}),
+        evaluate_fn=journal.record,
+    )
+    summary = journal.summary(experiment, nodes)
+    plot_curves({config.method: [read_rounds(folder)]}, folder / "curves.png", title_of(summary))
+    files.finish(summary, journal.arrays or initial)
+    return summary
+
+
+def instruction_of(config: Config) -> Instruction:
+    """What the shared options ask of a client."""
+    return Instruction(
+        seed=config.seed,
+        local_steps=0 if config.local_epochs else config.local_steps,
+        local_epochs=config.local_epochs or 1,
+        batch_size=config.batch_size,
+        replacement=config.replacement,
+        augmentation=config.augmentation,
+        optimizer=config.optimizer,
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        precision=config.precision,
+    )
+
+
+def _count_nodes(grid: Grid, clients: int) -> int:
+    nodes = len(wait_for_nodes(grid, max(clients, 1), PATIENCE))
+    if clients and nodes != clients:
+        raise UsageError(
+            f"the federation has {nodes} nodes, the experiment {clients} clients: they must be equal "
+            "(clients=0 takes one for every node)"
+        )
+    return nodes

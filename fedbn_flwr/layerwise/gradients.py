@@ -1,0 +1,110 @@
+"""Every client's gradients of one layer-wise step, in one process and without Flower."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.layerwise.exchange import Exchange, Observer, combine, normalized
+from fedbn_flwr.layerwise.lockstep import lockstep
+from fedbn_flwr.layerwise.shared_batch_norm import Mode
+from fedbn_flwr.layerwise.shared_statistics import shared_statistics
+from fedbn_flwr.layerwise.sweeps import Auto, Corrected, Corrections, Report, backward_sweep, forward_sweep, settle
+from fedbn_flwr.norm import counter_keys, statistics_keys
+from fedbn_flwr.randomness import OwnRandomness, derive
+
+Batch = tuple[Tensor, Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+Gradients = dict[str, Tensor]
+
+
+def gradients(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    weights: Sequence[float],
+    loss_fn: LossFunction,
+    exchange: Mode = "fused",
+    sweeps: int | Auto | Literal["auto"] | None = None,
+    *,
+    seed: int = 0,
+    observe: Observer | None = None,
+) -> list[Gradients]:
+    """For each client, its gradients by parameter name; their weighted mean is FedTAN's gradient.
+
+    Wang et al., "Why Batch Normalization Damage Federated Learning on Non-IID Data?", algorithm 1, one
+    iteration with E = 1. `exchange` is "paper" (three exchanges a layer), "fused" (two, and the same numbers)
+    or "forward" (one: in the backward pass, each client's own gradients). With `sweeps` all layers are
+    exchanged at once, so many times each way: 0 is FedAvg with BN, as many as the model has BN layers is
+    FedTAN. One client, or clients with equal data, are plain BN.
+
+    The model stays as it is, except that its running statistics move as those of centralized BN (with fewer
+    sweeps than layers: to the weighted mean of what the clients' move to). Client i's dropout draws from a
+    stream of (seed, i); `observe` sees every exchange.
+    """
+    if sweeps is not None and exchange != "fused":
+        raise ValueError(f"sweeps are always fused; exchange={exchange!r} goes without them")
+    shares = normalized(weights)
+    clients = [
+        _Client(_replica(model), batch, loss_fn, derive(seed, "client", client)) for client, batch in enumerate(batches)
+    ]
+    if sweeps is None:
+        steps = [partial(client.step, mode=exchange) for client in clients]
+        found = lockstep(steps, shares, [client.seed for client in clients], observe)
+    else:
+        found = _swept(clients, shares, Auto() if sweeps == "auto" else sweeps, observe)
+    _move_running_statistics(model, [client.model for client in clients], shares)
+    return found
+
+
+@dataclass(frozen=True)
+class _Client:
+    model: nn.Module
+    batch: Batch
+    loss_fn: LossFunction
+    seed: int
+
+    def loss(self) -> Tensor:
+        inputs, targets = self.batch
+        return self.loss_fn(self.model(inputs), targets)
+
+    def step(self, exchange: Exchange, mode: Mode = "fused") -> Gradients:
+        learning = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        with shared_statistics(self.model, exchange, mode):
+            found = torch.autograd.grad(self.loss(), list(learning.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(learning, found, strict=True))
+
+
+def _swept(
+    clients: Sequence[_Client], shares: Sequence[float], sweeps: int | Auto, observe: Observer | None
+) -> list[Gradients]:
+    def forward(known: list[Corrections]) -> list[Report]:
+        return [forward_sweep(c.model, c.loss, c.seed, s) for c, s in zip(clients, known, strict=True)]
+
+    def backward(known: list[Corrections]) -> list[Report]:
+        each = zip(clients, statistics, known, strict=True)
+        return [backward_sweep(c.model, c.loss, c.seed, s, g) for c, s, g in each]
+
+    statistics, done = settle(forward, shares, sweeps, observe)
+    derivatives, _ = settle(backward, shares, done, observe)
+    found = []
+    for client, s, g in zip(clients, statistics, derivatives, strict=True):
+        with OwnRandomness(client.seed).drawing():
+            found.append(client.step(Corrected(s, g)))
+    return found
+
+
+def _replica(model: nn.Module) -> nn.Module:
+    """A copy with buffers of its own and the same parameters."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+def _move_running_statistics(model: nn.Module, replicas: Sequence[nn.Module], shares: Sequence[float]) -> None:
+    state, moved = model.state_dict(), [replica.state_dict() for replica in replicas]
+    for key in statistics_keys(model):
+        state[key].copy_(combine("mean", [each[key] for each in moved], shares))
+    for key in counter_keys(model):
+        state[key].copy_(moved[0][key])

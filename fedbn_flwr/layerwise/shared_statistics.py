@@ -1,0 +1,116 @@
+"""Making the BN layers of a model share their statistics, for as long as a step takes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+
+from fedbn_flwr.layerwise.exchange import Exchange
+from fedbn_flwr.layerwise.shared_batch_norm import Mode, SharedBatchNorm, Use
+from fedbn_flwr.norm import bn_layers
+
+_PLAIN_FORWARDS = (_BatchNorm.forward, SyncBatchNorm.forward)
+
+
+@contextmanager
+def shared_statistics(model: nn.Module, exchange: Exchange, mode: Mode = "fused", final: bool = True) -> Iterator[None]:
+    """Inside the block, BN layers that would use their mini-batch's statistics use those of all clients.
+
+    Every BN layer takes part, by type (SyncBN as BN), with its own parameters and buffers; one with frozen
+    statistics (eval mode) does what it always does, and a layer used twice has exchanges of each use. The
+    backward pass may be inside the block or after it. At the end the layers are as they were, and the running
+    statistics move once for each use, by torch's own update with the global mean and variance, the latter
+    times n / (n - 1), n being the count over all clients. They do not after an exception (the step was
+    abandoned, for instance), nor if the pass is not `final`: one that is made only to learn what the clients
+    have. A model takes part in one step at a time. Inside `torch.func.vmap` it is that of stacked clients, and what is
+    asked has a row for each.
+    """
+    if mode not in get_args(Mode):
+        raise ValueError(f"unknown exchange {mode!r}; known: {', '.join(get_args(Mode))}")
+    stand_ins = [
+        _SharedForward(layer, layer.forward, name, exchange, mode, final)
+        for name, layer in _plain_layers(model).items()
+    ]
+    before = [stand_in.layer.__dict__.get("forward") for stand_in in stand_ins]
+    try:
+        for stand_in in stand_ins:
+            # In the instance's own dictionary, where it comes before the class's `forward`; hooks still run.
+            stand_in.layer.__dict__["forward"] = stand_in
+        yield
+    finally:
+        for stand_in, forward in zip(stand_ins, before, strict=True):
+            _put_back(stand_in.layer, forward)
+    if final:
+        for stand_in in stand_ins:
+            stand_in.move_running_statistics()
+
+
+@dataclass
+class _SharedForward:
+    """Stands in for the forward of one BN layer."""
+
+    layer: _BatchNorm
+    plain: Callable[[Tensor], Tensor]
+    name: str
+    exchange: Exchange
+    mode: Mode
+    final: bool
+    uses: int = 0
+    seen: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        layer = self.layer
+        if not _uses_batch_statistics(layer):
+            return self.plain(inputs)
+        layer._check_input_dim(inputs)
+        self.uses += 1
+        name = self.name if self.uses == 1 else f"{self.name}#{self.uses}"
+        use = Use(name, self.exchange, self.mode, self.final)
+        apply: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = SharedBatchNorm.apply
+        outputs, *statistics = apply(inputs, layer.weight, layer.bias, layer.eps, use)
+        if layer.training and layer.track_running_stats and layer.running_mean is not None:
+            self.seen.append((statistics[0], statistics[1], statistics[2]))
+        return outputs
+
+    def move_running_statistics(self) -> None:
+        for mean, variance, count in self.seen:
+            _move(self.layer, mean, variance * (count / (count - 1)))
+
+
+@torch.no_grad()
+def _move(layer: _BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
+    """What `_BatchNorm.forward` and its kernel do to the running statistics."""
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+    if layer.momentum is None:
+        assert layer.num_batches_tracked is not None
+        factor = 1 / float(layer.num_batches_tracked)
+    else:
+        factor = layer.momentum
+    for running, new in ((layer.running_mean, mean), (layer.running_var, unbiased)):
+        assert running is not None
+        running.mul_(1 - factor).add_(new.to(running), alpha=factor)
+
+
+def _plain_layers(model: nn.Module) -> dict[str, _BatchNorm]:
+    layers = bn_layers(model)
+    for name, layer in layers.items():
+        if _uses_batch_statistics(layer) and type(layer).forward not in _PLAIN_FORWARDS:
+            kind = type(layer).__name__
+            raise TypeError(f"layer {name!r} is a {kind}, which computes something else than BN")
+    return layers
+
+
+def _uses_batch_statistics(layer: _BatchNorm) -> bool:
+    return layer.training or layer.running_mean is None
+
+
+def _put_back(layer: nn.Module, forward: Callable[..., Tensor] | None) -> None:
+    if forward is None:
+        layer.__dict__.pop("forward", None)
+    else:
+        layer.__dict__["forward"] = forward

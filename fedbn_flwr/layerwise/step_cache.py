@@ -1,0 +1,79 @@
+"""The suspended steps that a process holds between messages."""
+
+import threading
+from collections.abc import Hashable
+from time import monotonic
+from typing import Any
+
+from fedbn_flwr.layerwise.suspended_step import SuspendedStep
+
+
+class StepStore:
+    """Keeps at most `max_steps` suspended steps, each at most `time_to_live` seconds.
+
+    Only ever a cache: a step that is not there is replayed from its log. A step for which there is no room is
+    abandoned: clients take turns, and if the oldest were, none would be there at its next turn. So is a step that is
+    too old, and one in whose place another is kept.
+    """
+
+    def __init__(self, max_steps: int = 16, time_to_live: float = 600.0) -> None:
+        self.max_steps, self._time_to_live = max_steps, time_to_live
+        self._lock = threading.RLock()
+        # In the order of their deadlines, which is the order of arrival.
+        self._kept: dict[Hashable, tuple[float, SuspendedStep[Any]]] = {}
+        self._timer: threading.Timer | None = None
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def make_room(self, steps: int) -> None:
+        """Keep at least so many: one for each client of a process."""
+        self.max_steps = max(self.max_steps, steps)
+
+    def keep(self, key: Hashable, step: SuspendedStep[Any]) -> None:
+        """Hold the step until it is taken."""
+        with self._lock:
+            previous = self.take(key)
+            if previous is not None and previous is not step:
+                previous.abandon()
+            if len(self._kept) >= self.max_steps:
+                step.abandon()
+                return
+            self._kept[key] = monotonic() + self._time_to_live, step
+            self._watch()
+
+    def take(self, key: Hashable) -> SuspendedStep[Any] | None:
+        """Hand the step out, if it is still there; it is the caller's then."""
+        with self._lock:
+            _, step = self._kept.pop(key, (0.0, None))
+            return step
+
+    def clear(self) -> None:
+        """Abandon all of them."""
+        with self._lock:
+            for key in list(self._kept):
+                self._drop(key)
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _drop(self, key: Hashable) -> None:
+        _, step = self._kept.pop(key, (0.0, None))
+        if step is not None:
+            step.abandon()
+
+    def _watch(self) -> None:
+        """One timer for the next deadline: an idle process must let go of its steps too."""
+        if self._timer is None and self._kept:
+            deadline, _ = next(iter(self._kept.values()))
+            self._timer = threading.Timer(max(0.0, deadline - monotonic()), self._expire)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _expire(self) -> None:
+        with self._lock:
+            self._timer = None
+            now = monotonic()
+            for key in [key for key, (deadline, _) in self._kept.items() if deadline <= now]:
+                self._drop(key)
+            self._watch()

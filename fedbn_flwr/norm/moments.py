@@ -1,0 +1,110 @@
+"""Gathering exact statistics of what every BN layer sees, and pooling them over clients."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.norm.batch import channel_axes
+from fedbn_flwr.norm.detect import bn_layers
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and biased variance of a layer's inputs, channel by channel, in float64."""
+
+    count: int
+    mean: Tensor
+    variance: Tensor
+
+    def running_variance(self, unbiased: bool) -> Tensor:
+        """What a running variance holds: torch's own is corrected by n / (n - 1)."""
+        return self.variance * (self.count / (self.count - 1)) if unbiased and self.count > 1 else self.variance
+
+
+def gather(model: nn.Module, batches: Iterable[Tensor], normalize_with: str = "batch") -> dict[str, Moments]:
+    """Run batches of inputs through the model, and return the moments of every BN layer's inputs, by name.
+
+    Every BN layer normalizes as it does in training (`normalize_with="batch"`), or with its running statistics
+    (`"running"`); nothing is learned, and the model is left as it was, running statistics, counters and modes
+    included. What is not BN is in eval mode, so that dropout neither draws random numbers nor widens the variances,
+    which are for evaluation.
+    """
+    if normalize_with not in ("batch", "running"):
+        raise ValueError(f"unknown statistics {normalize_with!r} to normalize with; known: batch, running")
+    seen: dict[str, Moments] = {}
+    with torch.no_grad(), _bn_in(model, training=normalize_with == "batch"), _recording(model, seen):
+        for batch in batches:
+            model(batch)
+    return seen
+
+
+def pool(records: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
+    """The moments of all records' inputs together: exactly those of the concatenated inputs."""
+    pooled: dict[str, Moments] = {}
+    for record in records:
+        for name, moments in record.items():
+            pooled[name] = _merge(pooled[name], moments) if name in pooled else moments
+    return pooled
+
+
+def install(model: nn.Module, pooled: Mapping[str, Moments], unbiased: bool = True) -> None:
+    """Make pooled moments the layers' running statistics; `unbiased` corrects the variance by n / (n - 1)."""
+    layers = bn_layers(model)
+    for name, moments in pooled.items():
+        layer = layers.get(name)
+        if layer is None or layer.running_mean is None or layer.running_var is None:
+            raise ValueError(f"the model has no BN layer {name!r} with running statistics")
+        if moments.mean.shape != layer.running_mean.shape or moments.variance.shape != layer.running_var.shape:
+            raise ValueError(f"BN layer {name!r} has {layer.num_features} channels, not {moments.mean.shape}")
+        layer.running_mean.copy_(moments.mean)
+        layer.running_var.copy_(moments.running_variance(unbiased))
+
+
+def _merge(one: Moments, other: Moments) -> Moments:
+    # Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Sample Variances", 1979.
+    count = one.count + other.count
+    shift = other.mean - one.mean
+    share = other.count / count
+    mean = one.mean + shift * share
+    variance = one.variance * (1 - share) + other.variance * share + shift**2 * share * (1 - share)
+    return Moments(count, mean, variance)
+
+
+@contextmanager
+def _recording(model: nn.Module, seen: dict[str, Moments]) -> Iterator[None]:
+    names: dict[nn.Module, str] = {layer: name for name, layer in bn_layers(model).items()}
+
+    def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        values = inputs[0].to(torch.float64)
+        variance, mean = torch.var_mean(values, dim=channel_axes(values), correction=0)
+        moments = Moments(values.numel() // values.shape[1], mean, variance)
+        name = names[layer]
+        seen[name] = _merge(seen[name], moments) if name in seen else moments
+
+    handles = [layer.register_forward_pre_hook(record) for layer in names]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _bn_in(model: nn.Module, training: bool) -> Iterator[None]:
+    # Modes are set directly: `train()` of a frozen layer would not change it, and would remember the call.
+    modes = {layer: layer.training for layer in model.modules()}
+    buffers = [buffer for layer in bn_layers(model).values() for buffer in layer.buffers()]
+    kept = [buffer.clone() for buffer in buffers]
+    try:
+        for layer in modes:
+            layer.training = training and isinstance(layer, _BatchNorm)
+        yield
+    finally:
+        for layer, mode in modes.items():
+            layer.training = mode
+        for buffer, value in zip(buffers, kept, strict=True):
+            buffer.copy_(value)

@@ -1,0 +1,1 @@
+"""The server's side of every strategy: sampling, replies, averaging, layer-wise rounds."""

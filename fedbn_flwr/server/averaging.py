@@ -1,0 +1,150 @@
+"""Averaging state dicts by name: exact dtypes, counters that stay counters, weights that are what they say."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord
+from numpy.typing import NDArray
+
+from fedbn_flwr.state.flat import FlatArrays
+from fedbn_flwr.state.records import flat_of, flat_record, peek
+
+Arrays = dict[str, NDArray[Any]]
+
+#: how many numbers are averaged at a time: as many as stay in a processor's cache
+_PORTION = 2**17
+
+
+def record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+    """Pack copies of arrays for a message."""
+    flat = FlatArrays.copy_of({name: np.asarray(value) for name, value in arrays.items()})
+    return flat_record(flat.layout, flat.runs)
+
+
+def unpack(packed: ArrayRecord) -> Arrays:
+    """Copies of the arrays of a message."""
+    if flat := flat_of(packed):
+        return dict(flat.copy())
+    return {name: array.numpy() for name, array in packed.items()}
+
+
+def view(packed: ArrayRecord) -> Mapping[str, NDArray[Any]]:
+    """The arrays of a message, without copies where they were never serialized: to be read only."""
+    return flat_of(packed) or {name: peek(array) for name, array in packed.items()}
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Scale weights to sum 1; a negative, non-finite or all-zero set is an error."""
+    total = sum(weights)
+    if not np.isfinite(total) or total <= 0 or min(weights) < 0:
+        raise ValueError(f"aggregation weights must be finite, not negative and not all zero, got {list(weights)}")
+    return [weight / total for weight in weights]
+
+
+def average(states: Sequence[Mapping[str, NDArray[Any]]], weights: Sequence[float]) -> Arrays:
+    """The weighted mean of every array, in the array's own dtype.
+
+    Sums are formed in float64. Integers and booleans (BN's batch counters) are not measurements to be averaged: the
+    largest is taken, so that a 0-d int64 counter stays one and never runs backwards.
+    """
+    shares, first = normalize(weights), states[0]
+    if isinstance(first, FlatArrays):
+        runs = [state.runs for state in states if isinstance(state, FlatArrays) and state.layout is first.layout]
+        if len(runs) == len(states):
+            means = {dtype: _mean_run([own[dtype] for own in runs], shares) for dtype in first.runs}
+            return dict(FlatArrays(first.layout, means))
+    alike = all(_shapes(state, first) == _shapes(first, first) for state in states[1:])
+    merged: Arrays = {}
+    for names in _portions(first):
+        if alike and is_floating(first[names[0]]):
+            merged |= _fused(names, states, shares)
+        else:
+            merged |= {name: _mean([state[name] for state in states], shares) for name in names}
+    return {name: merged[name] for name in first}
+
+
+def is_floating(array: NDArray[Any]) -> bool:
+    """Whether the numbers are measurements, which can be averaged, and not counts."""
+    return array.dtype.kind == "f"
+
+
+def not_finite(arrays: Mapping[str, NDArray[Any]]) -> str | None:
+    """The first of the arrays that holds an infinity or what is not a number."""
+    if isinstance(arrays, FlatArrays) and all(map(_is_finite, arrays.runs.values())):
+        return None
+    for names in _portions(arrays):
+        if is_floating(arrays[names[0]]) and not np.isfinite(_joined(names, arrays)).all():
+            return next(name for name in names if not np.isfinite(arrays[name]).all())
+    return None
+
+
+def _is_finite(run: NDArray[Any]) -> bool:
+    return not is_floating(run) or all(np.isfinite(run[part]).all() for part in _parts(run))
+
+
+def _parts(run: NDArray[Any]) -> list[slice]:
+    return [slice(start, start + _PORTION) for start in range(0, len(run), _PORTION)]
+
+
+def _portions(arrays: Mapping[str, NDArray[Any]]) -> Iterator[list[str]]:
+    """The names of the arrays, those of many small ones of a dtype together: numpy's calls cost more than its sums."""
+    by_dtype: dict[np.dtype[Any], list[str]] = {}
+    for name, array in arrays.items():
+        by_dtype.setdefault(array.dtype, []).append(name)
+    for names in by_dtype.values():
+        portion: list[str] = []
+        room = _PORTION
+        for name in names:
+            if portion and arrays[name].size > room:
+                yield portion
+                portion, room = [], _PORTION
+            portion.append(name)
+            room -= arrays[name].size
+        yield portion
+
+
+def _joined(names: Sequence[str], arrays: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+    if len(names) == 1:
+        return arrays[names[0]]
+    return np.concatenate([arrays[name].ravel() for name in names])
+
+
+def _shapes(arrays: Mapping[str, NDArray[Any]], names: Iterable[str]) -> list[tuple[int, ...]]:
+    return [arrays[name].shape for name in names]
+
+
+def _fused(names: Sequence[str], states: Sequence[Mapping[str, NDArray[Any]]], shares: Sequence[float]) -> Arrays:
+    """The means of some arrays at once; number by number the same sums as one after another."""
+    first = states[0]
+    total = np.zeros(sum(first[name].size for name in names), np.float64)
+    term = np.empty_like(total)
+    for state, share in zip(states, shares, strict=True):
+        np.concatenate([state[name].ravel() for name in names], out=term)
+        term *= share
+        total += term
+    ends = np.cumsum([first[name].size for name in names])[:-1]
+    parts = zip(names, np.split(total, ends), strict=True)
+    return {name: part.reshape(first[name].shape).astype(first[name].dtype) for name, part in parts}
+
+
+def _mean_run(runs: Sequence[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:
+    """Of runs of numbers, by portions; number by number the same sums as of the arrays in them.
+
+    Of what is in a file, one portion of one run is in memory at a time.
+    """
+    return np.concatenate([_mean((run[part] for run in runs), shares) for part in _parts(runs[0])] or [runs[0][:]])
+
+
+def _mean(values: Iterable[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:
+    """Of one array by itself."""
+    ahead = iter(values)
+    first = next(ahead)
+    if not is_floating(first):
+        return np.asarray(reduce(np.maximum, ahead, first), dtype=first.dtype)
+    total = np.zeros(first.shape, np.float64)
+    for value, share in zip(chain([first], ahead), shares, strict=True):
+        total += np.asarray(value, np.float64) * share
+    return np.asarray(total, dtype=first.dtype)

@@ -1,0 +1,182 @@
+"""Reading replies: what a node sent, checked before anything is averaged."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from logging import WARNING
+from typing import Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common import log
+
+from fedbn_flwr import wire
+from fedbn_flwr.server.averaging import not_finite, view
+from fedbn_flwr.state.flat import FlatArrays, Layout
+from fedbn_flwr.state.records import array_records
+
+
+class NotObeyedError(RuntimeError):
+    """A client did not acknowledge an instruction without which the method would be another one."""
+
+
+class CannotTrainError(RuntimeError):
+    """No node could train, with the first reason."""
+
+
+class RefusedError(ValueError):
+    """A reply that cannot be used, with the reason."""
+
+
+@dataclass(frozen=True)
+class NodeReply:
+    """One node's usable reply."""
+
+    node: int
+    partition: int
+    num_examples: int
+    metrics: Mapping[str, Any]
+    records: Mapping[str, Mapping[str, np.ndarray]]
+    content: RecordDict
+
+    @property
+    def arrays(self) -> Mapping[str, np.ndarray]:
+        """The entries of the model's state that the node sent."""
+        return self.records[wire.ARRAYS]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a strategy asked for: the binding keys, and the arrays whose shapes the answer must have.
+
+    `groups` are those that an answer must hold beside the model, with entries of the model too.
+    """
+
+    binding: Sequence[str]
+    arrays: Mapping[str, np.ndarray]
+    arrays_key: str = wire.ARRAYS
+    weighted_by: str = wire.NUM_EXAMPLES
+    groups: Sequence[str] = ()
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Of the whole state."""
+        return FlatArrays.layout_of(self.arrays)
+
+
+def sift(messages: Iterable[Message], sent: Mapping[str, int], expected: Expected) -> tuple[list[NodeReply], list[str]]:
+    """The usable replies, ordered by partition, and why others are not; these are named in the log.
+
+    `sent` maps message ids to the nodes they went to: Flower's own error replies may not name the node. The order
+    makes the result of a run independent of the order in which nodes answer.
+    """
+    usable, refused = [], []
+    for message in messages:
+        node = sent.get(message.metadata.reply_to_message_id, message.metadata.src_node_id)
+        try:
+            usable.append(_read(node, message, expected))
+        except RefusedError as reason:
+            log(WARNING, "Node %d is left out of this round: %s", node, reason)
+            refused.append(f"node {node}: {reason}")
+    usable.sort(key=lambda reply: (reply.partition, reply.node))
+    return _with_common_entries(usable, (wire.ARRAYS, *expected.groups)), refused
+
+
+def require_obeyed(replies: Sequence[NodeReply], binding: Sequence[str]) -> None:
+    """Fail if a client did not acknowledge a key that changes the method."""
+    for reply in replies:
+        if ignored := _ignored(reply.content, binding):
+            raise NotObeyedError(
+                f"node {reply.node} did not acknowledge {', '.join(ignored)}: its client does not implement what the "
+                "strategy asked for, and going on would silently be another method"
+            )
+
+
+def mean_metrics(replies: Sequence[NodeReply], names: Sequence[str], weighted_by: str) -> MetricRecord:
+    """The weighted means of some metrics: Flower's default, without records on the way to it."""
+    weights = [reply.metrics[weighted_by] for reply in replies]
+    shares = [weight / sum(weights) for weight in weights]
+    columns = {name: [reply.metrics[name] for reply in replies] for name in names}
+    return MetricRecord({name: _mean(column, shares) for name, column in columns.items()})
+
+
+def _mean(values: Sequence[Any], shares: Sequence[float]) -> Any:
+    if isinstance(values[0], list):
+        return [_mean(column, shares) for column in zip(*values, strict=True)]
+    return sum(value * share for value, share in zip(values, shares, strict=True))
+
+
+def _ignored(content: RecordDict, binding: Sequence[str]) -> list[str]:
+    """The binding keys that a reply does not acknowledge."""
+    report = content.get(wire.REPORT)
+    obeyed = report.get(wire.OBEYED, []) if isinstance(report, ConfigRecord) else []
+    return sorted(set(binding) - set(obeyed if isinstance(obeyed, list) else []))
+
+
+def _read(node: int, message: Message, expected: Expected) -> NodeReply:
+    if message.has_error():
+        raise RefusedError(f"it failed: {message.error.reason}")
+    content = message.content
+    measured = [record for record in content.values() if isinstance(record, MetricRecord)]
+    metrics = {key: value for record in measured for key, value in record.items()}
+    records = {name: view(record) for name, record in array_records(content).items()}
+    if expected.arrays_key in records:
+        records[wire.ARRAYS] = records.pop(expected.arrays_key)
+    missing = [group for group in expected.groups if group not in records]
+    # of a client that does not know what was asked, that is to be said, and not what follows from it
+    if missing and not _ignored(content, expected.binding):
+        raise RefusedError(f"it lacks {missing[0]!r}")
+    for group, arrays in records.items():
+        of_model = group in (wire.ARRAYS, wire.PERSONAL, *expected.groups)
+        if not (of_model and isinstance(arrays, FlatArrays) and arrays.layout is expected.layout):
+            _check_forms(arrays, expected.arrays if of_model else {})
+        if (bad := not_finite(arrays)) is not None:
+            raise RefusedError(f"its array {bad!r} in {group!r} is not finite")
+    return NodeReply(
+        node=node,
+        partition=_integer(metrics.get(wire.PARTITION_ID, node)),
+        num_examples=_count(metrics, expected.weighted_by),
+        metrics=metrics,
+        records=records,
+        content=content,
+    )
+
+
+def _count(metrics: Mapping[str, object], key: str) -> int:
+    count = metrics.get(key)
+    if not isinstance(count, int | float) or not np.isfinite(count) or count < 0:
+        raise RefusedError(f"its {key!r} is {count!r}")
+    return int(count)
+
+
+def _integer(value: object) -> int:
+    return int(value) if isinstance(value, int | float) else 0
+
+
+def _check_forms(arrays: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    for name, array in arrays.items():
+        if expected and name not in expected:
+            raise RefusedError(f"its array {name!r} is not part of the model")
+        if expected and array.shape != expected[name].shape:
+            raise RefusedError(f"its array {name!r} has shape {array.shape}, not {expected[name].shape}")
+        if expected and array.dtype != expected[name].dtype:
+            raise RefusedError(f"its array {name!r} is {array.dtype}, not {expected[name].dtype}")
+
+
+def _with_common_entries(replies: list[NodeReply], groups: Sequence[str]) -> list[NodeReply]:
+    """Keep the replies that carry the same entries as most do."""
+    entries = [
+        frozenset((group, name) for group in groups for name in reply.records.get(group, {})) for reply in replies
+    ]
+    if len(set(entries)) <= 1:
+        return replies
+    common = Counter(entries).most_common(1)[0][0]
+    kept = []
+    for reply, names in zip(replies, entries, strict=True):
+        if names == common:
+            kept.append(reply)
+        else:
+            group, example = sorted(names ^ common)[0]
+            log(WARNING, "Node %d is left out of this round: unlike most, entry %r in %r", reply.node, example, group)
+    return kept

@@ -1,0 +1,84 @@
+"""What Flower's `Grid` asks of every grid, for those of this project."""
+
+from collections.abc import Iterable
+
+from flwr.app import Message, RecordDict
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedbn_flwr.simulation.spill import Spool
+
+
+class LocalGrid(Grid):
+    """A grid whose nodes are on this machine: whoever pushes messages finds the replies in `_replies`, by their ids."""
+
+    def __init__(self) -> None:
+        self._run = Run.create_empty(run_id=1)
+        self._replies: dict[str, Message] = {}
+        #: for the replies to the latest push
+        self._spool = Spool()
+        # Flower reads these when a message is created
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = self._run.run_id, SUPERLINK_NODE_ID, 0
+
+    def set_run(self, run: Run) -> None:
+        """Take the run's description."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """The run's description."""
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Create a message, as Flower's older interface does."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Hand the replies over, once."""
+        return [self._replies.pop(item) for item in message_ids if item in self._replies]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Deliver and collect."""
+        return self.pull_messages(self.push_messages(messages))
+
+
+class PassingGrid(Grid):
+    """A grid in front of another one, which may change: what is not overridden is passed on."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def set_run(self, run: Run) -> None:
+        """Pass on."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        """Pass on."""
+        return self._grid.run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Pass on."""
+        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Pass on."""
+        return self._grid.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Pass on."""
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Pass on."""
+        return self._grid.pull_messages(message_ids)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Pass on."""
+        return self._grid.send_and_receive(messages, timeout=timeout)

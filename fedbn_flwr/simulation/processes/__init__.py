@@ -1,0 +1,1 @@
+"""Share clients out over processes of one machine."""

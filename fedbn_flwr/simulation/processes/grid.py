@@ -1,0 +1,240 @@
+"""Flower's `Grid` over several processes of this machine, each of which runs a share of the nodes."""
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from logging import WARNING
+from multiprocessing.connection import wait
+from types import TracebackType
+from typing import Any, Self, cast
+
+from flwr.app import Context, Error, Message
+from flwr.common import log
+from flwr.common.constant import ErrorCode
+
+from fedbn_flwr.layerwise import Answer, OrderError, Request
+from fedbn_flwr.simulation.grid import LocalGrid
+from fedbn_flwr.simulation.prepared import in_portions
+from fedbn_flwr.simulation.processes.channel import pack_answer, unpack_requests
+from fedbn_flwr.simulation.processes.worker import GridFactory, Worker, WorkerDiedError, WorkerError
+from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, identify
+from fedbn_flwr.simulation.spill import Spool
+
+
+class WorkersGrid(LocalGrid):
+    """Gives the replies of an `InProcessGrid` with the same nodes, from several processes at once.
+
+    `make_grid` is given partitions, and makes the grid of their nodes inside a worker: it must be picklable, and the
+    grid's node of partition p have the id `FIRST_NODE_ID + p`. A node stays with its worker, where its `Context` is.
+    When a worker dies, the messages that it has are answered by errors, and it is started anew with contexts that are
+    empty; it has at most `staged.TOGETHER` of a push at a time.
+
+    Workers start, import and make their grids while the caller goes on; the first messages wait for them. Close the
+    grid, or use it as a context manager, and no process is left.
+    """
+
+    def __init__(self, make_grid: GridFactory, num_nodes: int, workers: int, *, threads: int = 1) -> None:
+        super().__init__()
+        self._make_grid, self._num_nodes = make_grid, num_nodes
+        self._num_workers = max(min(workers, num_nodes), 1)
+        self._workers: list[Worker] = []
+        # also called when nobody uses the grid any more, and at the interpreter's exit
+        self.close = weakref.finalize(self, _end, self._workers)
+        for index in range(self._num_workers):
+            self._workers.append(Worker(index, threads))
+            self._open(self._workers[index])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The workers' processes as they are now."""
+        return [worker.process_id for worker in self._workers]
+
+    def get_node_ids(self) -> Iterable[int]:
+        """All nodes, always connected."""
+        return [FIRST_NODE_ID + partition for partition in range(self._num_nodes)]
+
+    def context(self, node: int) -> Context:
+        """A copy of a node's context, to look into."""
+        context: Context = self._worker_of(node).call("context", node)
+        return context
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Deliver the messages, to all workers at once, and keep the replies."""
+        messages = list(messages)
+        try:
+            self._deliver(self._split(messages, self._shares(messages)))
+        except BaseException:
+            # some answers are still on their way, or half received
+            self.close()
+            raise
+        return [message.metadata.message_id for message in messages]
+
+    def rehearse(self, messages: Sequence[Message]) -> list[Message]:
+        """Have messages answered to find out how long it takes, while all workers are busy; nothing of it remains."""
+        shares = self._split(messages, self._shares(messages))
+        return [reply for replies in self._ask_all("rehearse", shares).values() for reply in replies]
+
+    def open_step(self, messages: Sequence[Message]) -> "SpreadStep | None":
+        """The layer-wise step that these messages begin, if all of their nodes can take it without messages."""
+        shares = self._shares(messages)
+        found = self._ask_all("open_step", self._split(messages, shares))
+        if None in found.values():
+            self._ask_all("abandon", dict.fromkeys(shares))
+            return None
+        return SpreadStep(self._ask_all, messages, shares, _in_order(shares, found))
+
+    def _shares(self, messages: Sequence[Message]) -> dict[Worker, list[int]]:
+        """For each worker the places of its nodes' messages."""
+        shares: dict[Worker, list[int]] = {}
+        for place, message in enumerate(messages):
+            shares.setdefault(self._worker_of(message.metadata.dst_node_id), []).append(place)
+        return shares
+
+    def _split(
+        self, messages: Sequence[Message], shares: Mapping[Worker, Sequence[int]]
+    ) -> dict[Worker, list[Message]]:
+        """For each worker the messages at its places."""
+        return {worker: [messages[place] for place in places] for worker, places in shares.items()}
+
+    def _ask_all(self, name: str, payloads: Mapping[Worker, Any]) -> dict[Worker, Any]:
+        """The answers of workers that work at the same time; a dead one is started anew, and said to have died."""
+        for worker, payload in payloads.items():
+            worker.ask(name, payload)
+        answers: dict[Worker, Any] = {}
+        failures: list[RuntimeError] = []
+        for worker in payloads:
+            try:
+                answers[worker] = worker.answer()
+            except WorkerDiedError as death:
+                self._revive(worker, death)
+                failures.append(death)
+            except WorkerError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return answers
+
+    def _deliver(self, shares: Mapping[Worker, Sequence[Message]]) -> None:
+        """To each worker as many of its messages as are prepared together, and the next when these are answered."""
+        self._spool = Spool()
+        ahead = {worker: [*in_portions(messages)] for worker, messages in shares.items()}
+        for worker, portions in ahead.items():
+            worker.ask("deliver", portions[0])
+        while ahead:
+            for worker in cast(list[Worker], wait(cast(list[int], list(ahead)))):
+                messages = ahead[worker].pop(0)
+                replies = self._answers(worker, messages)
+                if ahead[worker]:
+                    worker.ask("deliver", ahead[worker][0])
+                else:
+                    del ahead[worker]
+                for message, reply in zip(messages, replies, strict=True):
+                    _take_id(message, reply)
+                    self._replies[reply.metadata.reply_to_message_id] = self._spool.take(reply)
+
+    def _answers(self, worker: Worker, messages: Sequence[Message]) -> list[Message]:
+        """A worker's replies, or what is to be said for it."""
+        try:
+            replies: list[Message] = worker.answer()
+        except WorkerDiedError as death:
+            self._revive(worker, death)
+            return [_error_reply(message, f"the process of worker {worker.index} {death}") for message in messages]
+        return replies
+
+    def _revive(self, worker: Worker, death: WorkerDiedError) -> None:
+        nodes = len(self._partitions(worker.index))
+        log(WARNING, "Worker %d %s: it starts anew, and its %d nodes without state", worker.index, death, nodes)
+        worker.restart()
+        self._open(worker)
+
+    def _open(self, worker: Worker) -> None:
+        worker.ask("open", (self._make_grid, self._partitions(worker.index)))
+
+    def _partitions(self, index: int) -> range:
+        """Those of a worker: in turn, because neighbours may be alike in size, and all of them are to be busy."""
+        return range(index, self._num_nodes, self._num_workers)
+
+    def _worker_of(self, node: int) -> Worker:
+        """The worker that has a node; if there is no such node, any of them says so."""
+        if not self._workers:
+            raise WorkerError("the grid is closed")
+        return self._workers[(node - FIRST_NODE_ID) % self._num_workers]
+
+
+class SpreadStep:
+    """A layer-wise step whose nodes are in several processes: to `Layerwise` strategies, what a `CohortStep` is."""
+
+    def __init__(
+        self,
+        ask_all: Callable[[str, Mapping[Worker, Any]], dict[Worker, Any]],
+        messages: Sequence[Message],
+        shares: Mapping[Worker, Sequence[int]],
+        speakers: Sequence[Any],
+    ) -> None:
+        self._ask_all, self._messages, self._shares, self.speakers = ask_all, messages, shares, speakers
+
+    def advance(self, answer: Answer | None = None) -> list[Request]:
+        """Go on with what all nodes together said; the first call takes no answer."""
+        packed = None if answer is None else pack_answer(answer)
+        said = {
+            worker: unpack_requests(requests)
+            for worker, requests in self._ask_all("advance", dict.fromkeys(self._shares, packed)).items()
+        }
+        if any(said.values()) and not all(said.values()):
+            raise OrderError(0, "is at a BN layer where others are at their end")
+        return _in_order(self._shares, said) if any(said.values()) else []
+
+    def replies(self) -> list[Message]:
+        """What the nodes reply at the end."""
+        replies: list[Message] = _in_order(self._shares, self._ask_all("replies", dict.fromkeys(self._shares)))
+        spool = Spool()
+        for message, reply in zip(self._messages, replies, strict=True):
+            _take_id(message, spool.take(reply))
+        return replies
+
+    def abandon(self) -> None:
+        """Forget it."""
+        with suppress(WorkerError, WorkerDiedError):
+            self._ask_all("abandon", dict.fromkeys(self._shares))
+
+
+def _in_order(shares: Mapping[Worker, Sequence[int]], found: Mapping[Worker, Sequence[Any]]) -> list[Any]:
+    """What workers said of their shares, by the places in the push."""
+    placed = {
+        place: item for worker, places in shares.items() for place, item in zip(places, found[worker], strict=True)
+    }
+    return [placed[place] for place in sorted(placed)]
+
+
+def count_cores() -> int:
+    """The processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _take_id(message: Message, reply: Message) -> None:
+    """The id that the worker's grid has given to its copy of a message."""
+    message.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
+
+
+def _error_reply(message: Message, reason: str) -> Message:
+    identify(message)
+    reply = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
+    identify(reply)
+    return reply
+
+
+def _end(workers: list[Worker]) -> None:
+    """All at once, each then waited for."""
+    for worker in workers:
+        worker.hang_up()
+    while workers:
+        workers.pop().end()

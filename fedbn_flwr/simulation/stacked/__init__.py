@@ -1,0 +1,1 @@
+"""Train several clients at once, their models stacked along a dimension."""

@@ -1,0 +1,126 @@
+"""A model's state on its way between PyTorch and Flower: by name, each entry with its own dtype and shape."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor, nn
+
+from fedbn_flwr import norm
+from fedbn_flwr.state.flat import FlatState
+from fedbn_flwr.state.model_entries import Entries, entries_of
+from fedbn_flwr.state.records import flat_of, flat_record, peek
+
+#: entries by name, to be read only: others may hold the same memory
+State = Mapping[str, Tensor]
+
+
+def to_record(state: Mapping[str, Tensor]) -> ArrayRecord:
+    """Pack copies of tensors; a 0-d int64 counter stays one."""
+    return give(FlatState.copy_of(state))
+
+
+def give(state: State) -> ArrayRecord:
+    """Pack tensors that nobody will change any more: copies but of a flat state."""
+    flat = state if isinstance(state, FlatState) else FlatState.copy_of(state)
+    return flat_record(flat.layout, flat.runs)
+
+
+def from_record(record: ArrayRecord) -> dict[str, Tensor]:
+    """Unpack tensors that own their memory."""
+    if flat := flat_of(record):
+        return {name: value.clone() for name, value in flat.tensors.items()}
+    return {name: torch.from_numpy(array.numpy()) for name, array in record.items()}
+
+
+def read(record: ArrayRecord) -> State:
+    """Unpack tensors that must be left as they are: the record may hold the same memory."""
+    if flat := flat_of(record):
+        return flat.tensors
+    return {name: torch.from_numpy(peek(array)) for name, array in record.items()}
+
+
+@torch.no_grad()
+def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Overwrite the whole state; an entry that is missing, unknown or misshapen is an error that names it."""
+    entries = entries_of(model)
+    if entries and isinstance(state, FlatState) and state.layout is entries.layout:
+        torch._foreach_copy_(list(entries.values), list(state.values()))
+        return
+    if target := check(model, state):
+        torch._foreach_copy_(list(target.values()), [state[name] for name in target])
+
+
+def check(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Compare names and shapes with those of the model's own state, which is returned."""
+    target = model.state_dict()
+    _same_names(target, state)
+    _same_shapes(target, state)
+    return target
+
+
+def snapshot(model: nn.Module, names: Collection[str] | None = None) -> FlatState:
+    """A copy of the state, or of some entries of it, in the processor's memory."""
+    return _copy(model, entries_of(model), names)
+
+
+def snapshot_without(model: nn.Module, groups: tuple[str, ...]) -> FlatState:
+    """A copy of the state but for the entries of some of `wire.GROUPS`."""
+    notes: dict[Any, Any] = entries.notes if (entries := entries_of(model)) else {}
+    if groups not in notes:
+        left_out = {name for group in groups for name in group_keys(model, group)}
+        notes[groups] = frozenset(group_keys(model, "all") - left_out) if left_out else None
+    return _copy(model, entries, notes[groups])
+
+
+def group_keys(model: nn.Module, group: str) -> set[str]:
+    """The state-dict entries of one of `wire.GROUPS`, by the type of the layer that holds them."""
+    if group not in _GROUPS:
+        raise ValueError(f"unknown group of entries {group!r}; known: {', '.join(_GROUPS)}")
+    if not _GROUPS[group]:
+        return set()
+    notes: dict[Any, Any] = entries.notes if (entries := entries_of(model)) else {}
+    if group not in notes:
+        notes[group] = {name for keys in _GROUPS[group] for name in keys(model)}
+    return set(notes[group])
+
+
+#: what each group is made of; a group that was not asked for takes no walk through the model
+_GROUPS: dict[str, tuple[Callable[[nn.Module], Iterable[str]], ...]] = {
+    "none": (),
+    "statistics": (norm.statistics_keys, norm.counter_keys),
+    "affine": (norm.affine_keys,),
+    "bn": (norm.statistics_keys, norm.counter_keys, norm.affine_keys, norm.local_keys),
+    "mix": (norm.local_keys,),
+    "all": (nn.Module.state_dict,),
+}
+
+
+@torch.no_grad()
+def _copy(model: nn.Module, entries: Entries | None, names: Collection[str] | None) -> FlatState:
+    if entries:
+        chosen = entries if names is None else entries.part(names)
+        return FlatState.joined(chosen.layout, chosen.values)
+    state = model.state_dict()
+    return FlatState.copy_of(
+        state if names is None else {name: value for name, value in state.items() if name in names}
+    )
+
+
+def _same_names(target: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    if target.keys() == state.keys():
+        return
+    missing, unknown = sorted(set(target) - set(state)), sorted(set(state) - set(target))
+    if missing:
+        raise ValueError(f"{len(missing)} entries of the model were not received, the first is {missing[0]!r}")
+    if unknown:
+        raise ValueError(f"{len(unknown)} received arrays are not of the model, the first is {unknown[0]!r}")
+
+
+def _same_shapes(target: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    for name, value in target.items():
+        if value.shape != state[name].shape:
+            raise ValueError(
+                f"array {name!r} has shape {tuple(state[name].shape)}, the model needs {tuple(value.shape)}"
+            )

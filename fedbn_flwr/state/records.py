@@ -1,0 +1,216 @@
+"""Flower's `Array` without serialization: bytes are made of it only when somebody asks for them."""
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from functools import lru_cache
+from io import BytesIO
+from math import prod
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.common.constant import SType
+from numpy.typing import NDArray
+
+from fedbn_flwr.state.flat import FlatArrays, Layout, Runs
+
+#: what a value is made of, and so how large it is when serialized: dtype, shape, whether in Fortran's order
+Form = tuple[np.dtype[Any], tuple[int, ...], bool]
+
+
+class InMemoryArray(Array):
+    """An `Array` that holds its numbers as they are.
+
+    Flower serializes an array when it is made and parses it whenever it is read, which within one process is most of
+    what a message costs. This one makes `data` when it is asked for. Whatever leaves the process is a plain `Array`:
+    pickled it is one, and on a wire it has a plain one's content and id. `value` belongs to the array, and whoever
+    reads it without a copy (`peek`) must leave it as it is.
+    """
+
+    def __init__(self, value: NDArray[Any]) -> None:
+        # around `Array.__setattr__`, which is for changes
+        own = self.__dict__
+        own["_value"], own["dtype"], own["shape"], own["stype"] = value, _name(value.dtype), value.shape, SType.NUMPY
+
+    def __getattr__(self, name: str) -> Any:
+        """Serialize, at the first use of `data`."""
+        if name != "data" or "_value" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.__dict__["data"] = data = _serialize(self.__dict__["_value"])
+        return data
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Become what Flower's own array would be after the change."""
+        if name in ("dtype", "shape", "stype", "data"):
+            self.__dict__.setdefault("data", self.data)
+            self.__dict__.pop("_value", None)
+        super().__setattr__(name, value)
+
+    def __eq__(self, other: object) -> bool:
+        """As between Flower's own: equal descriptions and bytes."""
+        if not isinstance(other, Array):
+            return NotImplemented
+        return _fields(self) == _fields(other)
+
+    __hash__ = None  # type: ignore[assignment]  # what can be changed has no hash, as in Flower
+
+    def __reduce__(self) -> tuple[type[Array], tuple[str, tuple[int, ...], str, bytes]]:
+        """A plain array, for another process."""
+        return Array, _fields(self)
+
+    def numpy(self) -> NDArray[Any]:
+        """A copy of the numbers, as Flower's own array gives one."""
+        value = self.__dict__.get("_value")
+        return super().numpy() if value is None else np.array(value, order="A")
+
+    def deflate(self) -> bytes:
+        """The content of a plain array: its first word is the name of a class that the receiver must know."""
+        plain = Array(*_fields(self))
+        plain.__dict__["_chunks"] = self.slice_array()
+        return plain.deflate()
+
+
+def make_record(arrays: Mapping[str, Array]) -> ArrayRecord:
+    """A record of these very arrays: Flower's constructor would serialize each."""
+    record = ArrayRecord()
+    # past the checks of one entry at a time, which take three times as long as to copy a small array
+    record.__dict__["_data"].update(arrays)
+    return record
+
+
+def flat_record(layout: Layout, runs: Runs) -> ArrayRecord:
+    """A record of a state's entries, whose runs are the record's from now on."""
+    return record_of(FlatArrays(layout, runs))
+
+
+def record_of(state: FlatArrays) -> ArrayRecord:
+    """A record of this state, which is the record's from now on."""
+    record = ArrayRecord()
+    record.__dict__["_data"] = Members(state)
+    return record
+
+
+def flat_of(record: ArrayRecord) -> FlatArrays | None:
+    """What such a record was made of, unless it was changed; to be read only."""
+    members = record.__dict__["_data"]
+    return members.flat if isinstance(members, Members) else None
+
+
+class Members(MutableMapping[str, Array]):
+    """What a record holds of a flat state: arrays are made when somebody asks for them."""
+
+    def __init__(self, state: FlatArrays) -> None:
+        self._state: FlatArrays | None = state
+        self._made: dict[str, Array] = {}
+
+    @property
+    def flat(self) -> FlatArrays | None:
+        """The state, while nobody has changed anything."""
+        unchanged = all("_value" in array.__dict__ for array in self._made.values())
+        return self._state if unchanged else None
+
+    def __getitem__(self, name: str) -> Array:
+        """The array; the same one, every time."""
+        if name not in self._made:
+            if self._state is None:
+                raise KeyError(name)
+            self._made[name] = InMemoryArray(self._state[name])
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self._made if self._state is None else self._state)
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._made if self._state is None else self._state)
+
+    def __setitem__(self, name: str, array: Array) -> None:
+        """Become a dictionary of arrays."""
+        self._unfold()
+        self._made[name] = array
+
+    def __delitem__(self, name: str) -> None:
+        """Become a dictionary of arrays."""
+        self._unfold()
+        del self._made[name]
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> tuple[type[dict[str, Array]], tuple[dict[str, Array]]]:
+        """For another process, a dictionary of plain arrays."""
+        return dict, (dict(self),)
+
+    def copy(self) -> dict[str, Array]:
+        """A dictionary of the same arrays."""
+        return dict(self)
+
+    def _unfold(self) -> None:
+        self._made, self._state = dict(self), None
+
+
+def array_records(content: RecordDict) -> dict[str, ArrayRecord]:
+    """What `content.array_records` is, which takes its time to be kept up to date."""
+    return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
+
+
+def peek(array: Array) -> NDArray[Any]:
+    """The numbers of an array, to be read only: others may hold the same memory."""
+    value: NDArray[Any] | None = array.__dict__.get("_value")
+    return array.numpy() if value is None else value
+
+
+def data_bytes(array: Array) -> int:
+    """The length of `array.data`."""
+    value = array.__dict__.get("_value")
+    return len(array.data) if value is None else serialized_bytes(*_form(value))
+
+
+def distinct(arrays: Iterable[Array]) -> list[Array]:
+    """One array of each content: by identity first, and by bytes only where these are there."""
+    unlike = list({id(array): array for array in arrays}.values())
+    if len(unlike) < 2:
+        return unlike
+    content = _content if all("_value" in array.__dict__ for array in unlike) else attrgetter("data")
+    return list({content(array): array for array in unlike}.values())
+
+
+def _fields(array: Array) -> tuple[str, tuple[int, ...], str, bytes]:
+    return array.dtype, array.shape, array.stype, array.data
+
+
+def _content(array: Array) -> tuple[Form, bytes]:
+    """As telling as `data`, without its making."""
+    value = array.__dict__["_value"]
+    return _form(value), value.tobytes(order="A")
+
+
+def _form(value: NDArray[Any]) -> Form:
+    return value.dtype, value.shape, value.flags.fnc
+
+
+def _serialize(value: NDArray[Any]) -> bytes:
+    buffer = BytesIO()
+    np.save(buffer, value, allow_pickle=False)
+    return buffer.getvalue()
+
+
+@lru_cache(maxsize=4096)
+def serialized_bytes(dtype: np.dtype[Any], shape: tuple[int, ...], fortran: bool = False) -> int:
+    """The length of what `np.save` makes of such an array."""
+    header = BytesIO()
+    described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": fortran, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, described)
+    return len(header.getvalue()) + prod(shape) * dtype.itemsize
+
+
+@lru_cache
+def _name(dtype: np.dtype[Any]) -> str:
+    """Cached, because it takes as long as to copy a small array."""
+    return str(dtype)
+
+
+def payload_bytes(array: Array) -> int:
+    """The bytes of an array's numbers."""
+    return prod(array.shape) * np.dtype(array.dtype).itemsize

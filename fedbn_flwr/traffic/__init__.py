@@ -1,0 +1,1 @@
+"""Count exchanges and bytes."""

@@ -1,0 +1,57 @@
+"""Gathering BN statistics from the clients in an exchange of their own."""
+
+from collections.abc import Mapping, Sequence
+from logging import WARNING
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.common import log
+
+from fedbn_flwr import norm, wire
+from fedbn_flwr.norm import Moments
+from fedbn_flwr.server.ask_nodes import exchange
+from fedbn_flwr.server.averaging import Arrays, record
+from fedbn_flwr.server.replies import Expected, sift
+from fedbn_flwr.wire import Instruction, moments
+
+from .fedavg import FedAvg
+
+
+class Gathering(FedAvg):
+    """Base of strategies whose BN statistics are not averaged but measured with the new global model.
+
+    Every asked node runs its data through the model without learning, and reports count, mean and biased variance of
+    what each BN layer saw; the server pools them, exactly:
+
+        mean = sum n_k m_k / N,   var = sum n_k (v_k + (m_k - mean)^2) / N,   N = sum n_k
+    """
+
+    def gather(self, state: Arrays, nodes: Sequence[int], instruction: Instruction) -> dict[str, Moments]:
+        """One exchange; nodes that fail are left out, and named in the log."""
+        assert self.grid is not None
+        arrays = record(state)
+        messages = [
+            Message(self._question(node, arrays, instruction), dst_node_id=node, message_type=wire.GATHER)
+            for node in nodes
+        ]
+        answers = exchange(self.grid, messages, self.exchange_timeout)
+        sent = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
+        replies, _ = sift(answers.values(), sent, Expected((), {}))
+        seen = [reply.records[wire.MOMENTS] for reply in replies if wire.MOMENTS in reply.records]
+        return norm.pool(moments.unpack(_tensors(values)) for values in seen)
+
+    def installed(self, state: Arrays, pooled: Mapping[str, Moments], unbiased: bool = True) -> Arrays:
+        """The state with pooled moments as its running statistics."""
+        if not pooled:
+            log(WARNING, "No node answered: BN statistics stay as they were")
+        entries = moments.running_statistics(pooled, unbiased)
+        return {**state, **{name: value.numpy().astype(state[name].dtype) for name, value in entries.items()}}
+
+    def _question(self, node: int, arrays: ArrayRecord, instruction: Instruction) -> RecordDict:
+        own = self.package(node, arrays)[self.arrayrecord_key]
+        return RecordDict({wire.ARRAYS: own, wire.CONFIG: instruction.to_config()})
+
+
+def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.asarray(value)) for name, value in arrays.items()}

@@ -1,0 +1,155 @@
+"""Which samples a local step uses."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedbn_flwr.client.batch_plan import count_steps, first_size, plan
+from fedbn_flwr.wire import Instruction
+
+counts, sizes, seeds = st.integers(1, 40), st.integers(1, 12), st.integers(0, 9)
+
+
+def planned(count: int, merge_single: bool = False, seed: int = 0, **options: Any) -> list[list[int]]:
+    instruction = Instruction(**options)
+    generator = torch.Generator().manual_seed(seed)
+    positions, sizes = plan(count, instruction, generator, merge_single)
+    return [batch.tolist() for batch in positions.split(sizes)]
+
+
+def lengths(batches: list[list[int]]) -> list[int]:
+    return [len(batch) for batch in batches]
+
+
+def joined(batches: list[list[int]]) -> list[int]:
+    return [position for batch in batches for position in batch]
+
+
+def test_an_epoch_visits_every_sample_once_and_keeps_the_last_short_batch() -> None:
+    batches = planned(8, batch_size=3, local_epochs=1)
+    assert lengths(batches) == [3, 3, 2]
+    assert sorted(joined(batches)) == list(range(8))
+
+
+def test_every_epoch_has_an_order_of_its_own() -> None:
+    batches = planned(20, batch_size=20, local_epochs=3)
+    assert lengths(batches) == [20, 20, 20]
+    assert all(one != other for one, other in pairwise(batches))
+
+
+def test_steps_go_on_into_the_next_epoch() -> None:
+    batches = planned(5, batch_size=2, local_steps=7)
+    assert lengths(batches) == [2, 2, 1, 2, 2, 1, 2]
+    assert sorted(joined(batches[:3])) == sorted(joined(batches[3:6])) == list(range(5))
+
+
+def test_steps_count_where_both_are_given() -> None:
+    assert len(planned(10, batch_size=5, local_steps=3, local_epochs=4)) == 3
+
+
+def test_a_single_last_sample_is_merged_only_where_asked() -> None:
+    assert lengths(planned(7, batch_size=3, merge_single=False)) == [3, 3, 1]
+    assert lengths(planned(7, batch_size=3, merge_single=True)) == [3, 4]
+    assert lengths(planned(8, batch_size=3, merge_single=True)) == [3, 3, 2]
+
+
+def test_merging_takes_no_sample_away() -> None:
+    assert joined(planned(7, batch_size=3, merge_single=True)) == joined(planned(7, batch_size=3))
+
+
+def test_merging_counts_in_steps_too() -> None:
+    assert lengths(planned(5, batch_size=2, local_steps=4, merge_single=True)) == [2, 3, 2, 3]
+
+
+def test_batches_of_one_that_were_asked_for_stay() -> None:
+    assert lengths(planned(3, batch_size=1, merge_single=True)) == [1, 1, 1]
+
+
+def test_one_sample_has_nothing_to_be_merged_into() -> None:
+    assert planned(1, batch_size=4, merge_single=True, local_steps=2) == [[0], [0]]
+
+
+def test_fewer_samples_than_a_batch_make_one_short_batch() -> None:
+    assert lengths(planned(3, batch_size=32, local_steps=2)) == [3, 3]
+
+
+def test_with_replacement_every_batch_is_full_and_drawn_anew() -> None:
+    batches = planned(3, batch_size=8, local_steps=4, replacement=True, merge_single=True)
+    assert lengths(batches) == [8, 8, 8, 8]
+    assert len({tuple(batch) for batch in batches}) == 4
+    assert set(joined(batches)) == {0, 1, 2}
+
+
+def test_an_epoch_with_replacement_has_as_many_steps_as_one_without() -> None:
+    for count in (7, 8, 9):
+        drawn = planned(count, batch_size=4, local_epochs=2, replacement=True)
+        assert len(drawn) == len(planned(count, batch_size=4, local_epochs=2))
+
+
+def test_a_client_without_samples_cannot_train() -> None:
+    with pytest.raises(ValueError, match="at least one sample"):
+        planned(0)
+
+
+@pytest.mark.parametrize("option", [{"batch_size": 0}, {"local_epochs": 0}, {"local_steps": -1, "local_epochs": 0}])
+def test_training_nothing_is_no_training(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        planned(5, **option)
+
+
+@given(counts, sizes, st.integers(1, 4), seeds, st.booleans())
+def test_epochs_are_permutations_in_batches(count: int, size: int, epochs: int, seed: int, merge: bool) -> None:
+    batches = planned(count, batch_size=size, local_epochs=epochs, seed=seed, merge_single=merge)
+    for epoch in _chunks(joined(batches), count):
+        assert sorted(epoch) == list(range(count))
+    assert len(joined(batches)) == epochs * count
+    if merge and size > 1 and count > 1:
+        assert min(lengths(batches)) > 1
+    assert max(lengths(batches)) <= size + (1 if merge and size > 1 else 0)
+
+
+@given(counts, sizes, st.integers(1, 30), seeds, st.booleans(), st.booleans())
+def test_fewer_steps_are_the_first_of_more(
+    count: int, size: int, steps: int, seed: int, merge: bool, replacement: bool
+) -> None:
+    longer = planned(
+        count, batch_size=size, local_steps=steps + 3, seed=seed, merge_single=merge, replacement=replacement
+    )
+    shorter = planned(count, batch_size=size, local_steps=steps, seed=seed, merge_single=merge, replacement=replacement)
+    assert len(shorter) == steps
+    assert shorter == longer[:steps]
+
+
+@given(counts, sizes, seeds, st.booleans())
+def test_the_same_generator_gives_the_same_plan(count: int, size: int, seed: int, replacement: bool) -> None:
+    first, again = (planned(count, batch_size=size, seed=seed, replacement=replacement) for _ in range(2))
+    assert first == again
+
+
+def test_another_seed_gives_another_plan() -> None:
+    assert planned(30, seed=1) != planned(30, seed=2)
+
+
+def _chunks(positions: list[int], size: int) -> list[list[int]]:
+    return [positions[start : start + size] for start in range(0, len(positions), size)]
+
+
+@given(
+    count=st.integers(1, 30),
+    size=st.integers(1, 12),
+    steps=st.integers(0, 5),
+    replacement=st.booleans(),
+    merge_single=st.booleans(),
+)
+def test_a_plan_is_as_long_as_foretold(
+    count: int, size: int, steps: int, replacement: bool, merge_single: bool
+) -> None:
+    asked = Instruction(local_steps=steps, local_epochs=2, batch_size=size, replacement=replacement)
+    positions, lengths = plan(count, asked, torch.Generator(), merge_single)
+    assert len(lengths) == count_steps(count, asked, merge_single)
+    assert lengths[0] == first_size(count, asked, merge_single)
+    assert sum(lengths) == len(positions)

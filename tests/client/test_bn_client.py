@@ -1,0 +1,474 @@
+"""The client: what it trains with, what leaves it, and what it remembers."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from flwr.app import RecordDict
+from flwr.client import NumPyClient
+from torch import Tensor, nn
+
+from fedbn_flwr import norm, state, wire
+from fedbn_flwr.client import BNClient, Reply, pick_device
+from fedbn_flwr.data import Split
+from fedbn_flwr.randomness import torch_generator
+from fedbn_flwr.state import State
+from fedbn_flwr.wire import FREEZES, Instruction
+from tests.helpers.toys import CLASSES, assert_same_state, random_state, toy_cnn, toy_split
+
+INSTRUCTION = Instruction(local_steps=3, batch_size=4, lr=0.05, seed=3)
+BN = {"1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"}
+STATISTICS = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+AFFINE = {"1.weight", "1.bias"}
+
+
+def toy_client(model: nn.Module | None = None, split: Split | None = None, **options: Any) -> BNClient:
+    model, split = model or toy_cnn(), split or toy_split()
+    return BNClient(model, split, **{"test": toy_split(12, seed=1), "num_classes": CLASSES, "device": "cpu", **options})
+
+
+def start() -> dict[str, Tensor]:
+    return random_state(toy_cnn())
+
+
+def trained(client: BNClient, values: dict[str, Tensor], **options: Any) -> Reply:
+    instruction = Instruction(**{**vars(INSTRUCTION), **options})
+    return client.train({wire.ARRAYS: values}, instruction)
+
+
+def arrays(reply: Reply) -> State:
+    return reply.records[wire.ARRAYS]
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def test_it_trains_as_a_plain_loop_over_batches_from_the_clients_own_samples() -> None:
+    split, own = toy_split(), np.array([1, 4, 5, 8, 13, 16])
+    reply = trained(toy_client(split=split, indices=own), start(), local_steps=0, local_epochs=2, momentum=0.9)
+
+    model = toy_cnn()
+    model.load_state_dict(start())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    generator = torch_generator(3, "batches", "round", 0, "partition", 0)
+    for _ in range(2):
+        for positions in torch.randperm(6, generator=generator).split(4):
+            inputs, targets = split.batch(torch.from_numpy(own)[positions])
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+    assert_same_state(arrays(reply), model.state_dict())
+    assert reply.num_examples == 6
+
+
+@pytest.mark.parametrize(("precision", "wanted"), [("float32", False), ("tf32", True)])
+def test_it_trains_with_tf32_where_that_is_asked_for(precision: str, wanted: bool) -> None:
+    client, seen = toy_client(), set()
+    client.model.register_forward_hook(lambda *_: seen.add(torch.backends.cuda.matmul.allow_tf32))
+    client.model[0].weight.register_hook(lambda _: seen.add(torch.backends.cuda.matmul.allow_tf32))  # type: ignore[index]
+    trained(client, start(), precision=precision)
+    assert seen == {wanted}
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_the_same_seed_gives_the_same_bits() -> None:
+    first, again = (trained(toy_client(toy_cnn(dropout=0.5)), start()) for _ in range(2))
+    assert_same_state(arrays(first), arrays(again))
+    assert first.metrics == again.metrics
+
+
+@pytest.mark.parametrize("change", [{"seed": 4}, {"server_round": 2}, {"lr": 0.06}, {"local_steps": 4}])
+def test_seed_round_and_options_change_the_result(change: dict[str, Any]) -> None:
+    first, other = trained(toy_client(), start()), trained(toy_client(), start(), **change)
+    assert not torch.equal(arrays(first)["0.weight"], arrays(other)["0.weight"])
+
+
+def test_partitions_with_the_same_samples_draw_different_batches() -> None:
+    first, other = (trained(toy_client(partition_id=partition), start()) for partition in (0, 1))
+    assert not torch.equal(arrays(first)["0.weight"], arrays(other)["0.weight"])
+
+
+def test_global_generators_are_left_as_they_were() -> None:
+    before = torch.get_rng_state(), str(np.random.get_state()), random.getstate()
+    client = toy_client(toy_cnn(dropout=0.5))
+    trained(client, start(), augmentation="crop-flip")
+    client.test({wire.ARRAYS: start()}, INSTRUCTION)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (str(np.random.get_state()), random.getstate()) == before[1:]
+
+
+def test_the_result_does_not_depend_on_global_generators() -> None:
+    first = trained(toy_client(toy_cnn(dropout=0.5)), start())
+    torch.rand(7)
+    assert_same_state(arrays(trained(toy_client(toy_cnn(dropout=0.5)), start())), arrays(first))
+
+
+def test_dropout_is_on_while_training() -> None:
+    with_dropout, without = (trained(toy_client(toy_cnn(dropout=p)), start()) for p in (0.5, 0.0))
+    assert not torch.equal(arrays(with_dropout)["5.bias"], arrays(without)["5.bias"])
+
+
+def test_the_reply_is_a_copy() -> None:
+    client = toy_client()
+    reply = trained(client, start())
+    before = {name: value.clone() for name, value in arrays(reply).items()}
+    trained(client, start(), lr=0.5)
+    assert_same_state(arrays(reply), before)
+
+
+def test_what_was_received_is_not_changed() -> None:
+    values = start()
+    trained(toy_client(), values)
+    assert_same_state(values, start())
+
+
+def test_a_single_last_sample_is_trained_with_the_batch_before() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.BatchNorm1d(3), nn.Linear(3, CLASSES))
+    reply = trained(toy_client(model, indices=np.arange(5)), random_state(model), local_steps=0, local_epochs=1)
+    assert int(arrays(reply)["2.num_batches_tracked"]) == int(random_state(model)["2.num_batches_tracked"]) + 1
+
+
+def test_where_bn_stands_still_a_single_last_sample_is_a_batch() -> None:
+    model, sizes = nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.BatchNorm1d(3), nn.Linear(3, CLASSES)), []
+    model.register_forward_hook(lambda _, inputs, output: sizes.append(len(output)))
+    client = toy_client(model, indices=np.arange(5))
+    trained(client, random_state(model), local_steps=0, local_epochs=1, freeze="statistics")
+    assert sizes == [4, 1]
+
+
+def test_one_sample_under_bn_without_pixels_is_one_clear_line() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.BatchNorm1d(3), nn.Linear(3, CLASSES))
+    with pytest.raises(ValueError, match=r"mini-batch of 1 sample"):
+        trained(toy_client(model, indices=np.array([3])), random_state(model))
+
+
+def test_a_client_without_samples_says_so() -> None:
+    with pytest.raises(ValueError, match="at least one sample"):
+        trained(toy_client(indices=np.array([], dtype=np.int64)), start())
+
+
+# ---- one model for all clients of a process --------------------------------------------------------------------------
+
+
+def test_a_shared_model_carries_nothing_from_one_client_to_the_next() -> None:
+    wanted = trained(toy_client(toy_cnn(dropout=0.5), partition_id=1), start(), momentum=0.9)
+    model = toy_cnn(dropout=0.5)
+    trained(toy_client(model), random_state(model, seed=8), freeze="both", lr=1.0, momentum=0.9)
+    trained(toy_client(model), random_state(model, seed=9), keep_local="bn", optimizer="adam", proximal_mu=0.1)
+    toy_client(model).test({wire.ARRAYS: random_state(model, seed=10)}, INSTRUCTION)
+    found = trained(toy_client(model, partition_id=1), start(), momentum=0.9)
+    assert_same_state(arrays(found), arrays(wanted))
+    assert found.metrics == wanted.metrics
+
+
+@pytest.mark.parametrize("keep_local", ["none", "statistics", "bn"])
+def test_clients_that_take_turns_do_as_each_does_alone(keep_local: str) -> None:
+    def rounds(client: BNClient) -> Callable[[int], Reply]:
+        shared = start()
+
+        def go_on(server_round: int) -> Reply:
+            reply = trained(client, shared, server_round=server_round, keep_local=keep_local)
+            shared.update(arrays(reply))
+            return reply
+
+        return go_on
+
+    alone = []
+    for partition in (0, 1):
+        go_on = rounds(toy_client(toy_cnn(dropout=0.5), partition_id=partition))
+        alone.append([go_on(server_round) for server_round in (1, 2, 3)])
+    model = toy_cnn(dropout=0.5)
+    first, second = (rounds(toy_client(model, partition_id=partition)) for partition in (0, 1))
+    together = [(first(server_round), second(server_round)) for server_round in (1, 2, 3)]
+    for pair, *wanted in zip(together, *alone, strict=True):
+        for found, reply in zip(pair, wanted, strict=True):
+            assert_same_state(arrays(found), arrays(reply))
+            assert found.metrics == reply.metrics
+
+
+# ---- freezing --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("freeze", "still"), [("statistics", STATISTICS), ("affine", AFFINE), ("both", BN)])
+def test_what_is_frozen_stays_bit_for_bit_and_the_rest_learns(freeze: str, still: set[str]) -> None:
+    before, reply = start(), trained(toy_client(), start(), freeze=freeze, weight_decay=0.1, momentum=0.9)
+    changed = {name for name, value in arrays(reply).items() if not torch.equal(value, before[name])}
+    assert changed == set(before) - still
+
+
+@pytest.mark.parametrize("freeze", FREEZES)
+def test_a_model_in_eval_mode_trains_as_any_other(freeze: str) -> None:
+    client, other = toy_client(), toy_client()
+    other.model.eval()
+    expected, found = (arrays(trained(each, start(), freeze=freeze)) for each in (client, other))
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def thawed(model: nn.Module) -> None:
+    assert model.train().training
+    assert all(layer.training for layer in norm.bn_layers(model).values())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("freeze", FREEZES)
+def test_a_freeze_ends_with_the_round(freeze: str) -> None:
+    client = toy_client()
+    trained(client, start(), freeze=freeze)
+    thawed(client.model)
+
+
+@pytest.mark.parametrize("freeze", FREEZES)
+def test_a_freeze_ends_with_a_round_that_fails(freeze: str) -> None:
+    def fail(_: Tensor, __: Tensor) -> Tensor:
+        raise RuntimeError("no loss today")
+
+    before = torch.get_rng_state()
+    client = toy_client(loss_function=fail)
+    with pytest.raises(RuntimeError, match="no loss today"):
+        trained(client, start(), freeze=freeze, keep_local="bn")
+    thawed(client.model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert client.memory.recall(wire.PERSONAL) == {}
+
+
+def test_freezing_statistics_that_are_not_there_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(36, track_running_stats=False), nn.Linear(36, CLASSES))
+    with pytest.raises(ValueError, match="BN layer '1' has no running statistics"):
+        trained(toy_client(model), random_state(model), freeze="statistics")
+    trained(toy_client(model), random_state(model), freeze="affine")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"freeze": "everything"}, "unknown freeze 'everything'; known: none, statistics, affine, both"),
+        ({"keep_local": "head"}, "unknown group of entries 'head'; known: none, "),
+        ({"omit": "head"}, "unknown group of entries 'head'; known: none, "),
+        ({"optimizer": "lamb"}, "unknown optimizer 'lamb'; known: sgd, adam"),
+        ({"precision": "fp8"}, "unknown precision 'fp8'; known: float32, tf32, bf16"),
+        ({"augmentation": "mixup"}, "'mixup'"),
+    ],
+)
+def test_an_instruction_that_cannot_be_obeyed_is_an_error(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trained(toy_client(), start(), **option)
+
+
+# ---- what stays, and what is not sent --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("group", "stays"), [("statistics", STATISTICS), ("affine", AFFINE), ("bn", BN)])
+def test_entries_that_stay_are_not_sent_and_go_on_from_where_they_were(group: str, stays: set[str]) -> None:
+    records = RecordDict()
+    first = trained(toy_client(memory=records), start(), keep_local=group)
+    assert set(arrays(first)) == set(start()) - stays
+    kept = toy_client(memory=records).memory.recall(wire.PERSONAL)
+    assert set(kept) == stays
+
+    # the next message finds them whether the server sends its own values of them or none
+    for received in (random_state(toy_cnn(), seed=1), {k: v for k, v in start().items() if k not in stays}):
+        client = toy_client(memory=RecordDict(dict(records)))
+        trained(client, received, keep_local=group, lr=0.0, freeze="statistics")
+        for name in stays:
+            assert torch.equal(client.model.state_dict()[name], kept[name])
+
+
+def test_what_stays_is_what_a_lone_trainer_would_have() -> None:
+    whole = trained(toy_client(), start())
+    records = RecordDict()
+    part = trained(toy_client(memory=records), start(), keep_local="bn")
+    together = {**arrays(part), **toy_client(memory=records).memory.recall(wire.PERSONAL)}
+    assert_same_state({name: together[name] for name in arrays(whole)}, arrays(whole))
+
+
+def test_a_node_without_memory_says_which_entry_it_misses() -> None:
+    shared = {name: value for name, value in start().items() if name not in BN}
+    with pytest.raises(ValueError, match=r"5 entries of the model were not received, the first is '1.bias'"):
+        trained(toy_client(), shared, keep_local="bn")
+
+
+def test_omitted_entries_are_received_but_not_sent_back_nor_kept() -> None:
+    records = RecordDict()
+    reply = trained(toy_client(memory=records), start(), omit="statistics", freeze="statistics")
+    assert set(arrays(reply)) == set(start()) - STATISTICS
+    assert not records
+
+
+def test_all_can_stay() -> None:
+    records = RecordDict()
+    reply = trained(toy_client(memory=records), start(), keep_local="all")
+    assert arrays(reply) == {}
+    again = trained(toy_client(memory=records), {}, keep_local="all", server_round=2)
+    assert again.metrics[wire.TRAIN_LOSS] != reply.metrics[wire.TRAIN_LOSS]
+
+
+def test_the_reply_names_what_was_obeyed() -> None:
+    reply = trained(toy_client(), start(), freeze="statistics", omit="statistics", proximal_mu=0.1, momentum=0.9)
+    assert reply.report[wire.OBEYED] == ["freeze", "omit", "proximal-mu"]
+    assert trained(toy_client(), start()).report[wire.OBEYED] == []
+
+
+# ---- evaluation and description --------------------------------------------------------------------------------------
+
+
+def test_a_test_uses_the_nodes_own_model_and_learns_nothing() -> None:
+    records = RecordDict()
+    trained(toy_client(memory=records), start(), keep_local="bn")
+    before = toy_client(memory=records).memory.recall(wire.PERSONAL)
+    client = toy_client(memory=records)
+    reply = client.test({wire.ARRAYS: start()}, Instruction(keep_local="bn"))
+    assert_same_state(toy_client(memory=records).memory.recall(wire.PERSONAL), before)
+
+    own = toy_cnn().eval()
+    own.load_state_dict({**start(), **before})
+    split = toy_split(12, seed=1)
+    with torch.no_grad():
+        logits = own(split.batch(torch.arange(12))[0])
+    assert reply.metrics[wire.EVAL_LOSS] == float(F.cross_entropy(logits, split.labels))
+    accuracy = float((logits.argmax(1) == split.labels).double().mean())
+    assert reply.metrics[wire.ACCURACY] == pytest.approx(accuracy)
+    assert reply.records[wire.PERSONAL] == {}
+
+
+def test_a_test_sends_what_stays_only_when_asked() -> None:
+    records = RecordDict()
+    trained(toy_client(memory=records), start(), keep_local="statistics")
+    instruction = Instruction(keep_local="statistics", send_personal=True)
+    reply = toy_client(memory=records).test({wire.ARRAYS: start()}, instruction)
+    assert_same_state(reply.records[wire.PERSONAL], toy_client(memory=records).memory.recall(wire.PERSONAL))
+    assert wire.ARRAYS not in reply.records
+
+
+def test_personal_accuracy_counts_the_nodes_own_classes() -> None:
+    client = toy_client(indices=np.array([0, 4, 8]))  # class 0 only
+    reply = client.test({wire.ARRAYS: start()}, INSTRUCTION)
+    split = toy_split(12, seed=1)
+    client.model.eval()
+    with torch.no_grad():
+        predicted = client.model(split.batch(torch.arange(12))[0]).argmax(1)
+    wanted = float((predicted[split.labels == 0] == 0).double().mean())
+    assert reply.metrics[wire.ACCURACY_PERSONAL] == pytest.approx(wanted)
+
+
+def test_a_client_without_test_data_says_so() -> None:
+    with pytest.raises(ValueError, match="no test split"):
+        toy_client(test=None).test({wire.ARRAYS: start()}, INSTRUCTION)
+
+
+def test_a_description_says_who_the_node_is() -> None:
+    split = toy_split(8, domains=[0, 0, 0, 0, 1, 1, 1, 1])
+    at_home, everywhere = (toy_client(split=split, indices=np.array(own), partition_id=2) for own in ([5, 6], [3, 4]))
+    reply = at_home.describe()
+    assert (reply.num_examples, reply.metrics) == (2, {"partition-id": 2, "domain": 1})
+    assert everywhere.describe().metrics[wire.DOMAIN] == -1
+    assert toy_client().describe().metrics[wire.DOMAIN] == -1
+    assert reply.report[wire.PARAMETERS] == ["0.weight", "1.weight", "1.bias", "5.weight", "5.bias"]
+    assert reply.records == {}
+
+
+# ---- Flower's NumPyClient --------------------------------------------------------------------------------------------
+
+
+def as_list(values: dict[str, Tensor]) -> list[np.ndarray]:
+    return [value.numpy() for value in values.values()]
+
+
+CONFIG = {"local-steps": 3, "batch-size": 4, "lr": 0.05, "seed": 3}
+
+
+def test_it_is_a_flower_client_whose_lists_have_the_order_of_the_state_dict() -> None:
+    client = toy_client()
+    assert isinstance(client, NumPyClient)
+    found, model = client.get_parameters({}), client.model
+    assert [array.dtype for array in found] == [value.numpy().dtype for value in model.state_dict().values()]
+    assert [array.shape for array in found] == [tuple(value.shape) for value in model.state_dict().values()]
+    assert all(np.array_equal(one, other) for one, other in zip(found, as_list(model.state_dict()), strict=True))
+    found[0][:] = 0
+    assert model.state_dict()["0.weight"].any()
+
+
+def test_fit_is_the_same_training() -> None:
+    wanted = trained(toy_client(), start(), freeze="statistics")
+    found, count, metrics = toy_client().fit(as_list(start()), {**CONFIG, "freeze": "statistics"})
+    names = list(toy_cnn().state_dict())
+    values = {name: torch.from_numpy(array) for name, array in zip(names, found, strict=True)}
+    assert_same_state(values, arrays(wanted))
+    assert count == 20
+    assert metrics == {**wanted.metrics, "obeyed": "freeze"}
+    assert all(isinstance(value, bool | int | float | str | bytes) for value in metrics.values())
+
+
+def test_fit_sends_and_takes_the_shared_entries_only_once_the_rest_stays() -> None:
+    records, config = RecordDict(), {**CONFIG, "keep-local": "bn"}
+    shared, _, metrics = toy_client(memory=records).fit(as_list(start()), config)
+    assert len(shared) == len(start()) - len(BN)
+    assert metrics["obeyed"] == "keep-local"
+    again, _, _ = toy_client(memory=records).fit(shared, {**config, "server-round": 2})
+    assert [array.shape for array in again] == [array.shape for array in shared]
+
+
+def test_evaluate_is_the_same_evaluation_in_numbers() -> None:
+    wanted = toy_client().test({wire.ARRAYS: start()}, INSTRUCTION)
+    loss, count, metrics = toy_client().evaluate(as_list(start()), dict(CONFIG))
+    assert (loss, count) == (wanted.metrics[wire.EVAL_LOSS], wanted.num_examples)
+    assert metrics[wire.ACCURACY] == wanted.metrics[wire.ACCURACY]
+    assert all(isinstance(value, bool | int | float | str | bytes) for value in metrics.values())
+
+
+def test_a_list_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="received 2 arrays, the model shares 8"):
+        toy_client().fit(as_list(start())[:2], dict(CONFIG))
+
+
+def test_a_config_of_another_type_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'lr' must be float"):
+        toy_client().fit(as_list(start()), {"lr": "fast"})
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+
+def test_devices() -> None:
+    assert pick_device("cpu") == torch.device("cpu")
+    assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match="device 'cuda' is not available here"):
+        pick_device("cuda")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cpu:x", ""])
+def test_a_device_that_does_not_exist_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}'"):
+        pick_device(name)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_training_on_a_gpu_agrees_with_the_cpu_and_leaves_its_generator_alone() -> None:
+    before = torch.cuda.get_rng_state()
+    on_gpu, on_cpu = (trained(toy_client(device=device), start()) for device in ("cuda", "cpu"))
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    for name, value in state.from_record(state.to_record(arrays(on_gpu))).items():
+        torch.testing.assert_close(value, arrays(on_cpu)[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_is_moved_only_where_it_is_not_on_the_device_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[object] = []
+
+    def moving(model: nn.Module, *place: object) -> nn.Module:
+        moved.append(place)
+        return model
+
+    monkeypatch.setattr(nn.Module, "to", moving)
+    split = toy_split()
+    BNClient(nn.Linear(2, 2), split, device="cpu")
+    assert moved == []
+    elsewhere = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, device="meta"))
+    BNClient(elsewhere, split, device="cpu")
+    assert moved == [(torch.device("cpu"),)]

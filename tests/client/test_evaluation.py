@@ -1,0 +1,118 @@
+"""Accuracies by domain and class, against torchmetrics and by hand."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics.functional.classification import multiclass_accuracy, multiclass_confusion_matrix
+
+from fedbn_flwr import state
+from fedbn_flwr.client.evaluation import Evaluation, evaluate, score, shares
+from fedbn_flwr.data import Split
+from tests.helpers.toys import CLASSES, assert_same_state, toy_cnn, toy_split
+
+
+def random_task(count: int = 60, domains: int = 3) -> tuple[Tensor, Split]:
+    """Logits that mean nothing, and labels and domains to compare them with."""
+    generator = torch.Generator().manual_seed(0)
+    labels, places = (torch.randint(high, (count,), generator=generator) for high in (CLASSES, domains))
+    split = Split(torch.zeros(count, 1, 1, 1), labels, places if domains > 1 else None)
+    return torch.randn(count, CLASSES, generator=generator), split
+
+
+def test_all_of_it_agrees_with_torchmetrics() -> None:
+    logits, split = random_task()
+    assert split.domains is not None
+    result = score(logits, split, CLASSES)
+    predicted = logits.argmax(1)
+    assert result.accuracy == pytest.approx(
+        float(multiclass_accuracy(predicted, split.labels, CLASSES, average="micro"))
+    )
+    assert result.loss == pytest.approx(float(F.cross_entropy(logits, split.labels)))
+    for domain in range(3):
+        here = split.domains == domain
+        wanted = multiclass_confusion_matrix(predicted[here], split.labels[here], CLASSES)
+        assert torch.equal(result.confusion[domain], wanted)
+        accuracy = float(multiclass_accuracy(predicted[here], split.labels[here], CLASSES, average="micro"))
+        assert result.domain_accuracy[domain] == pytest.approx(accuracy)
+
+
+def test_accuracies_are_exact_fractions() -> None:
+    result = Evaluation(loss=0.0, confusion=torch.tensor([[[7, 13], [0, 0]]]))
+    assert result.accuracy == 0.35
+
+
+def test_without_domains_there_is_one_matrix() -> None:
+    logits, split = random_task(domains=1)
+    result = score(logits, split, CLASSES)
+    wanted = multiclass_confusion_matrix(logits.argmax(1), split.labels, CLASSES)
+    assert torch.equal(result.confusion, wanted[None])
+    assert result.domain_accuracy == [result.accuracy]
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 12, 500])
+def test_the_batch_size_does_not_matter(batch_size: int) -> None:
+    model, split = toy_cnn(), toy_split(12)
+    whole = evaluate(model, split, CLASSES, "cpu", batch_size=12)
+    result = evaluate(model, split, CLASSES, "cpu", batch_size=batch_size)
+    assert result.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert torch.equal(result.confusion, whole.confusion)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluation_uses_running_statistics_and_leaves_the_model_alone(training: bool) -> None:
+    model, split = toy_cnn(dropout=0.5).train(training), toy_split(12)
+    before = state.snapshot(model)
+    result = evaluate(model, split, CLASSES, "cpu")
+    assert all(layer.training is training for layer in model.modules())
+    assert_same_state(model.state_dict(), before)
+    model.eval()
+    with torch.no_grad():
+        logits = model(split.batch(torch.arange(12))[0])
+    assert result.loss == float(F.cross_entropy(logits, split.labels))
+    assert not logits.requires_grad
+
+
+def test_the_mode_is_restored_when_the_model_fails() -> None:
+    class Broken(nn.Module):
+        def forward(self, _: Tensor) -> Tensor:
+            raise RuntimeError("broken")
+
+    model = Broken().train()
+    with pytest.raises(RuntimeError, match="broken"):
+        evaluate(model, toy_split(4), CLASSES, "cpu")
+    assert model.training
+
+
+def test_a_nodes_own_accuracy_weighs_domains_by_its_share_of_them() -> None:
+    # domain 0: 3 of 4 correct; domain 1: 1 of 2
+    confusion = torch.tensor([[[2, 0], [1, 1]], [[1, 0], [1, 0]]])
+    result = Evaluation(loss=0.0, confusion=confusion)
+    assert result.accuracy == pytest.approx(4 / 6)
+    assert result.domain_accuracy == pytest.approx([3 / 4, 1 / 2])
+    classes = torch.tensor([1.0, 0.0], dtype=torch.float64)  # does not count where there are domains
+    mostly_first = torch.tensor([0.8, 0.2], dtype=torch.float64)
+    assert result.accuracy_for(mostly_first, classes) == pytest.approx(0.8 * 3 / 4 + 0.2 * 1 / 2)
+
+
+def test_without_domains_it_weighs_classes_by_its_share_of_them() -> None:
+    # class 0: 3 of 4 correct; class 1: 1 of 6
+    result = Evaluation(loss=0.0, confusion=torch.tensor([[[3, 1], [5, 1]]]))
+    one = torch.ones(1, dtype=torch.float64)
+    assert result.accuracy_for(one, torch.tensor([0.25, 0.75]).double()) == pytest.approx(0.25 * 3 / 4 + 0.75 * 1 / 6)
+    assert result.accuracy_for(one, torch.tensor([1.0, 0.0]).double()) == pytest.approx(3 / 4)
+
+
+def test_shares_are_those_of_the_nodes_own_samples() -> None:
+    split = toy_split(8, domains=[0, 0, 1, 1, 2, 2, 2, 2])  # labels 0 1 2 3 0 1 2 3
+    domains, classes = shares(split, np.array([0, 2, 4, 6]), CLASSES)
+    assert domains.tolist() == [0.25, 0.25, 0.5]
+    assert classes.tolist() == [0.5, 0.0, 0.5, 0.0]
+    assert domains.dtype == classes.dtype == torch.float64
+
+
+def test_shares_without_domains() -> None:
+    domains, classes = shares(toy_split(8), np.array([1, 5]), CLASSES)
+    assert domains.tolist() == [1.0]
+    assert classes.tolist() == [0.0, 1.0, 0.0, 0.0]

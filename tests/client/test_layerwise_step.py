@@ -1,0 +1,216 @@
+"""A suspended step is only a cache: whoever gets the next message, the round ends with the same bits."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+
+from fedbn_flwr import state, wire
+from fedbn_flwr.client import layerwise_step as suspended
+from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.layerwise import StepStore
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN
+from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.wire import layerwise as turns
+from fedbn_flwr.wire.layerwise import Turn
+from tests.helpers.harness import SIZES, Federation
+from tests.helpers.replaying import NewProcesses, dropout_model, make_client
+
+CASES: dict[str, Callable[..., FedAvg]] = {
+    "fused": FedTAN,
+    "paper": lambda **options: FedTAN(exchange="paper", **options),
+    "forward": FedDNA,
+    "sweeps": lambda **options: FedTAN(sweeps=2, **options),
+    "momentum of the server": lambda **options: FedTAN(momentum_state="global", **options),
+    "momentum of the node": lambda **options: FedTAN(momentum_state="local", **options),
+}
+
+
+class Nodes(Federation):
+    """Dropout, momentum, and augmentation: everything that must be the same in a replay."""
+
+    def __init__(self, grid: type[InProcessGrid] = InProcessGrid) -> None:
+        super().__init__(dropout_model())
+        self.grid = grid(client_app(make_client), len(SIZES))
+
+    def train(self, strategy: FedAvg, rounds: int = 2) -> tuple[state.State, CountingGrid]:
+        counted = CountingGrid(self.grid)
+        options: dict[str, Any] = {"momentum": 0.9, "augmentation": "crop-flip"}
+        return self.run(strategy, rounds, grid=counted, **options), counted
+
+
+def same(one: state.State, other: state.State) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Forgetful(InProcessGrid):
+    """Nothing is held between messages."""
+
+    def _answer(self, message: Message) -> Message:
+        suspended.STEPS.clear()
+        return super()._answer(message)
+
+
+class Restarted(Forgetful):
+    """Node 1001 starts anew before each message: it has no state either."""
+
+    def _answer(self, message: Message) -> Message:
+        if message.metadata.dst_node_id == 1001:
+            self._contexts[1001].state.clear()
+        return super()._answer(message)
+
+
+class SomeWorker(InProcessGrid):
+    """Each message goes to one of three workers."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.workers, self.draw = [StepStore() for _ in range(3)], random.Random(0)
+
+    def _answer(self, message: Message) -> Message:
+        suspended.STEPS = self.draw.choice(self.workers)
+        return super()._answer(message)
+
+
+@pytest.fixture(autouse=True)
+def _own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspended, "STEPS", StepStore())
+
+
+@pytest.mark.parametrize("grid", [Forgetful, SomeWorker])
+@pytest.mark.parametrize("case", CASES)
+def test_replay_has_the_bits_of_the_step_in_memory(case: str, grid: type[InProcessGrid]) -> None:
+    (held, one), (replayed, other) = (Nodes(kind).train(CASES[case]()) for kind in (InProcessGrid, grid))
+    assert same(held, replayed)
+    assert one.training == other.training
+
+
+@pytest.mark.parametrize("case", ["fused", "sweeps"])
+def test_every_message_in_a_process_of_its_own(case: str) -> None:
+    held, replayed = (Nodes(kind).train(CASES[case](), 1)[0] for kind in (InProcessGrid, NewProcesses))
+    assert same(held, replayed)
+
+
+@pytest.mark.slow
+def test_every_message_in_a_process_that_begins_with_nothing() -> None:
+    """For one node: to import torch takes seconds each time."""
+
+    class Spawned(NewProcesses):
+        start_method = "spawn"
+
+        def _answer(self, message: Message) -> Message:
+            new = message.metadata.dst_node_id == 1000 and message.metadata.message_type == wire.LAYERWISE
+            return super()._answer(message) if new else InProcessGrid._answer(self, message)
+
+    held, replayed = (Nodes(kind).train(FedTAN(), 1)[0] for kind in (InProcessGrid, Spawned))
+    assert same(held, replayed)
+
+
+@pytest.mark.parametrize("case", ["fused", "sweeps", "momentum of the server"])
+def test_a_node_that_lost_its_state_asks_for_the_arrays(case: str) -> None:
+    held, plain = Nodes().train(CASES[case]())
+    restarted, counted = Nodes(Restarted).train(CASES[case]())
+    assert same(held, restarted)
+    # in two rounds of five exchanges, all but the first are repeated for one node; what is sent again is counted
+    assert counted.training.exchanges == plain.training.exchanges + 2 * 4
+    whole = sum(value.nbytes for value in held.values())
+    assert counted.training.payload_down - plain.training.payload_down >= 2 * 4 * whole
+
+
+def test_above_the_size_limit_arrays_are_not_kept_but_asked_for() -> None:
+    held, plain = Nodes().train(FedTAN())
+    unneeded, same_count = Nodes().train(FedTAN(replay_limit=0.0))
+    asked, counted = Nodes(Forgetful).train(FedTAN(replay_limit=0.0))
+    assert same(held, asked)
+    assert same(held, unneeded)
+    assert same_count.training.exchanges == plain.training.exchanges
+    assert counted.training.exchanges == 2 * plain.training.exchanges - 2
+    sizes = {limit: kept_bytes(limit) for limit in (0.0, 16.0)}
+    assert sizes[0.0] == 0 < sizes[16.0] < 2**20
+
+
+def kept_bytes(limit: float) -> int:
+    """What is in a node's state in the middle of a step."""
+    nodes = Nodes()
+    ask(nodes, Turn("exchange"), replay_limit=limit, arrays=True)
+    kept = Memory(nodes.grid.context(1000).state).kept("layerwise/")
+    return sum(len(array.data) for _, record in kept for array in record.values() if hasattr(array, "data"))
+
+
+def ask(nodes: Nodes, turn: Turn, arrays: bool = False, **options: Any) -> Message:
+    instruction = wire.Instruction(**{"server_round": 1, "layerwise": "fused", "local_steps": 1, **options})
+    content = RecordDict({wire.CONFIG: instruction.to_config(), **turn.pack()})
+    if arrays:
+        content[wire.ARRAYS] = nodes.initial
+    [reply] = nodes.grid.send_and_receive([Message(content, 1000, wire.LAYERWISE)])
+    return reply
+
+
+def test_after_the_round_nothing_is_kept() -> None:
+    nodes = Nodes()
+    nodes.train(FedTAN())
+    assert len(suspended.STEPS) == 0
+    for node in nodes.grid.get_node_ids():
+        assert not list(Memory(nodes.grid.context(node).state).kept("layerwise/"))
+
+
+def test_a_new_start_takes_the_place_of_the_step_before() -> None:
+    nodes = Nodes()
+    for attempt in (1, 2):
+        assert turns.SAID in ask(nodes, Turn("exchange", attempt), arrays=True).content
+        assert len(suspended.STEPS) == 1
+    # the answer to the first attempt comes late: its step is gone, and so are its notes
+    assert turns.lacks_arrays(ask(nodes, Turn("exchange", 1, 1)).content)
+    assert len(suspended.STEPS) == 0
+
+
+def test_a_node_forgets_when_it_is_told_to() -> None:
+    nodes = Nodes()
+    ask(nodes, Turn("exchange", 1), arrays=True)
+    assert not ask(nodes, Turn("abandon", 1)).has_error()
+    assert len(suspended.STEPS) == 0
+    assert not list(Memory(nodes.grid.context(1000).state).kept(""))
+
+
+def test_what_cannot_be_meant_is_named() -> None:
+    nodes = Nodes()
+    assert "unknown phase 'sideways'" in str(ask(nodes, Turn("sideways")).error.reason)
+    refused = ask(nodes, Turn("exchange"), arrays=True, layerwise="magic")
+    assert "unknown layerwise 'magic'" in str(refused.error.reason)
+
+
+def test_memory_follows_the_context_of_the_latest_message() -> None:
+    """Flower hands over a new Context object with every message; what a step stores must go into the last one."""
+
+    class Copied(InProcessGrid):
+        def _answer(self, message: Message) -> Message:
+            node = message.metadata.dst_node_id
+            old = self._contexts[node]
+            self._contexts[node] = Context(
+                old.run_id, old.node_id, old.node_config, RecordDict(dict(old.state)), old.run_config
+            )
+            return super()._answer(message)
+
+    strategy = CASES["momentum of the node"]
+    assert same(Nodes().train(strategy())[0], Nodes(Copied).train(strategy())[0])
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        {"kind": "statistics", "layers": ["a"], "counts": [2]},
+        {"kind": "guesses", "layers": ["b"], "counts": [2]},
+        {"kind": "statistics", "layers": ["b"], "counts": []},
+        {"kind": "statistics", "layers": ["b"]},
+        {"kind": "statistics", "layers": 3, "counts": [2]},
+    ],
+)
+def test_a_report_that_cannot_be_read(report: dict[str, Any]) -> None:
+    content = RecordDict({turns.SAID: state.to_record({"b": torch.zeros(2, 3)}), wire.REPORT: ConfigRecord(report)})
+    with pytest.raises(ValueError, match="cannot be read"):
+        turns.read_said(content)

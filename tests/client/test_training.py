@@ -1,0 +1,201 @@
+"""The local training loop is a plain PyTorch loop, and the instruction's options are PyTorch's own."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.client.precision import products
+from fedbn_flwr.client.rules import Session, rules_for
+from fedbn_flwr.client.training import Batch, batch_loss, make_optimizer, train
+from fedbn_flwr.wire import Instruction
+from tests.helpers.toys import CLASSES, assert_same_state, toy_cnn, toy_split
+
+OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def toy_batches(steps: int = 4, size: int = 5) -> list[Batch]:
+    split = toy_split(steps * size)
+    return [split.batch(positions) for positions in torch.arange(steps * size).split(size)]
+
+
+def plain_loop(model: nn.Module, batches: list[Batch], make: OptimizerOf) -> list[float]:
+    """What anybody would write; returns the loss of every step."""
+    optimizer, losses = make(list(model.parameters())), []
+    model.train()
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(model: nn.Module, batches: list[Batch], instruction: Instruction) -> float:
+    model.train()
+
+    def loss_of(batch: Batch) -> tuple[Tensor, int]:
+        return batch_loss(model, batch, instruction, F.cross_entropy)
+
+    return float(train(batches, loss_of, make_optimizer(model, instruction)))
+
+
+@pytest.mark.parametrize(
+    ("options", "make"),
+    [
+        ({"lr": 0.1}, lambda values: torch.optim.SGD(values, lr=0.1)),
+        (
+            {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2},
+            lambda values: torch.optim.SGD(values, lr=0.05, momentum=0.9, weight_decay=1e-2),
+        ),
+        (
+            {"optimizer": "adam", "lr": 0.01, "weight_decay": 1e-2},
+            lambda values: torch.optim.Adam(values, lr=0.01, weight_decay=1e-2),
+        ),
+    ],
+    ids=["sgd", "momentum and decay", "adam"],
+)
+def test_training_is_a_plain_loop_bit_for_bit(options: dict[str, Any], make: OptimizerOf) -> None:
+    model, batches = toy_cnn(), toy_batches()
+    reference = copy.deepcopy(model)
+    plain_loop(reference, batches, make)
+    trained(model, batches, Instruction(**options))
+    assert_same_state(model.state_dict(), reference.state_dict())
+    assert int(model.state_dict()["1.num_batches_tracked"]) == 4
+
+
+def test_the_loss_is_the_mean_over_samples_not_over_batches() -> None:
+    model = toy_cnn()
+    batches = [*toy_batches(2, size=6), *toy_batches(1, size=2)]
+    losses = plain_loop(copy.deepcopy(model), batches, lambda values: torch.optim.SGD(values, lr=0.1))
+    wanted = (6 * losses[0] + 6 * losses[1] + 2 * losses[2]) / 14
+    assert trained(model, batches, Instruction(lr=0.1)) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_only_what_requires_a_gradient_learns() -> None:
+    model = toy_cnn()
+    weight = model.get_parameter("0.weight").requires_grad_(False)
+    before = weight.clone()
+    trained(model, toy_batches(), Instruction(lr=0.1, weight_decay=0.1))
+    assert torch.equal(weight, before)
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_the_weights_in_float32() -> None:
+    model, exact, seen = toy_cnn(), toy_cnn(), set()
+    model[0].register_forward_hook(lambda _, inputs, output: seen.add(output.dtype))
+    losses = [
+        trained(model, toy_batches(), Instruction(precision="bf16")),
+        trained(exact, toy_batches(), Instruction()),
+    ]
+    assert seen == {torch.bfloat16}
+    assert {value.dtype for value in model.parameters()} == {torch.float32}
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert losses[0] != losses[1]
+
+
+def allowed() -> list[bool]:
+    return [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
+
+
+def test_tf32_is_allowed_for_as_long_as_somebody_asks_for_it() -> None:
+    before, asked = allowed(), Instruction(precision="tf32")
+    assert before != [True, True]
+    with products(Instruction()):
+        assert allowed() == before
+    first, second = products(asked), products(asked)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert allowed() == [True, True]
+    second.__exit__(None, None, None)
+    assert allowed() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it makes a difference")
+def test_tf32_is_float32_where_there_is_no_gpu() -> None:
+    models = toy_cnn(), toy_cnn()
+    for model, precision in zip(models, ("tf32", "float32"), strict=True):
+        trained(model, toy_batches(), Instruction(precision=precision))
+    assert_same_state(models[0].state_dict(), models[1].state_dict())
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"optimizer": "lamb"}, "unknown optimizer 'lamb'; known: sgd, adam"),
+        ({"precision": "fp8"}, "unknown precision 'fp8'; known: float32, tf32, bf16"),
+    ],
+)
+def test_an_unknown_option_is_named(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trained(toy_cnn(), toy_batches(), Instruction(**option))
+
+
+# ---- one sample ------------------------------------------------------------------------------------------------------
+
+
+def test_bn_over_pixels_trains_on_one_sample() -> None:
+    model = toy_cnn()
+    before = model.get_buffer("1.running_mean").clone()
+    trained(model, toy_batches(steps=1, size=1), Instruction())
+    assert not torch.equal(model.get_buffer("1.running_mean"), before)
+
+
+def test_bn_without_pixels_says_in_one_line_that_it_cannot() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.BatchNorm1d(3), nn.Linear(3, CLASSES))
+    with pytest.raises(ValueError, match=r"cannot train on a mini-batch of 1 sample.*larger batch-size") as caught:
+        trained(model, toy_batches(steps=1, size=1), Instruction())
+    assert "\n" not in str(caught.value)
+
+
+def test_other_errors_of_the_model_are_its_own() -> None:
+    def complain(_: Tensor, __: Tensor) -> Tensor:
+        raise ValueError("my own complaint")
+
+    with pytest.raises(ValueError, match=r"^my own complaint$"):
+        batch_loss(toy_cnn(), toy_batches()[0], Instruction(), complain)
+
+
+# ---- the proximal term -----------------------------------------------------------------------------------------------
+
+
+def proximal_gradients(mu: float) -> tuple[list[Tensor], list[Tensor]]:
+    """After three steps away from the start: the gradients that the client uses, and autograd's of the whole term."""
+    model = toy_cnn().double()
+    inputs, targets = toy_split(12).batch(torch.arange(12))
+    instruction = Instruction(proximal_mu=mu, lr=0.1)
+    optimizer = make_optimizer(model, instruction)
+    rules = rules_for(instruction)
+    for rule in rules:
+        rule.begin(Session(model, optimizer, instruction, {}, Memory.__new__(Memory)))
+    anchors = [value.detach().clone() for value in model.parameters()]
+    plain_loop(model, [(inputs.double(), targets)] * 3, lambda values: torch.optim.SGD(values, lr=0.1))
+
+    def objective() -> Tensor:
+        return F.cross_entropy(model(inputs.double()), targets)
+
+    squares = [(value - anchor).square().sum() for value, anchor in zip(model.parameters(), anchors, strict=True)]
+    wanted = torch.autograd.grad(objective() + mu / 2 * torch.stack(squares).sum(), list(model.parameters()))
+    optimizer.zero_grad()
+    objective().backward()
+    for rule in rules:
+        rule.adjust()
+    return [value.grad for value in model.parameters() if value.grad is not None], list(wanted)
+
+
+def test_the_proximal_gradient_is_autograds() -> None:
+    used, wanted = proximal_gradients(mu=0.7)
+    for one, other in zip(used, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    without, _ = proximal_gradients(mu=0.0)
+    assert all(not torch.allclose(one, other) for one, other in zip(used[:1], without[:1], strict=True))
+
+
+def test_without_a_weight_there_is_no_proximal_term() -> None:
+    assert rules_for(Instruction(proximal_mu=0.0)) == []

@@ -1,0 +1,193 @@
+"""What the diagnosis measures: by hand, against centralized BN, at the extremes, and from the command line."""
+
+import json
+from math import sqrt
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedbn_flwr.client.training import Batch
+from fedbn_flwr.data import load, partition
+from fedbn_flwr.diagnosis import Diagnosis, Measurement, diagnose, overall
+from fedbn_flwr.experiments import main
+from fedbn_flwr.experiments.diagnosis.command import excess, suggestion
+from fedbn_flwr.layerwise import gradients
+from tests.helpers.layerwise_references import (
+    Gradients,
+    heterogeneous_batches,
+    mean_gradient,
+    relative_error,
+    small_network,
+    weighted_gradients,
+)
+from tests.helpers.runs import run
+
+SIZES = [4, 3, 5]
+#: not in proportion to the sizes
+WEIGHTS = [0.5, 0.3, 0.2]
+DRAW = heterogeneous_batches(SIZES, (1, 8, 8))
+
+
+def flat(found: Gradients) -> Tensor:
+    return torch.cat([gradient.flatten() for gradient in found.values()])
+
+
+def norm(left: Gradients, right: Gradients) -> float:
+    return float((flat(left) - flat(right)).norm())
+
+
+def test_clients_with_equal_data_have_no_distance_no_error_and_no_deviation() -> None:
+    found = diagnose(small_network(), [[DRAW[0]] * 3] * 2, WEIGHTS).found
+    distances = [value for layer in found.layers for value in (*layer.mean, *layer.variance, *layer.gradients)]
+    assert len(distances) == 2 * 3 * 3
+    assert max(distances) < 1e-10
+    assert max(found.errors.values()) < 1e-10
+    assert max(*found.deviation, *found.heterogeneity) < 1e-10
+    assert found.gradient_norm > 1e-3
+
+
+def test_errors_and_deviations_are_those_against_the_slow_reference() -> None:
+    found = diagnose(small_network(), [DRAW], WEIGHTS).found
+    whole = weighted_gradients(small_network(), DRAW, WEIGHTS)
+    exact = gradients(small_network(), DRAW, WEIGHTS, F.cross_entropy)
+    forward = gradients(small_network(), DRAW, WEIGHTS, F.cross_entropy, exchange="forward")
+    local = gradients(small_network(), DRAW, WEIGHTS, F.cross_entropy, sweeps=0)
+    assert found.errors["both"] < 1e-10
+    assert found.errors["nothing"] == pytest.approx(relative_error(mean_gradient(local, WEIGHTS), whole))
+    assert found.errors["statistics"] == pytest.approx(relative_error(mean_gradient(forward, WEIGHTS), whole))
+    assert found.errors["gradients"] > 0.01
+    assert found.gradient_norm == pytest.approx(float(flat(whole).norm()))
+    assert found.deviation == pytest.approx([norm(a, b) for a, b in zip(local, exact, strict=True)])
+    assert found.heterogeneity == pytest.approx([norm(each, whole) for each in exact])
+
+
+def test_squares_are_averaged_over_the_draws() -> None:
+    other = heterogeneous_batches(SIZES, (1, 8, 8), seed=1)
+    one, two, both = (diagnose(small_network(), draws, WEIGHTS).found for draws in ([DRAW], [other], [DRAW, other]))
+    wanted = [sqrt((a**2 + b**2) / 2) for a, b in zip(one.deviation, two.deviation, strict=True)]
+    assert both.deviation == pytest.approx(wanted)
+
+
+def test_distances_of_one_layer_by_hand() -> None:
+    """Client 0 has the values 0 and 2, client 1 has 4 and 8; equal weights; loss: mean of the outputs times c_i.
+
+    Means 1 and 6, variances 1 and 4: m = 3.5, v = (1 + 6.25 + 4 + 6.25) / 2 = 8.75. With y = w x and m, v of y, w = 1,
+    and F_i the mean of c_i y over the client's values, g = c_i / 2 for each: dF_i/dm = -c_i / sqrt(v) and
+    dF_i/dv = -c_i sum(x - m) / (4 v^1.5) = -c_i (m_i - m) / (2 v^1.5). In units of the layer:
+    sqrt(v) dF_i/dm = -c_i, v dF_i/dv = -c_i (m_i - m) / (2 sqrt(v)).
+    """
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1, affine=False, eps=0)).double().train()
+    nn.init.ones_(next(model.parameters()))
+    targets = [torch.full((2,), 1.0).double(), torch.full((2,), 3.0).double()]
+    values = [torch.tensor([[0.0], [2.0]]).double(), torch.tensor([[4.0], [8.0]]).double()]
+    draw = list(zip(values, targets, strict=True))
+    (layer,) = diagnose(model, [draw], [1, 1], lambda out, c: (out.flatten() * c).mean()).found.layers
+    assert layer.name == "1"
+    assert layer.mean == pytest.approx([2.5 / sqrt(8.75)] * 2)
+    assert layer.variance == pytest.approx([7.75 / 8.75, 4.75 / 8.75])
+    slope = 2.5 / (2 * sqrt(8.75))
+    own = torch.tensor([[-1, slope], [-3, -3 * slope]])
+    pooled = own.mean(0)
+    assert layer.gradients == pytest.approx(((own - pooled).norm(dim=1) / pooled.norm()).tolist())
+
+
+def test_a_layer_on_the_data_has_no_gradients_to_share() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 10)).double().train()
+    (layer,) = diagnose(model, [DRAW], WEIGHTS).found.layers
+    assert len(layer.mean) == 3
+    assert layer.gradients == []
+
+
+def digits(spec: str) -> Diagnosis:
+    data = load("digits")
+    held = [torch.from_numpy(each) for each in partition(spec, data, 5, 0)]
+    draws: list[list[Batch]] = []
+    for part in range(2):
+        found = [data.train.batch(each[part * 32 : (part + 1) * 32]) for each in held]
+        draws.append([(inputs.double(), targets) for inputs, targets in found])
+    return diagnose(small_network(), draws, [1] * 5)
+
+
+def test_two_classes_a_client_are_farther_apart_than_clients_that_are_alike() -> None:
+    alike, apart = digits("iid"), digits("classes:2")
+    for what in ("mean", "variance", "gradients"):
+        for one, other in zip(alike.found.layers, apart.found.layers, strict=True):
+            assert overall(alike.weights, getattr(one, what)) < overall(apart.weights, getattr(other, what))
+    assert alike.found.errors["nothing"] < apart.found.errors["nothing"]
+    assert alike.found.errors["statistics"] < apart.found.errors["statistics"]
+    assert overall(alike.weights, alike.found.heterogeneity) < overall(apart.weights, apart.found.heterogeneity)
+    assert excess(alike) < excess(apart)
+
+
+def test_the_model_stays_as_it_is_and_mini_batches_may_be_of_one_sample() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4), nn.Linear(4, 10)).double().train()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    found = diagnose(model, [heterogeneous_batches([1, 1], (1, 8, 8))], [1, 1])
+    assert found.batch_sizes == [1, 1]
+    assert found.found.layers[0].variance == [1, 1]
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert "forward" not in model[2].__dict__
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "chance", "wanted"),
+    [
+        (8, 0.1, 0.1, "fedwon"),
+        (32, 0.5, 0.5, "BN is fine"),
+        (32, 0.4, 0.5, "BN is fine"),
+        (32, 0.5, 0.4, "FixBN (fixbn), which"),
+        (32, 0.9, 0.4, "FedTAN (fedtan)"),
+    ],
+)
+def test_suggestion(size: float, error: float, chance: float, wanted: str) -> None:
+    found, shuffled = (Measurement([], {"nothing": value}, [], [], 1.0) for value in (error, chance))
+    line = suggestion(Diagnosis([1.0], [size], found, shuffled))
+    assert wanted in line
+    assert "This suggests" in line
+
+
+def test_the_command_writes_numbers_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("diagnose", batches="2", clients="3", fraction_train="0.7", results_dir=str(tmp_path)) == 0
+    written = json.loads((tmp_path / "diagnosis.json").read_text())
+    assert written["batches"] == 2
+    assert len(written["clients"]) == len(written["weights"]) == 2
+    assert sum(written["weights"]) == pytest.approx(1)
+    assert written["found"]["errors"]["nothing"] > 0.01
+    assert written["found"]["errors"]["both"] < 1e-10
+    assert {"layers", "errors", "deviation", "heterogeneity", "gradient-norm"} == set(written["shuffled"])
+    assert (tmp_path / "diagnosis.png").stat().st_size > 10_000
+    shown = " ".join(capsys.readouterr().out.split())
+    assert written["suggestion"] in shown
+    assert "heterogeneity V" in shown
+
+
+def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["diagnose", "--help"])
+    assert left.value.code == 0
+    words = capsys.readouterr().out.split()
+    assert {"--batches", "--init-from", "--partition", "--method"} <= set(words)
+    assert "--engine" not in words
+
+
+MISTAKES = {
+    "no BN": ({"method": "fedavg+gn"}, "the model has no BN layer"),
+    "other than BN": ({"method": "fedavg+brn"}, "computes something else than BN"),
+    "no batches": ({"batches": "0"}, "--batches must be at least 1, got 0"),
+    "some batches": ({"batches": "some"}, "--batches must be a whole number, got 'some'"),
+    "model": ({"model": "vgg"}, "unknown model 'vgg'"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, message = MISTAKES[mistake]
+    assert run("diagnose", **options, results_dir=str(tmp_path / "results")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "results").exists()

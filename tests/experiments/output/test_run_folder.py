@@ -1,0 +1,194 @@
+"""What a run leaves behind."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from fedbn_flwr import norm
+from fedbn_flwr.client.evaluation import evaluate
+from fedbn_flwr.experiments import Config, UsageError
+from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
+from fedbn_flwr.experiments.resources import fresh_model, load_data
+from fedbn_flwr.state import to_record
+from tests.helpers.runs import DATA, OPTIONS, run
+
+FILES = {"config.json", "rounds.jsonl", "summary.json", "model.safetensors", "curves.png"}
+#: the keys that users of the results may rely on
+KEYS = {
+    "method", "strategy", "norm", "model", "dataset", "partition", "clients", "rounds", "seed", "accuracy", "loss",
+    "train-loss", "exchanges", "payload-bytes", "wire-bytes", "seconds",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of FixBN that freezes after the second of three rounds."""
+    path = tmp_path_factory.mktemp("run") / "deep" / "results"
+    assert run("run", method="fixbn:freeze-round=2", seed="3", results_dir=str(path)) == 0
+    return path
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return content
+
+
+def test_a_run_leaves_one_folder_of_files(folder: Path) -> None:
+    assert {path.name for path in folder.iterdir()} == FILES
+
+
+def test_the_summary_tells_the_whole_run(folder: Path) -> None:
+    summary = summary_of(folder)
+    assert set(summary) >= KEYS
+    wanted = {
+        "method": "fixbn:freeze-round=2",
+        "strategy": "fixbn",
+        "norm": "bn",
+        "model": "small-cnn",
+        "dataset": DATA,
+        "partition": "iid",
+        "clients": 2,
+        "rounds": 3,
+        "seed": 3,
+        "exchanges": 3,
+    }
+    assert {key: summary[key] for key in wanted} == wanted
+    assert 0 <= summary["accuracy"] <= 1
+    assert 0 < summary["payload-bytes"] < summary["wire-bytes"]
+    assert summary["seconds"] > 0
+
+
+def test_payload_by_hand(folder: Path) -> None:
+    model = fresh_model(Config(dataset=DATA))
+    entries = model.state_dict()
+    everything = sum(value.numel() * value.element_size() for value in entries.values())
+    statistics = {*norm.statistics_keys(model), *norm.counter_keys(model)}
+    frozen = sum(entries[name].numel() * entries[name].element_size() for name in statistics)
+    # three rounds, two clients, down and up; in the last round the frozen statistics do not come back
+    assert summary_of(folder)["payload-bytes"] == 3 * 2 * 2 * everything - 2 * frozen
+
+
+def test_rounds_are_written_one_a_line(folder: Path) -> None:
+    rounds, summary = read_rounds(folder), summary_of(folder)
+    assert [row["round"] for row in rounds] == [1, 2, 3]
+    for row in rounds:
+        assert row["train-loss"] > 0
+        assert row["seconds"] > 0
+        assert (row["exchanges"], row["nodes"]) == (1, 2)
+    # evaluated every second round, and after the last
+    assert ["accuracy" in row for row in rounds] == [False, True, True]
+    assert {key: rounds[-1][key] for key in ("accuracy", "loss", "train-loss")} == {
+        key: summary[key] for key in ("accuracy", "loss", "train-loss")
+    }
+    for kind in ("payload", "wire"):
+        total = sum(row[f"{kind}-bytes-{way}"] for row in rounds for way in ("down", "up"))
+        assert total == summary[f"{kind}-bytes"]
+
+
+def test_the_model_reproduces_the_reported_accuracy(folder: Path) -> None:
+    config = Config(dataset=DATA)
+    model, data = fresh_model(config), load_data(config)
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    result = evaluate(model, data.test, data.num_classes, "cpu")
+    summary = summary_of(folder)
+    assert (result.accuracy, result.loss) == (summary["accuracy"], summary["loss"])
+    assert (
+        int(model.state_dict()["1.num_batches_tracked"]) == 4
+    )  # two steps in each of the two rounds before the freeze
+
+
+def test_the_config_repeats_the_run(folder: Path, tmp_path: Path) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    assert {"flwr", "torch", "python", "fedbn-flwr"} <= set(content["versions"])
+    options = {key: str(value) for key, value in content["options"].items() if value != ""}
+    assert options["freeze-round"] == "2.0"
+    assert run("run", **{**options, "results-dir": str(tmp_path)}) == 0
+    first, again = (load_file(path / "model.safetensors") for path in (folder, tmp_path))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert summary_of(tmp_path)["accuracy"] == summary_of(folder)["accuracy"]
+
+
+def test_the_curves_are_a_picture(folder: Path) -> None:
+    with Image.open(folder / "curves.png") as picture:
+        assert picture.format == "PNG"
+        assert min(picture.size) > 200
+
+
+def test_methods_with_personal_bn_have_more_accuracies(tmp_path: Path) -> None:
+    assert run("run", method="fedbn:mean-personal=true", results_dir=str(tmp_path)) == 0
+    summary = summary_of(tmp_path)
+    assert set(summary) >= KEYS | {"accuracy-personal", "accuracy-mean-bn"}
+    # evaluated by the nodes after rounds 2 and 3, which is not counted as training
+    assert summary["exchanges"] == 3
+    assert summary["evaluation-payload-bytes"] > 0
+
+
+def test_a_run_that_fails_leaves_no_summary_and_not_the_last_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("summary.json", "model.safetensors", "curves.png", "rounds.jsonl"):
+        (tmp_path / name).write_text("of an earlier run")
+    # batch normalization over one value a channel cannot train
+    options = {"method": "fedavg:model=mlp:batch-size=1", "results_dir": str(tmp_path)}
+    assert run("run", **options) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "rounds.jsonl"}
+    assert (tmp_path / "rounds.jsonl").read_text() == ""
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fedbn-flwr: ")]
+    assert "batch normalization cannot train on a mini-batch of 1 sample" in line
+
+
+def test_the_target_accuracy_is_reported_with_what_it_took(tmp_path: Path) -> None:
+    assert run("run", method="fedavg", target_accuracy="0.01", results_dir=str(tmp_path)) == 0
+    summary, rounds = summary_of(tmp_path), read_rounds(tmp_path)
+    reached = next(row for row in rounds if row.get("accuracy", 0) >= 0.01)["round"]
+    until = [row for row in rounds if row["round"] <= reached]
+    assert summary["rounds-to-target"] == summary["exchanges-to-target"] == reached
+    assert summary["payload-bytes-to-target"] == sum(
+        row["payload-bytes-down"] + row["payload-bytes-up"] for row in until
+    )
+
+
+def test_a_target_that_is_not_reached_is_none(tmp_path: Path) -> None:
+    assert run("run", method="fedavg", rounds="1", lr="0", target_accuracy="1", results_dir=str(tmp_path)) == 0
+    assert summary_of(tmp_path)["rounds-to-target"] is None
+
+
+def test_a_run_in_progress_can_be_read(tmp_path: Path) -> None:
+    files = RunFolder(tmp_path)
+    files.config({"lr": 0.1})
+    files.round({"round": 1, "train-loss": 0.5})
+    assert read_rounds(tmp_path) == [{"round": 1, "train-loss": 0.5}]
+    assert json.loads((tmp_path / "config.json").read_text())["options"] == {"lr": 0.1}
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_the_summary_is_the_last_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("fedbn_flwr.experiments.output.run_folder.save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        RunFolder(tmp_path).finish({"accuracy": 1.0}, to_record({"weight": torch.zeros(1)}))
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_run_that_diverges_is_still_json(tmp_path: Path) -> None:
+    RunFolder(tmp_path).finish({"loss": math.nan, "rows": [[1.5, -math.inf]]}, to_record({"weight": torch.zeros(1)}))
+    text = (tmp_path / "summary.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"loss": None, "rows": [[1.5, None]]}
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UsageError, match=r"results-dir .*file"):
+        RunFolder(tmp_path / "file")
+
+
+def test_the_options_above_are_options() -> None:
+    Config.from_mapping(OPTIONS)

@@ -1,0 +1,164 @@
+"""The three accuracies of methods with personal BN, by hand from the nodes' models."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from torch import Tensor
+
+from fedbn_flwr import state, wire
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.data import Data
+from fedbn_flwr.experiments.output.scoring import Scorer, score_nodes
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.strategies import FedAvg, FedBN, NodeReply
+from fedbn_flwr.wire import Instruction
+from tests.helpers.toys import CLASSES, toy_cnn, toy_split
+
+NODES = 3
+#: two samples of every class in each of two domains
+TEST_DOMAINS = [0] * 8 + [1] * 8
+#: node 0 has domain 0, node 1 domain 1, node 2 both, three to one
+PARTS = [[0, 1, 2, 3, 4, 5], [12, 13, 14, 15], [8, 9, 10, 16]]
+TRAIN_DOMAINS = [0] * 12 + [1] * 12
+
+
+def federate(strategy: FedAvg, rounds: int = 2) -> tuple[Scorer, dict[str, Any], InProcessGrid, ArrayRecord, Data]:
+    """Train three nodes; returns the score of the last round, and what is needed to check it."""
+    data = Data(
+        "toy",
+        toy_split(24, domains=TRAIN_DOMAINS),
+        toy_split(16, 1, domains=TEST_DOMAINS),
+        CLASSES,
+        ("first", "second"),
+    )
+    model = toy_cnn()
+
+    def client(context: Context) -> BNClient:
+        index = int(context.node_config["partition-id"])
+        return BNClient(
+            model,
+            data.train,
+            test=data.test,
+            num_classes=CLASSES,
+            indices=torch.tensor(PARTS[index]).numpy(),
+            partition_id=index,
+            memory=context.state,
+            device="cpu",
+        )
+
+    grid, scorer, seen = InProcessGrid(client_app(client), NODES), Scorer(toy_cnn(), data, torch.device("cpu")), []
+    strategy.start(
+        grid,
+        state.to_record(toy_cnn().state_dict()),
+        rounds,
+        train_config=Instruction(local_steps=4, batch_size=4, lr=0.05).to_config(),
+        evaluate_config=ConfigRecord({"seed": 0}),
+        evaluate_fn=lambda _, arrays: seen.append((arrays, scorer.score(strategy, arrays))),
+    )
+    arrays, scores = seen[-1]
+    return scorer, scores, grid, arrays, data
+
+
+def right(values: state.State, data: Data) -> Tensor:
+    """Which test samples a model gets right."""
+    model = toy_cnn()
+    model.load_state_dict(values)
+    with torch.no_grad():
+        predicted = model.eval()(data.test.batch(torch.arange(len(data.test)))[0]).argmax(1)
+    hits: Tensor = predicted == data.test.labels
+    return hits.double()
+
+
+def own_models(grid: InProcessGrid, arrays: ArrayRecord) -> list[dict[str, Tensor]]:
+    """The global state with what each node holds in its context."""
+    contexts = [grid.context(node).state.array_records for node in grid.get_node_ids()]
+    return [
+        {**state.from_record(arrays), **state.from_record(records[f"fedbn-flwr/{wire.PERSONAL}"])}
+        for records in contexts
+    ]
+
+
+def test_fedbns_three_accuracies_and_the_matrix_by_hand() -> None:
+    _, scores, grid, arrays, data = federate(FedBN(mean_personal=True, min_available_nodes=NODES))
+    nodes = own_models(grid, arrays)
+    hits = [right(values, data) for values in nodes]
+    assert scores["accuracy"] == pytest.approx(sum(float(hit.mean()) for hit in hits) / NODES)
+
+    matrix = [[float(hit[:8].mean()), float(hit[8:].mean())] for hit in hits]
+    assert scores["node-domain-accuracy"] == [pytest.approx(row) for row in matrix]
+    personal = [matrix[0][0], matrix[1][1], 0.75 * matrix[2][0] + 0.25 * matrix[2][1]]
+    assert scores["accuracy-personal"] == pytest.approx(sum(personal) / NODES)
+
+    total = sum(map(len, PARTS))
+    averaged = dict(nodes[0])
+    for name, value in averaged.items():
+        if name.startswith("1.") and value.is_floating_point():
+            weighted = [len(part) / total * values[name] for part, values in zip(PARTS, nodes, strict=True)]
+            averaged[name] = torch.stack(weighted).sum(0)
+    assert scores["accuracy-mean-bn"] == pytest.approx(float(right(averaged, data).mean()), abs=1e-9)
+
+
+def test_the_nodes_differ_in_the_example_above() -> None:
+    _, _, grid, arrays, data = federate(FedBN(min_available_nodes=NODES))
+    hits = [right(values, data) for values in own_models(grid, arrays)]
+    assert len({tuple(hit.tolist()) for hit in hits}) > 1
+
+
+def test_without_the_diagnostic_there_is_no_mean_bn() -> None:
+    _, scores, _, _, _ = federate(FedBN(min_available_nodes=NODES), rounds=1)
+    assert "accuracy-mean-bn" not in scores
+    assert {"accuracy", "accuracy-personal", "loss", "node-domain-accuracy"} <= set(scores)
+
+
+def test_a_global_model_is_scored_as_it_is() -> None:
+    _, scores, _, arrays, data = federate(FedAvg(fraction_evaluate=0.0, min_available_nodes=NODES))
+    hit = right(state.from_record(arrays), data)
+    assert scores["accuracy"] == pytest.approx(float(hit.mean()))
+    assert scores["domain-accuracy"] == pytest.approx({"first": float(hit[:8].mean()), "second": float(hit[8:].mean())})
+    assert "accuracy-personal" not in scores
+
+
+def test_where_nodes_evaluate_a_global_model_it_has_a_personal_accuracy_too() -> None:
+    _, scores, _, arrays, data = federate(FedAvg(fraction_evaluate=1.0, min_available_nodes=NODES))
+    hit = right(state.from_record(arrays), data)
+    first, second = float(hit[:8].mean()), float(hit[8:].mean())
+    assert scores["accuracy"] == pytest.approx(float(hit.mean()))
+    assert scores["accuracy-personal"] == pytest.approx((first + second + 0.75 * first + 0.25 * second) / NODES)
+
+
+def replies(rows: Iterable[tuple[float, float, list[float] | float]]) -> list[NodeReply]:
+    return [
+        NodeReply(
+            node=node,
+            partition=node,
+            num_examples=1 + node,
+            metrics={
+                wire.ACCURACY: accuracy,
+                wire.ACCURACY_PERSONAL: personal,
+                wire.EVAL_LOSS: 1.0 + node,
+                wire.DOMAIN_ACCURACY: domains,
+                wire.DOMAIN: node,
+            },
+            records={},
+            content=RecordDict(),
+        )
+        for node, (accuracy, personal, domains) in enumerate(rows)
+    ]
+
+
+def test_means_over_nodes_count_every_node_once() -> None:
+    scores = score_nodes(replies([(0.5, 1.0, [0.25, 0.75]), (0.25, 0.5, [0.5, 0.0])]), ("first", "second"))
+    assert (scores["accuracy"], scores["accuracy-personal"], scores["loss"]) == (0.375, 0.75, 1.5)
+    assert scores["node-domain-accuracy"] == [[0.25, 0.75], [0.5, 0.0]]
+
+
+def test_without_domains_there_is_no_matrix() -> None:
+    assert "node-domain-accuracy" not in score_nodes(replies([(0.5, 1.0, [0.5]), (0.25, 0.5, 0.25)]))
+
+
+def test_nothing_was_evaluated() -> None:
+    assert score_nodes([]) == {}

@@ -1,0 +1,156 @@
+"""Data, partition, model and rounds of an experiment."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fedbn_flwr.experiments import Config, UsageError, settle
+from fedbn_flwr.experiments.resources import (
+    check,
+    check_simulation,
+    fresh_model,
+    load_data,
+    make_partition,
+    rounds_within_budget,
+    shared_model,
+)
+from fedbn_flwr.norm import BatchRenorm
+from tests.helpers.toys import assert_same_state, random_state
+
+TINY = "synthetic:n=200:test=20:classes=4:size=8:channels=1"
+
+
+def config(**options: object) -> Config:
+    return Config(**{"dataset": TINY, "model": "small-cnn", "partition": "iid", **options})  # type: ignore[arg-type]
+
+
+# ---- a budget of epochs ----------------------------------------------------------------------------------------------
+
+
+def test_without_a_budget_the_rounds_are_as_given() -> None:
+    assert rounds_within_budget(config(rounds=7), clients=5).rounds == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "clients", "rounds"),
+    [
+        # a round of 5 clients sees 5 * 2 * 4 = 40 of 200 samples, a fifth of an epoch
+        ({"budget_epochs": 3, "local_steps": 2, "batch_size": 4}, 5, 15),
+        # half of the clients see half of that
+        ({"budget_epochs": 3, "local_steps": 2, "batch_size": 4, "fraction_train": 0.5}, 10, 15),
+        # as many clients take part as the strategy draws: the whole number below 5 * 0.5
+        ({"budget_epochs": 3, "local_steps": 2, "batch_size": 5, "fraction_train": 0.5}, 5, 30),
+        # with epochs, every client sees all of its own
+        ({"budget_epochs": 12, "local_epochs": 2}, 5, 6),
+        ({"budget_epochs": 12, "local_epochs": 2, "fraction_train": 0.4}, 5, 15),
+        # never none
+        ({"budget_epochs": 0.01, "local_epochs": 2}, 5, 1),
+        # the validation samples are not trained on: 160 are left
+        ({"budget_epochs": 2, "local_steps": 4, "batch_size": 4, "validation": 0.2}, 5, 4),
+    ],
+)
+def test_a_budget_of_epochs_sets_the_rounds(options: dict[str, float], clients: int, rounds: int) -> None:
+    assert rounds_within_budget(config(**options), clients).rounds == rounds
+
+
+def test_the_centralized_reference_has_the_same_budget() -> None:
+    shared = {"dataset": TINY, "budget-epochs": 3, "local-steps": 2, "batch-size": 4, "clients": 5}
+    federated, central = (settle({**shared, "method": method}).config for method in ("fedavg", "centralized"))
+    assert rounds_within_budget(federated, 5).rounds == rounds_within_budget(central, 1).rounds == 15
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_fits_the_data_and_is_a_function_of_the_seed() -> None:
+    first, again, other = (fresh_model(config(seed=seed)).state_dict() for seed in (1, 1, 2))
+    assert_same_state(first, again)
+    assert not torch.equal(next(iter(first.values())), next(iter(other.values())))
+    assert next(iter(first.values())).shape[1] == 1
+    assert fresh_model(config())(torch.zeros(2, 1, 8, 8)).shape == (2, 4)
+
+
+def test_one_model_is_shared_by_equal_experiments() -> None:
+    assert shared_model(config()) is shared_model(config())
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_a_model_starts_from_a_file(tmp_path: Path, suffix: str) -> None:
+    wanted, file = random_state(fresh_model(config())), tmp_path / f"weights{suffix}"
+    save_file(wanted, str(file)) if suffix == ".safetensors" else torch.save(wanted, file)
+    assert_same_state(fresh_model(config(init_from=str(file))).state_dict(), wanted)
+
+
+def test_options_of_a_normalizer() -> None:
+    model = fresh_model(config(norm="brn", norm_options="r_max=2,d_max=0.5"))
+    layers = [layer for layer in model.modules() if isinstance(layer, BatchRenorm)]
+    assert {(layer.r_max, layer.d_max) for layer in layers} == {(2, 0.5)}
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_validation_takes_the_test_datas_place_and_is_not_trained_on() -> None:
+    whole, held_out = load_data(config()), load_data(config(validation=0.25))
+    assert (len(held_out.train), len(held_out.test)) == (150, 50)
+    assert held_out is load_data(config(validation=0.25, seed=3))
+
+    def rows(inputs: torch.Tensor) -> set[bytes]:
+        return {row.numpy().tobytes() for row in inputs}
+
+    assert rows(held_out.train.inputs) | rows(held_out.test.inputs) == rows(whole.train.inputs)
+    assert rows(held_out.test.inputs).isdisjoint(rows(whole.test.inputs))
+
+
+def test_a_partition_is_a_function_of_the_seed() -> None:
+    first, again, other = (make_partition(config(seed=seed), 4) for seed in (1, 1, 2))
+    assert all(np.array_equal(one, two) for one, two in zip(first, again, strict=True))
+    assert not all(np.array_equal(one, two) for one, two in zip(first, other, strict=True))
+    assert sorted(np.concatenate(first)) == list(range(200))
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": "imagenet"}, "unknown data set 'imagenet'; there are: digits, "),
+        ({"dataset": "synthetic:m=5"}, "unknown option 'm'; there are: n, test, "),
+        ({"partition": "halves"}, "unknown partition 'halves'; there are: iid, "),
+        ({"partition": "classes:5"}, "classes:5"),
+        ({"partition": "domain"}, "domain"),
+        ({"clients": "300"}, "300 clients cannot share 200 samples"),
+        ({"model": "vgg"}, "unknown model 'vgg'; there are: mlp, "),
+        ({"model": "alexnet-bn"}, "'alexnet-bn' cannot take 8x8 images; it takes those of 63x63 and more"),
+        ({"image-size": "5"}, "cannot take 5x5 images"),
+        ({"init-from": "nowhere.pt"}, "no file nowhere.pt"),
+        ({"device": "gpu"}, "unknown device 'gpu'"),
+        ({"norm-options": "r_max"}, "norm-options: 'r_max' is not of the form key=value"),
+        ({"method": "fedprox:mu=-1"}, "mu must not be negative"),
+    ],
+)
+def test_what_cannot_work_is_found_before_the_start(options: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check(settle({"dataset": TINY, "model": "small-cnn", "partition": "iid", **options}))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("options", ["frobnicate=1", "r_max=[", "groups=2"])
+def test_an_option_that_the_normalizer_does_not_have_is_named(options: str) -> None:
+    with pytest.raises(UsageError, match=options.split("=")[0]):
+        check(settle({"dataset": TINY, "partition": "iid", "norm": "brn", "norm-options": options}))
+
+
+def test_what_works_passes() -> None:
+    check_simulation(settle({"dataset": TINY, "partition": "iid"}))
+
+
+def test_only_a_federation_that_is_there_knows_how_many_it_is() -> None:
+    experiment = settle({"dataset": TINY, "partition": "iid", "clients": 0})
+    check(experiment)
+    with pytest.raises(UsageError, match="clients must be at least 1"):
+        check_simulation(experiment)

@@ -1,0 +1,51 @@
+"""Flower takes only options that `pyproject.toml` lists: it must list them all, with the defaults of the command."""
+
+import json
+import tomllib
+from typing import Any
+
+import pytest
+
+from fedbn_flwr.experiments import Config, settle
+from fedbn_flwr.experiments.config import Value
+from fedbn_flwr.experiments.method import all_options
+from fedbn_flwr.strategies import REGISTRY
+from tests.helpers.checkout import ROOT
+
+#: the federation decides how many nodes there are, and Flower's default one has two
+DIFFERENT: dict[str, Value] = {"clients": 0, "partition": "classes:5"}
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, Value]:
+    shared = {key: DIFFERENT.get(key, value) for key, value in Config().to_mapping().items()}
+    # a strategy's own option is not given by default
+    return {**shared, **dict.fromkeys(all_options(), "")}
+
+
+@pytest.fixture(scope="module")
+def run_config() -> dict[str, Any]:
+    app = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    return dict(app["config"])
+
+
+def test_every_option_is_in_the_run_config_and_nothing_else(
+    run_config: dict[str, Any], wanted: dict[str, Value]
+) -> None:
+    missing = [f"{key} = {json.dumps(value)}" for key, value in wanted.items() if key not in run_config]
+    assert not missing, "[tool.flwr.app.config] lacks:\n" + "\n".join(missing)
+    unknown = sorted(set(run_config) - set(wanted))
+    assert not unknown, f"[tool.flwr.app.config] has options that do not exist: {unknown}"
+
+
+def test_defaults_are_those_of_the_command(run_config: dict[str, Any], wanted: dict[str, Value]) -> None:
+    # with their types: Flower hands values over as they stand here
+    there = {key: (type(value), value) for key, value in wanted.items() if key in run_config}
+    assert {key: (type(value), value) for key, value in run_config.items()} == there
+
+
+@pytest.mark.parametrize("method", [name for name, strategy in REGISTRY.items() if not strategy.pooled])
+def test_the_run_config_alone_is_an_experiment(run_config: dict[str, Any], method: str) -> None:
+    experiment = settle({**run_config, "method": method})
+    assert experiment.strategy == method
+    assert experiment.options == {}

@@ -1,0 +1,81 @@
+"""What a node can do wrong in a layer-wise step, whichever engine it runs on."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message
+
+from fedbn_flwr import wire
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.wire import layerwise as turns
+from fedbn_flwr.wire.layerwise import Turn
+
+#: the node with partition 1, in one process
+FAULTY = 1001
+
+Fault = Callable[[Message], Message | None]
+
+
+def silent(_: Message) -> None:
+    return None
+
+
+def lies(change: Callable[[np.ndarray], np.ndarray]) -> Fault:
+    """Another number in the first array that the node sends."""
+
+    def fault(reply: Message) -> Message:
+        group = turns.SAID if turns.SAID in reply.content else wire.ARRAYS
+        record = reply.content.array_records[group]
+        name = next(iter(record))
+        reply.content[group] = ArrayRecord({**record, name: Array(change(record[name].numpy()))})
+        return reply
+
+    return fault
+
+
+def elsewhere(reply: Message) -> Message:
+    """It speaks of another layer, or sends another model."""
+    group = turns.SAID if turns.SAID in reply.content else wire.ARRAYS
+    record = reply.content.array_records[group]
+    reply.content[group] = ArrayRecord({f"another.{name}": array for name, array in record.items()})
+    if group == turns.SAID:
+        report: Any = reply.content.config_records[wire.REPORT]
+        report["layers"] = [f"another.{name}" for name in report["layers"]]
+    return reply
+
+
+class Faulty(InProcessGrid):
+    """One node's answer at one exchange of every attempt is not what it should be."""
+
+    node, index = FAULTY, 0
+    fault: Fault = staticmethod(silent)
+    rounds: Iterable[int] = (1,)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        messages = list(messages)
+        ids = list(super().push_messages(messages))
+        for message_id, message in zip(ids, messages, strict=True):
+            if message.metadata.message_type == wire.LAYERWISE and self.spoils(message):
+                answer = type(self).fault(self._replies.pop(message_id))
+                if answer is not None:
+                    self._replies[message_id] = answer
+        return ids
+
+    def spoils(self, message: Message) -> bool:
+        """Whether a message's answer is the one."""
+        turn, instruction = Turn.of(message.content), message.content.config_records[wire.CONFIG]
+        if turn.phase == "abandon" or instruction["server-round"] not in tuple(self.rounds):
+            return False
+        return self.due(message.metadata.dst_node_id, turn)
+
+    def due(self, node: int, turn: Turn) -> bool:
+        """Whether it is at this exchange."""
+        return (node, turn.index) == (self.node, self.index)
+
+
+class Without(InProcessGrid):
+    """A grid to which one node never connects."""
+
+    def get_node_ids(self) -> list[int]:
+        return [node for node in super().get_node_ids() if node != FAULTY]

@@ -1,0 +1,139 @@
+"""A small federation in float64, for comparing strategies with slow references."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from torch import Tensor, nn
+
+from fedbn_flwr import norm, state
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.data import Split
+from fedbn_flwr.simulation.sequential import Config, InProcessGrid
+from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.wire import Instruction
+
+CLASSES = 3
+#: unequal on purpose
+SIZES = (7, 12, 20, 5)
+
+
+class Double(nn.Module):
+    """A model in float64 that takes float32 inputs."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.net(inputs.double())
+        return result
+
+
+def make_split(sizes: Sequence[int] = SIZES, seed: int = 0) -> Split:
+    """Clients in one split, each with a mean of its own; the domain is the client."""
+    generator = torch.Generator().manual_seed(seed)
+    owners = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    inputs = torch.randn(len(owners), 1, 4, 4, generator=generator) + 0.5 * owners[:, None, None, None]
+    labels = torch.randint(CLASSES, (len(owners),), generator=generator)
+    return Split(inputs, labels, domains=owners)
+
+
+def make_model(kind: str = "bn", seed: int = 0, **options: Any) -> nn.Module:
+    """Two convolutions with a normalizer each, and a linear layer."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        net = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 3, padding=1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(64, CLASSES),
+        )
+        return Double(norm.replace(net, kind, **options))
+
+
+def parts(sizes: Sequence[int] = SIZES) -> list[np.ndarray]:
+    """Every client's samples."""
+    ends = np.cumsum(sizes)
+    return [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+ClientWrapper = Callable[[BNClient, int], BNClient]
+
+
+class Federation:
+    """Clients in this process, and the messages that they sent."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sizes: Sequence[int] = SIZES,
+        wrap: ClientWrapper = lambda client, _: client,
+        grid: type[InProcessGrid] = InProcessGrid,
+    ) -> None:
+        self.model, self.split, self.parts = model, make_split(sizes), parts(sizes)
+        self.initial = state.to_record(model.state_dict())
+        self._wrap = wrap
+        self.grid = grid(client_app(self._client), len(sizes))
+
+    def _client(self, context: Context) -> BNClient:
+        index = int(context.node_config["partition-id"])
+        client = BNClient(
+            self.model,
+            self.split,
+            test=self.split,
+            num_classes=CLASSES,
+            indices=self.parts[index],
+            partition_id=index,
+            memory=context.state,
+            device="cpu",
+        )
+        return self._wrap(client, index)
+
+    def run(self, strategy: FedAvg, rounds: int = 3, grid: Grid | None = None, **instruction: Any) -> state.State:
+        """Train, and return the final global state."""
+        asked = replace(INSTRUCTION, **instruction)
+        seen: list[ArrayRecord] = []
+        strategy.start(
+            grid or self.grid,
+            self.initial,
+            rounds,
+            train_config=asked.to_config(),
+            evaluate_config=ConfigRecord({"seed": asked.seed}),
+            evaluate_fn=lambda _, arrays: seen.append(arrays),
+        )
+        return state.from_record(seen[-1])
+
+
+INSTRUCTION = Instruction(local_steps=3, batch_size=4, lr=0.1, seed=5)
+
+
+class Backwards(InProcessGrid):
+    """Nodes have other ids, in another order than their partitions, and replies come back to front."""
+
+    def __init__(self, client_app: ClientApp, num_nodes: int, run_config: Config | None = None) -> None:
+        super().__init__(client_app, num_nodes, run_config)
+        contexts = [self._contexts[node] for node in sorted(self._contexts)]
+        self._contexts = {7_000 - 13 * index: context for index, context in enumerate(contexts)}
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return list(super().pull_messages(message_ids))[::-1]
+
+
+def distance(one: state.State, other: state.State) -> float:
+    """The largest difference between two states, relative to the larger of 1 and the value."""
+    assert one.keys() == other.keys()
+    return max(
+        float(((one[name].double() - other[name].double()).abs() / one[name].double().abs().clamp(min=1)).max())
+        for name in one
+    )

@@ -1,0 +1,64 @@
+"""Nodes that do to their process what they are told, for tests in processes of their own: it imports little."""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr.simulation.sequential import InProcessGrid
+
+
+def counting_app() -> ClientApp:
+    """Counts its messages in its context; refuses the word `fail`, after counting."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        known = context.state.metric_records.get("count", MetricRecord({"messages": 0}))
+        count = int(known["messages"]) + 1  # type: ignore[arg-type]
+        context.state["count"] = MetricRecord({"messages": count})
+        word = message.content.config_records["config"]["word"]
+        if word == "fail":
+            raise LookupError("I was told to")
+        answer = {"count": count, "word": word, "partition": context.node_config["partition-id"]}
+        return Message(RecordDict({"answer": ConfigRecord(answer)}), reply_to=message)
+
+    return app
+
+
+def question(node: int, word: str = "hello", kind: str = "train") -> Message:
+    return Message(RecordDict({"config": ConfigRecord({"word": word})}), dst_node_id=node, message_type=kind)
+
+
+def answers(replies: list[Message]) -> list[tuple[object, ...]]:
+    return [tuple(reply.content.config_records["answer"].values()) for reply in replies]
+
+
+def app_that_obeys() -> ClientApp:
+    """Counts; and ends, waits or tells about its process if it is told to."""
+    app, counting = ClientApp(), counting_app()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        word = str(message.content.config_records["config"]["word"])
+        if word == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if word == "leave":
+            os._exit(3)
+        if word == "sleep":
+            time.sleep(60)
+        if word == "threads":
+            told = ConfigRecord({"threads": torch.get_num_threads(), "process": os.getpid()})
+            return Message(RecordDict({"answer": told}), reply_to=message)
+        return counting(message, context)
+
+    return app
+
+
+def obeying(nodes: int, partitions: Sequence[int]) -> InProcessGrid:
+    """The nodes of such an app."""
+    return InProcessGrid(app_that_obeys(), nodes, {"lr": 0.5}, partitions)

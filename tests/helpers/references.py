@@ -1,0 +1,158 @@
+"""Slow, obvious versions of the strategies: plain loops over clients, no messages, no classes of the library.
+
+Only the choice of mini-batches and of nodes is taken from the library, because it is what both sides must share.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedbn_flwr.client import batch_plan as batches
+from fedbn_flwr.data import Split
+from fedbn_flwr.randomness import torch_generator
+from fedbn_flwr.wire import Instruction
+
+State = dict[str, Tensor]
+BN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass
+class Node:
+    """One client: its samples, and what it keeps."""
+
+    index: int
+    samples: np.ndarray
+    kept: State = field(default_factory=dict)
+    momentum: State = field(default_factory=dict)
+    variate: State = field(default_factory=dict)
+
+
+def copy_state(model: nn.Module) -> State:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def mini_batches(split: Split, node: Node, asked: Instruction, learning_bn: bool) -> list[tuple[Tensor, Tensor]]:
+    generator = torch_generator(asked.seed, "batches", "round", asked.server_round, "partition", node.index)
+    plan, sizes = batches.plan(len(node.samples), asked, generator, learning_bn)
+    chosen = [torch.from_numpy(node.samples)[positions] for positions in plan.split(sizes)]
+    return [(split.inputs[index], split.labels[index]) for index in chosen]
+
+
+def local_sgd(
+    model: nn.Module,
+    data: Sequence[tuple[Tensor, Tensor]],
+    asked: Instruction,
+    correct: Callable[[str, nn.Parameter], Tensor | float] = lambda name, parameter: 0.0,
+    velocity: State | None = None,
+    frozen: bool = False,
+) -> float:
+    """SGD written out: v <- momentum v + gradient + correction, w <- w - lr v; returns the mean loss a sample."""
+    velocity = {} if velocity is None else velocity
+    total = samples = 0.0
+    model.train()
+    if frozen:
+        for layer in model.modules():
+            if isinstance(layer, BN):
+                layer.eval()
+    for inputs, labels in data:
+        loss = F.cross_entropy(model(inputs), labels)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+                step = gradient + correct(name, parameter)
+                velocity[name] = asked.momentum * velocity.get(name, torch.zeros_like(step)) + step
+                parameter.sub_(asked.lr * velocity[name])
+        total, samples = total + float(loss.detach()) * len(labels), samples + len(labels)
+    return total / samples
+
+
+def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
+    total = sum(weights)
+    result = {}
+    for name, first in states[0].items():
+        if first.is_floating_point():
+            parts = [state[name] * (weight / total) for state, weight in zip(states, weights, strict=True)]
+            result[name] = torch.stack(parts).sum(0)
+        else:
+            result[name] = torch.stack([state[name] for state in states]).amax(0)
+    return result
+
+
+def federated(
+    model: nn.Module,
+    split: Split,
+    nodes: Sequence[Node],
+    rounds: int,
+    asked: Instruction,
+    *,
+    stays: Sequence[str] = (),
+    weigh: Callable[[list[float], int], list[float]] | None = None,
+    proximal_mu: Callable[[int], float] = lambda server_round: 0.0,
+    frozen_after: int = 10**9,
+    momentum: str = "none",
+    scaffold: bool = False,
+) -> State:
+    """Every rule of this kind in one loop; `stays` are the entries that each node keeps."""
+    world = copy_state(model)
+    shared_velocity: State = {}
+    variate = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    for server_round in range(1, rounds + 1):
+        now = replace(asked, server_round=server_round)
+        ends, losses, velocities, changes = [], [], [], []
+        for node in nodes:
+            local = copy.deepcopy(model)
+            local.load_state_dict({**world, **node.kept})
+            start = {name: value.detach().clone() for name, value in local.named_parameters()}
+            own = node.variate or dict(variate)
+            velocity = dict({"local": node.momentum, "global": shared_velocity, "none": {}}[momentum])
+            mu = proximal_mu(server_round)
+
+            def correct(
+                name: str,
+                parameter: nn.Parameter,
+                mu: float = mu,
+                start: State = start,
+                own: State = own,
+                variate: State = variate,
+            ) -> Tensor:
+                drift = variate[name] - own[name] if scaffold else torch.zeros_like(parameter)
+                return mu * (parameter.detach() - start[name]) + drift
+
+            frozen = server_round > frozen_after
+            data = mini_batches(split, node, now, not frozen)
+            losses.append(local_sgd(local, data, now, correct, velocity, frozen))
+            end = copy_state(local)
+            if scaffold:
+                node.variate = {
+                    name: own[name] - variate[name] + (start[name] - end[name]) / (len(data) * now.lr) for name in start
+                }
+                changes.append({name: node.variate[name] - own[name] for name in start})
+            node.kept = {name: end[name] for name in stays}
+            node.momentum = velocity
+            velocities.append(velocity)
+            ends.append({name: value for name, value in end.items() if name not in stays})
+        weights = [float(len(node.samples)) for node in nodes]
+        if weigh is not None:
+            weights = weigh(losses, server_round)
+        world = {**world, **weighted_mean(ends, weights)}
+        shared_velocity = weighted_mean(velocities, weights)
+        if scaffold:
+            moved = weighted_mean(changes, weights)
+            variate = {name: variate[name] + moved[name] for name in variate}
+    return world
+
+
+def bn_entries(model: nn.Module, kinds: Sequence[str]) -> list[str]:
+    """State-dict names of BN's entries of these kinds."""
+    return [f"{name}.{kind}" for name, layer in model.named_modules() if isinstance(layer, BN) for kind in kinds]
+
+
+def pooled_moments(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance of a layer's inputs, channel by channel."""
+    flat = values.transpose(0, 1).reshape(values.shape[1], -1)
+    return flat.mean(1), flat.var(1, unbiased=True)

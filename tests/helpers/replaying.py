@@ -1,0 +1,87 @@
+"""Clients that answer every message of a round in a process of its own, as in a deployment."""
+
+import multiprocessing
+import os
+import pickle
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._dynamo  # an optimizer imports it, which takes seconds
+from flwr.app import Context, Message
+from torch import nn
+
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.client.layerwise_step import STEPS
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from tests.helpers.checkout import ROOT
+from tests.helpers.harness import CLASSES, SIZES, Double, make_split, parts
+
+
+def dropout_model() -> nn.Module:
+    """BN and dropout, twice."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Double(
+            nn.Sequential(
+                nn.Flatten(),
+                nn.Linear(16, 8),
+                nn.BatchNorm1d(8),
+                nn.Dropout(0.5),
+                nn.ReLU(),
+                nn.Linear(8, 8, bias=False),
+                nn.BatchNorm1d(8),
+                nn.Dropout(0.5),
+                nn.Linear(8, CLASSES),
+            )
+        )
+
+
+def make_client(context: Context) -> BNClient:
+    """A client of the harness's federation, with that model."""
+    index = int(context.node_config["partition-id"])
+    split = make_split()
+    return BNClient(
+        dropout_model(),
+        split,
+        test=split,
+        num_classes=CLASSES,
+        indices=parts(SIZES)[index],
+        partition_id=index,
+        memory=context.state,
+        device="cpu",
+    )
+
+
+class NewProcesses(InProcessGrid):
+    """A new process for every message: it gets the message and the node's context, and returns the reply and it.
+
+    `start_method="spawn"` begins with nothing; `forkserver` copies a process that has only imported torch.
+    """
+
+    start_method = "forkserver"
+
+    def _answer(self, message: Message) -> Message:
+        start = multiprocessing.get_context(self.start_method)
+        if self.start_method == "forkserver":
+            start.set_forkserver_preload(["tests.helpers.replaying"])
+        node = message.metadata.dst_node_id
+        here, there = start.Pipe()
+        worker = start.Process(target=work, args=(there, pickle.dumps((message, self._contexts[node]))))  # type: ignore[attr-defined]
+        # the fork server looks for modules before it is told this process's path
+        with patch.dict(os.environ, PYTHONPATH=str(ROOT)):
+            worker.start()
+        reply, self._contexts[node] = pickle.loads(here.recv_bytes())
+        worker.join()
+        return reply  # type: ignore[no-any-return]
+
+
+def work(connection: Connection, packed: bytes) -> None:
+    """What the process does."""
+    torch.set_num_threads(1)
+    assert len(STEPS) == 0
+    message, context = pickle.loads(packed)
+    answer: Any = client_app(make_client)(message, context)
+    connection.send_bytes(pickle.dumps((answer, context)))

@@ -1,0 +1,236 @@
+"""The same run on the one-after-another engine and on the stacked one."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+
+import fedbn_flwr.simulation.stacked.grid as engine
+from fedbn_flwr import state, wire
+from fedbn_flwr.simulation import CohortGrid, train_together
+from fedbn_flwr.simulation.sequential import Config, InProcessGrid
+from fedbn_flwr.simulation.stacked.model import Stack
+from fedbn_flwr.state import State
+from fedbn_flwr.strategies import FedAvg
+from tests.helpers.harness import Federation, make_model
+
+#: what is asked of float64
+EXACT = 1e-10
+
+#: how the log begins to say that clients were not stacked
+APART = "Clients train one after another: "
+
+
+class Stacked(CohortGrid):
+    """Stacks whatever can be stacked."""
+
+    most: ClassVar[int] = 20
+    stacking: ClassVar[str] = "stacked"
+
+    def __init__(self, client_app: ClientApp, num_nodes: int, run_config: Config | None = None) -> None:
+        super().__init__(client_app, num_nodes, run_config, way=self.stacking, chunk=self.most)
+
+
+class StackedLast(Stacked):
+    """With images in the other order of memory."""
+
+    stacking = "stacked-channels-last"
+
+
+def stacked_by(number: int) -> type[Stacked]:
+    """At most so many clients at once."""
+
+    class Few(Stacked):
+        most = number
+
+    return Few
+
+
+@dataclass
+class Watch:
+    """What went on in a run."""
+
+    #: the number of clients of each stack that came to its end
+    stacks: list[int] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why clients were not stacked, as far as the log says."""
+        return [text.removeprefix(APART) for text in self.messages if text.startswith(APART)]
+
+
+class _Keeper(logging.Handler):
+    def __init__(self, messages: list[str]) -> None:
+        super().__init__()
+        self._messages = messages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._messages.append(record.getMessage())
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    """Keep the sizes of stacks, and what Flower's logger is told."""
+    watch = Watch()
+
+    def spy(clients: Any, *others: Any, **options: Any) -> Any:
+        replies = train_together(clients, *others, **options)
+        watch.stacks.append(len(clients))
+        return replies
+
+    logger, keeper = logging.getLogger("flwr"), _Keeper(watch.messages)
+    logger.addHandler(keeper)
+    level = logger.level
+    # the console command may have been run in this process before, and have turned the level up
+    logger.setLevel(logging.INFO)
+    try:
+        with mock.patch.object(engine, "train_together", spy):
+            yield watch
+    finally:
+        logger.removeHandler(keeper)
+        logger.setLevel(level)
+
+
+@dataclass
+class Side:
+    """One engine's run."""
+
+    nodes: Federation
+    strategy: FedAvg
+    final: State
+    watch: Watch
+
+    def memories(self) -> list[dict[str, State]]:
+        """What every node keeps."""
+        contexts: list[Context] = [self.nodes.grid.context(node) for node in self.nodes.grid.get_node_ids()]
+        return [
+            {name: state.from_record(record) for name, record in context.state.array_records.items()}
+            for context in contexts
+        ]
+
+    def losses(self) -> State:
+        """The training losses of the last round, by partition."""
+        return {
+            str(reply.partition): torch.tensor(reply.metrics[wire.TRAIN_LOSS], dtype=torch.float64)
+            for reply in self.strategy.train_replies
+        }
+
+
+def quiet(strategy: type[FedAvg], **options: Any) -> FedAvg:
+    """A strategy that takes any number of nodes and does not evaluate."""
+    few = {"min_train_nodes": 1, "min_evaluate_nodes": 0, "min_available_nodes": 1}
+    return strategy(**{"fraction_evaluate": 0.0, **few, **options})
+
+
+def run(
+    grid: type[InProcessGrid],
+    strategy: FedAvg,
+    model: Callable[[], nn.Module] = make_model,
+    *,
+    rounds: int = 3,
+    nodes: dict[str, Any] | None = None,
+    **instruction: Any,
+) -> Side:
+    """On one engine; `nodes` are further arguments of the federation."""
+    federation = Federation(model(), grid=grid, **(nodes or {}))
+    with watching() as watch:
+        final = federation.run(strategy, rounds, **instruction)
+    return Side(federation, strategy, final, watch)
+
+
+def both(
+    make: Callable[[], FedAvg],
+    model: Callable[[], nn.Module] = make_model,
+    *,
+    grid: type[InProcessGrid] = Stacked,
+    **options: Any,
+) -> tuple[Side, Side]:
+    """One after another, and stacked."""
+    return run(InProcessGrid, make(), model, **options), run(grid, make(), model, **options)
+
+
+def difference(one: Side, other: Side) -> float:
+    """The largest between final states, what nodes keep, and losses, relative to the larger of 1 and the value."""
+    memories = zip(one.memories(), other.memories(), strict=True)
+    pairs = [(one.final, other.final), (one.losses(), other.losses())]
+    for kept, kept_too in memories:
+        assert kept.keys() == kept_too.keys()
+        pairs += [(kept[name], kept_too[name]) for name in kept]
+    return max(_largest(*pair) for pair in pairs)
+
+
+def _largest(one: State, other: State) -> float:
+    assert one.keys() == other.keys()
+    found = 0.0
+    for name, value in one.items():
+        assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
+        value, too = value.double(), other[name].double()
+        assert torch.equal(value.isnan(), too.isnan()), name
+        gap = ((value - too).abs() / value.abs().clamp(min=1)).nan_to_num()
+        found = max(found, float(gap.max()) if gap.numel() else 0.0)
+    return found
+
+
+def assert_stacked(side: Side, clients: int) -> None:
+    """So many times a client trained in a stack, and nobody alone."""
+    assert not side.watch.reasons
+    assert sum(side.watch.stacks) == clients
+    assert not [text for text in side.watch.messages if "common step failed" in text]
+
+
+def assert_same(
+    make: Callable[[], FedAvg],
+    model: Callable[[], nn.Module] = make_model,
+    *,
+    clients: int = 0,
+    within: float = EXACT,
+    **options: Any,
+) -> tuple[Side, Side]:
+    """Both engines agree, and the second one stacked: all four nodes in every round, unless told otherwise."""
+    alone, together = both(make, model, **options)
+    assert_stacked(together, clients or 4 * options.get("rounds", 3))
+    found = difference(alone, together)
+    print(f"largest difference {found:.1e}")
+    assert found < within
+    return alone, together
+
+
+def asked(nodes: Federation, instruction: wire.Instruction, **records: Any) -> list[Message]:
+    """A training message to every node."""
+    from flwr.app import RecordDict
+
+    kind = "train" if instruction.layerwise == "none" else wire.LAYERWISE
+    content = {wire.CONFIG: instruction.to_config(), wire.ARRAYS: nodes.initial, **records}
+    return [Message(RecordDict(content), node, kind) for node in nodes.grid.get_node_ids()]
+
+
+def assert_as_alone(
+    stack: Stack,
+    losses: Tensor,
+    states: Sequence[Mapping[str, Tensor]],
+    batch: tuple[Tensor, Tensor],
+    loss_function: Callable[[Tensor, Tensor], Tensor],
+    passes: int = 1,
+) -> None:
+    """After some passes and a backward one: losses, gradients and buffers are those of each client's model alone."""
+    for client, values in enumerate(states):
+        alone = copy.deepcopy(stack.structure)
+        alone.load_state_dict(values)
+        for _ in range(passes):
+            loss = loss_function(alone(batch[0][client]), batch[1][client])
+        loss.backward()
+        torch.testing.assert_close(losses[client], loss, rtol=1e-12, atol=0)
+        for (name, stacked), parameter in zip(stack.named_parameters(), alone.parameters(), strict=True):
+            assert stacked.grad is not None, name
+            torch.testing.assert_close(stacked.grad[client], parameter.grad, rtol=1e-10, atol=1e-14)
+        for name, buffer in alone.named_buffers():
+            torch.testing.assert_close(dict(stack.named_buffers())[name][client], buffer, rtol=1e-12, atol=0)

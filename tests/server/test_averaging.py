@@ -1,0 +1,106 @@
+"""Averaging by name."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+from numpy.typing import NDArray
+
+from fedbn_flwr.server.averaging import Arrays, average, normalize, not_finite
+
+weights = some.lists(some.floats(0, 100), min_size=1, max_size=6).filter(lambda values: sum(values) > 1e-3)
+
+
+@given(weights, some.integers(0, 2**31))
+def test_mean_is_the_weighted_mean_in_float64(shares: list[float], seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    states = [{"a": generator.normal(size=(3, 2)).astype(np.float32)} for _ in shares]
+    expected = np.average([state["a"].astype(np.float64) for state in states], axis=0, weights=shares)
+    got = average(states, shares)["a"]
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7)
+
+
+@given(weights, some.integers(0, 2**31))
+def test_variances_stay_at_or_above_zero(shares: list[float], seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    states = [{"var": generator.exponential(size=4).astype(np.float32) * 1e-30} for _ in shares]
+    assert (average(states, shares)["var"] >= 0).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_dtype_is_the_arrays_own_even_for_numpy_weights(dtype: type[np.floating]) -> None:
+    states = [{"a": np.ones(2, dtype)}, {"a": np.zeros(2, dtype)}]
+    assert average(states, [np.float64(1), np.float64(3)])["a"].dtype == dtype
+    assert average(states, [1, 3])["a"].tolist() == [0.25, 0.25]
+
+
+def slow_mean(states: Sequence[Mapping[str, NDArray[Any]]], shares: Sequence[float], name: str) -> NDArray[Any]:
+    """One array after another, client after client, in float64."""
+    total = np.zeros(states[0][name].shape, np.float64)
+    for state, share in zip(states, normalize(shares), strict=True):
+        total = total + state[name].astype(np.float64) * share
+    return total.astype(states[0][name].dtype)
+
+
+@given(weights, some.integers(0, 2**31), some.sampled_from([1, 5, 2**17]))
+def test_averaging_together_gives_the_bits_of_averaging_apart(shares: list[float], seed: int, portion: int) -> None:
+    generator = np.random.default_rng(seed)
+    states: list[Arrays] = [
+        {
+            "matrix": generator.normal(size=(3, 2)).astype(np.float32),
+            "count": np.asarray(generator.integers(9)),
+            "turned": generator.normal(size=(2, 3)).astype(np.float32).T,
+            "half": generator.normal(size=4).astype(np.float16),
+            "number": np.asarray(generator.normal(), np.float32),
+            "empty": np.zeros((0, 2), np.float32),
+            "double": generator.normal(size=7),
+            "vector": generator.normal(size=7).astype(np.float32),
+        }
+        for _ in shares
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedbn_flwr.server.averaging._PORTION", portion)
+        got = average(states, shares)
+    assert list(got) == list(states[0])
+    for name in set(got) - {"count"}:
+        np.testing.assert_array_equal(got[name], slow_mean(states, shares, name), strict=True)
+
+
+def test_the_means_share_no_memory_with_anything() -> None:
+    states = [{"a": np.ones(2), "b": np.ones(3)} for _ in range(2)]
+    got = average(states, [1, 1])
+    got["a"][:] = 7
+    assert got["b"].tolist() == [1, 1, 1]
+    assert states[0]["a"].tolist() == [1, 1]
+    assert average(states[:1], [1])["a"] is not states[0]["a"]
+
+
+def test_arrays_of_other_shapes_are_refused_or_broadcast_as_numpy_does() -> None:
+    assert average([{"a": np.zeros(2), "b": np.zeros(1)}, {"a": np.ones(2), "b": np.ones(())}], [1, 1])["b"] == [0.5]
+    with pytest.raises(ValueError, match="broadcast"):
+        average([{"a": np.zeros(2), "b": np.zeros(3)}, {"a": np.ones(3), "b": np.ones(2)}], [1, 1])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["first", "small", "half"])
+def test_what_is_not_finite_is_named(bad: float, name: str) -> None:
+    arrays = {"first": np.zeros((2, 2)), "count": np.asarray(3), "small": np.zeros(()), "half": np.zeros(2, np.float16)}
+    assert not_finite(arrays) is None
+    assert not_finite({"large": np.full(2, 1e308)}) is None
+    arrays[name] = np.full_like(arrays[name], bad)
+    assert not_finite(arrays) == name
+
+
+def test_counters_take_the_largest_and_stay_0d_integers() -> None:
+    mean = average([{"n": np.asarray(3)}, {"n": np.asarray(8)}, {"n": np.asarray(5)}], [1, 1, 1])["n"]
+    assert (str(mean.dtype), mean.shape, int(mean)) == ("int64", (), 8)
+
+
+@pytest.mark.parametrize("bad", [[0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")], [2.0, -0.5]])
+def test_weights_that_are_none_are_refused(bad: list[float]) -> None:
+    with pytest.raises(ValueError, match="aggregation weights"):
+        normalize(bad)

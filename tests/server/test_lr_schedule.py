@@ -1,0 +1,80 @@
+"""Learning rates over the rounds."""
+
+import pytest
+
+from fedbn_flwr.server.lr_schedule import Moment, Schedule, moment, rounds_of
+
+
+def rates(text: str, rounds: list[int], num_rounds: int | None = 60, frozen_after: int | None = None) -> list[float]:
+    return [Schedule.parse(text).rate(0.1, item, num_rounds, frozen_after) for item in rounds]
+
+
+def test_factors_hold_after_fractions_of_the_rounds() -> None:
+    # 50 % and 75 % of 60 rounds: after the 30th and the 45th
+    assert rates("0.1@0.5,0.1@0.75", [1, 30, 31, 45, 46, 60]) == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
+
+
+def test_factors_and_values_hold_after_a_number_of_rounds() -> None:
+    assert rates("0.5@10,=0.3@20,0.5@30", [10, 11, 20, 21, 30, 31]) == pytest.approx([0.1, 0.05, 0.05, 0.3, 0.3, 0.15])
+
+
+def test_a_number_of_rounds_needs_no_length_of_the_run() -> None:
+    assert rates("0.5@10", [11], num_rounds=None) == [0.05]
+
+
+def test_after_no_round_means_from_the_first_on() -> None:
+    assert rates("=0.7@0", [1]) == [0.7]
+
+
+def test_changes_apply_in_the_order_written() -> None:
+    assert rates("=0.4@5,0.5@5", [6]) == [0.2]
+    assert rates("0.5@5,=0.4@5", [6]) == [0.4]
+
+
+def test_a_value_from_the_freeze_on() -> None:
+    assert rates("=0.01@freeze", [20, 21], frozen_after=20) == [0.1, 0.01]
+    assert rates("=0.01@freeze", [20, 60], frozen_after=None) == [0.1, 0.1]
+
+
+@pytest.mark.parametrize(("text", "names"), [("", False), ("0.1@0.5,=0.2@7", False), ("0.1@0.5,0.3@freeze", True)])
+def test_a_schedule_knows_whether_it_names_the_freeze(text: str, names: bool) -> None:
+    assert Schedule.parse(text).names_freeze == names
+
+
+@pytest.mark.parametrize("text", ["", " ", ",", " , "])
+def test_nothing_is_a_constant_rate(text: str) -> None:
+    assert rates(text, [1, 60]) == [0.1, 0.1]
+
+
+def test_spaces_between_changes_do_not_matter() -> None:
+    assert Schedule.parse(" 0.1@0.5 , =0.2@7 ") == Schedule.parse("0.1@0.5,=0.2@7")
+
+
+def test_moments() -> None:
+    assert moment("0.3") == Moment(fraction=0.3)
+    assert moment("0") == Moment(rounds=0)
+    assert moment("1") == Moment(rounds=1)
+    assert moment("25.0") == Moment(rounds=25)
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5", "-0.5", "nan", "inf", "soon", ""])
+def test_what_is_no_moment_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=f"'{text}' is n"):
+        moment(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0.1", "0.1@", "@0.5", "x@0.5", "0.1@x", "0.1@1.5", "0.1@-3", "0.1@inf", "nan@0.5", "inf@3", "-0.1@3", "==1@3"],
+)
+def test_what_cannot_be_read_is_named_with_the_grammar(text: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot read '.*': a learning-rate schedule is .*FACTOR@WHEN") as caught:
+        Schedule.parse(f"0.5@0.5,{text}")
+    assert repr(text) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_fraction_needs_the_number_of_rounds() -> None:
+    assert rounds_of(0.5, 60) == 30
+    with pytest.raises(ValueError, match=r"fraction 0.5 of a run needs the number of rounds"):
+        rates("0.1@0.5", [1], num_rounds=None)

@@ -1,0 +1,80 @@
+"""Server optimizers: Flower's numbers for parameters, plain averages for everything else."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
+
+from fedbn_flwr.server.optimizers import ServerOptimizer
+from fedbn_flwr.strategies import FedAvg, Scaffold
+from tests.helpers.harness import Federation, distance, make_model
+
+FLOWER: dict[str, Callable[[], Any]] = {
+    "adam": lambda: FedAdam(eta=0.1),
+    "yogi": lambda: FedYogi(eta=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3),
+    "adagrad": lambda: FedAdagrad(eta=0.1, tau=1e-3),
+    "momentum": lambda: FedAvgM(server_learning_rate=1.0, server_momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("rule", FLOWER)
+def test_parameters_move_as_with_flowers_own(rule: str) -> None:
+    generator = np.random.default_rng(0)
+    start = generator.normal(size=(4, 3))
+    averages = [start + generator.normal(size=start.shape) for _ in range(4)]
+    ours: Any = start
+    optimizer = ServerOptimizer(rule)
+    for server_round, averaged in enumerate(averages, 1):
+        ours = optimizer.step(server_round, {"w": ours}, {"w": averaged}, ["w"])["w"]
+    np.testing.assert_allclose(ours, flower(FLOWER[rule](), start, averages), rtol=1e-12)
+
+
+def flower(strategy: Any, start: np.ndarray, averages: list[np.ndarray]) -> np.ndarray:
+    """One node that always answers with the average."""
+    grid = Federation(make_model()).grid
+    arrays = ArrayRecord({"w": _array(start)})
+    for server_round, averaged in enumerate(averages, 1):
+        messages = strategy.configure_train(server_round, arrays, ConfigRecord(), grid)
+        content = RecordDict({"arrays": ArrayRecord({"w": _array(averaged)}), "m": MetricRecord({"num-examples": 1})})
+        arrays, _ = strategy.aggregate_train(server_round, [Message(content, reply_to=messages[0])])
+    result: np.ndarray = arrays["w"].numpy()
+    return result
+
+
+def _array(value: np.ndarray) -> Any:
+    from flwr.app import Array
+
+    return Array(value)
+
+
+@pytest.mark.parametrize("rule", FLOWER)
+def test_statistics_and_counters_are_averaged(rule: str) -> None:
+    plain = Federation(make_model()).run(FedAvg(), 1)
+    stepped = Federation(make_model()).run(FedAvg(server_optimizer=rule), 1)
+    buffers = dict(make_model().named_buffers())
+    assert buffers
+    assert all(torch.equal(plain[name], stepped[name]) for name in buffers)
+    if rule != "momentum":  # whose first step is the whole average
+        assert distance(plain, stepped) > 1e-3
+
+
+def test_momentum_without_memory_is_fedavg_and_with_it_is_not() -> None:
+    one = Federation(make_model()).run(FedAvg(server_optimizer="momentum"), 1)
+    assert distance(one, Federation(make_model()).run(FedAvg(), 1)) < 1e-15
+    two = Federation(make_model()).run(FedAvg(server_optimizer="momentum"), 2)
+    assert distance(two, Federation(make_model()).run(FedAvg(), 2)) > 1e-6
+
+
+def test_combines_with_other_rules() -> None:
+    state = Federation(make_model()).run(Scaffold(server_optimizer="adam", server_lr=0.01))
+    assert all(torch.isfinite(value).all() for value in state.values())
+    assert all((value >= 0).all() for name, value in state.items() if name.endswith("running_var"))
+
+
+def test_unknown_one_is_named() -> None:
+    with pytest.raises(ValueError, match="unknown server_optimizer 'sgd'; known: none, adagrad, adam, yogi, momentum"):
+        FedAvg(server_optimizer="sgd")

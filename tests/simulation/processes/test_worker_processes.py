@@ -1,0 +1,342 @@
+"""Nodes in several processes: the bits of one process, and what becomes of processes that die."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+
+from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from fedbn_flwr.simulation.processes.worker import WorkerError, preload
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold
+from fedbn_flwr.wire import layerwise as turns
+from tests.helpers.checkout import ROOT
+from tests.helpers.harness import SIZES, Federation, make_model
+from tests.helpers.obeying import answers, obeying, question
+from tests.helpers.processes import end, gone, processes_with
+
+#: in the environment of whatever a test starts
+MARK = "FEDBN_FLWR_TEST"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported_once() -> None:
+    preload([__name__, "torch._dynamo"])
+
+
+@pytest.fixture
+def grid() -> Iterator[WorkersGrid]:
+    with WorkersGrid(partial(obeying, 5), 5, 2) as grid:
+        yield grid
+
+
+@pytest.fixture
+def flower_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    # Flower's logger does not pass on to the root logger
+    logger = logging.getLogger("flwr")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], patience: float = 20.0) -> bool:
+    deadline = time.monotonic() + patience
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def send(grid: Grid, *words: str) -> list[Message]:
+    """A word to each node, from the first one on."""
+    nodes = list(grid.get_node_ids())
+    return list(grid.send_and_receive([question(node, word) for node, word in zip(nodes, words, strict=False)]))
+
+
+# ---- what a grid promises ----------------------------------------------------------------------------------------
+
+
+def test_nodes_and_contexts_are_those_of_one_process(grid: WorkersGrid) -> None:
+    alone = obeying(5, range(5))
+    assert list(grid.get_node_ids()) == list(alone.get_node_ids())
+    for node in grid.get_node_ids():
+        there, here = grid.context(node), alone.context(node)
+        assert (there.run_id, there.node_id, there.node_config) == (here.run_id, here.node_id, here.node_config)
+        assert (there.run_config, dict(there.state)) == (here.run_config, dict(here.state))
+
+
+def test_replies_come_in_the_order_of_the_messages(grid: WorkersGrid) -> None:
+    nodes = list(grid.get_node_ids())
+    messages = [question(node, word) for node, word in zip(nodes[::-1], "abcde", strict=True)]
+    replies = list(grid.send_and_receive(messages))
+    assert answers(replies) == [(1, word, 4 - index) for index, word in enumerate("abcde")]
+    for message, reply in zip(messages, replies, strict=True):
+        assert message.metadata.message_id != ""
+        assert reply.metadata.reply_to_message_id == message.metadata.message_id
+        assert reply.metadata.src_node_id == message.metadata.dst_node_id
+        assert reply.metadata.message_id not in ("", message.metadata.message_id)
+    assert answers(send(grid, "again")) == [(2, "again", 0)]
+
+
+def test_pushed_messages_have_ids_by_which_replies_are_pulled_once(grid: WorkersGrid) -> None:
+    nodes = list(grid.get_node_ids())
+    ids = list(grid.push_messages(question(node, word) for node, word in zip(nodes, "abcde", strict=True)))
+    assert len(set(ids)) == 5
+    assert answers(list(grid.pull_messages([ids[2], ids[0]]))) == [(1, "c", 2), (1, "a", 0)]
+    assert len(list(grid.pull_messages(ids))) == 3
+    assert list(grid.pull_messages(ids)) == []
+    assert list(grid.push_messages([])) == []
+
+
+def test_errors_are_those_of_one_process(grid: WorkersGrid) -> None:
+    for each in (grid, obeying(5, range(5))):
+        replies = send(each, "hello", "fail", "hello")
+        assert [reply.has_error() for reply in replies] == [False, True, False]
+        assert replies[1].error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+        assert replies[1].error.reason == "LookupError: I was told to"
+        # what a failed message had stored is lost
+        assert answers(send(each, "hello", "hello")) == [(2, "hello", 0), (1, "hello", 1)]
+    (there,), (here,) = (each.send_and_receive([question(5)]) for each in (grid, obeying(5, range(5))))
+    assert (there.error.code, there.error.reason) == (here.error.code, here.error.reason)
+    assert there.metadata.src_node_id == 5
+
+
+def test_messages_of_the_older_interface_and_runs(grid: WorkersGrid) -> None:
+    content = RecordDict({"config": ConfigRecord({"word": "old"})})
+    (reply,) = grid.send_and_receive([grid.create_message(content, "train", 1001, "round 3", ttl=60.0)])
+    assert answers([reply]) == [(1, "old", 1)]
+    assert reply.metadata.group_id == "round 3"
+    run = Run.create_empty(run_id=7)
+    grid.set_run(run)
+    assert grid.run is run
+
+
+def test_nodes_stay_in_processes_of_one_thread(grid: WorkersGrid) -> None:
+    told = [reply.content.config_records["answer"] for reply in send(grid, *["threads"] * 5)]
+    assert [answer["threads"] for answer in told] == [1] * 5
+    assert [answer["process"] for answer in told] == [grid.process_ids[index % 2] for index in range(5)]
+
+
+def test_there_are_not_more_processes_than_nodes() -> None:
+    with WorkersGrid(partial(obeying, 2), 2, 7) as grid:
+        assert len(grid.process_ids) == 2
+        assert answers(send(grid, "a", "b")) == [(1, "a", 0), (1, "b", 1)]
+
+
+# ---- the same bits -----------------------------------------------------------------------------------------------
+
+STRATEGIES: dict[str, Callable[[], FedAvg]] = {
+    "fedavg": FedAvg,
+    "fixbn": lambda: FixBN(freeze_round=1),
+    "fedbn": FedBN,
+    "scaffold": Scaffold,
+    "momentum": lambda: FedAvg(momentum_state="local"),
+    "fedtan": FedTAN,
+    "fedtan in sweeps": lambda: FedTAN(sweeps=1),
+}
+
+
+def harness_nodes(partitions: Sequence[int]) -> InProcessGrid:
+    """Some nodes of the harness's federation."""
+    federation = Federation(make_model())
+    return InProcessGrid(client_app(federation._client), len(SIZES), partitions=partitions)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_several_processes_give_the_bits_of_one(name: str) -> None:
+    options: dict[str, Any] = {"momentum": 0.9} if name == "momentum" else {}
+    alone = Federation(make_model())
+    wanted = alone.run(STRATEGIES[name](), **options)
+    with WorkersGrid(harness_nodes, len(SIZES), 2) as grid:
+        found = Federation(make_model()).run(STRATEGIES[name](), grid=grid, **options)
+        kept = [memories(grid, node) for node in grid.get_node_ids()]
+    assert all(torch.equal(found[key], value) for key, value in wanted.items())
+    assert kept == [memories(alone.grid, node) for node in alone.grid.get_node_ids()]
+    assert any(kept) == (name in ("fedbn", "scaffold", "momentum"))
+
+
+def memories(grid: InProcessGrid | WorkersGrid, node: int) -> dict[str, dict[str, bytes]]:
+    """What a node keeps, number by number."""
+    kept = dict(Memory(grid.context(node).state).kept(""))
+    arrays = {name: record for name, record in kept.items() if isinstance(record, ArrayRecord)}
+    return {name: {key: array.data for key, array in record.items()} for name, record in arrays.items()}
+
+
+# ---- processes that die ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("word", "how"), [("die", "was killed by signal 9"), ("leave", "ended with exit code 3")])
+def test_a_worker_that_dies_is_an_error_of_its_nodes_and_starts_anew(
+    grid: WorkersGrid, flower_log: pytest.LogCaptureFixture, word: str, how: str
+) -> None:
+    send(grid, *["hello"] * 5)
+    before = grid.process_ids
+    replies = send(grid, "hello", "hello", word, "hello", "hello")
+    assert [reply.has_error() for reply in replies] == [True, False, True, False, True]
+    assert replies[0].error.code == ErrorCode.CLIENT_APP_CRASHED
+    assert replies[0].error.reason == f"the process of worker 0 {how}"
+    assert [reply.metadata.src_node_id for reply in replies] == list(grid.get_node_ids())
+    said = {record.getMessage() for record in flower_log.records if "orker" in record.getMessage()}
+    assert said == {f"Worker 0 {how}: it starts anew, and its 3 nodes without state"}
+    # the others' state is as it was
+    assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))] == [1, 3, 1, 3, 1]
+    assert not lives(before[0])
+    assert grid.process_ids[1] == before[1]
+
+
+def test_of_a_long_push_only_what_a_worker_has_is_lost_with_it(
+    grid: WorkersGrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedbn_flwr.simulation.prepared.TOGETHER", 1)
+    replies = send(grid, "hello", "hello", "die", "hello", "hello")
+    assert [reply.has_error() for reply in replies] == [False, False, True, False, False]
+    # the first node's state is lost all the same
+    assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))] == [1, 2, 1, 2, 2]
+
+
+def test_an_idle_worker_that_was_killed_is_noticed_with_the_next_message(grid: WorkersGrid) -> None:
+    send(grid, *["hello"] * 5)
+    os.kill(grid.process_ids[1], signal.SIGKILL)
+    assert wait_until(lambda: not lives(grid.process_ids[1]))
+    assert [reply.has_error() for reply in send(grid, *["hello"] * 5)] == [False, True, False, True, False]
+    assert not any(reply.has_error() for reply in send(grid, *["hello"] * 5))
+
+
+class KillsItself:
+    """Ends its process, once, in the middle of the first layer-wise step of partition 1."""
+
+    def __init__(self, flag: Path) -> None:
+        self.flag, self.app = flag, client_app(Federation(make_model())._client)
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        turn: Any = message.content.get(turns.TURN, {})
+        if turn.get("index") == 2 and context.node_config["partition-id"] == 1 and not self.flag.exists():
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.app(message, context)
+
+
+def killed_once(flag: Path, partitions: Sequence[int]) -> InProcessGrid:
+    """Nodes of the harness's federation, one of which kills its process."""
+    return InProcessGrid(KillsItself(flag), len(SIZES), partitions=partitions)  # type: ignore[arg-type]
+
+
+def test_a_layerwise_step_goes_on_without_a_worker_that_died(tmp_path: Path) -> None:
+    with WorkersGrid(partial(killed_once, tmp_path / "flag"), len(SIZES), 2) as grid:
+        strategy = FedTAN()
+        found = Federation(make_model()).run(strategy, grid=grid, rounds=2)
+    assert (tmp_path / "flag").exists()
+    assert all(torch.isfinite(value).all() for value in found.values())
+    # the first round without the nodes of the worker, the second one with all
+    assert len(strategy._final) == len(SIZES)
+
+
+# ---- processes that must not be left -----------------------------------------------------------------------------
+
+
+def test_a_closed_grid_leaves_no_process_and_answers_no_more() -> None:
+    grid = WorkersGrid(partial(obeying, 5), 5, 2)
+    send(grid, *["hello"] * 5)
+    processes = grid.process_ids
+    assert all(lives(process) for process in processes)
+    grid.close()
+    grid.close()
+    assert not any(lives(process) for process in processes)
+    with pytest.raises(WorkerError, match="the grid is closed"):
+        send(grid, "hello")
+
+
+def test_a_grid_that_is_forgotten_or_interrupted_leaves_no_process() -> None:
+    grid = WorkersGrid(partial(obeying, 5), 5, 2)
+    processes = grid.process_ids
+    del grid
+    assert wait_until(lambda: not any(lives(process) for process in processes))
+    grid = WorkersGrid(partial(obeying, 5), 5, 2)
+    processes = grid.process_ids
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupted)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    with pytest.raises(KeyboardInterrupt):
+        send(grid, "sleep")
+    signal.signal(signal.SIGALRM, before)
+    assert not any(lives(process) for process in processes)
+
+
+def failing(partitions: Sequence[int]) -> InProcessGrid:
+    raise FileNotFoundError(f"no data for {list(partitions)}")
+
+
+def leaving(partitions: Sequence[int]) -> InProcessGrid:
+    os._exit(4)
+
+
+def test_a_worker_that_cannot_begin_says_why() -> None:
+    with WorkersGrid(failing, 5, 2) as grid, pytest.raises(WorkerError, match=r"FileNotFoundError: no data for \[0, 2"):
+        send(grid, "hello")
+    with WorkersGrid(leaving, 5, 2) as grid, pytest.raises(WorkerError, match="ended with exit code 4 before"):
+        send(grid, "hello")
+
+
+PARENT = """
+from functools import partial
+from fedbn_flwr.simulation.processes.worker import preload
+from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from tests.helpers.obeying import obeying, question
+
+if __name__ == "__main__":
+    preload(["tests.helpers.obeying"])
+    grid = WorkersGrid(partial(obeying, 4), 4, 2)
+    grid.send_and_receive([question(node) for node in grid.get_node_ids()])
+    print("ready", flush=True)
+    grid.send_and_receive([question(1000), question(1001, "sleep")])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_their_parent(number: signal.Signals, tmp_path: Path) -> None:
+    """In the middle of a message. Ctrl-C reaches the whole group of processes."""
+    (tmp_path / "parent.py").write_text(PARENT)
+    environment = {**os.environ, MARK: str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    with subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as parent:  # fmt: skip
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        assert parent.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        assert len(processes_with(MARK, str(tmp_path))) >= 3
+        (os.killpg if number == signal.SIGINT else os.kill)(parent.pid, number)
+        left = not gone(MARK, str(tmp_path), patience=20)
+        end(MARK, str(tmp_path))
+        said = parent.stderr.read()
+    assert not left
+    # the workers have nothing to say about Ctrl-C
+    assert said.count("Traceback") == (number == signal.SIGINT)

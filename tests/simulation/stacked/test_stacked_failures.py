@@ -1,0 +1,248 @@
+"""Clients that fail beside others, and what nodes remember of training together."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message
+from torch import nn
+
+from fedbn_flwr import state, wire
+from fedbn_flwr.client import BNClient, Reply
+from fedbn_flwr.simulation import train_together
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.state.records import flat_of
+from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold, SiloBN
+from tests.helpers.harness import INSTRUCTION, Double, Federation, distance, make_model
+from tests.helpers.sides import APART, EXACT, Stacked, asked, assert_same, both, difference, quiet, watching
+
+
+def spoiled(change: Callable[[BNClient], object], partition: int = 1) -> Callable[[BNClient, int], BNClient]:
+    def wrap(client: BNClient, index: int) -> BNClient:
+        if index == partition:
+            change(client)
+        return client
+
+    return wrap
+
+
+def bad_labels(client: BNClient) -> None:
+    split = client.train_split
+    client.train_split = replace(split, labels=split.labels + 99)
+
+
+def bad_shape(client: BNClient) -> None:
+    split = client.train_split
+    client.train_split = replace(split, inputs=split.inputs[:, :, :3])
+
+
+def no_data(client: BNClient) -> None:
+    client.indices = client.indices[:0]
+
+
+def no_number(client: BNClient) -> None:
+    split = client.train_split
+    client.train_split = replace(split, inputs=split.inputs * float("nan"))
+
+
+FAULTS: dict[str, tuple[Callable[[BNClient], None], str]] = {
+    "labels that do not exist": (bad_labels, "out of bounds"),
+    "images of another size": (bad_shape, "mat1 and mat2"),
+    "no data": (no_data, "at least one sample"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_one_client_that_fails_is_named_and_the_others_do_not_suffer(case: str) -> None:
+    change, said = FAULTS[case]
+    alone, together = both(lambda: quiet(FedAvg), nodes={"wrap": spoiled(change)}, local_steps=0, local_epochs=1)
+    assert difference(alone, together) < EXACT
+    assert [reply.partition for reply in together.strategy.train_replies] == [0, 2, 3]
+    named = [text for text in together.watch.messages if "Node 1001 is left out of this round" in text]
+    assert len(named) == 3
+    assert all(said in text for text in named)
+    # who cannot even be planned is not among those who are stacked
+    assert together.watch.stacks == ([3] * 3 if case == "no data" else [])
+    assert len(together.watch.reasons) == (case != "no data")
+
+
+def test_an_error_reply_comes_from_the_client_that_failed() -> None:
+    nodes = Federation(make_model(), grid=Stacked, wrap=spoiled(bad_labels))
+    replies = list(nodes.grid.send_and_receive(asked(nodes, INSTRUCTION)))
+    assert [reply.has_error() for reply in replies] == [False, True, False, False]
+    assert replies[1].metadata.src_node_id == 1001
+    assert "IndexError" in (replies[1].error.reason or "")
+
+
+def test_one_sample_for_bn() -> None:
+    """Six samples and batches of five: for the last one alone BN would fail, but it is merged; one sample is not."""
+
+    def flat() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+            return Double(net)
+
+    epochs: dict[str, Any] = {"local_steps": 0, "local_epochs": 2, "batch_size": 5}
+    assert_same(lambda: quiet(FedAvg), flat, clients=9, nodes={"sizes": (6, 12, 11)}, **epochs)
+    alone, together = both(lambda: quiet(FedAvg), flat, nodes={"sizes": (6, 1, 11)}, **epochs)
+    assert difference(alone, together) < EXACT
+    assert [reply.partition for reply in together.strategy.train_replies] == [0, 2]
+    assert any("Node 1001" in text and "cannot train on a mini-batch of 1" in text for text in together.watch.messages)
+
+
+def test_numbers_that_are_none_stay_with_their_client() -> None:
+    """In a stack, rows do not mix: neither in losses, nor in gradients, nor while clients wait at their end."""
+    options: dict[str, Any] = {"nodes": {"wrap": spoiled(no_number)}, "momentum": 0.9, "weight_decay": 0.1}
+    alone, together = both(lambda: quiet(Scaffold), local_steps=0, local_epochs=2, **options)
+    assert together.watch.stacks == [4] * 3
+    assert [reply.partition for reply in together.strategy.train_replies] == [0, 2, 3]
+    assert difference(alone, together) < EXACT
+
+
+class Failing(BNClient):
+    def train(self, received: Mapping[str, state.State], instruction: wire.Instruction) -> Reply:
+        raise RuntimeError("out of luck")
+
+
+class Weaker(BNClient):
+    """Trains with half of the learning rate."""
+
+    def train(self, received: Mapping[str, state.State], instruction: wire.Instruction) -> Reply:
+        return super().train(received, replace(instruction, lr=instruction.lr / 2))
+
+
+@pytest.mark.parametrize("kind", [Failing, Weaker])
+def test_a_client_with_a_way_of_its_own_keeps_it(kind: type[BNClient]) -> None:
+    """The others are stacked."""
+
+    def change(client: BNClient) -> None:
+        client.__class__ = kind
+
+    alone, together = both(lambda: quiet(FedAvg), nodes={"wrap": spoiled(change)})
+    assert difference(alone, together) < EXACT
+    assert together.watch.stacks == [3] * 3
+    assert together.watch.reasons == [f"{kind.__name__} may train in a way of its own"]
+
+
+@pytest.mark.parametrize("strategy", [FedBN, SiloBN, Scaffold])
+def test_what_nodes_remember_is_theirs(strategy: type[FedAvg]) -> None:
+    alone, together = assert_same(lambda: quiet(strategy), momentum=0.9, local_steps=0, local_epochs=1)
+    memories = together.memories()
+    assert all(memories)
+    for record in memories[0]:
+        assert distance(memories[0][record], memories[1][record]) > 1e-6
+    for mine, wanted in zip(memories, alone.memories(), strict=True):
+        for record, values in mine.items():
+            assert distance(values, wanted[record]) < EXACT
+
+
+def test_nobody_keeps_the_whole_stack() -> None:
+    """What a node remembers is in memory of its own size, not a view of everybody's."""
+    nodes = Federation(make_model())
+    received = state.from_record(nodes.initial)
+    contexts = [nodes.grid.context(node) for node in nodes.grid.get_node_ids()]
+    clients = [nodes._client(context) for context in contexts]
+    instruction = replace(INSTRUCTION, keep_local="bn", momentum=0.9, momentum_state="local", control_variates=True)
+    train_together(clients, nodes.model, [{wire.ARRAYS: received}] * 4, instruction)
+    records = [record for client in clients for _, record in client.memory.kept("")]
+    kept = [flat_of(record) for record in records if isinstance(record, ArrayRecord)]
+    runs = [run for flat in kept if flat for run in flat.runs.values()]
+    assert len(runs) >= 4 * 3
+    for run in runs:
+        assert isinstance(run.base, torch.Tensor)
+        assert run.base.untyped_storage().nbytes() == run.nbytes
+
+
+def test_clients_in_the_wrong_order_are_refused() -> None:
+    nodes = Federation(make_model())
+    clients = [nodes._client(nodes.grid.context(node)) for node in nodes.grid.get_node_ids()]
+    received = [{wire.ARRAYS: state.from_record(nodes.initial)}] * 4
+    with pytest.raises(ValueError, match="the largest number first"):
+        train_together(clients, nodes.model, received, replace(INSTRUCTION, local_steps=0, local_epochs=1))
+    assert all(not nodes.grid.context(node).state for node in nodes.grid.get_node_ids())
+
+
+class Breaking(nn.Module):
+    """Trains until its weights have moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise RuntimeError("in the middle")
+        result: torch.Tensor = self.net(inputs)
+        return result
+
+
+def test_a_stack_that_fails_in_the_middle_changes_no_memory() -> None:
+    """The clients then train alone from where they were."""
+
+    def run(grid: type[InProcessGrid], model: nn.Module) -> tuple[Federation, list[str]]:
+        nodes = Federation(model, grid=grid)
+        with watching() as watch:
+            nodes.run(quiet(Scaffold, momentum_state="local"), 2, momentum=0.9)
+        return nodes, watch.messages
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        broken = Double(Breaking())
+    whole = Double(Breaking())
+    whole.load_state_dict(broken.state_dict())
+    whole.net.calls = 3  # type: ignore[assignment]
+    alone, _ = run(InProcessGrid, whole)
+    together, messages = run(Stacked, broken)
+    assert [text for text in messages if text.startswith(APART)] == [f"{APART}RuntimeError: in the middle"]
+    for node in alone.grid.get_node_ids():
+        mine, wanted = (nodes.grid.context(node).state.array_records for nodes in (together, alone))
+        assert mine.keys() == wanted.keys()
+        for name in mine:
+            assert distance(state.from_record(mine[name]), state.from_record(wanted[name])) == 0
+
+
+def test_a_reply_is_the_same_message() -> None:
+    """Records, metrics, report, and whom it answers."""
+
+    def replies(grid: type[InProcessGrid]) -> list[Message]:
+        nodes = Federation(make_model(), grid=grid)
+        instruction = replace(INSTRUCTION, keep_local="bn", momentum=0.9, momentum_state="global")
+        return list(nodes.grid.send_and_receive(asked(nodes, instruction)))
+
+    for one, other in zip(replies(InProcessGrid), replies(Stacked), strict=True):
+        assert one.metadata.src_node_id == other.metadata.src_node_id
+        assert one.metadata.dst_node_id == other.metadata.dst_node_id
+        assert one.metadata.message_type == other.metadata.message_type
+        assert list(one.content) == list(other.content)
+        assert dict(one.content.config_records[wire.REPORT]) == dict(other.content.config_records[wire.REPORT])
+        metrics = one.content.metric_records[wire.METRICS], other.content.metric_records[wire.METRICS]
+        assert metrics[0].keys() == metrics[1].keys()
+        assert dict(metrics[0]) == pytest.approx(dict(metrics[1]), abs=EXACT)
+        for name, record in one.content.array_records.items():
+            theirs = other.content.array_records[name]
+            assert [(key, array.dtype, array.shape) for key, array in record.items()] == [
+                (key, array.dtype, array.shape) for key, array in theirs.items()
+            ]
+            assert distance(state.from_record(record), state.from_record(theirs)) < EXACT
+
+
+def test_a_node_that_lost_its_memory_is_stacked_with_its_like() -> None:
+    """It is served the whole state again, while the others go on from theirs."""
+
+    def run(grid: type[InProcessGrid]) -> tuple[state.State, list[int]]:
+        nodes, strategy = Federation(make_model(), grid=grid), quiet(FedBN)
+        nodes.run(strategy, 1)
+        context: Context = nodes.grid.context(1001)
+        context.state.clear()
+        with watching() as watch:
+            final = nodes.run(strategy, 3)
+        return final, watch.stacks
+
+    alone, together = run(InProcessGrid), run(Stacked)
+    assert distance(alone[0], together[0]) < EXACT
+    assert together[1] == [3, 3, 4]

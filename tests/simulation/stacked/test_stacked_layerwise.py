@@ -1,0 +1,237 @@
+"""Layer-wise steps of stacked clients: the same models, the same count, and messages where the step fails."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fedbn_flwr import models
+from fedbn_flwr.client.layerwise_step import STEPS
+from fedbn_flwr.layerwise import Answer
+from fedbn_flwr.simulation import CohortGrid
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
+from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.wire.layerwise import Turn
+from tests.helpers.harness import INSTRUCTION, SIZES, Backwards, ClientWrapper, Double, Federation, make_model
+from tests.helpers.sides import EXACT, Stacked, asked, assert_same, both, difference, quiet, run, stacked_by
+
+#: the smallest first batches differ: 7, 8, 8 and 5 samples
+RAGGED: dict[str, Any] = {"batch_size": 8}
+
+WAYS: dict[str, tuple[type[FedAvg], dict[str, Any]]] = {
+    "fused": (FedTAN, {}),
+    "paper": (FedTAN, {"exchange": "paper"}),
+    "forward": (FedDNA, {}),
+    "FedTAN-II": (FedTANII, {"m": 2}),
+    "uniform": (FedTAN, {"weighting": "uniform"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    STEPS.clear()
+    before = threading.active_count()
+    yield
+    STEPS.clear()
+    assert threading.active_count() <= before + 1
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("case", WAYS)
+def test_ways(case: str, steps: int) -> None:
+    strategy, options = WAYS[case]
+    _, together = assert_same(lambda: quiet(strategy, **options), rounds=4, local_steps=steps, momentum=0.9, **RAGGED)
+    # one stack for each size of first batches
+    assert together.watch.stacks[:3] in ([1, 2, 1], [2, 1, 1], [1, 1, 2])
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "epochs": ({}, {"local_steps": 0, "local_epochs": 2, "momentum": 0.9, "weight_decay": 0.1}),
+    "a step's own optimizer": ({"fresh_optimizer": True}, {"momentum": 0.9}),
+    "a step's own optimizer, momentum kept": (
+        {"fresh_optimizer": True, "momentum_state": "local"},
+        {"momentum": 0.9, "weight_decay": 0.1, "local_steps": 0, "local_epochs": 2},
+    ),
+    "momentum kept": ({"momentum_state": "local"}, {"momentum": 0.9, "local_steps": 0, "local_epochs": 1}),
+    "momentum averaged": ({"momentum_state": "global"}, {"momentum": 0.9}),
+    "a server optimizer": ({"server_optimizer": "momentum", "server_lr": 0.5}, {}),
+    "augmentation": ({}, {"augmentation": "crop-flip"}),
+    "batches drawn anew": ({}, {"replacement": True}),
+    "adam": ({}, {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.1}),
+    "batches of one": ({}, {"batch_size": 1}),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options(case: str) -> None:
+    options, instruction = OPTIONS[case]
+    # Adam divides gradients that are only rounding by their own size plus 1e-8
+    within = 1e-7 if case == "adam" else EXACT
+    assert_same(lambda: quiet(FedTAN, **options), rounds=2, within=within, **{**RAGGED, **instruction})
+
+
+def test_half_of_the_nodes() -> None:
+    alone, together = both(lambda: quiet(FedTAN, fraction_train=0.5, momentum_state="local"), rounds=5, momentum=0.9)
+    assert difference(alone, together) < EXACT
+    assert sum(together.watch.stacks) == 10
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_small_chunks(chunk: int) -> None:
+    """Stacks wait for each other at every layer."""
+    assert_same(lambda: quiet(FedTAN), grid=stacked_by(chunk), batch_size=4)
+
+
+@pytest.mark.parametrize(("fitting", "stacks"), [(2, 4), (1, 0)])
+def test_a_step_of_more_than_there_is_memory_for_is_taken_by_messages(
+    fitting: int, stacks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In which steps are replayed, and so need not all be kept."""
+    monkeypatch.setattr("fedbn_flwr.simulation.stacked.grid.clients_that_fit", lambda *_: fitting)
+    alone, together = both(lambda: quiet(FedTAN), rounds=1)
+    assert difference(alone, together) < EXACT
+    assert sum(together.watch.stacks) == stacks
+
+
+@pytest.mark.parametrize("exchange", ["fused", "paper"])
+def test_a_residual_network(exchange: str) -> None:
+    def make() -> Double:
+        return Double(models.build("resnet20", num_classes=3, in_channels=1, image_size=8, norm="bn", seed=0))
+
+    options: dict[str, Any] = {"rounds": 1, "local_steps": 1, "lr": 0.01, "clients": 2, "nodes": {"sizes": (4, 6)}}
+    assert_same(lambda: quiet(FedTAN, exchange=exchange), make, **options)
+
+
+class StackedBackwards(Backwards, Stacked):
+    """Other ids in another order."""
+
+
+def test_order_and_ids_of_nodes_do_not_matter() -> None:
+    forwards, backwards = (run(grid, quiet(FedTAN), **RAGGED) for grid in (InProcessGrid, StackedBackwards))
+    assert sum(backwards.watch.stacks) == 12
+    assert difference(forwards, backwards) < EXACT
+    order = [reply.partition for reply in backwards.strategy.train_replies]
+    assert order == [0, 1, 2, 3]
+
+
+def counted(grid: type[InProcessGrid], strategy: FedAvg, **options: Any) -> CountingGrid:
+    nodes = Federation(make_model(), grid=grid)
+    counting = CountingGrid(nodes.grid)
+    nodes.run(strategy, 3, grid=counting, **options)
+    return counting
+
+
+@pytest.mark.parametrize("case", [*WAYS, "momentum averaged"])
+def test_what_is_not_sent_is_counted_as_if_it_had_been(case: str) -> None:
+    strategy, options = WAYS.get(case, (FedTAN, {"momentum_state": "global"}))
+    sent, kept = (counted(grid, quiet(strategy, **options), momentum=0.9) for grid in (InProcessGrid, Stacked))
+    assert vars(sent.training) == vars(kept.training)
+    assert vars(sent.evaluation) == vars(kept.evaluation)
+
+
+@pytest.mark.parametrize("sweeps", [1, "auto"])
+def test_sweeps_go_by_messages(sweeps: int | str) -> None:
+    alone, together = both(lambda: quiet(FedTAN, sweeps=sweeps), rounds=2)
+    assert difference(alone, together) == 0
+    assert not together.watch.stacks
+
+
+def poisoned(change: Callable[[torch.Tensor, torch.Tensor], object], partition: int = 1) -> ClientWrapper:
+    """One client's data are not what they should be."""
+
+    def wrap(client: Any, index: int) -> Any:
+        if index == partition:
+            split = client.train_split
+            inputs, labels = split.inputs.clone(), split.labels.clone()
+            change(inputs, labels)
+            client.train_split = replace(split, inputs=inputs, labels=labels)
+        return client
+
+    return wrap
+
+
+POISONS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str]] = {
+    "says no number": (lambda inputs, _: inputs.fill_(float("nan")), "is not finite"),
+    "raises at the loss": (lambda _, labels: labels.fill_(99), "out of bounds"),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum_state": "local"}], ids=["plain", "momentum"])
+@pytest.mark.parametrize("case", POISONS)
+def test_a_fault_in_the_middle_goes_to_messages(case: str, options: dict[str, Any]) -> None:
+    """They find out who it was, and the round is that of the others; nobody remembers the common step."""
+    change, said = POISONS[case]
+    nodes = {"wrap": poisoned(change)}
+    alone, together = both(lambda: quiet(FedTAN, **options), rounds=2, nodes=nodes, momentum=0.9)
+    assert difference(alone, together) == 0
+    assert [reply.partition for reply in together.strategy.train_replies] == [0, 2, 3]
+    assert not together.watch.stacks
+    failed = [text for text in together.watch.messages if "common step failed" in text]
+    assert failed
+    assert all(said in text for text in failed)
+    named = [text for text in together.watch.messages if "Node 1001 is left out of this round" in text]
+    assert len(named) == 2
+
+
+def test_a_node_without_data_is_named() -> None:
+    alone, together = both(lambda: quiet(FedTAN), rounds=2, nodes={"sizes": (7, 0, 5)})
+    assert difference(alone, together) == 0
+    assert [reply.partition for reply in together.strategy.train_replies] == [0, 2]
+    assert any("Node 1001 is left out" in text for text in together.watch.messages)
+
+
+def test_an_instruction_that_cannot_be_planned_is_an_error_of_the_nodes() -> None:
+    for strategy in (FedTAN, FedAvg):
+        with pytest.raises(Exception, match=r"no node could train in round 1: node 1000: .*batch-size"):
+            run(Stacked, quiet(strategy), batch_size=0)
+
+
+def test_a_client_that_ends_before_there_is_momentum_goes_by_messages() -> None:
+    """Four samples are one step, after which the optimizer is new: this client alone has no momentum to keep."""
+    options: dict[str, Any] = {"fresh_optimizer": True, "momentum_state": "local"}
+    instruction: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.1, "local_steps": 0, "local_epochs": 1}
+    alone, together = both(lambda: quiet(FedTAN, **options), nodes={"sizes": (4, 12)}, **instruction)
+    assert difference(alone, together) == 0
+    assert len([text for text in together.watch.messages if "before there is momentum" in text]) == 1
+
+
+def opened(advances: int) -> tuple[Federation, Any]:
+    nodes = Federation(make_model(), grid=Stacked)
+    instruction = replace(INSTRUCTION, server_round=1, layerwise="fused", momentum=0.9, momentum_state="local")
+    assert isinstance(nodes.grid, CohortGrid)
+    step = nodes.grid.open_step(asked(nodes, instruction, **Turn("exchange", 1).pack()))
+    assert step is not None
+    assert [speaker.num_examples for speaker in step.speakers] == list(SIZES)
+    said = step.advance()
+    for _ in range(advances):
+        mean = torch.stack([request.tensor for request in said]).mean(0)
+        said = step.advance(Answer(mean, sum(request.count for request in said)))
+    return nodes, step
+
+
+@pytest.mark.parametrize("advances", [0, 1, 3, 4])
+def test_what_is_abandoned_leaves_nothing(advances: int) -> None:
+    """Not even at its end, as long as nobody asks for the replies."""
+    nodes, step = opened(advances)
+    step.abandon()
+    assert all(not nodes.grid.context(node).state for node in nodes.grid.get_node_ids())
+
+
+def test_what_is_taken_to_its_end_is_remembered() -> None:
+    nodes, step = opened(4)
+    replies = step.replies()
+    assert [reply.metadata.src_node_id for reply in replies] == list(nodes.grid.get_node_ids())
+    assert all(nodes.grid.context(node).state for node in nodes.grid.get_node_ids())
+    step.abandon()
+
+
+def test_a_step_that_is_dropped_ends_its_threads() -> None:
+    before = threading.active_count()
+    _, step = opened(1)
+    assert threading.active_count() > before
+    del step
+    assert threading.active_count() == before

@@ -1,0 +1,376 @@
+"""Models of every kind: what can be stacked trains as it does alone, what cannot is left alone, with a reason."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.strategies import FedAvg, FedTAN, Scaffold
+from tests.helpers.harness import CLASSES, Double, Federation, make_model, make_split, parts
+from tests.helpers.sides import APART, EXACT, Stacked, assert_same, both, difference, quiet, watching
+
+RAGGED: dict[str, Any] = {"local_steps": 0, "local_epochs": 2, "momentum": 0.9, "weight_decay": 0.1}
+
+
+class Net(nn.Module):
+    """A convolution, something in the middle, a linear layer."""
+
+    norm: Callable[[Tensor], Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(64, CLASSES)
+        self.make()
+
+    def make(self) -> None:
+        self.norm = nn.BatchNorm2d(4)
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.middle(self.first(inputs))
+        result: Tensor = self.last(hidden.flatten(1))
+        return result
+
+
+class AssignedBuffers(Net):
+    """Buffers are not changed in place, but replaced."""
+
+    seen: Tensor
+    level: Tensor
+
+    def make(self) -> None:
+        super().make()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("level", torch.zeros(4))
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        self.seen = self.seen + 1
+        self.level = 0.9 * self.level + 0.1 * hidden.detach().mean((0, 2, 3))
+        return self.norm(hidden) - self.level[:, None, None]
+
+
+class TiedWeights(Net):
+    def make(self) -> None:
+        super().make()
+        self.encode, self.decode = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        self.decode.weight = self.encode.weight
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        values: Tensor = self.decode(torch.tanh(self.encode(self.norm(hidden).flatten(1))))
+        return values
+
+
+class HiddenBuffer(Net):
+    """A constant that is not in the state dict."""
+
+    scale: Tensor
+
+    def make(self) -> None:
+        super().make()
+        self.register_buffer("scale", torch.tensor([0.5, 1.0, 1.5, 2.0]), persistent=False)
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        return torch.relu(self.norm(hidden)) * self.scale[:, None, None]
+
+
+class UsedTwice(Net):
+    def middle(self, hidden: Tensor) -> Tensor:
+        return self.norm(torch.relu(self.norm(hidden)))
+
+
+class NotUsed(Net):
+    """A parameter that the loss does not depend on has no gradient, and does not decay."""
+
+    def make(self) -> None:
+        super().make()
+        self.idle = nn.Linear(3, 3)
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        return torch.relu(self.norm(hidden))
+
+
+class NotLearned(Net):
+    """Some parameters are not to learn."""
+
+    def make(self) -> None:
+        self.norm = norm = nn.BatchNorm2d(4)
+        self.first.weight.requires_grad_(False)
+        norm.bias.requires_grad_(False)
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        return torch.relu(self.norm(hidden))
+
+
+class FlatNorm(Net):
+    def make(self) -> None:
+        self.norm = nn.BatchNorm1d(64)
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        return torch.relu(self.norm(hidden.flatten(1)))
+
+
+class WithoutNorm(Net):
+    def make(self) -> None:
+        pass
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        return torch.relu(hidden)
+
+
+class UntrackedNorm(Net):
+    def make(self) -> None:
+        self.norm = nn.BatchNorm2d(4, affine=False, track_running_stats=False)
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        return torch.relu(self.norm(hidden))
+
+
+class PlainAttribute(Net):
+    """What a model notes down for itself does not matter."""
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return torch.relu(self.norm(hidden))
+
+
+class Dropouts(Net):
+    def make(self) -> None:
+        super().make()
+        self.maps, self.values = nn.Dropout2d(0.3), nn.Dropout(0.5)
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        values: Tensor = self.values(torch.relu(self.maps(self.norm(hidden))))
+        return values
+
+
+class DropoutInPlace(Net):
+    """What is masked in place is used once more."""
+
+    def make(self) -> None:
+        super().make()
+        self.mask = nn.Dropout(0.5, inplace=True)
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        values = 2 * self.norm(hidden)
+        masked: Tensor = self.mask(values)
+        return masked + values
+
+
+class DropoutTwice(Net):
+    """One layer used twice, one that drops nothing, and one that drops everything."""
+
+    def make(self) -> None:
+        super().make()
+        self.mask, self.nothing, self.everything = nn.Dropout(0.4), nn.Dropout(0.0), nn.Dropout(1.0)
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        values = self.nothing(self.mask(self.norm(hidden)))
+        masked: Tensor = self.mask(values + self.everything(values))
+        return masked
+
+
+STACKED: list[type[Net]] = [
+    AssignedBuffers,
+    TiedWeights,
+    HiddenBuffer,
+    UsedTwice,
+    NotUsed,
+    NotLearned,
+    FlatNorm,
+    WithoutNorm,
+    UntrackedNorm,
+    PlainAttribute,
+    Dropouts,
+    DropoutInPlace,
+    DropoutTwice,
+]
+
+
+def maker(kind: type[nn.Module]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return Double(kind())
+
+    return make
+
+
+@pytest.mark.parametrize("kind", STACKED)
+def test_model(kind: type[Net]) -> None:
+    assert_same(lambda: quiet(FedAvg), maker(kind), momentum=0.9)
+
+
+@pytest.mark.parametrize("kind", STACKED)
+def test_model_with_unequal_steps(kind: type[Net]) -> None:
+    assert_same(lambda: quiet(Scaffold), maker(kind), rounds=2, **RAGGED)
+
+
+@pytest.mark.parametrize("kind", [Dropouts, DropoutTwice])
+def test_masks_are_those_that_a_client_draws_alone(kind: type[Net]) -> None:
+    """Another mask would be seen; the process's own random stream is not."""
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    alone, _ = assert_same(lambda: quiet(FedAvg), maker(kind), within=1e-14, **RAGGED)
+    assert torch.equal(torch.get_rng_state(), before)
+    other, _ = both(lambda: quiet(FedAvg), maker(kind), seed=6, **RAGGED)
+    assert difference(alone, other) > 1e-3
+
+
+@pytest.mark.parametrize("kind", [Dropouts, UsedTwice, FlatNorm, TiedWeights, NotLearned, HiddenBuffer])
+def test_model_in_a_layer_wise_step(kind: type[Net]) -> None:
+    assert_same(lambda: quiet(FedTAN), maker(kind), momentum=0.9, batch_size=5)
+
+
+class AlphaDropout(Net):
+    def make(self) -> None:
+        super().make()
+        self.mask = nn.AlphaDropout(0.3)
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        values: Tensor = self.mask(self.norm(hidden))
+        return values
+
+
+class FunctionalDropout(Net):
+    def middle(self, hidden: Tensor) -> Tensor:
+        return F.dropout(self.norm(hidden), 0.3, self.training)
+
+
+class Noise(Net):
+    def middle(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden) + 0.1 * torch.randn(4, 1, 1)
+
+
+class CumulativeAverage(Net):
+    def make(self) -> None:
+        self.norm = nn.BatchNorm2d(4, momentum=None)
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        return torch.relu(self.norm(hidden))
+
+
+class Branch(Net):
+    """What it computes depends on the data."""
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden) if hidden.sum() > 0 else -self.norm(hidden)
+
+
+class Item(Net):
+    def middle(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden) * (1 + abs(hidden.mean().item()))
+
+
+class SpectralNorm(Net):
+    """A parametrization, with vectors that move in every forward pass."""
+
+    def make(self) -> None:
+        super().make()
+        nn.utils.parametrizations.spectral_norm(self.last)
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        return torch.relu(self.norm(hidden))
+
+
+REFUSED: dict[type[Net], str] = {
+    AlphaDropout: "random",
+    FunctionalDropout: "random",
+    Noise: "random",
+    CumulativeAverage: "item",
+    Branch: "data-dependent",
+    Item: "item",
+    SpectralNorm: "not implemented for aten::div.out",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_stacked_is_left_alone(kind: type[Net]) -> None:
+    alone, together = both(lambda: quiet(FedAvg), maker(kind), local_steps=0, local_epochs=1)
+    assert difference(alone, together) == 0
+    assert not together.watch.stacks
+    [reason] = together.watch.reasons
+    assert REFUSED[kind] in reason
+    assert "\n" not in reason
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_stacked_takes_a_layer_wise_step_by_messages(kind: type[Net]) -> None:
+    """It is tried, and said, once."""
+    alone, together = both(lambda: quiet(FedTAN), maker(kind))
+    assert difference(alone, together) == 0
+    assert not together.watch.stacks
+    [said] = [text for text in together.watch.messages if "common step failed" in text]
+    assert said.startswith("Round 1: ")
+    assert REFUSED[kind] in said
+
+
+def test_a_model_in_evaluation_mode_is_set_to_train() -> None:
+    """Nine samples are one batch of a layer-wise step, whatever mode the model was in."""
+
+    def make() -> nn.Module:
+        return make_model().eval()
+
+    assert_same(lambda: quiet(FedTAN), make, clients=12, nodes={"sizes": (9, 20, 16, 8)}, batch_size=8)
+    assert_same(lambda: quiet(FedAvg), make, nodes={"sizes": (5, 7, 9, 12)}, local_steps=0, local_epochs=2)
+
+
+def test_the_clients_own_model_is_not_changed() -> None:
+    model = make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    nodes = Federation(model, grid=Stacked)
+    nodes.run(quiet(FedAvg), **RAGGED)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all("forward" not in layer.__dict__ and "train" not in layer.__dict__ for layer in model.modules())
+
+
+def unstackable_clients(app: ClientApp) -> list[str]:
+    nodes = Federation(make_model())
+    nodes.grid = Stacked(app, 4)
+    with watching() as watch:
+        nodes.run(quiet(FedAvg))
+    assert not watch.stacks
+    return watch.reasons
+
+
+def client(context: Context, model: nn.Module) -> BNClient:
+    index = int(context.node_config["partition-id"])
+    return BNClient(model, make_split(), indices=parts()[index], partition_id=index, memory=context.state, device="cpu")
+
+
+def test_clients_with_models_of_their_own_are_left_alone() -> None:
+    models = [make_model() for _ in range(4)]
+    app = client_app(lambda context: client(context, models[int(context.node_config["partition-id"])]))
+    assert unstackable_clients(app) == ["each has a model of its own"]
+
+
+def test_another_client_app_is_left_alone() -> None:
+    own, app, model = ClientApp(), client_app(lambda context: client(context, model)), make_model()
+
+    @own.train()
+    def train(message: Message, context: Context) -> Message:
+        return app(message, context)
+
+    assert unstackable_clients(own) == ["the ClientApp was not made by `client_app`"]
+
+
+def test_two_models_in_one_process_are_two_stacks() -> None:
+    """Nodes that share a model are stacked, whoever else there is."""
+    models = [make_model(), make_model()]
+    nodes, alone = Federation(make_model()), Federation(make_model())
+    nodes.grid = Stacked(client_app(lambda c: client(c, models[int(c.node_config["partition-id"]) % 2])), 4)
+    with watching() as watch:
+        found = nodes.run(quiet(FedAvg))
+    assert watch.stacks == [2, 2] * 3
+    assert not [text for text in watch.messages if text.startswith(APART)]
+    wanted = alone.run(quiet(FedAvg))
+    assert all(torch.allclose(found[name], wanted[name], rtol=0, atol=EXACT) for name in wanted)

@@ -1,0 +1,89 @@
+"""Stage by stage, clients train as they do message by message."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from flwr.app import Message, RecordDict
+
+from fedbn_flwr import wire
+from fedbn_flwr.client import BNClient, Reply
+from fedbn_flwr.simulation.prepared import StagedGrid
+from fedbn_flwr.state import State
+from fedbn_flwr.strategies import REGISTRY, FedAvg
+from fedbn_flwr.wire import Instruction
+from tests.helpers.harness import INSTRUCTION, Federation, make_model
+from tests.helpers.toys import assert_same_state
+from tests.simulation.test_aliasing import OPTIONS, careless, make_strategy
+from tests.strategies.test_contract import TABLE, failing_client
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_results_have_the_same_bits(name: str) -> None:
+    options, norm, _ = TABLE[name]
+    sides = [Federation(make_model(norm)), Federation(make_model(norm), grid=StagedGrid)]
+    finals = [nodes.run(REGISTRY[name](fraction_evaluate=0.0, **options), momentum=0.9) for nodes in sides]
+    assert_same_state(finals[1], finals[0])
+    for node in sides[0].grid.get_node_ids():
+        alone, staged = (nodes.grid.context(node).state for nodes in sides)
+        assert staged == alone
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "fedtan"])
+def test_a_client_that_overwrites_what_it_got_changes_nothing(name: str) -> None:
+    wanted = Federation(make_model()).run(make_strategy(name), momentum=0.9)
+    got = Federation(make_model(), wrap=careless, grid=StagedGrid).run(make_strategy(name), momentum=0.9)
+    assert_same_state(got, wanted)
+
+
+def test_a_client_that_fails_is_named_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    wanted = Federation(make_model(), wrap=failing_client).run(FedAvg(fraction_evaluate=0.0), 2)
+    caplog.clear()
+    got = Federation(make_model(), wrap=failing_client, grid=StagedGrid).run(FedAvg(fraction_evaluate=0.0), 2)
+    assert_same_state(got, wanted)
+    assert sum("Node 1002 is left out" in text and "out of luck" in text for text in caplog.messages) == 2
+
+
+class Unspeakable(BNClient):
+    """Stores something, and says what no message can hold."""
+
+    def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+        reply = super().train(received, instruction)
+        self.memory.store("stored", {"value": torch.ones(1)})
+        reply.metrics["unspeakable"] = object()  # type: ignore[assignment]
+        return reply
+
+
+def test_a_reply_that_cannot_be_packed_is_an_error_of_its_node(caplog: pytest.LogCaptureFixture) -> None:
+    def wrap(client: BNClient, index: int) -> BNClient:
+        client.__class__ = Unspeakable if index == 1 else BNClient
+        return client
+
+    nodes = Federation(make_model(), wrap=wrap, grid=StagedGrid)
+    nodes.run(FedAvg(fraction_evaluate=0.0), 1)
+    assert any("Node 1001 is left out" in text for text in caplog.messages)
+    assert not nodes.grid.context(1001).state
+
+
+class Remembering(BNClient):
+    """Counts how often it trained."""
+
+    def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+        count = self.memory.recall("count").get("count", torch.zeros(1)) + 1
+        self.memory.store("count", {"count": count})
+        reply = super().train(received, instruction)
+        reply.metrics["count"] = float(count)
+        return reply
+
+
+def test_a_nodes_second_message_finds_what_the_first_left() -> None:
+    def wrap(client: BNClient, _: int) -> BNClient:
+        client.__class__ = Remembering
+        return client
+
+    nodes = Federation(make_model(), wrap=wrap, grid=StagedGrid)
+    content = RecordDict({wire.ARRAYS: nodes.initial, wire.CONFIG: INSTRUCTION.to_config()})
+    messages = [Message(content, node, "train") for node in (1000, 1001, 1000)]
+    replies = {reply.metadata.reply_to_message_id: reply for reply in nodes.grid.send_and_receive(messages)}
+    said = [replies[message.metadata.message_id].content.metric_records[wire.METRICS] for message in messages]
+    assert [metrics["count"] for metrics in said] == [1, 1, 2]

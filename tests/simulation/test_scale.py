@@ -1,0 +1,333 @@
+"""Thousands of clients: what is in memory does not grow with them, and what they remember is the same on disk."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.experiments import UsageError, serve, settle
+from fedbn_flwr.experiments.client_side import bound_client_fn
+from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.randomness import numpy_generator
+from fedbn_flwr.server.sampling import ASKED_AT_ONCE, Roster
+from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, Contexts
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.strategies import REGISTRY, FedAvg
+from tests.helpers.checkout import ROOT
+from tests.helpers.harness import Federation, make_model
+from tests.helpers.runs import run
+from tests.helpers.toys import toy_cnn, toy_split
+
+
+def remembering() -> ClientApp:
+    """Stores the word that it is told, and says what it knew; `forget` empties its state, `fail` raises."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        known = str(context.state.config_records["known"]["word"]) if "known" in context.state else ""
+        word = str(message.content.config_records["config"]["word"])
+        context.state["known"] = ConfigRecord({"word": word})
+        if word == "forget":
+            context.state.clear()
+        if word == "fail":
+            raise LookupError("I was told to")
+        return Message(RecordDict({"answer": ConfigRecord({"known": known})}), reply_to=message)
+
+    return app
+
+
+def tell(grid: InProcessGrid, partition: int, word: str) -> str:
+    content = RecordDict({"config": ConfigRecord({"word": word})})
+    (reply,) = grid.send_and_receive([Message(content, FIRST_NODE_ID + partition, "train")])
+    return str(reply.error.reason) if reply.has_error() else str(reply.content.config_records["answer"]["known"])
+
+
+def stored(grid: InProcessGrid) -> int:
+    assert isinstance(grid._contexts, Contexts)
+    return grid._contexts.stored
+
+
+@pytest.fixture(params=["memory", "folder"])
+def grid(request: pytest.FixtureRequest, tmp_path: Path) -> InProcessGrid:
+    """So many nodes that none of them may cost anything."""
+    return InProcessGrid(remembering(), 10**9, state_dir=tmp_path if request.param == "folder" else None)
+
+
+def test_only_what_nodes_store_is_kept(grid: InProcessGrid) -> None:
+    assert stored(grid) == 0
+    assert tell(grid, 7, "seven") == ""
+    assert tell(grid, 10**9 - 1, "last") == ""
+    assert tell(grid, 7, "again") == "seven"
+    assert stored(grid) == 2
+    assert grid.context(FIRST_NODE_ID + 7).state.config_records["known"]["word"] == "again"
+    assert grid.context(FIRST_NODE_ID + 8).node_config == {"partition-id": 8, "num-partitions": 10**9}
+    assert stored(grid) == 2
+
+
+def test_an_emptied_state_is_not_kept(grid: InProcessGrid) -> None:
+    tell(grid, 7, "seven")
+    assert tell(grid, 7, "forget") == "seven"
+    assert stored(grid) == 0
+    assert tell(grid, 7, "seven") == ""
+    assert tell(grid, 8, "forget") == ""
+
+
+def test_what_was_stored_before_an_exception_is_lost(grid: InProcessGrid) -> None:
+    tell(grid, 7, "seven")
+    assert tell(grid, 7, "fail") == "LookupError: I was told to"
+    assert tell(grid, 8, "fail") == "LookupError: I was told to"
+    assert tell(grid, 7, "seven") == "seven"
+    assert stored(grid) == 1
+
+
+def test_a_node_that_does_not_exist(grid: InProcessGrid) -> None:
+    assert tell(grid, 10**9, "more") == f"KeyError: 'there is no node {FIRST_NODE_ID + 10**9}'"
+    with pytest.raises(KeyError):
+        grid.context(FIRST_NODE_ID - 1)
+
+
+@pytest.mark.parametrize("partitions", [range(2, 8, 3), [2, 5], (5, 2)])
+def test_a_grid_may_hold_some_of_the_nodes(partitions: Any) -> None:
+    grid = InProcessGrid(remembering(), 8, partitions=partitions)
+    assert list(grid.get_node_ids()) == [FIRST_NODE_ID + partition for partition in partitions]
+    assert grid.context(FIRST_NODE_ID + 5).node_config == {"partition-id": 5, "num-partitions": 8}
+    assert tell(grid, 5, "five") == ""
+    assert tell(grid, 3, "three").startswith("KeyError")
+
+
+# ---- on disk ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_record_comes_back_from_disk_as_it_was(tmp_path: Path) -> None:
+    contexts = Contexts(1, range(3), 3, {}, tmp_path)
+    context = contexts[FIRST_NODE_ID]
+    arrays = {"weight": torch.randn(3, 2, dtype=torch.float64), "count": torch.tensor(3), "empty": torch.empty(0, 4)}
+    context.state["arrays"] = ArrayRecord(arrays)
+    context.state["numbers"] = MetricRecord({"loss": 0.1, "several": [1, 2]})
+    context.state["words"] = ConfigRecord({"yes": True, "bytes": b"\0", "text": "ä"})
+    contexts[FIRST_NODE_ID] = context
+    found = contexts[FIRST_NODE_ID].state
+    assert found == context.state
+    assert found is not context.state
+    for name, tensor in arrays.items():
+        value = torch.from_numpy(found.array_records["arrays"][name].numpy())
+        assert (value.dtype, value.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(value, tensor)
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = InProcessGrid(remembering(), 3, state_dir=tmp_path)
+    tell(grid, 1, "first")
+
+    def full(path: Path, content: bytes) -> int:
+        path.open("wb").write(content[:3])
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="no space left"):
+        tell(grid, 1, "second")
+    monkeypatch.undo()
+    assert tell(grid, 1, "third") == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["1.records"]
+
+
+def test_a_new_run_begins_with_nothing_and_leaves_what_is_not_its_own(tmp_path: Path) -> None:
+    first = InProcessGrid(remembering(), 4, state_dir=tmp_path)
+    for partition in range(4):
+        tell(first, partition, "old")
+    (tmp_path / "1.records.partial").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("mine")
+    # another process may hold the other partitions of the same run
+    second = InProcessGrid(remembering(), 4, partitions=[0, 1], state_dir=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2.records", "3.records", "notes.txt"]
+    assert tell(second, 0, "new") == ""
+    assert tell(first, 3, "new") == "old"
+
+
+REMEMBER: dict[str, dict[str, Any]] = {"fedbn": {}, "scaffold": {}, "fedtan": {}, "fedavg": {"momentum_state": "local"}}
+
+
+@pytest.mark.parametrize("name", REMEMBER)
+def test_nodes_that_remember_on_disk_give_the_bits_of_those_in_memory(name: str, tmp_path: Path) -> None:
+    class OnDisk(InProcessGrid):
+        def __init__(self, app: ClientApp, num_nodes: int) -> None:
+            super().__init__(app, num_nodes, state_dir=tmp_path)
+
+    ends = []
+    for kind in (InProcessGrid, OnDisk):
+        nodes = Federation(make_model(), grid=kind)
+        after = nodes.run(REGISTRY[name](**REMEMBER[name]), momentum=0.9)
+        ends.append((after, [dict(nodes.grid.context(node).state) for node in nodes.grid.get_node_ids()]))
+    (one, kept), (other, on_disk) = ends
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert kept == on_disk
+    assert len(list(tmp_path.iterdir())) == (0 if name == "fedtan" else 4)
+
+
+@pytest.mark.parametrize("method", ["fedbn", "scaffold"])
+def test_the_option_state_dir(method: str, tmp_path: Path) -> None:
+    for folder, options in (("memory", {}), ("disk", {"state_dir": str(tmp_path / "states")})):
+        assert run("run", method=method, results_dir=str(tmp_path / folder), **options) == 0
+    one, other = (tmp_path / folder / "model.safetensors" for folder in ("memory", "disk"))
+    assert one.read_bytes() == other.read_bytes()
+    assert sorted(path.name for path in (tmp_path / "states" / "disk").iterdir()) == ["0.records", "1.records"]
+
+
+def test_a_state_dir_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("run", results_dir=str(tmp_path), state_dir=f"{__file__}/states") == 2
+    assert "state-dir" in capsys.readouterr().err
+
+
+def test_a_state_dir_is_refused_where_flower_keeps_the_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", engine="ray", results_dir=str(tmp_path), state_dir=str(tmp_path / "states")) == 2
+    assert "only works with the engines 'inprocess' and 'cohort'" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="only works with the engines 'inprocess' and 'cohort'"):
+        serve(InProcessGrid(remembering(), 2), {"state-dir": str(tmp_path / "states")})
+    assert not (tmp_path / "states").exists()
+
+
+# ---- who takes part --------------------------------------------------------------------------------------------------
+
+
+def test_thousands_are_asked_some_at_a_time_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Watched(InProcessGrid):
+        def push_messages(self, messages: Any) -> Any:
+            ids = super().push_messages(messages)
+            asked.append(len(self._replies))
+            return ids
+
+    model, split = toy_cnn(), toy_split()
+
+    def client(context: Context) -> BNClient:
+        return BNClient(model, split, partition_id=int(context.node_config["partition-id"]))
+
+    nodes, roster = ASKED_AT_ONCE + 20, Roster(5)
+    grid = Watched(client_app(client), nodes)
+    found = roster.describe(grid, list(grid.get_node_ids()))
+    assert asked == [ASKED_AT_ONCE, 20]
+    assert [item.partition for item in found.values()] == list(range(nodes))
+    assert stored(grid) == 0
+    # what all say alike is in memory once
+    assert len({id(item.parameters) for item in found.values()}) == 1
+    assert roster.describe(grid, list(grid.get_node_ids())) == found
+    assert len(asked) == 2
+
+
+def test_nodes_that_do_not_answer_are_named_by_number(caplog: pytest.LogCaptureFixture) -> None:
+    """Their place in the order of the draw is then that of their id, which Flower chooses at random."""
+
+    class Silent(InProcessGrid):
+        def pull_messages(self, message_ids: Any) -> list[Message]:
+            return [reply for reply in super().pull_messages(message_ids) if reply.metadata.src_node_id != 1002]
+
+    model, split = toy_cnn(), toy_split()
+    grid = Silent(client_app(lambda context: BNClient(model, split)), 4)
+    logger = logging.getLogger("flwr")
+    logger.addHandler(caplog.handler)  # it does not pass on to the root logger
+    found = Roster(0.05).describe(grid, list(grid.get_node_ids()))
+    logger.removeHandler(caplog.handler)
+    assert "1 nodes did not say who they are in 0.05 s" in caplog.text
+    assert found[1002].partition == 1002
+
+
+def test_options_are_read_once_for_all_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def counted(options: Mapping[str, Any]) -> Experiment:
+        calls.append(options)
+        return settle(options)
+
+    monkeypatch.setattr("fedbn_flwr.experiments.client_side.settle", counted)
+    options = settle({"dataset": "synthetic:n=90:test=10", "clients": 9, "partition": "iid", "seed": 123}).to_mapping()
+    make = bound_client_fn(options)
+    contexts = Contexts(1, range(9), 9, {})
+    assert [len(make(contexts[number]).indices) for number in contexts] == [10] * 9
+    assert len(calls) == 1
+
+
+def test_the_draw_is_a_function_of_seed_and_partitions() -> None:
+    """Five of forty nodes a round: the places, in the order of the partitions, that a generator of the round draws."""
+    sizes = (3,) * 40
+    for grid in (InProcessGrid, Shifted):
+        strategy, nodes = FedAvg(seed=11, fraction_train=0.125), Federation(make_model(), sizes, grid=grid)
+        for server_round in (1, 2, 3):
+            drawn = strategy.draw_nodes(nodes.grid, server_round, 0.125, 1)
+            wanted = numpy_generator(11, "sampling", server_round).choice(40, size=5, replace=False)
+            assert [nodes.grid.context(item).node_config["partition-id"] for item in drawn] == sorted(wanted)
+
+
+class Shifted(InProcessGrid):
+    """Another grid's ids, in the opposite order."""
+
+    def __init__(self, app: ClientApp, num_nodes: int) -> None:
+        super().__init__(app, num_nodes)
+        contexts = [self._contexts[number] for number in self._contexts]
+        self._contexts = {90_000 - index: context for index, context in enumerate(contexts)}
+
+
+# ---- a whole run, in a process of its own ----------------------------------------------------------------------------
+
+PROGRAM = """
+import json, resource, sys, time
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.experiments import main
+started, train, trained = time.process_time(), BNClient.train, []
+def noted(*arguments):
+    trained.append(time.process_time())
+    return train(*arguments)
+BNClient.train = noted
+assert main(sys.argv[1:]) == 0
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(json.dumps({"peak": peak, "start": trained[0] - started, "trained": len(trained)}))
+"""
+
+
+def measured(tmp_path: Path, *options: str) -> dict[str, float]:
+    """Of a run in a process of its own: peak memory in MiB, and the processor's seconds until the first client trains.
+
+    Not the clock's, which also tell how busy the machine is.
+    """
+    shared = ["--partition", "iid", "--local-steps", "1", "--batch-size", "20", "--evaluate-every", "100"]
+    words = [sys.executable, "-c", PROGRAM, "run", *shared, *options, "--results-dir", str(tmp_path / "results")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_ten_thousand_clients_take_little_more_memory_than_a_hundred(tmp_path: Path) -> None:
+    many = ["--dataset", "synthetic:n=200000", "--clients", "10000", "--fraction-train", "0.01", "--rounds", "10"]
+    few = ["--dataset", "synthetic:n=200000", "--clients", "100", "--rounds", "10"]
+    fewest = ["--dataset", "synthetic:n=2000", "--clients", "100", "--rounds", "10"]
+    large, same_data, small = (measured(tmp_path, *options) for options in (many, few, fewest))
+    assert large["trained"] == same_data["trained"] == small["trained"] == 1000
+    assert large["peak"] < 1.5 * small["peak"]
+    assert large["peak"] < 1.2 * same_data["peak"]
+    assert large["start"] < 8
+
+
+@pytest.mark.slow
+def test_what_clients_remember_on_disk_is_not_in_memory(tmp_path: Path) -> None:
+    """SCAFFOLD's control variates, 60 kB a client."""
+    shared = ["--method", "scaffold", "--dataset", "synthetic:n=8000", "--clients", "4000", "--rounds", "15"]
+    shared += ["--fraction-train", "0.025"]
+    in_memory = measured(tmp_path, *shared)
+    on_disk = measured(tmp_path, *shared, "--state-dir", str(tmp_path / "states"))
+    files = list((tmp_path / "states" / "results").glob("*.records"))
+    assert len(files) > 1000
+    assert in_memory["peak"] - on_disk["peak"] > 0.6 * sum(file.stat().st_size for file in files) / 2**20

@@ -1,0 +1,142 @@
+"""State between PyTorch and Flower: names, dtypes and shapes survive, and nothing that does not fit gets in."""
+
+import re
+
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+from torchvision.models import mobilenet_v2
+
+from fedbn_flwr import state
+from fedbn_flwr.wire import GROUPS
+from tests.helpers.toys import assert_same_state, random_state, toy_cnn
+
+
+def test_a_state_survives_the_journey_bit_for_bit() -> None:
+    sent = random_state(toy_cnn())
+    received = state.from_record(state.to_record(sent))
+    assert_same_state(received, sent)
+    counter = received["1.num_batches_tracked"]
+    assert counter.shape == ()
+    assert counter.dtype == torch.int64
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.uint8, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_any_dtype_and_shape_survives(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    sent = {"entry": torch.ones(shape, dtype=dtype)}
+    assert_same_state(state.from_record(state.to_record(sent)), sent)
+
+
+def test_a_strided_tensor_keeps_its_numbers() -> None:
+    sent = {"entry": torch.arange(6.0).reshape(2, 3).T}
+    assert_same_state(state.from_record(state.to_record(sent)), {"entry": sent["entry"].contiguous()})
+
+
+def test_a_parameter_can_be_sent_as_it_is() -> None:
+    model = toy_cnn()
+    received = state.from_record(state.to_record(dict(model.named_parameters())))
+    assert not any(value.requires_grad for value in received.values())
+
+
+def test_received_tensors_own_their_memory() -> None:
+    record = state.to_record({"entry": torch.zeros(3)})
+    state.from_record(record)["entry"].add_(1)
+    assert record["entry"].numpy().tolist() == [0, 0, 0]
+
+
+def test_load_overwrites_the_whole_state_and_shares_nothing() -> None:
+    model, wanted = toy_cnn(), random_state(toy_cnn())
+    given = {name: value.clone() for name, value in reversed(wanted.items())}
+    state.load(model, given)
+    for value in given.values():
+        value.zero_()
+    assert_same_state(model.state_dict(), wanted)
+
+
+def test_load_keeps_the_models_dtypes() -> None:
+    model = toy_cnn()
+    averaged = {name: value.double() for name, value in random_state(model).items()}
+    state.load(model, averaged)  # what Flower's own averaging makes of a counter
+    assert model.state_dict()["1.num_batches_tracked"].dtype == torch.int64
+    assert int(model.state_dict()["1.num_batches_tracked"]) == int(averaged["1.num_batches_tracked"])
+    assert model.state_dict()["0.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"1.running_var": None, "1.running_mean": None}, "2 entries .* not received, the first is '1.running_mean'"),
+        ({"extra": torch.zeros(1)}, "1 received arrays .* the first is 'extra'"),
+        ({"5.bias": torch.zeros(7)}, r"'5.bias' has shape \(7,\), the model needs \(4,\)"),
+        ({"1.num_batches_tracked": torch.zeros(1)}, r"'1.num_batches_tracked' has shape \(1,\), the model needs \(\)"),
+    ],
+)
+def test_load_names_what_does_not_fit_and_leaves_the_model_alone(
+    change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    model = toy_cnn()
+    before = state.snapshot(model)
+    given = {name: value for name, value in (random_state(model) | change).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        state.load(model, given)
+    assert_same_state(model.state_dict(), before)
+
+
+def test_a_snapshot_is_a_copy_of_all_or_of_some_entries() -> None:
+    model = toy_cnn()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    whole, part = state.snapshot(model), state.snapshot(model, ["5.bias"])
+    for value in model.state_dict().values():
+        value.zero_()
+    assert_same_state(whole, before)
+    assert_same_state(part, {"5.bias": before["5.bias"]})
+
+
+@pytest.mark.parametrize("groups", [("none",), ("none", "none"), ("statistics", "affine"), ("bn", "none"), ("all",)])
+def test_a_snapshot_without_groups_is_a_copy_of_the_others(groups: tuple[str, ...]) -> None:
+    model = toy_cnn()
+    left_out = {name for group in groups for name in state.group_keys(model, group)}
+    before = {name: value.clone() for name, value in model.state_dict().items() if name not in left_out}
+    for _ in range(2):
+        found = state.snapshot_without(model, groups)
+        assert list(found) == list(before)
+        assert_same_state(found, before)
+    for value in model.state_dict().values():
+        value.zero_()
+    assert_same_state(found, before)
+    with pytest.raises(ValueError, match="unknown group"):
+        state.snapshot_without(model, ("none", "bm"))
+
+
+def test_groups_go_by_type_not_by_name() -> None:
+    model = mobilenet_v2(num_classes=10)
+    layers = {name for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)}
+    assert len(layers) == 52
+    assert not any("bn" in name for name in layers)
+
+    def entries(*kinds: str) -> set[str]:
+        return {f"{layer}.{kind}" for layer in layers for kind in kinds}
+
+    statistics = entries("running_mean", "running_var", "num_batches_tracked")
+    affine = entries("weight", "bias")
+    expected = {"none": set(), "statistics": statistics, "affine": affine, "bn": statistics | affine, "mix": set()}
+    expected["all"] = set(model.state_dict())
+    assert {group: state.group_keys(model, group) for group in GROUPS} == expected
+
+
+def test_groups_of_partial_bn_hold_only_what_there_is() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.BatchNorm1d(2, track_running_stats=False))
+    assert state.group_keys(model, "affine") == {"1.weight", "1.bias"}
+    assert state.group_keys(model, "statistics") == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
+
+
+def test_an_unknown_group_is_named() -> None:
+    with pytest.raises(ValueError, match=re.escape(f"'batchnorm'; known: {', '.join(GROUPS)}")):
+        state.group_keys(toy_cnn(), "batchnorm")
+
+
+def test_an_empty_state_is_an_empty_record() -> None:
+    assert state.to_record({}) == ArrayRecord()
+    assert state.from_record(ArrayRecord()) == {}

@@ -1,0 +1,149 @@
+"""Arrays that are serialized late are Flower's own to everybody who looks."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from numpy.typing import NDArray
+
+from fedbn_flwr.state import records as arrays
+from fedbn_flwr.state.records import data_bytes, distinct, make_record, peek
+from tests.helpers.toys import hold
+
+VALUES: list[NDArray[np.generic]] = [
+    np.arange(6, dtype=np.float32).reshape(2, 3),
+    np.arange(6, dtype=np.float64).reshape(2, 3).T,
+    np.arange(24, dtype=np.float16).reshape(2, 3, 4).transpose(2, 0, 1),
+    np.arange(10.0)[::2],
+    np.asarray(7, dtype=np.int64),
+    np.asarray(0.5, dtype=np.float32),
+    np.array([True, False]),
+    np.zeros((0, 3), dtype=np.float32),
+    np.arange(3, dtype=">i2"),
+]
+
+ROW = np.arange(3.0)
+
+
+@pytest.fixture
+def serialized(monkeypatch: pytest.MonkeyPatch) -> list[NDArray[np.generic]]:
+    """What has been serialized since the test began."""
+    done: list[NDArray[np.generic]] = []
+    real = arrays._serialize
+
+    def noting(value: NDArray[np.generic]) -> bytes:
+        done.append(value)
+        return real(value)
+
+    monkeypatch.setattr(arrays, "_serialize", noting)
+    return done
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{value.dtype}{value.shape}")
+def test_it_is_what_flowers_own_array_would_be(value: NDArray[np.generic]) -> None:
+    held, plain = hold(value), Array(np.asarray(value))
+    assert isinstance(held, Array)
+    assert (held.dtype, held.shape, held.stype, data_bytes(held)) == (
+        plain.dtype,
+        plain.shape,
+        plain.stype,
+        len(plain.data),
+    )
+    got, wanted = held.numpy(), plain.numpy()
+    assert got.dtype == wanted.dtype
+    assert got.flags.f_contiguous == wanted.flags.f_contiguous
+    np.testing.assert_array_equal(got, wanted, strict=True)
+    assert held.data == plain.data
+    assert held.deflate() == plain.deflate()
+    assert held.object_id == plain.object_id
+    assert list(held.children) == list(plain.children)
+    assert held == plain
+    assert plain == held
+    assert ArrayRecord({"a": held}) == make_record({"a": held}) == ArrayRecord({"a": plain})
+
+
+def test_unequal_arrays_are_unequal() -> None:
+    held = hold(np.zeros(2))
+    assert held != hold(np.ones(2))
+    assert held != Array(np.zeros(2, np.float32))
+    assert held != "held"
+
+
+def test_nothing_is_serialized_until_somebody_asks_for_bytes(serialized: list[NDArray[np.generic]]) -> None:
+    held = hold(np.arange(3.0))
+    record = make_record({"a": held})
+    data_bytes(held), peek(held), record["a"].numpy()
+    assert serialized == []
+    assert held.data is held.data
+    assert len(serialized) == 1
+
+
+@pytest.mark.parametrize("again", [lambda held: pickle.loads(pickle.dumps(held)), copy.deepcopy, copy.copy])
+def test_a_copy_for_another_process_is_a_plain_array(again: object) -> None:
+    held = hold(np.arange(3.0))
+    assert callable(again)
+    received = again(held)
+    assert type(received) is Array
+    assert received == held
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{value.dtype}{value.shape}")
+def test_on_a_wire_it_is_a_plain_array(value: NDArray[np.generic]) -> None:
+    sent = RecordDict({"arrays": make_record({"a": hold(value)})})
+    wanted = RecordDict({"arrays": ArrayRecord({"a": Array(np.asarray(value))})})
+    parts = get_all_nested_objects(sent)
+    assert {key: part.deflate() for key, part in parts.items()} == {
+        key: part.deflate() for key, part in get_all_nested_objects(wanted).items()
+    }
+    (held,) = (part for part in parts.values() if isinstance(part, Array))
+    received = Array.inflate(held.deflate(), dict(held.children or {}))
+    np.testing.assert_array_equal(received.numpy(), value, strict=True)
+
+
+def test_it_shares_memory_with_nobody() -> None:
+    given = np.zeros(3)
+    held = hold(given)
+    given[:] = 1
+    held.numpy()[:] = 2
+    assert held.numpy().tolist() == [0, 0, 0]
+
+
+def test_bytes_once_made_stay_true() -> None:
+    held = hold(np.zeros(3))
+    before = held.data
+    held.numpy()[:] = 2
+    assert held.data == before
+    assert Array(held.dtype, held.shape, held.stype, held.data).numpy().tolist() == [0, 0, 0]
+
+
+def test_a_change_is_what_it_would_be_in_a_plain_array() -> None:
+    held, plain = hold(np.zeros(3)), Array(np.zeros(3))
+    ids = {held.object_id}
+    held.data = plain.data = Array(np.ones(3)).data
+    assert held.numpy().tolist() == [1, 1, 1]
+    assert peek(held).tolist() == [1, 1, 1]
+    assert held.object_id == plain.object_id not in ids
+    held = hold(np.zeros(3))
+    held.shape = (1, 3)
+    assert (held.shape, held.data) == ((1, 3), Array(np.zeros(3)).data)
+
+
+def test_equal_content_is_found_without_bytes(serialized: list[NDArray[np.generic]]) -> None:
+    one, same, other, reshaped = (hold(value) for value in (ROW, ROW.copy(), ROW + 1, ROW.reshape(1, 3)))
+    assert [id(array) for array in distinct([one, one])] == [id(one)]
+    assert len(distinct([one, same, one])) == 1
+    assert len(distinct([one, other, same, reshaped])) == 3
+    assert distinct([]) == []
+    assert serialized == []
+
+
+def test_equal_content_is_found_among_arrays_of_both_kinds() -> None:
+    assert len(distinct([hold(ROW), Array(ROW), Array(ROW + 1), hold(ROW + 1)])) == 2
+
+
+def test_it_has_no_attributes_that_flowers_array_has_not() -> None:
+    with pytest.raises(AttributeError, match="'InMemoryArray' object has no attribute 'nothing'"):
+        _ = hold(np.zeros(3)).nothing

@@ -1,0 +1,128 @@
+"""Nine floors: a file imports from its own room and from lower floors. No circles. And the registry is complete."""
+
+import ast
+import importlib
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.strategies import REGISTRY, FedAvg
+from tests.helpers.checkout import ROOT
+
+#: the rooms, from the lowest floor to the highest; rooms on one floor do not know each other
+FLOORS = (
+    ("fedbn_flwr.norm", "fedbn_flwr.randomness"),
+    ("fedbn_flwr.layerwise", "fedbn_flwr.state", "fedbn_flwr.models", "fedbn_flwr.data"),
+    ("fedbn_flwr.wire", "fedbn_flwr.diagnosis"),
+    ("fedbn_flwr.client", "fedbn_flwr.server"),
+    ("fedbn_flwr.clientapp", "strategies"),
+    ("fedbn_flwr.simulation",),
+    ("fedbn_flwr.traffic",),
+    ("fedbn_flwr.experiments",),
+    ("apps", "benchmarks"),
+)
+#: public import paths that stand for a room, and the package itself, which imports nothing
+DOORS = {"fedbn_flwr.strategies": "strategies", "fedbn_flwr.inprocess": "fedbn_flwr.simulation", "fedbn_flwr": ""}
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+#: what is inherited from or used inside other strategies, and is no method of its own
+NOT_METHODS = {"Gathering", "Layerwise", "PartialSharing"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {
+    module_name(path): path
+    for folder in ("fedbn_flwr", "strategies", "apps", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+
+
+def imported_modules(name: str) -> set[str]:
+    """The project's modules that a module imports, wherever in its file; `from a import b` is a.b if that is one."""
+    path, modules = SOURCES[name], set()
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            inner = {f"{module}.{alias.name}" for alias in node.names}
+            modules |= {item if item in SOURCES else module for item in inner}
+    return {module for module in modules if module.split(".")[0] in {item.split(".")[0] for item in SOURCES}}
+
+
+def room_of(module: str) -> str:
+    return DOORS.get(module) or ".".join(module.split(".")[: 2 if module.startswith("fedbn_flwr.") else 1])
+
+
+def is_allowed(importer: str, imported: str) -> bool:
+    """Whether both modules are in one room, or the imported one is on a lower floor."""
+    if not DOORS.get(imported, imported):
+        return True  # the version, which says nothing of any room
+    above, below = room_of(importer), room_of(imported)
+    return above == below or FLOOR_OF[below] < FLOOR_OF[above]
+
+
+def absolute_roots(name: str) -> set[str]:
+    """The first parts of a module's absolute imports."""
+    nodes = list(ast.walk(ast.parse(SOURCES[name].read_text())))
+    plain = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return plain | {
+        str(node.module).split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and not node.level
+    }
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_a_module_imports_its_own_room_and_lower_floors(name: str) -> None:
+    assert [module for module in sorted(imported_modules(name)) if not is_allowed(name, module)] == []
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    graph = {name: imported_modules(name) - {name} for name in SOURCES}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_every_room_has_a_floor_and_no_module_is_loose() -> None:
+    folders = {f"fedbn_flwr.{path.parent.name}" for path in (ROOT / "fedbn_flwr").glob("*/__init__.py")}
+    loose = {name for name, path in SOURCES.items() if path.parent == ROOT / "fedbn_flwr"}
+    assert folders <= FLOOR_OF.keys()
+    assert loose == {*DOORS, "fedbn_flwr.clientapp", "fedbn_flwr.randomness"}
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("strategies")])
+def test_strategies_import_each_other_relatively(name: str) -> None:
+    # `from strategies.base import` works in a checkout and dies in a wheel
+    assert "strategies" not in absolute_roots(name)
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith(("fedbn_flwr.experiments", "apps"))])
+def test_strategies_are_imported_by_their_public_path(name: str) -> None:
+    assert "strategies" not in absolute_roots(name)
+
+
+def test_every_strategy_is_in_the_registry() -> None:
+    methods = set()
+    for name in SOURCES:
+        if name.startswith("strategies"):
+            module = importlib.import_module(name)
+            defined = [item for item in vars(module).values() if getattr(item, "__module__", None) == name]
+            methods |= {item.__name__ for item in defined if isinstance(item, type) and issubclass(item, FedAvg)}
+    registered = {strategy.__name__ for strategy in REGISTRY.values()}
+    assert methods - NOT_METHODS == registered
+
+
+@pytest.mark.parametrize("name", [name for name, path in SOURCES.items() if "__all__ =" in path.read_text()])
+def test_all_resolves(name: str) -> None:
+    module = importlib.import_module(name)
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert [item for item in module.__all__ if not hasattr(module, item)] == []
+
+
+def test_every_registered_strategy_is_public() -> None:
+    public = importlib.import_module("fedbn_flwr.strategies").__all__
+    assert [strategy.__name__ for strategy in REGISTRY.values() if strategy.__name__ not in public] == []
