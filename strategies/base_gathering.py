@@ -10,9 +10,9 @@ from flwr.common import log
 
 from fedbn_flwr import norm, wire
 from fedbn_flwr.norm import Moments
-from fedbn_flwr.server.ask_nodes import exchange
+from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.averaging import Arrays, record
-from fedbn_flwr.server.replies import Expected, sift
+from fedbn_flwr.server.replies import Expected, parse_replies
 from fedbn_flwr.wire import Instruction, moments
 
 from .fedavg import FedAvg
@@ -35,9 +35,9 @@ class Gathering(FedAvg):
             Message(self._question(node, arrays, instruction), dst_node_id=node, message_type=wire.GATHER)
             for node in nodes
         ]
-        answers = exchange(self.grid, messages, self.exchange_timeout)
+        answers = ask_nodes(self.grid, messages, self.exchange_timeout)
         sent = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
-        replies, _ = sift(answers.values(), sent, Expected((), {}))
+        replies, _ = parse_replies(answers.values(), sent, Expected((), {}))
         seen = [reply.records[wire.MOMENTS] for reply in replies if wire.MOMENTS in reply.records]
         return norm.pool(moments.unpack(_tensors(values)) for values in seen)
 

@@ -17,7 +17,7 @@ from fedbn_flwr.server.averaging import Arrays, average, record, unpack
 from fedbn_flwr.server.global_momentum import MomentumState
 from fedbn_flwr.server.lr_schedule import Schedule
 from fedbn_flwr.server.optimizers import ServerOptimizer
-from fedbn_flwr.server.replies import CannotTrainError, Expected, NodeReply, mean_metrics, require_obeyed, sift
+from fedbn_flwr.server.replies import CannotTrainError, Expected, NodeReply, mean_metrics, parse_replies, require_obeyed
 from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
 from fedbn_flwr.wire import Instruction
 
@@ -237,7 +237,7 @@ class FedAvg(FlowerFedAvg):
 
     def _accept(self, messages: Iterable[Message]) -> list[NodeReply]:
         sent = {message.metadata.message_id: message.metadata.dst_node_id for message in self._sent}
-        replies, refused = sift(messages, sent, self._expected)
+        replies, refused = parse_replies(messages, sent, self._expected)
         self._refused += refused
         require_obeyed(replies, self._expected.binding)
         return replies

@@ -7,7 +7,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 
-def exchange(grid: Grid, messages: Sequence[Message], timeout: float, poll: float = 0.02) -> dict[int, Message]:
+def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: float = 0.02) -> dict[int, Message]:
     """Send, and wait for the answers until the deadline; by node, the ones that did not answer being absent.
 
     Flower's `send_and_receive` sleeps three seconds between polls in a deployment; this one starts with `poll` and

@@ -10,8 +10,8 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import Answer, ExchangeError, Report, pool
-from fedbn_flwr.server.ask_nodes import exchange
-from fedbn_flwr.server.replies import Expected, NodeReply, sift
+from fedbn_flwr.server.ask_nodes import ask_nodes
+from fedbn_flwr.server.replies import Expected, NodeReply, parse_replies
 from fedbn_flwr.wire import Record
 from fedbn_flwr.wire import layerwise as turns
 from fedbn_flwr.wire.layerwise import Content, Turn
@@ -62,7 +62,7 @@ class Dialogue:
     def ask(self, push: Push) -> Answers:
         """Send, wait, and return the answers by node."""
         self.sent = self._messages(push, self.start, whole=push.turn.index == 0)
-        return self._completed(push, exchange(self.grid, self.sent, self.timeout))
+        return self._completed(push, ask_nodes(self.grid, self.sent, self.timeout))
 
     def ask_through_flower(self, push: Push) -> Generator[list[Message], Iterable[Message], Answers]:
         """The same, delivered by Flower."""
@@ -88,7 +88,7 @@ class Dialogue:
     def said(self, answers: Answers) -> dict[int, Report]:
         """What every node says, in the order of the partitions; an error names those from which it is missing."""
         reasons = [_leave_out(node, "it did not answer in time") for node in self.start.keys() - answers.keys()]
-        replies, refused = sift(answers.values(), self._nodes(), self.expected)
+        replies, refused = parse_replies(answers.values(), self._nodes(), self.expected)
         said = {}
         for reply in replies:
             try:
@@ -122,7 +122,7 @@ class Dialogue:
         turn = Turn("abandon", self.attempt)
         messages = [self._message(node, turn, {}) for node in nodes]
         if messages:
-            exchange(self.grid, messages, min(self.timeout, _ABANDON_TIMEOUT))
+            ask_nodes(self.grid, messages, min(self.timeout, _ABANDON_TIMEOUT))
 
     def _messages(self, push: Push, nodes: Iterable[int], whole: bool = False) -> list[Message]:
         return [
@@ -141,7 +141,7 @@ class Dialogue:
         if not lost:
             return answers
         again = self._messages(push, lost, whole=True)
-        told = exchange(self.grid, again, self.timeout)
+        told = ask_nodes(self.grid, again, self.timeout)
         self.sent = [*self.sent, *again]
         return {**{node: answer for node, answer in answers.items() if node not in lost}, **told}
 

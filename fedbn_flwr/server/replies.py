@@ -65,7 +65,9 @@ class Expected:
         return FlatArrays.layout_of(self.arrays)
 
 
-def sift(messages: Iterable[Message], sent: Mapping[str, int], expected: Expected) -> tuple[list[NodeReply], list[str]]:
+def parse_replies(
+    messages: Iterable[Message], sent: Mapping[str, int], expected: Expected
+) -> tuple[list[NodeReply], list[str]]:
     """The usable replies, ordered by partition, and why others are not; these are named in the log.
 
     `sent` maps message ids to the nodes they went to: Flower's own error replies may not name the node. The order

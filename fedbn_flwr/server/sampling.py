@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.randomness import numpy_generator
-from fedbn_flwr.server.ask_nodes import exchange
+from fedbn_flwr.server.ask_nodes import ask_nodes
 
 #: nodes that are asked at a time: their questions and answers are in memory together
 ASKED_AT_ONCE = 500
@@ -59,7 +59,7 @@ class Roster:
     def _ask(self, grid: Grid, nodes: list[int]) -> None:
         content = RecordDict({wire.CONFIG: ConfigRecord()})
         questions = [Message(content, dst_node_id=node, message_type=wire.DESCRIBE) for node in nodes]
-        answers = exchange(grid, questions, self._patience)
+        answers = ask_nodes(grid, questions, self._patience)
         if silent := len(nodes) - len(answers):
             log(
                 WARNING,
