@@ -36,7 +36,7 @@ class FedAvg(FlowerFedAvg):
     - `lr_schedule`: see `fedbn_flwr.server.lr_schedule`,
     - `seed`: decides which nodes are drawn when not all take part,
     - `patience`: how many seconds to wait for enough nodes before giving up,
-    - `exchange_timeout`: how many seconds nodes have to answer an exchange within a round,
+    - `exchange_timeout`: how many seconds nodes have to answer an exchange within a round, or to say who they are,
     - `evaluate_every`: how often nodes evaluate, if `fraction_evaluate` asks for it; the last round always counts,
     - `momentum_state`: `none`, or keep the clients' optimizer state from round to round, `local` or `global` (FixBN's
       section 7),
@@ -81,7 +81,7 @@ class FedAvg(FlowerFedAvg):
         self.evaluate_every = evaluate_every
         self.momentum = MomentumState(momentum_state)
         self.server_optimizer = None if server_optimizer == "none" else ServerOptimizer(server_optimizer, server_lr)
-        self.roster = Roster(patience)
+        self.roster = Roster(exchange_timeout)
         self.grid: Grid | None = None
         self.num_rounds: int | None = None
         self.server_round = 0

@@ -13,7 +13,7 @@ from fedbn_flwr.wire import wire_key
 #: constructor arguments that follow from the shared options
 SHARED = ("lr_schedule", "seed", "patience", "exchange_timeout", "evaluate_every")
 
-#: seconds to wait for nodes to connect and to say who they are: starting a process can take a minute on a busy machine
+#: seconds to wait for nodes to connect: starting a process can take a minute on a busy machine
 PATIENCE = 300.0
 
 #: normalizers whose running statistics only one strategy provides
@@ -42,6 +42,7 @@ class Experiment:
                 lr_schedule=config.lr_schedule,
                 seed=config.seed,
                 patience=min(PATIENCE, config.timeout),
+                exchange_timeout=config.timeout,
                 evaluate_every=config.evaluate_every,
                 fraction_train=config.fraction_train,
                 fraction_evaluate=evaluating,

@@ -22,7 +22,7 @@ class NotObeyedError(RuntimeError):
 
 
 class CannotTrainError(RuntimeError):
-    """No node could train, with the first reason."""
+    """The run cannot go on, with the reason: no node could train, or nodes did not say who they are."""
 
 
 class RefusedError(ValueError):

@@ -8,14 +8,20 @@ from logging import WARNING
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common import log
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.randomness import numpy_generator
 from fedbn_flwr.server.ask_nodes import ask_nodes
+from fedbn_flwr.server.replies import CannotTrainError
 
 #: nodes that are asked at a time: their questions and answers are in memory together
 ASKED_AT_ONCE = 500
+#: nodes that an error names at most
+NAMED = 10
+#: codes of errors that a node's app answers with; others say that a node, or a message, got lost
+ANSWERED = (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, ErrorCode.LOAD_CLIENT_APP_EXCEPTION)
 
 
 @dataclass(frozen=True)
@@ -42,34 +48,52 @@ def wait_for_nodes(grid: Grid, wanted: int, patience: float) -> list[int]:
 
 
 class Roster:
-    """The nodes' descriptions, asked for once a node."""
+    """The nodes' descriptions; every node is asked once.
 
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
+    Which nodes are drawn depends on all descriptions. So nodes have `timeout` seconds, and a node that stays silent
+    ends the run: to draw without it would let the machine's speed decide who takes part.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
         self._known: dict[int, Node] = {}
 
     def describe(self, grid: Grid, nodes: list[int]) -> Mapping[int, Node]:
-        """Ask the nodes that have not been asked; one that does not know the question is known by its id only."""
+        """Return each node's description, and ask the nodes that were not asked yet.
+
+        A node whose app cannot answer is known by its id only. Raises `CannotTrainError` if nodes do not answer.
+        """
         new = [node for node in nodes if node not in self._known]
         for start in range(0, len(new), ASKED_AT_ONCE):
             self._ask(grid, new[start : start + ASKED_AT_ONCE])
-        # one that did not answer is asked again next time
+        # a node whose app could not answer is asked again next time
         return {node: self._known.get(node) or Node(node, node) for node in nodes}
 
     def _ask(self, grid: Grid, nodes: list[int]) -> None:
         content = RecordDict({wire.CONFIG: ConfigRecord()})
         questions = [Message(content, dst_node_id=node, message_type=wire.DESCRIBE) for node in nodes]
-        answers = ask_nodes(grid, questions, self._patience)
-        if silent := len(nodes) - len(answers):
-            log(
-                WARNING,
-                "%d nodes did not say who they are in %g s: the seed alone does not decide who is drawn",
-                silent,
-                self._patience,
-            )
+        answers = ask_nodes(grid, questions, self._timeout)
+        self._require_answers(nodes, answers)
         for node, answer in answers.items():
-            if not answer.has_error():
+            if answer.has_error():
+                log(WARNING, "Node %d cannot say who it is and is drawn by its id: %s", node, answer.error.reason)
+            else:
                 self._known[node] = _read(node, answer)
+
+    def _require_answers(self, nodes: list[int], answers: Mapping[int, Message]) -> None:
+        silent = [f"{node} (no answer)" for node in nodes if node not in answers]
+        lost = [f"{node} ({answer.error.reason})" for node, answer in answers.items() if _was_lost(answer)]
+        if missing := silent + lost:
+            more = f", and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+            raise CannotTrainError(
+                f"{len(missing)} of {len(nodes)} nodes did not say who they are within {self._timeout:g} seconds, "
+                f"and which nodes are drawn depends on it: {', '.join(missing[:NAMED])}{more}"
+            )
+
+
+def _was_lost(answer: Message) -> bool:
+    """Whether Flower answered in the place of a node that did not."""
+    return answer.has_error() and answer.error.code not in ANSWERED
 
 
 def draw(nodes: Mapping[int, Node], count: int, seed: int, server_round: int) -> list[int]:

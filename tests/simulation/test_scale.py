@@ -1,7 +1,6 @@
 """Thousands of clients: what is in memory does not grow with them, and what they remember is the same on disk."""
 
 import json
-import logging
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -226,23 +225,6 @@ def test_thousands_are_asked_some_at_a_time_and_once(monkeypatch: pytest.MonkeyP
     assert len({id(item.parameters) for item in found.values()}) == 1
     assert roster.describe(grid, list(grid.get_node_ids())) == found
     assert len(asked) == 2
-
-
-def test_nodes_that_do_not_answer_are_named_by_number(caplog: pytest.LogCaptureFixture) -> None:
-    """Their place in the order of the draw is then that of their id, which Flower chooses at random."""
-
-    class Silent(InProcessGrid):
-        def pull_messages(self, message_ids: Any) -> list[Message]:
-            return [reply for reply in super().pull_messages(message_ids) if reply.metadata.src_node_id != 1002]
-
-    model, split = toy_cnn(), toy_split()
-    grid = Silent(client_app(lambda context: BNClient(model, split)), 4)
-    logger = logging.getLogger("flwr")
-    logger.addHandler(caplog.handler)  # it does not pass on to the root logger
-    found = Roster(0.05).describe(grid, list(grid.get_node_ids()))
-    logger.removeHandler(caplog.handler)
-    assert "1 nodes did not say who they are in 0.05 s" in caplog.text
-    assert found[1002].partition == 1002
 
 
 def test_options_are_read_once_for_all_messages(monkeypatch: pytest.MonkeyPatch) -> None:

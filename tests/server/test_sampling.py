@@ -1,0 +1,156 @@
+"""Who takes part: the same nodes are drawn however late their answers are, or the run ends with an error."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+from flwr.app import Context, Error, Message
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.common.logger import FLOWER_LOGGER
+
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.experiments import main, settle
+from fedbn_flwr.server.sampling import NAMED, Roster, draw
+from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, InProcessGrid
+from fedbn_flwr.strategies import CannotTrainError
+from tests.helpers.runs import command
+from tests.helpers.toys import toy_cnn, toy_split
+
+NODES = 6
+
+
+class Clock:
+    """Time that passes only where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("fedbn_flwr.server.ask_nodes.time", clock)
+    return clock
+
+
+class LateGrid(InProcessGrid):
+    """Holds back what some nodes say of themselves until a time; node ids run against the partitions, as at random."""
+
+    clock: Clock
+    late: Iterable[int] = ()
+    until = 0.0
+
+    def __init__(self, app: ClientApp, num_nodes: int) -> None:
+        super().__init__(app, num_nodes)
+        contexts = [self._contexts[node] for node in self._contexts]
+        self._contexts = {FIRST_NODE_ID + num_nodes - 1 - index: context for index, context in enumerate(contexts)}
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        ready = [one for one in message_ids if self.clock.now >= self.until or not self.held_back(one)]
+        return super().pull_messages(ready)
+
+    def held_back(self, message_id: str) -> bool:
+        reply = self._replies.get(message_id)
+        return reply is not None and reply.metadata.src_node_id in self.late
+
+
+def client(context: Context) -> BNClient:
+    return BNClient(toy_cnn(), toy_split(), partition_id=int(context.node_config["partition-id"]))
+
+
+@pytest.fixture
+def grid(clock: Clock) -> LateGrid:
+    grid = LateGrid(client_app(client), NODES)
+    grid.clock = clock
+    return grid
+
+
+@pytest.fixture
+def flower_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    # Flower's logger does not pass on to the root logger
+    FLOWER_LOGGER.addHandler(caplog.handler)
+    yield caplog
+    FLOWER_LOGGER.removeHandler(caplog.handler)
+
+
+def partitions_drawn(grid: InProcessGrid, timeout: float) -> list[Any]:
+    """The partitions that take part in three rounds, half of them in each, in a run with a time limit."""
+    options = {"clients": NODES, "fraction-train": 0.5, "timeout": timeout}
+    strategy = settle(options).make_strategy(NODES)
+    drawn = [strategy.draw_nodes(grid, server_round, 0.5, 1) for server_round in (1, 2, 3)]
+    return [grid.context(node).node_config["partition-id"] for nodes in drawn for node in nodes]
+
+
+def test_the_draw_does_not_depend_on_how_late_nodes_answer(grid: LateGrid, clock: Clock) -> None:
+    in_time = partitions_drawn(InProcessGrid(client_app(client), NODES), timeout=3600.0)
+    grid.late, grid.until = (FIRST_NODE_ID, FIRST_NODE_ID + 3), 3000.0
+    assert partitions_drawn(grid, timeout=3600.0) == in_time
+    assert clock.now >= 3000.0
+
+
+def test_nodes_that_never_answer_end_the_run_and_are_named(grid: LateGrid, clock: Clock) -> None:
+    grid.late, grid.until = (FIRST_NODE_ID, FIRST_NODE_ID + 3), float("inf")
+    message = (
+        "2 of 6 nodes did not say who they are within 40 seconds, and which nodes are drawn depends on it: "
+        r"1000 \(no answer\), 1003 \(no answer\)$"
+    )
+    with pytest.raises(CannotTrainError, match=message):
+        partitions_drawn(grid, timeout=40.0)
+    assert 40.0 <= clock.now <= 42.0
+
+
+def test_of_many_silent_nodes_the_first_are_named(clock: Clock) -> None:
+    grid = LateGrid(client_app(client), NAMED + 5)
+    grid.clock, grid.late, grid.until = clock, range(2000), float("inf")
+    with pytest.raises(CannotTrainError, match=r"15 of 15 .*, 1009 \(no answer\), and 5 more$"):
+        Roster(1.0).describe(grid, sorted(grid.get_node_ids()))
+
+
+class LosingGrid(InProcessGrid):
+    """Answers in the place of one node, as Flower does when a node is gone."""
+
+    code = ErrorCode.NODE_UNAVAILABLE
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        messages = list(messages)
+        ids = list(super().push_messages(messages))
+        for message_id, message in zip(ids, messages, strict=True):
+            if message.metadata.dst_node_id == FIRST_NODE_ID + 2:
+                self._replies[message_id] = Message(Error(self.code, "the node is gone"), reply_to=message)
+        return ids
+
+
+@pytest.mark.parametrize("code", [ErrorCode.NODE_UNAVAILABLE, ErrorCode.CLIENT_APP_CRASHED, ErrorCode.UNKNOWN])
+def test_a_node_that_was_lost_has_not_said_who_it_is(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LosingGrid, "code", code)
+    with pytest.raises(CannotTrainError, match=r"1 of 6 nodes .*: 1002 \(the node is gone\)$"):
+        partitions_drawn(LosingGrid(client_app(client), NODES), timeout=3600.0)
+
+
+def test_apps_without_an_answer_are_drawn_by_their_ids(flower_log: pytest.LogCaptureFixture) -> None:
+    nodes = Roster(1.0).describe(InProcessGrid(ClientApp(), NODES), [FIRST_NODE_ID, FIRST_NODE_ID + 1])
+    assert {node: item.partition for node, item in nodes.items()} == {1000: 1000, 1001: 1001}
+    assert draw(nodes, 2, seed=0, server_round=1) == [1000, 1001]
+    assert "Node 1000 cannot say who it is and is drawn by its id: " in flower_log.text
+
+
+def test_the_command_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    def silent(self: InProcessGrid, message_ids: Iterable[str]) -> Iterable[Message]:
+        return []
+
+    monkeypatch.setattr(InProcessGrid, "pull_messages", silent)
+    words = command("run", fraction_train="0.5", timeout="0", results_dir=str(tmp_path))
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("fedbn-flwr: 2 of 2 nodes did not say who they are within 0 seconds")
+    assert error.count("\n") == 1
