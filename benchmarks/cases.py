@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedbn_flwr.experiments.method import Experiment, settle
+from fedbn_flwr.experiments.method import Experiment, resolve
 
 MODELS = ("small-cnn", "resnet20")
 METHODS = ("fedavg", "fixbn:freeze-round=1", "fedtan", "fedtan:exchange=paper")
@@ -57,7 +57,7 @@ class Case:
         return FREEZE_ROUND + 1 if self.freezes else 1
 
     def experiment(self) -> Experiment:
-        """The case with every option settled."""
+        """The case with every option resolved."""
         options: dict[str, Any] = {
             "model": self.model,
             "method": self.method,
@@ -72,7 +72,7 @@ class Case:
             "lr-schedule": "",
             "rounds": RUN,
         }
-        return settle(options)
+        return resolve(options)
 
 
 def make_cases(models: Sequence[str], methods: Sequence[str], clients: Sequence[int], device: str) -> list[Case]:

@@ -11,7 +11,7 @@ import pytest
 from flwr.common.config import parse_config_args
 
 from fedbn_flwr.data import DATASETS, PARTITIONS
-from fedbn_flwr.experiments import settle
+from fedbn_flwr.experiments import resolve
 from fedbn_flwr.experiments.cli import _parser
 from fedbn_flwr.strategies import REGISTRY
 from tests.helpers.checkout import ROOT
@@ -47,7 +47,7 @@ def test_commands_are_understood(page: Path) -> None:
         for key in ("command", "engine", "verbose", "seeds", "lr-grid", "batches"):
             given.pop(key, None)
         for method in str(given.pop("methods", given.pop("method", "fedavg"))).split(","):
-            settle({**given, "method": method})
+            resolve({**given, "method": method})
 
 
 @by_page
@@ -58,7 +58,7 @@ def test_flower_runs_are_understood(page: Path) -> None:
             if option == "--run-config":
                 given = parse_config_args([value])
                 assert set(given) <= set(known)
-                settle({**known, **given})
+                resolve({**known, **given})
 
 
 @by_page

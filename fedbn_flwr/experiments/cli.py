@@ -15,7 +15,7 @@ from fedbn_flwr.experiments.comparison import Plan, compare
 from fedbn_flwr.experiments.config import Config, UsageError, convert
 from fedbn_flwr.experiments.diagnosis.command import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, prepare
-from fedbn_flwr.experiments.method import all_options, own_options, settle, split_methods
+from fedbn_flwr.experiments.method import all_options, own_options, resolve, split_methods
 from fedbn_flwr.experiments.option_help import EXPLAINED
 from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_run
 from fedbn_flwr.experiments.output.run_folder import make_folder
@@ -127,7 +127,7 @@ def _add_shared(parser: argparse.ArgumentParser, skip: Sequence[str]) -> None:
 
 def _run(options: dict[str, Any]) -> None:
     engine = _engine(options)
-    experiment = settle(_kebab(options))
+    experiment = resolve(_kebab(options))
     prepare(engine, experiment.config)
     check_simulation(experiment)
     folder = make_folder(Path(experiment.config.results_dir))

@@ -14,14 +14,14 @@ from fedbn_flwr.client import BNClient, pick_device
 from fedbn_flwr.data import Data
 from fedbn_flwr.data.loading import ROOT_VARIABLE
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.method import settle
+from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.resources import load_data, make_partition, set_threads, shared_model
 
 #: options as they were given, hashable: 1, 1.0 and True are three values
 Given = tuple[tuple[str, type, Any], ...]
 
 
-class Workplace(NamedTuple):
+class Resources(NamedTuple):
     """What all nodes of a process share."""
 
     config: Config
@@ -45,7 +45,7 @@ def bound_client_fn(run_config: Mapping[str, Any]) -> Callable[[Context], BNClie
 def _client(given: Given, context: Context) -> BNClient:
     """The client of one node; its partition is the node's `partition-id`."""
     partition_id, nodes = _place(context)
-    shared = _workplace(given, nodes, os.environ.get(ROOT_VARIABLE))
+    shared = _resources(given, nodes, os.environ.get(ROOT_VARIABLE))
     set_threads(shared.config)
     return BNClient(
         shared.model,
@@ -64,15 +64,15 @@ def _given(run_config: Mapping[str, Any]) -> Given:
 
 
 @lru_cache(maxsize=2)
-def _workplace(given: Given, nodes: int, root: str | None) -> Workplace:
-    """Made once a process: to settle options and look everything up takes as long as a step of training.
+def _resources(given: Given, nodes: int, root: str | None) -> Resources:
+    """Made once a process: to resolve options and look everything up takes as long as a step of training.
 
     `root` is where data are looked for that name no place of their own.
     """
-    config = settle({key: value for key, _, value in given}).config
+    config = resolve({key: value for key, _, value in given}).config
     set_threads(config)
     partition = make_partition(config, config.clients or nodes)
-    return Workplace(config, load_data(config), partition, shared_model(config), str(pick_device(config.device)))
+    return Resources(config, load_data(config), partition, shared_model(config), str(pick_device(config.device)))
 
 
 def _place(context: Context) -> tuple[int, int]:

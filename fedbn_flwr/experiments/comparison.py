@@ -9,7 +9,7 @@ import numpy as np
 
 from fedbn_flwr.experiments.config import UsageError, convert
 from fedbn_flwr.experiments.engines import Engine
-from fedbn_flwr.experiments.method import Experiment, parse, settle
+from fedbn_flwr.experiments.method import Experiment, parse, resolve
 from fedbn_flwr.experiments.output.plots import plot_curves, title_of
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import as_json, read_rounds
@@ -33,7 +33,7 @@ class Plan:
     def experiment(self, method: str, seed: int, **changes: Any) -> Experiment:
         """One run of the plan."""
         base = int(convert("seed", self.options.get("seed", 0), int))
-        experiment = settle({**self.options, "method": method, "seed": base + seed})
+        experiment = resolve({**self.options, "method": method, "seed": base + seed})
         return replace(experiment, config=replace(experiment.config, **changes))
 
     def check(self) -> None:

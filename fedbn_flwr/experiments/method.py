@@ -22,7 +22,7 @@ BOUND_NORMS = {"hbn": "hbn", "static-bn": "heterofl"}
 
 @dataclass(frozen=True)
 class Experiment:
-    """One method with every option settled."""
+    """One method with every option resolved."""
 
     config: Config
     strategy: str
@@ -84,7 +84,7 @@ def all_options() -> dict[str, inspect.Parameter]:
     return found
 
 
-def settle(values: Mapping[str, Any]) -> Experiment:
+def resolve(values: Mapping[str, Any]) -> Experiment:
     """Settle one experiment from flat options: shared ones, strategies' own ones, and the method's own text."""
     owned = all_options()
     shared = {key: value for key, value in values.items() if key not in owned}

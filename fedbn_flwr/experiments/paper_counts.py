@@ -11,7 +11,7 @@ from itertools import pairwise
 from fedbn_flwr import state
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments.client_side import bound_client_fn
-from fedbn_flwr.experiments.method import settle
+from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.resources import fresh_model
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.traffic.counting_grid import CountingGrid
@@ -33,7 +33,7 @@ SETTING = {
 @cache
 def count(method: str, rounds: int = 1) -> tuple[Tally, ...]:
     """The training traffic of each round of a short run."""
-    experiment = settle({**SETTING, "method": method, "rounds": rounds})
+    experiment = resolve({**SETTING, "method": method, "rounds": rounds})
     grid = CountingGrid(InProcessGrid(client_app(bound_client_fn(experiment.to_mapping())), CLIENTS))
     totals: list[Tally] = []
     experiment.make_strategy(CLIENTS).start(

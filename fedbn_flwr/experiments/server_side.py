@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr import state
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.experiments.config import Config, UsageError
-from fedbn_flwr.experiments.method import Experiment, settle
+from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.plots import plot_curves, title_of
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
@@ -42,7 +42,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any]) -> Summary:
 
     A relative `results-dir` is relative to where the SuperLink was started: Flower does not tell where `flwr run` was.
     """
-    experiment = settle(run_config)
+    experiment = resolve(run_config)
     refuse_state_dir(experiment.config)
     refuse_workers(experiment.config)
     folder = Path(experiment.config.results_dir).expanduser().resolve()

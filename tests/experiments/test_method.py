@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr.experiments import Config, UsageError, settle
+from fedbn_flwr.experiments import Config, UsageError, resolve
 from fedbn_flwr.experiments.method import all_options, own_options, parse, split_methods
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY, FedProx, FixBN
@@ -30,7 +30,7 @@ def test_a_method_is_taken_apart(method: str, wanted: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("method", ["", "fedsgd", "FedAvg", "fedsgd+gn:lr=1", "+gn", ":lr=1"])
 def test_an_unknown_strategy_is_named_with_those_there_are(method: str) -> None:
     with pytest.raises(UsageError) as caught:
-        settle({"method": method})
+        resolve({"method": method})
     name = method.split(":")[0].split("+")[0]
     assert str(caught.value) == f"unknown strategy {name!r}; known: {', '.join(REGISTRY)}"
 
@@ -38,19 +38,19 @@ def test_an_unknown_strategy_is_named_with_those_there_are(method: str) -> None:
 @pytest.mark.parametrize(("options", "norm"), [({"method": "fedavg+batch"}, "batch"), ({"norm": "xn"}, "xn")])
 def test_an_unknown_normalizer_is_named_with_those_there_are(options: dict[str, str], norm: str) -> None:
     with pytest.raises(UsageError) as caught:
-        settle(options)
+        resolve(options)
     assert str(caught.value) == f"unknown normalizer {norm!r}; known: {', '.join(NORMS)}"
 
 
 def test_an_empty_normalizer_is_not_the_default_one() -> None:
     with pytest.raises(UsageError, match="unknown normalizer ''"):
-        settle({"method": "fedavg+"})
+        resolve({"method": "fedavg+"})
 
 
 @pytest.mark.parametrize("option", ["mu", "frobnicate", "results", "method"])
 def test_an_unknown_option_in_a_method_is_named_with_its_own_and_the_shared_ones(option: str) -> None:
     with pytest.raises(UsageError) as caught:
-        settle({"method": f"fixbn:{option}=1"})
+        resolve({"method": f"fixbn:{option}=1"})
     assert f"unknown option {option!r}; its own are: " in str(caught.value)
     assert "freeze-round" in str(caught.value)
     assert "batch-size" in str(caught.value)
@@ -59,7 +59,7 @@ def test_an_unknown_option_in_a_method_is_named_with_its_own_and_the_shared_ones
 @pytest.mark.parametrize("item", ["lr", "=0.1", "lr:0.1"])
 def test_what_is_no_key_and_value_is_named(item: str) -> None:
     with pytest.raises(UsageError, match=f"'{item}' is not of the form key=value"):
-        settle({"method": f"fedavg:{item}"})
+        resolve({"method": f"fedavg:{item}"})
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_is_no_key_and_value_is_named(item: str) -> None:
 )
 def test_an_option_of_another_type_is_named(method: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        settle({"method": method})
+        resolve({"method": method})
     assert str(caught.value) == message
 
 
@@ -90,11 +90,11 @@ def test_an_option_of_another_type_is_named(method: str, message: str) -> None:
 )
 def test_what_a_strategy_refuses_names_the_method(method: str, message: str) -> None:
     with pytest.raises(UsageError, match=f"method '{method}': .*{message}"):
-        settle({"method": method}).make_strategy(5)
+        resolve({"method": method}).make_strategy(5)
 
 
 def test_a_methods_own_options_override_the_shared_ones() -> None:
-    experiment = settle({"method": "fedprox+gn:mu=0.5:lr=0.05", "lr": "0.3", "mu": "0.2", "rounds": "7"})
+    experiment = resolve({"method": "fedprox+gn:mu=0.5:lr=0.05", "lr": "0.3", "mu": "0.2", "rounds": "7"})
     assert (experiment.config.lr, experiment.config.norm, experiment.config.rounds) == (0.05, "gn", 7)
     assert experiment.options == {"mu": 0.5}
     strategy = experiment.make_strategy(5)
@@ -103,13 +103,13 @@ def test_a_methods_own_options_override_the_shared_ones() -> None:
 
 
 def test_options_of_other_strategies_do_not_concern_it() -> None:
-    assert settle({"method": "fixbn", "mu": "0.2", "freeze-round": "0.25"}).options == {"freeze_round": 0.25}
+    assert resolve({"method": "fixbn", "mu": "0.2", "freeze-round": "0.25"}).options == {"freeze_round": 0.25}
 
 
 def test_an_empty_option_of_a_strategy_is_its_default() -> None:
     """In Flower's run configuration every key must exist."""
     empty = dict.fromkeys(all_options(), "")
-    experiment = settle({"method": "fixbn", **empty})
+    experiment = resolve({"method": "fixbn", **empty})
     assert experiment.options == {}
     strategy, default = experiment.make_strategy(5), FixBN()
     assert isinstance(strategy, FixBN)
@@ -118,28 +118,28 @@ def test_an_empty_option_of_a_strategy_is_its_default() -> None:
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_strategy_can_be_made_with_its_defaults(name: str) -> None:
-    experiment = settle({"method": name})
+    experiment = resolve({"method": name})
     assert type(experiment.make_strategy(experiment.config.clients)) is REGISTRY[name]
     assert set(own_options(REGISTRY[name])) <= set(all_options())
 
 
 def test_shared_options_reach_the_strategy() -> None:
     config = {"seed": "4", "fraction-train": "0.5", "evaluate-every": "3", "lr-schedule": "0.5@0.5"}
-    strategy = settle({"method": "fedavg", **config}).make_strategy(8)
+    strategy = resolve({"method": "fedavg", **config}).make_strategy(8)
     assert (strategy.seed, strategy.fraction_train, strategy.evaluate_every) == (4, 0.5, 3)
     assert strategy.min_available_nodes == 8
     assert strategy.schedule.rate(1.0, server_round=6, num_rounds=10) == 0.5
 
 
 def test_nodes_with_models_of_their_own_all_evaluate_them() -> None:
-    assert settle({"method": "fedbn"}).make_strategy(5).fraction_evaluate == 1.0
-    assert settle({"method": "fedavg"}).make_strategy(5).fraction_evaluate == 0.0
+    assert resolve({"method": "fedbn"}).make_strategy(5).fraction_evaluate == 1.0
+    assert resolve({"method": "fedavg"}).make_strategy(5).fraction_evaluate == 0.0
 
 
-def test_a_settled_experiment_settles_to_itself() -> None:
+def test_a_resolved_experiment_resolves_to_itself() -> None:
     for method in ("fedavg", "fedprox+gn:mu=0.5:lr=0.05", "fixbn:freeze-round=0.3", "fedavg:partition=classes:4"):
-        experiment = settle({"method": method, "rounds": "9"})
-        again = settle(experiment.to_mapping())
+        experiment = resolve({"method": method, "rounds": "9"})
+        again = resolve(experiment.to_mapping())
         assert (again.config, again.options) == (experiment.config, experiment.options)
 
 
@@ -147,33 +147,33 @@ def test_a_strategy_that_brings_its_own_normalizer_refuses_another() -> None:
     own = {name: brought[0] for name, kind in REGISTRY.items() if (brought := kind.own_norm({})) is not None}
     assert own
     for name, norm in own.items():
-        assert settle({"method": name}).config.norm == norm
-        assert settle({"method": name, "norm": "gn"}).config.norm == norm
-        assert settle({"method": f"{name}+{norm}"}).config.norm == norm
+        assert resolve({"method": name}).config.norm == norm
+        assert resolve({"method": name, "norm": "gn"}).config.norm == norm
+        assert resolve({"method": f"{name}+{norm}"}).config.norm == norm
         with pytest.raises(UsageError, match=f"brings its own normalizer '{norm}'"):
-            settle({"method": f"{name}+gn"})
+            resolve({"method": f"{name}+gn"})
 
 
 def test_the_centralized_reference_has_one_node_and_all_clients_batches() -> None:
-    config = settle({"method": "centralized", "clients": "4", "batch-size": "8"}).config
+    config = resolve({"method": "centralized", "clients": "4", "batch-size": "8"}).config
     assert (config.clients, config.batch_size, config.partition) == (1, 32, "union")
     assert config.fraction_train == 1.0
     assert (config.rounds, config.local_steps) == (Config.rounds, Config.local_steps)
 
 
 def test_its_own_batch_size_is_meant_for_the_one_node() -> None:
-    assert settle({"method": "centralized:batch-size=20", "clients": "4"}).config.batch_size == 20
+    assert resolve({"method": "centralized:batch-size=20", "clients": "4"}).config.batch_size == 20
 
 
 def test_the_client_of_the_one_node_sees_the_same_data() -> None:
-    experiment = settle({"method": "centralized", "clients": "4"})
-    again = settle(experiment.to_mapping()).config
+    experiment = resolve({"method": "centralized", "clients": "4"})
+    again = resolve(experiment.to_mapping()).config
     assert (again.clients, again.partition, again.batch_size) == (1, "union", experiment.config.batch_size)
 
 
 def test_the_centralized_reference_needs_to_know_whose_data() -> None:
     with pytest.raises(UsageError, match="needs clients"):
-        settle({"method": "centralized", "clients": "0"})
+        resolve({"method": "centralized", "clients": "0"})
 
 
 def test_a_list_of_methods_is_not_split_inside_a_value() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedbn_flwr.experiments import Config, UsageError, settle
+from fedbn_flwr.experiments import Config, UsageError, resolve
 from fedbn_flwr.experiments.resources import (
     check,
     check_simulation,
@@ -58,7 +58,7 @@ def test_a_budget_of_epochs_sets_the_rounds(options: dict[str, float], clients: 
 
 def test_the_centralized_reference_has_the_same_budget() -> None:
     shared = {"dataset": TINY, "budget-epochs": 3, "local-steps": 2, "batch-size": 4, "clients": 5}
-    federated, central = (settle({**shared, "method": method}).config for method in ("fedavg", "centralized"))
+    federated, central = (resolve({**shared, "method": method}).config for method in ("fedavg", "centralized"))
     assert rounds_within_budget(federated, 5).rounds == rounds_within_budget(central, 1).rounds == 15
 
 
@@ -135,22 +135,22 @@ def test_a_partition_is_a_function_of_the_seed() -> None:
 )
 def test_what_cannot_work_is_found_before_the_start(options: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        check(settle({"dataset": TINY, "model": "small-cnn", "partition": "iid", **options}))
+        check(resolve({"dataset": TINY, "model": "small-cnn", "partition": "iid", **options}))
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("options", ["frobnicate=1", "r_max=[", "groups=2"])
 def test_an_option_that_the_normalizer_does_not_have_is_named(options: str) -> None:
     with pytest.raises(UsageError, match=options.split("=")[0]):
-        check(settle({"dataset": TINY, "partition": "iid", "norm": "brn", "norm-options": options}))
+        check(resolve({"dataset": TINY, "partition": "iid", "norm": "brn", "norm-options": options}))
 
 
 def test_what_works_passes() -> None:
-    check_simulation(settle({"dataset": TINY, "partition": "iid"}))
+    check_simulation(resolve({"dataset": TINY, "partition": "iid"}))
 
 
 def test_only_a_federation_that_is_there_knows_how_many_it_is() -> None:
-    experiment = settle({"dataset": TINY, "partition": "iid", "clients": 0})
+    experiment = resolve({"dataset": TINY, "partition": "iid", "clients": 0})
     check(experiment)
     with pytest.raises(UsageError, match="clients must be at least 1"):
         check_simulation(experiment)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr.experiments import Config, settle
+from fedbn_flwr.experiments import Config, resolve
 from fedbn_flwr.experiments.config import Value
 from fedbn_flwr.experiments.method import all_options
 from fedbn_flwr.strategies import REGISTRY
@@ -46,6 +46,6 @@ def test_defaults_are_those_of_the_command(run_config: dict[str, Any], wanted: d
 
 @pytest.mark.parametrize("method", [name for name, strategy in REGISTRY.items() if not strategy.pooled])
 def test_the_run_config_alone_is_an_experiment(run_config: dict[str, Any], method: str) -> None:
-    experiment = settle({**run_config, "method": method})
+    experiment = resolve({**run_config, "method": method})
     assert experiment.strategy == method
     assert experiment.options == {}

@@ -11,7 +11,7 @@ from flwr.common.logger import FLOWER_LOGGER
 
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.experiments import main, settle
+from fedbn_flwr.experiments import main, resolve
 from fedbn_flwr.server.sampling import NAMED, Roster, draw
 from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError
@@ -84,7 +84,7 @@ def flower_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFi
 def partitions_drawn(grid: InProcessGrid, timeout: float) -> list[Any]:
     """The partitions that take part in three rounds, half of them in each, in a run with a time limit."""
     options = {"clients": NODES, "fraction-train": 0.5, "timeout": timeout}
-    strategy = settle(options).make_strategy(NODES)
+    strategy = resolve(options).make_strategy(NODES)
     drawn = [strategy.draw_nodes(grid, server_round, 0.5, 1) for server_round in (1, 2, 3)]
     return [grid.context(node).node_config["partition-id"] for nodes in drawn for node in nodes]
 

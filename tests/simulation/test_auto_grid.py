@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from fedbn_flwr.client import training
 from fedbn_flwr.experiments.engines import cohort_grid, run_in_process
-from fedbn_flwr.experiments.method import settle
+from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.simulation import CohortGrid, SpreadGrid
 from fedbn_flwr.simulation import auto_grid as spread
@@ -24,7 +24,7 @@ SMALL = {**OPTIONS, "clients": "4", "model": "small-cnn", "way": "stacked", "eva
 
 def trained(folder: Path, **options: Any) -> tuple[dict[str, torch.Tensor], Any]:
     """The model of a short run, and the grid that was used."""
-    experiment = settle({**SMALL, **options})
+    experiment = resolve({**SMALL, **options})
     with cohort_grid(experiment, folder) as grid:
         run(grid, experiment, folder)
         return load_file(folder / "model.safetensors"), grid.chosen if isinstance(grid, SpreadGrid) else grid
@@ -36,7 +36,7 @@ def test_two_processes_train_as_one_does(method: str, tmp_path: Path) -> None:
     two, there = trained(tmp_path / "two", method=method, workers="2")
     assert isinstance(here, CohortGrid)
     assert isinstance(there, WorkersGrid)
-    run_in_process(settle({**SMALL, "method": method}), tmp_path / "sequential")
+    run_in_process(resolve({**SMALL, "method": method}), tmp_path / "sequential")
     sequential = load_file(tmp_path / "sequential" / "model.safetensors")
     for name, value in sequential.items():
         for found in (one[name], two[name]):
@@ -105,7 +105,7 @@ def test_several_threads_train_as_one_does(way: str, method: str, tmp_path: Path
         seen.append(torch.get_num_threads())
         return real(*arguments)
 
-    experiment = settle({**SMALL, "way": way, "workers": "1", "method": method})
+    experiment = resolve({**SMALL, "way": way, "workers": "1", "method": method})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "train", noting)
         with cohort_grid(experiment, tmp_path / "threads") as grid:
@@ -122,7 +122,7 @@ def test_several_threads_train_as_one_does(way: str, method: str, tmp_path: Path
 
 
 def test_a_rehearsed_step_leaves_nothing_behind(tmp_path: Path) -> None:
-    experiment = settle({**SMALL, "method": "fedtan", "workers": "1", "momentum": "0.9", "momentum-state": "local"})
+    experiment = resolve({**SMALL, "method": "fedtan", "workers": "1", "momentum": "0.9", "momentum-state": "local"})
     rehearsed = []
 
     class Twice(SpreadGrid):
@@ -154,7 +154,7 @@ def test_what_not_all_can_do_is_not_used_however_fast(
     for name, value in {"WORTH_STARTING": 0.0, "WORTH_THREADS": 0.0, "WORTH_HAVING": 1e-9, "_ENOUGH": 0.0}.items():
         monkeypatch.setattr(spread, name, value)
     monkeypatch.setattr("fedbn_flwr.experiments.engines.count_cores", lambda: 2)
-    experiment = settle({**SMALL, "method": "fedavg", "workers": "0"})
+    experiment = resolve({**SMALL, "method": "fedavg", "workers": "0"})
     with cohort_grid(experiment, tmp_path) as grid:
         run(grid, experiment, tmp_path)
         assert isinstance(grid, SpreadGrid)
@@ -191,7 +191,7 @@ def test_a_rehearsal_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     said = list[str]()
     monkeypatch.setattr(spread, "log", lambda level, text, *values: said.append(text % values))
     monkeypatch.setattr("fedbn_flwr.experiments.engines.count_cores", lambda: 2)
-    experiment = settle({**SMALL, "method": "fedtan", "workers": "0"})
+    experiment = resolve({**SMALL, "method": "fedtan", "workers": "0"})
 
     def fail(*_: Any) -> None:
         raise ValueError("no such thing")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr.experiments import main, settle
+from fedbn_flwr.experiments import main, resolve
 from fedbn_flwr.experiments.engines import run_on_ray
 from tests.helpers.processes import processes_with
 from tests.helpers.ray_cluster import FOLDER, cluster, free_port, nodes_seen
@@ -33,7 +33,7 @@ def asked_of_flower(address: str | None, folder: Path, monkeypatch: pytest.Monke
         monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setattr("flwr.simulation.run_simulation", lambda *_, **options: found.append(options))
     with pytest.raises(IndexError):  # nothing was run, so there is no result
-        run_on_ray(settle({"clients": 3}), folder)
+        run_on_ray(resolve({"clients": 3}), folder)
     return found[0]
 
 

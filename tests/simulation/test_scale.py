@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.experiments import UsageError, serve, settle
+from fedbn_flwr.experiments import UsageError, resolve, serve
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.randomness import numpy_generator
@@ -232,10 +232,10 @@ def test_options_are_read_once_for_all_messages(monkeypatch: pytest.MonkeyPatch)
 
     def counted(options: Mapping[str, Any]) -> Experiment:
         calls.append(options)
-        return settle(options)
+        return resolve(options)
 
-    monkeypatch.setattr("fedbn_flwr.experiments.client_side.settle", counted)
-    options = settle({"dataset": "synthetic:n=90:test=10", "clients": 9, "partition": "iid", "seed": 123}).to_mapping()
+    monkeypatch.setattr("fedbn_flwr.experiments.client_side.resolve", counted)
+    options = resolve({"dataset": "synthetic:n=90:test=10", "clients": 9, "partition": "iid", "seed": 123}).to_mapping()
     make = bound_client_fn(options)
     contexts = Contexts(1, range(9), 9, {})
     assert [len(make(contexts[number]).indices) for number in contexts] == [10] * 9

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from fedbn_flwr import state
 from fedbn_flwr.experiments.engines import MakeGrid, cohort_grid, sequential_grid, spread_over, stacked_grid
-from fedbn_flwr.experiments.method import settle
+from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.server.averaging import average, not_finite
 from fedbn_flwr.simulation import prepared as staged
@@ -116,7 +116,7 @@ def test_the_file_goes_with_the_last_reply(monkeypatch: pytest.MonkeyPatch) -> N
     [*product(("sequential", "cohort"), METHODS), ("workers", "fedbn"), ("stacked workers", "fedtan")],
 )
 def test_a_run_has_the_same_bits(engine: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    experiment = settle({**OPTIONS, "method": method, "clients": "5", "way": "stacked", "workers": "1"})
+    experiment = resolve({**OPTIONS, "method": method, "clients": "5", "way": "stacked", "workers": "1"})
     monkeypatch.setattr("fedbn_flwr.simulation.prepared.TOGETHER", 2)
     seen, real = list[FiledArrays](), Spool._filed
 

@@ -16,7 +16,7 @@ from fedbn_flwr.data import augment
 from fedbn_flwr.diagnosis import Diagnosis, check, diagnose
 from fedbn_flwr.experiments.config import Config, UsageError
 from fedbn_flwr.experiments.diagnosis.report import plot_diagnosis, show_diagnosis
-from fedbn_flwr.experiments.method import settle
+from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.output.run_folder import as_json, make_folder
 from fedbn_flwr.experiments.resources import check_simulation, fresh_model, load_data, make_partition, set_threads
 from fedbn_flwr.randomness import numpy_generator, torch_generator
@@ -33,7 +33,7 @@ def run_diagnosis(options: Mapping[str, Any], count: int) -> None:
     """Diagnose, and leave `diagnosis.json` and `diagnosis.png` in the results folder."""
     if count < 1:
         raise UsageError(f"--batches must be at least 1, got {count}")
-    experiment = settle(options)
+    experiment = resolve(options)
     check_simulation(experiment)
     config = experiment.config
     set_threads(config)
