@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # one process a core: torch's own threads gain little on small models, and tests run side by side
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all check format docs bench bench-quick clean
+.PHONY: demo test test-all check format docs bench bench-quick mutants clean
 
 demo: $(VENV)/installed
 	$(BIN)/fedbn-flwr compare --methods fedavg,fixbn,fedbn,silobn,fedprox,standalone,centralized --results-dir results/demo
@@ -35,6 +35,11 @@ bench: $(VENV)/installed
 
 bench-quick: $(VENV)/installed
 	$(BIN)/python -m benchmarks.bench --quick
+
+# change named files one line at a time, to see whether a test notices: make mutants FILES="strategies/fedbs.py"
+mutants: $(VENV)/installed
+	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python --editable ".[mutants]"
+	$(BIN)/python -m tests.mutants $(FILES)
 
 # uv resolves and unpacks several times faster than pip; where it cannot be had, pip does the same
 $(VENV)/installed: pyproject.toml

@@ -1,0 +1,142 @@
+"""Change the code, one line at a time, and see whether a test notices: `make mutants FILES="strategies/fedbs.py"`.
+
+Runs mutmut on a copy of the checkout, for each named file on the tests of its room. A mutant that no test kills must be
+listed in `tests/survivors.toml` with the reason why it changes nothing that counts; any other one is printed, and the
+command fails.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.helpers.checkout import BIN, ROOT, copy_checkout
+
+#: lines whose mutants change only the words of a log entry or of an error
+WORDS = (r"^\s*log\(", r"^\s*f?\"[^\"]*\"\s*,?\s*$", r"raise \w+\(f?\"", r"^\s*_log_once\(")
+#: rooms that other rooms' tests go through, too
+ALSO_TESTED_BY = {
+    "client/rules": ("tests/strategies",),
+    "server": ("tests/strategies",),
+    "norm": ("tests/client",),
+}
+SURVIVORS = ROOT / "tests" / "survivors.toml"
+
+
+@dataclass(frozen=True)
+class Survivor:
+    """A mutant that no test killed: the lines that it takes away, and those that it puts in their place."""
+
+    file: str
+    before: str
+    after: str
+
+
+def tests_of(file: str) -> list[str]:
+    """Return the test folders for a source file: the one that mirrors its room, and those that go through the room."""
+    room = file.removeprefix("fedbn_flwr/").rpartition("/")[0] or "strategies"
+    mirrored = Path("tests") / room
+    while not (ROOT / mirrored).is_dir():
+        mirrored = mirrored.parent
+    also = [folder for prefix, folders in ALSO_TESTED_BY.items() if room.startswith(prefix) for folder in folders]
+    return [str(mirrored), *also]
+
+
+def configure(copy: Path, files: Sequence[str], tests: Iterable[str]) -> None:
+    """Append mutmut's settings to the copy's pyproject.toml."""
+    settings = {
+        "source_paths": ["fedbn_flwr", "strategies"],
+        "only_mutate": list(files),
+        "also_copy": sorted(path.name for path in copy.iterdir() if path.name not in ("mutants", "tests")),
+        "do_not_mutate_patterns": list(WORDS),
+        "pytest_add_cli_args": ["-q", "-x", "-p", "no:xdist", "-m", "not slow"],
+        "pytest_add_cli_args_test_selection": sorted(set(tests)),
+    }
+    lines = [f"{key} = [{', '.join(map(_quoted, values))}]" for key, values in settings.items()]
+    with (copy / "pyproject.toml").open("a") as file:
+        file.write("\n[tool.mutmut]\n" + "\n".join(lines) + "\n")
+
+
+def _quoted(text: str) -> str:
+    return f"'{text}'"
+
+
+def mutate(copy: Path) -> dict[str, str]:
+    """Run mutmut; return each mutant's outcome by its name."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    command: list[str | Path] = [BIN / "mutmut", "run", "--max-children", str(os.cpu_count() or 1)]
+    with (copy / "mutmut.log").open("w") as log:
+        done = subprocess.run(command, cwd=copy, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        sys.exit(f"mutmut failed:\n{(copy / 'mutmut.log').read_text()[-3000:]}")
+    listed = subprocess.run(
+        [BIN / "mutmut", "results", "--all", "true"], cwd=copy, capture_output=True, text=True, check=True
+    )
+    pairs = (line.strip().rpartition(": ") for line in listed.stdout.splitlines() if ": " in line)
+    return {name: outcome for name, _, outcome in pairs}
+
+
+def survivor(copy: Path, file: str, name: str) -> Survivor:
+    """Return what a mutant changes."""
+    shown = subprocess.run([BIN / "mutmut", "show", name], cwd=copy, capture_output=True, text=True, check=True)
+    body = [line for line in shown.stdout.splitlines() if not line.startswith(("---", "+++"))]
+    before, after = (" ".join(line[1:].strip() for line in body if line.startswith(sign)) for sign in "-+")
+    return Survivor(file, before, after)
+
+
+def known_survivors() -> dict[Survivor, str]:
+    """Read the survivors that have a reason."""
+    listed = tomllib.loads(SURVIVORS.read_text()).get("survivor", []) if SURVIVORS.exists() else []
+    return {Survivor(item["file"], item["before"], item["after"]): item["reason"] for item in listed}
+
+
+def file_of(name: str, files: Sequence[str]) -> str:
+    """Return the file that a mutant belongs to; its name begins with the module's."""
+    modules = {file.removesuffix(".py").replace("/", "."): file for file in files}
+    return next(file for module, file in modules.items() if name.startswith(f"{module}.x"))
+
+
+def run(files: Sequence[str], tests: Sequence[str]) -> list[Survivor]:
+    """Mutate files, print a line for each, and return the survivors that have no reason."""
+    with TemporaryDirectory() as folder:
+        copy = copy_checkout(Path(folder) / "fedbn-flwr")
+        configure(copy, files, tests or [folder for file in files for folder in tests_of(file)])
+        outcomes = mutate(copy)
+        left = {name: survivor(copy, file_of(name, files), name) for name, end in outcomes.items() if end == "survived"}
+    known = known_survivors()
+    for file in files:
+        ends = [end for name, end in outcomes.items() if file_of(name, files) == file]
+        alive = [item for item in left.values() if item.file == file]
+        listed = sum(item in known for item in alive)
+        untested = sum(end == "no tests" for end in ends)
+        print(
+            f"{file}: {len(ends)} mutants, {len(ends) - len(alive) - untested} killed, {listed} survive with a reason, "
+            f"{len(alive) - listed} without, {untested} without a test"
+        )
+    return [item for item in left.values() if item not in known]
+
+
+def main() -> int:
+    """Parse the command line and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", help="source files, relative to the root of the checkout")
+    parser.add_argument("--tests", action="append", default=[], help="test files or folders in place of the room's own")
+    options = parser.parse_args()
+    missing = [file for file in options.files if not (ROOT / file).is_file()]
+    if missing:
+        parser.error(
+            f"there is no file {missing[0]!r}; name files relative to {ROOT.name}/, such as strategies/fedbs.py"
+        )
+    left = run(options.files, options.tests)
+    for item in left:
+        print(f"\n{item.file}\n  - {item.before}\n  + {item.after}")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
