@@ -1,4 +1,4 @@
-"""Which samples each local step uses: a function of the instruction and of a generator, decided before training."""
+"""Which samples each local step uses, drawn from a generator before training starts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +12,26 @@ from fedbn_flwr.data import Split, augment
 from fedbn_flwr.wire import Instruction
 
 
-def plan(
-    count: int, instruction: Instruction, generator: torch.Generator, merge_single: bool
-) -> tuple[Tensor, list[int]]:
-    """The positions (in the client's own samples) of the round's mini-batches, one after another, and their sizes.
+@dataclass(frozen=True)
+class BatchPlan:
+    """Positions in a client's own samples, by mini-batch. Iterating over a plan gives each mini-batch's positions."""
+
+    #: the positions of all mini-batches, one after another
+    positions: Tensor
+    #: the number of positions in each mini-batch
+    sizes: list[int]
+
+    def __len__(self) -> int:
+        """Number of mini-batches."""
+        return len(self.sizes)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Return the positions of each mini-batch, as views."""
+        return iter(self.positions.split(self.sizes))
+
+
+def plan(count: int, instruction: Instruction, generator: torch.Generator, merge_single: bool) -> BatchPlan:
+    """Draw the mini-batches of one round for a client with `count` samples.
 
     A last short batch is kept. With `merge_single`, for models whose BN cannot take one sample, a last batch of one
     is merged into the one before.
@@ -25,24 +41,24 @@ def plan(
     if instruction.replacement:
         steps = count_steps(count, instruction, merge_single)
         drawn = [torch.randint(count, (size,), generator=generator) for _ in range(steps)]
-        return torch.cat(drawn), [size] * steps
+        return BatchPlan(torch.cat(drawn), [size] * steps)
     epoch = _sizes(count, size, merge_single)
     steps = instruction.local_steps or instruction.local_epochs * len(epoch)
     epochs = -(-steps // len(epoch))
     orders = [torch.randperm(count, generator=generator) for _ in range(epochs)]
     sizes = (epoch * epochs)[:steps]
-    return (torch.cat(orders) if epochs > 1 else orders[0])[: sum(sizes)], sizes
+    return BatchPlan((torch.cat(orders) if epochs > 1 else orders[0])[: sum(sizes)], sizes)
 
 
 def count_steps(count: int, instruction: Instruction, merge_single: bool) -> int:
-    """The length of such a plan."""
+    """Number of mini-batches that `plan` would draw."""
     _check(count, instruction)
     merged = merge_single and not instruction.replacement and leaves_one(count, instruction.batch_size)
     return instruction.local_steps or instruction.local_epochs * (-(-count // instruction.batch_size) - merged)
 
 
 def first_size(count: int, instruction: Instruction, merge_single: bool) -> int:
-    """The number of samples of such a plan's first mini-batch."""
+    """Number of samples in the first mini-batch that `plan` would draw."""
     size = instruction.batch_size
     if instruction.replacement:
         return size
@@ -50,7 +66,7 @@ def first_size(count: int, instruction: Instruction, merge_single: bool) -> int:
 
 
 def chunks(values: Tensor, size: int) -> list[Tensor]:
-    """Split into batches; a last one of a single sample, which BN may not be able to take, joins the one before."""
+    """Split into batches of `size`. A last batch of one sample, which BN cannot always take, joins the one before."""
     return list(values.split(_sizes(len(values), size, merge_single=True)))
 
 
@@ -67,7 +83,7 @@ def _check(count: int, instruction: Instruction) -> None:
 
 
 def _sizes(count: int, size: int, merge_single: bool) -> list[int]:
-    """Of the batches that are made of so many samples."""
+    """Batch sizes of one pass over `count` samples."""
     if merge_single and leaves_one(count, size):
         return [size] * (count // size - 1) + [size + 1]
     rest = count % size
@@ -75,20 +91,21 @@ def _sizes(count: int, size: int, merge_single: bool) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A client's mini-batches of one round; each walk over them goes on drawing augmentations."""
+class BatchLoader:
+    """Loads a client's mini-batches of one round. Every pass over them goes on drawing augmentations."""
 
     split: Split
     device: torch.device
     augmentation: str
-    #: the samples of all mini-batches, one after another, and the size of each mini-batch
+    #: indices into `split`, of all mini-batches one after another
     samples: Tensor
+    #: the number of samples in each mini-batch
     sizes: list[int]
     generator: torch.Generator
 
     @cached_property
     def chosen(self) -> Sequence[Tensor]:
-        """The samples of each mini-batch."""
+        """Indices into `split`, one tensor a mini-batch."""
         chosen: tuple[Tensor, ...] = self.samples.split(self.sizes)
         return chosen
 
@@ -97,8 +114,10 @@ class Plan:
         return next(iter(replace(self, samples=self.chosen[0], sizes=self.sizes[:1])))
 
     def __len__(self) -> int:
+        """Number of mini-batches."""
         return len(self.sizes)
 
     def __iter__(self) -> Iterator[training.Batch]:
+        """Load and augment one mini-batch after another."""
         for inputs, targets in self.split.batches(self.samples, self.sizes, self.device):
             yield augment(self.augmentation, inputs, self.generator), targets

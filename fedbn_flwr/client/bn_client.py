@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import batch_plan as batches
 from fedbn_flwr.client import training
-from fedbn_flwr.client.batch_plan import Plan
+from fedbn_flwr.client.batch_plan import BatchLoader
 from fedbn_flwr.client.evaluation import evaluate, shares
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.precision import autocast, products
@@ -218,15 +218,15 @@ class BNClient(NumPyClient):
             rule.finish(session)
         return float(loss)
 
-    def plan(self, instruction: Instruction, structure: nn.Module | None = None) -> "Plan":
-        """The mini-batches of a round of the model, or of one like it, which is in the mode that it will train in."""
+    def plan(self, instruction: Instruction, structure: nn.Module | None = None) -> BatchLoader:
+        """Draw the mini-batches of a round. The model (or `structure`) must be in the mode that it will train in."""
         generator = torch_generator(instruction.seed, "batches", *self._stream(instruction))
         merge = batches.leaves_one(len(self.indices), instruction.batch_size) and any(
             layer.training for layer in norm.bn_layers(structure or self.model).values()
         )
-        positions, sizes = batches.plan(len(self.indices), instruction, generator, merge)
-        samples = torch.from_numpy(self.indices)[positions]
-        return Plan(self.train_split, self.device, instruction.augmentation, samples, sizes, generator)
+        drawn = batches.plan(len(self.indices), instruction, generator, merge)
+        samples = torch.from_numpy(self.indices)[drawn.positions]
+        return BatchLoader(self.train_split, self.device, instruction.augmentation, samples, drawn.sizes, generator)
 
     def count_steps(self, instruction: Instruction) -> int:
         """How many steps a round has."""

@@ -17,8 +17,7 @@ counts, sizes, seeds = st.integers(1, 40), st.integers(1, 12), st.integers(0, 9)
 def planned(count: int, merge_single: bool = False, seed: int = 0, **options: Any) -> list[list[int]]:
     instruction = Instruction(**options)
     generator = torch.Generator().manual_seed(seed)
-    positions, sizes = plan(count, instruction, generator, merge_single)
-    return [batch.tolist() for batch in positions.split(sizes)]
+    return [batch.tolist() for batch in plan(count, instruction, generator, merge_single)]
 
 
 def lengths(batches: list[list[int]]) -> list[int]:
@@ -149,7 +148,8 @@ def test_a_plan_is_as_long_as_foretold(
     count: int, size: int, steps: int, replacement: bool, merge_single: bool
 ) -> None:
     asked = Instruction(local_steps=steps, local_epochs=2, batch_size=size, replacement=replacement)
-    positions, lengths = plan(count, asked, torch.Generator(), merge_single)
-    assert len(lengths) == count_steps(count, asked, merge_single)
-    assert lengths[0] == first_size(count, asked, merge_single)
-    assert sum(lengths) == len(positions)
+    drawn = plan(count, asked, torch.Generator(), merge_single)
+    assert len(drawn) == len(drawn.sizes) == count_steps(count, asked, merge_single)
+    assert drawn.sizes[0] == first_size(count, asked, merge_single)
+    assert [len(batch) for batch in drawn] == drawn.sizes
+    assert sum(drawn.sizes) == len(drawn.positions)

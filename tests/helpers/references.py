@@ -38,8 +38,8 @@ def copy_state(model: nn.Module) -> State:
 
 def mini_batches(split: Split, node: Node, asked: Instruction, learning_bn: bool) -> list[tuple[Tensor, Tensor]]:
     generator = torch_generator(asked.seed, "batches", "round", asked.server_round, "partition", node.index)
-    plan, sizes = batches.plan(len(node.samples), asked, generator, learning_bn)
-    chosen = [torch.from_numpy(node.samples)[positions] for positions in plan.split(sizes)]
+    plan = batches.plan(len(node.samples), asked, generator, learning_bn)
+    chosen = [torch.from_numpy(node.samples)[positions] for positions in plan]
     return [(split.inputs[index], split.labels[index]) for index in chosen]
 
 

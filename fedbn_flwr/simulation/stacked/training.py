@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import BNClient, Reply, frozen_parts, layerwise_mode, training
-from fedbn_flwr.client.batch_plan import Plan
+from fedbn_flwr.client.batch_plan import BatchLoader
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.precision import autocast, products
 from fedbn_flwr.client.rules import Session, rules_for
@@ -113,7 +113,7 @@ class _Round:
     clients: Sequence[BNClient]
     stack: Stack
     session: Session
-    plans: Sequence[Plan]
+    plans: Sequence[BatchLoader]
     exchange: Exchange | None
     channels_last: bool
     #: rows of clients that have taken all their steps, and what is to be put back there
