@@ -1,8 +1,6 @@
-"""What the diagnosis measures: by hand, against centralized BN, at the extremes, and from the command line."""
+"""What the diagnosis measures: by hand, against centralized BN, and at the extremes."""
 
-import json
 from math import sqrt
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +9,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.client.training import Batch
 from fedbn_flwr.data import load, partition
-from fedbn_flwr.diagnosis import Diagnosis, Measurement, diagnose, overall
-from fedbn_flwr.experiments import main
-from fedbn_flwr.experiments.diagnosis.command import excess, suggestion
+from fedbn_flwr.diagnosis import Diagnosis, diagnose, overall
 from fedbn_flwr.layerwise import gradients
 from tests.helpers.layerwise_references import (
     Gradients,
@@ -23,7 +19,6 @@ from tests.helpers.layerwise_references import (
     small_network,
     weighted_gradients,
 )
-from tests.helpers.runs import run
 
 SIZES = [4, 3, 5]
 #: not in proportion to the sizes
@@ -119,7 +114,6 @@ def test_two_classes_a_client_are_farther_apart_than_clients_that_are_alike() ->
     assert alike.found.errors["nothing"] < apart.found.errors["nothing"]
     assert alike.found.errors["statistics"] < apart.found.errors["statistics"]
     assert overall(alike.weights, alike.found.heterogeneity) < overall(apart.weights, apart.found.heterogeneity)
-    assert excess(alike) < excess(apart)
 
 
 def test_the_model_stays_as_it_is_and_mini_batches_may_be_of_one_sample() -> None:
@@ -130,64 +124,3 @@ def test_the_model_stays_as_it_is_and_mini_batches_may_be_of_one_sample() -> Non
     assert found.found.layers[0].variance == [1, 1]
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert "forward" not in model[2].__dict__
-
-
-@pytest.mark.parametrize(
-    ("size", "error", "chance", "wanted"),
-    [
-        (8, 0.1, 0.1, "fedwon"),
-        (32, 0.5, 0.5, "BN is fine"),
-        (32, 0.4, 0.5, "BN is fine"),
-        (32, 0.5, 0.4, "FixBN (fixbn), which"),
-        (32, 0.9, 0.4, "FedTAN (fedtan)"),
-    ],
-)
-def test_suggestion(size: float, error: float, chance: float, wanted: str) -> None:
-    found, shuffled = (Measurement([], {"nothing": value}, [], [], 1.0) for value in (error, chance))
-    line = suggestion(Diagnosis([1.0], [size], found, shuffled))
-    assert wanted in line
-    assert "This suggests" in line
-
-
-def test_the_command_writes_numbers_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("diagnose", batches="2", clients="3", fraction_train="0.7", results_dir=str(tmp_path)) == 0
-    written = json.loads((tmp_path / "diagnosis.json").read_text())
-    assert written["batches"] == 2
-    assert len(written["clients"]) == len(written["weights"]) == 2
-    assert sum(written["weights"]) == pytest.approx(1)
-    assert written["found"]["errors"]["nothing"] > 0.01
-    assert written["found"]["errors"]["both"] < 1e-10
-    assert {"layers", "errors", "deviation", "heterogeneity", "gradient-norm"} == set(written["shuffled"])
-    assert (tmp_path / "diagnosis.png").stat().st_size > 10_000
-    shown = " ".join(capsys.readouterr().out.split())
-    assert written["suggestion"] in shown
-    assert "heterogeneity V" in shown
-
-
-def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["diagnose", "--help"])
-    assert left.value.code == 0
-    words = capsys.readouterr().out.split()
-    assert {"--batches", "--init-from", "--partition", "--method"} <= set(words)
-    assert "--engine" not in words
-
-
-MISTAKES = {
-    "no BN": ({"method": "fedavg+gn"}, "the model has no BN layer"),
-    "other than BN": ({"method": "fedavg+brn"}, "computes something else than BN"),
-    "no batches": ({"batches": "0"}, "--batches must be at least 1, got 0"),
-    "some batches": ({"batches": "some"}, "--batches must be a whole number, got 'some'"),
-    "model": ({"model": "vgg"}, "unknown model 'vgg'"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(
-    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options, message = MISTAKES[mistake]
-    assert run("diagnose", **options, results_dir=str(tmp_path / "results")) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert not (tmp_path / "results").exists()

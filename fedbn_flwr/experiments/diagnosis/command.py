@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from fedbn_flwr.client import batch_plan as batches
 from fedbn_flwr.client import pick_device
+from fedbn_flwr.client.batch_plan import BatchLoader, plan
 from fedbn_flwr.client.training import Batch
-from fedbn_flwr.data import augment
 from fedbn_flwr.diagnosis import Diagnosis, check, diagnose
 from fedbn_flwr.experiments.config import Config, UsageError
 from fedbn_flwr.experiments.diagnosis.report import plot_diagnosis, show_diagnosis
@@ -67,16 +66,14 @@ def taking_part(config: Config) -> list[int]:
 
 
 def mini_batches(config: Config, client: int, count: int) -> list[Batch]:
-    """The first mini-batches that a client would train on."""
+    """Return the first mini-batches that a client would train on, in float64."""
     split, device = load_data(config).train, pick_device(config.device)
     held = torch.from_numpy(make_partition(config, config.clients)[client])
     instruction = Instruction(local_steps=count, batch_size=config.batch_size, replacement=config.replacement)
     generator = torch_generator(config.seed, "diagnosis", "batches", client)
-    found = []
-    for positions in batches.plan(len(held), instruction, generator, merge_single=True):
-        inputs, targets = split.batch(held[positions], device)
-        found.append((augment(config.augmentation, inputs, generator).double(), targets))
-    return found
+    drawn = plan(len(held), instruction, generator, merge_single=True)
+    loader = BatchLoader(split, device, config.augmentation, held[drawn.positions], drawn.sizes, generator)
+    return [(inputs.double(), targets) for inputs, targets in loader]
 
 
 def excess(diagnosis: Diagnosis) -> float:

@@ -1,0 +1,110 @@
+"""The command `diagnose`: what it concludes, what it writes, and its mistakes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedbn_flwr.diagnosis import Diagnosis, Measurement
+from fedbn_flwr.experiments import main
+from fedbn_flwr.experiments.diagnosis.command import suggestion
+from tests.helpers.runs import run
+
+
+def diagnosis(folder: Path, **options: str) -> dict[str, Any]:
+    """What the command writes about the default model and digits."""
+    assert main(["diagnose", *(f"--{key}={value}" for key, value in options.items()), f"--results-dir={folder}"]) == 0
+    written: dict[str, Any] = json.loads((folder / "diagnosis.json").read_text())
+    return written
+
+
+def fedavg_error(written: dict[str, Any], column: str = "found") -> float:
+    return float(written[column]["errors"]["nothing"])
+
+
+# ---- what it concludes -----------------------------------------------------------------------------------------------
+
+
+def test_on_iid_digits_bn_is_fine_and_on_one_class_a_client_it_is_not(tmp_path: Path) -> None:
+    common = {"clients": "10", "batches": "2"}
+    alike = [diagnosis(tmp_path / f"iid{seed}", partition="iid", seed=str(seed), **common) for seed in range(3)]
+    apart = diagnosis(tmp_path / "one class", partition="classes:1", **common)
+    assert all("BN is fine as it is (fedavg)" in written["suggestion"] for written in alike)
+    assert "FedTAN (fedtan)" in apart["suggestion"]
+    # samples dealt out at random are what i.i.d. clients have, whoever had them before: all are draws of one error
+    chance = [fedavg_error(written, "shuffled") for written in (*alike, apart)]
+    mean = np.mean(chance)
+    assert np.std(chance, ddof=1) < 0.1 * mean
+    assert [fedavg_error(written) for written in alike] == pytest.approx([mean] * 3, rel=0.2)
+    assert fedavg_error(apart) > 5 * mean
+
+
+def test_more_batches_are_averaged_over_more_draws(tmp_path: Path) -> None:
+    one, four = (diagnosis(tmp_path / count, partition="iid", batches=count) for count in ("1", "4"))
+    assert (one["batches"], four["batches"]) == (1, 4)
+    assert one["batch-sizes"] == four["batch-sizes"] == [32] * 5
+    assert fedavg_error(one) != fedavg_error(four)
+    assert fedavg_error(one) == pytest.approx(fedavg_error(four), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "chance", "wanted"),
+    [
+        (8, 0.1, 0.1, "fedwon"),
+        (32, 0.5, 0.5, "BN is fine"),
+        (32, 0.4, 0.5, "BN is fine"),
+        (32, 0.5, 0.4, "FixBN (fixbn), which"),
+        (32, 0.9, 0.4, "FedTAN (fedtan)"),
+    ],
+)
+def test_suggestion(size: float, error: float, chance: float, wanted: str) -> None:
+    found, shuffled = (Measurement([], {"nothing": value}, [], [], 1.0) for value in (error, chance))
+    line = suggestion(Diagnosis([1.0], [size], found, shuffled))
+    assert wanted in line
+    assert "This suggests" in line
+
+
+def test_the_command_writes_numbers_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("diagnose", batches="2", clients="3", fraction_train="0.7", results_dir=str(tmp_path)) == 0
+    written = json.loads((tmp_path / "diagnosis.json").read_text())
+    assert written["batches"] == 2
+    assert len(written["clients"]) == len(written["weights"]) == 2
+    assert sum(written["weights"]) == pytest.approx(1)
+    assert written["found"]["errors"]["nothing"] > 0.01
+    assert written["found"]["errors"]["both"] < 1e-10
+    assert {"layers", "errors", "deviation", "heterogeneity", "gradient-norm"} == set(written["shuffled"])
+    assert (tmp_path / "diagnosis.png").stat().st_size > 10_000
+    shown = " ".join(capsys.readouterr().out.split())
+    assert written["suggestion"] in shown
+    assert "heterogeneity V" in shown
+
+
+def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["diagnose", "--help"])
+    assert left.value.code == 0
+    words = capsys.readouterr().out.split()
+    assert {"--batches", "--init-from", "--partition", "--method"} <= set(words)
+    assert "--engine" not in words
+
+
+MISTAKES = {
+    "no BN": ({"method": "fedavg+gn"}, "the model has no BN layer"),
+    "other than BN": ({"method": "fedavg+brn"}, "computes something else than BN"),
+    "no batches": ({"batches": "0"}, "--batches must be at least 1, got 0"),
+    "some batches": ({"batches": "some"}, "--batches must be a whole number, got 'some'"),
+    "model": ({"model": "vgg"}, "unknown model 'vgg'"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, message = MISTAKES[mistake]
+    assert run("diagnose", **options, results_dir=str(tmp_path / "results")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "results").exists()
