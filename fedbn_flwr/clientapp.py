@@ -64,16 +64,15 @@ def unpack(message: Message, known: dict[int, state.State] | None = None) -> tup
             records[name] = state.from_record(record)
             continue
         if id(record) not in known:
-            known[id(record)] = state.read(record)
+            known[id(record)] = state.view_record(record)
         records[name] = known[id(record)]
     config: Any = message.content[wire.CONFIG]
     return records, Instruction.from_config(config)
 
 
-def pack(reply: Reply, message: Message, own: bool = False) -> Message:
-    """Answer a message; what is in the reply is copied, unless it is its `own`, which nobody can change any more."""
-    packed = state.give if own else state.to_record
-    content = RecordDict({name: packed(values) for name, values in reply.records.items()})
+def pack(reply: Reply, message: Message, copy: bool = True) -> Message:
+    """Answer a message. With `copy=False` the message shares the reply's memory, which nobody may change any more."""
+    content = RecordDict({name: state.to_record(values, copy=copy) for name, values in reply.records.items()})
     content[wire.METRICS] = MetricRecord({wire.NUM_EXAMPLES: reply.num_examples, **reply.metrics})
     content[wire.REPORT] = ConfigRecord(dict(reply.report))
     return Message(content, reply_to=message)

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from fedbn_flwr.state.flat import FlatArrays
-from fedbn_flwr.state.records import flat_of, flat_record, peek
+from fedbn_flwr.state.records import flat_of, flat_record, view_array
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -21,7 +21,7 @@ _PORTION = 2**17
 def record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     """Pack copies of arrays for a message."""
     flat = FlatArrays.copy_of({name: np.asarray(value) for name, value in arrays.items()})
-    return flat_record(flat.layout, flat.runs)
+    return flat_record(flat.layout, flat.buffers)
 
 
 def unpack(packed: ArrayRecord) -> Arrays:
@@ -33,7 +33,7 @@ def unpack(packed: ArrayRecord) -> Arrays:
 
 def view(packed: ArrayRecord) -> Mapping[str, NDArray[Any]]:
     """The arrays of a message, without copies where they were never serialized: to be read only."""
-    return flat_of(packed) or {name: peek(array) for name, array in packed.items()}
+    return flat_of(packed) or {name: view_array(array) for name, array in packed.items()}
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
@@ -52,9 +52,9 @@ def average(states: Sequence[Mapping[str, NDArray[Any]]], weights: Sequence[floa
     """
     shares, first = normalize(weights), states[0]
     if isinstance(first, FlatArrays):
-        runs = [state.runs for state in states if isinstance(state, FlatArrays) and state.layout is first.layout]
+        runs = [state.buffers for state in states if isinstance(state, FlatArrays) and state.layout is first.layout]
         if len(runs) == len(states):
-            means = {dtype: _mean_run([own[dtype] for own in runs], shares) for dtype in first.runs}
+            means = {dtype: _mean_run([own[dtype] for own in runs], shares) for dtype in first.buffers}
             return dict(FlatArrays(first.layout, means))
     alike = all(_shapes(state, first) == _shapes(first, first) for state in states[1:])
     merged: Arrays = {}
@@ -73,7 +73,7 @@ def is_floating(array: NDArray[Any]) -> bool:
 
 def not_finite(arrays: Mapping[str, NDArray[Any]]) -> str | None:
     """The first of the arrays that holds an infinity or what is not a number."""
-    if isinstance(arrays, FlatArrays) and all(map(_is_finite, arrays.runs.values())):
+    if isinstance(arrays, FlatArrays) and all(map(_is_finite, arrays.buffers.values())):
         return None
     for names in _portions(arrays):
         if is_floating(arrays[names[0]]) and not np.isfinite(_joined(names, arrays)).all():

@@ -8,7 +8,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedbn_flwr.simulation.spill import Spool
+from fedbn_flwr.simulation.spill import SpillBuffer
 
 
 class LocalGrid(Grid):
@@ -18,7 +18,7 @@ class LocalGrid(Grid):
         self._run = Run.create_empty(run_id=1)
         self._replies: dict[str, Message] = {}
         #: for the replies to the latest push
-        self._spool = Spool()
+        self._spill = SpillBuffer()
         # Flower reads these when a message is created
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = self._run.run_id, SUPERLINK_NODE_ID, 0
 

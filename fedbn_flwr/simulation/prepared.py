@@ -111,7 +111,7 @@ class StagedGrid(InProcessGrid):
 
     def _packed(self, job: Job, reply: Reply, keep: bool) -> Message:
         """The answer; only now what the node has stored counts."""
-        message = self._spool.take(pack(reply, job.message, own=_is_careful(job.client)))
+        message = self._spill.store(pack(reply, job.message, copy=not _is_careful(job.client)))
         if keep:
             self._keep(job.node, job.context)
         return message
@@ -127,7 +127,7 @@ def in_portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
 
 def _bytes(reply: Reply) -> int:
     """Of its tensors; those of a flat state are counted without being made."""
-    states = [state.runs if isinstance(state, FlatState) else state for state in reply.records.values()]
+    states = [state.buffers if isinstance(state, FlatState) else state for state in reply.records.values()]
     return sum(values.nbytes for state in states for values in state.values())
 
 

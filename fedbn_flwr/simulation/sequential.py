@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.simulation.grid import LocalGrid
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID as FIRST_NODE_ID
 from fedbn_flwr.simulation.node_contexts import Contexts
-from fedbn_flwr.simulation.spill import Spool
+from fedbn_flwr.simulation.spill import SpillBuffer
 
 Config = Mapping[str, Any]
 
@@ -57,7 +57,7 @@ class InProcessGrid(LocalGrid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Deliver the messages and keep the replies."""
         messages = list(messages)
-        self._spool = Spool()
+        self._spill = SpillBuffer()
         ids = [identify(message) for message in messages]
         for message_id, reply in zip(ids, self._answer_all(messages), strict=True):
             identify(reply)
@@ -72,7 +72,7 @@ class InProcessGrid(LocalGrid):
         node = message.metadata.dst_node_id
         try:
             context = self._lend(node)
-            reply = self._spool.take(self._client_app(message, context))
+            reply = self._spill.store(self._client_app(message, context))
         except Exception as error:
             log(WARNING, "The ClientApp of node %d raised", node, exc_info=error)
             reason = f"{type(error).__name__}: {error}"

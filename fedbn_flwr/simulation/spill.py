@@ -19,7 +19,7 @@ from fedbn_flwr.state.records import array_records, flat_of, record_of
 MOST_HELD = 2**28
 
 
-class Spool:
+class SpillBuffer:
     """Takes the replies to one push. Its file, in the system's temporary folder, is gone with the last of them."""
 
     def __init__(self) -> None:
@@ -28,24 +28,24 @@ class Spool:
         self._bytes = 0
         self._file: Callable[[], _File | None] = lambda: None
 
-    def take(self, reply: Message) -> Message:
+    def store(self, reply: Message) -> Message:
         """The same reply, its flat states in memory or not."""
         if reply.has_content():
             for name, record in array_records(reply.content).items():
-                if (kept := self.put(record)) is not record:
+                if (kept := self.store_record(record)) is not record:
                     reply.content[name] = kept
         return reply
 
-    def put(self, record: ArrayRecord) -> ArrayRecord:
+    def store_record(self, record: ArrayRecord) -> ArrayRecord:
         """The same record, or one whose numbers are in the file."""
         flat = flat_of(record)
-        if flat is None or isinstance(flat, FiledArrays) or self._holds(flat):
+        if flat is None or isinstance(flat, DiskArrays) or self._fits(flat):
             return record
-        return record_of(self._filed(flat))
+        return record_of(self._on_disk(flat))
 
-    def _holds(self, flat: FlatArrays) -> bool:
+    def _fits(self, flat: FlatArrays) -> bool:
         """Whether it may stay in memory; of a stack, whose clients' runs are parts of one, all do or none."""
-        owners = [owner for owner in map(_owner, flat.runs.values()) if self._held.get(id(owner)) is not owner]
+        owners = [owner for owner in map(_owner, flat.buffers.values()) if self._held.get(id(owner)) is not owner]
         size = sum(owner.nbytes for owner in owners)
         if self._bytes + size > MOST_HELD:
             return False
@@ -53,13 +53,13 @@ class Spool:
         self._bytes += size
         return True
 
-    def _filed(self, flat: FlatArrays) -> "FiledArrays":
+    def _on_disk(self, flat: FlatArrays) -> "DiskArrays":
         file = self._file()
         if file is None:
             file = _File()
             self._file = ref(file)
-        runs: Any = {dtype: FiledRun(file, file.append(run), dtype, len(run)) for dtype, run in flat.runs.items()}
-        return FiledArrays(flat.layout, runs)
+        runs: Any = {dtype: DiskBuffer(file, file.append(run), dtype, len(run)) for dtype, run in flat.buffers.items()}
+        return DiskArrays(flat.layout, runs)
 
 
 def _owner(run: NDArray[Any]) -> NDArray[Any]:
@@ -89,7 +89,7 @@ class _File:
         return found
 
 
-class FiledRun:
+class DiskBuffer:
     """A run of numbers in a file, of which what is asked for is read each time."""
 
     def __init__(self, file: _File, start: int, dtype: np.dtype[Any], length: int) -> None:
@@ -114,13 +114,13 @@ class FiledRun:
         return np.asarray, (self[:],)
 
 
-class FiledArrays(FlatArrays):
+class DiskArrays(FlatArrays):
     """A state whose runs are in a file: each entry is read when it is asked for, and not kept."""
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         """An entry."""
         dtype, start, shape = _places(self.layout)[name]
-        return self.runs[dtype][start : start + prod(shape)].reshape(shape)
+        return self.buffers[dtype][start : start + prod(shape)].reshape(shape)
 
     def __contains__(self, name: object) -> bool:
         """Whether there is such an entry."""
@@ -141,14 +141,14 @@ class FiledArrays(FlatArrays):
     @property
     def tensors(self) -> FlatState:  # it is not to be kept
         """As tensors, in memory."""
-        return FlatState(self.layout, self.copy().runs)
+        return FlatState(self.layout, self.copy().buffers)
 
 
 @lru_cache(maxsize=64)
 def _places(layout: Layout) -> Mapping[str, tuple[np.dtype[Any], int, tuple[int, ...]]]:
     """By name, the run in which an entry is, where in it, and its shape."""
     found = {}
-    for dtype, entries in layout.runs.items():
+    for dtype, entries in layout.by_dtype.items():
         start = 0
         for name, _, shape in entries:
             found[name] = dtype, start, shape

@@ -1,4 +1,4 @@
-"""States as one run of numbers for each dtype: what is done to a whole state then takes one operation, not hundreds."""
+"""States as one buffer for each dtype: an operation on a whole state is then one call, not hundreds."""
 
 from abc import abstractmethod
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
@@ -11,159 +11,161 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-#: name, dtype and shape
+#: name, dtype and shape of one array
 Entry = tuple[str, np.dtype[Any], tuple[int, ...]]
-Runs = dict[np.dtype[Any], NDArray[Any]]
+#: one 1-D array for each dtype
+Buffers = dict[np.dtype[Any], NDArray[Any]]
 
 V = TypeVar("V")
 
 
 class Layout:
-    """What a state is made of; states that are alike have the same object, as far as `lay_out` remembers it."""
+    """Names, dtypes and shapes of a state. States of equal entries share one object, while `Layout.of` remembers it."""
 
     def __init__(self, entries: tuple[Entry, ...]) -> None:
         self.entries = entries
-        #: by dtype, the entries of its run, in the state's order
-        self.runs: dict[np.dtype[Any], list[Entry]] = {}
+        #: the entries of each buffer, in the state's order
+        self.by_dtype: dict[np.dtype[Any], list[Entry]] = {}
         for entry in entries:
-            self.runs.setdefault(entry[1], []).append(entry)
+            self.by_dtype.setdefault(entry[1], []).append(entry)
 
     def names(self, dtype: np.dtype[Any]) -> list[str]:
-        """Of a run."""
-        return [name for name, _, _ in self.runs[dtype]]
+        """Names of the entries in one buffer."""
+        return [name for name, _, _ in self.by_dtype[dtype]]
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(entries: tuple[Entry, ...]) -> "Layout":
+        """Return the layout of these entries, the same object each time."""
+        return Layout(entries)
 
     def __reduce__(self) -> tuple[Any, tuple[tuple[Entry, ...]]]:
-        """In another process, the object of that process."""
-        return lay_out, (self.entries,)
-
-
-@lru_cache(maxsize=1024)
-def lay_out(entries: tuple[Entry, ...]) -> Layout:
-    """The layout of these entries."""
-    return Layout(entries)
+        """Pickle by entries: another process gets its own shared object."""
+        return Layout.of, (self.entries,)
 
 
 class Flat(Mapping[str, V], Generic[V]):
-    """A state by name, each entry a view of its run. It is to be read only: others may hold the same memory."""
+    """A state whose entries are views of its buffers. Do not write to them: others may hold the same memory."""
 
-    def __init__(self, layout: Layout, runs: Runs) -> None:
-        self.layout, self.runs = layout, runs
-        self._seen: dict[str, V] | None = None
+    def __init__(self, layout: Layout, buffers: Buffers) -> None:
+        self.layout, self.buffers = layout, buffers
+        self._made: dict[str, V] | None = None
 
     def __getitem__(self, name: str) -> V:
-        """An entry."""
+        """Return a view of an entry."""
         return self._views()[name]
 
     def __iter__(self) -> Iterator[str]:
-        """The names, in the state's order."""
+        """Iterate over names, in the state's order."""
         return (name for name, _, _ in self.layout.entries)
 
     def __len__(self) -> int:
-        """How many entries there are."""
+        """Number of entries."""
         return len(self.layout.entries)
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is such an entry."""
+        """Whether the state has this entry."""
         return name in self._views()
 
     def keys(self) -> KeysView[str]:
-        """Those of a dictionary, which are faster than a mapping's; likewise the next two."""
+        """Names. A dictionary's view, like the next two, because it is faster than `Mapping`'s."""
         return self._views().keys()
 
     def values(self) -> ValuesView[V]:
-        """The entries."""
+        """Views of the entries."""
         return self._views().values()
 
     def items(self) -> ItemsView[str, V]:
-        """Names and entries."""
+        """Names and views of the entries."""
         return self._views().items()
 
     def copy(self) -> Self:
-        """The same in memory of its own."""
-        return type(self)(self.layout, {dtype: run.copy() for dtype, run in self.runs.items()})
+        """Copy the state into memory of its own."""
+        return type(self)(self.layout, {dtype: buffer.copy() for dtype, buffer in self.buffers.items()})
 
     def _views(self) -> dict[str, V]:
-        """Made together, at the first use of any."""
-        if self._seen is None:
-            found = dict.fromkeys(self)
-            for dtype, entries in self.layout.runs.items():
+        """Make all views at the first use of one."""
+        if self._made is None:
+            views = dict.fromkeys(self)
+            for dtype, entries in self.layout.by_dtype.items():
                 shapes = [shape for _, _, shape in entries]
-                found.update(zip(self.layout.names(dtype), self._split(self.runs[dtype], shapes), strict=True))
-            self._seen = cast(dict[str, V], found)
-        return self._seen
+                views.update(zip(self.layout.names(dtype), self._split(self.buffers[dtype], shapes), strict=True))
+            self._made = cast(dict[str, V], views)
+        return self._made
 
     @staticmethod
     @abstractmethod
-    def _split(run: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[V]:
-        """The entries of a run."""
+    def _split(buffer: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[V]:
+        """Cut a buffer into its entries."""
 
 
 class FlatArrays(Flat[NDArray[Any]]):
-    """As numpy's arrays."""
+    """A flat state as numpy arrays."""
 
     @classmethod
     def copy_of(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
-        """The same numbers in runs of their own."""
+        """Copy arrays into buffers."""
         layout = cls.layout_of(arrays)
-        runs = {
-            dtype: np.concatenate([arrays[name].reshape(-1) for name in layout.names(dtype)]) for dtype in layout.runs
+        buffers = {
+            dtype: np.concatenate([arrays[name].reshape(-1) for name in layout.names(dtype)])
+            for dtype in layout.by_dtype
         }
-        return cls(layout, runs)
+        return cls(layout, buffers)
 
     @staticmethod
     def layout_of(arrays: Mapping[str, NDArray[Any]]) -> Layout:
-        """What arrays are made of."""
-        return lay_out(tuple([(name, array.dtype, array.shape) for name, array in arrays.items()]))
+        """Return the layout of arrays."""
+        return Layout.of(tuple([(name, array.dtype, array.shape) for name, array in arrays.items()]))
 
     @cached_property
     def tensors(self) -> "FlatState":
         """The same memory as tensors."""
-        return FlatState(self.layout, self.runs)
+        return FlatState(self.layout, self.buffers)
 
     @staticmethod
-    def _split(run: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:
+    def _split(buffer: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:
         parts, start = [], 0
         for shape in shapes:
             end = start + prod(shape)
-            parts.append(run[start:end].reshape(shape))
+            parts.append(buffer[start:end].reshape(shape))
             start = end
         return parts
 
 
 class FlatState(Flat[Tensor]):
-    """As torch's tensors, in the processor's memory."""
+    """A flat state as torch tensors in the CPU's memory."""
 
     @classmethod
     def copy_of(cls, state: Mapping[str, Tensor]) -> Self:
-        """The same numbers in runs of their own."""
+        """Copy tensors into buffers."""
         return cls.joined(state_layout(state), [value.detach() for value in state.values()])
 
     @classmethod
     def joined(cls, layout: Layout, values: Sequence[Tensor]) -> Self:
-        """Tensors that are laid out so, in runs of their own; from a GPU each run at once."""
+        """Copy tensors of this layout into buffers. Tensors on a GPU are joined there, and copied in one piece."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for value in values:
             by_dtype.setdefault(value.dtype, []).append(value.reshape(-1))
-        return cls(layout, dict(zip(layout.runs, map(_run, by_dtype.values()), strict=True)))
+        return cls(layout, dict(zip(layout.by_dtype, map(_join, by_dtype.values()), strict=True)))
 
     @classmethod
     def copies_of(cls, stacked: Mapping[str, Tensor], clients: int) -> list[Self]:
-        """One for each row of tensors of which each has one for every client."""
+        """Split stacked tensors, of shape (clients, ...), into one state per client. The states share buffers."""
         layout = state_layout({name: value[0] for name, value in stacked.items()})
-        runs = {
-            dtype: _run([stacked[name].reshape(clients, prod(shape)) for name, _, shape in entries])
-            for dtype, entries in layout.runs.items()
+        buffers = {
+            dtype: _join([stacked[name].reshape(clients, prod(shape)) for name, _, shape in entries])
+            for dtype, entries in layout.by_dtype.items()
         }
-        return [cls(layout, {dtype: run[client] for dtype, run in runs.items()}) for client in range(clients)]
+        return [cls(layout, {dtype: buffer[client] for dtype, buffer in buffers.items()}) for client in range(clients)]
 
     @staticmethod
-    def _split(run: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        parts = torch.from_numpy(run).split([prod(shape) for shape in shapes])
+    def _split(buffer: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        parts = torch.from_numpy(buffer).split([prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _run(parts: Sequence[Tensor]) -> NDArray[Any]:
-    """Tensors of one dtype as one, by their last dimension."""
+def _join(parts: Sequence[Tensor]) -> NDArray[Any]:
+    """Concatenate tensors of one dtype along their last dimension."""
     if len({part.device for part in parts}) > 1:
         parts = [part.cpu() for part in parts]
     joined: NDArray[Any] = torch.cat(list(parts), -1).numpy(force=True)
@@ -171,13 +173,13 @@ def _run(parts: Sequence[Tensor]) -> NDArray[Any]:
 
 
 def state_layout(state: Mapping[str, Tensor]) -> Layout:
-    """What tensors are made of."""
+    """Return the layout of tensors."""
     return _layout_of(tuple([(name, value.dtype, value.shape) for name, value in state.items()]))
 
 
 @lru_cache(maxsize=1024)
 def _layout_of(entries: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> Layout:
-    return lay_out(tuple((name, _numpy_dtype(dtype), tuple(shape)) for name, dtype, shape in entries))
+    return Layout.of(tuple((name, _numpy_dtype(dtype), tuple(shape)) for name, dtype, shape in entries))
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:

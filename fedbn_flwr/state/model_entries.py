@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
-from fedbn_flwr.state.flat import Layout, lay_out, state_layout
+from fedbn_flwr.state.flat import Layout, state_layout
 
 
 class Entries(NamedTuple):
@@ -21,7 +21,7 @@ class Entries(NamedTuple):
         """Those of some names."""
         if (chosen := frozenset(names)) not in self.notes:
             kept = [number for number, (name, _, _) in enumerate(self.layout.entries) if name in chosen]
-            self.notes[chosen] = kept, lay_out(tuple(self.layout.entries[number] for number in kept))
+            self.notes[chosen] = kept, Layout.of(tuple(self.layout.entries[number] for number in kept))
         kept, layout = self.notes[chosen]
         return Entries([self.values[number] for number in kept], layout, {})
 

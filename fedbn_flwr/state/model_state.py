@@ -1,4 +1,4 @@
-"""A model's state on its way between PyTorch and Flower: by name, each entry with its own dtype and shape."""
+"""Convert a model's state between PyTorch and Flower, and load, copy and group its entries."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -10,40 +10,38 @@ from torch import Tensor, nn
 from fedbn_flwr import norm
 from fedbn_flwr.state.flat import FlatState
 from fedbn_flwr.state.model_entries import Entries, entries_of
-from fedbn_flwr.state.records import flat_of, flat_record, peek
+from fedbn_flwr.state.records import flat_of, flat_record, view_array
 
-#: entries by name, to be read only: others may hold the same memory
+#: tensors by name; do not write to them, because others may hold the same memory
 State = Mapping[str, Tensor]
 
 
-def to_record(state: Mapping[str, Tensor]) -> ArrayRecord:
-    """Pack copies of tensors; a 0-d int64 counter stays one."""
-    return give(FlatState.copy_of(state))
+def to_record(state: Mapping[str, Tensor], *, copy: bool = True) -> ArrayRecord:
+    """Pack tensors by name, each with its own dtype and shape: a 0-d int64 counter stays one.
 
-
-def give(state: State) -> ArrayRecord:
-    """Pack tensors that nobody will change any more: copies but of a flat state."""
-    flat = state if isinstance(state, FlatState) else FlatState.copy_of(state)
-    return flat_record(flat.layout, flat.runs)
+    With `copy=False` the record shares the memory of a `FlatState`, which nobody may change any more.
+    """
+    flat = state if isinstance(state, FlatState) and not copy else FlatState.copy_of(state)
+    return flat_record(flat.layout, flat.buffers)
 
 
 def from_record(record: ArrayRecord) -> dict[str, Tensor]:
-    """Unpack tensors that own their memory."""
+    """Unpack a record into tensors that own their memory."""
     if flat := flat_of(record):
         return {name: value.clone() for name, value in flat.tensors.items()}
     return {name: torch.from_numpy(array.numpy()) for name, array in record.items()}
 
 
-def read(record: ArrayRecord) -> State:
-    """Unpack tensors that must be left as they are: the record may hold the same memory."""
+def view_record(record: ArrayRecord) -> State:
+    """Unpack a record into tensors that may share its memory: do not write to them."""
     if flat := flat_of(record):
         return flat.tensors
-    return {name: torch.from_numpy(peek(array)) for name, array in record.items()}
+    return {name: torch.from_numpy(view_array(array)) for name, array in record.items()}
 
 
 @torch.no_grad()
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Overwrite the whole state; an entry that is missing, unknown or misshapen is an error that names it."""
+    """Overwrite the whole state. ValueError names an entry that is missing, unknown or of another shape."""
     entries = entries_of(model)
     if entries and isinstance(state, FlatState) and state.layout is entries.layout:
         torch._foreach_copy_(list(entries.values), list(state.values()))
@@ -53,7 +51,7 @@ def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def check(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Compare names and shapes with those of the model's own state, which is returned."""
+    """Compare names and shapes with the model's own state, and return the latter."""
     target = model.state_dict()
     _same_names(target, state)
     _same_shapes(target, state)
@@ -61,12 +59,12 @@ def check(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]
 
 
 def snapshot(model: nn.Module, names: Collection[str] | None = None) -> FlatState:
-    """A copy of the state, or of some entries of it, in the processor's memory."""
+    """Copy the state, or the named entries of it, into the CPU's memory."""
     return _copy(model, entries_of(model), names)
 
 
 def snapshot_without(model: nn.Module, groups: tuple[str, ...]) -> FlatState:
-    """A copy of the state but for the entries of some of `wire.GROUPS`."""
+    """Copy the state, leaving out the entries of some of `wire.GROUPS`."""
     notes: dict[Any, Any] = entries.notes if (entries := entries_of(model)) else {}
     if groups not in notes:
         left_out = {name for group in groups for name in group_keys(model, group)}
@@ -75,7 +73,7 @@ def snapshot_without(model: nn.Module, groups: tuple[str, ...]) -> FlatState:
 
 
 def group_keys(model: nn.Module, group: str) -> set[str]:
-    """The state-dict entries of one of `wire.GROUPS`, by the type of the layer that holds them."""
+    """Return the state-dict entries of one of `wire.GROUPS`, found by the type of the layer that holds them."""
     if group not in _GROUPS:
         raise ValueError(f"unknown group of entries {group!r}; known: {', '.join(_GROUPS)}")
     if not _GROUPS[group]:
@@ -86,7 +84,7 @@ def group_keys(model: nn.Module, group: str) -> set[str]:
     return set(notes[group])
 
 
-#: what each group is made of; a group that was not asked for takes no walk through the model
+#: the functions that name the entries of each group
 _GROUPS: dict[str, tuple[Callable[[nn.Module], Iterable[str]], ...]] = {
     "none": (),
     "statistics": (norm.statistics_keys, norm.counter_keys),

@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from flwr.common.constant import SType
 from numpy.typing import NDArray
 
-from fedbn_flwr.state.flat import FlatArrays, Layout, Runs
+from fedbn_flwr.state.flat import Buffers, FlatArrays, Layout
 
 #: what a value is made of, and so how large it is when serialized: dtype, shape, whether in Fortran's order
 Form = tuple[np.dtype[Any], tuple[int, ...], bool]
@@ -24,7 +24,7 @@ class InMemoryArray(Array):
     Flower serializes an array when it is made and parses it whenever it is read, which within one process is most of
     what a message costs. This one makes `data` when it is asked for. Whatever leaves the process is a plain `Array`:
     pickled it is one, and on a wire it has a plain one's content and id. `value` belongs to the array, and whoever
-    reads it without a copy (`peek`) must leave it as it is.
+    reads it without a copy (`view_array`) must leave it as it is.
     """
 
     def __init__(self, value: NDArray[Any]) -> None:
@@ -78,13 +78,13 @@ def make_record(arrays: Mapping[str, Array]) -> ArrayRecord:
     return record
 
 
-def flat_record(layout: Layout, runs: Runs) -> ArrayRecord:
-    """A record of a state's entries, whose runs are the record's from now on."""
-    return record_of(FlatArrays(layout, runs))
+def flat_record(layout: Layout, buffers: Buffers) -> ArrayRecord:
+    """Make a record of a state, which shares these buffers."""
+    return record_of(FlatArrays(layout, buffers))
 
 
 def record_of(state: FlatArrays) -> ArrayRecord:
-    """A record of this state, which is the record's from now on."""
+    """Make a record of a state, which shares its memory."""
     record = ArrayRecord()
     record.__dict__["_data"] = Members(state)
     return record
@@ -155,7 +155,7 @@ def array_records(content: RecordDict) -> dict[str, ArrayRecord]:
     return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
 
 
-def peek(array: Array) -> NDArray[Any]:
+def view_array(array: Array) -> NDArray[Any]:
     """The numbers of an array, to be read only: others may hold the same memory."""
     value: NDArray[Any] | None = array.__dict__.get("_value")
     return array.numpy() if value is None else value

@@ -13,7 +13,7 @@ from fedbn_flwr.clientapp import pack
 from fedbn_flwr.layerwise import Answer, Kind, Request
 from fedbn_flwr.simulation.sequential import identify
 from fedbn_flwr.simulation.stacked.layerwise_step import CohortStep, Speaker
-from fedbn_flwr.traffic.sizes import Head, Sizes, alike, head_of, message_sizes, stand_in
+from fedbn_flwr.traffic.sizes import Head, Sizes, empty_message, head_of, message_sizes, size_class
 from fedbn_flwr.traffic.tally import Tally
 from fedbn_flwr.wire import layerwise as turns
 from fedbn_flwr.wire.layerwise import Turn
@@ -50,7 +50,7 @@ class CountedStep:
 
     def _count_answer(self, answer: Answer) -> None:
         """What brings the answer to every node."""
-        place = alike(self._attempt), alike(self._asked), str(self._asked - 1)
+        place = size_class(self._attempt), size_class(self._asked), str(self._asked - 1)
         form = _Form.of(answer.tensor, answer.count)
         every = [_telling_sizes(head, self._config, *place, form) for head in self._heads]
         tally = self._tally
@@ -64,7 +64,7 @@ class CountedStep:
         """What every node would reply."""
         tally = self._tally
         for head, speaker, request in zip(self._heads, self.speakers, said, strict=bool(said)):
-            who = alike(speaker.partition), alike(speaker.num_examples), tuple(speaker.obeyed)
+            who = size_class(speaker.partition), size_class(speaker.num_examples), tuple(speaker.obeyed)
             form = _Form.of(request.tensor, request.count)
             last = isinstance(request, LastRequest)
             sizes = _saying_sizes(head, *who, last, request.kind, request.layer, form)
@@ -92,7 +92,7 @@ class _Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, count: int) -> "_Form":
-        return cls(tensor.shape, tensor.dtype, alike(count))
+        return cls(tensor.shape, tensor.dtype, size_class(count))
 
     def tensor(self) -> Tensor:
         return torch.zeros(self.shape, dtype=self.dtype)
@@ -104,7 +104,7 @@ _Config = tuple[tuple[str, tuple[tuple[str, object], ...]], ...]
 
 def _config_of(content: RecordDict) -> _Config:
     return tuple(
-        (name, tuple((key, alike(value)) for key, value in record.items()))
+        (name, tuple((key, size_class(value)) for key, value in record.items()))
         for name, record in content.config_records.items()
     )
 
@@ -114,7 +114,7 @@ def _telling_sizes(head: Head, config: _Config, attempt: int, asked: int, number
     """A message that brings an answer."""
     records = {name: ConfigRecord({key: _listed(value) for key, value in values}) for name, values in config}  # type: ignore[misc]
     news = turns.pack_answers(turns.ANSWERS, {number: Answer(form.tensor(), form.number)})
-    message = stand_in(head)
+    message = empty_message(head)
     message.content = RecordDict({**records, **Turn("exchange", attempt, asked).pack(), **news})
     return message_sizes(message)
 
@@ -131,7 +131,7 @@ def _saying_sizes(
     form: _Form,
 ) -> Sizes:
     """A node's reply at an exchange."""
-    message = stand_in(head)
+    message = empty_message(head)
     identify(message)
     said = (LastRequest if last else Request)(kind, layer, form.tensor(), form.number)
     return message_sizes(pack(Speaker(partition, num_examples, list(obeyed)).reply(said), message))

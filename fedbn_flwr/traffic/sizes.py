@@ -40,7 +40,7 @@ def _record_sizes(record: ArrayRecord | ConfigRecord | MetricRecord) -> Sizes:
         return _arrays_sizes(
             tuple([(name, array.dtype, array.shape, array.stype, data_bytes(array)) for name, array in parts])
         )
-    values = tuple([(name, type(value), alike(value)) for name, value in record.items()])
+    values = tuple([(name, type(value), size_class(value)) for name, value in record.items()])
     return Sizes(0, 0, _values_bytes(type(record), values))
 
 
@@ -68,8 +68,8 @@ def head_of(metadata: Metadata) -> Head:
     """What the length of a message's head depends on; the numbers of nodes are as many as there are nodes."""
     return (
         metadata.run_id,
-        alike(metadata.src_node_id),
-        alike(metadata.dst_node_id),
+        size_class(metadata.src_node_id),
+        size_class(metadata.dst_node_id),
         len(metadata.reply_to_message_id.encode()),
         metadata.group_id,
         float(metadata.created_at != 0),
@@ -80,7 +80,7 @@ def head_of(metadata: Metadata) -> Head:
     )
 
 
-def stand_in(head: Head) -> Message:
+def empty_message(head: Head) -> Message:
     """An empty message with such a head."""
     run, source, destination, reply_to, group, *rest = head
     metadata = Metadata(run, "", source, destination, "0" * reply_to, group, *rest)  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def stand_in(head: Head) -> Message:
 @lru_cache(maxsize=1024)
 def _head_bytes(head: Head) -> int:
     """A message but for its content. Objects refer to each other by ids of one length, whatever is in them."""
-    return len(cast(InflatableObject, stand_in(head)).deflate())
+    return len(cast(InflatableObject, empty_message(head)).deflate())
 
 
 @lru_cache(maxsize=1024)
@@ -107,15 +107,15 @@ def _values_bytes(kind: type[ConfigRecord] | type[MetricRecord], values: tuple[t
     return len(record.deflate())
 
 
-def alike(value: Any) -> Any:
+def size_class(value: Any) -> Any:
     """One value for all that take as many bytes."""
     if isinstance(value, list):
-        return tuple(map(alike, value))
+        return tuple(map(size_class, value))
     if isinstance(value, float):
         return 0.5
     if isinstance(value, int) and not isinstance(value, bool):
         # whole numbers take a byte for every seven bits
-        return 1 << value.bit_length() >> 1 if value >= 0 else ~alike(~value)
+        return 1 << value.bit_length() >> 1 if value >= 0 else ~size_class(~value)
     return value
 
 

@@ -19,8 +19,8 @@ from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.server.averaging import average, not_finite
 from fedbn_flwr.simulation import prepared as staged
-from fedbn_flwr.simulation import spill as spool
-from fedbn_flwr.simulation.spill import FiledArrays, Spool
+from fedbn_flwr.simulation import spill
+from fedbn_flwr.simulation.spill import DiskArrays, SpillBuffer
 from fedbn_flwr.state.flat import FlatArrays, FlatState
 from fedbn_flwr.state.records import flat_of
 from tests.helpers.runs import OPTIONS
@@ -34,11 +34,11 @@ def open_files() -> set[str]:
 
 
 def filed(values: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> FlatArrays:
-    monkeypatch.setattr(spool, "MOST_HELD", 0)
+    monkeypatch.setattr(spill, "MOST_HELD", 0)
     record = state.to_record(values)
-    found = flat_of(Spool().put(record))
+    found = flat_of(SpillBuffer().store_record(record))
     assert type(flat_of(record)) is FlatArrays
-    assert isinstance(found, FiledArrays)
+    assert isinstance(found, DiskArrays)
     return found
 
 
@@ -81,20 +81,20 @@ def test_averages_and_checks_are_those_of_states_in_memory(monkeypatch: pytest.M
 
 
 def test_the_first_stay_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spool, "MOST_HELD", 100)
-    taking = Spool()
+    monkeypatch.setattr(spill, "MOST_HELD", 100)
+    buffer = SpillBuffer()
     records = [state.to_record({"weight": torch.ones(10)}) for _ in range(4)]
-    kinds = [type(flat_of(taking.put(record))) for record in records]
-    assert kinds == [FlatArrays, FlatArrays, FiledArrays, FiledArrays]
+    kinds = [type(flat_of(buffer.store_record(record))) for record in records]
+    assert kinds == [FlatArrays, FlatArrays, DiskArrays, DiskArrays]
 
 
 def test_of_a_stack_all_stay_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spool, "MOST_HELD", 200)
-    taking = Spool()
+    monkeypatch.setattr(spill, "MOST_HELD", 200)
+    buffer = SpillBuffer()
     stacks = [FlatState.copies_of({"weight": torch.ones(4, 10)}, 4) for _ in range(2)]
-    records = [state.give(own) for stack in stacks for own in stack]
-    kinds = [type(flat_of(taking.put(record))) for record in records]
-    assert kinds == [FlatArrays] * 4 + [FiledArrays] * 4
+    records = [state.to_record(own, copy=False) for stack in stacks for own in stack]
+    kinds = [type(flat_of(buffer.store_record(record))) for record in records]
+    assert kinds == [FlatArrays] * 4 + [DiskArrays] * 4
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
@@ -118,13 +118,13 @@ def test_the_file_goes_with_the_last_reply(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_run_has_the_same_bits(engine: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = resolve({**OPTIONS, "method": method, "clients": "5", "way": "stacked", "workers": "1"})
     monkeypatch.setattr("fedbn_flwr.simulation.prepared.TOGETHER", 2)
-    seen, real = list[FiledArrays](), Spool._filed
+    seen, real = list[DiskArrays](), SpillBuffer._on_disk
 
-    def noting(self: Spool, flat: FlatArrays) -> FiledArrays:
+    def noting(self: SpillBuffer, flat: FlatArrays) -> DiskArrays:
         seen.append(real(self, flat))
         return seen[-1]
 
-    monkeypatch.setattr(Spool, "_filed", noting)
+    monkeypatch.setattr(SpillBuffer, "_on_disk", noting)
 
     def trained(folder: Path) -> dict[str, torch.Tensor]:
         make_grid: MakeGrid = partial(sequential_grid, experiment, folder)
@@ -142,7 +142,7 @@ def test_a_run_has_the_same_bits(engine: str, method: str, tmp_path: Path, monke
 
     wanted = trained(tmp_path / "memory")
     assert not seen
-    monkeypatch.setattr(spool, "MOST_HELD", 10_000)
+    monkeypatch.setattr(spill, "MOST_HELD", 10_000)
     monkeypatch.setattr(staged, "MOST_UNPACKED", 10_000)
     found = trained(tmp_path / "file")
     assert seen

@@ -32,10 +32,10 @@ STATE: dict[str, Tensor] = {
 def test_it_is_the_state() -> None:
     flat = FlatState.copy_of(STATE)
     assert_same_state(flat, STATE)
-    assert len(flat.runs) == len({value.dtype for value in STATE.values()})
+    assert len(flat.buffers) == len({value.dtype for value in STATE.values()})
     assert "bias" in flat
     assert "other" not in flat
-    assert_same_state(FlatArrays(flat.layout, flat.runs).tensors, STATE)
+    assert_same_state(FlatArrays(flat.layout, flat.buffers).tensors, STATE)
 
 
 def test_it_is_a_copy() -> None:
@@ -77,7 +77,7 @@ def test_tensors_may_be_on_several_devices(monkeypatch: pytest.MonkeyPatch) -> N
 def test_states_that_are_alike_have_one_layout() -> None:
     first, second = FlatState.copy_of(STATE), FlatState.copy_of(dict(STATE))
     assert first.layout is second.layout
-    assert FlatArrays.layout_of(FlatArrays(first.layout, first.runs)) is first.layout
+    assert FlatArrays.layout_of(FlatArrays(first.layout, first.buffers)) is first.layout
     assert pickle.loads(pickle.dumps(first.layout)) is first.layout
     assert FlatState.copy_of({**STATE, "bias": torch.zeros(2, dtype=torch.float64)}).layout is not first.layout
     assert FlatState.copy_of(dict(reversed(STATE.items()))).layout is not first.layout
@@ -144,7 +144,7 @@ def test_an_array_changed_in_its_place_counts() -> None:
     record = state.to_record(STATE)
     record["bias"].data = Array(np.full(2, 5.0, np.float32)).data
     assert state.from_record(record)["bias"].tolist() == [5, 5]
-    assert state.read(record)["bias"].tolist() == [5, 5]
+    assert state.view_record(record)["bias"].tolist() == [5, 5]
 
 
 def test_what_is_unpacked_owns_its_memory() -> None:
@@ -157,7 +157,7 @@ def test_what_is_unpacked_owns_its_memory() -> None:
 
 def test_nothing_is_copied_to_read_or_to_give_it() -> None:
     flat = FlatState.copy_of(STATE)
-    record = state.give(flat)
-    lent = state.read(record)
+    record = state.to_record(flat, copy=False)
+    lent = state.view_record(record)
     assert all(lent[name].data_ptr() == flat[name].data_ptr() for name in STATE)
-    assert state.read(record) is lent
+    assert state.view_record(record) is lent

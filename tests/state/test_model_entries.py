@@ -26,7 +26,7 @@ def assert_known(model: nn.Module) -> None:
     first = {id(value): name for name, value in reversed(wanted.items())}
     different = random_state(model, seed=3)
     given = {name: different[first[id(value)]] for name, value in wanted.items()}
-    state.load(model, state.read(state.to_record(given)))
+    state.load(model, state.view_record(state.to_record(given)))
     assert_same_state(model.state_dict(), given)
     assert_same_state(state.snapshot(model), given)
 
@@ -154,7 +154,7 @@ def test_a_state_of_other_things_is_not_known() -> None:
 
 def test_a_model_without_a_state() -> None:
     model = nn.Sequential(nn.ReLU())
-    state.load(model, state.read(state.to_record({})))
+    state.load(model, state.view_record(state.to_record({})))
     assert dict(state.snapshot(model)) == {}
 
 

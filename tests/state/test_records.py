@@ -10,7 +10,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from numpy.typing import NDArray
 
 from fedbn_flwr.state import records as arrays
-from fedbn_flwr.state.records import data_bytes, distinct, make_record, peek
+from fedbn_flwr.state.records import data_bytes, distinct, make_record, view_array
 from tests.helpers.toys import hold
 
 VALUES: list[NDArray[np.generic]] = [
@@ -75,7 +75,7 @@ def test_unequal_arrays_are_unequal() -> None:
 def test_nothing_is_serialized_until_somebody_asks_for_bytes(serialized: list[NDArray[np.generic]]) -> None:
     held = hold(np.arange(3.0))
     record = make_record({"a": held})
-    data_bytes(held), peek(held), record["a"].numpy()
+    data_bytes(held), view_array(held), record["a"].numpy()
     assert serialized == []
     assert held.data is held.data
     assert len(serialized) == 1
@@ -124,7 +124,7 @@ def test_a_change_is_what_it_would_be_in_a_plain_array() -> None:
     ids = {held.object_id}
     held.data = plain.data = Array(np.ones(3)).data
     assert held.numpy().tolist() == [1, 1, 1]
-    assert peek(held).tolist() == [1, 1, 1]
+    assert view_array(held).tolist() == [1, 1, 1]
     assert held.object_id == plain.object_id not in ids
     held = hold(np.zeros(3))
     held.shape = (1, 3)

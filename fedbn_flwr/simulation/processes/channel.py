@@ -11,8 +11,8 @@ import torch
 from flwr.app import Array
 
 from fedbn_flwr.layerwise import Answer, Request
-from fedbn_flwr.state.flat import FlatArrays, Layout, Runs
-from fedbn_flwr.state.records import InMemoryArray, Members, peek
+from fedbn_flwr.state.flat import Buffers, FlatArrays, Layout
+from fedbn_flwr.state.records import InMemoryArray, Members, view_array
 
 #: for smaller arrays, calls of their own cost more than copies
 _LARGE = 16 * 1024
@@ -102,16 +102,16 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is InMemoryArray and "_value" in obj.__dict__:
-            return InMemoryArray, (peek(obj),)
+            return InMemoryArray, (view_array(obj),)
         if type(obj) is Members and (flat := obj.flat) is not None:
-            return _members, (flat.layout, flat.runs)
+            return _members, (flat.layout, flat.buffers)
         if type(obj) is Array and len(obj.data) >= _LARGE:
             return Array, (obj.dtype, obj.shape, obj.stype, pickle.PickleBuffer(obj.data))
         return NotImplemented
 
 
-def _members(layout: Layout, runs: Runs) -> Members:
-    return Members(FlatArrays(layout, runs))
+def _members(layout: Layout, buffers: Buffers) -> Members:
+    return Members(FlatArrays(layout, buffers))
 
 
 def pack_requests(requests: Sequence[Request]) -> Any:

@@ -19,7 +19,7 @@ from fedbn_flwr.simulation.prepared import in_portions
 from fedbn_flwr.simulation.processes.channel import pack_answer, unpack_requests
 from fedbn_flwr.simulation.processes.worker import GridFactory, Worker, WorkerDiedError, WorkerError
 from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, identify
-from fedbn_flwr.simulation.spill import Spool
+from fedbn_flwr.simulation.spill import SpillBuffer
 
 
 class WorkersGrid(LocalGrid):
@@ -125,7 +125,7 @@ class WorkersGrid(LocalGrid):
 
     def _deliver(self, shares: Mapping[Worker, Sequence[Message]]) -> None:
         """To each worker as many of its messages as are prepared together, and the next when these are answered."""
-        self._spool = Spool()
+        self._spill = SpillBuffer()
         ahead = {worker: [*in_portions(messages)] for worker, messages in shares.items()}
         for worker, portions in ahead.items():
             worker.ask("deliver", portions[0])
@@ -139,7 +139,7 @@ class WorkersGrid(LocalGrid):
                     del ahead[worker]
                 for message, reply in zip(messages, replies, strict=True):
                     _take_id(message, reply)
-                    self._replies[reply.metadata.reply_to_message_id] = self._spool.take(reply)
+                    self._replies[reply.metadata.reply_to_message_id] = self._spill.store(reply)
 
     def _answers(self, worker: Worker, messages: Sequence[Message]) -> list[Message]:
         """A worker's replies, or what is to be said for it."""
@@ -196,9 +196,9 @@ class SpreadStep:
     def replies(self) -> list[Message]:
         """What the nodes reply at the end."""
         replies: list[Message] = _in_order(self._shares, self._ask_all("replies", dict.fromkeys(self._shares)))
-        spool = Spool()
+        spill = SpillBuffer()
         for message, reply in zip(self._messages, replies, strict=True):
-            _take_id(message, spool.take(reply))
+            _take_id(message, spill.store(reply))
         return replies
 
     def abandon(self) -> None:

@@ -18,7 +18,7 @@ from fedbn_flwr.clientapp import BNClientApp, pack
 from fedbn_flwr.layerwise import Exchange, own_thread
 from fedbn_flwr.simulation.prepared import Job, StagedGrid
 from fedbn_flwr.simulation.sequential import Config, identify
-from fedbn_flwr.simulation.spill import Spool
+from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.simulation.stacked.layerwise_step import CohortStep, Speaker, StackedStep
 from fedbn_flwr.simulation.stacked.memory_budget import clients_that_fit, worth_stacking
 from fedbn_flwr.simulation.stacked.thread_pool import Crew
@@ -144,8 +144,8 @@ class CohortGrid(StagedGrid):
 
     def _close(self, jobs: Mapping[int, Job], replies: Mapping[int, Reply]) -> list[Message]:
         """The replies to the messages, in their order."""
-        self._spool = Spool()
-        messages = [self._spool.take(pack(replies[place], jobs[place].message, own=True)) for place in sorted(jobs)]
+        self._spill = SpillBuffer()
+        messages = [self._spill.store(pack(replies[place], jobs[place].message, copy=False)) for place in sorted(jobs)]
         for job in jobs.values():
             self._keep(job.node, job.context)
         for message in messages:
@@ -154,7 +154,7 @@ class CohortGrid(StagedGrid):
 
     def rehearse(self, messages: Sequence[Message]) -> list[Message]:
         """Replies to training messages, in the way that is used; of this, nothing remains."""
-        self._spool, known = Spool(), super()._knows_clients()
+        self._spill, known = SpillBuffer(), super()._knows_clients()
         return list(self._train(dict(enumerate(messages)), rehearsal=True).values()) if known else []
 
     @property
@@ -297,8 +297,8 @@ class CohortGrid(StagedGrid):
             self._apart.add(attempt)
             self._say(f"{type(error).__name__}: {error}")
             return {}
-        packed = (pack(reply, job.message, own=True) for job, reply in zip(jobs, replies, strict=True))
-        answers = {job.place: self._spool.take(message) for job, message in zip(jobs, packed, strict=True)}
+        packed = (pack(reply, job.message, copy=False) for job, reply in zip(jobs, replies, strict=True))
+        answers = {job.place: self._spill.store(message) for job, message in zip(jobs, packed, strict=True)}
         for job in jobs if keep else ():
             self._keep(job.node, job.context)
         return answers

@@ -149,7 +149,7 @@ def test_nobody_keeps_the_whole_stack() -> None:
     train_together(clients, nodes.model, [{wire.ARRAYS: received}] * 4, instruction)
     records = [record for client in clients for _, record in client.memory.kept("")]
     kept = [flat_of(record) for record in records if isinstance(record, ArrayRecord)]
-    runs = [run for flat in kept if flat for run in flat.runs.values()]
+    runs = [run for flat in kept if flat for run in flat.buffers.values()]
     assert len(runs) >= 4 * 3
     for run in runs:
         assert isinstance(run.base, torch.Tensor)
