@@ -11,4 +11,4 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run configuration describes."""
-    serve(grid, context.run_config)
+    serve(grid, context.run_config, context.run_id)

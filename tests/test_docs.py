@@ -11,6 +11,8 @@ import pytest
 from flwr.common.config import parse_config_args
 
 from fedbn_flwr.data import DATASETS, PARTITIONS
+from fedbn_flwr.deployment.cli import COMMANDS as DEPLOYMENT
+from fedbn_flwr.deployment.cli import parser as deployment_parser
 from fedbn_flwr.experiments import resolve
 from fedbn_flwr.experiments.cli import _parser
 from fedbn_flwr.strategies import REGISTRY
@@ -42,7 +44,10 @@ def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
 @by_page
 def test_commands_are_understood(page: Path) -> None:
     for words in commands(page, "fedbn-flwr"):
-        options = vars(_parser().parse_args(words))
+        if words[0] in DEPLOYMENT:
+            deployment_parser().parse_args(words)
+            continue
+        options = vars(_parser({}).parse_args(words))
         given = {key.replace("_", "-"): value for key, value in options.items()}
         for key in ("command", "engine", "verbose", "seeds", "lr-grid", "batches"):
             given.pop(key, None)

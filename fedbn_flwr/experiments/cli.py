@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,12 +31,15 @@ shared ones. `fedbn-flwr list` shows the names of everything there is.
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 is success, 2 bad input, 1 any other failure."""
+def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | None = None) -> int:
+    """Run the command; 0 is success, 2 bad input, 1 any other failure.
+
+    `others` are commands that a caller handles itself, with their help: here they are only shown.
+    """
     try:
         # where `package.module:function` may be, which a console command does not look into by itself
         sys.path.append(os.getcwd())
-        options = vars(_parser().parse_args(arguments))
+        options = vars(_parser(others or {}).parse_args(arguments))
         command = options.pop("command")
         _quiet(verbose=options.pop("verbose", False))
         _COMMANDS[command](options)
@@ -75,7 +78,7 @@ class _Parser(argparse.ArgumentParser):
         return found, unknown
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="fedbn-flwr", description="Batch normalization in federated learning, side by side.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     run = _command(commands, "run", "train with one method")
@@ -91,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     single.add_argument("--batches", default="4", metavar="N", help="mini-batches a client to average over [4]")
     _add_shared(single, skip=())
     _command(commands, "list", "show every strategy, normalizer, model, data set, partition and augmentation")
+    for name, text in others.items():
+        commands.add_parser(name, help=text)
     return parser
 
 

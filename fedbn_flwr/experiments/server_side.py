@@ -1,5 +1,6 @@
 """The server's side of an experiment: one run, from a grid to a folder of results."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from logging import INFO
@@ -33,19 +34,23 @@ from fedbn_flwr.strategies import wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
 
+#: where a deployment's server keeps the results of its runs, each in a folder of the run's number
+RESULTS_VARIABLE = "FEDBN_FLWR_RESULTS"
 #: seconds to wait for the federation's nodes
 PATIENCE = 120.0
 
 
-def serve(grid: Grid, run_config: Mapping[str, Any]) -> Summary:
+def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary:
     """Run what a Flower run configuration says, and log where the results are.
 
     A relative `results-dir` is relative to where the SuperLink was started: Flower does not tell where `flwr run` was.
+    Where `FEDBN_FLWR_RESULTS` names a folder, results go to `run_id` in it, and `results-dir` counts for nothing.
     """
     experiment = resolve(run_config)
     refuse_state_dir(experiment.config)
     refuse_workers(experiment.config)
-    folder = Path(experiment.config.results_dir).expanduser().resolve()
+    kept = os.environ.get(RESULTS_VARIABLE)
+    folder = Path(kept, str(run_id)) if kept else Path(experiment.config.results_dir).expanduser().resolve()
     summary = run(grid, experiment, folder)
     log(INFO, "Results: %s", folder)
     return summary

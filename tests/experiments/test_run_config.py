@@ -2,15 +2,20 @@
 
 import json
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedbn_flwr.experiments import Config, resolve
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.experiments import Config, resolve, serve
+from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.config import Value
 from fedbn_flwr.experiments.method import all_options
+from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import REGISTRY
 from tests.helpers.checkout import ROOT
+from tests.helpers.runs import OPTIONS
 
 #: the federation decides how many nodes there are, and Flower's default one has two
 DIFFERENT: dict[str, Value] = {"clients": 0, "partition": "classes:5"}
@@ -49,3 +54,15 @@ def test_the_run_config_alone_is_an_experiment(run_config: dict[str, Any], metho
     experiment = resolve({**run_config, "method": method})
     assert experiment.strategy == method
     assert experiment.options == {}
+
+
+def test_a_server_that_keeps_results_keeps_each_run_in_a_folder_of_its_number(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FEDBN_FLWR_RESULTS", str(tmp_path))
+    # wherever else a run configuration says
+    options = {**OPTIONS, "rounds": "1", "results-dir": str(tmp_path / "elsewhere")}
+    grid = InProcessGrid(client_app(bound_client_fn(options)), 2)
+    serve(grid, options, run_id=7041)
+    assert [path.name for path in tmp_path.iterdir()] == ["7041"]
+    assert (tmp_path / "7041" / "summary.json").exists()

@@ -1,0 +1,165 @@
+"""The console command `fedbn-flwr`: the deployment's commands here, all others in `fedbn_flwr.experiments`."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fedbn_flwr.deployment.errors import DeploymentError
+
+#: the commands of this room, with their help
+COMMANDS = {
+    "provision": "make keys and configuration for a federation's server and sites",
+    "site": "make or renew a site's key, register or revoke a site",
+    "preflight": "check at a site what it needs to take part",
+    "status": "show a federation's sites and runs",
+    "fetch": "copy the results of a run from the server",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; 0 is success, 2 bad input, 1 any other failure."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] not in COMMANDS:
+        # takes seconds to import: only training pays
+        from fedbn_flwr.experiments import main as run_experiments
+
+        return run_experiments(words, others=COMMANDS)
+    try:
+        options = vars(parser().parse_args(words))
+        act: Callable[..., int] = options.pop("act")
+        return act(**options)
+    except DeploymentError as error:
+        print("fedbn-flwr:", *str(error).split(), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise DeploymentError(f"{message} (see `{self.prog} --help`)")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of this room's commands."""
+    top = _Parser(prog="fedbn-flwr")
+    commands = top.add_subparsers(required=True, parser_class=_Parser)
+    make = _command(commands, "provision", COMMANDS["provision"], _provision)
+    make.add_argument("file", type=Path, metavar="FILE", help="description of the federation (federation.example.yaml)")
+    make.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make, or to complete")
+    make.add_argument("--renew", action="store_true", help="make a new certificate for the server")
+    make.add_argument(
+        "--superlink", default="superlink:8000", metavar="HOST:PORT", help="the SuperLink, for the proxy [%(default)s]"
+    )
+    _add_site(commands.add_parser("site", help=COMMANDS["site"], description=COMMANDS["site"]))
+    check = _command(commands, "preflight", COMMANDS["preflight"], _preflight)
+    check.add_argument("kit", type=Path, metavar="KIT", help="the site's kit")
+    show = _command(commands, "status", COMMANDS["status"], _status)
+    _add_operator(show)
+    get = _command(commands, "fetch", COMMANDS["fetch"], _fetch)
+    get.add_argument("run", metavar="RUN", help="number of the run")
+    _add_operator(get)
+    get.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="where to [results]")
+    return top
+
+
+def _add_site(site: argparse.ArgumentParser) -> None:
+    actions = site.add_subparsers(required=True, parser_class=_Parser)
+    for name, text, act in (
+        ("init", "make the site's key, of which only the public half leaves it", _site_init),
+        ("renew", "make a new key and set the old one aside", _site_renew),
+    ):
+        _command(actions, name, text, act).add_argument("kit", type=Path, metavar="KIT", help="the site's kit")
+    register = _command(actions, "register", "let the owner of a key take part", _site_register)
+    register.add_argument("keys", type=Path, nargs="+", metavar="SITE.pub", help="public halves, by the sites' names")
+    _add_operator(register)
+    revoke = _command(actions, "revoke", "shut a site out", _site_revoke)
+    revoke.add_argument("name", metavar="SITE", help="name of the site")
+    _add_operator(revoke)
+
+
+def _command(commands: Any, name: str, text: str, act: Callable[..., int]) -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    made.set_defaults(act=act)
+    return made
+
+
+def _add_operator(command: argparse.ArgumentParser) -> None:
+    default = Path("federation/operator")
+    command.add_argument(
+        "--operator", type=Path, default=default, metavar="DIR", help="the operator's folder [%(default)s]"
+    )
+
+
+def _provision(file: Path, out: Path, renew: bool, superlink: str) -> int:
+    from fedbn_flwr.deployment import provision
+    from fedbn_flwr.deployment.federation import Federation
+
+    federation = Federation.read(file)
+    if renew:
+        for path in provision.renew(federation, out):
+            print(f"set aside {path}")
+    for path in provision.provision(federation, out, superlink):
+        print(f"wrote {path}")
+    print(f"{out / 'ca'} belongs on no machine that is online, {out / 'server'} on the server, each kit to its site")
+    return 0
+
+
+def _site_init(kit: Path) -> int:
+    from fedbn_flwr.deployment.site import init_site
+
+    print(f"give {init_site(kit)} to the operator; node.key stays here")
+    return 0
+
+
+def _site_renew(kit: Path) -> int:
+    from fedbn_flwr.deployment.site import renew_site
+
+    public, old = renew_site(kit)
+    print(f"give {public} to the operator, who revokes this site and registers it again; the old key is {old}")
+    return 0
+
+
+def _site_register(keys: Sequence[Path], operator: Path) -> int:
+    from fedbn_flwr.deployment.operator import Operator
+
+    for key in keys:
+        print(f"registered {key.stem} as node {Operator(operator).register(key)}")
+    return 0
+
+
+def _site_revoke(name: str, operator: Path) -> int:
+    from fedbn_flwr.deployment.operator import Operator
+
+    print(f"revoked {name}, which was node {Operator(operator).revoke(name)}")
+    return 0
+
+
+def _preflight(kit: Path) -> int:
+    from fedbn_flwr.deployment.preflight import preflight
+
+    failed = 0
+    for check in preflight(kit):
+        print(check, flush=True)
+        failed += check.verdict == "failed"
+    print(f"{failed} checks failed" if failed else "this site can take part")
+    return int(bool(failed))
+
+
+def _status(operator: Path) -> int:
+    from fedbn_flwr.deployment.operator import Operator
+    from fedbn_flwr.deployment.status import describe
+
+    for line in describe(Operator(operator)):
+        print(line)
+    return 0
+
+
+def _fetch(run: str, operator: Path, out: Path) -> int:
+    from fedbn_flwr.deployment.operator import Operator
+
+    for path in Operator(operator).fetch(run, out):
+        print(path)
+    return 0

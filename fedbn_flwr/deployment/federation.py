@@ -1,0 +1,109 @@
+"""The one file that describes a federation: its server and its sites."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from fedbn_flwr.deployment.errors import DeploymentError
+
+#: names of machines, and of sites: they become file names, host names and names of Compose projects
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
+_SITE = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Federation:
+    """A server and its sites; a site's number is its place in the list."""
+
+    #: name of the federation in the operator's configuration
+    name: str
+    #: the name or address by which sites reach the server
+    server: str
+    sites: tuple[str, ...]
+    #: further names and addresses of the server
+    also: tuple[str, ...] = ()
+    #: the port that is open to the sites
+    port: int = 8443
+    #: the port for the operator, which listens on the server's loopback only
+    operator_port: int = 8444
+    #: days for which a server certificate is valid
+    days: int = 365
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be a federation."""
+        if not _SITE.fullmatch(self.name):
+            raise DeploymentError(f"name {self.name!r} must be lower-case letters, digits and hyphens")
+        for host in (self.server, *self.also):
+            if not (_is_address(host) or _HOST.fullmatch(host)):
+                raise DeploymentError(f"{host!r} is neither a host name nor an address")
+        for site in self.sites:
+            if not _SITE.fullmatch(site):
+                raise DeploymentError(f"site {site!r} must be lower-case letters, digits and hyphens")
+            if self.sites.count(site) > 1:
+                raise DeploymentError(f"site {site!r} is listed twice")
+        if not self.sites:
+            raise DeploymentError("sites must list at least one site")
+        for key in ("port", "operator_port"):
+            if not 1024 <= getattr(self, key) <= 65535:
+                raise DeploymentError(f"{_kebab(key)} must be between 1024 and 65535, got {getattr(self, key)}")
+        if self.port == self.operator_port:
+            raise DeploymentError(f"port and operator-port must differ, both are {self.port}")
+        if self.days < 1:
+            raise DeploymentError(f"days must be at least 1, got {self.days}")
+
+    @property
+    def address(self) -> str:
+        """The server as a site's SuperNode names it."""
+        host = f"[{self.server}]" if ":" in self.server else self.server
+        return f"{host}:{self.port}"
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a YAML file whose keys are the fields' names with hyphens."""
+        try:
+            content = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise DeploymentError(f"{path} cannot be read: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise DeploymentError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(content, dict):
+            raise DeploymentError(f"{path} must hold keys and values")
+        return cls.from_mapping(content)
+
+    @classmethod
+    def from_mapping(cls, content: Mapping[Any, Any]) -> Self:
+        """Check keys and types."""
+        known = {_kebab(item.name): item for item in fields(cls)}
+        if unknown := [key for key in content if key not in known]:
+            raise DeploymentError(f"unknown key {unknown[0]!r}; known: {', '.join(known)}")
+        if missing := [key for key, item in known.items() if item.default is MISSING and key not in content]:
+            raise DeploymentError(f"key {missing[0]!r} is missing")
+        return cls(**{known[key].name: _typed(key, value, known[key].type) for key, value in content.items()})
+
+
+def _typed(key: str, value: Any, kind: Any) -> Any:
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if kind is str and isinstance(value, str):
+        return value
+    if kind == tuple[str, ...] and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    wanted = {int: "a whole number", str: "text"}.get(kind, "a list of texts")
+    raise DeploymentError(f"{key} must be {wanted}, got {value!r}")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,54 @@
+"""The health check of a container: does its server answer, or is its client connected?
+
+Reads `FEDBN_HEALTH`: `answers URL CA_FILE`, or `connected PORT` for an established TCP connection to that remote port.
+A SuperNode that lives but cannot reach its server has none, a SuperExec without its SuperNode neither.
+"""
+
+import os
+import ssl
+import sys
+from pathlib import Path
+from urllib.request import urlopen
+
+#: seconds to wait for an answer
+PATIENCE = 5.0
+#: in the fourth column of /proc/net/tcp
+_ESTABLISHED = "01"
+_VARIABLE = "FEDBN_HEALTH"
+
+
+def main() -> int:
+    """Print what was found; 0 is healthy."""
+    try:
+        print(check(os.environ.get(_VARIABLE, "")))
+    except (OSError, ValueError) as error:
+        print(f"unhealthy: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def check(wanted: str) -> str:
+    """Return what is well; raise what is not."""
+    match wanted.split():
+        case ["answers", url, ca]:
+            with urlopen(url, timeout=PATIENCE, context=ssl.create_default_context(cafile=ca)) as answer:
+                return f"{url} answers {answer.status}"
+        case ["connected", port] if port.isdecimal():
+            tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+            if any(connected(path.read_text(), int(port)) for path in tables if path.exists()):
+                return f"connected to port {port}"
+            raise ValueError(f"there is no connection to port {port}")
+        case []:
+            return "nothing to check"
+        case _:
+            raise ValueError(f"{_VARIABLE} must be `answers URL CA_FILE` or `connected PORT`, got {wanted!r}")
+
+
+def connected(table: str, port: int) -> bool:
+    """Whether a table of the kernel's TCP sockets has an established connection to a remote port."""
+    rows = [line.split() for line in table.splitlines()[1:]]
+    return any(int(row[2].rpartition(":")[2], 16) == port and row[3] == _ESTABLISHED for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

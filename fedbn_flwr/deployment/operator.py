@@ -1,0 +1,140 @@
+"""What the operator does from their own machine: register and revoke sites, look at a federation, fetch results.
+
+The folder `operator/` is the home of Flower's own command, too: `FLWR_HOME=federation/operator flwr run . --stream`.
+"""
+
+import json
+import os
+import re
+import ssl
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import HTTPSHandler, ProxyHandler, build_opener
+
+from fedbn_flwr.deployment.errors import DeploymentError
+from fedbn_flwr.deployment.keys import check_public_key
+
+#: seconds to wait for the server, and for Flower's command
+PATIENCE, COMMAND_PATIENCE = 30.0, 120.0
+_NO_PROXY = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+
+
+class Operator:
+    """The operator's folder, and what can be asked of the server with it."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home.resolve()
+        path = self.home / "config.toml"
+        try:
+            text = path.read_text()
+        except OSError as error:
+            raise DeploymentError(
+                f"{path} cannot be read ({error.strerror}): is {home} an operator's folder?"
+            ) from error
+        # Flower wants an absolute path, and the folder may have moved since
+        here = re.sub(r'(?m)^root-certificates = ".*"$', f'root-certificates = "{self.home / "ca.crt"}"', text)
+        if here != text:
+            path.write_text(here)
+        links = tomllib.loads(here)["superlink"]
+        self.name: str = links["default"]
+        self.address: str = links[self.name]["address"]
+        context = ssl.create_default_context(cafile=self.home / "ca.crt")
+        self._opener = build_opener(ProxyHandler({}), HTTPSHandler(context=context))
+
+    def register(self, key: Path) -> str:
+        """Register a site's public key under the name of its file; returns the node's number."""
+        check_public_key(key)
+        sites, name = self.sites(), key.stem
+        if name in sites:
+            raise DeploymentError(f"site {name!r} is registered already: `fedbn-flwr site revoke` it first")
+        node = str(self.flower("supernode", "register", str(key.resolve()), self.name, "--name", name)["node-id"])
+        self._note({**sites, name: node})
+        return node
+
+    def revoke(self, name: str) -> str:
+        """Shut a site out: its key is not accepted any more. Returns the node's number."""
+        sites = self.sites()
+        if name not in sites:
+            raise DeploymentError(f"no site {name!r} is registered; there are: {', '.join(sites) or 'none'}")
+        self.flower("supernode", "unregister", sites[name], self.name)
+        self._note({site: node for site, node in sites.items() if site != name})
+        return sites[name]
+
+    def sites(self) -> dict[str, str]:
+        """Return the registered sites' names with their nodes' numbers."""
+        path = self.home / "sites.json"
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Return what the SuperLink knows of each node that is registered."""
+        return list(self.flower("supernode", "list", self.name)["nodes"])
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Return what the SuperLink knows of each run, the newest first."""
+        return list(self.flower("list", self.name)["runs"])
+
+    def flower(self, *words: str) -> dict[str, Any]:
+        """Run Flower's command and return its JSON."""
+        environment = {**os.environ, **_NO_PROXY, "FLWR_HOME": str(self.home), "FLWR_TELEMETRY_ENABLED": "0"}
+        environment["FLWR_DISABLE_UPDATE_CHECK"] = "1"
+        command = [str(Path(sys.executable).with_name("flwr")), *words, "--format", "json"]
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False, timeout=COMMAND_PATIENCE
+            )
+            answer = json.loads(done.stdout)
+        except (subprocess.TimeoutExpired, ValueError) as error:
+            raise DeploymentError(f"`flwr {words[0]}` at {self.address} gave no answer: {error}") from error
+        if not answer.get("success"):
+            reason = " ".join(str(answer.get("error-message", done.stderr)).split())
+            raise DeploymentError(f"`flwr {' '.join(words[:2])}` at {self.address}: {reason}")
+        return dict(answer)
+
+    def result(self, path: str) -> bytes | None:
+        """Return a file of the results, or None if it is not there; of a folder, its list as JSON."""
+        try:
+            with self._opener.open(f"https://{self.address}/results/{path}", timeout=PATIENCE) as answer:
+                return bytes(answer.read())
+        except HTTPError as error:
+            if error.code == 404:
+                return None
+            raise DeploymentError(f"https://{self.address}/results/{path}: {error.reason}") from error
+        except OSError as error:
+            raise DeploymentError(f"https://{self.address} cannot be reached: {error}") from error
+
+    def fetch(self, run: str, out: Path) -> list[Path]:
+        """Copy the results of a run into a folder of its name; returns the files."""
+        listed = self.result(f"{run}/") if run.isdecimal() else None
+        if listed is None:
+            raise DeploymentError(f"there are no results of run {run!r}; there are: {', '.join(self._results())}")
+        files = [entry["name"] for entry in json.loads(listed) if entry["type"] == "file"]
+        (out / run).mkdir(parents=True, exist_ok=True)
+        return [self._copy(run, Path(name).name, out / run) for name in files if not name.endswith(".partial")]
+
+    def progress(self, run: str) -> dict[str, Any]:
+        """Return a run's method, its rounds so far and in all, and its last row; nothing if it has no results."""
+        config, rounds = self.result(f"{run}/config.json"), self.result(f"{run}/rounds.jsonl")
+        if config is None or rounds is None:
+            return {}
+        options: Mapping[str, Any] = json.loads(config)["options"]
+        rows = [json.loads(line) for line in rounds.splitlines() if line.endswith(b"}")]
+        return {"method": options["method"], "rounds": options["rounds"], "done": len(rows), "last": (rows or [{}])[-1]}
+
+    def _results(self) -> list[str]:
+        listed = self.result("") or b"[]"
+        return sorted(entry["name"] for entry in json.loads(listed) if entry["type"] == "directory") or ["none"]
+
+    def _copy(self, run: str, name: str, folder: Path) -> Path:
+        content = self.result(f"{run}/{name}")
+        if content is None:
+            raise DeploymentError(f"{name} of run {run} has gone")
+        (folder / f"{name}.partial").write_bytes(content)
+        return (folder / f"{name}.partial").replace(folder / name)
+
+    def _note(self, sites: Mapping[str, str]) -> None:
+        (self.home / "sites.json").write_text(json.dumps(sites, indent=2) + "\n")

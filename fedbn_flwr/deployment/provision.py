@@ -1,0 +1,199 @@
+"""Making a federation's folders: one for its server, one for its operator, its CA, and a kit for each site.
+
+```
+ca/        ca.key                                the CA's private key: needed to renew, best kept offline
+server/    .env docker-compose.yml nginx.conf ca.crt server.crt server.key superexec.secret state/ results/
+operator/  config.toml ca.crt                    Flower's own configuration (FLWR_HOME), and who is registered
+.env       for all of it on one machine
+sites/S/   .env docker-compose.yml ca.crt *.service state/      the kit of site S
+```
+
+A folder that exists is completed: new sites get their kits, and no file is overwritten.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from ipaddress import ip_address
+from pathlib import Path
+
+from fedbn_flwr import __version__
+from fedbn_flwr.deployment.errors import DeploymentError
+from fedbn_flwr.deployment.federation import Federation
+from fedbn_flwr.deployment.keys import (
+    PUBLIC,
+    certificate_hosts,
+    make_ca,
+    make_secret,
+    make_server_certificate,
+    set_aside,
+    write_new,
+)
+
+_TEMPLATES = Path(__file__).parent / "templates"
+#: the names of the SuperLink and the proxy in docker-compose.yml, and the machine itself
+_INNER_HOSTS = ("superlink", "proxy", "localhost", "127.0.0.1")
+#: for containers of folders that root has made: services never run as root
+_UNPRIVILEGED = 10001
+_DOCKER_RESOLVER = "\n    resolver 127.0.0.11 valid=10s ipv6=off;\n"
+
+
+def provision(federation: Federation, out: Path, superlink: str = "superlink:8000") -> list[Path]:
+    """Make what is missing of a federation's folders; returns the new files.
+
+    Args:
+        federation: the server and its sites.
+        out: the folder of the federation.
+        superlink: where the proxy reaches the SuperLink.
+    """
+    before = {path for path in out.rglob("*") if path.is_file()} if out.exists() else set()
+    _make_folders(federation, out)
+    if not (out / "ca" / "ca.crt").exists():
+        make_ca(federation.name, out / "ca" / "ca.crt", out / "ca" / "ca.key")
+    _provision_server(federation, out, superlink)
+    _provision_operator(federation, out)
+    for number, site in enumerate(federation.sites):
+        _provision_site(federation, out, site, number)
+    return sorted(path for path in out.rglob("*") if path.is_file() and path not in before)
+
+
+def renew(federation: Federation, out: Path) -> list[Path]:
+    """Make a new certificate for the server, and set the old one aside; returns what was set aside."""
+    _require_ca_key(out)
+    server = out / "server"
+    old = [set_aside(server / name) for name in ("server.crt", "server.key") if (server / name).exists()]
+    _make_certificate(federation, out)
+    return old
+
+
+def user_of(folder: Path) -> str:
+    """Return USER:GROUP for containers that use a folder: its owner, or an unprivileged user if that is root."""
+    status = folder.stat()
+    return f"{status.st_uid or _UNPRIVILEGED}:{status.st_gid or _UNPRIVILEGED}"
+
+
+def hand_over(*paths: Path) -> None:
+    """Give files that root has made to the unprivileged user of the containers."""
+    if os.geteuid() == 0:
+        for path in paths:
+            os.chown(path, _UNPRIVILEGED, _UNPRIVILEGED)
+
+
+def fill(template: str, values: Mapping[str, object]) -> str:
+    """Return a template with each `@NAME@` replaced."""
+    text = (_TEMPLATES / template).read_text()
+    for name, value in values.items():
+        text = text.replace(f"@{name}@", str(value))
+    return text
+
+
+def _make_folders(federation: Federation, out: Path) -> None:
+    inner = [f"sites/{site}{state}" for site in federation.sites for state in ("", "/state")]
+    try:
+        for name in ("", "ca", "operator", "server", "server/state", "server/results", "sites", *inner):
+            (out / name).mkdir(mode=0o755 if name in ("", "sites") else 0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise DeploymentError(f"{error.filename} cannot be made: {error.strerror}") from error
+
+
+def _provision_server(federation: Federation, out: Path, superlink: str) -> None:
+    server = out / "server"
+    hand_over(server)
+    if not (server / "server.crt").exists():
+        _make_certificate(federation, out)
+    elif missing := set(_hosts(federation)) - certificate_hosts(server / "server.crt"):
+        raise DeploymentError(
+            f"the server's certificate is not for {', '.join(sorted(missing))}: renew it with "
+            "`fedbn-flwr provision FILE --out DIR --renew`"
+        )
+    values = {
+        "FEDERATION": federation.name,
+        "PORT": federation.port,
+        "OPERATOR_PORT": federation.operator_port,
+        "SUPERLINK": superlink,
+        "RESOLVER": "" if _is_address(superlink) else _DOCKER_RESOLVER,
+        "USER": user_of(server),
+        "OUT": out.resolve(),
+    }
+    _missing_text(out / ".env", fill("all.env", values))
+    _missing(server / "superexec.secret", make_secret)
+    _missing_text(server / "ca.crt", (out / "ca" / "ca.crt").read_text())
+    _missing_text(server / "nginx.conf", fill("nginx.conf", values))
+    _missing_text(server / ".env", fill("server.env", values))
+    _missing_text(server / "docker-compose.yml", compose_file().read_text())
+    hand_over(server, *server.rglob("*"))
+
+
+def _provision_operator(federation: Federation, out: Path) -> None:
+    operator = (out / "operator").resolve()
+    _missing_text(operator / "ca.crt", (out / "ca" / "ca.crt").read_text())
+    address = f"127.0.0.1:{federation.operator_port}"
+    lines = [
+        "[superlink]",
+        f'default = "{federation.name}"',
+        "",
+        f"[superlink.{federation.name}]",
+        f'address = "{address}"',
+        f'root-certificates = "{operator / "ca.crt"}"',
+    ]
+    _missing_text(operator / "config.toml", "\n".join(lines) + "\n")
+
+
+def _provision_site(federation: Federation, out: Path, site: str, number: int) -> None:
+    kit = out / "sites" / site
+    values = {
+        "FEDERATION": federation.name,
+        "SITE": site,
+        "SERVER": federation.address,
+        "PORT": federation.port,
+        "PARTITION": number,
+        "SITES": len(federation.sites),
+        "VERSIONS": f"fedbn-flwr={__version__},flwr={version('flwr')}",
+    }
+    _missing_text(kit / ".env", fill("site.env", values))
+    _missing_text(kit / "ca.crt", (out / "ca" / "ca.crt").read_text())
+    _missing_text(kit / "docker-compose.yml", compose_file().read_text())
+    for unit in ("fedbn-node.service", "fedbn-exec.service"):
+        _missing_text(kit / unit, fill(unit, values))
+    hand_over(kit, *kit.rglob("*"))
+
+
+def _make_certificate(federation: Federation, out: Path) -> None:
+    server, key = out / "server", _require_ca_key(out)
+    make_server_certificate(out / "ca" / "ca.crt", key, _hosts(federation), federation.days, server)
+    hand_over(server / "server.crt", server / "server.key")
+
+
+def _require_ca_key(out: Path) -> Path:
+    key = out / "ca" / "ca.key"
+    if not key.exists():
+        raise DeploymentError(f"{key} is not there: put the CA's key back to make a certificate")
+    return key
+
+
+def _hosts(federation: Federation) -> list[str]:
+    return [federation.server, *federation.also, *_INNER_HOSTS]
+
+
+def compose_file() -> Path:
+    """Return docker-compose.yml: beside this module in a wheel, at the root of a checkout."""
+    here = Path(__file__).parent
+    places = [here / "docker-compose.yml", here.parents[1] / "docker-compose.yml"]
+    return next((path for path in places if path.exists()), places[0])
+
+
+def _missing(path: Path, make: Callable[[Path], None]) -> None:
+    if not path.exists():
+        make(path)
+
+
+def _missing_text(path: Path, text: str) -> None:
+    _missing(path, lambda new: write_new(new, text, PUBLIC))
+
+
+def _is_address(superlink: str) -> bool:
+    try:
+        ip_address(superlink.rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,35 @@
+"""Flower's SuperNode, which ends when it can no longer take part; a restart policy then brings it back.
+
+Flower's own command lives on without its loop or its heartbeat after an unexpected error: the process is alive and the
+node offline for ever. Takes the arguments of `flower-supernode`.
+"""
+
+import os
+import sys
+import threading
+import traceback
+from importlib.metadata import entry_points
+
+#: the exit code when the SuperNode stopped taking part
+STOPPED = 1
+
+
+def main() -> None:
+    """Run a SuperNode until it is told to end, or has failed."""
+    threading.excepthook = _end
+    (command,) = entry_points(group="console_scripts", name="flower-supernode")
+    command.load()()
+    # only reached when the loop has ended by an error: whoever stops a SuperNode does so by a signal
+    print("the SuperNode has lost its loop: ending its process", file=sys.stderr, flush=True)
+    os._exit(STOPPED)
+
+
+def _end(failure: threading.ExceptHookArgs) -> None:
+    """End the process when any of its threads fails; the heartbeat is one."""
+    traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
+    print("a thread of the SuperNode has failed: ending its process", file=sys.stderr, flush=True)
+    os._exit(STOPPED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""docker-compose.yml: valid by the Compose specification, and what it promises holds for every service."""
+
+import argparse
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedbn_flwr.deployment.cli import main
+from fedbn_flwr.deployment.federation import Federation
+from fedbn_flwr.deployment.site import read_env
+from tests.helpers.checkout import BIN, ROOT, run
+from tests.helpers.compose import COMPOSE, Service, interpolate, read_compose
+
+PROFILES = ("all", "server", "site", "site-gpu")
+SITES = Federation.read(ROOT / "federation.example.yaml").sites
+#: Flower's commands, and where their options are declared
+PARSERS = {
+    "flower-superlink": ("flwr.superlink.cli.flower_superlink", "_parse_args_run_superlink"),
+    "flower-superexec": ("flwr.supercore.cli.flower_superexec", "_parse_args"),
+    "fedbn_flwr.deployment.supernode": ("flwr.supernode.cli.flower_supernode", "_parse_args_run_supernode"),
+}
+
+
+def services() -> list[Service]:
+    return [service for profile in PROFILES for service in read_compose(profile, {}).values()]
+
+
+every_service = pytest.mark.parametrize("service", services(), ids=lambda service: service.name)
+
+
+def test_the_file_follows_the_compose_specification() -> None:
+    run(BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE)
+
+
+def test_profiles_have_the_services_of_their_machines() -> None:
+    server = {"superlink", "superexec", "proxy"}
+    assert set(read_compose("server", {})) == server
+    assert set(read_compose("site", {})) == {"node", "exec"}
+    assert set(read_compose("site-gpu", {})) == {"node", "exec-gpu"}
+    assert set(read_compose("all", {})) == server | {*SITES, *(f"{site}-exec" for site in SITES)}
+
+
+@every_service
+def test_no_service_runs_as_root_or_gains_rights(service: Service) -> None:
+    assert service.user == "10001:10001"
+    assert service.raw["cap_drop"] == ["ALL"]
+    assert service.raw["security_opt"] == ["no-new-privileges:true"]
+
+
+@every_service
+def test_services_reap_what_they_start_come_back_and_say_how_they_are(service: Service) -> None:
+    assert service.raw["init"] is True
+    assert service.raw["restart"] == "unless-stopped"
+    assert re.fullmatch(
+        r"answers https://127\.0\.0\.1:\d+/health /srv/\S+|connected \d+", service.environment["FEDBN_HEALTH"]
+    )
+
+
+@every_service
+def test_networks_and_services_that_are_named_exist(service: Service) -> None:
+    content = yaml.safe_load(COMPOSE.read_text())
+    assert set(service.networks) <= set(content["networks"])
+    assert set(service.raw.get("depends_on", ())) <= set(content["services"])
+
+
+@every_service
+def test_flower_knows_every_option(service: Service) -> None:
+    for name, (module, function) in PARSERS.items():
+        if name in service.command:
+            parser: argparse.ArgumentParser = getattr(import_module(module), function)()
+            parser.parse_args(service.command[service.command.index(name) + 1 :])
+            return
+    assert service.command[0] == "nginx"
+
+
+@pytest.mark.parametrize("name", ["superexec", "exec", "exec-gpu", *(f"{site}-exec" for site in SITES)])
+def test_apps_see_no_private_key_and_no_way_out(name: str) -> None:
+    (service, *_) = [service for service in services() if service.name == name]
+    assert not [volume for volume in service.volumes if volume.target.endswith(".key")]
+    networks = yaml.safe_load(COMPOSE.read_text())["networks"]
+    assert all(networks[network].get("internal") for network in service.networks)
+
+
+def test_data_and_keys_are_read_only_and_only_state_and_results_are_not() -> None:
+    writable = {volume.target for service in services() for volume in service.volumes if not volume.read_only}
+    assert writable == {"/srv/state", "/srv/results"}
+
+
+def test_only_the_sites_port_is_open_beyond_the_machine() -> None:
+    ports = {port for service in services() for port in service.ports}
+    assert ports == {"8443:8443", "127.0.0.1:8444:8444"}
+
+
+def test_the_sites_of_one_machine_are_those_of_the_example() -> None:
+    local = read_compose("all", {})
+    for number, site in enumerate(SITES):
+        assert f"--node-config=partition-id={number} num-partitions={len(SITES)}" in local[site].command
+        assert set(local[site].networks) & set(local[f"{site}-exec"].networks) == {site}
+
+
+def test_a_provisioned_kit_and_server_fill_in_every_variable(tmp_path: Path) -> None:
+    out = tmp_path / "federation"
+    assert main(["provision", str(ROOT / "federation.example.yaml"), "--out", str(out)]) == 0
+    assert main(["site", "init", str(out / "sites" / "south")]) == 0
+    for folder, profile in ((out / "sites" / "south", "site"), (out / "server", "server"), (out, "all")):
+        env = read_env(folder)
+        assert env["COMPOSE_PROFILES"] == profile
+        for service in read_compose(profile, env).values():
+            for volume in service.volumes:
+                # data may be empty, and two sites have not made their keys yet
+                if volume.target != "/srv/data" and "/north/" not in volume.source and "/west/" not in volume.source:
+                    assert (folder / volume.source).exists(), volume
+    node = read_compose("site", read_env(out / "sites" / "south"))["node"]
+    assert "--superlink=fl.example.org:8443" in node.command
+    assert "--node-config=partition-id=1 num-partitions=3" in node.command
+    assert (out / "sites" / "south" / "docker-compose.yml").read_text() == COMPOSE.read_text()
+
+
+def test_interpolation_is_that_of_compose() -> None:
+    text = "${A:-x} ${B:-y} ${C:-} ${A}"
+    assert interpolate(text, {"A": "1", "B": ""}) == "1 y  1"

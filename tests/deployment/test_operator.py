@@ -1,0 +1,134 @@
+"""The operator's commands, against a server that answers from a table, and a Flower command that does."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.deployment.cli import main
+from fedbn_flwr.deployment.operator import Operator
+from tests.helpers.checkout import ROOT
+from tests.helpers.tls_server import TLSServer
+
+RUN = "7041"
+FILES = {"summary.json": b"{}", "model.safetensors": b"\0\1\2"}
+ROUNDS = b'{"round": 1, "nodes": 3, "train-loss": 2.25}\n{"round": 2, "nodes": 2, "train-loss": 2.0}\n{"round": 3, "no'
+CONFIG = json.dumps({"options": {"method": "fixbn", "rounds": 5}}).encode()
+
+
+def listing(**kinds: str) -> bytes:
+    return json.dumps([{"name": name, "type": kind} for name, kind in kinds.items()]).encode()
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Iterator[Path]:
+    """A provisioned federation with a server that has the results of one run, and of one that is being written."""
+    out = tmp_path / "federation"
+    assert main(["provision", str(ROOT / "federation.example.yaml"), "--out", str(out)]) == 0
+    entries = dict.fromkeys((*FILES, "config.json", "rounds.jsonl", "summary.json.partial"), "file")
+    pages = {f"/results/{RUN}/{name}": content for name, content in FILES.items()}
+    pages |= {f"/results/{RUN}/config.json": CONFIG, f"/results/{RUN}/rounds.jsonl": ROUNDS}
+    pages |= {f"/results/{RUN}/": listing(**entries), "/results/": listing(**{RUN: "directory"})}
+    with TLSServer(out / "server", pages) as server:
+        config = out / "operator" / "config.toml"
+        config.write_text(config.read_text().replace(":8444", f":{server.port}"))
+        yield out
+
+
+def test_results_are_fetched_as_they_are(federation: Path, tmp_path: Path) -> None:
+    words = ["fetch", RUN, "--operator", str(federation / "operator"), "--out", str(tmp_path / "here")]
+    assert main(words) == 0
+    fetched = {path.name: path.read_bytes() for path in (tmp_path / "here" / RUN).iterdir()}
+    assert fetched == {**FILES, "config.json": CONFIG, "rounds.jsonl": ROUNDS}
+
+
+@pytest.mark.parametrize("run", ["12", "../7041", "x"])
+def test_a_run_without_results(run: str, federation: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch", run, "--operator", str(federation / "operator")]) == 2
+    assert f"there are no results of run {run!r}; there are: {RUN}" in capsys.readouterr().err
+
+
+def test_a_server_that_names_files_elsewhere_writes_only_into_the_runs_folder(
+    federation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Operator, "result", lambda _, path: listing(**{"../../evil": "file"}) if path.endswith("/") else b"x"
+    )
+    assert Operator(federation / "operator").fetch(RUN, tmp_path / "here") == [tmp_path / "here" / RUN / "evil"]
+
+
+def test_progress_is_that_of_whole_rounds(federation: Path) -> None:
+    progress = Operator(federation / "operator").progress(RUN)
+    assert progress == {
+        "method": "fixbn",
+        "rounds": 5,
+        "done": 2,
+        "last": {"round": 2, "nodes": 2, "train-loss": 2.0},
+    }
+    assert Operator(federation / "operator").progress("12") == {}
+
+
+def test_status_is_a_line_a_site_and_a_run(
+    federation: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = {
+        "supernode": {"nodes": [{"node-id": "11", "status": "online", "online-at": "today"}]},
+        "list": {"runs": [{"run-id": RUN, "status": "running"}, {"run-id": "12", "status": "finished:failed"}]},
+    }
+    monkeypatch.setattr(Operator, "flower", lambda _, *words: answers[words[0]])
+    (federation / "operator" / "sites.json").write_text('{"north": "11", "south": "12"}')
+    assert main(["status", "--operator", str(federation / "operator")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["north", "online", "today"] in lines
+    assert ["south", "unknown", "to", "the", "server"] in lines
+    assert [RUN, "running", "fixbn", "2/5", "nodes", "2,", "train-loss", "2"] in lines
+    assert ["12", "finished:failed"] in lines
+
+
+def test_sites_are_registered_by_the_name_of_their_key_and_revoked_by_it(
+    federation: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def flower(_: Operator, *words: str) -> dict[str, int]:
+        asked.append(words)
+        return {"node-id": 11}
+
+    monkeypatch.setattr(Operator, "flower", flower)
+    kit, home = federation / "sites" / "north", ["--operator", str(federation / "operator")]
+    assert main(["site", "init", str(kit)]) == 0
+    key = str(kit / "north.pub")
+    assert main(["site", "register", key, *home]) == 0
+    assert main(["site", "register", key, *home]) == 2
+    assert "site 'north' is registered already" in capsys.readouterr().err
+    assert main(["site", "revoke", "south", *home]) == 2
+    assert "no site 'south' is registered; there are: north" in capsys.readouterr().err
+    assert main(["site", "revoke", "north", *home]) == 0
+    assert asked == [
+        ("supernode", "register", key, "hospitals", "--name", "north"),
+        ("supernode", "unregister", "11", "hospitals"),
+    ]
+    assert Operator(federation / "operator").sites() == {}
+
+
+def test_a_private_key_is_not_sent(federation: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kit = federation / "sites" / "north"
+    assert main(["site", "init", str(kit)]) == 0
+    assert main(["site", "register", str(kit / "node.key"), "--operator", str(federation / "operator")]) == 2
+    assert "is a private key, which must not leave its site" in capsys.readouterr().err
+
+
+def test_an_operators_folder_can_move(federation: Path, tmp_path: Path) -> None:
+    moved = (federation / "operator").rename(tmp_path / "elsewhere")
+    operator = Operator(moved)
+    assert f'root-certificates = "{moved / "ca.crt"}"' in (moved / "config.toml").read_text()
+    assert operator.result(f"{RUN}/summary.json") == b"{}"
+
+
+def test_what_flower_refuses_is_one_line(federation: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # the server of this test has no Control API
+    assert main(["status", "--operator", str(federation / "operator")]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("fedbn-flwr: `flwr supernode list` at 127.0.0.1:")
+    assert shown.count("\n") == 1

@@ -1,0 +1,118 @@
+"""`fedbn-flwr preflight` at a site, against a server with the federation's certificate."""
+
+import os
+import time
+from collections.abc import Iterator
+from email.utils import formatdate
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.deployment import preflight as module
+from fedbn_flwr.deployment.cli import main
+from tests.helpers.checkout import ROOT
+from tests.helpers.tls_server import TLSServer
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Iterator[Path]:
+    """A kit whose server answers on the loopback."""
+    out = tmp_path / "federation"
+    assert main(["provision", str(ROOT / "federation.example.yaml"), "--out", str(out)]) == 0
+    assert main(["site", "init", str(out / "sites" / "south")]) == 0
+    with TLSServer(out / "server", {"/health": b"{}"}) as server:
+        change(out / "sites" / "south", FEDBN_SERVER=f"127.0.0.1:{server.port}")
+        yield out / "sites" / "south"
+
+
+def change(kit: Path, **values: str) -> None:
+    lines = (kit / ".env").read_text().splitlines()
+    kept = [line for line in lines if line.split("=")[0] not in values]
+    (kit / ".env").write_text("\n".join([*kept, *(f"{name}={value}" for name, value in values.items())]) + "\n")
+
+
+def checks(kit: Path) -> dict[str, tuple[str, str]]:
+    """Verdict and text by name; of several of one name the last."""
+    return {check.name: (check.verdict, check.text) for check in module.preflight(kit)}
+
+
+def test_a_site_that_can_take_part(kit: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(kit, COMPOSE_PROFILES="site")
+    found = checks(kit)
+    assert {name for name, (verdict, _) in found.items() if verdict == "failed"} == set()
+    assert found["control"] == ("ok", "closed to this site (403)")
+    assert "TLSv1.3, certificate valid for 36" in found["tls"][1]
+    assert main(["preflight", str(kit)]) == 0
+    assert "this site can take part" in capsys.readouterr().out
+
+
+def test_a_server_of_another_federation_is_refused_and_the_other_checks_go_on(kit: Path, tmp_path: Path) -> None:
+    assert main(["provision", str(ROOT / "federation.example.yaml"), "--out", str(tmp_path / "other")]) == 0
+    (kit / "ca.crt").write_bytes((tmp_path / "other" / "ca" / "ca.crt").read_bytes())
+    found = checks(kit)
+    assert found["tls"][0] == "failed"
+    assert found["tls"][1].startswith("the server's certificate is refused: ")
+    assert found["key"][0] == "ok"
+    assert main(["preflight", str(kit)]) == 1
+
+
+def test_a_server_that_is_not_there(kit: Path) -> None:
+    change(kit, FEDBN_SERVER="127.0.0.1:1")
+    assert checks(kit)["tls"] == ("failed", "127.0.0.1:1 cannot be reached: [Errno 111] Connection refused")
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(-400, "failed"), (-200, "ok"), (0, "ok"), (60, "failed")])
+def test_the_clock_may_be_as_far_off_as_flower_allows(seconds: int, verdict: str) -> None:
+    # the server's date, for a site that is so far ahead
+    check = module._clock(formatdate(time.time() - seconds, usegmt=True))
+    assert check.verdict == verdict
+
+
+def test_a_key_that_others_can_read(kit: Path) -> None:
+    os.chmod(kit / "node.key", 0o640)
+    assert checks(kit)["key"] == ("failed", f"{kit / 'node.key'} can be read by others: chmod 600 {kit / 'node.key'}")
+
+
+def test_a_public_half_of_another_key(kit: Path) -> None:
+    assert main(["site", "renew", str(kit)]) == 0
+    (kit / "node.key").unlink()
+    (kit / "node.key.1").rename(kit / "node.key")
+    assert checks(kit)["key"][1] == f"{kit / 'south.pub'} is not the public half of {kit / 'node.key'}"
+
+
+def test_other_versions_are_named(kit: Path) -> None:
+    change(kit, FEDBN_VERSIONS="fedbn-flwr=9.9,flwr=1.41.0")
+    verdict, text = checks(kit)["versions"]
+    assert verdict == "failed"
+    assert text.endswith("; the federation has fedbn-flwr 9.9")
+
+
+def test_classes_are_counted(kit: Path, tmp_path: Path) -> None:
+    for role, name, count in (
+        ("train", "covid", 3),
+        ("train", "normal", 2),
+        ("test", "covid", 1),
+        ("test", "normal", 1),
+    ):
+        folder = tmp_path / "data" / role / name
+        folder.mkdir(parents=True)
+        for number in range(count):
+            (folder / f"{number}.png").touch()
+    change(kit, FEDBN_DATA=str(tmp_path / "data"))
+    shown = [(check.verdict, check.text) for check in module.preflight(kit) if check.name == "data"]
+    data = tmp_path / "data"
+    assert shown == [("ok", f"{data}/train: covid 3, normal 2"), ("ok", f"{data}/test: covid 1, normal 1")]
+    (data / "test" / "covid" / "0.png").unlink()
+    assert checks(kit)["data"] == ("failed", f"{data}/test: covid 0, normal 1")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("images", "FEDBN_DATA must be an absolute path, got 'images'"),
+        ("/nowhere/at/all", "/nowhere/at/all is not a folder that can be read"),
+    ],
+)
+def test_data_that_are_not_there(kit: Path, value: str, reason: str) -> None:
+    change(kit, FEDBN_DATA=value)
+    assert checks(kit)["data"] == ("failed", reason)

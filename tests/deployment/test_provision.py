@@ -1,0 +1,178 @@
+"""The folders that `fedbn-flwr provision` and `fedbn-flwr site` make."""
+
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+from flwr.supercore.primitives.asymmetric import uses_nist_ec_curve
+
+from fedbn_flwr.deployment.cli import main
+from fedbn_flwr.deployment.keys import certificate_hosts
+from fedbn_flwr.deployment.site import read_env
+from tests.helpers.checkout import ROOT
+
+EXAMPLE = ROOT / "federation.example.yaml"
+SECRETS = ("ca/ca.key", "server/server.key", "server/superexec.secret")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    assert main(["provision", str(EXAMPLE), "--out", str(tmp_path / "federation")]) == 0
+    return tmp_path / "federation"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_secrets_are_their_owners_only(out: Path) -> None:
+    assert {name: (out / name).stat().st_mode & 0o777 for name in SECRETS} == dict.fromkeys(SECRETS, 0o600)
+    assert len((out / "server" / "superexec.secret").read_bytes()) == 32
+    for folder in ("ca", "server", "server/state", "operator", "sites/north"):
+        assert (out / folder).stat().st_mode & 0o077 == 0
+
+
+def test_a_secret_is_never_readable_by_others_not_even_while_it_is_written(out: Path, tmp_path: Path) -> None:
+    # whatever the umask is
+    code = f"""import os; os.umask(0)
+from fedbn_flwr.deployment.cli import main
+main(["provision", {str(EXAMPLE)!r}, "--out", {str(tmp_path / "open")!r}])"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
+    assert (tmp_path / "open" / "ca" / "ca.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_servers_certificate_is_for_its_names_and_the_loopback(out: Path) -> None:
+    hosts = certificate_hosts(out / "server" / "server.crt")
+    assert hosts == {"fl.example.org", "10.0.0.5", "superlink", "proxy", "localhost", "127.0.0.1"}
+    context = ssl.create_default_context(cafile=out / "sites" / "north" / "ca.crt")
+    context.load_cert_chain(out / "server" / "server.crt", out / "server" / "server.key")
+
+
+def test_the_ca_signs_the_server_and_cannot_make_further_cas(out: Path) -> None:
+    ca, server = (
+        x509.load_pem_x509_certificate((out / name).read_bytes()) for name in ("ca/ca.crt", "server/server.crt")
+    )
+    server.verify_directly_issued_by(ca)
+    limits = [item.extensions.get_extension_for_class(x509.BasicConstraints).value for item in (ca, server)]
+    assert [(limit.ca, limit.path_length) for limit in limits] == [(True, 0), (False, None)]
+    assert (server.not_valid_after_utc - server.not_valid_before_utc).days == 365
+
+
+def test_no_kit_holds_a_private_key_or_secret(out: Path) -> None:
+    for kit in (out / "sites").iterdir():
+        assert {path.name for path in kit.iterdir()} == {
+            *(".env", "ca.crt", "docker-compose.yml", "state"),
+            *("fedbn-node.service", "fedbn-exec.service"),
+        }
+        assert not [path for path in kit.iterdir() if path.is_file() and b"PRIVATE" in path.read_bytes()]
+
+
+def test_sites_have_numbers_and_fill_in_one_line(out: Path) -> None:
+    kits = [read_env(out / "sites" / site) for site in ("north", "south", "west")]
+    assert [kit["FEDBN_PARTITION"] for kit in kits] == ["0", "1", "2"]
+    assert {kit["FEDBN_SITES"] for kit in kits} == {"3"}
+    assert [key for key, value in kits[0].items() if not value] == ["FEDBN_DATA"]
+
+
+def test_provisioning_again_changes_nothing(out: Path) -> None:
+    before = files(out)
+    assert main(["provision", str(EXAMPLE), "--out", str(out)]) == 0
+    assert files(out) == before
+
+
+def test_a_site_that_is_added_gets_the_next_number_and_the_others_stay(out: Path, tmp_path: Path) -> None:
+    before = files(out)
+    content = yaml.safe_load(EXAMPLE.read_text())
+    more = tmp_path / "more.yaml"
+    more.write_text(yaml.safe_dump({**content, "sites": [*content["sites"], "east"]}))
+    assert main(["provision", str(more), "--out", str(out)]) == 0
+    after = files(out)
+    assert {name: after[name] for name in before} == before
+    assert read_env(out / "sites" / "east")["FEDBN_PARTITION"] == "3"
+
+
+def test_another_server_needs_another_certificate(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(EXAMPLE.read_text().replace("fl.example.org", "elsewhere.example.org"))
+    assert main(["provision", str(other), "--out", str(out)]) == 2
+    assert "the server's certificate is not for elsewhere.example.org: renew it" in capsys.readouterr().err
+    old = (out / "server" / "server.crt").read_bytes()
+    assert main(["provision", str(other), "--out", str(out), "--renew"]) == 0
+    assert (out / "server" / "server.crt.1").read_bytes() == old
+    assert "elsewhere.example.org" in certificate_hosts(out / "server" / "server.crt")
+
+
+def test_renewing_needs_the_cas_key(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (out / "ca" / "ca.key").rename(out / "elsewhere.key")
+    before = files(out)
+    assert main(["provision", str(EXAMPLE), "--out", str(out), "--renew"]) == 2
+    assert "put the CA's key back" in capsys.readouterr().err
+    assert files(out) == before
+
+
+def test_a_sites_key_stays_and_flower_takes_it(out: Path) -> None:
+    kit = out / "sites" / "south"
+    assert main(["site", "init", str(kit)]) == 0
+    assert (kit / "node.key").stat().st_mode & 0o777 == 0o600
+    assert (kit / "superexec.secret").stat().st_mode & 0o777 == 0o600
+    private = load_ssh_private_key((kit / "node.key").read_bytes(), password=None)
+    public = load_ssh_public_key((kit / "south.pub").read_bytes())
+    assert private.public_key() == public
+    assert uses_nist_ec_curve(public)  # type: ignore[arg-type]  # that is the question
+    assert (kit / "superexec.secret").read_bytes() != (out / "server" / "superexec.secret").read_bytes()
+
+
+def test_a_key_is_not_overwritten_but_renewed(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kit = out / "sites" / "south"
+    assert main(["site", "renew", str(kit)]) == 2
+    assert main(["site", "init", str(kit)]) == 0
+    first = (kit / "node.key").read_bytes()
+    assert main(["site", "init", str(kit)]) == 2
+    assert "exists already: `fedbn-flwr site renew" in capsys.readouterr().err
+    assert (kit / "node.key").read_bytes() == first
+    assert main(["site", "renew", str(kit)]) == 0
+    assert (kit / "node.key.1").read_bytes() == first
+    assert (kit / "node.key").read_bytes() != first
+
+
+def test_services_do_not_run_as_root(out: Path) -> None:
+    assert main(["site", "init", str(out / "sites" / "west")]) == 0
+    users = {read_env(folder)["FEDBN_USER"] for folder in (out, out / "server", out / "sites" / "west")}
+    owner = (out / "server" / "server.key").stat()
+    assert users == {f"{owner.st_uid}:{owner.st_gid}"}
+    assert owner.st_uid != 0
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("provision", "nowhere.yaml", "--out", "x"), "nowhere.yaml cannot be read: No such file or directory"),
+        (("provision", "nowhere.yaml"), "the following arguments are required: --out"),
+        (("site", "init", "nowhere"), "nowhere/.env cannot be read (No such file or directory): is nowhere the kit"),
+        (("site", "register", "x.pub", "--operator", "nowhere"), "is nowhere an operator's folder?"),
+        (("preflight", "nowhere"), "is nowhere the kit of a site?"),
+        (("site", "forget"), "invalid choice: 'forget'"),
+    ],
+)
+def test_errors_are_one_line(words: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    shown = capsys.readouterr().err
+    assert reason in shown
+    assert shown.startswith("fedbn-flwr: ")
+    assert shown.count("\n") == 1
+
+
+def test_other_commands_are_the_experiments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    assert '"fixbn"' in capsys.readouterr().out
+    assert main(["nonsense"]) == 2
+    shown = capsys.readouterr().err
+    assert "'compare'" in shown
+    assert "'provision'" in shown
