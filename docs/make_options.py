@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedbn_flwr.experiments import Config
 from fedbn_flwr.experiments.method import own_options
-from fedbn_flwr.strategies import REGISTRY, FedAvg
+from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg
 from fedbn_flwr.wire import wire_key
 
 TARGET = Path(__file__).with_name("options.md")
@@ -69,8 +69,9 @@ def page() -> str:
             ((code(wire_key(item.name)), code(item.default), item.metadata["help"]) for item in fields(Config)),
         ),
         "## Of strategies",
-        "Every strategy takes these; what they mean is in the first section below.",
+        "Every strategy takes these; what they mean is said below the table, and in the first section.",
         options(FedAvg, list(common)),
+        documentation(BaseStrategy),
     ]
     for name, strategy in REGISTRY.items():
         own = [key for key in own_options(strategy) if key not in common]
@@ -88,7 +89,7 @@ def options(strategy: type[FedAvg], keys: Iterable[str]) -> str:
     return table(("option", "default"), ((code(key), code(parameters[key].default)) for key in keys))
 
 
-def documentation(strategy: type[FedAvg]) -> str:
+def documentation(strategy: type[BaseStrategy]) -> str:
     """What the strategy says of itself; its equations are indented, which is Markdown for text as it stands."""
     return inspect.cleandoc(strategy.__doc__ or "")
 

@@ -1,5 +1,6 @@
 """Flower strategies, one file each. The public import path is `fedbn_flwr.strategies`."""
 
+from fedbn_flwr.server.base_strategy import BaseStrategy
 from fedbn_flwr.server.replies import CannotTrainError, NodeReply, NotObeyedError
 from fedbn_flwr.server.sampling import wait_for_nodes
 
@@ -29,6 +30,7 @@ __all__ = [
     "HBN",
     "MTFL",
     "REGISTRY",
+    "BaseStrategy",
     "CannotTrainError",
     "Centralized",
     "FedAvg",

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedbn_flwr.experiments.config import Config, UsageError, Value, convert
 from fedbn_flwr.norm import NORMS
-from fedbn_flwr.strategies import REGISTRY, FedAvg
+from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg
 from fedbn_flwr.wire import wire_key
 
 #: constructor arguments that follow from the shared options
@@ -68,7 +68,7 @@ def own_options(strategy: type[FedAvg]) -> dict[str, inspect.Parameter]:
     """The options that a strategy's constructors declare, by kebab-case key."""
     found: dict[str, inspect.Parameter] = {}
     for owner in strategy.__mro__:
-        if not issubclass(owner, FedAvg):
+        if not issubclass(owner, BaseStrategy):
             continue
         for name, parameter in inspect.signature(owner.__init__).parameters.items():
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in (*SHARED, *strategy.replaced):

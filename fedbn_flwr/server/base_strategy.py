@@ -1,0 +1,271 @@
+"""A round of federated learning on Flower, and the hooks that a method overrides."""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from logging import WARNING
+from typing import Any, ClassVar
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
+
+from fedbn_flwr import wire
+from fedbn_flwr.server.averaging import Arrays, record, unpack
+from fedbn_flwr.server.global_momentum import MomentumState
+from fedbn_flwr.server.lr_schedule import Schedule
+from fedbn_flwr.server.optimizers import ServerOptimizer
+from fedbn_flwr.server.replies import (
+    CannotTrainError,
+    Expected,
+    NodeReply,
+    mean_metrics,
+    parse_replies,
+    require_obeyed,
+)
+from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
+from fedbn_flwr.wire import Instruction
+
+
+class BaseStrategy(FlowerFedAvg):
+    """Instruct clients, send them arrays, check their replies and let a method merge them.
+
+    A method overrides hooks and calls `super()`, so that methods can be combined:
+
+    - `instruct`: what clients do in this round,
+    - `package`: the arrays that a node gets,
+    - `weigh`: how much each reply counts,
+    - `merge`: the new global state,
+    - `refine`: further changes of the new state, for which nodes can be asked again.
+
+    Takes every argument of Flower's FedAvg, and
+
+    - `lr_schedule`: the learning rate over the rounds, see `fedbn_flwr.server.lr_schedule`,
+    - `seed`: decides which nodes are drawn when not all take part,
+    - `patience`: how many seconds to wait for enough nodes before giving up,
+    - `exchange_timeout`: how many seconds nodes have to answer within a round, or to describe themselves,
+    - `evaluate_every`: how often nodes evaluate, if `fraction_evaluate` asks for it; the last round always counts,
+    - `momentum_state`: `none`, or keep the clients' optimizer state from round to round, `local` or `global` (FixBN's
+      section 7),
+    - `server_optimizer`: `none`, or `adam`, `yogi`, `adagrad`, `momentum`, with `server_lr` (see `ServerOptimizer`).
+    """
+
+    #: whether nodes end up with models of their own, which only they can evaluate
+    personal: ClassVar[bool] = False
+    #: constructor arguments of a base class that have another name here
+    replaced: ClassVar[tuple[str, ...]] = ()
+    #: groups of arrays that a training reply must hold beside the model
+    required: ClassVar[tuple[str, ...]] = ()
+    #: whether an experiment gives this method one node with the union of the clients' samples
+    pooled: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        lr_schedule: str = "",
+        seed: int = 0,
+        patience: float = 60.0,
+        exchange_timeout: float = 600.0,
+        evaluate_every: int = 1,
+        momentum_state: str = "none",
+        server_optimizer: str = "none",
+        server_lr: float | None = None,
+        **flower: Any,
+    ) -> None:
+        super().__init__(**flower)
+        self.schedule = Schedule.parse(lr_schedule)
+        self.seed = seed
+        self.patience = patience
+        self.exchange_timeout = exchange_timeout
+        self.evaluate_every = evaluate_every
+        self.momentum = MomentumState(momentum_state)
+        self.server_optimizer = None if server_optimizer == "none" else ServerOptimizer(server_optimizer, server_lr)
+        self.roster = Roster(exchange_timeout)
+        self.grid: Grid | None = None
+        self.num_rounds: int | None = None
+        self.server_round = 0
+        self.ever_trained = False
+        self.frozen_after: int | None = None
+        #: the current round's instruction
+        self.instruction = Instruction()
+        #: the global state that the current round started from
+        self.current: Arrays = {}
+        #: numbers that the method measured in the current round, for the results
+        self.measured: dict[str, Any] = {}
+        self.train_replies: list[NodeReply] = []
+        self.evaluate_replies: list[NodeReply] = []
+        self._sent: list[Message] = []
+        self._refused: list[str] = []
+        self._expected = Expected((), {})
+
+    # ---- the hooks -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def own_norm(cls, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        """Return the normalizer, with its options, that the method needs under these constructor options."""
+        return None
+
+    def instruct(self, instruction: Instruction) -> Instruction:
+        """Return the shared options, changed into what clients do in this round."""
+        rate = self.schedule.rate(instruction.lr, instruction.server_round, self.num_rounds, self.frozen_after)
+        return replace(instruction, lr=rate, momentum_state=self.momentum.kind)
+
+    def instruct_evaluation(self, instruction: Instruction) -> Instruction:
+        """Return the shared options, changed into what clients do when they evaluate."""
+        return instruction
+
+    def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
+        """Return the groups of arrays that one node gets."""
+        return {self.arrayrecord_key: arrays, **self.momentum.groups()}
+
+    @abstractmethod
+    def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
+        """Return each reply's weight, up to a common factor."""
+
+    @abstractmethod
+    def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
+        """Return the new global state, every entry of it."""
+
+    def refine(self, merged: Arrays) -> Arrays:
+        """Return the merged state, changed further; nodes can be asked through `self.grid`."""
+        return merged
+
+    def personal_mean(self) -> Arrays:
+        """Return the mean of the entries that nodes keep, or nothing if they were not sent."""
+        return {}
+
+    # ---- Flower's interface --------------------------------------------------------------------------------------
+
+    def start(  # type: ignore[override]  # what is only passed on is not spelled out
+        self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, **options: Any
+    ) -> Result:
+        """Run all rounds; fractions of a run refer to `num_rounds`."""
+        self.num_rounds = num_rounds
+        return super().start(grid, initial_arrays, num_rounds, **options)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Instruct the drawn nodes."""
+        if self.fraction_train == 0.0:
+            return []
+        self._begin_round(server_round, arrays, config, grid)
+        self.measured = {}
+        self.instruction = self.instruct(_read_instruction(config, server_round))
+        nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
+        return self._make_messages(nodes, arrays, self.instruction, config, MessageType.TRAIN)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Merge the usable replies; a round without one leaves the model as it was."""
+        self.train_replies = self._usable_replies(replies)
+        if not self.train_replies:
+            self._require_progress(server_round)
+            return None, None
+        self.ever_trained = True
+        weights = self.weigh(self.train_replies)
+        self.momentum.absorb(self.train_replies, weights)
+        merged = self.refine(self.merge(self.train_replies, weights))
+        return record(merged), self._mean_metrics(self.train_replies, self.train_metrics_aggr_fn)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Ask nodes to evaluate, in the rounds that `evaluate_every` names."""
+        if self.fraction_evaluate == 0.0 or not self.evaluates(server_round):
+            return []
+        self._begin_round(server_round, arrays, config, grid)
+        instruction = self.instruct_evaluation(_read_instruction(config, server_round))
+        nodes = self.draw_nodes(grid, server_round, self.fraction_evaluate, self.min_evaluate_nodes)
+        return self._make_messages(nodes, arrays, instruction, config, MessageType.EVALUATE)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Average the nodes' metrics."""
+        self.evaluate_replies = self._usable_replies(replies)
+        if not self.evaluate_replies:
+            return None
+        return self._mean_metrics(self.evaluate_replies, self.evaluate_metrics_aggr_fn)
+
+    # ---- the parts -----------------------------------------------------------------------------------------------
+
+    def draw_nodes(self, grid: Grid, server_round: int, fraction: float, minimum: int) -> list[int]:
+        """Draw the nodes of a round; if all take part, they are not asked to describe themselves."""
+        nodes = wait_for_nodes(grid, max(self.min_available_nodes, minimum), self.patience)
+        count = max(int(len(nodes) * fraction), minimum)
+        return nodes if count >= len(nodes) else draw(self.describe(grid, nodes), count, self.seed, server_round)
+
+    def describe(self, grid: Grid, nodes: list[int]) -> Mapping[int, Node]:
+        """Ask nodes for their descriptions, once a run."""
+        return self.roster.describe(grid, nodes)
+
+    def step_server(self, averaged: Arrays) -> Arrays:
+        """Let the server optimizer, if there is one, take the averaged parameters as a direction."""
+        if self.server_optimizer is None:
+            return averaged
+        parameters = self.describe_node(self.train_replies[0].node).parameters
+        if not parameters:
+            raise ValueError("a server optimizer needs clients that say which entries are parameters (`describe`)")
+        return self.server_optimizer.step(self.server_round, self.current, averaged, frozenset(parameters))
+
+    def evaluates(self, server_round: int) -> bool:
+        """Return whether models are evaluated after a round."""
+        return server_round % self.evaluate_every == 0 or server_round == self.num_rounds
+
+    def describe_node(self, node: int) -> Node:
+        """Ask one node for its description."""
+        assert self.grid is not None
+        return self.describe(self.grid, [node])[node]
+
+    def _begin_round(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> None:
+        config["server-round"] = self.server_round = server_round
+        self.grid = grid
+        if isinstance(rounds := config.get(wire.NUM_ROUNDS), int):
+            self.num_rounds = rounds
+        self.current = unpack(arrays)
+
+    def _make_messages(
+        self, nodes: list[int], arrays: ArrayRecord, instruction: Instruction, config: ConfigRecord, kind: str
+    ) -> list[Message]:
+        groups = self.required if kind == MessageType.TRAIN else ()
+        keys = instruction.binding_keys()
+        self._expected = Expected(keys, self.current, self.arrayrecord_key, self.weighted_by_key, groups)
+        foreign = {key: value for key, value in config.items() if key not in Instruction.wire_keys()}
+        packed = ConfigRecord({**foreign, **instruction.to_config()})
+        self._sent = []
+        for node in nodes:
+            content = RecordDict({**self.package(node, arrays), self.configrecord_key: packed})
+            self._sent.append(Message(content, dst_node_id=node, message_type=kind))
+        return self._sent
+
+    def _usable_replies(self, messages: Iterable[Message]) -> list[NodeReply]:
+        sent = {message.metadata.message_id: message.metadata.dst_node_id for message in self._sent}
+        replies, refused = parse_replies(messages, sent, self._expected)
+        self._refused += refused
+        require_obeyed(replies, self._expected.binding)
+        return replies
+
+    def _require_progress(self, server_round: int) -> None:
+        if not self.ever_trained:
+            reason = self._refused[0] if self._refused else "no node answered"
+            raise CannotTrainError(f"no node could train in round {server_round}: {reason}")
+        log(WARNING, "Round %d brought no usable reply: the model stays as it was", server_round)
+
+    def _mean_metrics(self, replies: Sequence[NodeReply], mean: Any) -> MetricRecord:
+        # a metric that some nodes lack has no mean over all
+        shared = set.intersection(*(set(reply.metrics) for reply in replies)) - {wire.PARTITION_ID}
+        if mean is aggregate_metricrecords:
+            return mean_metrics(replies, sorted(shared - {self.weighted_by_key}), self.weighted_by_key)
+        contents = [
+            RecordDict({wire.METRICS: MetricRecord({key: reply.metrics[key] for key in sorted(shared)})})
+            for reply in replies
+        ]
+        metrics: MetricRecord = mean(contents, self.weighted_by_key)
+        return metrics
+
+
+def _read_instruction(config: ConfigRecord, server_round: int) -> Instruction:
+    return replace(Instruction.from_config(config), server_round=server_round)
