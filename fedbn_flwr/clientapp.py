@@ -7,7 +7,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.client import BNClient, Reply
+from fedbn_flwr.client import BNClient, Reply, read_instruction
 from fedbn_flwr.client.layerwise_step import take_turn
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.wire import Instruction
@@ -67,7 +67,7 @@ def unpack(message: Message, known: dict[int, state.State] | None = None) -> tup
             known[id(record)] = state.view_record(record)
         records[name] = known[id(record)]
     config: Any = message.content[wire.CONFIG]
-    return records, Instruction.from_config(config)
+    return records, read_instruction(config)
 
 
 def pack(reply: Reply, message: Message, copy: bool = True) -> Message:

@@ -1,7 +1,6 @@
 """FedBS."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Any
 
@@ -42,7 +41,8 @@ class FedBS(FedAvg):
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Add the proximal term in stage 2."""
-        return replace(super().instruct(instruction), proximal_mu=self.mu if self.stage == 2 else 0.0)
+        asked = super().instruct(instruction)
+        return asked.with_rule(proximal_mu=self.mu) if self.stage == 2 else asked
 
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
         """Losses in stage 1, ones in stage 2; also watches for the change from one to the other."""

@@ -1,6 +1,5 @@
 """FedProx."""
 
-from dataclasses import replace
 from typing import Any
 
 from fedbn_flwr.wire import Instruction
@@ -26,4 +25,4 @@ class FedProx(FedAvg):
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Add the proximal term."""
-        return replace(super().instruct(instruction), proximal_mu=self.mu)
+        return super().instruct(instruction).with_rule(proximal_mu=self.mu)

@@ -1,7 +1,6 @@
 """FedWon."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from fedbn_flwr.wire import Instruction
@@ -54,4 +53,5 @@ class FedWon(FedAvg):
     def instruct(self, instruction: Instruction) -> Instruction:
         """Clip gradients, where that is asked for."""
         clipped = self.agc == "on" or (self.agc == "auto" and instruction.batch_size >= CLIPPING_BATCH_SIZE)
-        return replace(super().instruct(instruction), clip_factor=self.clip_factor if clipped else 0.0)
+        asked = super().instruct(instruction)
+        return asked.with_rule(clip_factor=self.clip_factor) if clipped else asked

@@ -58,7 +58,7 @@ class FixBN(FedAvg):
             self.frozen_after = self.freeze_at.after(self.num_rounds)
         instruction = super().instruct(instruction)
         if self.frozen_after is None:
-            return replace(instruction, report_change=True)
+            return instruction.with_rule(report_change=True)
         if instruction.server_round <= self.frozen_after:
             return instruction
         kept = "none" if self.send_frozen else {"both": "bn"}.get(self.freeze, self.freeze)

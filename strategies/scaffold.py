@@ -1,7 +1,6 @@
 """SCAFFOLD."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -37,7 +36,7 @@ class Scaffold(FedAvg):
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Correct gradients."""
-        return replace(super().instruct(instruction), control_variates=True)
+        return super().instruct(instruction).with_rule(control_variates=True)
 
     def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
         """Add the server's variate, once there is one."""

@@ -63,7 +63,7 @@ def test_training_over_messages_is_the_clients_training() -> None:
 def test_the_reply_says_what_was_obeyed() -> None:
     grid = InProcessGrid(client_app(toy_client), num_nodes=2)
     arrays = {wire.ARRAYS: state.to_record(toy_cnn().state_dict())}
-    options = {"freeze": "statistics", "omit": "statistics", "proximal_mu": 0.1}
+    options = {"freeze": "statistics", "omit": "statistics", "rule_keys": (("proximal-mu", 0.1),)}
     for reply in ask(grid, "train", arrays, **options):
         assert reply.config_records[wire.REPORT][wire.OBEYED] == ["freeze", "omit", "proximal-mu"]
     for reply in ask(grid, "train", arrays):

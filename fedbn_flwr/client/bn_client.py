@@ -20,7 +20,7 @@ from fedbn_flwr.client.batch_plan import BatchLoader
 from fedbn_flwr.client.evaluation import evaluate, shares
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.precision import autocast, products
-from fedbn_flwr.client.rules import Session, rules_for
+from fedbn_flwr.client.rules import Session, read_instruction, rules_for
 from fedbn_flwr.data import Split
 from fedbn_flwr.layerwise import (
     Corrections,
@@ -178,7 +178,7 @@ class BNClient(NumPyClient):
 
     def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
         """Train; returns the entries that leave the client, in the order of the state dict."""
-        instruction = Instruction.from_config(config)
+        instruction = read_instruction(config)
         reply = self.train({wire.ARRAYS: self._named(parameters, instruction)}, instruction)
         if len(reply.records) > 1:
             raise ValueError(
@@ -189,7 +189,7 @@ class BNClient(NumPyClient):
 
     def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Evaluate on the client's test split."""
-        instruction = Instruction.from_config(config)
+        instruction = read_instruction(config)
         reply = self.test({wire.ARRAYS: self._named(parameters, instruction)}, instruction)
         metrics = {key: value for key, value in reply.metrics.items() if not isinstance(value, list)}
         return float(metrics[wire.EVAL_LOSS]), reply.num_examples, metrics

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedbn_flwr import wire
 from fedbn_flwr.client.bn_client import BNClient, Reply, layerwise_mode
 from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.client.step_log import Notes
 from fedbn_flwr.layerwise import Answer, Corrected, Exchange, Mode, OwnRandomness, Request, StepStore, SuspendedStep
 from fedbn_flwr.norm import bn_layers
@@ -32,6 +33,7 @@ def take_turn(content: RecordDict, context: Context, make_client: ClientFunction
     """Answer one message of a layer-wise step."""
     turn = Turn.of(content)
     config: Any = content[wire.CONFIG]
+    # the fields alone: to make the client may import the module that registers a rule
     instruction = Instruction.from_config(config)
     notes = Notes(Memory(context.state), f"{instruction.server_round}.{turn.attempt}")
     node = context.run_id, context.node_id
@@ -41,12 +43,12 @@ def take_turn(content: RecordDict, context: Context, make_client: ClientFunction
         return Reply(0, {})
     notes.add(content, instruction.replay_limit)
     if turn.phase != "exchange":
-        return _sweep(turn, content, notes, instruction, partial(make_client, context))
+        return _sweep(turn, content, notes, partial(make_client, context))
     if held is None:
         received, log = notes.received(content), notes.answers(turn.index)
         if received is None or log is None:
             return _lacking()
-        held = HeldStep(make_client(context), received, instruction, log)
+        held = HeldStep(make_client(context), received, read_instruction(config), log)
         outcome = held.advance()
     else:
         held.client.memory.attach(context.state)
@@ -57,7 +59,7 @@ def take_turn(content: RecordDict, context: Context, make_client: ClientFunction
         return outcome.result
     held.place = notes.place, turn.index
     STEPS.keep(node, held)
-    return say(held.client.reply({}, instruction, {}), [outcome])
+    return say(held.client.reply({}, read_instruction(config), {}), [outcome])
 
 
 def _held(node: tuple[int, int], place: tuple[str, int]) -> "HeldStep | None":
@@ -151,14 +153,14 @@ class Foreseeing:
             hook.remove()
 
 
-def _sweep(
-    turn: Turn, content: RecordDict, notes: Notes, instruction: Instruction, make_client: Callable[[], BNClient]
-) -> Reply:
+def _sweep(turn: Turn, content: RecordDict, notes: Notes, make_client: Callable[[], BNClient]) -> Reply:
     """A sweep, or the step after the sweeps: nothing is held, because the corrections come with every message."""
     received = notes.received(content)
     if received is None:
         return _lacking()
     client = make_client()
+    config: Any = content[wire.CONFIG]
+    instruction = read_instruction(config)
     statistics, gradients = (turns.read_answers(content, group) for group in turns.CORRECTIONS)
     if turn.phase == "step":
         notes.clear()

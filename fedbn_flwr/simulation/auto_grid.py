@@ -13,6 +13,7 @@ from flwr.app import Message, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import wire
+from fedbn_flwr.client import read_instruction
 from fedbn_flwr.layerwise import respond
 from fedbn_flwr.simulation.grid import PassingGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
@@ -190,4 +191,4 @@ def _rehearsed_steps(instruction: Instruction) -> int:
 
 def _instruction(message: Message) -> Instruction:
     config: Any = message.content[wire.CONFIG]
-    return Instruction.from_config(config)
+    return read_instruction(config)

@@ -1,8 +1,8 @@
-"""The wire format: every key that a strategy and a client exchange, in one file.
+"""The wire format: the keys that a strategy and a client exchange.
 
-A strategy's wishes for a round travel as an `Instruction`, packed into the message's ConfigRecord under the
-kebab-case names of its fields (`server-round` and `proximal-mu` are Flower's own names). Fields at their default
-are not sent. The reply holds
+A strategy's orders for a round travel as an `Instruction`, packed into the message's ConfigRecord under the
+kebab-case names of its fields (`server-round` is Flower's own name). Fields at their default are not sent. The keys of
+rules travel beside them; each rule in `fedbn_flwr/client/rules/` declares its own. The reply holds
 
 - ArrayRecord `arrays`: the entries of the state dict that leave the client, by name, with their dtype,
 - further ArrayRecords for what a method adds (`momentum`, `control-variates`, ...),
@@ -15,7 +15,9 @@ A *binding* key changes the method: a client that ignores it would turn the meth
 a strategy refuses a reply that does not list every binding key it sent.
 """
 
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, Self
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -48,6 +50,8 @@ LAYERWISE = "train.layerwise"
 
 Scalar = bool | int | float | str
 
+_NO_KEYS: Mapping[str, Scalar] = MappingProxyType({})
+
 GROUPS = ("none", "statistics", "affine", "bn", "mix", "all")
 MOMENTUM_STATES = ("none", "local", "global")
 FREEZES = ("none", "statistics", "affine", "both")
@@ -60,7 +64,7 @@ def _binding(default: Any) -> Any:
 
 @dataclass(frozen=True)
 class Instruction:
-    """What a strategy wants of a client in one round."""
+    """A strategy's orders to a client for one round."""
 
     server_round: int = 0
     seed: int = 0
@@ -78,61 +82,75 @@ class Instruction:
     #: `float32`, `tf32` to let GPUs use it for float32's products, or `bf16` for bfloat16 autocast
     precision: str = "float32"
 
-    #: weight of (mu / 2) * squared distance to the received parameters (FedProx)
-    proximal_mu: float = _binding(0.0)
     #: which part of BN stands still while training: one of FREEZES
     freeze: str = _binding("none")
     #: state entries that live on the client and are neither sent nor overwritten: one of GROUPS
     keep_local: str = _binding("none")
     #: state entries that the server holds and does not want back: one of GROUPS
     omit: str = _binding("none")
-    #: adaptive gradient clipping: the largest ratio of a unit's gradient to its weights; 0 is off
-    clip_factor: float = _binding(0.0)
     #: what becomes of the optimizer's state at the end of a round: one of MOMENTUM_STATES
     momentum_state: str = _binding("none")
-    #: correct gradients with control variates (SCAFFOLD)
-    control_variates: bool = _binding(False)
     #: share BN statistics with the other clients in the first step, message by message: one of LAYERWISE_MODES
     layerwise: str = _binding("none")
     #: forget the optimizer's state after the layer-wise step
     fresh_optimizer: bool = _binding(False)
     #: how many megabytes (2^20 bytes) of received arrays a node may keep in its state during a layer-wise step
     replay_limit: float = 16.0
-    #: report how much the mini-batch statistics changed (FixBN's sliding window)
-    report_change: bool = _binding(False)
     #: how many samples a gathering of statistics uses; 0 means all
     gather_samples: int = 0
     #: what layers normalize with while statistics are gathered: `batch` or `running` statistics
     gather_with: str = "batch"
     #: in an evaluation, also send the entries kept on the client, for a diagnostic
     send_personal: bool = _binding(False)
+    #: what clients' rules are asked for: wire keys and values, sorted by key; see `with_rule`
+    rule_keys: tuple[tuple[str, Scalar], ...] = ()
 
     @classmethod
-    def from_config(cls, config: ConfigRecord | dict[str, Any]) -> Self:
-        """Read the known keys; others (a user's own, say) are left alone."""
+    def from_config(cls, config: ConfigRecord | dict[str, Any], rule_keys: Mapping[str, Scalar] = _NO_KEYS) -> Self:
+        """Read the fields, and the keys of rules that this process knows, given with their defaults.
+
+        Other keys are left alone: they may be a user's own.
+        """
         known = ((_BY_KEY[key], key, value) for key, value in config.items() if key in _BY_KEY)
-        return cls(**{item.name: _typed(key, value, type(item.default)) for item, key, value in known})
+        values = {item.name: _typed(key, value, item.default) for item, key, value in known}
+        keys = sorted((config.keys() & rule_keys.keys()) - _BY_KEY.keys())
+        return cls(**values, rule_keys=tuple((key, _typed(key, config[key], rule_keys[key])) for key in keys))
 
     @classmethod
     def wire_keys(cls) -> frozenset[str]:
-        """Every key that an instruction can hold."""
+        """Return the wire keys of all fields."""
         return frozenset(_BY_KEY)
 
+    def with_rule(self, **keys: Scalar) -> Self:
+        """Return a copy that also asks clients for a rule, by the rule's keys: `with_rule(proximal_mu=0.1)`.
+
+        These keys are binding. A client that has no rule with such a key does not acknowledge the key, which stops
+        the run (see `fedbn_flwr.client.register_rule`).
+        """
+        asked = {wire_key(name): value for name, value in keys.items()}
+        if clash := asked.keys() & _BY_KEY.keys():
+            raise ValueError(f"{min(clash)!r} is a field of Instruction: use dataclasses.replace")
+        return replace(self, rule_keys=tuple(sorted((dict(self.rule_keys) | asked).items())))
+
+    def values_of(self, defaults: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        """Return the values of rules' keys; a key may also be a field, and one that was not sent has its default."""
+        fields_among = {key: getattr(self, _BY_KEY[key].name) for key in defaults.keys() & _BY_KEY.keys()}
+        return {**defaults, **fields_among, **dict(self.rule_keys)}
+
     def to_config(self) -> ConfigRecord:
-        """Pack what differs from the defaults."""
-        return ConfigRecord({wire_key(name): value for name, value in self._changed().items()})
+        """Pack the fields that differ from their defaults, and the keys of rules."""
+        config = ConfigRecord({wire_key(name): value for name, value in self._changed().items()})
+        config.update(self.rule_keys)
+        return config
 
     def binding_keys(self) -> list[str]:
-        """The keys in force that change the method, which a client must acknowledge."""
-        return sorted(
-            key
-            for key, item in _BY_KEY.items()
-            if item.metadata.get("binding") and getattr(self, item.name) != item.default
-        )
+        """Return the keys in force that change the method, which a client must acknowledge."""
+        changed = [key for key, item in _BINDING.items() if getattr(self, item.name) != item.default]
+        return sorted([*changed, *dict(self.rule_keys)])
 
     def _changed(self) -> dict[str, Scalar]:
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {item.name: values[item.name] for item in fields(self) if values[item.name] != item.default}
+        values = {item.name: getattr(self, item.name) for item in _BY_KEY.values()}
+        return {item.name: values[item.name] for item in _BY_KEY.values() if values[item.name] != item.default}
 
 
 def wire_key(name: str) -> str:
@@ -141,11 +159,14 @@ def wire_key(name: str) -> str:
 
 
 #: an instruction's fields by the wire's names
-_BY_KEY: dict[str, Field[Any]] = {wire_key(item.name): item for item in fields(Instruction)}
+_BY_KEY: dict[str, Field[Any]] = {wire_key(item.name): item for item in fields(Instruction) if item.name != "rule_keys"}
+
+_BINDING = {key: item for key, item in _BY_KEY.items() if item.metadata.get("binding")}
 
 
-def _typed(key: str, value: Any, kind: type) -> Any:
-    """Accept an int where a float is meant, nothing else."""
+def _typed(key: str, value: Any, default: Any) -> Any:
+    """Return the value if its type is the default's; an int is also accepted where a float is meant."""
+    kind = type(default)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:

@@ -35,6 +35,10 @@ def start() -> dict[str, Tensor]:
     return random_state(toy_cnn())
 
 
+#: an order to the proximal rule
+PROXIMAL = Instruction().with_rule(proximal_mu=0.1).rule_keys
+
+
 def trained(client: BNClient, values: dict[str, Tensor], **options: Any) -> Reply:
     instruction = Instruction(**{**vars(INSTRUCTION), **options})
     return client.train({wire.ARRAYS: values}, instruction)
@@ -158,7 +162,7 @@ def test_a_shared_model_carries_nothing_from_one_client_to_the_next() -> None:
     wanted = trained(toy_client(toy_cnn(dropout=0.5), partition_id=1), start(), momentum=0.9)
     model = toy_cnn(dropout=0.5)
     trained(toy_client(model), random_state(model, seed=8), freeze="both", lr=1.0, momentum=0.9)
-    trained(toy_client(model), random_state(model, seed=9), keep_local="bn", optimizer="adam", proximal_mu=0.1)
+    trained(toy_client(model), random_state(model, seed=9), keep_local="bn", optimizer="adam", rule_keys=PROXIMAL)
     toy_client(model).test({wire.ARRAYS: random_state(model, seed=10)}, INSTRUCTION)
     found = trained(toy_client(model, partition_id=1), start(), momentum=0.9)
     assert_same_state(arrays(found), arrays(wanted))
@@ -307,7 +311,7 @@ def test_all_can_stay() -> None:
 
 
 def test_the_reply_names_what_was_obeyed() -> None:
-    reply = trained(toy_client(), start(), freeze="statistics", omit="statistics", proximal_mu=0.1, momentum=0.9)
+    reply = trained(toy_client(), start(), freeze="statistics", omit="statistics", rule_keys=PROXIMAL, momentum=0.9)
     assert reply.report[wire.OBEYED] == ["freeze", "omit", "proximal-mu"]
     assert trained(toy_client(), start()).report[wire.OBEYED] == []
 

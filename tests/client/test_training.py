@@ -169,7 +169,7 @@ def proximal_gradients(mu: float) -> tuple[list[Tensor], list[Tensor]]:
     """After three steps away from the start: the gradients that the client uses, and autograd's of the whole term."""
     model = toy_cnn().double()
     inputs, targets = toy_split(12).batch(torch.arange(12))
-    instruction = Instruction(proximal_mu=mu, lr=0.1)
+    instruction = Instruction(lr=0.1).with_rule(proximal_mu=mu)
     optimizer = make_optimizer(model, instruction)
     rules = rules_for(instruction)
     for rule in rules:
@@ -198,4 +198,4 @@ def test_the_proximal_gradient_is_autograds() -> None:
 
 
 def test_without_a_weight_there_is_no_proximal_term() -> None:
-    assert rules_for(Instruction(proximal_mu=0.0)) == []
+    assert rules_for(Instruction().with_rule(proximal_mu=0.0)) == []

@@ -201,7 +201,7 @@ class Deaf(BNClient):
         plain = {
             key: value
             for key, value in vars(instruction).items()
-            if wire.wire_key(key) not in instruction.binding_keys()
+            if key != "rule_keys" and wire.wire_key(key) not in instruction.binding_keys()
         }
         return super().train(received, Instruction(**plain))
 

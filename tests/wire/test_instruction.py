@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.wire import Instruction, wire_key
 
-FIELDS = {item.name: item for item in fields(Instruction)}
+FIELDS = {item.name: item for item in fields(Instruction) if item.name != "rule_keys"}
 #: keys that say how to train, not which method it is
 SHARED = {"server-round", "seed", "local-steps", "local-epochs", "batch-size", "optimizer", "lr", "weight-decay"}
 
@@ -47,7 +47,7 @@ def test_any_instruction_survives_flowers_serialization(values: dict[str, Any]) 
 
 
 def test_flowers_own_names_are_kept() -> None:
-    assert Instruction(server_round=3, proximal_mu=0.5).to_config() == {"server-round": 3, "proximal-mu": 0.5}
+    assert Instruction(server_round=3).with_rule(proximal_mu=0.5).to_config() == {"server-round": 3, "proximal-mu": 0.5}
 
 
 def test_defaults_are_not_sent() -> None:
@@ -61,11 +61,11 @@ def test_wire_keys_are_those_of_all_fields() -> None:
 
 def test_binding_are_the_keys_in_force_that_change_the_method() -> None:
     assert Instruction().binding_keys() == []
-    instruction = Instruction(lr=0.5, freeze="statistics", omit="statistics", proximal_mu=0.1)
+    instruction = Instruction(lr=0.5, freeze="statistics", omit="statistics").with_rule(proximal_mu=0.1)
     assert instruction.binding_keys() == ["freeze", "omit", "proximal-mu"]
 
 
-@pytest.mark.parametrize("name", ["proximal_mu", "freeze", "keep_local", "omit", "send_personal"])
+@pytest.mark.parametrize("name", ["freeze", "keep_local", "omit", "send_personal"])
 def test_what_changes_the_method_is_binding(name: str) -> None:
     assert replace(Instruction(), **{name: other(FIELDS[name])}).binding_keys() == [wire_key(name)]
 
@@ -103,3 +103,44 @@ def test_a_whole_number_is_a_number() -> None:
 
 def test_keys_of_others_are_left_alone() -> None:
     assert Instruction.from_config({"lr": 0.5, "my-own-key": "anything", "freezer": "full"}) == Instruction(lr=0.5)
+
+
+# ---- keys of rules ---------------------------------------------------------------------------------------------------
+
+
+def test_a_rules_key_travels_is_binding_and_comes_back_where_it_is_known() -> None:
+    sent = Instruction(lr=0.5).with_rule(pull_strength=0.25).with_rule(pull_often=True)
+    assert sent.to_config() == {"lr": 0.5, "pull-strength": 0.25, "pull-often": True}
+    assert sent.binding_keys() == ["pull-often", "pull-strength"]
+    received = ConfigRecord.inflate(sent.to_config().deflate())
+    assert Instruction.from_config(received, {"pull-strength": 0.0, "pull-often": False}) == sent
+    partly = Instruction.from_config(received, {"pull-strength": 0.0})
+    assert partly.binding_keys() == ["pull-strength"]
+    assert Instruction.from_config(received).binding_keys() == []
+
+
+def test_a_rules_key_has_the_type_of_its_default() -> None:
+    (value,) = Instruction.from_config({"pull": 1}, {"pull": 0.0}).values_of({"pull": 0.0}).values()
+    assert (type(value), value) == (float, 1.0)
+    with pytest.raises(ValueError, match="'pull' must be float, got 'hard'"):
+        Instruction.from_config({"pull": "hard"}, {"pull": 0.0})
+
+
+def test_values_are_found_by_key() -> None:
+    instruction = Instruction(lr=0.5).with_rule(pull=2)
+    assert instruction.values_of({"lr": 0.1, "pull": 0, "push": 0}) == {"lr": 0.5, "pull": 2, "push": 0}
+
+
+def test_a_later_order_to_a_rule_takes_the_place_of_the_one_before() -> None:
+    assert Instruction().with_rule(pull=1, push=3).with_rule(pull=2).to_config() == {"pull": 2, "push": 3}
+
+
+def test_a_field_is_no_rules_key() -> None:
+    with pytest.raises(ValueError, match="'lr' is a field of Instruction"):
+        Instruction().with_rule(lr=0.5)
+
+
+def test_instructions_with_equal_orders_are_equal() -> None:
+    one, other = Instruction().with_rule(a=1, b=2), Instruction().with_rule(b=2, a=1)
+    assert one == other
+    assert hash(one) == hash(other)

@@ -45,11 +45,17 @@ class Session:
         return self.structure is not None
 
 
+@dataclass(eq=False, kw_only=True)
 class Rule:
-    """Three moments of a round: before the first step, between gradient and step, after the last step."""
+    """The client half of a method: called before the first step, between gradient and step, and after the last step.
+
+    A subclass is registered with `register_rule`. Its dataclass fields are keys of the instruction.
+    """
 
     #: whether the rule works on the stacked models of several clients
     stacks: ClassVar[bool] = True
+    #: rules change gradients in this order; equal ones in the alphabetical order of their keys
+    order: ClassVar[int] = 0
 
     def begin(self, session: Session) -> None:
         """Prepare; the model holds what was received."""

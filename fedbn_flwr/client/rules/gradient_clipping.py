@@ -1,11 +1,20 @@
 """Adaptive gradient clipping."""
 
+from typing import ClassVar
+
 from fedbn_flwr import norm
 from fedbn_flwr.client.rules.base import Rule, Session
+from fedbn_flwr.client.rules.registry import register_rule
 
 
+@register_rule
 class Clipping(Rule):
     """Clip every gradient in proportion to the weights it changes, except the classifier's (FedWon)."""
+
+    #: largest ratio of a unit's gradient to its weights; 0 is off
+    clip_factor: float = 0.0
+    #: last, because it clips what the optimizer will take
+    order: ClassVar[int] = 1
 
     def begin(self, session: Session) -> None:
         """Remember what to clip."""
@@ -13,8 +22,8 @@ class Clipping(Rule):
         skipped = {id(parameter) for parameter in norm.classifier_parameters(structure)}
         names = [name for name, parameter in structure.named_parameters() if id(parameter) not in skipped]
         self._clipped = [parameter for name, parameter in session.model.named_parameters() if name in names]
-        self._factor, self._stacked = session.instruction.clip_factor, session.stacked
+        self._stacked = session.stacked
 
     def adjust(self) -> None:
         """Clip."""
-        norm.clip_gradients(self._clipped, self._factor, self._stacked)
+        norm.clip_gradients(self._clipped, self.clip_factor, self._stacked)

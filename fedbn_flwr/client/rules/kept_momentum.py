@@ -4,9 +4,11 @@ from torch import Tensor
 
 from fedbn_flwr import wire
 from fedbn_flwr.client.rules.base import Rule, Session
+from fedbn_flwr.client.rules.registry import register_rule
 from fedbn_flwr.state import State
 
 
+@register_rule
 class MaintainedMomentum(Rule):
     """The optimizer's state goes on from round to round.
 
@@ -15,10 +17,13 @@ class MaintainedMomentum(Rule):
     doubles the messages; the state of parameters that stay on the client stays there too.
     """
 
+    #: `local`, `global`, or `none`, which is off
+    momentum_state: str = "none"
+
     def begin(self, session: Session) -> None:
         """Put the state back into the optimizer."""
         known = session.memory.recall(wire.MOMENTUM)
-        if session.instruction.momentum_state == "global":
+        if self.momentum_state == "global":
             known = {**known, **session.received.get(wire.MOMENTUM, {})}
         learned = session.learned()
         for entry, value in known.items():
@@ -30,7 +35,7 @@ class MaintainedMomentum(Rule):
     def finish(self, session: Session) -> None:
         """Send or store the state."""
         state = _state(session)
-        if session.instruction.momentum_state == "local":
+        if self.momentum_state == "local":
             session.memory.store(wire.MOMENTUM, state)
             return
         stays = {entry: value for entry, value in state.items() if entry.rpartition("/")[0] in session.local}

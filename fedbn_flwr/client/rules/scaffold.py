@@ -5,8 +5,10 @@ from torch import Tensor
 
 from fedbn_flwr import wire
 from fedbn_flwr.client.rules.base import Rule, Session, on_device
+from fedbn_flwr.client.rules.registry import register_rule
 
 
+@register_rule
 class ControlVariates(Rule):
     """Correct every gradient by c - c_i, over parameters only, never buffers.
 
@@ -16,6 +18,9 @@ class ControlVariates(Rule):
 
     and c_i+ - c_i is sent. A node that takes part for the first time starts from the server's c.
     """
+
+    #: whether gradients are corrected
+    control_variates: bool = False
 
     def begin(self, session: Session) -> None:
         """Recall c_i, and remember c and x."""

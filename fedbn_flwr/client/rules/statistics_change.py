@@ -8,9 +8,11 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm, wire
 from fedbn_flwr.client.rules.base import Rule, Session
+from fedbn_flwr.client.rules.registry import register_rule
 from fedbn_flwr.norm.batch import channel_axes
 
 
+@register_rule
 class StatisticsChange(Rule):
     """Report the L1 norm of the change of the mean mini-batch statistics since the last participation.
 
@@ -19,6 +21,8 @@ class StatisticsChange(Rule):
     averaged over the mini-batches of the round. The first participation has nothing to compare with.
     """
 
+    #: whether the change is reported
+    report_change: bool = False
     #: what its hooks see inside `torch.func.vmap` cannot be kept
     stacks: ClassVar[bool] = False
 

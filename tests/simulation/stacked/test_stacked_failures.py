@@ -145,7 +145,8 @@ def test_nobody_keeps_the_whole_stack() -> None:
     received = state.from_record(nodes.initial)
     contexts = [nodes.grid.context(node) for node in nodes.grid.get_node_ids()]
     clients = [nodes._client(context) for context in contexts]
-    instruction = replace(INSTRUCTION, keep_local="bn", momentum=0.9, momentum_state="local", control_variates=True)
+    instruction = replace(INSTRUCTION, keep_local="bn", momentum=0.9, momentum_state="local")
+    instruction = instruction.with_rule(control_variates=True)
     train_together(clients, nodes.model, [{wire.ARRAYS: received}] * 4, instruction)
     records = [record for client in clients for _, record in client.memory.kept("")]
     kept = [flat_of(record) for record in records if isinstance(record, ArrayRecord)]
