@@ -20,10 +20,13 @@ class FedWon(FedAvg):
         W'_ij = gain (W_ij - mu_i) / (sigma_i sqrt(N))
         G_i <- lambda G_i ||W_i|| / ||G_i||   where ||G_i|| / ||W_i|| > lambda
 
-    The model must be built with `norm="wsconv"`, which an experiment does by itself; see there for what residual
-    networks need beyond the paper. `agc="auto"` clips from batch size 32 on, as in the paper's ablation; `wsconv=False`
-    is the ablation without standardization. `gain` is `constant` or `learnable`. With `agc="off"` and the model as it
-    is, this is FedAvg.
+    The model must be built with `norm="wsconv"`, which an experiment does by itself. `agc="auto"` clips from batch size
+    32 on, as in the paper's ablation; `wsconv=False` is the ablation without standardization. `gain` is `constant` or
+    `learnable`. With `agc="off"` and the model as it is, this is FedAvg.
+
+    Deviation: `branch_scale` is the gain of the last convolution of every residual branch. The paper does not mention
+    one, and its text is `branch_scale="paper"`, the same as 1. By default it is `auto`, sqrt(2 / number of branches),
+    without which the variance doubles at every block; Brock et al. take 0.2. Models without branches are the same.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class FedWon(FedAvg):
         clip_factor: float = 0.1,
         wsconv: bool = True,
         gain: str = "constant",
+        branch_scale: float | str = "auto",
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -40,15 +44,17 @@ class FedWon(FedAvg):
             raise ValueError(f"unknown agc {agc!r}; known: {', '.join(CLIPPING)}")
         if clip_factor <= 0:
             raise ValueError(f"clip_factor must be above 0, got {clip_factor}")
+        if not wsconv and (gain, branch_scale) != ("constant", "auto"):
+            raise ValueError("gain and branch_scale are of standardized convolutions, which wsconv=false leaves out")
         self.agc, self.clip_factor = agc, clip_factor
-        self.wsconv, self.gain = wsconv, gain
+        self.wsconv, self.gain, self.branch_scale = wsconv, gain, branch_scale
 
     @classmethod
     def own_norm(cls, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """Standardized convolutions in place of normalizers."""
         if not options.get("wsconv", True):
             return "none", {}
-        return "wsconv", {"gain": options.get("gain", "constant")}
+        return "wsconv", {name: options[name] for name in ("gain", "branch_scale") if name in options}
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Clip gradients, where that is asked for."""

@@ -29,7 +29,7 @@ class Config:
     """The options that every method shares; a strategy's own ones are read from its constructor."""
 
     method: str = option("fedavg", "STRATEGY[+NORM][:key=value]..., e.g. fixbn:freeze-round=0.3 or fedavg+gn")
-    norm: str = option("bn", "default normalizer of the model")
+    norm: str = option("bn", "normalizer of the model, for methods that do not bring one")
     norm_options: str = option("", "options of the normalizer, e.g. r_max=3,d_max=5 for brn")
     groups: int = option(2, "number of groups of group normalization")
     model: str = option("small-cnn", "model, or package.module:function")

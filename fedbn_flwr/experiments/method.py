@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedbn_flwr.experiments.config import Config, UsageError, Value, convert
+from fedbn_flwr.experiments.norm_options import add_norm_options
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg
 from fedbn_flwr.wire import wire_key
@@ -153,8 +154,8 @@ def _with_norm(config: Config, strategy: type[FedAvg], options: Mapping[str, Val
     if own is not None:
         if norm not in (None, own[0]):
             raise UsageError(f"method {config.method!r}: the strategy brings its own normalizer {own[0]!r}")
-        text = ",".join(f"{key}={value}" for key, value in own[1].items())
-        return replace(config, norm=own[0], norm_options=text)
+        options_text = add_norm_options(config.norm_options, own[1], f"method {config.method!r}")
+        return replace(config, norm=own[0], norm_options=options_text)
     chosen = norm or config.norm
     if chosen not in NORMS:
         raise UsageError(f"unknown normalizer {chosen!r}; known: {', '.join(NORMS)}")

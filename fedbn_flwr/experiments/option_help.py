@@ -3,6 +3,7 @@
 EXPLAINED: dict[str, str] = {
     "agc": "clip gradients: on, off, or auto, which is on from batch size 32",
     "average": "weight on the global statistics of the round before when new ones are gathered",
+    "branch-scale": "gain at the end of residual branches: auto, paper (which is 1) or a number",
     "clip-factor": "largest ratio of a unit's gradient to its weights",
     "epsilon": "losses agree when their standard deviation is at or below this",
     "exchange": "fused (mean and variance in one exchange) or paper (in two); the same numbers",

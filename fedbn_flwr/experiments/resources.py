@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from numpy.typing import NDArray
 from torch import nn
 
@@ -16,6 +15,7 @@ from fedbn_flwr import data, models
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.experiments.config import Config, UsageError
 from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.norm_options import parse_norm_options
 
 #: the share of the training data and the draw of the validation split are the same for every seed
 VALIDATION_SEED = 0
@@ -44,7 +44,7 @@ def fresh_model(config: Config) -> nn.Module:
         seed=config.seed,
         init_from=config.init_from or None,
         groups=config.groups,
-        **_norm_options(config.norm_options),
+        **_norm_options(config),
     )
 
 
@@ -129,19 +129,11 @@ def refuse_workers(config: Config) -> None:
         )
 
 
-def _norm_options(text: str) -> dict[str, Any]:
-    """Read `key=value,key=value`; numbers and booleans are what they look like, the rest is text."""
-    options = {}
-    for item in filter(None, text.split(",")):
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise UsageError(f"norm-options: {item!r} is not of the form key=value")
+def _norm_options(config: Config) -> dict[str, Any]:
+    options = parse_norm_options(config.norm_options)
+    for key in options:
         if key in signature(models.build).parameters:
             raise UsageError(f"norm-options: {key!r} is not an option of the normalizer but of the model")
-        try:
-            options[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise UsageError(f"norm-options: cannot read {item!r}") from None
     return options
 
 

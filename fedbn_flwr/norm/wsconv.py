@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def weight_standardized(
-    model: nn.Module, gain: str = "constant", gamma: float | None = None, branch_scale: float | None = None
+    model: nn.Module, gain: str = "constant", gamma: float | None = None, branch_scale: float | str = "auto"
 ) -> nn.Module:
     """Every normalizer removed, and every convolution's weight standardized and scaled.
 
@@ -28,17 +28,17 @@ def weight_standardized(
     variance, sqrt(2 / (1 - 1/pi)) for ReLU and for the images, and is 1 after a linear bottleneck; a number is used
     for all. `gain` is a constant 1, neither trained nor part of the state, or "learnable".
 
-    Deviation: the last convolution of every residual branch has the gain `branch_scale`, sqrt(2 / branches) by
-    default, so that the variance grows by less than e^2 through any number of blocks. Without, it doubles at every
-    one, and ResNet-20 diverges at learning rates at which it trains with GN. FedWon does not mention it (Brock et
-    al. scale branches by 0.2); `branch_scale=1` is FedWon's text. A model that cannot be traced is left at 1, with
-    ReLU's gamma, which the log says.
+    Deviation: the last convolution of every residual branch has the gain `branch_scale`. By default it is "auto",
+    sqrt(2 / branches), so that the variance grows by less than e^2 through any number of blocks. Without, it doubles
+    at every block, and ResNet-20 diverges at learning rates at which it trains with GN. FedWon does not mention such a
+    gain (Brock et al. scale branches by 0.2): "paper" is the number 1. In a model that cannot be traced no branch is
+    scaled and gamma is that of ReLU, which the log says.
     """
     if gain not in GAINS:
         raise ValueError(f"unknown gain {gain!r}; there are: {', '.join(GAINS)}")
     model = remove_normalizers(model)
     found = _wiring(model)
-    scale = math.sqrt(2 / max(len(found.branch_ends), 1)) if branch_scale is None else branch_scale
+    scale = _branch_gain(branch_scale, len(found.branch_ends))
 
     def make(name: str, layer: nn.Module) -> nn.Module:
         own_gamma = activation_gain(found.activations.get(name)) if gamma is None else gamma
@@ -46,6 +46,15 @@ def weight_standardized(
         return standardized(name, layer, own_gamma, first_gain, learnable=gain == "learnable")
 
     return substitute(model, make)
+
+
+def _branch_gain(branch_scale: float | str, branches: int) -> float:
+    if branch_scale == "auto":
+        return math.sqrt(2 / max(branches, 1))
+    gain = 1.0 if branch_scale == "paper" else branch_scale
+    if isinstance(gain, str) or not gain > 0:
+        raise ValueError(f"branch_scale must be auto, paper or a number above 0, got {branch_scale!r}")
+    return float(gain)
 
 
 def activation_gain(activation: Activation | None) -> float:

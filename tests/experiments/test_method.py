@@ -1,11 +1,13 @@
 """Methods: `STRATEGY[+NORM][:key=value]...`, and everything that can be wrong with one."""
 
+from inspect import signature
 from typing import Any
 
 import pytest
 
 from fedbn_flwr.experiments import Config, UsageError, resolve
 from fedbn_flwr.experiments.method import all_options, own_options, parse, split_methods
+from fedbn_flwr.experiments.resources import fresh_model
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY, FedProx, FixBN
 
@@ -152,6 +154,69 @@ def test_a_strategy_that_brings_its_own_normalizer_refuses_another() -> None:
         assert resolve({"method": f"{name}+{norm}"}).config.norm == norm
         with pytest.raises(UsageError, match=f"brings its own normalizer '{norm}'"):
             resolve({"method": f"{name}+gn"})
+
+
+#: for every option of a normalizer that a strategy brings: a value that is not the default
+NORM_OPTIONS = {"gain": "learnable", "gamma": 2.5, "branch_scale": 0.25, "instant": True, "fixed_mix": 0.25}
+
+
+def options_that_build(monkeypatch: pytest.MonkeyPatch, **options: str) -> dict[str, object]:
+    """The options that the normalizer of an experiment is built with."""
+    built: dict[str, object] = {}
+    monkeypatch.setattr("fedbn_flwr.norm.replace", lambda model, kind, **given: built.update(given) or model)
+    fresh_model(resolve(options).config)
+    return built
+
+
+@pytest.mark.parametrize("method", [name for name, kind in REGISTRY.items() if kind.own_norm({}) is not None])
+def test_options_of_a_normalizer_that_a_strategy_brings_are_obeyed_or_refused(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm, brought = REGISTRY[method].own_norm({}) or ("", {})
+    options = list(signature(NORMS[norm]).parameters)[1:]
+    assert options
+    for option in options:
+        value = NORM_OPTIONS[option]
+        text = f"{option}={value}"
+        for given in ({"method": method, "norm-options": text}, {"method": f"{method}:norm-options={text}"}):
+            if option in brought:  # the strategy decides, by an option of its own
+                with pytest.raises(UsageError, match=f"norm-options: {option} is {value!r}, but method .* sets it to"):
+                    options_that_build(monkeypatch, **given)
+            else:
+                assert options_that_build(monkeypatch, **given)[option] == value
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted"),
+    [
+        ("fedwon", {}),
+        ("fedwon:gain=learnable", {"gain": "learnable"}),
+        ("fedwon:branch-scale=paper", {"branch_scale": "paper"}),
+        ("fedwon:branch-scale=0.2:norm-options=gamma=1", {"branch_scale": 0.2, "gamma": 1}),
+        ("fedwon:branch-scale=1:norm-options=branch_scale=1.0", {"branch_scale": 1}),
+        ("hbn:fixed-mix=0.5", {"fixed_mix": 0.5}),
+        ("heterofl", {"instant": False}),
+        ("heterofl:statistics=instant", {"instant": True}),
+    ],
+)
+def test_own_options_of_a_strategy_reach_its_normalizer(
+    method: str, wanted: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = options_that_build(monkeypatch, method=method)
+    assert built.pop("groups") == Config.groups
+    assert built == wanted
+
+
+def test_an_option_of_a_normalizer_has_one_value() -> None:
+    for value in ("auto", "paper", "0.5"):
+        with pytest.raises(UsageError, match="norm-options: branch_scale is 1, but method"):
+            resolve({"method": f"fedwon:branch-scale={value}", "norm-options": "branch_scale=1"})
+
+
+@pytest.mark.parametrize("option", ["gain=learnable", "branch-scale=paper"])
+def test_without_standardization_there_is_no_gain_to_choose(option: str) -> None:
+    with pytest.raises(UsageError, match="which wsconv=false leaves out"):
+        resolve({"method": f"fedwon:wsconv=false:{option}"}).make_strategy(2)
 
 
 def test_the_centralized_reference_has_one_node_and_all_clients_batches() -> None:

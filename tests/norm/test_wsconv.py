@@ -81,7 +81,14 @@ def test_branches_are_scaled_such_that_the_variance_stays_bounded() -> None:
     scaled = {name: gain for name, gain in gains(model).items() if gain != 1}
     assert list(scaled) == [f"layer{stage}.{block}.conv2" for stage in (1, 2, 3) for block in (0, 1, 2)]
     assert list(scaled.values()) == pytest.approx([math.sqrt(2 / 9)] * 9)
-    assert set(gains(build("resnet20", norm="wsconv", branch_scale=1.0)).values()) == {1.0}
+    for text_of_the_paper in ("paper", 1.0):
+        assert set(gains(build("resnet20", norm="wsconv", branch_scale=text_of_the_paper)).values()) == {1.0}
+
+
+@pytest.mark.parametrize("scale", ["brock", 0, -1.0, math.nan])
+def test_a_branch_scale_that_cannot_be(scale: float | str) -> None:
+    with pytest.raises(ValueError, match="branch_scale must be auto, paper or a number above 0"):
+        build("resnet20", norm="wsconv", branch_scale=scale)
 
 
 def test_gamma_is_that_of_the_activation_before_the_convolution() -> None:
