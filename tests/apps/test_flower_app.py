@@ -3,7 +3,6 @@
 import json
 import re
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,10 @@ import pytest
 
 from fedbn_flwr.experiments import main
 from tests.helpers.checkout import BIN, copy_checkout, environment, run
-from tests.helpers.processes import end
+from tests.helpers.processes import kill_processes
+from tests.helpers.waiting import wait_until
 
-#: seconds to wait for the status of a run whose log has ended
-PATIENCE = 30.0
+pytestmark = pytest.mark.xdist_group("flower")
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Flower:
 
     def stop(self) -> None:
         """End the SuperLink, which `flwr run` leaves running, and whatever else was started here."""
-        end("FLWR_HOME", str(self.home))
+        kill_processes("FLWR_HOME", str(self.home))
 
     def run(self, *options: str, **run_config: object) -> tuple[str, str]:
         """`flwr run`; what was shown, and the status of the run, which the exit code does not tell."""
@@ -53,12 +52,16 @@ class Flower:
         return shown, self.status(run_id)
 
     def status(self, run_id: str) -> str:
-        """How a run ended."""
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            status = str(json.loads(self("list", "--run-id", run_id, "--format", "json"))["runs"][0]["status"])
-            if status.startswith("finished") or time.monotonic() > deadline:
-                return status
+        """How a run ended; its log ends before its status says so."""
+        seen: list[str] = []
+
+        def finished() -> bool:
+            shown = self("list", "--run-id", run_id, "--format", "json")
+            seen.append(str(json.loads(shown)["runs"][0]["status"]))
+            return seen[-1].startswith("finished")
+
+        wait_until(finished)
+        return seen[-1]
 
     def __call__(self, *arguments: str) -> str:
         return run(BIN / "flwr", *arguments, cwd=self.home, env=self.env)
@@ -67,8 +70,10 @@ class Flower:
 @pytest.fixture(scope="module")
 def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flower]:
     flower = Flower.start(tmp_path_factory.mktemp("flower"))
-    yield flower
-    flower.stop()
+    try:
+        yield flower
+    finally:
+        flower.stop()
 
 
 def test_flwr_run_leaves_the_results_of_the_console_command(flower: Flower, tmp_path: Path) -> None:

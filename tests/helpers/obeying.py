@@ -10,6 +10,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.simulation.sequential import InProcessGrid
+from tests.helpers.waiting import PATIENCE
 
 
 def counting_app() -> ClientApp:
@@ -39,7 +40,10 @@ def answers(replies: list[Message]) -> list[tuple[object, ...]]:
 
 
 def app_that_obeys() -> ClientApp:
-    """Counts; and ends, waits or tells about its process if it is told to."""
+    """Counts; and ends, waits, interrupts or tells about its process if it is told to.
+
+    `sleep` says so on the console, and `interrupt 17` sends process 17 an alarm; then both wait for longer than a test.
+    """
     app, counting = ClientApp(), counting_app()
 
     @app.train()
@@ -50,7 +54,11 @@ def app_that_obeys() -> ClientApp:
         if word == "leave":
             os._exit(3)
         if word == "sleep":
-            time.sleep(60)
+            print("asleep", flush=True)
+            time.sleep(2 * PATIENCE)
+        if word.startswith("interrupt "):
+            os.kill(int(word.split()[1]), signal.SIGALRM)
+            time.sleep(2 * PATIENCE)
         if word == "threads":
             told = ConfigRecord({"threads": torch.get_num_threads(), "process": os.getpid()})
             return Message(RecordDict({"answer": told}), reply_to=message)

@@ -1,44 +1,62 @@
-"""Processes that outlive the command that started them: found by what is in their environment, ended by their id."""
+"""Processes that outlive the command that started them: found by their environment, ended by their ids."""
 
 import os
 import signal
-import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from tests.helpers.waiting import wait_until
+
 
 def processes_with(variable: str, value: str) -> list[int]:
-    """The living processes that were started with an environment variable, this one not counted."""
+    """Return the living processes that were started with an environment variable, without this one."""
     entry = f"{variable}={value}".encode()
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal() and int(folder.name) != os.getpid():
-            # it may have ended, or belong to somebody else
-            with suppress(OSError):
-                if entry in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-    return found
+    return [number for number in _all_processes() if number != os.getpid() and entry in _environment(number)]
 
 
-def end(variable: str, value: str, patience: float = 30.0) -> None:
-    """Ask such processes to end, and after `patience` seconds kill what is left."""
-    _signal(processes_with(variable, value), signal.SIGTERM)
-    if not gone(variable, value, patience):
-        _signal(processes_with(variable, value), signal.SIGKILL)
-        assert gone(variable, value, patience), processes_with(variable, value)
+def is_alive(process: int) -> bool:
+    """Return whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
-def gone(variable: str, value: str, patience: float) -> bool:
-    """Wait for such processes to end by themselves."""
-    deadline = time.monotonic() + patience
-    while processes_with(variable, value):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
+def wait_for_end(variable: str, value: str) -> bool:
+    """Return whether such processes end by themselves."""
+    return wait_until(lambda: not processes_with(variable, value), pause=0.2)
 
 
-def _signal(processes: list[int], number: signal.Signals) -> None:
+def kill_processes(variable: str, value: str) -> None:
+    """End such processes and wait until they are gone.
+
+    They are killed at once: to ask them would take the time that each one needs to end, and tests that look at how
+    processes end have done so before.
+    """
+
+    def killed() -> bool:
+        # a process may have started another one before it died
+        left = processes_with(variable, value)
+        kill(left)
+        return not left
+
+    assert wait_until(killed, pause=0.1), processes_with(variable, value)
+
+
+def kill(processes: Iterable[int]) -> None:
+    """Kill the processes that still run."""
     for process in processes:
         with suppress(ProcessLookupError):
-            os.kill(process, number)
+            os.kill(process, signal.SIGKILL)
+
+
+def _all_processes() -> Iterable[int]:
+    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
+
+
+def _environment(process: int) -> list[bytes]:
+    # the process may have ended, or belong to somebody else; one that ended and was not waited for has none
+    with suppress(OSError):
+        return Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return []

@@ -6,13 +6,15 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 
 from fedbn_flwr.data import Data, load
 from tests.helpers.checkout import BIN, run
-from tests.helpers.processes import end
+from tests.helpers.processes import kill, kill_processes, processes_with
+from tests.helpers.waiting import PATIENCE, wait_until
 
 #: in the environment of the cluster's processes: the folder that they write to
 FOLDER = "FEDBN_FLWR_TEST_CLUSTER"
@@ -21,15 +23,48 @@ OPTIONS = (
     "--num-cpus=1 --num-gpus=0 --object-store-memory=80000000 --min-worker-port=0 --max-worker-port=0 "
     "--disable-usage-stats --include-log-monitor=false"
 )
+#: Ray takes a process that a busy machine leaves waiting for a minute for dead
+PATIENT_RAY = {
+    "RAY_worker_register_timeout_seconds": f"{PATIENCE:.0f}",
+    "RAY_health_check_timeout_ms": f"{1000 * PATIENCE:.0f}",
+    "RAY_gcs_server_request_timeout_seconds": f"{PATIENCE:.0f}",
+    "RAY_agent_register_timeout_ms": f"{1000 * PATIENCE:.0f}",
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running cluster of `ray start`."""
+
+    address: str
+    folder: Path
+
+    def processes(self, program: str = "") -> list[int]:
+        """Return the ids of the cluster's processes whose program's name begins so."""
+        return [one for one in processes_with(FOLDER, str(self.folder)) if _program(one).startswith(program)]
+
+    def workers(self) -> list[int]:
+        """Return the processes in which Flower's nodes answer."""
+        return self.processes("ray::ClientAppActor")
+
+    def end_workers(self) -> None:
+        """End the workers of an earlier run: a run leaves the cluster some seconds before they end by themselves."""
+        kill(self.workers())
+        assert wait_until(lambda: not self.workers()), self.workers()
+
+    def nodes_seen(self) -> set[str]:
+        """Return the ids of the Ray nodes on which clients loaded `digits`."""
+        return {path.stem for path in self.folder.glob("*.node")}
 
 
 @contextmanager
-def cluster(nodes: int = 2) -> Iterator[tuple[str, Path]]:
-    """The address of a running cluster, and its folder; its processes, and no others, have ended afterwards."""
+def ray_cluster(nodes: int = 2) -> Iterator[Cluster]:
+    """Start a cluster; its processes, and no others, have ended afterwards."""
     # of a short name, since a socket's path has at most 107 characters
     folder, port = tempfile.mkdtemp(prefix="ray-"), free_port()
     # without RAY_TMPDIR, other commands of this machine would find this cluster and join it
-    environment = {**os.environ, FOLDER: folder, "RAY_TMPDIR": folder, "OMP_NUM_THREADS": "1"}
+    own = {FOLDER: folder, "RAY_TMPDIR": folder, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **PATIENT_RAY, **own}
     environment.pop("RAY_ADDRESS", None)
     address = f"127.0.0.2:{port}"
     try:
@@ -38,9 +73,9 @@ def cluster(nodes: int = 2) -> Iterator[tuple[str, Path]]:
             # not 127.0.0.1, in the place of which Ray takes the machine's address in its network
             host = f"--node-ip-address=127.0.0.{number + 2}"
             run(BIN / "ray", "start", host, *place.split(), *OPTIONS.split(), env=environment)
-        yield address, Path(folder)
+        yield Cluster(address, Path(folder))
     finally:
-        end(FOLDER, folder, patience=3)
+        kill_processes(FOLDER, folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -52,12 +87,14 @@ def free_port() -> int:
 
 
 def digits() -> Data:
-    """The digits; a process of a cluster that loads them leaves a file with the name of its Ray node."""
+    """Load the digits; a process of a cluster that loads them leaves a file with the name of its Ray node."""
     if FOLDER in os.environ and ray.is_initialized():
         (Path(os.environ[FOLDER]) / f"{ray.get_runtime_context().get_node_id()}.node").touch()
     return load("digits")
 
 
-def nodes_seen(folder: Path) -> set[str]:
-    """The Ray nodes on which clients were."""
-    return {path.stem for path in folder.glob("*.node")}
+def _program(process: int) -> str:
+    try:
+        return Path(Path(f"/proc/{process}/cmdline").read_text().split("\0")[0]).name
+    except OSError:
+        return ""

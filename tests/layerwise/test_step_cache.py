@@ -1,13 +1,13 @@
 """The bounds on the suspended steps that a process holds."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from fedbn_flwr.layerwise import Exchange, Request, StepStore, SuspendedStep
+from tests.helpers.waiting import wait_until
 
 
 def asking(exchange: Exchange) -> None:
@@ -30,27 +30,60 @@ def is_abandoned(step: SuspendedStep[None]) -> bool:
     raise AssertionError("a suspended step went on without an answer")
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+class Clock:
+    """Time that passes when a test says so, and timers that go by it."""
+
+    def __init__(self) -> None:
+        self.now, self.timers = 0.0, list["ClockTimer"]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        for timer in [timer for timer in self.timers if timer.due <= self.now]:
+            timer.cancel()
+            timer.function()
+
+
+class ClockTimer:
+    """`threading.Timer` by such a clock."""
+
+    clock: Clock
+
+    def __init__(self, seconds: float, function: Callable[[], None]) -> None:
+        self.due, self.function, self.daemon = self.clock.now + seconds, function, False
+
+    def start(self) -> None:
+        self.clock.timers.append(self)
+
+    def cancel(self) -> None:
+        self.clock.timers.remove(self)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(ClockTimer, "clock", clock, raising=False)
+    monkeypatch.setattr("fedbn_flwr.layerwise.step_cache.monotonic", clock.monotonic)
+    monkeypatch.setattr("fedbn_flwr.layerwise.step_cache.threading.Timer", ClockTimer)
+    return clock
 
 
 @pytest.fixture(autouse=True)
 def no_thread_stays() -> Iterator[None]:
     threads = threading.active_count()
     yield
-    until(lambda: threading.active_count() <= threads)
+    assert wait_until(lambda: threading.active_count() <= threads)
 
 
-def test_what_is_taken_is_the_callers() -> None:
+def test_what_is_taken_is_the_callers(clock: Clock) -> None:
     store, step = StepStore(time_to_live=0.5), suspended()
     store.keep(("run", 1, 7), step)
     assert store.take(("run", 1, 7)) is step
     assert store.take(("run", 1, 7)) is None
     assert len(store) == 0
-    time.sleep(0.6)
+    clock.advance(0.6)
     assert not is_abandoned(step), "its time to live is over, but it is in use"
     step.abandon()
 
@@ -97,14 +130,24 @@ def test_the_same_step_kept_again_stays() -> None:
     store.clear()
 
 
-def test_a_step_that_nobody_takes_ends_without_anybody_asking() -> None:
+def test_each_step_that_nobody_takes_has_its_time_to_live(clock: Clock) -> None:
     store, first, second = StepStore(time_to_live=1), suspended(), suspended()
     store.keep(1, first)
-    time.sleep(0.6)
+    clock.advance(0.6)
     store.keep(2, second)
-    until(lambda: is_abandoned(first))
-    assert not is_abandoned(second)
-    until(lambda: is_abandoned(second))
+    assert [is_abandoned(first), is_abandoned(second)] == [False, False]
+    clock.advance(0.5)
+    assert [is_abandoned(first), is_abandoned(second)] == [True, False]
+    clock.advance(0.5)
+    assert is_abandoned(second)
+    assert len(store) == 0
+    assert not clock.timers
+
+
+def test_a_step_that_nobody_takes_ends_without_anybody_asking() -> None:
+    store, step = StepStore(time_to_live=0.01), suspended()
+    store.keep(1, step)
+    assert wait_until(lambda: is_abandoned(step))
     assert len(store) == 0
 
 

@@ -25,6 +25,7 @@ from fedbn_flwr.layerwise import (
     lockstep,
     shared_statistics,
 )
+from tests.helpers.waiting import PATIENCE
 
 
 def network() -> nn.Module:
@@ -245,7 +246,7 @@ def test_a_thousand_abandoned_steps_leave_nothing_behind() -> None:
 
     def step(exchange: Exchange) -> None:
         with shared_statistics(model, exchange):
-            model(torch.randn(4096, 64)).square().sum().backward()  # several MB
+            model(torch.randn(512, 64)).square().sum().backward()  # half a megabyte
 
     def suspend_in_backward(number: int) -> None:
         suspended = SuspendedStep(step, seed=number)
@@ -291,7 +292,7 @@ request = step.advance()
 assert step.advance(Answer(request.tensor, 3)).kind == "gradients"
 print("suspended in backward")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "suspended in backward\n", "")
 
 

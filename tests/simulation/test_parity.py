@@ -4,6 +4,7 @@ With one torch thread on both: sums are formed in another order by several.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +12,43 @@ import pytest
 
 from fedbn_flwr.experiments import main
 
-pytestmark = pytest.mark.usefixtures("nothing_left_of_ray")
+pytestmark = pytest.mark.xdist_group("ray")
 
 #: three clients in two workers: a node's state goes from worker to worker
 SHARED = ["--clients", "3", "--partition", "classes:4", "--rounds", "3", "--evaluate-every", "2", "--threads", "1"]
+#: by what travels from worker to worker or is drawn: options of a method, a model and its training
+CASES = {
+    "node memory": ["--method", "fedbn", "--model", "small-cnn", "--augmentation", "crop"],
+    "drawn nodes": ["--method", "scaffold:fraction-train=0.7", "--model", "mlp"],
+    "a deep model": ["--model", "resnet20", "--fraction-train", "0.7", "--momentum", "0.9"],
+}
+#: of each of them something, in the time of one run
+ALL_AT_ONCE = [*CASES["node memory"], "--fraction-train", "0.7", "--momentum", "0.9"]
 
 
-@pytest.mark.parametrize(
-    ("model", "method", "options"),
-    [
-        ("mlp", "fixbn:freeze-round=1", ["--replacement", "true"]),
-        ("small-cnn", "fedbn", ["--augmentation", "crop"]),
-        ("resnet20", "fedavg", ["--fraction-train", "0.7", "--momentum", "0.9"]),
-    ],
-)
-def test_ray_gives_the_bits_of_one_process(model: str, method: str, options: list[str], tmp_path: Path) -> None:
+def assert_same_files(options: Sequence[str], folder: Path) -> None:
+    """Run on both engines, and compare every round's numbers and the model."""
     for engine in ("inprocess", "ray"):
-        where = ["--engine", engine, "--results-dir", str(tmp_path / engine)]
-        assert main(["run", "--method", method, "--model", model, *SHARED, *options, *where]) == 0
-    assert rounds(tmp_path / "ray") == rounds(tmp_path / "inprocess")
-    assert model_bytes(tmp_path / "ray") == model_bytes(tmp_path / "inprocess")
+        assert main(["run", *options, "--engine", engine, "--results-dir", str(folder / engine)]) == 0
+    assert rounds(folder / "ray") == rounds(folder / "inprocess")
+    assert model_bytes(folder / "ray") == model_bytes(folder / "inprocess")
+
+
+@pytest.mark.usefixtures("nothing_left_of_ray")
+def test_ray_gives_the_bits_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert_same_files([*SHARED, *ALL_AT_ONCE], tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("joined")
+@pytest.mark.parametrize("case", CASES)
+def test_more_methods_give_the_bits_of_one_process(case: str, tmp_path: Path) -> None:
+    assert_same_files([*SHARED, *CASES[case]], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("joined")
 def test_a_run_in_which_no_client_can_train_fails_on_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--engine", "ray", "--model", "mlp", "--batch-size", "1", "--results-dir", str(tmp_path)]
     assert main(["run", *SHARED, *options]) == 1
@@ -42,7 +57,7 @@ def test_a_run_in_which_no_client_can_train_fails_on_ray(tmp_path: Path, capsys:
 
 
 def rounds(folder: Path) -> list[dict[str, Any]]:
-    """Every round's record, less the time, and the bytes on the wire, where ids are of different lengths."""
+    """Return every round's record without its time, and without wire bytes: ids are of different lengths."""
     rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     return [{key: row[key] for key in row if key != "seconds" and not key.startswith("wire-bytes")} for row in rows]
 

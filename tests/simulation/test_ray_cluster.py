@@ -2,7 +2,6 @@
 
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,8 @@ import pytest
 
 from fedbn_flwr.experiments import main, resolve
 from fedbn_flwr.experiments.engines import run_on_ray
-from tests.helpers.processes import processes_with
-from tests.helpers.ray_cluster import FOLDER, cluster, free_port, nodes_seen
-from tests.simulation.test_parity import model_bytes, rounds
-
-DATA = "--dataset tests.helpers.ray_cluster:digits --partition classes:4 --clients 4"
-OPTIONS = f"run {DATA} --rounds 2 --model mlp --threads 1"
+from tests.helpers.ray_cluster import Cluster, free_port
+from tests.simulation.test_parity import SHARED, assert_same_files
 
 
 @pytest.fixture(autouse=True)
@@ -59,33 +54,13 @@ def test_a_cluster_that_is_not_there(
     port: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    assert main([*OPTIONS.split(), "--engine", "ray", "--results-dir", str(tmp_path)]) == 2
+    assert main(["run", "--engine", "ray", "--results-dir", str(tmp_path)]) == 2
     assert f"no Ray cluster answers at RAY_ADDRESS=127.0.0.1:{port}: " in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[tuple[str, Path]]:
-    with cluster() as (address, folder):
-        yield address, folder
-    assert processes_with(FOLDER, str(folder)) == [], "Ray left processes behind"
-
-
-@pytest.mark.parametrize("method", ["fedbn", pytest.param("scaffold:fraction-train=0.5", marks=pytest.mark.slow)])
-def test_clients_run_on_all_nodes_and_give_the_bits_of_one_process(
-    method: str, running: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address, folder = running
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    for engine in ("inprocess", "ray"):
-        where = ["--method", method, "--engine", engine, "--results-dir", str(tmp_path / engine)]
-        assert main([*OPTIONS.split(), *where]) == 0
-    assert rounds(tmp_path / "ray") == rounds(tmp_path / "inprocess")
-    assert model_bytes(tmp_path / "ray") == model_bytes(tmp_path / "inprocess")
-    assert len(nodes_seen(folder)) == 2
-    # the run has left the cluster, for the next one
-    assert len([number for number in processes_with(FOLDER, str(folder)) if _is_raylet(number)]) == 2
-
-
-def _is_raylet(process: int) -> bool:
-    program = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[0]
-    return program.endswith(b"raylet/raylet")
+@pytest.mark.xdist_group("ray")
+def test_clients_run_on_all_nodes_and_leave_the_cluster_for_the_next_run(joined: Cluster, tmp_path: Path) -> None:
+    options = ["--dataset", "tests.helpers.ray_cluster:digits", "--clients", "4", "--replacement", "true"]
+    assert_same_files([*SHARED, *options, "--method", "fixbn:freeze-round=1", "--model", "mlp"], tmp_path)
+    assert len(joined.nodes_seen()) == 2
+    assert len(joined.processes("raylet")) == 2

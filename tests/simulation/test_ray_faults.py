@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +23,25 @@ from fedbn_flwr.simulation.sequential import FIRST_NODE_ID
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire.layerwise import Turn
-from tests.conftest import MARK
 from tests.helpers.faults import Fault, Faulty, Without, elsewhere, lies
 from tests.helpers.harness import SIZES, Federation
-from tests.helpers.processes import processes_with
+from tests.helpers.ray_cluster import Cluster
 from tests.helpers.replaying import dropout_model, make_client
+from tests.helpers.waiting import PATIENCE, wait_until
 
-pytestmark = pytest.mark.usefixtures("nothing_left_of_ray")
+pytestmark = pytest.mark.xdist_group("ray")
 
 EVERYONE = set(range(len(SIZES)))
 #: the last exchange of a step with two BN layers
 LAST = 4
-#: seconds that nodes have to answer: importing torch in a worker of a busy machine takes its time
-PATIENCE = 300.0
-#: where a node is late: seconds that nodes have, and that its answer takes
-SHORT_PATIENCE, LATENESS = 30.0, 40.0
 
 
 def raises(_: Message) -> None:
     raise RuntimeError("out of luck")
 
 
-def late(reply: Message) -> Message:
-    time.sleep(LATENESS)
+def late(run_is_over: Path, reply: Message) -> Message:
+    wait_until(run_is_over.exists)
     return reply
 
 
@@ -84,10 +81,10 @@ def when(message: Message) -> tuple[int, Turn]:
 class Noting(FedTAN):
     """Notes the partitions that took the layer-wise step of each round, and those whose models were averaged."""
 
-    def __init__(self, exchange_timeout: float = PATIENCE) -> None:
+    def __init__(self) -> None:
         super().__init__(
             patience=PATIENCE,
-            exchange_timeout=exchange_timeout,
+            exchange_timeout=PATIENCE,
             min_available_nodes=len(SIZES),
             min_train_nodes=1,
             fraction_evaluate=0.0,
@@ -121,21 +118,40 @@ class Noting(FedTAN):
 
 
 class Watched(CountingGrid):
-    """A grid that calls `before` with the messages that it is about to send."""
+    """A grid that calls `before` with the messages it is about to send, and `waiting` with those it waits for."""
 
     before: Callable[[Sequence[Message]], None]
+    waiting: Callable[[Sequence[Message]], None]
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__(grid)
+        self.sent: dict[str, Message] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         messages = list(messages)
         self.before(messages)
-        return super().push_messages(messages)
+        ids = list(super().push_messages(messages))
+        self.sent |= dict(zip(ids, messages, strict=True))
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        message_ids = list(message_ids)
+        self.waiting([self.sent[one] for one in message_ids])
+        return super().pull_messages(message_ids)
+
+
+def ignore(_: Sequence[Message]) -> None:
+    pass
 
 
 def on_ray(
+    cluster: Cluster,
     strategy: Noting,
     rounds: int,
     faults: Faults | None = None,
-    before: Callable[[Sequence[Message]], None] = lambda _: None,
+    *,
+    before: Callable[[Sequence[Message]], None] = ignore,
+    waiting: Callable[[Sequence[Message]], None] = ignore,
 ) -> None:
     """Train with two workers."""
     server, nodes = ServerApp(), Federation(dropout_model())
@@ -145,10 +161,13 @@ def on_ray(
         # both workers are at work before the first exchange
         strategy.describe(grid, list(grid.get_node_ids()))
         watched = Watched(grid)
-        watched.before = before
+        watched.before, watched.waiting = before, waiting
         nodes.run(strategy, rounds, grid=watched)
 
-    resources: Any = {"init_args": {"num_cpus": 2}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    resources: Any = {
+        "init_args": {"address": cluster.address},
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+    }
     run_simulation(server, FaultyApp(faults or {}), num_supernodes=len(SIZES), backend_config=resources)
 
 
@@ -167,7 +186,7 @@ def check_without_the_node(strategy: Noting, rounds: int) -> None:
     assert_same(strategy.models[rounds], Federation(dropout_model(), grid=Without).run(FedTAN(), rounds))
 
 
-def test_faults_and_then_the_death_of_a_worker(caplog: pytest.LogCaptureFixture) -> None:
+def test_faults_and_then_the_death_of_a_worker(joined: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     """One after the other, because Ray takes long to start."""
     strategy = Noting()
     faults: Faults = {
@@ -176,7 +195,7 @@ def test_faults_and_then_the_death_of_a_worker(caplog: pytest.LogCaptureFixture)
         3: (elsewhere, 3),
         5: (killed, 2),
     }
-    on_ray(strategy, 6, faults)
+    on_ray(joined, strategy, 6, faults)
     for text, said in zip(left_out(caplog.messages), ["out of luck", "is not finite", "another"], strict=False):
         assert said in text
     check_without_the_node(strategy, 3)
@@ -185,16 +204,38 @@ def test_faults_and_then_the_death_of_a_worker(caplog: pytest.LogCaptureFixture)
     check_after_a_death(strategy, 5, caplog.messages)
 
 
+class Clock:
+    """The machine's clock, which a test can set ahead."""
+
+    def __init__(self) -> None:
+        self.ahead, self.sleep = 0.0, time.sleep
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
 @pytest.mark.slow
-def test_a_late_answer_leaves_the_round_to_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    strategy = Noting(SHORT_PATIENCE)
-    on_ray(strategy, 1, {1: (late, 2)})
+def test_a_late_answer_leaves_the_round_to_the_others(
+    joined: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, clock = Noting(), Clock()
+    monkeypatch.setattr("fedbn_flwr.server.ask_nodes.time", clock)
+
+    def give_up(messages: Sequence[Message]) -> None:
+        """Set the clock ahead when all others have answered the exchange in which the node is late."""
+        if len(messages) == 1 and messages[0].metadata.message_type == wire.LAYERWISE and not clock.ahead:
+            late_one = strategy.describe_node(messages[0].metadata.dst_node_id).partition == 1
+            if late_one and when(messages[0])[1].index == 2:
+                clock.ahead = 2 * PATIENCE
+
+    on_ray(joined, strategy, 1, {1: (partial(late, tmp_path / "over"), 2)}, waiting=give_up)
+    (tmp_path / "over").touch()
     assert ["did not answer in time" in text for text in left_out(caplog.messages)] == [True]
     check_without_the_node(strategy, 1)
 
 
 @pytest.mark.slow
-def test_a_worker_killed_between_two_exchanges(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_killed_between_two_exchanges(joined: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     victims: list[int] = []
 
     def kill(messages: Sequence[Message]) -> None:
@@ -202,20 +243,14 @@ def test_a_worker_killed_between_two_exchanges(caplog: pytest.LogCaptureFixture)
             if message.metadata.message_type == wire.LAYERWISE and not victims:
                 server_round, turn = when(message)
                 if (server_round, turn.index) == (2, 2):
-                    victims.append(workers()[0])
+                    victims.append(joined.workers()[0])
                     os.kill(victims[0], signal.SIGKILL)
 
     strategy = Noting()
-    on_ray(strategy, 4, before=kill)
+    on_ray(joined, strategy, 4, before=kill)
     assert len(victims) == 1
     assert strategy.voting[1] == EVERYONE
     check_after_a_death(strategy, 2, caplog.messages)
-
-
-def workers() -> list[int]:
-    """The processes in which nodes answer."""
-    started = processes_with(MARK, os.environ[MARK])
-    return [one for one in started if Path(f"/proc/{one}/cmdline").read_bytes().startswith(b"ray::ClientAppActor")]
 
 
 def check_after_a_death(strategy: Noting, server_round: int, texts: list[str]) -> None:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,8 @@ from fedbn_flwr.wire import layerwise as turns
 from tests.helpers.checkout import ROOT
 from tests.helpers.harness import SIZES, Federation, make_model
 from tests.helpers.obeying import answers, obeying, question
-from tests.helpers.processes import end, gone, processes_with
+from tests.helpers.processes import is_alive, kill_processes, processes_with, wait_for_end
+from tests.helpers.waiting import wait_until
 
 #: in the environment of whatever a test starts
 MARK = "FEDBN_FLWR_TEST"
@@ -52,22 +52,6 @@ def flower_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFi
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
-
-
-def lives(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], patience: float = 20.0) -> bool:
-    deadline = time.monotonic() + patience
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def send(grid: Grid, *words: str) -> list[Message]:
@@ -203,7 +187,7 @@ def test_a_worker_that_dies_is_an_error_of_its_nodes_and_starts_anew(
     assert said == {f"Worker 0 {how}: it starts anew, and its 3 nodes without state"}
     # the others' state is as it was
     assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))] == [1, 3, 1, 3, 1]
-    assert not lives(before[0])
+    assert not is_alive(before[0])
     assert grid.process_ids[1] == before[1]
 
 
@@ -220,7 +204,7 @@ def test_of_a_long_push_only_what_a_worker_has_is_lost_with_it(
 def test_an_idle_worker_that_was_killed_is_noticed_with_the_next_message(grid: WorkersGrid) -> None:
     send(grid, *["hello"] * 5)
     os.kill(grid.process_ids[1], signal.SIGKILL)
-    assert wait_until(lambda: not lives(grid.process_ids[1]))
+    assert wait_until(lambda: not is_alive(grid.process_ids[1]))
     assert [reply.has_error() for reply in send(grid, *["hello"] * 5)] == [False, True, False, True, False]
     assert not any(reply.has_error() for reply in send(grid, *["hello"] * 5))
 
@@ -261,10 +245,10 @@ def test_a_closed_grid_leaves_no_process_and_answers_no_more() -> None:
     grid = WorkersGrid(partial(obeying, 5), 5, 2)
     send(grid, *["hello"] * 5)
     processes = grid.process_ids
-    assert all(lives(process) for process in processes)
+    assert all(is_alive(process) for process in processes)
     grid.close()
     grid.close()
-    assert not any(lives(process) for process in processes)
+    assert not any(is_alive(process) for process in processes)
     with pytest.raises(WorkerError, match="the grid is closed"):
         send(grid, "hello")
 
@@ -273,7 +257,7 @@ def test_a_grid_that_is_forgotten_or_interrupted_leaves_no_process() -> None:
     grid = WorkersGrid(partial(obeying, 5), 5, 2)
     processes = grid.process_ids
     del grid
-    assert wait_until(lambda: not any(lives(process) for process in processes))
+    assert wait_until(lambda: not any(is_alive(process) for process in processes))
     grid = WorkersGrid(partial(obeying, 5), 5, 2)
     processes = grid.process_ids
 
@@ -281,11 +265,10 @@ def test_a_grid_that_is_forgotten_or_interrupted_leaves_no_process() -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupted)
-    signal.setitimer(signal.ITIMER_REAL, 1.0)
     with pytest.raises(KeyboardInterrupt):
-        send(grid, "sleep")
+        send(grid, f"interrupt {os.getpid()}")
     signal.signal(signal.SIGALRM, before)
-    assert not any(lives(process) for process in processes)
+    assert not any(is_alive(process) for process in processes)
 
 
 def failing(partitions: Sequence[int]) -> InProcessGrid:
@@ -304,12 +287,15 @@ def test_a_worker_that_cannot_begin_says_why() -> None:
 
 
 PARENT = """
+import signal
 from functools import partial
 from fedbn_flwr.simulation.processes.worker import preload
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from tests.helpers.obeying import obeying, question
 
 if __name__ == "__main__":
+    # a shell lets what it starts in the background ignore Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     preload(["tests.helpers.obeying"])
     grid = WorkersGrid(partial(obeying, 4), 4, 2)
     grid.send_and_receive([question(node) for node in grid.get_node_ids()])
@@ -330,13 +316,14 @@ def test_workers_end_with_their_parent(number: signal.Signals, tmp_path: Path) -
     ) as parent:  # fmt: skip
         assert parent.stdout is not None
         assert parent.stderr is not None
-        assert parent.stdout.readline() == "ready\n"
-        time.sleep(0.3)
-        assert len(processes_with(MARK, str(tmp_path))) >= 3
-        (os.killpg if number == signal.SIGINT else os.kill)(parent.pid, number)
-        left = not gone(MARK, str(tmp_path), patience=20)
-        end(MARK, str(tmp_path))
-        said = parent.stderr.read()
-    assert not left
+        try:
+            assert [parent.stdout.readline() for _ in range(2)] == ["ready\n", "asleep\n"]
+            assert len(processes_with(MARK, str(tmp_path))) >= 3
+            (os.killpg if number == signal.SIGINT else os.kill)(parent.pid, number)
+            ended = wait_for_end(MARK, str(tmp_path))
+        finally:
+            kill_processes(MARK, str(tmp_path))
+        errors = parent.stderr.read()
+    assert ended
     # the workers have nothing to say about Ctrl-C
-    assert said.count("Traceback") == (number == signal.SIGINT)
+    assert errors.count("Traceback") == (number == signal.SIGINT)
