@@ -295,10 +295,10 @@ def test_aggregation_of_a_whole_resnet18_state() -> None:
 
     from fedbn_flwr.server.averaging import average
 
+    model = resnet18(num_classes=10)
     for clients in (6, 9, 14):
         states = []
         for index in range(clients):
-            model = resnet18(num_classes=10)
             values = {key: value.numpy().copy() for key, value in model.state_dict().items()}
             values["bn1.num_batches_tracked"] = np.asarray(index, np.int64)
             states.append(values)

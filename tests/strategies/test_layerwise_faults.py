@@ -170,12 +170,12 @@ def megabytes() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
-def test_a_thousand_abandoned_rounds_leave_nothing() -> None:
+def test_hundreds_of_abandoned_rounds_leave_nothing() -> None:
     """A server that dies in the middle of a step, again and again."""
     nodes = Federation(make_model(), (3,))
     threads = threading.active_count()
     resident = 0.0
-    for server_round in range(1, 1001):
+    for server_round in range(1, 501):
         if server_round == 101:
             # by now, everything that is made once has been made
             resident = megabytes()
@@ -185,11 +185,11 @@ def test_a_thousand_abandoned_rounds_leave_nothing() -> None:
         [reply] = nodes.grid.send_and_receive([Message(content, 1000, wire.LAYERWISE)])
         assert not reply.has_error()
     assert len(STEPS) == 1
-    # 900 steps that were not released would be 40
+    # 400 steps that were not released would be 18
     assert megabytes() < resident + 5
     # the suspended step, and the watch over its time to live
     assert threading.active_count() <= threads + 2
     kept = [name for name, _ in Memory(nodes.grid.context(1000).state).kept("layerwise/")]
-    assert kept == ["1000.0/received/arrays"]
+    assert kept == ["500.0/received/arrays"]
     STEPS.clear()
     assert threading.active_count() <= threads + 1
