@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from fedbn_flwr.experiments import Config
-from fedbn_flwr.experiments.method import own_options
+from fedbn_flwr.experiments.strategy_options import own_options
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg
 from fedbn_flwr.wire import wire_key
 
@@ -69,7 +69,7 @@ def page() -> str:
             ((code(wire_key(item.name)), code(item.default), item.metadata["help"]) for item in fields(Config)),
         ),
         "## Of strategies",
-        "Every strategy takes these; what they mean is said below the table, and in the first section.",
+        "Every strategy takes these.",
         options(FedAvg, list(common)),
         documentation(BaseStrategy),
     ]
@@ -85,8 +85,9 @@ def page() -> str:
 
 def options(strategy: type[FedAvg], keys: Iterable[str]) -> str:
     """A table of a strategy's own options."""
-    parameters = own_options(strategy)
-    return table(("option", "default"), ((code(key), code(parameters[key].default)) for key in keys))
+    own = own_options(strategy)
+    rows = ((code(key), code(own[key].default), own[key].help) for key in keys)
+    return table(("option", "default", "meaning"), rows)
 
 
 def documentation(strategy: type[BaseStrategy]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from logging import WARNING
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
@@ -40,7 +40,16 @@ class Layerwise(FedAvg):
     mode: ClassVar[str] = "fused"
 
     def __init__(
-        self, *, max_attempts: int = 3, fresh_optimizer: bool = False, replay_limit: float = 16.0, **options: Any
+        self,
+        *,
+        max_attempts: Annotated[
+            int, "how often a layer-wise step is started, without the nodes that failed, before a round is skipped"
+        ] = 3,
+        fresh_optimizer: Annotated[
+            bool, "use another optimizer for the layer-wise step than for the steps after it"
+        ] = False,
+        replay_limit: Annotated[float, "megabytes of arrays that a node keeps to replay a suspended step"] = 16.0,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         if max_attempts < 1 or replay_limit < 0:

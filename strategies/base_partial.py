@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
@@ -28,7 +28,14 @@ class PartialSharing(FedAvg):
     personal: ClassVar[bool] = True
     stays: ClassVar[str] = "none"
 
-    def __init__(self, *, mean_personal: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        mean_personal: Annotated[
+            bool, "let nodes send the entries they keep when they evaluate, to test their mean"
+        ] = False,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         self.mean_personal = mean_personal
         self._shared: frozenset[str] | None = None

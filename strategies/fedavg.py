@@ -10,7 +10,7 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fedbn_flwr.server.averaging import Arrays, average
 from fedbn_flwr.server.base_strategy import BaseStrategy
@@ -30,7 +30,9 @@ class FedAvg(BaseStrategy):
     client and E steps this is plain training.
     """
 
-    def __init__(self, *, weighting: str = "examples", **options: Any) -> None:
+    def __init__(
+        self, *, weighting: Annotated[str, "how much a client counts: examples or uniform"] = "examples", **options: Any
+    ) -> None:
         super().__init__(**options)
         if weighting not in WEIGHTINGS:
             raise ValueError(f"unknown weighting {weighting!r}; known: {', '.join(WEIGHTINGS)}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from logging import INFO, WARNING
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from flwr.common import log
@@ -28,7 +28,14 @@ class FedBS(FedAvg):
     0, which is logged; if no client has one, all count equally.
     """
 
-    def __init__(self, *, epsilon: float = 0.1, patience_rounds: int = 5, mu: float = 0.01, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        epsilon: Annotated[float, "losses agree when their standard deviation is at or below this"] = 0.1,
+        patience_rounds: Annotated[int, "consecutive rounds in which losses agree before stage 2"] = 5,
+        mu: Annotated[float, "weight of the proximal term"] = 0.01,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         if epsilon < 0 or mu < 0 or patience_rounds < 1:
             raise ValueError(

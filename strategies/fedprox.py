@@ -1,6 +1,6 @@
 """FedProx."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from fedbn_flwr.wire import Instruction
 
@@ -17,7 +17,7 @@ class FedProx(FedAvg):
     With `mu=0` this is FedAvg.
     """
 
-    def __init__(self, *, mu: float = 0.01, **options: Any) -> None:
+    def __init__(self, *, mu: Annotated[float, "weight of the proximal term"] = 0.01, **options: Any) -> None:
         super().__init__(**options)
         if mu < 0:
             raise ValueError(f"mu must not be negative, got {mu}")

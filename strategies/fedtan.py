@@ -1,6 +1,6 @@
 """FedTAN."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from fedbn_flwr.layerwise import Auto
 from fedbn_flwr.server.layerwise_round import Conversation, Dialogue
@@ -37,10 +37,12 @@ class FedTAN(Layerwise):
     def __init__(
         self,
         *,
-        exchange: str = "fused",
-        sweeps: int | str = "none",
-        tolerance: float = 0.01,
-        most_sweeps: int = 10,
+        exchange: Annotated[
+            str, "fused (mean and variance in one exchange) or paper (in two); the same numbers"
+        ] = "fused",
+        sweeps: Annotated[int | str, "exchange all layers at once, so often each way: a number, auto or none"] = "none",
+        tolerance: Annotated[float, "sweeps=auto stops when no layer's statistics move by more than this"] = 0.01,
+        most_sweeps: Annotated[int, "cap of sweeps=auto, each way"] = 10,
         **options: Any,
     ) -> None:
         super().__init__(**options)

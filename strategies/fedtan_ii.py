@@ -1,7 +1,7 @@
 """FedTAN-II."""
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from fedbn_flwr.wire import Instruction
 
@@ -29,7 +29,16 @@ class FedTANII(FedTAN, FixBN):
 
     replaced: ClassVar[tuple[str, ...]] = ("freeze_round",)
 
-    def __init__(self, *, m: float | str = 0.5, frozen_lr: float = 0.2, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        m: Annotated[
+            float | str,
+            "rounds of FedTAN before the statistics are frozen, or their fraction of the run, or auto",
+        ] = 0.5,
+        frozen_lr: Annotated[float, "largest learning rate under frozen statistics, as a share of lr"] = 0.2,
+        **options: Any,
+    ) -> None:
         super().__init__(**{**options, "freeze_round": m})
         if frozen_lr < 0:
             raise ValueError(f"frozen_lr must not be negative, got {frozen_lr}")

@@ -1,7 +1,7 @@
 """FedWon."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from fedbn_flwr.wire import Instruction
 
@@ -32,11 +32,13 @@ class FedWon(FedAvg):
     def __init__(
         self,
         *,
-        agc: str = "auto",
-        clip_factor: float = 0.1,
-        wsconv: bool = True,
-        gain: str = "constant",
-        branch_scale: float | str = "auto",
+        agc: Annotated[str, "clip gradients: on, off, or auto, which is on from batch size 32"] = "auto",
+        clip_factor: Annotated[float, "largest ratio of a unit's gradient to its weights"] = 0.1,
+        wsconv: Annotated[bool, "standardize convolutions; false is the ablation without"] = True,
+        gain: Annotated[str, "gain of standardized convolutions: constant or learnable"] = "constant",
+        branch_scale: Annotated[
+            float | str, "gain at the end of residual branches: auto, paper (which is 1) or a number"
+        ] = "auto",
         **options: Any,
     ) -> None:
         super().__init__(**options)

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord
@@ -36,11 +36,13 @@ class FixBN(FedAvg):
     def __init__(
         self,
         *,
-        freeze_round: float | str = 0.5,
-        freeze: str = "statistics",
-        send_frozen: bool = False,
-        window: int = 10,
-        threshold: float = 1e-3,
+        freeze_round: Annotated[
+            float | str, "freeze after this many rounds, or this fraction of the run, or by the rule auto"
+        ] = 0.5,
+        freeze: Annotated[str, "what stands still after the freeze: statistics, affine or both"] = "statistics",
+        send_frozen: Annotated[bool, "keep sending frozen entries, as the papers count bytes"] = False,
+        window: Annotated[int, "how many changes of a client's statistics auto looks at"] = 10,
+        threshold: Annotated[float, "variance of the statistics' changes below which auto freezes"] = 1e-3,
         **options: Any,
     ) -> None:
         super().__init__(**options)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,14 @@ class HBN(PartialSharing, Gathering):
     personal: ClassVar[bool] = False
 
     def __init__(
-        self, *, gather_samples: int = 64, average: float = 0.0, fixed_mix: float | None = None, **options: Any
+        self,
+        *,
+        gather_samples: Annotated[int, "samples of each node that gathered statistics come from; 0 means all"] = 64,
+        average: Annotated[
+            float, "weight on the global statistics of the round before when new ones are gathered"
+        ] = 0.0,
+        fixed_mix: Annotated[float | None, "fix the share of the batch's statistics instead of learning it"] = None,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         if gather_samples < 0 or not 0 <= average < 1:

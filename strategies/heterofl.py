@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -30,7 +30,14 @@ class HeteroFL(Gathering):
     FedAvg. Gathering happens in the rounds that are evaluated.
     """
 
-    def __init__(self, *, statistics: str = "gathered", **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        statistics: Annotated[
+            str, "source of the evaluation's statistics: gathered, layer-wise or instant"
+        ] = "gathered",
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         if statistics not in STATISTICS:
             raise ValueError(f"unknown statistics {statistics!r}; known: {', '.join(STATISTICS)}")

@@ -15,11 +15,11 @@ from fedbn_flwr.experiments.comparison import Plan, compare
 from fedbn_flwr.experiments.config import Config, UsageError, convert
 from fedbn_flwr.experiments.diagnosis.command import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, prepare
-from fedbn_flwr.experiments.method import all_options, own_options, resolve, split_methods
-from fedbn_flwr.experiments.option_help import EXPLAINED
+from fedbn_flwr.experiments.method import resolve, split_methods
 from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_run
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.resources import check_simulation
+from fedbn_flwr.experiments.strategy_options import all_options, owners
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
@@ -123,11 +123,11 @@ def _add_shared(parser: argparse.ArgumentParser, skip: Sequence[str]) -> None:
             text = f"{item.metadata['help']} [{item.default}]"
             group.add_argument(f"--{wire_key(item.name)}", metavar=item.name.upper(), help=text.replace("%", "%%"))
     group = parser.add_argument_group("options of single strategies")
-    for key, parameter in all_options().items():
-        owners = [name for name, kind in REGISTRY.items() if key in own_options(kind)]
-        whose = "all strategies" if len(owners) == len(REGISTRY) else ", ".join(owners)
-        text = f"{EXPLAINED[key]} [{parameter.default}] ({whose})"
-        group.add_argument(f"--{key}", metavar=parameter.name.upper(), help=text)
+    for key, option in all_options().items():
+        names = owners(key)
+        whose = "all strategies" if len(names) == len(REGISTRY) else ", ".join(names)
+        text = f"{option.help} [{option.default}] ({whose})"
+        group.add_argument(f"--{key}", metavar=option.name.upper(), help=text.replace("%", "%%"))
 
 
 def _run(options: dict[str, Any]) -> None:

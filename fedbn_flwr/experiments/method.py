@@ -1,18 +1,15 @@
 """Methods: a strategy, its normalizer and its options, written `STRATEGY[+NORM][:key=value]...`."""
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedbn_flwr.experiments.config import Config, UsageError, Value, convert
 from fedbn_flwr.experiments.norm_options import add_norm_options
+from fedbn_flwr.experiments.strategy_options import all_options, own_options
 from fedbn_flwr.norm import NORMS
-from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg
+from fedbn_flwr.strategies import REGISTRY, FedAvg
 from fedbn_flwr.wire import wire_key
-
-#: constructor arguments that follow from the shared options
-SHARED = ("lr_schedule", "seed", "patience", "exchange_timeout", "evaluate_every")
 
 #: seconds to wait for nodes to connect: starting a process can take a minute on a busy machine
 PATIENCE = 300.0
@@ -65,26 +62,6 @@ def _diagnostics(strategy: type[FedAvg]) -> dict[str, bool]:
     return {"mean_personal": True} if strategy.personal and "mean-personal" in own_options(strategy) else {}
 
 
-def own_options(strategy: type[FedAvg]) -> dict[str, inspect.Parameter]:
-    """The options that a strategy's constructors declare, by kebab-case key."""
-    found: dict[str, inspect.Parameter] = {}
-    for owner in strategy.__mro__:
-        if not issubclass(owner, BaseStrategy):
-            continue
-        for name, parameter in inspect.signature(owner.__init__).parameters.items():
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in (*SHARED, *strategy.replaced):
-                found.setdefault(wire_key(name), parameter)
-    return found
-
-
-def all_options() -> dict[str, inspect.Parameter]:
-    """The own options of all strategies; where several share one, as the first of them has it."""
-    found: dict[str, inspect.Parameter] = {}
-    for strategy in REGISTRY.values():
-        found = {**own_options(strategy), **found}
-    return found
-
-
 def resolve(values: Mapping[str, Any]) -> Experiment:
     """Settle one experiment from flat options: shared ones, strategies' own ones, and the method's own text."""
     owned = all_options()
@@ -102,7 +79,7 @@ def resolve(values: Mapping[str, Any]) -> Experiment:
             )
     shared |= {key: value for key, value in overrides.items() if key not in own}
     given |= {key: value for key, value in overrides.items() if key in own}
-    options = {own[key].name: convert(key, value, own[key].annotation) for key, value in given.items() if key in own}
+    options = {own[key].name: convert(key, value, own[key].kind) for key, value in given.items() if key in own}
     config = _with_norm(Config.from_mapping(shared), REGISTRY[strategy], options, norm)
     return _pooled(Experiment(config, strategy, options))
 

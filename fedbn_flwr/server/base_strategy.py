@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import WARNING
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
@@ -70,9 +70,13 @@ class BaseStrategy(FlowerFedAvg):
         patience: float = 60.0,
         exchange_timeout: float = 600.0,
         evaluate_every: int = 1,
-        momentum_state: str = "none",
-        server_optimizer: str = "none",
-        server_lr: float | None = None,
+        momentum_state: Annotated[
+            str, "what becomes of the clients' optimizer state after a round: none, local or global"
+        ] = "none",
+        server_optimizer: Annotated[
+            str, "treat the averaged update as a gradient: none, adam, yogi, adagrad or momentum"
+        ] = "none",
+        server_lr: Annotated[float | None, "rate of the server optimizer [1 for momentum, else 0.1]"] = None,
         **flower: Any,
     ) -> None:
         super().__init__(**flower)

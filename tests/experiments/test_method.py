@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.experiments import Config, UsageError, resolve
-from fedbn_flwr.experiments.method import all_options, own_options, parse, split_methods
+from fedbn_flwr.experiments.method import parse, split_methods
 from fedbn_flwr.experiments.resources import fresh_model
+from fedbn_flwr.experiments.strategy_options import all_options, own_options
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY, FedProx, FixBN
 

@@ -11,7 +11,7 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments import Config, resolve, serve
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.config import Value
-from fedbn_flwr.experiments.method import all_options
+from fedbn_flwr.experiments.strategy_options import all_options
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import REGISTRY
 from tests.helpers.checkout import ROOT
