@@ -120,4 +120,8 @@ class BatchLoader:
     def __iter__(self) -> Iterator[training.Batch]:
         """Load and augment one mini-batch after another."""
         for inputs, targets in self.split.batches(self.samples, self.sizes, self.device):
-            yield augment(self.augmentation, inputs, self.generator), targets
+            yield self.augmented(inputs), targets
+
+    def augmented(self, inputs: Tensor) -> Tensor:
+        """Augment one mini-batch."""
+        return augment(self.augmentation, inputs, self.generator, self.split.mean, self.split.std)

@@ -4,7 +4,7 @@ A data set is two splits in memory, loaded once a process and never copied for a
 array of indices a client.
 """
 
-from fedbn_flwr.data.augmentation import AUGMENTATIONS, augment
+from fedbn_flwr.data.augmentation import AUGMENTATIONS, augment, parse_augmentation
 from fedbn_flwr.data.loading import DATASETS, load
 from fedbn_flwr.data.partition import PARTITIONS, describe, partition
 from fedbn_flwr.data.splits import Data, Split
@@ -18,5 +18,6 @@ __all__ = [
     "augment",
     "describe",
     "load",
+    "parse_augmentation",
     "partition",
 ]

@@ -1,63 +1,124 @@
-"""Augmentation in batch, on the device of the batch, by chances that an explicit generator alone decides."""
+"""Augmentation of a whole batch, on the batch's device; an explicit generator makes every random choice."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Augmentation = Callable[[Tensor, torch.Generator], Tensor]
+from fedbn_flwr.data.pixels import Channels, normalize
+
+#: batch N x C x H x W, generator, and the channels' mean and standard deviation that the batch was normalized with
+Augmentation = Callable[[Tensor, torch.Generator, Channels, Channels], Tensor]
 
 
-def unchanged(inputs: Tensor, generator: torch.Generator) -> Tensor:
-    """No augmentation; draws nothing."""
+def unchanged(inputs: Tensor, generator: torch.Generator, mean: Channels, std: Channels) -> Tensor:
+    """Return the batch itself, and draw nothing."""
     return inputs
 
 
-def crop(inputs: Tensor, generator: torch.Generator) -> Tensor:
-    """Every image shifted by an offset of its own, up to an eighth of its side each way, over zeros.
+@dataclass(frozen=True)
+class Crop:
+    """Pads every image and cuts it back to its size at a random place; `flip` then mirrors half of the images.
 
-    On 32 x 32 images this is the usual random crop after padding by four pixels. Zero is the mean of the data
-    once a batch is normalized.
+    `padding` is in pixels on each side. By default it is an eighth of the side, the usual 4 on 32 x 32 images. `fill`
+    is the value of the added pixels before normalization, from 0 (black) to 1 (white). By default the added pixels are
+    0 after normalization, the mean of the data. FixBN pads by 2 pixels (appendix A.1), which torchvision's RandomCrop
+    leaves black: `crop-flip:padding=2:fill=0`.
     """
-    return _pick(inputs, *_shifts(inputs, generator))
+
+    flip: bool
+    padding: int | None = None
+    fill: float | None = None
+
+    def __call__(self, inputs: Tensor, generator: torch.Generator, mean: Channels, std: Channels) -> Tensor:
+        """Crop a batch."""
+        rows, columns = (self._shown(inputs, side, generator) for side in inputs.shape[-2:])
+        if self.flip:
+            mirrored = torch.rand(len(inputs), 1, generator=generator, device=generator.device) < 0.5
+            columns = torch.where(mirrored.to(inputs.device, non_blocking=True), columns.flip(1), columns)
+        padded = self._padded(inputs, mean, std)
+        images = torch.arange(inputs.shape[0], device=inputs.device)[:, None, None, None]
+        channels = torch.arange(inputs.shape[1], device=inputs.device)[None, :, None, None]
+        return padded[images, channels, rows[:, None, :, None], columns[:, None, None, :]]
+
+    def _border(self, side: int) -> int:
+        return max(1, side // 8) if self.padding is None else self.padding
+
+    def _shown(self, inputs: Tensor, side: int, generator: torch.Generator) -> Tensor:
+        """Draw for every image which rows (or columns) of the padded image its crop shows: N x side."""
+        offsets, shape = 2 * self._border(side) + 1, (len(inputs), 1)
+        offset = torch.randint(offsets, shape, generator=generator, device=generator.device)
+        return offset.to(inputs.device, non_blocking=True) + torch.arange(side, device=inputs.device)
+
+    def _padded(self, inputs: Tensor, mean: Channels, std: Channels) -> Tensor:
+        height, width = inputs.shape[-2:]
+        above, left = self._border(height), self._border(width)
+        if self.fill is None:
+            return F.pad(inputs, (left, left, above, above))
+        fill = torch.full((1, inputs.shape[1], 1, 1), self.fill, device=inputs.device)
+        shape = (*inputs.shape[:2], height + 2 * above, width + 2 * left)
+        padded = normalize(fill, mean, std).to(inputs.dtype).expand(shape).clone()
+        padded[..., above : above + height, left : left + width] = inputs
+        return padded
 
 
-def crop_flip(inputs: Tensor, generator: torch.Generator) -> Tensor:
-    """`crop`, and every image mirrored left to right with probability one half."""
-    rows, columns = _shifts(inputs, generator)
-    mirrored = torch.rand(len(inputs), 1, generator=generator, device=generator.device) < 0.5
-    columns = torch.where(mirrored.to(inputs.device, non_blocking=True), columns.flip(1), columns)
-    return _pick(inputs, rows, columns)
+#: makes an augmentation from its options
+AUGMENTATIONS: dict[str, Callable[..., Augmentation]] = {
+    "none": lambda: unchanged,
+    "crop": partial(Crop, False),
+    "crop-flip": partial(Crop, True),
+}
 
 
-AUGMENTATIONS: dict[str, Augmentation] = {"none": unchanged, "crop": crop, "crop-flip": crop_flip}
+def augment(spec: str, inputs: Tensor, generator: torch.Generator, mean: Channels = (), std: Channels = ()) -> Tensor:
+    """Augment a batch N x C x H x W, which was normalized with `mean` and `std`, as `spec` says.
+
+    The generator may live on the CPU while the batch is on a GPU. A spec that `parse_augmentation` refuses is a
+    ValueError.
+    """
+    return parse_augmentation(spec)(inputs, generator, mean, std)
 
 
-def augment(name: str, inputs: Tensor, generator: torch.Generator) -> Tensor:
-    """Augment a batch N x C x H x W; the generator may live on the CPU while the batch is on a GPU."""
+@lru_cache(maxsize=64)
+def parse_augmentation(spec: str) -> Augmentation:
+    """Read `NAME[:padding=PIXELS][:fill=VALUE]`; a name or option that does not exist is a ValueError."""
+    name, *items = spec.split(":")
     if name not in AUGMENTATIONS:
         raise ValueError(f"unknown augmentation {name!r}; there are: {', '.join(AUGMENTATIONS)}")
-    return AUGMENTATIONS[name](inputs, generator)
+    options: dict[str, Any] = {}
+    for item in items:
+        key, _, value = item.partition("=")
+        if name == "none" or key not in _OPTIONS:
+            there_are = "it has none" if name == "none" else f"there are: {', '.join(_OPTIONS)}"
+            raise ValueError(f"augmentation {name!r}: unknown option {key!r}; {there_are}")
+        try:
+            options[key] = _OPTIONS[key](value)
+        except ValueError as error:
+            raise ValueError(f"augmentation {name!r}: {key} must be {error}, not {value!r}") from None
+    return AUGMENTATIONS[name](**options)
 
 
-def _border(side: int) -> int:
-    return max(1, side // 8)
+def _parse_padding(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError("a whole number of at least 0")
+    return int(text)
 
 
-def _shifts(inputs: Tensor, generator: torch.Generator) -> list[Tensor]:
-    """For every image the rows (N x H) and columns (N x W) of the padded image that its crop shows."""
-    shown = []
-    for side in inputs.shape[-2:]:
-        shape, offsets = (len(inputs), 1), 2 * _border(side) + 1
-        offset = torch.randint(offsets, shape, generator=generator, device=generator.device)
-        shown.append(offset.to(inputs.device, non_blocking=True) + torch.arange(side, device=inputs.device))
-    return shown
+def _parse_fill(text: str) -> float | None:
+    allowed = "'mean' or a number from 0 to 1"
+    if text == "mean":
+        return None
+    try:
+        fill = float(text)
+    except ValueError:
+        raise ValueError(allowed) from None
+    if not 0 <= fill <= 1:
+        raise ValueError(allowed)
+    return fill
 
 
-def _pick(inputs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    vertical, horizontal = (_border(side) for side in inputs.shape[-2:])
-    padded = F.pad(inputs, (horizontal, horizontal, vertical, vertical))
-    images = torch.arange(inputs.shape[0], device=inputs.device)[:, None, None, None]
-    channels = torch.arange(inputs.shape[1], device=inputs.device)[None, :, None, None]
-    return padded[images, channels, rows[:, None, :, None], columns[:, None, None, :]]
+_OPTIONS: dict[str, Callable[[str], Any]] = {"padding": _parse_padding, "fill": _parse_fill}

@@ -8,7 +8,7 @@ from typing import Any, Self, get_args
 
 from fedbn_flwr.client.precision import PRECISIONS
 from fedbn_flwr.client.training import OPTIMIZERS
-from fedbn_flwr.data import AUGMENTATIONS
+from fedbn_flwr.data import parse_augmentation
 from fedbn_flwr.simulation.stacked.timing import WAYS
 from fedbn_flwr.wire import wire_key
 
@@ -46,7 +46,9 @@ class Config:
     budget_epochs: float = option(0.0, "set the rounds so that all clients together see the data this often")
     batch_size: int = option(32, "samples in a mini-batch")
     replacement: bool = option(False, "draw mini-batches with replacement")
-    augmentation: str = option("none", "augmentation of training images: none, crop, crop-flip")
+    augmentation: str = option(
+        "none", "augmentation of training images: none, crop or crop-flip[:padding=PIXELS][:fill=VALUE]"
+    )
     optimizer: str = option("sgd", "sgd or adam")
     lr: float = option(0.1, "local learning rate")
     lr_schedule: str = option(
@@ -90,6 +92,10 @@ class Config:
         for name, known in _KNOWN.items():
             if getattr(self, name) not in known:
                 raise UsageError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
+        try:
+            parse_augmentation(self.augmentation)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
         for name in ("fraction_train", "fraction_evaluate", "validation", "target_accuracy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UsageError(f"{wire_key(name)} must be between 0 and 1, got {getattr(self, name)}")
@@ -134,7 +140,6 @@ _SMALLEST: dict[str, float] = {
 }
 
 _KNOWN: dict[str, Collection[str]] = {
-    "augmentation": AUGMENTATIONS,
     "optimizer": OPTIMIZERS,
     "precision": PRECISIONS,
     "way": ("auto", *WAYS),

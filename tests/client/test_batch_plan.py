@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedbn_flwr.client.batch_plan import count_steps, first_size, plan
+from fedbn_flwr.client.batch_plan import BatchLoader, count_steps, first_size, plan
+from fedbn_flwr.data import Data, Split
 from fedbn_flwr.wire import Instruction
 
 counts, sizes, seeds = st.integers(1, 40), st.integers(1, 12), st.integers(0, 9)
@@ -153,3 +154,14 @@ def test_a_plan_is_as_long_as_foretold(
     assert drawn.sizes[0] == first_size(count, asked, merge_single)
     assert [len(batch) for batch in drawn] == drawn.sizes
     assert sum(drawn.sizes) == len(drawn.positions)
+
+
+def test_a_border_has_a_value_of_the_normalized_data() -> None:
+    """White images with a black border: what a loader gives has the two values of white and black, normalized."""
+    images = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 1, 8, 8)
+    split = Split(images, torch.zeros(2, dtype=torch.int64))
+    split = Data("black and white", split, split, 1).standardized().train
+    cpu, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
+    loader = BatchLoader(split, cpu, "crop:padding=4:fill=0", torch.ones(6, dtype=torch.int64), [3, 3], generator)
+    inputs = torch.cat([batch for batch, _ in loader])
+    assert set(inputs.flatten().tolist()) == {-1.0, 1.0}  # mean and standard deviation of the data are 1/2

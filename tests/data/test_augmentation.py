@@ -5,23 +5,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbn_flwr.data import AUGMENTATIONS, augment
+from fedbn_flwr.data import AUGMENTATIONS, Data, Split, augment, parse_augmentation
 
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def reference_crop_flip(inputs: torch.Tensor, chances: torch.Generator, flip: bool) -> torch.Tensor:
+def reference_crop_flip(
+    inputs: torch.Tensor, chances: torch.Generator, flip: bool, border: int, fill: float
+) -> torch.Tensor:
     """The slow, obvious way: pad, cut and mirror one image after the other."""
-    border = max(1, inputs.shape[-1] // 8)
     rows = torch.randint(2 * border + 1, (len(inputs), 1), generator=chances)
     columns = torch.randint(2 * border + 1, (len(inputs), 1), generator=chances)
     mirrored = torch.rand(len(inputs), 1, generator=chances) < 0.5 if flip else torch.zeros(len(inputs), 1)
     images = []
     for image, row, column, mirror in zip(inputs, rows, columns, mirrored, strict=True):
         side = image.shape[-1]
-        padded = torch.nn.functional.pad(image, (border,) * 4)
+        padded = torch.nn.functional.pad(image, (border,) * 4, value=fill)
         cut = padded[:, int(row) : int(row) + side, int(column) : int(column) + side]
         images.append(cut.flip(-1) if mirror else cut)
     return torch.stack(images)
@@ -32,8 +33,43 @@ def reference_crop_flip(inputs: torch.Tensor, chances: torch.Generator, flip: bo
 def test_equal_to_one_image_after_the_other(count: int, channels: int, side: int, seed: int) -> None:
     inputs = torch.randn(count, channels, side, side, generator=generator(seed))
     for name, flip in (("crop", False), ("crop-flip", True)):
-        expected = reference_crop_flip(inputs, generator(seed), flip)
+        expected = reference_crop_flip(inputs, generator(seed), flip, border=max(1, side // 8), fill=0.0)
         assert torch.equal(augment(name, inputs, generator(seed)), expected)
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(["crop", "crop-flip"]), st.integers(0, 5), st.sampled_from([0.0, 0.3, 1.0]), st.integers(0, 99))
+def test_padding_and_fill_are_options(name: str, padding: int, fill: float, seed: int) -> None:
+    """A fill of one value for all channels, in images that were not normalized, is what padding with it gives."""
+    inputs = torch.rand(5, 3, 8, 8, generator=generator(seed))
+    augmented = augment(f"{name}:padding={padding}:fill={fill}", inputs, generator(seed))
+    expected = reference_crop_flip(inputs, generator(seed), name == "crop-flip", padding, fill)
+    assert torch.equal(augmented, expected)
+
+
+def test_fixbn_pads_two_black_pixels() -> None:
+    """Black, which is 0 before normalization, is -mean / std after it, channel by channel."""
+    mean, std = (0.5, 0.25), (0.25, 0.5)
+    white = ((1 - torch.tensor(mean)) / torch.tensor(std)).view(1, 2, 1, 1).expand(500, 2, 32, 32)
+    cropped = augment("crop:padding=2:fill=0", white, generator(), mean, std)
+    for channel, (lightest, black) in enumerate([(2.0, -2.0), (1.5, -0.5)]):
+        assert sorted(set(cropped[:, channel].flatten().tolist())) == [black, lightest]
+        # an image that moved by 2 both ways shows 2 x 32 + 2 x 30 added pixels
+        assert int((cropped[:, channel] == black).sum(dim=(1, 2)).max()) == 2 * 32 + 2 * 30
+    mean_of_the_data = augment("crop:padding=2:fill=mean", white, generator(), mean, std)
+    assert sorted(set(mean_of_the_data[:, 0].flatten().tolist())) == [0.0, 2.0]
+
+
+def test_the_border_is_filled_with_a_pixel_of_the_data() -> None:
+    """Bytes of a data set through its own normalization: a black image stays black wherever it is cut."""
+    black, white = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.full((4, 3, 8, 8), 255, dtype=torch.uint8)
+    split = Split(torch.cat([black, white]), torch.zeros(8, dtype=torch.int64))
+    split = Data("bytes", split, split, 1).standardized().train
+    inputs, _ = split.batch(torch.arange(8))
+    cropped = augment("crop:padding=4:fill=0", inputs, generator(), split.mean, split.std)
+    assert torch.equal(cropped[:4], inputs[:4])
+    assert not torch.equal(cropped[4:], inputs[4:])
+    assert set(cropped.flatten().tolist()) == set(inputs.flatten().tolist())
 
 
 def test_a_crop_of_32_pixels_moves_by_at_most_four() -> None:
@@ -87,3 +123,21 @@ def test_a_cpu_generator_gives_the_same_on_a_gpu(name: str) -> None:
 def test_an_unknown_augmentation_is_named() -> None:
     with pytest.raises(ValueError, match="unknown augmentation 'cutout'; there are: none, crop, crop-flip"):
         augment("cutout", torch.zeros(1, 1, 8, 8), generator())
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("none:padding=2", "augmentation 'none': unknown option 'padding'; it has none"),
+        ("crop:size=2", "augmentation 'crop': unknown option 'size'; there are: padding, fill"),
+        ("crop:2", "augmentation 'crop': unknown option '2'; there are: padding, fill"),
+        ("crop:padding", "augmentation 'crop': padding must be a whole number of at least 0, not ''"),
+        ("crop-flip:padding=-1", "augmentation 'crop-flip': padding must be a whole number of at least 0, not '-1'"),
+        ("crop:fill=black", "augmentation 'crop': fill must be 'mean' or a number from 0 to 1, not 'black'"),
+        ("crop:fill=255", "augmentation 'crop': fill must be 'mean' or a number from 0 to 1, not '255'"),
+        ("crop:fill=nan", "augmentation 'crop': fill must be 'mean' or a number from 0 to 1, not 'nan'"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        parse_augmentation(spec)

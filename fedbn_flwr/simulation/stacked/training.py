@@ -16,7 +16,6 @@ from fedbn_flwr.client.batch_plan import BatchLoader
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.precision import autocast, products
 from fedbn_flwr.client.rules import Session, rules_for
-from fedbn_flwr.data import augment
 from fedbn_flwr.layerwise import Exchange, OwnRandomness, shared_statistics
 from fedbn_flwr.simulation.stacked.dropout import Dropouts
 from fedbn_flwr.simulation.stacked.model import Rows, Stack, stacked
@@ -187,8 +186,7 @@ class _Round:
             inputs, targets = (torch.cat(parts) for parts in zip(*each, strict=True))
         inputs, targets = inputs.unflatten(0, (len(plans), size)), targets.unflatten(0, (len(plans), size))
         if self.session.instruction.augmentation != "none":
-            name = self.session.instruction.augmentation
-            inputs = torch.stack([augment(name, own, plan.generator) for own, plan in zip(inputs, plans, strict=True)])
+            inputs = torch.stack([plan.augmented(own) for own, plan in zip(inputs, plans, strict=True)])
         return Part(rows, _with_channels_last(inputs) if self.channels_last else inputs, targets)
 
     def _retire(self, rows: slice) -> None:

@@ -83,6 +83,7 @@ OPTIONS: dict[str, tuple[type[FedAvg], dict[str, Any], dict[str, Any]]] = {
     "clipping": (FedWon, {"agc": "on"}, {"momentum": 0.9, "local_steps": 0, "local_epochs": 1}),
     "batches drawn anew": (FedAvg, {}, {"replacement": True, "local_steps": 0, "local_epochs": 1}),
     "augmentation": (FedAvg, {}, {"augmentation": "crop-flip", "local_steps": 0, "local_epochs": 2}),
+    "black border": (FedAvg, {}, {"augmentation": "crop:padding=2:fill=0"}),
     "batches of one": (FedAvg, {}, {"batch_size": 1}),
     "whole data sets": (FedAvg, {}, {"batch_size": 50}),
     "no learning rate": (Scaffold, {}, {"lr": 0.0}),
