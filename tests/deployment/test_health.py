@@ -11,6 +11,10 @@ from fedbn_flwr.deployment import health
 from fedbn_flwr.deployment.cli import main
 from tests.helpers.checkout import ROOT, environment
 from tests.helpers.tls_server import TLSServer
+from tests.helpers.waiting import PATIENCE
+
+#: longer than a test waits
+FOREVER = 2 * PATIENCE
 
 #: as the kernel writes it: a listener on 9094, a connection to 8443, one to 9094 that is only being made
 TABLE = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
@@ -62,7 +66,10 @@ def test_the_exit_code_is_the_verdict() -> None:
     ("failure", "shown"),
     [
         ("return None", "the SuperNode has lost its loop"),
-        ("threading.Thread(target=lambda: 1 / 0).start(); time.sleep(60)", "a thread of the SuperNode has failed"),
+        (
+            f"threading.Thread(target=lambda: 1 / 0).start(); time.sleep({FOREVER})",
+            "a thread of the SuperNode has failed",
+        ),
     ],
 )
 def test_a_supernode_that_can_no_longer_take_part_ends(failure: str, shown: str) -> None:
@@ -70,7 +77,7 @@ def test_a_supernode_that_can_no_longer_take_part_ends(failure: str, shown: str)
     code = f"""import threading, time
 from fedbn_flwr.deployment import supernode
 def flower_supernode():
-    threading.Thread(target=time.sleep, args=(60,)).start()
+    threading.Thread(target=time.sleep, args=({FOREVER},)).start()
     {failure}
 class Command:
     def load(self): return flower_supernode
@@ -83,7 +90,7 @@ supernode.main()"""
         capture_output=True,
         text=True,
         check=False,
-        timeout=50,
+        timeout=PATIENCE,
     )
     assert done.returncode == 1
     assert shown in done.stderr
