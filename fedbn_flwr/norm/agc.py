@@ -1,11 +1,15 @@
 """Adaptive gradient clipping, which keeps networks without normalizers stable at larger batches."""
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.modules.conv import _ConvNd
+
+#: norms below these count as these: eps of the equation, and a guard against division by zero
+SMALLEST_WEIGHT, SMALLEST_GRADIENT = 1e-3, 1e-6
 
 
 def adaptive_clip(model: nn.Module, clip_factor: float = 0.1, skip: Collection[nn.Parameter] | None = None) -> None:
@@ -20,26 +24,26 @@ def adaptive_clip(model: nn.Module, clip_factor: float = 0.1, skip: Collection[n
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], clip_factor: float, stacked: bool = False) -> None:
-    """The same for some parameters; `stacked` ones have a row for each of several models."""
-    from timm.utils.agc import adaptive_clip_grad  # takes seconds to import, and few methods clip
-
-    def clip(weight: Tensor, gradient: Tensor) -> Tensor:
-        # what timm reads of a parameter; the gradient is changed in place
-        adaptive_clip_grad([_Clipped(weight, gradient)], clip_factor=clip_factor)  # type: ignore[no-untyped-call]
-        return gradient
-
+    """Clip the gradients of these parameters in place; `stacked` ones have a row for each of several models."""
+    clip = partial(_clip, clip_factor=clip_factor)
     for parameter in parameters:
         if parameter.grad is not None:
             (vmap(clip) if stacked else clip)(parameter.detach(), parameter.grad)
 
 
-@dataclass(frozen=True)
-class _Clipped:
-    weight: Tensor
-    grad: Tensor
+def _clip(weight: Tensor, gradient: Tensor, clip_factor: float) -> Tensor:
+    """Clip one gradient in place; timm's function does the same, but `vmap` would loop over its `clamp_`."""
+    largest = _unit_norms(weight).clamp(min=SMALLEST_WEIGHT) * clip_factor
+    norms = _unit_norms(gradient)
+    clipped = gradient * (largest / norms.clamp(min=SMALLEST_GRADIENT))
+    return gradient.copy_(torch.where(norms < largest, gradient, clipped))
 
-    def detach(self) -> Tensor:
-        return self.weight
+
+def _unit_norms(values: Tensor) -> Tensor:
+    """Return the norm of the weights into each output, or of a whole vector."""
+    if values.dim() <= 1:
+        return torch.linalg.vector_norm(values)
+    return torch.linalg.vector_norm(values, dim=tuple(range(1, values.dim())), keepdim=True)
 
 
 def classifier_parameters(model: nn.Module) -> list[nn.Parameter]:
