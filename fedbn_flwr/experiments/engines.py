@@ -4,7 +4,8 @@ import atexit
 import gc
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -31,9 +32,9 @@ from fedbn_flwr.experiments.resources import (
     state_folder,
 )
 from fedbn_flwr.experiments.server_side import instruction_of, run
-from fedbn_flwr.simulation import CohortGrid, SpreadGrid
+from fedbn_flwr.simulation import CohortGrid
 from fedbn_flwr.simulation.prepared import StagedGrid
-from fedbn_flwr.simulation.processes.grid import WorkersGrid, count_cores
+from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import preload
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.simulation.stacked.memory_budget import clients_that_fit, keep_freed_memory
@@ -60,22 +61,21 @@ def run_in_process(experiment: Experiment, folder: Path, progress: Progress | No
 
 
 def run_in_cohorts(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
-    """The clients of a round at once, in this process or in as many as `workers` says, or as pay."""
+    """The clients of a round at once, in this process, or in each of `workers` processes."""
     with cohort_grid(experiment, folder) as grid:
         return run(grid, experiment, folder, progress)
 
 
-def cohort_grid(experiment: Experiment, folder: Path) -> SpreadGrid | WorkersGrid:
-    """The grid of the engine `cohort`, to be closed."""
-    config = experiment.config
-    make_grid = partial(stacked_grid, experiment, folder)
-    make_workers = partial(spread_over, make_grid=make_grid, config=config)
-    if config.workers > 1 and config.clients > 1:
-        return make_workers(min(config.workers, config.clients))
-    # a GPU is not made faster by several processes
-    cores = 1 if config.workers == 1 or pick_device(config.device).type == "cuda" else count_cores()
-    workers = min(cores, config.clients)
-    return SpreadGrid(make_grid(range(config.clients)), make_workers, workers, expected_steps(config))
+@contextmanager
+def cohort_grid(experiment: Experiment, folder: Path) -> Iterator[CohortGrid | WorkersGrid]:
+    """The grid of the engine `cohort`."""
+    config, make_grid = experiment.config, partial(stacked_grid, experiment, folder)
+    workers = min(config.workers, config.clients)
+    if workers <= 1:
+        yield make_grid(range(config.clients))
+        return
+    with spread_over(workers, make_grid, config) as grid:
+        yield grid
 
 
 def sequential_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]) -> InProcessGrid:

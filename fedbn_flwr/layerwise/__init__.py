@@ -22,7 +22,7 @@ from fedbn_flwr.layerwise.lockstep import lockstep
 from fedbn_flwr.layerwise.shared_batch_norm import Mode, SharedBatchNorm, Use
 from fedbn_flwr.layerwise.shared_statistics import shared_statistics
 from fedbn_flwr.layerwise.step_cache import StepStore
-from fedbn_flwr.layerwise.suspended_step import Abandoned, Done, MakeThread, Step, SuspendedStep, own_thread
+from fedbn_flwr.layerwise.suspended_step import Abandoned, Done, Step, SuspendedStep
 from fedbn_flwr.layerwise.sweeps import (
     Auto,
     Corrected,
@@ -48,7 +48,6 @@ __all__ = [
     "Exchange",
     "ExchangeError",
     "Kind",
-    "MakeThread",
     "Mode",
     "Observer",
     "OrderError",
@@ -68,7 +67,6 @@ __all__ = [
     "gradients",
     "lockstep",
     "movement",
-    "own_thread",
     "pool",
     "respond",
     "settle",

@@ -4,9 +4,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -16,29 +15,6 @@ from fedbn_flwr.randomness import OwnRandomness
 T = TypeVar("T")
 #: Any computation that asks the other clients by calling its one argument.
 Step = Callable[[Exchange], T]
-
-
-class Thread(Protocol):
-    """What a step needs of the thread that it is taken in."""
-
-    @property
-    def ident(self) -> int | None:
-        """None until it is started."""
-
-    def start(self) -> None:
-        """Once."""
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until the step is at its end."""
-
-
-#: a thread, not yet started, for what is to be done in it
-MakeThread = Callable[[Callable[[], None]], Thread]
-
-
-def own_thread(work: Callable[[], None]) -> Thread:
-    """One that ends with the step, or with the process."""
-    return threading.Thread(target=work, daemon=True)
 
 
 @dataclass(frozen=True)
@@ -70,12 +46,10 @@ class SuspendedStep(Generic[T]):
     not the caller's thread-local modes (no_grad, autocast), and draws from a random stream of its own.
     """
 
-    def __init__(
-        self, step: Step[T], seed: int, log: Iterable[Answer] = (), *, make_thread: MakeThread = own_thread
-    ) -> None:
+    def __init__(self, step: Step[T], seed: int, log: Iterable[Answer] = ()) -> None:
         self._randomness = OwnRandomness(seed)
         self._channel: _Channel[T] = _Channel()
-        self._thread = make_thread(partial(self._channel.run, step, list(log)))
+        self._thread = threading.Thread(target=self._channel.run, args=(step, list(log)), daemon=True)
         # A step that is dropped without `abandon`, or is there when the process ends, must not stay asleep.
         self._release = weakref.finalize(self, _release, self._channel, self._thread)
 
@@ -139,7 +113,7 @@ class _Channel(Generic[T]):
         return answer
 
 
-def _release(channel: _Channel[T], thread: Thread) -> None:
+def _release(channel: _Channel[T], thread: threading.Thread) -> None:
     channel.answers.put(_ABANDON)
     # The garbage collector may call this in any thread, even in the step's own.
     if thread.ident not in (None, threading.get_ident()):

@@ -41,9 +41,9 @@ def _clip(weight: Tensor, gradient: Tensor, clip_factor: float) -> Tensor:
 
 def _unit_norms(values: Tensor) -> Tensor:
     """Return the norm of the weights into each output, or of a whole vector."""
-    if values.dim() <= 1:
-        return torch.linalg.vector_norm(values)
-    return torch.linalg.vector_norm(values, dim=tuple(range(1, values.dim())), keepdim=True)
+    # without dimensions, all of them count
+    norms: Tensor = torch.linalg.vector_norm(values, dim=tuple(range(1, values.dim())), keepdim=values.dim() > 1)
+    return norms
 
 
 def classifier_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -83,7 +83,7 @@ class StagedGrid(InProcessGrid):
                 continue
         return jobs
 
-    def _in_turn(self, jobs: Sequence[Job], keep: bool = True) -> dict[int, Message]:
+    def _in_turn(self, jobs: Sequence[Job]) -> dict[int, Message]:
         """The answers of those that do not fail."""
         trained: list[tuple[Job, Reply]] = []
         answers: dict[int, Message] = {}
@@ -96,24 +96,23 @@ class StagedGrid(InProcessGrid):
             trained.append((job, reply))
             # another client's tensors may be those of its model, which the next one changes
             if not _is_careful(job.client) or _bytes(reply) * len(trained) > MOST_UNPACKED:
-                answers |= self._all_packed(trained, keep)
+                answers |= self._all_packed(trained)
                 trained.clear()
-        return answers | self._all_packed(trained, keep)
+        return answers | self._all_packed(trained)
 
-    def _all_packed(self, trained: Sequence[tuple[Job, Reply]], keep: bool) -> dict[int, Message]:
+    def _all_packed(self, trained: Sequence[tuple[Job, Reply]]) -> dict[int, Message]:
         answers: dict[int, Message] = {}
         for job, reply in trained:
             try:
-                answers[job.place] = self._packed(job, reply, keep)
+                answers[job.place] = self._packed(job, reply)
             except Exception as error:
                 self._failed(job, error)
         return answers
 
-    def _packed(self, job: Job, reply: Reply, keep: bool) -> Message:
+    def _packed(self, job: Job, reply: Reply) -> Message:
         """The answer; only now what the node has stored counts."""
         message = self._spill.store(pack(reply, job.message, copy=not _is_careful(job.client)))
-        if keep:
-            self._keep(job.node, job.context)
+        self._keep(job.node, job.context)
         return message
 
     def _failed(self, job: Job, error: Exception) -> None:

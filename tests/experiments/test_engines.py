@@ -44,7 +44,6 @@ def test_workers_are_counted(workers: str, wanted: int, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(engines, "WorkersGrid", Several)
     monkeypatch.setattr(engines, "preload", lambda _: None)
-    monkeypatch.setattr(engines, "count_cores", lambda: 2)
     assert run("run", clients="3", workers=workers, rounds="1", results_dir=str(tmp_path)) == 0
     assert started == ([(wanted, 1), "closed"] if wanted else [])
 

@@ -78,11 +78,6 @@ class WorkersGrid(LocalGrid):
             raise
         return [message.metadata.message_id for message in messages]
 
-    def rehearse(self, messages: Sequence[Message]) -> list[Message]:
-        """Have messages answered to find out how long it takes, while all workers are busy; nothing of it remains."""
-        shares = self._split(messages, self._shares(messages))
-        return [reply for replies in self._ask_all("rehearse", shares).values() for reply in replies]
-
     def open_step(self, messages: Sequence[Message]) -> "SpreadStep | None":
         """The layer-wise step that these messages begin, if all of their nodes can take it without messages."""
         shares = self._shares(messages)

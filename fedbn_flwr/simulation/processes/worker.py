@@ -122,7 +122,7 @@ class Service:
     """What a worker can be asked for: its methods named in `REQUESTS`, with one payload each."""
 
     REQUESTS: ClassVar[frozenset[str]] = frozenset(
-        {"open", "deliver", "context", "rehearse", "open_step", "advance", "replies", "abandon"}
+        {"open", "deliver", "context", "open_step", "advance", "replies", "abandon"}
     )
 
     def __init__(self) -> None:
@@ -143,11 +143,6 @@ class Service:
         """A node's context as it is now."""
         context: Context = self.grid.context(node)  # type: ignore[attr-defined]
         return context
-
-    def rehearse(self, messages: list[Message]) -> list[Message]:
-        """Answer messages to find out how long it takes; nothing of it remains."""
-        replies: list[Message] = self.grid.rehearse(messages)  # type: ignore[attr-defined]
-        return replies
 
     def open_step(self, messages: list[Message]) -> Any:
         """Begin a layer-wise step of this worker's nodes; who they are, None if they cannot take it together."""

@@ -15,13 +15,12 @@ from fedbn_flwr.client import BNClient, Reply, layerwise_mode
 from fedbn_flwr.client.layerwise_step import Foreseeing, Replicas
 from fedbn_flwr.client.rules import rules_for
 from fedbn_flwr.clientapp import BNClientApp, pack
-from fedbn_flwr.layerwise import Exchange, own_thread
+from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.simulation.prepared import Job, StagedGrid
 from fedbn_flwr.simulation.sequential import Config, identify
 from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.simulation.stacked.layerwise_step import CohortStep, Speaker, StackedStep
 from fedbn_flwr.simulation.stacked.memory_budget import clients_that_fit, worth_stacking
-from fedbn_flwr.simulation.stacked.thread_pool import Crew
 from fedbn_flwr.simulation.stacked.timing import (
     STACKED,
     STACKED_LAST,
@@ -92,7 +91,6 @@ class CohortGrid(StagedGrid):
             raise ValueError(f"unknown way {way!r}; known: auto, {', '.join(WAYS)}")
         self.way, self._given_chunk, self._expected_steps = way, chunk, expected_steps
         self._num_nodes = num_nodes
-        self._crew: Crew | None = None
         self._kept = kept or Kept()
         #: what was chosen for each model and size of batch
         self.choices: dict[Hashable, Choice] = {}
@@ -115,8 +113,7 @@ class CohortGrid(StagedGrid):
         if len(messages) > IN_THE_MIDDLE * self._fitting(jobs[0]):
             self._say(f"a layer-wise step of all {len(messages)} takes more memory than there is")
             return None
-        make_thread = self._crew.task if self._crew else own_thread
-        steps = [StackedStep([job.place for job in chunk], self._step_of(chunk), make_thread) for chunk in jobs]
+        steps = [StackedStep([job.place for job in chunk], self._step_of(chunk)) for chunk in jobs]
         every = {job.place: job for chunk in jobs for job in chunk}
         clients = [every[place].client for place in range(len(messages))]
         obeyed = jobs[0][0].instruction.binding_keys()
@@ -152,51 +149,29 @@ class CohortGrid(StagedGrid):
             identify(message)
         return messages
 
-    def rehearse(self, messages: Sequence[Message]) -> list[Message]:
-        """Replies to training messages, in the way that is used; of this, nothing remains."""
-        self._spill, known = SpillBuffer(), super()._knows_clients()
-        return list(self._train(dict(enumerate(messages)), rehearsal=True).values()) if known else []
-
-    @property
-    def threads(self) -> int:
-        """Torch's while clients train; 0: as many as there are elsewhere."""
-        return self._crew.threads if self._crew else 0
-
-    @threads.setter
-    def threads(self, number: int) -> None:
-        if self._crew:
-            self._crew.close()
-        self._crew = Crew(number) if number else None
-
     @property
     def choice(self) -> dict[str, str | int | float]:
         """How clients train, for whoever reports it."""
         ways = {found.way for found in self.choices.values()} if self.way == "auto" else {self.way}
         compiling = sum(found.compile_seconds for found in self.choices.values())
-        threads = self.threads or torch.get_num_threads()
+        threads = torch.get_num_threads()
         return {"how": ", ".join(sorted(ways)), "workers": 1, "threads": threads, "compile-seconds": compiling}
 
-    @property
-    def untouched(self) -> bool:
-        """Whether no node has stored anything yet."""
-        return not any(context.state for context in self._contexts.values())
-
-    def _train(self, messages: dict[int, Message], rehearsal: bool = False) -> dict[int, Message]:
+    def _train(self, messages: dict[int, Message]) -> dict[int, Message]:
         answers: dict[int, Message] = {}
         for jobs in self._alike(messages):
-            train = partial(self._train_alike, jobs, self._way(jobs), not rehearsal)
-            answers |= self._crew.run(train) if self._crew else train()
+            answers |= self._train_alike(jobs, self._way(jobs))
         return answers
 
-    def _train_alike(self, jobs: list[Job], way: str, keep: bool) -> dict[int, Message]:
+    def _train_alike(self, jobs: list[Job], way: str) -> dict[int, Message]:
         answers: dict[int, Message] = {}
         if way in (STACKED, STACKED_LAST):
             for chunk in self._in_chunks(jobs):
-                answers |= self._together(chunk, way == STACKED_LAST, keep)
+                answers |= self._together(chunk, way == STACKED_LAST)
             return answers
         for job in jobs:
             self._variants.prepare(job.client, way)
-        return self._in_turn(jobs, keep)
+        return self._in_turn(jobs)
 
     def _way(self, jobs: Sequence[Job]) -> str:
         """How these are done: as was asked for, or as is the fastest."""
@@ -284,7 +259,7 @@ class CohortGrid(StagedGrid):
             self._say("the ClientApp was not made by `client_app`")
         return known
 
-    def _together(self, jobs: Sequence[Job], channels_last: bool, keep: bool) -> dict[int, Message]:
+    def _together(self, jobs: Sequence[Job], channels_last: bool) -> dict[int, Message]:
         """The answers; none if the clients must train one after another."""
         client, instruction = jobs[0].client, jobs[0].instruction
         attempt = _attempt(jobs[0])
@@ -299,7 +274,7 @@ class CohortGrid(StagedGrid):
             return {}
         packed = (pack(reply, job.message, copy=False) for job, reply in zip(jobs, replies, strict=True))
         answers = {job.place: self._spill.store(message) for job, message in zip(jobs, packed, strict=True)}
-        for job in jobs if keep else ():
+        for job in jobs:
             self._keep(job.node, job.context)
         return answers
 

@@ -8,7 +8,7 @@ from flwr.app import Message
 from fedbn_flwr import wire
 from fedbn_flwr.client import Metrics, Reply
 from fedbn_flwr.client.layerwise_step import say
-from fedbn_flwr.layerwise import Answer, Done, Exchange, MakeThread, OrderError, Request, SuspendedStep
+from fedbn_flwr.layerwise import Answer, Done, Exchange, OrderError, Request, SuspendedStep
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,6 @@ class CohortStep:
 class StackedStep(SuspendedStep[list[Reply]]):
     """The part of stacked clients, at these places of the push."""
 
-    def __init__(
-        self, places: Sequence[int], train: Callable[[Exchange], list[Reply]], make_thread: MakeThread
-    ) -> None:
+    def __init__(self, places: Sequence[int], train: Callable[[Exchange], list[Reply]]) -> None:
         self.places = places
-        super().__init__(train, seed=0, make_thread=make_thread)
+        super().__init__(train, seed=0)
