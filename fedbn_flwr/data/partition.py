@@ -48,24 +48,36 @@ class Request:
             raise ValueError(f"expected a whole number of at least 1, not {text!r}")
         return int(text)
 
+    def alpha(self) -> float:
+        """Return the first argument, the concentration of a Dirichlet distribution."""
+        try:
+            alpha = float(self.arguments[0])
+        except (ValueError, IndexError):
+            alpha = 0.0
+        if not 0 < alpha < float("inf"):
+            raise ValueError("ALPHA must be a number above 0")
+        return alpha
+
 
 def _iid(request: Request) -> list[Rows]:
     return partition_rows.evenly(request.samples, request.clients)
 
 
 def _dirichlet(request: Request) -> list[Rows]:
-    try:
-        alpha = float(request.arguments[0])
-    except (ValueError, IndexError):
-        alpha = 0.0
-    if not 0 < alpha < float("inf"):
-        raise ValueError("ALPHA must be a number above 0")
+    alpha = request.alpha()
     fewest = request.number(1, DIRICHLET_MINIMUM)
     if fewest * request.clients > request.samples:
         raise ValueError(f"{request.samples} samples cannot give {request.clients} clients {fewest} each")
     from fedbn_flwr.data.flower_partitioners import dirichlet
 
     return dirichlet(request.labels, request.clients, alpha, fewest, derive(request.seed, "partition", "dirichlet"))
+
+
+def _label_mixes(request: Request) -> list[Rows]:
+    generator = numpy_generator(request.seed, "partition", "label mixes")
+    return partition_rows.label_mixes(
+        request.labels, request.clients, request.data.num_classes, request.alpha(), generator
+    )
 
 
 def _classes(request: Request) -> list[Rows]:
@@ -123,6 +135,7 @@ class Kind:
 PARTITIONS: dict[str, Kind] = {
     "iid": Kind("iid", _iid),
     "dirichlet": Kind("dirichlet:ALPHA[:FEWEST-SAMPLES]", _dirichlet),
+    "label-mix": Kind("label-mix:ALPHA", _label_mixes),
     "classes": Kind("classes:PER-CLIENT", _classes),
     "shards": Kind("shards:PER-CLIENT", _shards),
     "shards-unbalanced": Kind("shards-unbalanced", _shards_unbalanced),

@@ -2,7 +2,9 @@
 
 import sys
 import warnings
+from collections import Counter
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedbn_flwr.data import PARTITIONS, Data, Split, describe, load, partition
-from fedbn_flwr.data.partition_functions import evenly, rotating_classes, shards, unbalanced
+from fedbn_flwr.data.partition_functions import evenly, label_mixes, rotating_classes, shards, unbalanced
 
 
 @cache
@@ -46,7 +48,7 @@ def assert_disjoint(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     return together
 
 
-COMPLETE = ["iid", "dirichlet:0.5", "dirichlet:10:1", "classes:3", "classes:10", "shards:1", "shards:2"]
+COMPLETE = ["iid", "dirichlet:0.5", "dirichlet:10:1", "label-mix:1", "classes:3", "classes:10", "shards:1", "shards:2"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -60,7 +62,14 @@ def test_every_sample_has_exactly_one_client(spec: str, clients: int, seed: int,
     assert all(np.array_equal(one, other) for one, other in zip(parts, again, strict=True))
 
 
-RANDOM = [("iid", 4), ("dirichlet:0.5", 4), ("classes:5", 4), ("shards:2", 4), ("shards-unbalanced", 4)]
+RANDOM = [
+    ("iid", 4),
+    ("dirichlet:0.5", 4),
+    ("label-mix:1", 4),
+    ("classes:5", 4),
+    ("shards:2", 4),
+    ("shards-unbalanced", 4),
+]
 
 
 @pytest.mark.parametrize(("spec", "clients"), [*RANDOM, ("domain:2", 8)])
@@ -98,6 +107,75 @@ def test_dirichlet_keeps_to_the_fewest_samples_without_a_warning() -> None:
         assert min(map(len, partition("dirichlet:0.5:40", labelled(1000), 10, 3))) >= 40
         assert min(map(len, partition("dirichlet:0.1", labelled(1000), 10, 3))) >= 2
 
+
+# ---- label mixes -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.data())
+def test_clients_with_label_mixes_share_all_rows_equally(class_sizes: list[int], draw: st.DataObject) -> None:
+    count = sum(class_sizes)
+    clients = draw.draw(st.integers(1, max(count, 1)))
+    alpha, seed = draw.draw(st.sampled_from([1e-9, 0.1, 1.0, 50.0, 1e9])), draw.draw(st.integers(0, 99))
+    labels = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(class_sizes)), class_sizes))
+    parts = label_mixes(labels, clients, len(class_sizes), alpha, np.random.default_rng(seed))
+    assert sorted(np.concatenate(parts).tolist()) == list(range(count))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("alpha", [0.5, 3.0])
+def test_a_label_mix_has_the_moments_of_a_dirichlet_draw(alpha: float) -> None:
+    """Of Dirichlet(alpha p): mean p, variance p (1 - p) / (alpha + 1); no class can run out for the first client."""
+    shares, draws = np.array([0.5, 0.3, 0.2]), 1000
+    labels = np.repeat(np.arange(3), (shares * 1000).astype(int))
+    mixes = np.stack(
+        [
+            np.bincount(labels[label_mixes(labels, 10, 3, alpha, np.random.default_rng(seed))[0]], minlength=3) / 100
+            for seed in range(draws)
+        ]
+    )
+    variance = shares * (1 - shares) / (alpha + 1)
+    assert (np.abs(mixes.mean(0) - shares) < 4 * np.sqrt(variance / draws)).all()
+    np.testing.assert_allclose(mixes.var(0), variance, rtol=0.15)
+
+
+def test_large_alpha_gives_every_client_the_label_mix_of_all_data() -> None:
+    data = labelled(600)
+    counts = class_counts(partition("label-mix:1e15", data, 6, 0), data)
+    assert (counts == 10).all()
+
+
+def test_small_alpha_gives_every_client_one_class() -> None:
+    """As 20 clients of 30 samples can have, where each of the 10 classes has 60."""
+    data = labelled(600)
+    for seed in range(5):
+        counts = class_counts(partition("label-mix:1e-9", data, 20, seed), data)
+        assert (counts.max(axis=1) == 30).all()
+
+
+def test_a_class_that_runs_out_is_made_up_for_by_the_others_in_proportion() -> None:
+    """Three clients of 10 rows, of 2, 12 and 16 in the classes, and the mix (0.6, 0.32, 0.08), by hand.
+
+    The first client would have 6, 3 and 1, but class 0 has 2: the 4 missing are shared out as 0.32 to 0.08, 3 and 1.
+    The second draws a mix of what is left, 6 and 14: it would have 8 and 2, gets 6 and 2, and 2 more of class 2.
+    """
+    mixes = {3: [0.6, 0.32, 0.08], 2: [0.8, 0.2], 1: [1.0]}
+    asked: list[list[float]] = []
+
+    class FixedMixes:
+        def dirichlet(self, concentrations: NDArray[np.float64]) -> NDArray[np.float64]:
+            asked.append(concentrations.tolist())
+            return np.array(mixes[len(concentrations)])
+
+    labels = np.repeat(np.arange(3), [2, 12, 16])
+    parts = label_mixes(labels, 3, 3, 7.5, FixedMixes())  # type: ignore[arg-type]
+    assert [np.bincount(labels[part], minlength=3).tolist() for part in parts] == [[2, 6, 2], [0, 6, 4], [0, 0, 10]]
+    # alpha p, of the classes that have rows left
+    assert [pytest.approx(concentrations) for concentrations in asked] == [[0.5, 3.0, 4.0], [3.0, 4.0], [4.0]]
+
+
+# ---- classes ---------------------------------------------------------------------------------------------------------
 
 # Appendix D of FedTAN, word for word: the share of every class among the samples of each client
 APPENDIX_D = {
@@ -247,8 +325,45 @@ def test_fedbs_unbalanced_shards_of_50_with_1_to_30_each(samples: int, shards: i
     assert sum(held) == shards
     assert min(held) >= 1
     assert max(held) <= 30
-    assert len(set(held)) > 10
+    assert len(set(held)) > 20
     assert len(assert_disjoint(parts)) == samples
+
+
+def ways(clients: int, most: int) -> list[int]:
+    """In how many ways each number of shards can be dealt to clients with 1 to `most` each."""
+    numbers = [1]
+    for _ in range(clients):
+        longer = [0] * (len(numbers) + most)
+        for dealt, count in enumerate(numbers):
+            for more in range(1, most + 1):
+                longer[dealt + more] += count
+        numbers = longer
+    return numbers
+
+
+def test_all_allocations_of_fedbs_are_equally_likely() -> None:
+    """A client then has k of 1,200 shards with probability ways(99, 1200 - k) / ways(100, 1200); all of 1 to 30 occur.
+
+    Numbers of one draw hang together only in that they add up, so a count over all is narrower than a binomial one.
+    """
+    most, draws = 30, 100
+    others, everyone = ways(99, most), ways(100, most)
+    held = Counter(
+        int(count) for seed in range(draws) for count in unbalanced(100, 1200, most, np.random.default_rng(seed))
+    )
+    assert set(held) == set(range(1, most + 1))
+    for number in range(1, most + 1):
+        expected = draws * 100 * others[1200 - number] / everyone[1200]
+        assert abs(held[number] - expected) < 4 * expected**0.5
+
+
+@pytest.mark.parametrize(("clients", "total", "most"), [(3, 6, 3), (4, 7, 4), (2, 5, 3)])
+def test_small_allocations_are_equally_likely(clients: int, total: int, most: int) -> None:
+    allocations = [numbers for numbers in product(range(1, most + 1), repeat=clients) if sum(numbers) == total]
+    generator, draws = np.random.default_rng(0), 100 * len(allocations)
+    drawn = Counter(tuple(unbalanced(clients, total, most, generator).tolist()) for _ in range(draws))
+    assert set(drawn) == set(allocations)
+    assert all(abs(count - 100) < 5 * 100**0.5 for count in drawn.values())
 
 
 @settings(max_examples=60, deadline=None)
@@ -317,6 +432,9 @@ def test_union_is_everything() -> None:
         ("dirichlet:-1", 2, "ALPHA must be a number above 0"),
         ("dirichlet:nan", 2, "ALPHA must be a number above 0"),
         ("dirichlet:inf", 2, "ALPHA must be a number above 0"),
+        ("label-mix", 2, "ALPHA must be a number above 0"),
+        ("label-mix:0", 2, "ALPHA must be a number above 0"),
+        ("label-mix:1:2", 2, "unknown partition 'label-mix:1:2'"),
         ("dirichlet:1:0", 2, "expected a whole number of at least 1, not '0'"),
         ("dirichlet:1:60", 2, "100 samples cannot give 2 clients 60 each"),
         ("dirichlet:0.01", 50, "dirichlet:0.01.*dirichlet:ALPHA.*number of attempts"),
