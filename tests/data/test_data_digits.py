@@ -4,6 +4,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+import pytest
 import torch
 from sklearn.datasets import load_digits
 
@@ -26,6 +27,18 @@ def test_train_and_test_are_all_the_digits() -> None:
     ours = torch.cat([data.train.inputs, data.test.inputs]).flatten(1).numpy() * 16
     theirs = load_digits().data
     assert np.array_equal(ours[np.lexsort(ours.T)], theirs[np.lexsort(theirs.T)])
+
+
+def test_the_file_is_read_as_scikit_learn_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, labels, _ = real_digits()
+    expected, targets = load_digits(return_X_y=True)
+    assert np.array_equal(images.reshape(-1, 64), (expected / 16).astype(np.float32))
+    assert np.array_equal(labels, targets)
+    # where scikit-learn is packed otherwise, it reads the file itself
+    monkeypatch.setattr("fedbn_flwr.data.digits.find_spec", lambda _: None)
+    again, targets, _ = real_digits()
+    assert np.array_equal(again, images)
+    assert np.array_equal(targets, labels)
 
 
 def test_the_held_out_digits_are_always_the_same() -> None:

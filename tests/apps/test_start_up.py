@@ -1,0 +1,82 @@
+"""What a node imports for a message: its process is a new one each time, and imports are nearly all of its cost."""
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import Message
+
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.experiments import serve
+from fedbn_flwr.experiments.client_side import bound_client_fn
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from tests.helpers.checkout import ROOT, environment
+
+OPTIONS: dict[str, Any] = {
+    "clients": 2,
+    "model": "mlp",
+    "rounds": 2,
+    "local-steps": 2,
+    "momentum": 0.5,
+    "device": "cpu",
+    "partition": "classes:5",
+}
+METHODS = ("fedavg", "fixbn:freeze-round=1", "fedbn", "fedtan", "scaffold", "fedavg+gn")
+#: what a message may import beside Flower's own command and PyTorch: `import torch` alone takes 3 CPU seconds, each of
+#: torch._dynamo, scikit-learn and torchvision takes as long again, and matplotlib, SciPy and pandas a second or two
+ALLOWED = {"apps", "fedbn_flwr", "strategies", "safetensors"}
+#: prints the modules that were imported for the messages of a file, after what every ClientApp's process has
+CODE = """
+import json, pickle, sys
+from flwr.supernode.cli import flwr_clientapp
+import torch
+before = set(sys.modules)
+from apps.client import app
+from flwr.app import Context, RecordDict
+messages, options = pickle.load(open(sys.argv[1], "rb"))
+context = Context(1, 1, {"partition-id": 0, "num-partitions": 2}, RecordDict(), options)
+for message in messages:
+    app(message, context)
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+class Recording(InProcessGrid):
+    """Remembers what the node of partition 0 is sent, as it was sent."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(client_app(bound_client_fn(options)), 2)
+        self.sent: list[bytes] = []
+
+    def _answer_all(self, messages: Sequence[Message]) -> list[Message]:
+        first = min(self._contexts)
+        self.sent += [pickle.dumps(message) for message in messages if message.metadata.dst_node_id == first]
+        return super()._answer_all(messages)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_messages_import_nothing_that_takes_seconds(method: str, tmp_path: Path) -> None:
+    options = {**OPTIONS, "method": method, "results-dir": str(tmp_path / "results")}
+    grid = Recording(options)
+    serve(grid, options)
+    messages = [pickle.loads(sent) for sent in grid.sent]
+    assert {message.metadata.message_type.partition(".")[0] for message in messages} >= {"train"}
+    (tmp_path / "messages").write_bytes(pickle.dumps((messages, options)))
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, tmp_path / "messages"],
+        cwd=ROOT,
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    modules = json.loads(done.stdout.splitlines()[-1])
+    assert not [name for name in modules if name.startswith(("torch._dynamo", "torch._inductor"))]
+    foreign = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {"torch", "flwr", "numpy"}
+    assert {name for name in foreign if not name.startswith("_")} <= ALLOWED
