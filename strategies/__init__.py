@@ -21,7 +21,7 @@ from .fixbn import FixBN
 from .hbn import HBN
 from .heterofl import HeteroFL
 from .mtfl import MTFL
-from .registry import REGISTRY
+from .registry import REGISTRY, register_strategy
 from .scaffold import Scaffold
 from .silobn import SiloBN
 from .standalone import Standalone
@@ -52,5 +52,6 @@ __all__ = [
     "Scaffold",
     "SiloBN",
     "Standalone",
+    "register_strategy",
     "wait_for_nodes",
 ]

@@ -3,8 +3,10 @@
 from typing import Any, ClassVar
 
 from .fixbn import FixBN
+from .registry import register_strategy
 
 
+@register_strategy("centralized")
 class Centralized(FixBN):
     """One node holds the union of the data: an upper bound for the others, in the same number of steps.
 

@@ -16,9 +16,12 @@ from fedbn_flwr.server.averaging import Arrays, average
 from fedbn_flwr.server.base_strategy import BaseStrategy
 from fedbn_flwr.server.replies import NodeReply
 
+from .registry import register_strategy
+
 WEIGHTINGS = ("examples", "uniform")
 
 
+@register_strategy("fedavg")
 class FedAvg(BaseStrategy):
     r"""Federated averaging of the whole state, BN statistics included.
 

@@ -3,8 +3,10 @@
 from typing import ClassVar
 
 from .base_partial import PartialSharing
+from .registry import register_strategy
 
 
+@register_strategy("fedbn")
 class FedBN(PartialSharing):
     """BN layers stay on the client, affine parameters and statistics; everything else is averaged.
 

@@ -12,8 +12,10 @@ from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg
+from .registry import register_strategy
 
 
+@register_strategy("fedbs")
 class FedBS(FedAvg):
     """Weigh clients by their training loss until the losses agree, then weigh them equally and add a proximal term.
 

@@ -3,8 +3,10 @@
 from typing import ClassVar
 
 from .base_layerwise import Layerwise
+from .registry import register_strategy
 
 
+@register_strategy("feddna")
 class FedDNA(Layerwise):
     """BN statistics, but not their gradients, are those of all clients' mini-batches in the first local step.
 

@@ -10,8 +10,10 @@ from fedbn_flwr.server.replies import CannotTrainError, NodeReply
 from fedbn_flwr.state.records import make_record
 
 from .fedavg import FedAvg
+from .registry import register_strategy
 
 
+@register_strategy("fednorm")
 class FedNorm(FedAvg):
     """One set of BN layers a modality or domain: nodes of the same domain share BN, all nodes share the rest.
 

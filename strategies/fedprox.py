@@ -5,8 +5,10 @@ from typing import Annotated, Any
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg
+from .registry import register_strategy
 
 
+@register_strategy("fedprox")
 class FedProx(FedAvg):
     """FedAvg with a proximal term in the local objective.
 

@@ -7,10 +7,12 @@ from fedbn_flwr.server.layerwise_round import Conversation, Dialogue
 
 from .base_layerwise import Layerwise, exchanges
 from .fedtan_sweeps import _count, sweeping
+from .registry import register_strategy
 
 EXCHANGES = ("fused", "paper")
 
 
+@register_strategy("fedtan")
 class FedTAN(Layerwise):
     """BN statistics and their gradients are, in the first local step, those of all clients' mini-batches together.
 

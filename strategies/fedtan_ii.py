@@ -7,8 +7,10 @@ from fedbn_flwr.wire import Instruction
 
 from .fedtan import FedTAN
 from .fixbn import FixBN
+from .registry import register_strategy
 
 
+@register_strategy("fedtan-ii")
 class FedTANII(FedTAN, FixBN):
     """FedTAN for M rounds, then FedAvg with the statistics that it found.
 

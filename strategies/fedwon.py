@@ -6,12 +6,14 @@ from typing import Annotated, Any
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg
+from .registry import register_strategy
 
 CLIPPING = ("auto", "on", "off")
 #: the batch size from which the paper's ablation finds clipping to help
 CLIPPING_BATCH_SIZE = 32
 
 
+@register_strategy("fedwon")
 class FedWon(FedAvg):
     """No normalizer at all: convolutions with scaled weight standardization, and adaptive gradient clipping.
 

@@ -15,8 +15,10 @@ from fedbn_flwr.server.lr_schedule import moment
 from fedbn_flwr.wire import FREEZES, Instruction
 
 from .fedavg import FedAvg
+from .registry import register_strategy
 
 
+@register_strategy("fixbn")
 class FixBN(FedAvg):
     """Two stages: BN as usual up to round T, then BN with frozen statistics.
 

@@ -11,10 +11,12 @@ from fedbn_flwr.server.averaging import Arrays
 
 from .base_gathering import Gathering
 from .base_partial import PartialSharing
+from .registry import register_strategy
 
 Number = NDArray[Any]
 
 
+@register_strategy("hbn")
 class HBN(PartialSharing, Gathering):
     """Hybrid BN: train with a learned, local mix of batch and global statistics; gather the global ones apart.
 

@@ -10,10 +10,12 @@ from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.wire import Instruction
 
 from .base_gathering import Gathering
+from .registry import register_strategy
 
 STATISTICS = ("gathered", "layer-wise", "instant")
 
 
+@register_strategy("heterofl")
 class HeteroFL(Gathering):
     """BN without running statistics in training; those of the evaluation come from somewhere else.
 

@@ -3,8 +3,10 @@
 from typing import ClassVar
 
 from .base_partial import PartialSharing
+from .registry import register_strategy
 
 
+@register_strategy("mtfl")
 class MTFL(PartialSharing):
     """BN's affine parameters stay on the client; its statistics are averaged with everything else.
 

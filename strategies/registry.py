@@ -1,39 +1,30 @@
-"""Every strategy by the name it has on the command line."""
+"""Every strategy by the name that `--method` takes."""
 
-from .centralized import Centralized
-from .fedavg import FedAvg
-from .fedbn import FedBN
-from .fedbs import FedBS
-from .feddna import FedDNA
-from .fednorm import FedNorm
-from .fedprox import FedProx
-from .fedtan import FedTAN
-from .fedtan_ii import FedTANII
-from .fedwon import FedWon
-from .fixbn import FixBN
-from .hbn import HBN
-from .heterofl import HeteroFL
-from .mtfl import MTFL
-from .scaffold import Scaffold
-from .silobn import SiloBN
-from .standalone import Standalone
+from collections.abc import Callable
+from typing import TypeVar
 
-REGISTRY: dict[str, type[FedAvg]] = {
-    "fedavg": FedAvg,
-    "fedprox": FedProx,
-    "fixbn": FixBN,
-    "fedtan": FedTAN,
-    "feddna": FedDNA,
-    "fedtan-ii": FedTANII,
-    "fedbs": FedBS,
-    "fedwon": FedWon,
-    "fedbn": FedBN,
-    "silobn": SiloBN,
-    "mtfl": MTFL,
-    "fednorm": FedNorm,
-    "scaffold": Scaffold,
-    "heterofl": HeteroFL,
-    "hbn": HBN,
-    "standalone": Standalone,
-    "centralized": Centralized,
-}
+from fedbn_flwr.plugins import add
+from fedbn_flwr.server.base_strategy import BaseStrategy
+
+REGISTRY: dict[str, type[BaseStrategy]] = {}
+
+S = TypeVar("S", bound=BaseStrategy)
+
+
+def register_strategy(name: str) -> Callable[[type[S]], type[S]]:
+    """Register a strategy under the name that `--method` takes; used as a class decorator.
+
+    Keyword arguments of the constructor become options of the command, each with its help beside it:
+
+        @register_strategy("pull")
+        class Pull(FedAvg):
+            def __init__(self, *, strength: Annotated[float, "how hard clients pull"] = 0.1, **options: Any) -> None:
+
+    A name that another strategy has is a ValueError.
+    """
+
+    def register(strategy: type[S]) -> type[S]:
+        add(REGISTRY, "strategy", name, strategy)
+        return strategy
+
+    return register

@@ -12,8 +12,10 @@ from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg
+from .registry import register_strategy
 
 
+@register_strategy("scaffold")
 class Scaffold(FedAvg):
     """FedAvg with control variates that correct the drift of local gradients.
 

@@ -3,8 +3,10 @@
 from typing import ClassVar
 
 from .base_partial import PartialSharing
+from .registry import register_strategy
 
 
+@register_strategy("silobn")
 class SiloBN(PartialSharing):
     """BN statistics stay on the client; affine parameters are averaged with everything else.
 

@@ -12,6 +12,7 @@ from tests.helpers.checkout import ROOT
 
 #: the rooms, from the lowest floor to the highest; rooms on one floor do not know each other
 FLOORS = (
+    ("fedbn_flwr.plugins",),  # below the first floor: how every room registers what users add
     ("fedbn_flwr.norm", "fedbn_flwr.randomness"),
     ("fedbn_flwr.layerwise", "fedbn_flwr.state", "fedbn_flwr.models", "fedbn_flwr.data"),
     ("fedbn_flwr.wire", "fedbn_flwr.diagnosis"),

@@ -5,8 +5,8 @@ array of indices a client.
 """
 
 from fedbn_flwr.data.augmentation import AUGMENTATIONS, augment, parse_augmentation
-from fedbn_flwr.data.loading import DATASETS, load
-from fedbn_flwr.data.partition import PARTITIONS, describe, partition
+from fedbn_flwr.data.loading import DATASETS, DatasetRequest, load, register_dataset
+from fedbn_flwr.data.partition import PARTITIONS, PartitionRequest, describe, partition, register_partition
 from fedbn_flwr.data.splits import Data, Split
 
 __all__ = [
@@ -14,10 +14,14 @@ __all__ = [
     "DATASETS",
     "PARTITIONS",
     "Data",
+    "DatasetRequest",
+    "PartitionRequest",
     "Split",
     "augment",
     "describe",
     "load",
     "parse_augmentation",
     "partition",
+    "register_dataset",
+    "register_partition",
 ]

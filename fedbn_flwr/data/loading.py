@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from threading import RLock
+from typing import TypeVar
 
 from fedbn_flwr.data.digits import digits
 from fedbn_flwr.data.domains import digits_domains
 from fedbn_flwr.data.files import TORCHVISION, from_folder, from_torchvision
 from fedbn_flwr.data.splits import Data
 from fedbn_flwr.data.synthetic import synthetic
+from fedbn_flwr.plugins import add
 
 #: where data sets in files are looked for, unless `load` is told
 ROOT_VARIABLE, DEFAULT_ROOT = "FEDBN_FLWR_DATA", "~/.cache/fedbn-flwr"
@@ -22,7 +24,7 @@ _loading = RLock()
 
 
 @dataclass(frozen=True)
-class Request:
+class DatasetRequest:
     """A spec `name[:argument]`, taken apart, and where and how to read."""
 
     name: str
@@ -44,38 +46,61 @@ class Request:
         return values
 
 
-def _digits(request: Request) -> Data:
+#: reads a data set
+Read = Callable[[DatasetRequest], Data]
+DATASETS: dict[str, Read] = {}
+
+R = TypeVar("R", bound=Read)
+
+
+def register_dataset(name: str) -> Callable[[R], R]:
+    """Register a function that reads a data set, under the name that `--dataset` takes; used as a decorator.
+
+        @register_dataset("my-images")
+        def my_images(request: DatasetRequest) -> Data:
+            return Data("my-images", train, test, num_classes=10)
+
+    It is called once a process for each spec. A name that another data set has is a ValueError.
+    """
+
+    def register(read: R) -> R:
+        add(DATASETS, "data set", name, read)
+        return read
+
+    return register
+
+
+@register_dataset("digits")
+def _digits(request: DatasetRequest) -> Data:
     request.options()
     return digits()
 
 
-def _digits_domains(request: Request) -> Data:
+@register_dataset("digits-domains")
+def _digits_domains(request: DatasetRequest) -> Data:
     request.options()
     return digits_domains()
 
 
-def _synthetic(request: Request) -> Data:
+@register_dataset("synthetic")
+def _synthetic(request: DatasetRequest) -> Data:
     return synthetic(**request.options(n=10_000, test=1_000, classes=10, size=8, channels=3, seed=0))
 
 
-def _torchvision(request: Request) -> Data:
+def _torchvision(request: DatasetRequest) -> Data:
     request.options()
     return from_torchvision(request.name, request.root)
 
 
-def _folder(request: Request) -> Data:
+for _name in TORCHVISION:
+    register_dataset(_name)(_torchvision)
+
+
+@register_dataset("folder")
+def _folder(request: DatasetRequest) -> Data:
     if not request.argument:
         raise ValueError("folder: needs a path, as in folder:/data/images")
     return from_folder(Path(request.argument).expanduser(), request.image_size)
-
-
-DATASETS: dict[str, Callable[[Request], Data]] = {
-    "digits": _digits,
-    "digits-domains": _digits_domains,
-    "synthetic": _synthetic,
-    "folder": _folder,
-    **dict.fromkeys(TORCHVISION, _torchvision),
-}
 
 
 def load(spec: str, *, image_size: int | None = None, root: str | Path | None = None) -> Data:
@@ -88,20 +113,20 @@ def load(spec: str, *, image_size: int | None = None, root: str | Path | None = 
     if image_size is not None and image_size < 1:
         raise ValueError(f"the image size must be at least 1, not {image_size}")
     with _loading:  # clients in threads of one process wait for the first of them
-        return _load(spec, image_size, folder)
+        return _load(spec, DATASETS.get(spec.partition(":")[0], _call), image_size, folder)
 
 
 @cache
-def _load(spec: str, image_size: int | None, root: Path) -> Data:
+def _load(spec: str, read: Read, image_size: int | None, root: Path) -> Data:
     name, _, argument = spec.partition(":")
-    request = Request(name, argument, image_size, root)
-    data = DATASETS[name](request) if name in DATASETS else _call(request)
+    request = DatasetRequest(name, argument, image_size, root)
+    data = read(request)
     if image_size not in (None, data.image_size):
         data = data.resized(image_size)
     return data if data.train.mean else data.standardized()
 
 
-def _call(request: Request) -> Data:
+def _call(request: DatasetRequest) -> Data:
     """The data that a function of the user's own returns."""
     if not (request.argument.isidentifier() and all(part.isidentifier() for part in request.name.split("."))):
         raise _unknown(request)
@@ -122,6 +147,6 @@ def _call(request: Request) -> Data:
     return data
 
 
-def _unknown(request: Request) -> ValueError:
+def _unknown(request: DatasetRequest) -> ValueError:
     spec = f"{request.name}:{request.argument}" if request.argument else request.name
     return ValueError(f"unknown data set {spec!r}; there are: {', '.join(DATASETS)}, or package.module:function")

@@ -1,10 +1,11 @@
 """The kinds of partition, by name: how each spec is written, and how it shares out the rows."""
 
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from fedbn_flwr.data import partition_functions as partition_rows
 from fedbn_flwr.data.partition_functions import Rows
 from fedbn_flwr.data.splits import Data
+from fedbn_flwr.plugins import add
 from fedbn_flwr.randomness import derive, numpy_generator
 
 #: FedBS's unbalanced case: the samples of a shard, and the most shards that a client gets
@@ -21,10 +23,10 @@ DIRICHLET_MINIMUM = 2
 
 
 @dataclass(frozen=True)
-class Request:
+class PartitionRequest:
     """The arguments of a spec `name[:argument[:argument]]`, and what to partition among how many clients."""
 
-    arguments: list[str]
+    arguments: Sequence[str]
     data: Data
     clients: int
     seed: int
@@ -59,11 +61,51 @@ class Request:
         return alpha
 
 
-def _iid(request: Request) -> list[Rows]:
+#: shares out the rows: for every client the numbers of its rows
+Share = Callable[[PartitionRequest], list[Rows]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of partition: how its spec is written, and the function that shares out the rows."""
+
+    form: str
+    share: Share
+
+
+PARTITIONS: dict[str, Kind] = {}
+
+S = TypeVar("S", bound=Share)
+
+
+def register_partition(form: str) -> Callable[[S], S]:
+    """Register a function that shares out training samples; used as a decorator.
+
+    `form` is how `--partition` is written: a name, and arguments in capitals.
+
+        @register_partition("halves:FIRST")
+        def halves(request: PartitionRequest) -> list[NDArray[np.int64]]:
+            return [rows for rows in np.split(np.arange(request.samples), [request.number(0)])]
+
+    The function returns each client's rows; row i is the sample `request.order[i]`, in an order shuffled by the seed. A
+    name that another partition has is a ValueError.
+    """
+
+    def register(share: S) -> S:
+        name = re.split(r"[:\[]", form)[0]
+        add(PARTITIONS, "partition", name, Kind(form, share), source=lambda kind: kind.share)
+        return share
+
+    return register
+
+
+@register_partition("iid")
+def _iid(request: PartitionRequest) -> list[Rows]:
     return partition_rows.evenly(request.samples, request.clients)
 
 
-def _dirichlet(request: Request) -> list[Rows]:
+@register_partition("dirichlet:ALPHA[:FEWEST-SAMPLES]")
+def _dirichlet(request: PartitionRequest) -> list[Rows]:
     alpha = request.alpha()
     fewest = request.number(1, DIRICHLET_MINIMUM)
     if fewest * request.clients > request.samples:
@@ -73,38 +115,43 @@ def _dirichlet(request: Request) -> list[Rows]:
     return dirichlet(request.labels, request.clients, alpha, fewest, derive(request.seed, "partition", "dirichlet"))
 
 
-def _label_mixes(request: Request) -> list[Rows]:
+@register_partition("label-mix:ALPHA")
+def _label_mixes(request: PartitionRequest) -> list[Rows]:
     generator = numpy_generator(request.seed, "partition", "label mixes")
     return partition_rows.label_mixes(
         request.labels, request.clients, request.data.num_classes, request.alpha(), generator
     )
 
 
-def _classes(request: Request) -> list[Rows]:
+@register_partition("classes:PER-CLIENT")
+def _classes(request: PartitionRequest) -> list[Rows]:
     each, classes = request.number(0), request.data.num_classes
     if each > classes:
         raise ValueError(f"{request.data.name} has only {classes} classes")
     return partition_rows.rotating_classes(request.labels, request.clients, classes, each)
 
 
-def _shards(request: Request) -> list[Rows]:
+@register_partition("shards:PER-CLIENT")
+def _shards(request: PartitionRequest) -> list[Rows]:
     each = request.number(0)
     if each * request.clients > request.samples:
         raise ValueError(f"{request.samples} samples cannot fill {each * request.clients} shards")
     return _dealt(request, np.full(request.clients, each))
 
 
-def _shards_unbalanced(request: Request) -> list[Rows]:
+@register_partition("shards-unbalanced")
+def _shards_unbalanced(request: PartitionRequest) -> list[Rows]:
     shards = -(-request.samples // SHARD_SIZE)
     generator = numpy_generator(request.seed, "partition", "shards of each")
     return _dealt(request, partition_rows.unbalanced(request.clients, shards, MOST_SHARDS, generator))
 
 
-def _dealt(request: Request, counts: NDArray[np.int64]) -> list[Rows]:
+def _dealt(request: PartitionRequest, counts: NDArray[np.int64]) -> list[Rows]:
     return partition_rows.shards(request.labels, counts, derive(request.seed, "partition", "shards"))
 
 
-def _domain(request: Request) -> list[Rows]:
+@register_partition("domain[:CLIENTS-PER-DOMAIN[:SPLITS]]")
+def _domain(request: PartitionRequest) -> list[Rows]:
     column, domains = request.data.train.domains, len(request.data.domain_names)
     if column is None:
         raise ValueError(f"{request.data.name} has no domains")
@@ -118,30 +165,11 @@ def _domain(request: Request) -> list[Rows]:
     return partition_rows.domain_parts(column.numpy(force=True)[request.order], domains, each, splits)
 
 
-def _union(request: Request) -> list[Rows]:
+@register_partition("union")
+def _union(request: PartitionRequest) -> list[Rows]:
     if request.clients != 1:
         raise ValueError(f"1 client holds everything, not {request.clients}")
     return partition_rows.evenly(request.samples, 1)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of partition: how its spec is written, and what shares out the rows."""
-
-    form: str
-    share: Callable[[Request], list[Rows]]
-
-
-PARTITIONS: dict[str, Kind] = {
-    "iid": Kind("iid", _iid),
-    "dirichlet": Kind("dirichlet:ALPHA[:FEWEST-SAMPLES]", _dirichlet),
-    "label-mix": Kind("label-mix:ALPHA", _label_mixes),
-    "classes": Kind("classes:PER-CLIENT", _classes),
-    "shards": Kind("shards:PER-CLIENT", _shards),
-    "shards-unbalanced": Kind("shards-unbalanced", _shards_unbalanced),
-    "domain": Kind("domain[:CLIENTS-PER-DOMAIN[:SPLITS]]", _domain),
-    "union": Kind("union", _union),
-}
 
 
 Indices = NDArray[np.int64]
@@ -155,7 +183,8 @@ def partition(spec: str, data: Data, clients: int, seed: int) -> list[Indices]:
     Without SPLITS a domain is cut into as many parts as it has clients. What cannot be done as asked is a
     ValueError.
     """
-    return _partition(spec, data, clients, seed)
+    kind, arguments = _parse(spec)
+    return _partition(spec, kind, tuple(arguments), data, clients, seed)
 
 
 def describe(partition: list[Indices], data: Data) -> list[dict[str, Any]]:
@@ -172,17 +201,26 @@ def describe(partition: list[Indices], data: Data) -> list[dict[str, Any]]:
 
 
 @lru_cache(maxsize=16)
-def _partition(spec: str, data: Data, clients: int, seed: int) -> list[Indices]:
-    kind, arguments = _parse(spec)
+def _partition(spec: str, kind: Kind, arguments: tuple[str, ...], data: Data, clients: int, seed: int) -> list[Indices]:
     if not 1 <= clients <= len(data.train):
         raise ValueError(f"partition {spec!r}: {clients} clients cannot share {len(data.train)} samples")
     try:
         indices = _share(kind, arguments, data, clients, seed)
     except ValueError as error:
         raise ValueError(f"partition {spec!r} ({kind.form}): {error}") from error
+    _check_share(spec, indices, clients)
     if empty := [str(client) for client, own in enumerate(indices) if len(own) == 0]:
         raise ValueError(f"partition {spec!r}: no sample for client {', '.join(empty)}")
     return indices
+
+
+def _check_share(spec: str, indices: list[Indices], clients: int) -> None:
+    """Refuse what a partition of a user's own may return by mistake."""
+    if len(indices) != clients:
+        raise ValueError(f"partition {spec!r} has samples for {len(indices)} clients, not for {clients}")
+    samples = np.sort(np.concatenate(indices))
+    if len(twice := samples[:-1][samples[1:] == samples[:-1]]):
+        raise ValueError(f"partition {spec!r} gives sample {twice[0]} to two clients")
 
 
 def _parse(spec: str) -> tuple[Kind, list[str]]:
@@ -194,13 +232,13 @@ def _parse(spec: str) -> tuple[Kind, list[str]]:
     return kind, arguments
 
 
-def _share(kind: Kind, arguments: list[str], data: Data, clients: int, seed: int) -> list[Indices]:
+def _share(kind: Kind, arguments: Sequence[str], data: Data, clients: int, seed: int) -> list[Indices]:
     """Share out the samples in an order shuffled by the seed."""
     order = numpy_generator(seed, "partition", "order").permutation(len(data.train))
     with warnings.catch_warnings():
         # DirichletPartitioner warns of every draw that it repeats, which is how it keeps to its minimum
         warnings.filterwarnings("ignore", message="The specified min_partition_size")
-        return [np.sort(order[rows]) for rows in kind.share(Request(arguments, data, clients, seed, order))]
+        return [np.sort(order[rows]) for rows in kind.share(PartitionRequest(arguments, data, clients, seed, order))]
 
 
 def _counts(values: Indices) -> dict[int, int]:

@@ -8,7 +8,7 @@ from fedbn_flwr.experiments.config import Config, UsageError, Value, convert
 from fedbn_flwr.experiments.norm_options import add_norm_options
 from fedbn_flwr.experiments.strategy_options import all_options, own_options
 from fedbn_flwr.norm import NORMS
-from fedbn_flwr.strategies import REGISTRY, FedAvg
+from fedbn_flwr.strategies import REGISTRY, BaseStrategy
 from fedbn_flwr.wire import wire_key
 
 #: seconds to wait for nodes to connect: starting a process can take a minute on a busy machine
@@ -27,11 +27,11 @@ class Experiment:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def strategy_class(self) -> type[FedAvg]:
+    def strategy_class(self) -> type[BaseStrategy]:
         """The strategy behind the name."""
         return REGISTRY[self.strategy]
 
-    def make_strategy(self, nodes: int) -> FedAvg:
+    def make_strategy(self, nodes: int) -> BaseStrategy:
         """The strategy for a federation of so many nodes."""
         config, personal = self.config, self.strategy_class.personal
         evaluating = 1.0 if personal else config.fraction_evaluate
@@ -57,7 +57,7 @@ class Experiment:
         return {**self.config.to_mapping(), **{wire_key(name): value for name, value in self.options.items()}}
 
 
-def _diagnostics(strategy: type[FedAvg]) -> dict[str, bool]:
+def _diagnostics(strategy: type[BaseStrategy]) -> dict[str, bool]:
     """Experiments report every accuracy, also that of the mean of what nodes keep, which takes sending it."""
     return {"mean_personal": True} if strategy.personal and "mean-personal" in own_options(strategy) else {}
 
@@ -126,7 +126,7 @@ def _rejoined(items: list[str]) -> list[str]:
     return joined
 
 
-def _with_norm(config: Config, strategy: type[FedAvg], options: Mapping[str, Value], norm: str | None) -> Config:
+def _with_norm(config: Config, strategy: type[BaseStrategy], options: Mapping[str, Value], norm: str | None) -> Config:
     own = strategy.own_norm(options)
     if own is not None:
         if norm not in (None, own[0]):

@@ -1,5 +1,12 @@
 """The networks of the papers, and building any model by name."""
 
-from fedbn_flwr.models.registry import MODELS, Entry, build
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = ["MODELS", "Entry", "build"]
+from fedbn_flwr.models.registry import MODELS, Entry, build, register_model
+
+__all__ = ["MODELS", "Entry", "build", "register_model"]
+
+# every file of this folder that has a model registers it when it is imported
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

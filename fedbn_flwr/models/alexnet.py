@@ -3,8 +3,10 @@
 from torch import nn
 
 from fedbn_flwr.models.blocks import conv_bn_relu, linear_bn_relu
+from fedbn_flwr.models.registry import register_model
 
 
+@register_model("alexnet-bn", smallest=63)
 def alexnet_bn(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """AlexNet with BN and no dropout (Li et al., "FedBN", 2021, appendix D), for images of 63 and more."""
     del image_size  # the adaptive pool takes any that the convolutions leave something of

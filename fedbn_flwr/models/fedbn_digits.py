@@ -3,8 +3,10 @@
 from torch import nn
 
 from fedbn_flwr.models.blocks import conv_bn_relu, linear_bn_relu
+from fedbn_flwr.models.registry import register_model
 
 
+@register_model("digits-cnn", smallest=28, largest=28)
 def digits_cnn(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """Three convolutions and three linear layers, BN after all but the last (Li et al., "FedBN", 2021).
 

@@ -3,8 +3,10 @@
 from torch import nn
 
 from fedbn_flwr.models.blocks import conv_bn_relu
+from fedbn_flwr.models.registry import register_model
 
 
+@register_model("fedbs-mnist-cnn", smallest=28, largest=28)
 def fedbs_mnist_cnn(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """Two padded 5x5 convolutions of 16 and 32 channels, each pooled, and a linear layer of 1,568 inputs."""
     del image_size  # 28: two pools leave 7 x 7 positions of 32 channels
@@ -18,6 +20,7 @@ def fedbs_mnist_cnn(num_classes: int, in_channels: int, image_size: int) -> nn.M
     )
 
 
+@register_model("fedbs-cifar-cnn", smallest=32, largest=32)
 def fedbs_cifar_cnn(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """Convolutions of 100, 150, 250 and 500 channels, and linear layers of 4,500, 270 and 150 inputs.
 

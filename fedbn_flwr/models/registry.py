@@ -1,51 +1,59 @@
-"""The models by name, and building one: same seed, same weights."""
+"""Every model by the name that `--model` takes, and building one: same seed, same weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from fedbn_flwr import norm as norms
-from fedbn_flwr.models.alexnet import alexnet_bn
 from fedbn_flwr.models.custom import custom_model
-from fedbn_flwr.models.fedbn_digits import digits_cnn
-from fedbn_flwr.models.fedbs import fedbs_cifar_cnn, fedbs_mnist_cnn
 from fedbn_flwr.models.load_weights import load_weights
-from fedbn_flwr.models.mobilenet import mobilenetv2
-from fedbn_flwr.models.resnet import resnet18, resnet20
-from fedbn_flwr.models.small import lenet, mlp, small_cnn
+from fedbn_flwr.plugins import add
 from fedbn_flwr.randomness import derive
+
+#: makes a model from the number of classes, the number of channels and the side of the images
+Make = Callable[[int, int, int], nn.Module]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A model of the registry: what makes it, and the square images that it can take."""
+    """A registered model: the function that makes it, and the square images that it can take."""
 
-    make: Callable[[int, int, int], nn.Module]  # number of classes, channels, image size
+    make: Make
     smallest: int
     largest: int | None = None
 
     def sizes(self) -> str:
-        """The sizes in words."""
+        """Return the sizes in words."""
         if self.largest is None:
             return f"of {self.smallest}x{self.smallest} and more"
         return f"of {self.smallest}x{self.smallest} only"
 
 
-MODELS: dict[str, Entry] = {
-    "mlp": Entry(mlp, smallest=1),
-    "lenet": Entry(lenet, smallest=16),
-    "small-cnn": Entry(small_cnn, smallest=8),
-    "resnet20": Entry(resnet20, smallest=8),
-    "resnet18": Entry(resnet18, smallest=8),
-    "mobilenetv2": Entry(mobilenetv2, smallest=8),
-    "alexnet-bn": Entry(alexnet_bn, smallest=63),
-    "digits-cnn": Entry(digits_cnn, smallest=28, largest=28),
-    "fedbs-mnist-cnn": Entry(fedbs_mnist_cnn, smallest=28, largest=28),
-    "fedbs-cifar-cnn": Entry(fedbs_cifar_cnn, smallest=32, largest=32),
-}
+MODELS: dict[str, Entry] = {}
+
+M = TypeVar("M", bound=Make)
+
+
+def register_model(name: str, *, smallest: int = 1, largest: int | None = None) -> Callable[[M], M]:
+    """Register a function that makes a model, under the name that `--model` takes; used as a decorator.
+
+        @register_model("tiny", smallest=8)
+        def tiny(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
+            return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
+
+    `smallest` and `largest` bound the side of the square images that the model can take. A name that another model has
+    is a ValueError.
+    """
+
+    def register(make: M) -> M:
+        add(MODELS, "model", name, Entry(make, smallest, largest), source=lambda entry: entry.make)
+        return make
+
+    return register
 
 
 def build(
@@ -76,7 +84,7 @@ def build(
     return model
 
 
-def _maker(name: str, image_size: int) -> Callable[[int, int, int], nn.Module]:
+def _maker(name: str, image_size: int) -> Make:
     if ":" in name:
         return custom_model(name)
     if name not in MODELS:

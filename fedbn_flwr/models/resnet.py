@@ -3,6 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedbn_flwr.models.registry import register_model
+
 SMALL_IMAGE = 64  # below this, strides and pools meant for 224 x 224 leave nothing to look at
 
 
@@ -58,12 +60,14 @@ def _stage(inputs: int, outputs: int, stride: int) -> nn.Sequential:
     return nn.Sequential(first, BasicBlock(outputs, outputs), BasicBlock(outputs, outputs))
 
 
+@register_model("resnet20", smallest=8)
 def resnet20(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """ResNet-20 with parameter-free shortcuts; 269,722 trainable numbers for ten classes of RGB images."""
     del image_size  # any
     return ResNet20(num_classes, in_channels)
 
 
+@register_model("resnet18", smallest=8)
 def resnet18(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """torchvision's ResNet-18; small images get a 3x3 stem of stride 1 and no max pool."""
     from torchvision import models  # takes seconds to import: only who needs it pays

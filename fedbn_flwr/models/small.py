@@ -3,8 +3,10 @@
 from torch import nn
 
 from fedbn_flwr.models.blocks import conv_bn_relu, linear_bn_relu
+from fedbn_flwr.models.registry import register_model
 
 
+@register_model("mlp")
 def mlp(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """One hidden layer of 30 with a BN layer: 784-30-10 on MNIST (Wang et al., "FedTAN", 2023)."""
     return nn.Sequential(
@@ -14,6 +16,7 @@ def mlp(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     )
 
 
+@register_model("lenet", smallest=16)
 def lenet(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """LeNet-5 (LeCun et al. 1998) as it is used today: ReLU, max pools, and BN after each convolution."""
     side = ((image_size - 4) // 2 - 4) // 2
@@ -31,6 +34,7 @@ def lenet(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     )
 
 
+@register_model("small-cnn", smallest=8)
 def small_cnn(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """Three 3x3 convolutions of 16, 32 and 32 channels, each with BN and ReLU, and a global average pool."""
     del image_size  # any

@@ -1,5 +1,8 @@
 """Normalizers: what BN is in a model, freezing it, and swapping it for something else."""
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 from fedbn_flwr.norm.agc import adaptive_clip, classifier_parameters, clip_gradients
 from fedbn_flwr.norm.batch import BatchNorm
 from fedbn_flwr.norm.detect import affine_keys, bn_keys, bn_layers, counter_keys, local_keys, statistics_keys
@@ -7,9 +10,11 @@ from fedbn_flwr.norm.freeze import Frozen, asked_to_train, freeze
 from fedbn_flwr.norm.group import GroupNorm
 from fedbn_flwr.norm.hybrid import HybridBatchNorm
 from fedbn_flwr.norm.moments import Moments, gather, install, pool
+from fedbn_flwr.norm.registry import NORMS, register_norm
 from fedbn_flwr.norm.renorm import BatchRenorm
-from fedbn_flwr.norm.replace import NORMS, replace
+from fedbn_flwr.norm.replace import replace
 from fedbn_flwr.norm.static import StaticBatchNorm
+from fedbn_flwr.norm.substitute import Slot, swap_normalizers
 
 __all__ = [
     "NORMS",
@@ -19,6 +24,7 @@ __all__ = [
     "GroupNorm",
     "HybridBatchNorm",
     "Moments",
+    "Slot",
     "StaticBatchNorm",
     "adaptive_clip",
     "affine_keys",
@@ -33,6 +39,12 @@ __all__ = [
     "install",
     "local_keys",
     "pool",
+    "register_norm",
     "replace",
     "statistics_keys",
+    "swap_normalizers",
 ]
+
+# every file of this folder that has a normalizer registers it when it is imported
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

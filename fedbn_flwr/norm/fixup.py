@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedbn_flwr.norm.registry import register_norm
 from fedbn_flwr.norm.substitute import NORMALIZERS, substitute
 
 
@@ -32,6 +33,7 @@ class ScaleAndShift(Shift):
         return input * self.scale + self.bias
 
 
+@register_norm("fixup")
 def fixup(model: nn.Module) -> nn.Module:
     """Every normalizer removed from a residual network, which starts such that it trains all the same.
 

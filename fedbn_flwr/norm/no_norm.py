@@ -3,9 +3,11 @@
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from fedbn_flwr.norm.registry import register_norm
 from fedbn_flwr.norm.substitute import Slot, swap_normalizers
 
 
+@register_norm("none")
 def remove_normalizers(model: nn.Module) -> nn.Module:
     """Take every normalizer out; every convolution without a bias gets one, at zero.
 

@@ -1,7 +1,6 @@
 """Swapping every normalizer of a model for another kind."""
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -9,14 +8,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.norm.batch import BatchNorm
 from fedbn_flwr.norm.convolutions import standardized
-from fedbn_flwr.norm.fixup import fixup
 from fedbn_flwr.norm.group import GroupNorm
 from fedbn_flwr.norm.hybrid import HybridBatchNorm
-from fedbn_flwr.norm.no_norm import remove_normalizers
+from fedbn_flwr.norm.registry import NORMS, register_norm
 from fedbn_flwr.norm.renorm import BatchRenorm
 from fedbn_flwr.norm.static import StaticBatchNorm
 from fedbn_flwr.norm.substitute import Slot, substitute, swap_normalizers
-from fedbn_flwr.norm.wsconv import weight_standardized
 
 
 def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) -> nn.Module:
@@ -39,26 +36,31 @@ def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) 
     return swap(model, **options)
 
 
+@register_norm("bn")
 def batch_norm(model: nn.Module) -> nn.Module:
     """BN; layers that are BN already stay as they are, weights and statistics included."""
     return swap_normalizers(model, lambda slot: slot.layer if _is_bn(slot.layer) else _batch(slot))
 
 
+@register_norm("gn")
 def group_norm(model: nn.Module, groups: int = 2) -> nn.Module:
     """GN with `groups` groups a layer; two, as in FixBN's comparison (Zhong et al. 2023, appendix B.4)."""
     return swap_normalizers(model, lambda slot: _group(slot, groups))
 
 
+@register_norm("ln")
 def layer_norm(model: nn.Module) -> nn.Module:
     """LN over a sample's channels and positions: GN with one group, so gamma stays one number a channel."""
     return swap_normalizers(model, lambda slot: _group(slot, 1))
 
 
+@register_norm("in")
 def instance_norm(model: nn.Module) -> nn.Module:
     """IN, each channel of each sample by itself, without running statistics: GN with one group a channel."""
     return swap_normalizers(model, lambda slot: _group(slot, slot.channels))
 
 
+@register_norm("gn-ws")
 def group_norm_standardized(model: nn.Module, groups: int = 2) -> nn.Module:
     """GN, and convolutions with weight standardization.
 
@@ -68,16 +70,19 @@ def group_norm_standardized(model: nn.Module, groups: int = 2) -> nn.Module:
     return substitute(group_norm(model, groups), lambda name, layer: standardized(name, layer, gamma=None))
 
 
+@register_norm("brn")
 def batch_renorm(model: nn.Module, r_max: float = 3.0, d_max: float = 5.0) -> nn.Module:
     """Batch renormalization."""
     return swap_normalizers(model, lambda slot: BatchRenorm(**_form(slot), r_max=r_max, d_max=d_max))
 
 
+@register_norm("static-bn")
 def static_batch_norm(model: nn.Module, instant: bool = False) -> nn.Module:
     """HeteroFL's static BN."""
     return swap_normalizers(model, lambda slot: StaticBatchNorm(**_form(slot), instant=instant))
 
 
+@register_norm("hbn")
 def hybrid_batch_norm(model: nn.Module, fixed_mix: float | None = None) -> nn.Module:
     """HBN's hybrid BN."""
     return swap_normalizers(model, lambda slot: HybridBatchNorm(**_form(slot), fixed_mix=fixed_mix))
@@ -101,18 +106,3 @@ def _group(slot: Slot, groups: int) -> GroupNorm:
     if groups < 1 or slot.channels % groups:
         raise ValueError(f"layer {slot.name!r}: {slot.channels} channels do not divide into {groups} groups")
     return GroupNorm(groups, slot.channels, name=slot.name, eps=slot.eps, affine=slot.affine)
-
-
-NORMS: dict[str, Callable[..., nn.Module]] = {
-    "bn": batch_norm,
-    "gn": group_norm,
-    "ln": layer_norm,
-    "in": instance_norm,
-    "gn-ws": group_norm_standardized,
-    "brn": batch_renorm,
-    "static-bn": static_batch_norm,
-    "hbn": hybrid_batch_norm,
-    "none": remove_normalizers,
-    "wsconv": weight_standardized,
-    "fixup": fixup,
-}

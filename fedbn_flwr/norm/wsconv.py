@@ -9,6 +9,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.norm.convolutions import standardized
 from fedbn_flwr.norm.no_norm import remove_normalizers
+from fedbn_flwr.norm.registry import register_norm
 from fedbn_flwr.norm.substitute import substitute
 from fedbn_flwr.norm.trace import Activation, Wiring, wiring
 
@@ -17,6 +18,7 @@ GAINS = ("constant", "learnable")
 log = logging.getLogger(__name__)
 
 
+@register_norm("wsconv")
 def weight_standardized(
     model: nn.Module, gain: str = "constant", gamma: float | None = None, branch_scale: float | str = "auto"
 ) -> nn.Module:

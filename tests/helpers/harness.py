@@ -16,7 +16,7 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.data import Split
 from fedbn_flwr.simulation.sequential import Config, InProcessGrid
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.wire import Instruction
 
 CLASSES = 3
@@ -100,7 +100,7 @@ class Federation:
         )
         return self._wrap(client, index)
 
-    def run(self, strategy: FedAvg, rounds: int = 3, grid: Grid | None = None, **instruction: Any) -> state.State:
+    def run(self, strategy: BaseStrategy, rounds: int = 3, grid: Grid | None = None, **instruction: Any) -> state.State:
         """Train, and return the final global state."""
         asked = replace(INSTRUCTION, **instruction)
         seen: list[ArrayRecord] = []

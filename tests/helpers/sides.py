@@ -19,7 +19,7 @@ from fedbn_flwr.simulation import CohortGrid, train_together
 from fedbn_flwr.simulation.sequential import Config, InProcessGrid
 from fedbn_flwr.simulation.stacked.model import Stack
 from fedbn_flwr.state import State
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import BaseStrategy
 from tests.helpers.harness import Federation, make_model
 
 #: what is asked of float64
@@ -105,7 +105,7 @@ class Side:
     """One engine's run."""
 
     nodes: Federation
-    strategy: FedAvg
+    strategy: BaseStrategy
     final: State
     watch: Watch
 
@@ -125,7 +125,7 @@ class Side:
         }
 
 
-def quiet(strategy: type[FedAvg], **options: Any) -> FedAvg:
+def quiet(strategy: type[BaseStrategy], **options: Any) -> BaseStrategy:
     """A strategy that takes any number of nodes and does not evaluate."""
     few = {"min_train_nodes": 1, "min_evaluate_nodes": 0, "min_available_nodes": 1}
     return strategy(**{"fraction_evaluate": 0.0, **few, **options})
@@ -133,7 +133,7 @@ def quiet(strategy: type[FedAvg], **options: Any) -> FedAvg:
 
 def run(
     grid: type[InProcessGrid],
-    strategy: FedAvg,
+    strategy: BaseStrategy,
     model: Callable[[], nn.Module] = make_model,
     *,
     rounds: int = 3,
@@ -148,7 +148,7 @@ def run(
 
 
 def both(
-    make: Callable[[], FedAvg],
+    make: Callable[[], BaseStrategy],
     model: Callable[[], nn.Module] = make_model,
     *,
     grid: type[InProcessGrid] = Stacked,
@@ -188,7 +188,7 @@ def assert_stacked(side: Side, clients: int) -> None:
 
 
 def assert_same(
-    make: Callable[[], FedAvg],
+    make: Callable[[], BaseStrategy],
     model: Callable[[], nn.Module] = make_model,
     *,
     clients: int = 0,

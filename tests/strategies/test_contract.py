@@ -14,7 +14,7 @@ from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.state import State
-from fedbn_flwr.strategies import REGISTRY, FedAvg
+from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg
 from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import Backwards, Federation, distance, make_model
 
@@ -40,7 +40,7 @@ TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-def make(name: str, **options: Any) -> FedAvg:
+def make(name: str, **options: Any) -> BaseStrategy:
     return REGISTRY[name](**TABLE[name][0], **options)
 
 

@@ -11,7 +11,7 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.output.scoring import Score, Scorer
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 
 #: called after every round with the round, the number of rounds, and the last known accuracy
@@ -25,7 +25,7 @@ class Journal:
     def __init__(
         self,
         files: RunFolder,
-        strategy: FedAvg,
+        strategy: BaseStrategy,
         grid: CountingGrid,
         scorer: Scorer,
         config: Config,

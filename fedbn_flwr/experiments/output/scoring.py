@@ -11,7 +11,7 @@ from torch import nn
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data import Data
-from fedbn_flwr.strategies import FedAvg, NodeReply
+from fedbn_flwr.strategies import BaseStrategy, NodeReply
 
 Score = dict[str, Any]
 
@@ -32,7 +32,7 @@ class Scorer:
     def __init__(self, model: nn.Module, data: Data, device: torch.device) -> None:
         self._model, self._data, self._device = model.to(device), data, device
 
-    def score(self, strategy: FedAvg, arrays: ArrayRecord) -> Score:
+    def score(self, strategy: BaseStrategy, arrays: ArrayRecord) -> Score:
         """The score of the state after a round."""
         scores = score_nodes(strategy.evaluate_replies, self._data.domain_names)
         if not strategy.personal:

@@ -13,7 +13,7 @@ from fedbn_flwr.client.layerwise_step import STEPS
 from fedbn_flwr.layerwise import Answer
 from fedbn_flwr.simulation import CohortGrid
 from fedbn_flwr.simulation.sequential import InProcessGrid
-from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
+from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire.layerwise import Turn
 from tests.helpers.harness import INSTRUCTION, SIZES, Backwards, ClientWrapper, Double, Federation, make_model
@@ -118,7 +118,7 @@ def test_order_and_ids_of_nodes_do_not_matter() -> None:
     assert order == [0, 1, 2, 3]
 
 
-def counted(grid: type[InProcessGrid], strategy: FedAvg, **options: Any) -> CountingGrid:
+def counted(grid: type[InProcessGrid], strategy: BaseStrategy, **options: Any) -> CountingGrid:
     nodes = Federation(make_model(), grid=grid)
     counting = CountingGrid(nodes.grid)
     nodes.run(strategy, 3, grid=counting, **options)
