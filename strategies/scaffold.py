@@ -1,4 +1,20 @@
-"""SCAFFOLD."""
+"""SCAFFOLD. The clients' half is `fedbn_flwr/client/rules/scaffold.py`.
+
+Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020, algorithm 1, option II
+with a global step of eta_g = 1:
+
+    server:  x, c;  client i:  c_i = 0                                  so that c = (1 / N) sum_i c_i = 0
+    for each round:
+        S <- random set of clients, which get (x, c)
+        for each client i in S in parallel:
+            y_i <- x
+            for k = 1 ... K:
+                y_i <- y_i - eta_l (g_i(y_i) - c_i + c)
+            c_i+ <- c_i - c + (x - y_i) / (K eta_l)
+            send (Delta y_i, Delta c_i) <- (y_i - x, c_i+ - c_i);   c_i <- c_i+
+        x <- x + (1 / |S|) sum_{i in S} Delta y_i
+        c <- c + (1 / N)   sum_{i in S} Delta c_i
+"""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -7,7 +23,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.averaging import Arrays, average, normalize, record
+from fedbn_flwr.server.averaging import Arrays, average, record
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import Instruction
 
@@ -22,18 +38,24 @@ class Scaffold(FedAvg):
     Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020.
 
         local:   y <- y - lr (g(y) - c_i + c)
-        server:  c <- c + |S| / N * sum_{i in S} p_i (c_i+ - c_i)
+        server:  c <- c + sum_{i in S} p_i (c_i+ - c_i)
 
-    for parameters only, never buffers: BN statistics have no gradient. Nodes keep their c_i; one that comes late
-    starts from the server's c. The weights p_i are those of the averaging (the paper's are 1 / |S|:
-    `weighting="uniform"`). While all variates are zero, as in the first round, this is FedAvg. The variates double
-    the messages.
+    for parameters only, never buffers: BN statistics have no gradient. p_i is the client's share among all N clients:
+    of their examples, or 1 / N as in the paper (`weighting="uniform"`). Nodes keep their c_i, which are 0 at first.
+    So c = sum_i p_i c_i over all N clients in every round, also if only some of them have taken part yet. This makes
+    the minimum of sum_i p_i F_i the fixed point under partial participation. A node that forgets its c_i, and a reply
+    that is lost, leave c off by that c_i or its change.
+
+    Momentum and Adam keep this fixed point: c_i+ is the mean gradient of the round, which for plain SGD is the paper's
+    formula (see the clients' half). While all variates are zero, as in the first round, this is FedAvg. The variates
+    double the messages.
     """
 
     required: ClassVar[tuple[str, ...]] = (wire.CONTROL_VARIATES,)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        #: the server's c, in float64: it is a sum over all rounds
         self._variate: Arrays = {}
 
     def instruct(self, instruction: Instruction) -> Instruction:
@@ -41,19 +63,30 @@ class Scaffold(FedAvg):
         return super().instruct(instruction).with_rule(control_variates=True)
 
     def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
-        """Add the server's variate, once there is one."""
+        """Add c, once there is one."""
         groups = super().package(node, arrays)
         if self._variate:
-            groups[wire.CONTROL_VARIATES] = record(self._variate)
+            sent = {name: value.astype(self.current[name].dtype) for name, value in self._variate.items()}
+            groups[wire.CONTROL_VARIATES] = record(sent)
         return groups
 
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
-        """Average the models, and move the server's variate by the nodes' changes."""
-        assert self.grid is not None
-        share = len(replies) / max(len(list(self.grid.get_node_ids())), len(replies))
-        changes = average([reply.records[wire.CONTROL_VARIATES] for reply in replies], normalize(weights))
+        """Average the models, and move c by the clients' changes."""
+        share = self._share(replies)
+        changes = average([reply.records[wire.CONTROL_VARIATES] for reply in replies], weights)
         for name, change in changes.items():
-            before = self._variate.get(name, np.zeros_like(change))
-            moved = before.astype(np.float64) + share * change.astype(np.float64)
-            self._variate[name] = moved.astype(change.dtype)
+            before = self._variate.get(name, np.zeros(change.shape))
+            self._variate[name] = before + share * change.astype(np.float64)
         return super().merge(replies, weights)
+
+    def _share(self, replies: Sequence[NodeReply]) -> float:
+        """Return sum_{i in S} p_i: which part of all clients, by their weights, has answered."""
+        assert self.grid is not None
+        nodes = sorted({*self.grid.get_node_ids(), *(reply.node for reply in replies)})
+        if len(nodes) == len(replies):
+            return 1.0
+        examples = [node.num_examples for node in self.describe(self.grid, nodes).values()]
+        # a node that cannot describe itself does not say how many examples it has
+        if self.weighting == "uniform" or not all(examples):
+            return len(replies) / len(nodes)
+        return sum(reply.num_examples for reply in replies) / sum(examples)

@@ -29,7 +29,6 @@ class Node:
     samples: np.ndarray
     kept: State = field(default_factory=dict)
     momentum: State = field(default_factory=dict)
-    variate: State = field(default_factory=dict)
 
 
 def copy_state(model: nn.Module) -> State:
@@ -95,43 +94,27 @@ def federated(
     proximal_mu: Callable[[int], float] = lambda server_round: 0.0,
     frozen_after: int = 10**9,
     momentum: str = "none",
-    scaffold: bool = False,
 ) -> State:
     """Every rule of this kind in one loop; `stays` are the entries that each node keeps."""
     world = copy_state(model)
     shared_velocity: State = {}
-    variate = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
     for server_round in range(1, rounds + 1):
         now = replace(asked, server_round=server_round)
-        ends, losses, velocities, changes = [], [], [], []
+        ends, losses, velocities = [], [], []
         for node in nodes:
             local = copy.deepcopy(model)
             local.load_state_dict({**world, **node.kept})
             start = {name: value.detach().clone() for name, value in local.named_parameters()}
-            own = node.variate or dict(variate)
             velocity = dict({"local": node.momentum, "global": shared_velocity, "none": {}}[momentum])
             mu = proximal_mu(server_round)
 
-            def correct(
-                name: str,
-                parameter: nn.Parameter,
-                mu: float = mu,
-                start: State = start,
-                own: State = own,
-                variate: State = variate,
-            ) -> Tensor:
-                drift = variate[name] - own[name] if scaffold else torch.zeros_like(parameter)
-                return mu * (parameter.detach() - start[name]) + drift
+            def correct(name: str, parameter: nn.Parameter, mu: float = mu, start: State = start) -> Tensor:
+                return mu * (parameter.detach() - start[name])
 
             frozen = server_round > frozen_after
             data = mini_batches(split, node, now, not frozen)
             losses.append(local_sgd(local, data, now, correct, velocity, frozen))
             end = copy_state(local)
-            if scaffold:
-                node.variate = {
-                    name: own[name] - variate[name] + (start[name] - end[name]) / (len(data) * now.lr) for name in start
-                }
-                changes.append({name: node.variate[name] - own[name] for name in start})
             node.kept = {name: end[name] for name in stays}
             node.momentum = velocity
             velocities.append(velocity)
@@ -141,10 +124,53 @@ def federated(
             weights = weigh(losses, server_round)
         world = {**world, **weighted_mean(ends, weights)}
         shared_velocity = weighted_mean(velocities, weights)
-        if scaffold:
-            moved = weighted_mean(changes, weights)
-            variate = {name: variate[name] + moved[name] for name in variate}
     return world
+
+
+def scaffold(
+    model: nn.Module,
+    split: Split,
+    nodes: Sequence[Node],
+    drawn: Sequence[Sequence[int]],
+    asked: Instruction,
+    p: Sequence[float],
+) -> State:
+    """SCAFFOLD (Karimireddy et al., ICML 2020), algorithm 1, option II, in its notation; eta_g = 1.
+
+    `drawn` is S of every round, `p` the clients' shares of the objective, 1 / N in the paper. Buffers, which the paper
+    has not, are averaged. With momentum, (x - y) / (K eta) is no gradient; the gradients' mean is taken.
+    """
+    x, eta, beta = copy_state(model), asked.lr, asked.momentum
+    parameters = [name for name, _ in model.named_parameters()]
+    c = {name: torch.zeros_like(x[name]) for name in parameters}
+    c_i = [dict(c) for _ in nodes]
+    for number, s_t in enumerate(drawn, 1):
+        y, delta_c = {}, {}
+        for i in s_t:
+            local = copy.deepcopy(model)
+            local.load_state_dict(x)
+            local.train()
+            v = {name: torch.zeros_like(x[name]) for name in parameters}
+            g_mean = {name: torch.zeros_like(x[name]) for name in parameters}
+            data = mini_batches(split, nodes[i], replace(asked, server_round=number), True)
+            for inputs, labels in data:
+                loss = F.cross_entropy(local(inputs), labels)
+                g = dict(zip(parameters, torch.autograd.grad(loss, list(local.parameters())), strict=True))
+                with torch.no_grad():
+                    for name, y_i in local.named_parameters():
+                        v[name] = beta * v[name] + (g[name] - c_i[i][name] + c[name])
+                        y_i.sub_(eta * v[name])
+                        g_mean[name] += g[name] / len(data)
+            y[i] = copy_state(local)
+            option_ii = {
+                name: c_i[i][name] - c[name] + (x[name] - y[i][name]) / (len(data) * eta) for name in parameters
+            }
+            c_plus = g_mean if beta else option_ii
+            delta_c[i] = {name: c_plus[name] - c_i[i][name] for name in parameters}
+            c_i[i] = c_plus
+        x = weighted_mean([y[i] for i in s_t], [p[i] for i in s_t])
+        c = {name: torch.stack([c[name], *(p[i] * delta_c[i][name] for i in s_t)]).sum(0) for name in parameters}
+    return x
 
 
 def bn_entries(model: nn.Module, kinds: Sequence[str]) -> list[str]:

@@ -42,8 +42,6 @@ CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
     "fedbn": (FedBN, {"stays": stays(*EVERYTHING)}),
     "silobn": (SiloBN, {"stays": stays(*STATISTICS)}),
     "mtfl": (MTFL, {"stays": stays("weight", "bias")}),
-    "scaffold": (Scaffold, {"scaffold": True}),
-    "scaffold uniform": (lambda: Scaffold(weighting="uniform"), {"scaffold": True, "weigh": uniform}),
     "fedbs stage 1": (lambda: FedBS(epsilon=0.0), {"weigh": lambda losses, _: losses}),
     "fedbs both stages": (
         lambda: FedBS(epsilon=1e9, patience_rounds=1, mu=0.2),

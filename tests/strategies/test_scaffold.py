@@ -1,0 +1,103 @@
+"""SCAFFOLD: the paper's algorithm step by step, and what its statement promises, the optimum for any participation."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Message
+
+from fedbn_flwr import state, wire
+from fedbn_flwr.strategies import FedBN, Scaffold
+from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, make_split, parts
+from tests.helpers.quadratic import Quadratics
+from tests.helpers.references import Node, scaffold
+
+ALONE = {"fraction_evaluate": 0.0, "min_train_nodes": 1}
+EXAMPLES = [size / sum(SIZES) for size in SIZES]
+UNIFORM = [1 / len(SIZES)] * len(SIZES)
+
+
+class Drawn(Scaffold):
+    """Notes which partitions took part."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.drawn: list[list[int]] = []
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+        result = super().aggregate_train(server_round, replies)
+        self.drawn.append([reply.partition for reply in self.train_replies])
+        return result
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize(("weighting", "shares"), [("examples", EXAMPLES), ("uniform", UNIFORM)])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_is_the_papers_algorithm(fraction: float, weighting: str, shares: list[float], momentum: float) -> None:
+    strategy = Drawn(fraction_train=fraction, weighting=weighting)
+    got = Federation(make_model()).run(strategy, 6, momentum=momentum, lr=0.05)
+    assert {len(drawn) for drawn in strategy.drawn} == {int(fraction * len(SIZES))}
+    nodes = [Node(index, samples) for index, samples in enumerate(parts())]
+    asked = replace(INSTRUCTION, momentum=momentum, lr=0.05)
+    assert distance(got, scaffold(make_model(), make_split(), nodes, strategy.drawn, asked, shares)) < 1e-12
+
+
+def test_reaches_the_optimum_with_a_tenth_of_the_clients_a_round() -> None:
+    clients = Quadratics.draw([4] * 20)
+    ends = clients.settle(Scaffold(fraction_train=0.1, weighting="uniform", **ALONE), 300)
+    assert ends[-1] == pytest.approx(clients.optimum([1 / 20] * 20), abs=1e-8)
+
+
+def test_reaches_the_optimum_of_all_examples_with_unequal_clients() -> None:
+    sizes = list(range(1, 21))
+    clients = Quadratics.draw(sizes)
+    optimum = clients.optimum([size / sum(sizes) for size in sizes])
+    assert abs(optimum - clients.optimum([1 / 20] * 20)) > 0.1
+    ends = clients.settle(Scaffold(fraction_train=0.2, **ALONE), 300)
+    assert ends[-1] == pytest.approx(optimum, abs=1e-8)
+
+
+@pytest.mark.parametrize(("kept", "steps"), [("none", 5), ("none", 12), ("local", 5), ("global", 5)])
+def test_momentum_leaves_the_optimum_where_it_is(kept: str, steps: int) -> None:
+    clients = Quadratics.draw([4] * 5)
+    strategy = Scaffold(fraction_evaluate=0.0, momentum_state=kept)
+    ends = clients.settle(strategy, 80, lr=0.02, momentum=0.9, local_steps=steps)
+    assert ends[-1] == pytest.approx(clients.optimum([0.2] * 5), abs=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"optimizer": "adam"}, {"weight_decay": 0.1}])
+def test_a_clients_variate_is_its_gradient_where_that_is_constant(options: dict[str, Any]) -> None:
+    """Clients with next to no curvature: F_i(w) = -a b w with a tiny a."""
+    clients = Quadratics(np.full(3, 1e-9), np.array([1e9, 2e9, -6e9]), (1, 1, 1))
+    strategy = Scaffold(fraction_evaluate=0.0)
+    clients.settle(strategy, 1, lr=0.1, **options)
+    sent = [reply.records[wire.CONTROL_VARIATES]["w"] for reply in strategy.train_replies]
+    assert np.concatenate(sent) == pytest.approx([-1.0, -2.0, 6.0], rel=1e-6)
+
+
+@pytest.mark.parametrize(("weighting", "shares"), [("examples", EXAMPLES), ("uniform", UNIFORM)])
+def test_the_servers_variate_is_the_mean_of_all_clients(weighting: str, shares: list[float]) -> None:
+    strategy = Drawn(fraction_train=0.5, weighting=weighting)
+    nodes = Federation(make_model())
+    nodes.run(strategy, 3)
+    assert len({partition for drawn in strategy.drawn for partition in drawn}) > 2
+    records = [context.state.array_records for context in nodes.grid._contexts.values()]
+    kept = [state.from_record(own["fedbn-flwr/control-variates"]) if own else {} for own in records]
+    for name, value in strategy._variate.items():
+        mean = sum(share * own[name].numpy() for share, own in zip(shares, kept, strict=True) if own)
+        np.testing.assert_allclose(value, mean, atol=1e-14)
+
+
+def test_entries_that_stay_on_a_node_are_not_corrected() -> None:
+    class Both(Scaffold, FedBN):
+        pass
+
+    nodes, strategy = Federation(make_model()), Both()
+    nodes.run(strategy, 2)
+    local = {name for name in nodes.model.state_dict() if name.split(".")[1] in ("1", "4")}
+    assert local
+    assert not local & strategy.train_replies[0].records[wire.CONTROL_VARIATES].keys()
+    memory = next(iter(nodes.grid._contexts.values())).state.array_records["fedbn-flwr/control-variates"]
+    assert not local & memory.keys()
