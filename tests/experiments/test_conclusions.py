@@ -1,0 +1,71 @@
+"""What the commands `compare` and `list` conclude, not only that they ran."""
+
+import json
+import re
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+
+from fedbn_flwr.data import parse_augmentation
+from fedbn_flwr.experiments import main
+from fedbn_flwr.experiments.method import BOUND_NORMS, resolve
+from fedbn_flwr.experiments.output.console import console
+from fedbn_flwr.experiments.resources import fresh_model
+from tests.helpers.runs import run
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """Return the printed table's rows by their first cells; a number and its spread are one cell."""
+    rows = (re.split(r"(?<!±)\s+(?!±)", line.strip()) for line in text.splitlines())
+    return {cells[0]: cells[1:] for cells in rows if len(cells) > 1}
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal in which no cell takes two lines."""
+    monkeypatch.setattr(console, "width", 200)
+
+
+@pytest.mark.usefixtures("wide")
+def test_compare_finds_out_what_one_class_a_client_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four classes of equal size, a client by itself knows one, so it is right a fourth of the time.
+
+    With GN one model for all learns all classes. With BN it does not: each client has the statistics of its class.
+    """
+    options = {"partition": "classes:1", "clients": "4", "rounds": "10", "model": "mlp"}
+    methods = "fedavg+gn,fedprox+gn:mu=0,standalone+gn,fedavg"
+    assert run("compare", "--methods", methods, "--seeds", "2", results_dir=str(tmp_path), **options) == 0
+    accuracies: dict[str, list[float]] = {}
+    for summary in json.loads((tmp_path / "compare.json").read_text()):
+        accuracies.setdefault(summary["method"], []).append(summary["accuracy"])
+    assert accuracies["standalone+gn"] == pytest.approx([0.25] * 2, abs=0.02)
+    assert min(accuracies["fedavg+gn"]) > 0.7
+    assert max(accuracies["fedavg"]) < 0.5
+
+    rows = table(capsys.readouterr().out)
+    for method, found in accuracies.items():
+        assert rows[method][0] == f"{fmean(found):.3f} ± {stdev(found):.3f}"
+    assert rows["fedprox+gn:mu=0"][1] == "+0.000 ± 0.000"
+    # the difference to the first method, seed by seed, and Student's t for 95 % and one degree of freedom
+    worse = [bn - gn for bn, gn in zip(accuracies["fedavg"], accuracies["fedavg+gn"], strict=True)]
+    assert rows["fedavg"][1] == f"{fmean(worse):+.3f} ± {12.706205 * stdev(worse) / 2**0.5:.3f}"
+
+
+@pytest.mark.usefixtures("wide")
+def test_compare_shows_one_seed_without_a_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("compare", "--methods", "fedavg,fedprox:mu=0", model="mlp", results_dir=str(tmp_path)) == 0
+    accuracy = json.loads((tmp_path / "compare.json").read_text())[0]["accuracy"]
+    rows = table(capsys.readouterr().out)
+    assert rows["fedprox:mu=0"][:2] == [f"{accuracy:.3f}", "+0.000"]
+
+
+def test_names_that_list_shows_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    listed: dict[str, list[str]] = json.loads(capsys.readouterr().out)
+    for strategy in listed["strategies"]:
+        resolve({"method": strategy}).make_strategy(5)
+    for norm in set(listed["normalizers"]) - set(BOUND_NORMS):
+        fresh_model(resolve({"method": f"fedavg+{norm}", "model": "resnet20"}).config)
+    for augmentation in listed["augmentations"]:
+        parse_augmentation(augmentation)
