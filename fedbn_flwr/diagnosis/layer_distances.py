@@ -1,4 +1,4 @@
-"""How far the clients' values at each BN layer are from the global ones."""
+"""Distances of the clients' values at each BN layer from the global values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from fedbn_flwr.layerwise import Request, combine
 
 @dataclass(frozen=True)
 class Layer:
-    """Each client's distances from the global values at one use of a BN layer.
+    """Distances from the global values at one use of a BN layer: one number a client.
 
     With means m, variances v, norms over the channels, and in a step in which all clients share everything:
     `mean` = ||m_i - m|| / ||sqrt(v)||, whose weighted mean of squares is the share of the variance that lies between
@@ -22,28 +22,28 @@ class Layer:
     name: str
     mean: list[float]
     variance: list[float]
-    #: empty where nobody needs them: behind a layer whose inputs are the data
+    #: empty for a layer whose inputs are the data: no layer needs the gradients there
     gradients: list[float]
 
 
-class Squares:
-    """Sums of squares by name: one number for a vector, one a client for a matrix."""
+class SquareSums:
+    """Sums of squared norms by name: one number for a vector, one a row for a matrix."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, values: Tensor) -> None:
-        """Add the squared norm of a vector, or of each row."""
+        """Add the squared norm of a vector, or of each row of a matrix."""
         norms = values.norm(dim=-1).double().cpu().reshape(-1)
         self._sums[name] = self._sums.get(name, torch.zeros(1)) + norms.square()
 
-    def mean(self, name: str, count: int) -> list[float]:
-        """The roots of a sum divided by a count."""
+    def root_mean(self, name: str, count: int) -> list[float]:
+        """Return the roots of a sum divided by a count."""
         roots: list[float] = (self._sums[name] / count).sqrt().tolist()
         return roots
 
-    def ratio(self, name: str, unit: str) -> list[float]:
-        """Relative to another sum: 0 where both are 0; nothing of what was never added."""
+    def root_ratio(self, name: str, unit: str) -> list[float]:
+        """Return the roots of a sum divided by another; 0 where both are 0, an empty list if nothing was added."""
         if name not in self._sums:
             return []
         part = self._sums[name]
@@ -52,36 +52,36 @@ class Squares:
 
 
 class LayerDistances:
-    """Sees the exchanges of exact steps, and adds up the distances of `Layer`."""
+    """Observes the exchanges of steps in which all clients share everything, and adds up the distances of `Layer`."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         self._shares = shares
-        self._squares = Squares()
+        self._squares = SquareSums()
         self._variances: dict[str, Tensor] = {}
 
-    def __call__(self, said: Sequence[Sequence[Request]]) -> None:
-        """One exchange: a request of each client."""
-        kind, layer = said[0][0].kind, said[0][0].layer
-        own = torch.stack([requests[0].tensor for requests in said]).double()
-        pooled = combine(kind, list(own), self._shares)
+    def __call__(self, requests: Sequence[Sequence[Request]]) -> None:
+        """Add one exchange: a request of each client."""
+        kind, layer = requests[0][0].kind, requests[0][0].layer
+        values = torch.stack([client[0].tensor for client in requests]).double()
+        pooled = combine(kind, list(values), self._shares)
         if kind == "statistics":
             self._variances[layer] = pooled[1]
-            self._add(layer, "mean", own[:, 0] - pooled[0], pooled[1].sqrt())
-            self._add(layer, "variance", own[:, 1] - pooled[1], pooled[1])
+            self._add(layer, "mean", values[:, 0] - pooled[0], pooled[1].sqrt())
+            self._add(layer, "variance", values[:, 1] - pooled[1], pooled[1])
         else:
             variance = self._variances[layer]
             scale = torch.stack([variance.sqrt(), variance])
-            self._add(layer, "gradients", ((own - pooled) * scale).flatten(1), (pooled * scale).flatten())
+            self._add(layer, "gradients", ((values - pooled) * scale).flatten(1), (pooled * scale).flatten())
 
     def _add(self, layer: str, what: str, differences: Tensor, unit: Tensor) -> None:
         self._squares.add(f"{what} {layer}", differences)
         self._squares.add(f"unit of {what} {layer}", unit)
 
     def layers(self) -> list[Layer]:
-        """In the order of the forward pass."""
+        """Return the distances of all layers, in the order of the forward pass."""
         kinds = ("mean", "variance", "gradients")
         ratios = {
-            layer: [self._squares.ratio(f"{what} {layer}", f"unit of {what} {layer}") for what in kinds]
+            layer: [self._squares.root_ratio(f"{what} {layer}", f"unit of {what} {layer}") for what in kinds]
             for layer in self._variances
         }
         return [Layer(layer, *distances) for layer, distances in ratios.items()]

@@ -1,4 +1,4 @@
-"""How far batch normalization on each client's own mini-batches is from that on all clients' together.
+"""Distance of BN on each client's mini-batch from BN on all clients' mini-batches together.
 
 Wang et al., "Why Batch Normalization Damage Federated Learning on Non-IID Data?": the two mismatches that bias the
 mean gradient (Property 3), the gradient deviation B_i (Assumption 1) and the heterogeneity V_i (Assumption 4).
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedbn_flwr.diagnosis.layer_distances import Layer, LayerDistances, Squares
+from fedbn_flwr.diagnosis.layer_distances import Layer, LayerDistances, SquareSums
 from fedbn_flwr.layerwise import Answer, Exchange, Kind, Mode, Observer, Request, combine, lockstep, shared_statistics
 from fedbn_flwr.layerwise.exchange import normalized
 from fedbn_flwr.layerwise.gradients import Batch, LossFunction
@@ -23,7 +23,7 @@ from fedbn_flwr.randomness import derive, torch_generator
 
 _STATISTICS: tuple[Kind, ...] = ("mean", "variance", "statistics")
 _GRADIENTS: tuple[Kind, ...] = ("gradients",)
-#: What all clients share while they compute their gradients; the rest is each client's own.
+#: the kinds of values that all clients share in a step; each client uses its own values of the other kinds
 SHARED: dict[str, tuple[Kind, ...]] = {
     "nothing": (),
     "gradients": _GRADIENTS,
@@ -34,7 +34,7 @@ SHARED: dict[str, tuple[Kind, ...]] = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one way to spread samples over clients does; squares are averaged over the draws before the root.
+    """Errors of the gradients under one partition; squares are averaged over the draws before the root.
 
     With G_i(s) the gradient of client i when s is shared, and G = sum_i p_i G_i(both), the gradient of the global
     loss: `errors[s]` = ||sum_i p_i G_i(s) - G|| / ||G||, B_i = ||G_i(nothing) - G_i(both)|| in `deviation`,
@@ -50,11 +50,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The clients as they are, and the same samples dealt out to them anew at random: what chance alone does."""
+    """Measurements of the clients' own mini-batches, and of the same samples dealt to the clients at random.
+
+    The second shows what chance alone does.
+    """
 
     weights: list[float]
     batch_sizes: list[float]
-    found: Measurement
+    actual: Measurement
     shuffled: Measurement
 
 
@@ -65,17 +68,20 @@ def diagnose(
     loss_function: LossFunction = F.cross_entropy,
     seed: int = 0,
 ) -> Diagnosis:
-    """Measure a model, in the mode that it is in and without changing it; a draw is one mini-batch of each client."""
+    """Measure a model, in its present mode and without changing it, on draws of one mini-batch of each client.
+
+    Weights need not sum to 1. A model that `check` refuses is a ValueError.
+    """
     check(model)
     sizes = [sum(len(targets) for _, targets in client) / len(draws) for client in zip(*draws, strict=True)]
-    shuffled = [_dealt_anew(draw, torch_generator(seed, "deal", index)) for index, draw in enumerate(draws)]
+    shuffled = [_shuffled(draw, torch_generator(seed, "deal", index)) for index, draw in enumerate(draws)]
     shares = normalized(weights)
     measure = partial(_measure, model, shares=shares, loss_function=loss_function, seed=seed)
     return Diagnosis(shares, sizes, measure(draws), measure(shuffled))
 
 
 def check(model: nn.Module) -> None:
-    """Refuse a model without BN, or with BN layers that compute something else than BN."""
+    """Refuse, with a ValueError, a model without BN layers or with variants of BN such as batch renormalization."""
     if not bn_layers(model):
         raise ValueError("the model has no BN layer, so there is nothing to diagnose")
     try:
@@ -86,32 +92,35 @@ def check(model: nn.Module) -> None:
 
 
 def overall(weights: Sequence[float], values: Sequence[float]) -> float:
-    """The root of the weighted mean of squares over clients, as the sums of Theorem 1 are."""
+    """Return the root of the weighted mean of squares over clients, as in the sums of Theorem 1.
+
+    The weights sum to 1.
+    """
     return sqrt(sum(weight * value**2 for weight, value in zip(weights, values, strict=True)))
 
 
 def _measure(
     model: nn.Module, draws: Sequence[Sequence[Batch]], shares: Sequence[float], loss_function: LossFunction, seed: int
 ) -> Measurement:
-    sums, distances = Squares(), LayerDistances(shares)
+    sums, distances = SquareSums(), LayerDistances(shares)
     for index, draw in enumerate(draws):
         step = partial(_gradients, model, draw, shares, loss_function, derive(seed, "diagnosis", index))
-        # The published three exchanges a layer; "both" below takes two for the same, up to rounding.
+        # the paper's three exchanges a layer; "both" below has two and is the same up to rounding
         exact = step(SHARED["both"], mode="paper")
         whole = combine("mean", list(exact), shares)
         sums.add("norm", whole)
         sums.add("heterogeneity", exact - whole)
         for name, kinds in SHARED.items():
-            found = step(kinds, observe=distances if name == "both" else None)
-            sums.add(f"error {name}", combine("mean", list(found), shares) - whole)
+            gradients = step(kinds, observe=distances if name == "both" else None)
+            sums.add(f"error {name}", combine("mean", list(gradients), shares) - whole)
             if name == "nothing":
-                sums.add("deviation", found - exact)
+                sums.add("deviation", gradients - exact)
     return Measurement(
         layers=distances.layers(),
-        errors={name: sums.ratio(f"error {name}", "norm")[0] for name in SHARED},
-        deviation=sums.mean("deviation", len(draws)),
-        heterogeneity=sums.mean("heterogeneity", len(draws)),
-        gradient_norm=sums.mean("norm", len(draws))[0],
+        errors={name: sums.root_ratio(f"error {name}", "norm")[0] for name in SHARED},
+        deviation=sums.root_mean("deviation", len(draws)),
+        heterogeneity=sums.root_mean("heterogeneity", len(draws)),
+        gradient_norm=sums.root_mean("norm", len(draws))[0],
     )
 
 
@@ -125,17 +134,17 @@ def _gradients(
     mode: Mode = "fused",
     observe: Observer | None = None,
 ) -> Tensor:
-    """Each client's gradients by all parameters, a row a client, with only some kinds of values shared."""
+    """Return the clients' gradients by all parameters (clients x parameters), with some kinds of values shared."""
 
     def step(batch: Batch, exchange: Exchange) -> Tensor:
-        # The same parameters, but layers of the step's own. Not `final`: running statistics stay, and a client
-        # may have one value a channel.
+        # A copy of the layers around the same parameters. Without `final`, running statistics stay as they are and
+        # a client may have one value a channel.
         replica = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
         parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
         with shared_statistics(replica, partial(_shared_only, kinds, exchange), mode, final=False):
             loss = loss_function(replica(batch[0]), batch[1])
-            found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-        return torch.cat([gradient.flatten() for gradient in found])
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        return torch.cat([gradient.flatten() for gradient in gradients])
 
     seeds = [derive(seed, "client", client) for client in range(len(draw))]
     return torch.stack(lockstep([partial(step, batch) for batch in draw], shares, seeds, observe))
@@ -145,8 +154,8 @@ def _shared_only(kinds: Collection[Kind], exchange: Exchange, request: Request) 
     return exchange(request) if request.kind in kinds else Answer(request.tensor, request.count)
 
 
-def _dealt_anew(draw: Sequence[Batch], generator: torch.Generator) -> list[Batch]:
-    """The samples of all mini-batches, at random in mini-batches of the same sizes."""
+def _shuffled(draw: Sequence[Batch], generator: torch.Generator) -> list[Batch]:
+    """Deal the samples of all mini-batches at random into mini-batches of the same sizes."""
     sizes = [len(targets) for _, targets in draw]
     inputs, targets = (torch.cat(parts) for parts in zip(*draw, strict=True))
     order = torch.randperm(len(targets), generator=generator).to(targets.device)

@@ -26,8 +26,8 @@ WEIGHTS = [0.5, 0.3, 0.2]
 DRAW = heterogeneous_batches(SIZES, (1, 8, 8))
 
 
-def flat(found: Gradients) -> Tensor:
-    return torch.cat([gradient.flatten() for gradient in found.values()])
+def flat(named: Gradients) -> Tensor:
+    return torch.cat([gradient.flatten() for gradient in named.values()])
 
 
 def norm(left: Gradients, right: Gradients) -> float:
@@ -35,33 +35,33 @@ def norm(left: Gradients, right: Gradients) -> float:
 
 
 def test_clients_with_equal_data_have_no_distance_no_error_and_no_deviation() -> None:
-    found = diagnose(small_network(), [[DRAW[0]] * 3] * 2, WEIGHTS).found
-    distances = [value for layer in found.layers for value in (*layer.mean, *layer.variance, *layer.gradients)]
+    actual = diagnose(small_network(), [[DRAW[0]] * 3] * 2, WEIGHTS).actual
+    distances = [value for layer in actual.layers for value in (*layer.mean, *layer.variance, *layer.gradients)]
     assert len(distances) == 2 * 3 * 3
     assert max(distances) < 1e-10
-    assert max(found.errors.values()) < 1e-10
-    assert max(*found.deviation, *found.heterogeneity) < 1e-10
-    assert found.gradient_norm > 1e-3
+    assert max(actual.errors.values()) < 1e-10
+    assert max(*actual.deviation, *actual.heterogeneity) < 1e-10
+    assert actual.gradient_norm > 1e-3
 
 
 def test_errors_and_deviations_are_those_against_the_slow_reference() -> None:
-    found = diagnose(small_network(), [DRAW], WEIGHTS).found
+    actual = diagnose(small_network(), [DRAW], WEIGHTS).actual
     whole = weighted_gradients(small_network(), DRAW, WEIGHTS)
     exact = gradients(small_network(), DRAW, WEIGHTS, F.cross_entropy)
     forward = gradients(small_network(), DRAW, WEIGHTS, F.cross_entropy, exchange="forward")
     local = gradients(small_network(), DRAW, WEIGHTS, F.cross_entropy, sweeps=0)
-    assert found.errors["both"] < 1e-10
-    assert found.errors["nothing"] == pytest.approx(relative_error(mean_gradient(local, WEIGHTS), whole))
-    assert found.errors["statistics"] == pytest.approx(relative_error(mean_gradient(forward, WEIGHTS), whole))
-    assert found.errors["gradients"] > 0.01
-    assert found.gradient_norm == pytest.approx(float(flat(whole).norm()))
-    assert found.deviation == pytest.approx([norm(a, b) for a, b in zip(local, exact, strict=True)])
-    assert found.heterogeneity == pytest.approx([norm(each, whole) for each in exact])
+    assert actual.errors["both"] < 1e-10
+    assert actual.errors["nothing"] == pytest.approx(relative_error(mean_gradient(local, WEIGHTS), whole))
+    assert actual.errors["statistics"] == pytest.approx(relative_error(mean_gradient(forward, WEIGHTS), whole))
+    assert actual.errors["gradients"] > 0.01
+    assert actual.gradient_norm == pytest.approx(float(flat(whole).norm()))
+    assert actual.deviation == pytest.approx([norm(a, b) for a, b in zip(local, exact, strict=True)])
+    assert actual.heterogeneity == pytest.approx([norm(gradient, whole) for gradient in exact])
 
 
 def test_squares_are_averaged_over_the_draws() -> None:
     other = heterogeneous_batches(SIZES, (1, 8, 8), seed=1)
-    one, two, both = (diagnose(small_network(), draws, WEIGHTS).found for draws in ([DRAW], [other], [DRAW, other]))
+    one, two, both = (diagnose(small_network(), draws, WEIGHTS).actual for draws in ([DRAW], [other], [DRAW, other]))
     wanted = [sqrt((a**2 + b**2) / 2) for a, b in zip(one.deviation, two.deviation, strict=True)]
     assert both.deviation == pytest.approx(wanted)
 
@@ -79,7 +79,7 @@ def test_distances_of_one_layer_by_hand() -> None:
     targets = [torch.full((2,), 1.0).double(), torch.full((2,), 3.0).double()]
     values = [torch.tensor([[0.0], [2.0]]).double(), torch.tensor([[4.0], [8.0]]).double()]
     draw = list(zip(values, targets, strict=True))
-    (layer,) = diagnose(model, [draw], [1, 1], lambda out, c: (out.flatten() * c).mean()).found.layers
+    (layer,) = diagnose(model, [draw], [1, 1], lambda out, c: (out.flatten() * c).mean()).actual.layers
     assert layer.name == "1"
     assert layer.mean == pytest.approx([2.5 / sqrt(8.75)] * 2)
     assert layer.variance == pytest.approx([7.75 / 8.75, 4.75 / 8.75])
@@ -91,36 +91,36 @@ def test_distances_of_one_layer_by_hand() -> None:
 
 def test_a_layer_on_the_data_has_no_gradients_to_share() -> None:
     model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 10)).double().train()
-    (layer,) = diagnose(model, [DRAW], WEIGHTS).found.layers
+    (layer,) = diagnose(model, [DRAW], WEIGHTS).actual.layers
     assert len(layer.mean) == 3
     assert layer.gradients == []
 
 
 def digits(spec: str) -> Diagnosis:
     data = load("digits")
-    held = [torch.from_numpy(each) for each in partition(spec, data, 5, 0)]
+    held = [torch.from_numpy(indices) for indices in partition(spec, data, 5, 0)]
     draws: list[list[Batch]] = []
     for part in range(2):
-        found = [data.train.batch(each[part * 32 : (part + 1) * 32]) for each in held]
-        draws.append([(inputs.double(), targets) for inputs, targets in found])
+        batches = [data.train.batch(indices[part * 32 : (part + 1) * 32]) for indices in held]
+        draws.append([(inputs.double(), targets) for inputs, targets in batches])
     return diagnose(small_network(), draws, [1] * 5)
 
 
 def test_two_classes_a_client_are_farther_apart_than_clients_that_are_alike() -> None:
     alike, apart = digits("iid"), digits("classes:2")
     for what in ("mean", "variance", "gradients"):
-        for one, other in zip(alike.found.layers, apart.found.layers, strict=True):
+        for one, other in zip(alike.actual.layers, apart.actual.layers, strict=True):
             assert overall(alike.weights, getattr(one, what)) < overall(apart.weights, getattr(other, what))
-    assert alike.found.errors["nothing"] < apart.found.errors["nothing"]
-    assert alike.found.errors["statistics"] < apart.found.errors["statistics"]
-    assert overall(alike.weights, alike.found.heterogeneity) < overall(apart.weights, apart.found.heterogeneity)
+    assert alike.actual.errors["nothing"] < apart.actual.errors["nothing"]
+    assert alike.actual.errors["statistics"] < apart.actual.errors["statistics"]
+    assert overall(alike.weights, alike.actual.heterogeneity) < overall(apart.weights, apart.actual.heterogeneity)
 
 
 def test_the_model_stays_as_it_is_and_mini_batches_may_be_of_one_sample() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4), nn.Linear(4, 10)).double().train()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    found = diagnose(model, [heterogeneous_batches([1, 1], (1, 8, 8))], [1, 1])
-    assert found.batch_sizes == [1, 1]
-    assert found.found.layers[0].variance == [1, 1]
+    diagnosis = diagnose(model, [heterogeneous_batches([1, 1], (1, 8, 8))], [1, 1])
+    assert diagnosis.batch_sizes == [1, 1]
+    assert diagnosis.actual.layers[0].variance == [1, 1]
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert "forward" not in model[2].__dict__

@@ -1,1 +1,1 @@
-"""The `diagnose` command."""
+"""The command `diagnose`."""

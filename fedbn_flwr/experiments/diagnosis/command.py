@@ -1,6 +1,6 @@
-"""The command `diagnose`: what the clients' data do to the batch normalization of a model."""
+"""The command `diagnose`: measures what the clients' data do to the batch normalization of a model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import sqrt
 from pathlib import Path
@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.batch_plan import BatchLoader, plan
@@ -15,40 +16,31 @@ from fedbn_flwr.client.training import Batch
 from fedbn_flwr.diagnosis import Diagnosis, check, diagnose
 from fedbn_flwr.experiments.config import Config, UsageError
 from fedbn_flwr.experiments.diagnosis.report import plot_diagnosis, show_diagnosis
-from fedbn_flwr.experiments.method import resolve
+from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.run_folder import as_json, make_folder
 from fedbn_flwr.experiments.resources import check_simulation, fresh_model, load_data, make_partition, set_threads
 from fedbn_flwr.randomness import numpy_generator, torch_generator
 from fedbn_flwr.wire import Instruction, wire_key
 
-#: mini-batches of up to so many samples are too small for statistics of their own, whatever is in them (FedWon's case)
+#: largest mini-batch that is too small for statistics of its own, whatever the clients' data are (FedWon's case)
 TINY_BATCH = 8
-#: an error beyond chance (see `excess`) below the first is as good as none, above the second as good as half the
-#: gradient; on digits, IID clients are near 0, Dirichlet(0.5) is at 0.2, and two classes a client are above 0.6
+#: `excess` up to which BN is fine, and from which FixBN is not enough; docs/diagnose.md shows where they come from
 SMALL_EXCESS, LARGE_EXCESS = 0.15, 0.4
 
 
 def run_diagnosis(options: Mapping[str, Any], count: int) -> None:
-    """Diagnose, and leave `diagnosis.json` and `diagnosis.png` in the results folder."""
+    """Diagnose on `count` mini-batches a client; write `diagnosis.json` and `diagnosis.png` to the results folder."""
     if count < 1:
         raise UsageError(f"--batches must be at least 1, got {count}")
     experiment = resolve(options)
     check_simulation(experiment)
     config = experiment.config
     set_threads(config)
-    # in float64, where FedTAN's error is 0: in float32 rounding turns some ReLUs
-    model = fresh_model(config).to(pick_device(config.device), torch.float64).train()
-    try:
-        check(model)
-    except ValueError as error:
-        raise UsageError(f"cannot diagnose {config.model} with norm {config.norm!r}: {error}") from error
+    model = _model(config)
     folder = make_folder(Path(config.results_dir))
-    clients = taking_part(config)
-    held = make_partition(config, config.clients)
-    drawn = [mini_batches(config, client, count) for client in clients]
-    uniform = experiment.options.get("weighting") == "uniform"
-    weights = [1.0 if uniform else float(len(held[client])) for client in clients]
-    diagnosis = diagnose(model, list(zip(*drawn, strict=True)), weights, seed=config.seed)
+    clients = participants(config)
+    draws = list(zip(*(mini_batches(config, client, count) for client in clients), strict=True))
+    diagnosis = diagnose(model, draws, _weights(experiment, clients), seed=config.seed)
     advice = suggestion(diagnosis)
     content = {"options": experiment.to_mapping(), "batches": count, "clients": clients, "suggestion": advice}
     content |= asdict(diagnosis, dict_factory=lambda items: {wire_key(key): value for key, value in items})
@@ -58,44 +50,61 @@ def run_diagnosis(options: Mapping[str, Any], count: int) -> None:
     show_diagnosis(diagnosis, title, advice, folder)
 
 
-def taking_part(config: Config) -> list[int]:
-    """The clients of one round: all of them, or a share drawn by the seed."""
+def _model(config: Config) -> nn.Module:
+    """Build the model in float64, where FedTAN's error is 0: in float32 rounding turns some ReLUs."""
+    model = fresh_model(config).to(pick_device(config.device), torch.float64).train()
+    try:
+        check(model)
+    except ValueError as error:
+        raise UsageError(f"cannot diagnose {config.model} with norm {config.norm!r}: {error}") from error
+    return model
+
+
+def _weights(experiment: Experiment, clients: Sequence[int]) -> list[float]:
+    if experiment.options.get("weighting") == "uniform":
+        return [1.0] * len(clients)
+    partition = make_partition(experiment.config, experiment.config.clients)
+    return [float(len(partition[client])) for client in clients]
+
+
+def participants(config: Config) -> list[int]:
+    """Return the clients of one round: all, or a share of them drawn by the seed."""
     number = max(int(config.clients * config.fraction_train), 1)
-    drawn = numpy_generator(config.seed, "diagnosis", "clients").choice(config.clients, number, replace=False)
-    return sorted(drawn.tolist())
+    chosen = numpy_generator(config.seed, "diagnosis", "clients").choice(config.clients, number, replace=False)
+    return sorted(chosen.tolist())
 
 
 def mini_batches(config: Config, client: int, count: int) -> list[Batch]:
     """Return the first mini-batches that a client would train on, in float64."""
     split, device = load_data(config).train, pick_device(config.device)
-    held = torch.from_numpy(make_partition(config, config.clients)[client])
+    indices = torch.from_numpy(make_partition(config, config.clients)[client])
     instruction = Instruction(local_steps=count, batch_size=config.batch_size, replacement=config.replacement)
     generator = torch_generator(config.seed, "diagnosis", "batches", client)
-    drawn = plan(len(held), instruction, generator, merge_single=True)
-    loader = BatchLoader(split, device, config.augmentation, held[drawn.positions], drawn.sizes, generator)
+    batches = plan(len(indices), instruction, generator, merge_single=True)
+    loader = BatchLoader(split, device, config.augmentation, indices[batches.positions], batches.sizes, generator)
     return [(inputs.double(), targets) for inputs, targets in loader]
 
 
 def excess(diagnosis: Diagnosis) -> float:
-    """The error of FedAvg with BN that the clients' differences add to what chance does: squares add up."""
-    found, chance = diagnosis.found.errors["nothing"], diagnosis.shuffled.errors["nothing"]
-    return sqrt(max(found**2 - chance**2, 0.0))
+    """Return what the clients' differences add to the error of FedAvg with BN: squares of errors add up."""
+    actual, chance = diagnosis.actual.errors["nothing"], diagnosis.shuffled.errors["nothing"]
+    return sqrt(max(actual**2 - chance**2, 0.0))
 
 
 def suggestion(diagnosis: Diagnosis) -> str:
-    """One line in plain language; a rule of thumb, not a promise."""
+    """Return one line of advice; a rule of thumb, not a promise."""
     size, error = median(diagnosis.batch_sizes), excess(diagnosis)
     if size <= TINY_BATCH:
         return (
             f"Mini-batches of {size:g} samples are too small for statistics of their own. This suggests a model that "
             "needs none: GN (fedavg+gn) or FedWon (fedwon)."
         )
-    found = f"Clients' differences put the mean gradient off by {error:.0%} of its size, beyond chance."
+    reason = f"Clients' differences put the mean gradient off by {error:.0%} of its size, beyond chance."
     if error < SMALL_EXCESS:
-        return f"{found} This suggests that BN is fine as it is (fedavg)."
+        return f"{reason} This suggests that BN is fine as it is (fedavg)."
     if error < LARGE_EXCESS:
-        return f"{found} This suggests FixBN (fixbn), which costs no further communication."
+        return f"{reason} This suggests FixBN (fixbn), which costs no further communication."
     return (
-        f"{found} This suggests FedTAN (fedtan), or where exchanges are dear fedtan:sweeps=2 or fedtan-ii; at the "
+        f"{reason} This suggests FedTAN (fedtan), or where exchanges are dear fedtan:sweeps=2 or fedtan-ii; at the "
         "least FixBN (fixbn)."
     )

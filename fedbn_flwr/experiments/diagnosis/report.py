@@ -1,6 +1,7 @@
-"""What a person sees of a diagnosis: tables and a picture."""
+"""Tables and a picture of a diagnosis."""
 
 from collections.abc import Sequence
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +12,33 @@ from fedbn_flwr.diagnosis import Diagnosis, Measurement, overall
 from fedbn_flwr.experiments.output.console import console
 
 DISTANCES = {"mean": "means", "variance": "variances", "gradients": "gradients by them"}
-#: what is shared -> what each client has of its own, and the method that does so
+#: by what clients share: the values that are each client's own, and the method
 MISMATCHES = {
     "nothing": "statistics and their gradients (FedAvg with BN)",
     "gradients": "statistics",
     "statistics": "gradients by the statistics (FedDNA)",
     "both": "nothing (FedTAN)",
 }
-#: names of more layers than that do not fit below the picture
+#: rows of the second table, from what a measurement has for each client
+SPREADS = {"gradient deviation B": "deviation", "heterogeneity V": "heterogeneity"}
+#: largest number of layer names that fit below the picture
 MOST_NAMES = 24
 
 
 def show_diagnosis(diagnosis: Diagnosis, title: str, advice: str, folder: Path) -> None:
-    """Distances by layer, errors by mismatch, and the suggestion."""
-    found, shuffled = diagnosis.found, diagnosis.shuffled
+    """Print distances by layer, errors by mismatch, and the suggestion."""
+    actual, shuffled = diagnosis.actual, diagnosis.shuffled
     table = _table(f"{title}: clients' distance from the global values", "BN layer", *DISTANCES.values())
-    for layer, alike in zip(found.layers, shuffled.layers, strict=True):
-        cells = (_both(_overall(diagnosis, layer, what), _overall(diagnosis, alike, what)) for what in DISTANCES)
+    for layer, by_chance in zip(actual.layers, shuffled.layers, strict=True):
+        cells = (_both(_overall(diagnosis, layer, what), _overall(diagnosis, by_chance, what)) for what in DISTANCES)
         table.add_row(layer.name, *cells)
     console.print(table)
     table = _table("the mean gradient, relative to its size", "what is each client's own", "error")
-    for shared, own in MISMATCHES.items():
-        table.add_row(own, _both(found.errors[shared], shuffled.errors[shared]))
+    for shared, unshared in MISMATCHES.items():
+        table.add_row(unshared, _both(actual.errors[shared], shuffled.errors[shared]))
     table.add_section()
-    table.add_row(
-        "gradient deviation B", _both(*(_relative(diagnosis, each, "deviation") for each in (found, shuffled)))
-    )
-    table.add_row(
-        "heterogeneity V", _both(*(_relative(diagnosis, each, "heterogeneity") for each in (found, shuffled)))
-    )
+    for label, what in SPREADS.items():
+        table.add_row(label, _both(_relative(diagnosis, actual, what), _relative(diagnosis, shuffled, what)))
     console.print(table)
     console.print("In brackets: with the same samples dealt out at random, which is what chance alone does.")
     console.print(advice)
@@ -47,8 +46,8 @@ def show_diagnosis(diagnosis: Diagnosis, title: str, advice: str, folder: Path) 
 
 
 def plot_diagnosis(diagnosis: Diagnosis, path: Path, title: str) -> None:
-    """Two panels: distances by layer, errors by mismatch; dotted and grey is what chance alone does."""
-    import matplotlib  # takes a second to import
+    """Draw two panels, distances by layer and errors by mismatch; what chance alone does is dotted or grey."""
+    import matplotlib  # imported here because it takes a second
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -62,14 +61,14 @@ def plot_diagnosis(diagnosis: Diagnosis, path: Path, title: str) -> None:
 
 
 def _plot_layers(panel: Any, diagnosis: Diagnosis) -> None:
-    names = [layer.name for layer in diagnosis.found.layers]
+    names = [layer.name for layer in diagnosis.actual.layers]
     for what, label in DISTANCES.items():
-        values = [_overall(diagnosis, layer, what) for layer in diagnosis.found.layers]
+        values = [_overall(diagnosis, layer, what) for layer in diagnosis.actual.layers]
         (line,) = panel.plot(values, marker="o", markersize=4, label=label)
         chance = [_overall(diagnosis, layer, what) for layer in diagnosis.shuffled.layers]
         panel.plot(chance, color=line.get_color(), linestyle="dotted", alpha=0.7)
     panel.plot([], color="grey", linestyle="dotted", label="dealt at random")
-    # linear near 0, where clients that are alike are
+    # linear near 0, where the distances of i.i.d. clients are
     panel.set_yscale("symlog", linthresh=0.1)
     panel.set_ylim(bottom=0)
     panel.set(ylabel="relative distance from the global values", xlabel="BN layer, in the order of the forward pass")
@@ -81,12 +80,12 @@ def _plot_layers(panel: Any, diagnosis: Diagnosis) -> None:
 
 def _plot_errors(panel: Any, diagnosis: Diagnosis) -> None:
     places = range(len(MISMATCHES))
-    found = [diagnosis.found.errors[shared] for shared in MISMATCHES]
+    actual = [diagnosis.actual.errors[shared] for shared in MISMATCHES]
     chance = [diagnosis.shuffled.errors[shared] for shared in MISMATCHES]
-    panel.bar([place - 0.2 for place in places], found, width=0.4, label="these clients")
+    panel.bar([place - 0.2 for place in places], actual, width=0.4, label="these clients")
     panel.bar([place + 0.2 for place in places], chance, width=0.4, label="dealt at random", color="lightgrey")
     panel.set_xticks(
-        places, [own.replace(" (", "\n(").replace(" and", "\nand") for own in MISMATCHES.values()], fontsize=8
+        places, [text.replace(" (", "\n(").replace(" and", "\nand") for text in MISMATCHES.values()], fontsize=8
     )
     panel.set(xlabel="what is each client's own", ylabel="relative error of the mean gradient")
     panel.grid(alpha=0.3, axis="y")
@@ -103,8 +102,8 @@ def _relative(diagnosis: Diagnosis, measurement: Measurement, what: str) -> floa
     return value / measurement.gradient_norm if measurement.gradient_norm else float("nan")
 
 
-def _both(found: float, chance: float) -> str:
-    return "-" if found != found else f"{found:.3f} ({chance:.3f})"
+def _both(actual: float, chance: float) -> str:
+    return "-" if isnan(actual) else f"{actual:.3f} ({chance:.3f})"
 
 
 def _table(title: str, first: str, *others: str) -> Table:

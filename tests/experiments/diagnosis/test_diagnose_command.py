@@ -20,7 +20,7 @@ def diagnosis(folder: Path, **options: str) -> dict[str, Any]:
     return written
 
 
-def fedavg_error(written: dict[str, Any], column: str = "found") -> float:
+def fedavg_error(written: dict[str, Any], column: str = "actual") -> float:
     return float(written[column]["errors"]["nothing"])
 
 
@@ -72,8 +72,8 @@ def test_the_command_writes_numbers_and_a_picture(tmp_path: Path, capsys: pytest
     assert written["batches"] == 2
     assert len(written["clients"]) == len(written["weights"]) == 2
     assert sum(written["weights"]) == pytest.approx(1)
-    assert written["found"]["errors"]["nothing"] > 0.01
-    assert written["found"]["errors"]["both"] < 1e-10
+    assert written["actual"]["errors"]["nothing"] > 0.01
+    assert written["actual"]["errors"]["both"] < 1e-10
     assert {"layers", "errors", "deviation", "heterogeneity", "gradient-norm"} == set(written["shuffled"])
     assert (tmp_path / "diagnosis.png").stat().st_size > 10_000
     shown = " ".join(capsys.readouterr().out.split())
