@@ -8,7 +8,7 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply, read_instruction
-from fedbn_flwr.client.layerwise_step import take_turn
+from fedbn_flwr.client.layerwise_step import handle_layerwise_message
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.wire import Instruction
 
@@ -44,7 +44,7 @@ def client_app(client_fn: ClientFunction) -> ClientApp:
 
     @app.train("layerwise")
     def layerwise(message: Message, context: Context) -> Message:
-        return pack(take_turn(message.content, context, client_fn), message)
+        return pack(handle_layerwise_message(message.content, context, client_fn), message)
 
     @app.query("describe")
     def describe(message: Message, context: Context) -> Message:

@@ -2,34 +2,38 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from logging import WARNING
 from typing import Annotated, Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
 
 from fedbn_flwr import wire
-from fedbn_flwr.layerwise import Answer, respond
-from fedbn_flwr.server.layerwise_round import Conversation, Dialogue, NodesFailedError, Push
+from fedbn_flwr.layerwise import take_step
+from fedbn_flwr.server.layerwise_round import LayerwiseRound, NodesFailedError
+from fedbn_flwr.server.message_step import MessageStep
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import Instruction
-from fedbn_flwr.wire import layerwise as turns
-from fedbn_flwr.wire.layerwise import Turn
+from fedbn_flwr.wire.layerwise import StepPosition
+from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep, Participant
 
 from .fedavg import FedAvg
+
+Contents = Mapping[int, RecordDict]
 
 
 class Layerwise(FedAvg):
     """FedAvg with BN whose mean and variance, in each client's first local step of a round, are those of all clients.
 
-    Each BN layer stops the step of every client until the server has combined what all of them say (see
-    `fedbn_flwr.layerwise.SharedBatchNorm`) under the weights with which it will average their models. The first local
-    step, then the remaining E - 1 plain ones; the last answer is delivered by Flower, so that the models come to
-    `aggregate_train` as they do in FedAvg.
+    Each BN layer stops the step of every client until the server has combined the requests of all clients, under the
+    weights with which it will average their models (see `fedbn_flwr.layerwise.SharedBatchNorm`). After the last answer
+    a client takes its remaining E - 1 local steps, and replies with its model. All of it happens in `configure_train`,
+    so Flower has nothing to send, and `aggregate_train` averages the models that are there. Each exchange may take
+    `exchange_timeout` seconds, the last one with the remaining local steps too.
 
-    If a node fails in the middle of the step, or says what cannot be combined, the step starts again from the
+    If a node fails in the middle of the step, or sends what cannot be combined, the step starts again from the
     received model, with the other nodes: `max_attempts` times in all, then the round is skipped. A node that fails
     only in the last exchange is left out of the average. With `fresh_optimizer`, the optimizer's state of the
     layer-wise step is not used in the steps after it. Between messages, nodes keep up to `replay_limit` megabytes of
@@ -57,7 +61,8 @@ class Layerwise(FedAvg):
                 f"max_attempts must be at least 1 and replay_limit not negative, got {max_attempts} and {replay_limit}"
             )
         self.max_attempts, self.fresh_optimizer, self.replay_limit = max_attempts, fresh_optimizer, replay_limit
-        self._conversation: Conversation | None = None
+        self._started = False
+        #: what the nodes replied at the end of the step
         self._final: list[Message] = []
 
     def instruct(self, instruction: Instruction) -> Instruction:
@@ -73,130 +78,95 @@ class Layerwise(FedAvg):
         )
 
     def layerwise_mode(self) -> str:
-        """What is exchanged at a BN layer in this round."""
+        """Return what is exchanged at a BN layer in this round."""
         return self.mode
 
-    def converse(self, talk: Dialogue) -> Conversation:
-        """One attempt, from the first message to the models."""
-        return exchanges(talk)
+    def start(self, *arguments: Any, **options: Any) -> Result:
+        """Run; a strategy that wraps this one does not call it."""
+        self._started = True
+        return super().start(*arguments, **options)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Do all exchanges but the last, whose messages are returned."""
+        """Send the model, and take all nodes through their local steps; return no messages."""
+        self._final = []
         messages = super().configure_train(server_round, arrays, config, grid)
-        self._conversation, self._final = None, []
         if not messages or self.instruction.layerwise == "none":
             return messages
-        self._conversation = self._attempts({message.metadata.dst_node_id: message.content for message in messages})
-        return self._go_on(None)
+        self._refuse_wrapper()
+        contents = {message.metadata.dst_node_id: message.content for message in messages}
+        replies = self._train_on_grid(grid, contents)
+        self._final = self._train_by_messages(grid, contents) if replies is None else replies
+        return []
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the models; where there are no models yet, go on until there are."""
-        if self.instruction.layerwise == "none":
-            return super().aggregate_train(server_round, replies)
-        while self._conversation is not None:
-            messages = self._go_on(list(replies))
-            assert self.grid is not None
-            replies = self.grid.send_and_receive(messages, timeout=self.exchange_timeout) if messages else []
-        return super().aggregate_train(server_round, self._final)
+        """Average the models."""
+        plain = self.instruction.layerwise == "none"
+        return super().aggregate_train(server_round, replies if plain else self._final)
 
-    def _go_on(self, replies: list[Message] | None) -> list[Message]:
-        """The messages that are to be delivered next, none if the conversation is over."""
-        assert self._conversation is not None
+    def take_step(self, step: NodesStep) -> list[Message]:
+        """Take all nodes through a step, layer by layer, and return their replies."""
+        return take_step(step, lambda: self.weigh_participants(step.participants))
+
+    def take_step_by_messages(self, attempt: LayerwiseRound) -> list[Message]:
+        """Take all nodes through a step by messages, and return their replies."""
+        return self.take_step(MessageStep(attempt))
+
+    def weigh_participants(self, participants: Iterable[Participant]) -> list[float]:
+        """Return the weights of the nodes' models before there are models: p_i, up to a common factor."""
+        return self.weigh(
+            [NodeReply(each.node, each.partition, each.num_examples, {}, {}, RecordDict()) for each in participants]
+        )
+
+    def _train_on_grid(self, grid: Grid, contents: Contents) -> list[Message] | None:
+        """Return the replies if the grid takes its nodes through a step without messages, and no node fails.
+
+        A failed step leaves the nodes as before. It is then taken by messages, which find out which node failed.
+        """
+        if not isinstance(grid, LayerwiseGrid) or self.instruction.layerwise == "sweeps":
+            return None
+        position = StepPosition("exchange", 1).pack()
+        self._sent = [
+            Message(RecordDict({**content, **position}), node, wire.LAYERWISE) for node, content in contents.items()
+        ]
+        step = grid.open_step(self._sent)
+        if step is None:
+            return None
         try:
-            return next(self._conversation) if replies is None else self._conversation.send(replies)
-        except StopIteration as end:
-            self._conversation, self._final = None, end.value
-            return []
+            return self.take_step(step)
+        except Exception as error:
+            failed = "Round %d: the nodes' common step failed, it is taken by messages: %s"
+            log(WARNING, failed, self.server_round, error)
+            return None
 
-    def _attempts(self, start: Mapping[int, RecordDict]) -> Conversation:
-        assert self.grid is not None
-        if (replies := self._together(start)) is not None:
-            return replies
-        # only the last of a step's replies holds more than what is said of the layers
-        expected = replace(self._expected, groups=())
-        reasons: list[str] = []
-        for attempt in range(1, self.max_attempts + 1):
-            talk = Dialogue(self.grid, start, attempt, self.exchange_timeout, self.weigh, expected)
+    def _train_by_messages(self, grid: Grid, contents: Contents) -> list[Message]:
+        """Return the replies of the nodes that do not fail; none after `max_attempts`."""
+        # only the last of a step's replies holds more than requests
+        expected, reasons = replace(self._expected, groups=()), list[str]()
+        for number in range(1, self.max_attempts + 1):
+            last = number == self.max_attempts
+            attempt = LayerwiseRound(grid, contents, number, last, self.exchange_timeout, expected)
             try:
-                final = yield from self.converse(talk)
-                self._sent = talk.sent
-                return final
+                replies = self.take_step_by_messages(attempt)
+                self._sent = attempt.sent
+                return replies
             except NodesFailedError as failure:
                 reasons = failure.reasons
-                start = {node: content for node, content in start.items() if node not in failure.nodes}
-                again = bool(start) and attempt < self.max_attempts
-                # a step that starts again takes the place of the one before
-                talk.abandon(talk.answered & failure.nodes if again else talk.answered)
-                if not again:
+                contents = {node: content for node, content in contents.items() if node not in failure.nodes}
+                if not contents:
                     break
-        failed = "Round %d is skipped, its layer-wise step failed %d times: %s"
-        log(WARNING, failed, self.server_round, attempt, "; ".join(reasons))
+        skipped = "Round %d is skipped, its layer-wise step failed %d times: %s"
+        log(WARNING, skipped, self.server_round, number, "; ".join(reasons))
         self._refused += reasons
         return []
 
-    def _together(self, start: Mapping[int, RecordDict]) -> list[Message] | None:
-        """The final replies, where a grid takes all nodes from exchange to exchange without messages.
-
-        If a node fails, nothing has happened: the step is then taken by messages, which find out who it was.
-        """
-        assert self.grid is not None
-        open_step = getattr(self.grid, "open_step", None)
-        if open_step is None or self.layerwise_mode() == "sweeps":
-            return None
-        turn = Turn("exchange", 1).pack()
-        contents = {node: RecordDict({**content, **turn}) for node, content in start.items()}
-        self._sent = [Message(content, node, wire.LAYERWISE) for node, content in contents.items()]
-        step = open_step(self._sent)
-        if step is None:
-            return None
-        speakers = list(zip(contents.items(), step.speakers, strict=True))
-        entrants = [
-            NodeReply(node, who.partition, who.num_examples, {}, {}, content) for (node, content), who in speakers
-        ]
-        # in the order in which replies to messages are combined
-        order = sorted(range(len(entrants)), key=lambda place: (entrants[place].partition, entrants[place].node))
-        weights = self.weigh([entrants[place] for place in order])
-        try:
-            said = step.advance()
-            while said:
-                said = step.advance(respond([said[place] for place in order], weights))
-        except Exception as error:
-            step.abandon()
-            log(
-                WARNING,
-                "Round %d: the nodes' common step failed, it is taken by messages: %s",
-                self.server_round,
-                error,
+    def _refuse_wrapper(self) -> None:
+        """Refuse to run inside another strategy, which would see neither statistics nor models."""
+        if not self._started:
+            raise RuntimeError(
+                f"{type(self).__name__} must be started itself: what clients send in a layer-wise step does not pass "
+                "through a strategy around it, so that Flower's differential privacy would protect none of it"
             )
-            return None
-        replies: list[Message] = step.replies()
-        return replies
-
-
-def exchanges(talk: Dialogue) -> Conversation:
-    """Answer request after request, each once for all nodes, until the models come."""
-    known: dict[str, Answer] = {}
-    answers = talk.ask(_push(talk, known))
-    while not talk.at_end(answers):
-        said = talk.said(answers)
-        pooled = list(talk.pooled(said).values())
-        if len(pooled) != 1:
-            raise NodesFailedError(said, [f"the nodes speak of {len(pooled)} layers at once"])
-        known[str(len(known))] = pooled[0]
-        push = _push(talk, known)
-        if all(turns.foresees_end(answer.content) for answer in answers.values()):
-            answers = yield from talk.ask_through_flower(push)
-        else:
-            answers = talk.ask(push)
-    return talk.models(answers)
-
-
-def _push(talk: Dialogue, known: Mapping[str, Answer]) -> Push:
-    """The last answer; what a node needs that has lost the others, is only packed if there is one."""
-    latest = turns.pack_answers(turns.ANSWERS, dict([*known.items()][-1:])) if known else {}
-    everything = partial(turns.pack_answers, turns.ANSWERS, known)
-    return Push(Turn("exchange", talk.attempt, len(known)), lambda _: latest, lambda _: everything() if known else {})

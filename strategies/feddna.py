@@ -1,4 +1,4 @@
-"""FedDNA."""
+"""FedDNA: FedTAN's forward pass (Algorithm 2) without its backward pass; see `strategies/fedtan.py`."""
 
 from typing import ClassVar
 

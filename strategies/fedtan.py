@@ -1,12 +1,33 @@
-"""FedTAN."""
+"""FedTAN, the server's half of Algorithm 1 of Wang et al. In the paper's symbols, and where it is done:
+
+    for r = 1, 2, ..., R:                                                   FedAvg.start
+        server sends {w_{r-1}, S_{r-1}} to all clients i                    Layerwise.configure_train
+        for t = 1:
+            for l = 1, ..., L (Algorithm 2):                                answer_requests
+                clients upload mu_i^l and (sigma_i^l)^2
+                server answers sum_i p_i mu_i^l and sum_i p_i (sigma_i^l)^2            (39), (40)
+            for l = L, ..., 1 (Algorithm 3):                                answer_requests
+                clients upload dF_i/d(sigma_i^l)^2 and dF_i/dmu_i^l
+                server answers their sums, weighted by p_i                             (41)
+            clients update {w_i, S_i}                                       BNClient.train   (5b), (6)
+        for t = 2, ..., E: clients update {w_i, S_i}                        BNClient.train   (5b), (6)
+        clients send {w_i, S_i} to the server                               take_step
+        server: {w_r, S_r} = sum_i p_i {w_i, S_i}                           Layerwise.aggregate_train   (7)
+
+`answer_requests` and `take_step` are in `fedbn_flwr/layerwise/take_step.py`, for every transport; `Layerwise`, which
+starts again without the nodes that fail, is in `base_layerwise.py`. The client's half is
+`fedbn_flwr/client/layerwise_step.py`, and the mathematics of one layer `fedbn_flwr/layerwise/shared_batch_norm.py`.
+"""
 
 from typing import Annotated, Any
 
-from fedbn_flwr.layerwise import Auto
-from fedbn_flwr.server.layerwise_round import Conversation, Dialogue
+from flwr.app import Message
 
-from .base_layerwise import Layerwise, exchanges
-from .fedtan_sweeps import _count, sweeping
+from fedbn_flwr.layerwise import Auto
+from fedbn_flwr.server.layerwise_round import LayerwiseRound
+
+from .base_layerwise import Layerwise
+from .fedtan_sweeps import parse_sweeps, take_sweeps
 from .registry import register_strategy
 
 EXCHANGES = ("fused", "paper")
@@ -53,14 +74,16 @@ class FedTAN(Layerwise):
         if sweeps != "none" and exchange != "fused":
             raise ValueError(f"sweeps are always fused: exchange={exchange!r} goes without them")
         self.exchange = exchange
-        self.sweeps = Auto(tolerance, most_sweeps) if sweeps == "auto" else _count(sweeps)
+        self.sweeps = parse_sweeps(sweeps, Auto(tolerance, most_sweeps))
 
     def layerwise_mode(self) -> str:
-        """Nothing is exchanged in 0 sweeps."""
+        """Return the exchange, or sweeps; nothing is exchanged in 0 sweeps."""
         if self.sweeps is None:
             return self.exchange
         return "sweeps" if self.sweeps else "none"
 
-    def converse(self, talk: Dialogue) -> Conversation:
-        """Layer by layer, or in sweeps."""
-        return exchanges(talk) if self.sweeps is None else sweeping(talk, self.sweeps)
+    def take_step_by_messages(self, attempt: LayerwiseRound) -> list[Message]:
+        """Take all nodes through a step layer by layer, or in sweeps."""
+        if self.sweeps is None:
+            return super().take_step_by_messages(attempt)
+        return take_sweeps(attempt, self.sweeps, lambda: self.weigh_participants(attempt.participants))

@@ -1,52 +1,70 @@
-"""The sweeps of FedTAN: all layers exchanged at once."""
+"""The sweeps of FedTAN: all layers exchanged at once, in place of one exchange after the other."""
 
-from fedbn_flwr.layerwise import Auto, Corrections, Report, settle
-from fedbn_flwr.server.layerwise_round import Conversation, Dialogue, Push
-from fedbn_flwr.wire import layerwise as turns
-from fedbn_flwr.wire.layerwise import Content, Turn
+from collections.abc import Callable, Sequence
+from functools import partial
 
+from flwr.app import Message
 
-def sweeping(talk: Dialogue, sweeps: int | Auto) -> Conversation:
-    """Let the corrections settle, forward and then backward, and have the step taken under them."""
-    nodes = list(talk.start)
-    # the weights are known when the nodes have answered for the first time, and not needed before
-    weights = [1.0] * len(nodes)
-    settled: dict[str, list[Corrections]] = {group: [{} for _ in nodes] for group in turns.CORRECTIONS}
-    asked = 0
-
-    def push(phase: str) -> Push:
-        nonlocal asked
-        corrections = {
-            node: _pack({group: settled[group][place] for group in turns.CORRECTIONS})
-            for place, node in enumerate(nodes)
-        }
-        turn = Turn(phase, talk.attempt, asked)
-        asked += 1
-        return Push(turn, corrections.__getitem__, corrections.__getitem__)
-
-    def ask(phase: str, known: list[Corrections]) -> list[Report]:
-        settled[turns.CORRECTIONS[phase == "backward"]] = known
-        said = talk.said(talk.ask(push(phase)))
-        talk.pooled(said)
-        nodes[:], weights[:] = said, (talk.weights[node] for node in said)
-        return list(said.values())
-
-    forward, done = settle(lambda known: ask("forward", known), weights, sweeps)
-    settled["statistics"] = forward
-    settled["gradients"], _ = settle(lambda known: ask("backward", known), weights, done)
-    return talk.models((yield from talk.ask_through_flower(push("step"))))
+from fedbn_flwr.layerwise import Auto, Corrections, Report, settle_corrections
+from fedbn_flwr.server.layerwise_round import Broadcast, LayerwiseRound
+from fedbn_flwr.wire.layerwise import CORRECTIONS, Content, StepPosition, pack_answers
 
 
-def _pack(corrections: dict[str, Corrections]) -> Content:
-    packed: Content = {}
-    for group, known in corrections.items():
-        packed |= turns.pack_answers(group, known) if known else {}
-    return packed
+def take_sweeps(attempt: LayerwiseRound, sweeps: int | Auto, weigh: Callable[[], Sequence[float]]) -> list[Message]:
+    """Take all nodes through the step under corrections, and return their replies.
+
+    The corrections settle in forward sweeps (statistics), and then in backward sweeps (gradients); see
+    `fedbn_flwr.layerwise.Corrected`. Nodes hold nothing between two sweeps.
+    """
+    nodes, asking = len(attempt.contents), _Sweeps(attempt)
+    try:
+        statistics, number = settle_corrections(partial(asking.ask, "forward"), nodes, weigh, sweeps)
+        asking.corrections["statistics"] = statistics
+        gradients, _ = settle_corrections(partial(asking.ask, "backward"), nodes, weigh, number)
+        asking.corrections["gradients"] = gradients
+        return attempt.final_replies(attempt.ask(asking.broadcast("step")))
+    except Exception:
+        attempt.abandon()
+        raise
 
 
-def _count(sweeps: int | str) -> int | None:
+def parse_sweeps(sweeps: int | str, auto: Auto) -> int | Auto | None:
+    """Return the number of sweeps, or `auto`; None where layers are exchanged one after the other."""
     if sweeps == "none":
         return None
+    if sweeps == "auto":
+        return auto
     if not isinstance(sweeps, int) or sweeps < 0:
         raise ValueError(f"sweeps must be 'none', 'auto' or a number that is not negative, got {sweeps!r}")
     return sweeps
+
+
+class _Sweeps:
+    """The messages of all sweeps of one attempt."""
+
+    def __init__(self, attempt: LayerwiseRound) -> None:
+        self._attempt, self._index = attempt, 0
+        #: by group, each node's corrections, in the order of the participants
+        self.corrections: dict[str, list[Corrections]] = {
+            group: [{} for _ in attempt.contents] for group in CORRECTIONS
+        }
+
+    def ask(self, phase: str, corrections: list[Corrections]) -> list[Report]:
+        """Send every node its corrections, and return the nodes' requests of all layers."""
+        self.corrections[CORRECTIONS[phase == "backward"]] = corrections
+        return list(self._attempt.read_requests(self._attempt.ask(self.broadcast(phase))).values())
+
+    def broadcast(self, phase: str) -> Broadcast:
+        """Return the messages of one sweep; the first brings no corrections, and its nodes have no order yet."""
+        nodes = [participant.node for participant in self._attempt.participants] or list(self._attempt.contents)
+        contents = {node: self._pack(place) for place, node in enumerate(nodes)}
+        position = StepPosition(phase, self._attempt.attempt, self._index)
+        self._index += 1
+        return Broadcast(position, contents.__getitem__, contents.__getitem__)
+
+    def _pack(self, place: int) -> Content:
+        content: Content = {}
+        for group in CORRECTIONS:
+            if corrections := self.corrections[group][place]:
+                content |= pack_answers(group, corrections)
+        return content

@@ -1,4 +1,4 @@
-"""What a node notes of a layer-wise step, so that whoever gets the next message can go on."""
+"""What a node keeps of a layer-wise step, so that another process can replay the step."""
 
 from typing import Any
 
@@ -9,45 +9,51 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.layerwise import Answer
 from fedbn_flwr.state import State
 from fedbn_flwr.state.records import payload_bytes
-from fedbn_flwr.wire import layerwise as turns
+from fedbn_flwr.wire.layerwise import ANSWERS, CORRECTIONS, read_answers
 
 _PREFIX = "layerwise/"
 
 
-class Notes:
-    """What a node keeps of a layer-wise step in its `Context.state`, so that any process can replay it."""
+class StepLog:
+    """The arrays and answers that a node has received in one attempt at a step; they are in its `Context.state`.
 
-    def __init__(self, memory: Memory, place: str) -> None:
-        self._memory, self.place = memory, place
-        self._received, self._log = f"{_PREFIX}{place}/received/", f"{_PREFIX}{place}/log/"
+    `attempt` names the round and the attempt.
+    """
+
+    def __init__(self, memory: Memory, attempt: str) -> None:
+        self._memory, self.attempt = memory, attempt
+        self._received, self._answers = f"{_PREFIX}{attempt}/received/", f"{_PREFIX}{attempt}/log/"
 
     def add(self, content: RecordDict, limit: float) -> None:
-        """Note what a message brings; arrays begin a new step, and are only kept up to so many megabytes."""
+        """Keep the arrays and answers of a message.
+
+        Arrays begin a new step, so everything before is forgotten. More than `limit` megabytes of arrays are not kept.
+        """
         received = _received(content)
         if received:
             self.clear()
             size = sum(payload_bytes(array) for record in received.values() for array in record.values())
             for name, record in received.items() if size <= limit * 2**20 else ():
                 self._memory.keep(f"{self._received}{name}", record)
-        known: dict[str, Any] = dict(self._memory.kept(self._log))
-        for group in (turns.ANSWERS, f"{turns.ANSWERS}-counts"):
-            brought: Any = content.get(group)
-            if group in known and brought:
-                known[group].update(brought)
-            elif brought:
-                # a record of its own: the messages to all nodes may share theirs
-                self._memory.keep(f"{self._log}{group}", brought.copy())
+        kept: dict[str, Any] = dict(self._memory.kept(self._answers))
+        for group in (ANSWERS, f"{ANSWERS}-counts"):
+            new: Any = content.get(group)
+            if group in kept and new:
+                kept[group].update(new)
+            elif new:
+                # a copy: the messages to all nodes may share their records
+                self._memory.keep(f"{self._answers}{group}", new.copy())
 
     def received(self, content: RecordDict) -> dict[str, State] | None:
-        """The groups of arrays that the step starts from, if they are at hand."""
+        """Return the groups of arrays that the step starts from, of this message or kept; None if there are none."""
         records = _received(content) or dict(self._memory.kept(self._received))
         return {name: state.from_record(record) for name, record in records.items()} or None
 
     def answers(self, count: int) -> list[Answer] | None:
-        """So many answers in their order, if all are known."""
-        known = turns.read_answers(dict(self._memory.kept(self._log)), turns.ANSWERS)
+        """Return the first `count` answers, None if some are missing."""
+        answers = read_answers(dict(self._memory.kept(self._answers)), ANSWERS)
         numbers = [str(number) for number in range(count)]
-        return [known[number] for number in numbers] if known.keys() >= set(numbers) else None
+        return [answers[number] for number in numbers] if answers.keys() >= set(numbers) else None
 
     def clear(self) -> None:
         """Forget the step."""
@@ -55,8 +61,8 @@ class Notes:
 
 
 def _received(content: RecordDict) -> dict[str, Any]:
-    """The groups of arrays of a plain training message, if this message brings them."""
+    """Return a message's groups of arrays, as plain training has them; none if it does not bring arrays."""
     if wire.ARRAYS not in content:
         return {}
     records = content.array_records.items()
-    return {name: record for name, record in records if name not in (turns.ANSWERS, *turns.CORRECTIONS)}
+    return {name: record for name, record in records if name not in (ANSWERS, *CORRECTIONS)}

@@ -18,10 +18,10 @@ from fedbn_flwr.layerwise.exchange import (
     respond,
 )
 from fedbn_flwr.layerwise.gradients import gradients
-from fedbn_flwr.layerwise.lockstep import lockstep
+from fedbn_flwr.layerwise.lockstep import Lockstep, lockstep
 from fedbn_flwr.layerwise.shared_batch_norm import Mode, SharedBatchNorm, Use
 from fedbn_flwr.layerwise.shared_statistics import shared_statistics
-from fedbn_flwr.layerwise.step_cache import StepStore
+from fedbn_flwr.layerwise.step_cache import StepCache
 from fedbn_flwr.layerwise.suspended_step import Abandoned, Done, Step, SuspendedStep
 from fedbn_flwr.layerwise.sweeps import (
     Auto,
@@ -34,8 +34,9 @@ from fedbn_flwr.layerwise.sweeps import (
     forward_sweep,
     movement,
     pool,
-    settle,
+    settle_corrections,
 )
+from fedbn_flwr.layerwise.take_step import LayerwiseStep, answer_requests, take_step
 from fedbn_flwr.randomness import OwnRandomness
 
 __all__ = [
@@ -48,6 +49,8 @@ __all__ = [
     "Exchange",
     "ExchangeError",
     "Kind",
+    "LayerwiseStep",
+    "Lockstep",
     "Mode",
     "Observer",
     "OrderError",
@@ -56,9 +59,10 @@ __all__ = [
     "Request",
     "SharedBatchNorm",
     "Step",
-    "StepStore",
+    "StepCache",
     "SuspendedStep",
     "Use",
+    "answer_requests",
     "backward_sweep",
     "combine",
     "correct",
@@ -69,6 +73,7 @@ __all__ = [
     "movement",
     "pool",
     "respond",
-    "settle",
+    "settle_corrections",
     "shared_statistics",
+    "take_step",
 ]

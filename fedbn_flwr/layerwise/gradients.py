@@ -13,7 +13,15 @@ from fedbn_flwr.layerwise.exchange import Exchange, Observer, combine, normalize
 from fedbn_flwr.layerwise.lockstep import lockstep
 from fedbn_flwr.layerwise.shared_batch_norm import Mode
 from fedbn_flwr.layerwise.shared_statistics import shared_statistics
-from fedbn_flwr.layerwise.sweeps import Auto, Corrected, Corrections, Report, backward_sweep, forward_sweep, settle
+from fedbn_flwr.layerwise.sweeps import (
+    Auto,
+    Corrected,
+    Corrections,
+    Report,
+    backward_sweep,
+    forward_sweep,
+    settle_corrections,
+)
 from fedbn_flwr.norm import counter_keys, statistics_keys
 from fedbn_flwr.randomness import OwnRandomness, derive
 
@@ -33,7 +41,7 @@ def gradients(
     seed: int = 0,
     observe: Observer | None = None,
 ) -> list[Gradients]:
-    """For each client, its gradients by parameter name; their weighted mean is FedTAN's gradient.
+    """Return each client's gradients by parameter name; their weighted mean is FedTAN's gradient.
 
     Wang et al., "Why Batch Normalization Damage Federated Learning on Non-IID Data?", algorithm 1, one
     iteration with E = 1. `exchange` is "paper" (three exchanges a layer), "fused" (two, and the same numbers)
@@ -53,11 +61,11 @@ def gradients(
     ]
     if sweeps is None:
         steps = [partial(client.step, mode=exchange) for client in clients]
-        found = lockstep(steps, shares, [client.seed for client in clients], observe)
+        results = lockstep(steps, shares, [client.seed for client in clients], observe)
     else:
-        found = _swept(clients, shares, Auto() if sweeps == "auto" else sweeps, observe)
+        results = _swept(clients, shares, Auto() if sweeps == "auto" else sweeps, observe)
     _move_running_statistics(model, [client.model for client in clients], shares)
-    return found
+    return results
 
 
 @dataclass(frozen=True)
@@ -74,31 +82,36 @@ class _Client:
     def step(self, exchange: Exchange, mode: Mode = "fused") -> Gradients:
         learning = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         with shared_statistics(self.model, exchange, mode):
-            found = torch.autograd.grad(self.loss(), list(learning.values()), allow_unused=True, materialize_grads=True)
-        return dict(zip(learning, found, strict=True))
+            values = torch.autograd.grad(
+                self.loss(), list(learning.values()), allow_unused=True, materialize_grads=True
+            )
+        return dict(zip(learning, values, strict=True))
 
 
 def _swept(
     clients: Sequence[_Client], shares: Sequence[float], sweeps: int | Auto, observe: Observer | None
 ) -> list[Gradients]:
-    def forward(known: list[Corrections]) -> list[Report]:
-        return [forward_sweep(c.model, c.loss, c.seed, s) for c, s in zip(clients, known, strict=True)]
+    def forward(corrections: list[Corrections]) -> list[Report]:
+        return [forward_sweep(c.model, c.loss, c.seed, s) for c, s in zip(clients, corrections, strict=True)]
 
-    def backward(known: list[Corrections]) -> list[Report]:
-        each = zip(clients, statistics, known, strict=True)
+    def backward(corrections: list[Corrections]) -> list[Report]:
+        each = zip(clients, statistics, corrections, strict=True)
         return [backward_sweep(c.model, c.loss, c.seed, s, g) for c, s, g in each]
 
-    statistics, done = settle(forward, shares, sweeps, observe)
-    derivatives, _ = settle(backward, shares, done, observe)
-    found = []
+    def weigh() -> Sequence[float]:
+        return shares
+
+    statistics, number = settle_corrections(forward, len(clients), weigh, sweeps, observe)
+    derivatives, _ = settle_corrections(backward, len(clients), weigh, number, observe)
+    results = []
     for client, s, g in zip(clients, statistics, derivatives, strict=True):
         with OwnRandomness(client.seed).drawing():
-            found.append(client.step(Corrected(s, g)))
-    return found
+            results.append(client.step(Corrected(s, g)))
+    return results
 
 
 def _replica(model: nn.Module) -> nn.Module:
-    """A copy with buffers of its own and the same parameters."""
+    """Return a copy that shares the parameters, and has buffers of its own."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from fedbn_flwr.layerwise.suspended_step import SuspendedStep
 
 
-class StepStore:
+class StepCache:
     """Keeps at most `max_steps` suspended steps, each at most `time_to_live` seconds.
 
     Only ever a cache: a step that is not there is replayed from its log. A step for which there is no room is

@@ -1,4 +1,4 @@
-"""Sweeps: all layers exchanged at once, several times, by clients that hold nothing in between."""
+"""Sweeps: all layers exchanged at once, several times, by clients that hold nothing between two sweeps."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +22,9 @@ class Auto:
     most: int = 10
 
 
-#: What one client says of every layer, in the order of its pass.
+#: one client's requests of all layers, by layer, in the order of the client's pass
 Report = dict[str, Request]
-#: For each layer what takes one client's own tensor to the global one.
+#: by layer, what takes one client's local tensor to the global tensor
 Corrections = Mapping[str, Answer]
 
 # Added to a variance before it divides: a client whose channel is constant has none.
@@ -32,99 +32,102 @@ _FLOOR = 1e-5
 
 
 class Corrected:
-    """An exchange that answers at once, from what earlier sweeps taught, and notes what was said.
+    """An exchange that answers at once, by corrections from earlier sweeps, and keeps the requests.
 
     Sweeps replace algorithms 2 and 3 of Wang et al. by a fixed-point iteration. In every layer client i uses
 
         mean = m_i + o sqrt(v_i),   variance = v_i q,   A = a_i + alpha,   B = b_i + beta,
 
-    m_i, v_i, a_i, b_i being its own values in this very pass (A and B: see `SharedBatchNorm`), and o, q,
+    m_i, v_i, a_i, b_i being the client's local values in this very pass (A and B: see `SharedBatchNorm`), and o, q,
     alpha, beta what would have taken those of the last sweep to the global ones, which the server pooled from
     all clients'. The first sweep (o = alpha = beta = 0, q = 1) is local BN. The inputs of the first layer
     depend on no statistics, so its corrections are exact after one sweep, those of the second after two, and
-    all after S >= L sweeps (L uses of BN layers); S sweeps back and the gradients are exact too, from the
-    last layer to the first. Correcting the current own values, instead of putting the last global ones in
-    their place, keeps every layer normalized however wrong the corrections still are; the other way diverges.
+    all after S >= L sweeps (L uses of BN layers). After S sweeps back the gradients are exact too, from the last
+    layer to the first. Correcting the current local values, instead of replacing them by the last global ones,
+    keeps every layer normalized however wrong the corrections still are; replacing them diverges.
     """
 
     def __init__(self, statistics: Corrections, gradients: Corrections) -> None:
-        self._known: dict[str, Corrections] = {"statistics": statistics, "gradients": gradients}
-        self.said: dict[str, Report] = {"statistics": {}, "gradients": {}}
+        self._corrections: dict[str, Corrections] = {"statistics": statistics, "gradients": gradients}
+        #: by kind, the requests so far
+        self.requests: dict[str, Report] = {"statistics": {}, "gradients": {}}
 
     def __call__(self, request: Request) -> Answer:
-        """The client's own tensor, corrected as far as is known."""
-        self.said[request.kind][request.layer] = request
-        correction = self._known[request.kind].get(request.layer)
+        """Return the request's tensor, corrected if there is a correction of its layer."""
+        self.requests[request.kind][request.layer] = request
+        correction = self._corrections[request.kind].get(request.layer)
         return Answer(request.tensor, request.count) if correction is None else correct(request, correction)
 
 
 def forward_sweep(model: nn.Module, loss: Callable[[], Tensor], seed: int, statistics: Corrections) -> Report:
-    """One client's part of a forward sweep: its own mean and variance of every layer."""
+    """Run one client's forward sweep; return its local mean and variance of every layer."""
     exchange = Corrected(statistics, {})
     with OwnRandomness(seed).drawing(), torch.no_grad(), shared_statistics(model, exchange, final=False):
         loss()
-    return exchange.said["statistics"]
+    return exchange.requests["statistics"]
 
 
 def backward_sweep(
     model: nn.Module, loss: Callable[[], Tensor], seed: int, statistics: Corrections, gradients: Corrections
 ) -> Report:
-    """One client's part of a backward sweep: its own gradients by mean and variance of every layer."""
+    """Run one client's backward sweep; return its local gradients by mean and variance of every layer."""
     exchange = Corrected(statistics, gradients)
     with OwnRandomness(seed).drawing(), shared_statistics(model, exchange, final=False):
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         torch.autograd.grad(loss(), parameters, allow_unused=True)
-    return exchange.said["gradients"]
+    return exchange.requests["gradients"]
 
 
 def pool(reports: Sequence[Report], weights: Sequence[float]) -> dict[str, Answer]:
-    """The global values of every layer."""
+    """Return the global values of every layer; ExchangeError if the clients' reports do not match."""
     for places in zip_longest(*reports):
         check_agreement(places)
     return {layer: respond([report[layer] for report in reports], weights) for layer in reports[0]}
 
 
-def correction(said: Request, pooled: Answer) -> Answer:
-    """What takes the client's own tensor to the global one; the inverse of `correct`."""
-    if said.kind == "gradients":
-        return Answer(pooled.tensor - said.tensor, pooled.count)
-    own, shared = said.tensor, pooled.tensor
-    deviation = (own[1] + _FLOOR).sqrt()
-    offset, ratio = (shared[0] - own[0]) / deviation, (shared[1] + _FLOOR) / (own[1] + _FLOOR)
+def correction(request: Request, pooled: Answer) -> Answer:
+    """Return what takes the client's local tensor to the global tensor; the inverse of `correct`."""
+    if request.kind == "gradients":
+        return Answer(pooled.tensor - request.tensor, pooled.count)
+    local, shared = request.tensor, pooled.tensor
+    deviation = (local[1] + _FLOOR).sqrt()
+    offset, ratio = (shared[0] - local[0]) / deviation, (shared[1] + _FLOOR) / (local[1] + _FLOOR)
     return Answer(torch.stack([offset, ratio]), pooled.count)
 
 
-def correct(said: Request, known: Answer) -> Answer:
-    """The client's own tensor, corrected."""
-    if said.kind == "gradients":
-        return Answer(said.tensor + known.tensor, known.count)
-    mean, variance = said.tensor
-    offset, ratio = known.tensor.to(said.tensor)
+def correct(request: Request, correction: Answer) -> Answer:
+    """Return the client's local tensor, corrected."""
+    if request.kind == "gradients":
+        return Answer(request.tensor + correction.tensor, correction.count)
+    mean, variance = request.tensor
+    offset, ratio = correction.tensor.to(request.tensor)
     mean = mean + offset * (variance + _FLOOR).sqrt()
     variance = ((variance + _FLOOR) * ratio - _FLOOR).clamp(min=0)
-    return Answer(torch.stack([mean, variance]), known.count)
+    return Answer(torch.stack([mean, variance]), correction.count)
 
 
-def settle(
+def settle_corrections(
     ask: Callable[[list[Corrections]], Sequence[Report]],
-    weights: Sequence[float],
+    clients: int,
+    weigh: Callable[[], Sequence[float]],
     sweeps: int | Auto,
     observe: Observer | None = None,
 ) -> tuple[list[Corrections], int]:
-    """The server's part of all forward (or backward) sweeps: each client's corrections, and how many sweeps.
+    """Run the server's part of all forward (or backward) sweeps; return each client's corrections, and how many sweeps.
 
-    `ask` hands every client its corrections, and returns what they said. `Auto` is for the forward sweeps; it
-    takes as many backward ones, of which the error of the gradients depends as much.
+    `ask` hands every client its corrections, and returns the clients' reports. `weigh` returns the clients' weights; it
+    is called after `ask`. `Auto` is for the forward sweeps; there are as many backward sweeps, on which the error of
+    the gradients depends as much.
     """
-    corrections: list[Corrections] = [{} for _ in weights]
+    corrections: list[Corrections] = [{} for _ in range(clients)]
     pooled: dict[str, Answer] = {}
     sweep = 0
     for sweep in range(1, 1 + (sweeps.most if isinstance(sweeps, Auto) else sweeps)):
         before, reports = pooled, ask(corrections)
         if observe is not None:
             observe([list(report.values()) for report in reports])
-        pooled = pool(reports, weights)
-        corrections = [{key: correction(said, pooled[key]) for key, said in each.items()} for each in reports]
+        pooled = pool(reports, weigh())
+        corrections = [{key: correction(each, pooled[key]) for key, each in report.items()} for report in reports]
         exact = sweep >= len(pooled)
         if isinstance(sweeps, Auto) and (exact or movement(before, pooled) <= sweeps.tolerance):
             break
@@ -132,7 +135,7 @@ def settle(
 
 
 def movement(before: Mapping[str, Answer], after: Mapping[str, Answer]) -> float:
-    """The largest relative change of a layer's variances, or of its means in units of their deviations."""
+    """Return the largest relative change of a layer's variances, or of its means in units of their deviations."""
     if before.keys() != after.keys():
         return math.inf
     return max(_change(before[layer].tensor, after[layer].tensor) for layer in after)

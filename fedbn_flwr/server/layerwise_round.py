@@ -1,24 +1,24 @@
-"""One attempt at a layer-wise step: the messages to its nodes, and what is wrong with their answers."""
+"""One attempt at a layer-wise step by messages: what nodes are sent, and what is wrong with their replies."""
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import WARNING
+from typing import NoReturn
 
 from flwr.app import Message, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
-from fedbn_flwr.layerwise import Answer, ExchangeError, Report, pool
+from fedbn_flwr.layerwise import ExchangeError, Report, pool
 from fedbn_flwr.server.ask_nodes import ask_nodes
-from fedbn_flwr.server.replies import Expected, NodeReply, parse_replies
+from fedbn_flwr.server.replies import Expected, parse_replies
 from fedbn_flwr.wire import Record
-from fedbn_flwr.wire import layerwise as turns
-from fedbn_flwr.wire.layerwise import Content, Turn
+from fedbn_flwr.wire.layerwise import REQUESTS, Content, StepPosition, lacks_arrays, read_requests
+from fedbn_flwr.wire.layerwise_grid import Participant
 
-Answers = Mapping[int, Message]
-#: yields the messages that Flower shall deliver, is sent the answers, and returns the nodes' final replies
-Conversation = Generator[list[Message], Iterable[Message], list[Message]]
+#: replies by node; a node that did not reply in time is absent
+Replies = Mapping[int, Message]
 
 #: seconds that a node has to forget a step
 _ABANDON_TIMEOUT = 10.0
@@ -33,117 +33,123 @@ class NodesFailedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Push:
-    """What all nodes get at one point of the step."""
+class Broadcast:
+    """The messages to all nodes at one position of the step."""
 
-    turn: Turn
-    #: what one node gets beside the instruction, and what a node that must be told everything
+    position: StepPosition
+    #: what a node gets beside the instruction: what is new, and everything, for a node that has nothing
     news: Callable[[int], Content]
     everything: Callable[[int], Content]
 
 
 @dataclass
-class Dialogue:
-    """The messages and answers of one attempt, in which every node must take part until the models come."""
+class LayerwiseRound:
+    """One attempt at a step, in which every node must take part until the step ends."""
 
     grid: Grid
     #: the content of a plain training message to each node
-    start: Mapping[int, RecordDict]
+    contents: Mapping[int, RecordDict]
     attempt: int
+    #: whether the round is skipped if this attempt fails
+    is_last_attempt: bool
+    #: seconds that nodes have to reply, each time
     timeout: float
-    weigh: Callable[[Sequence[NodeReply]], list[float]]
     expected: Expected
-    #: each node's weight, from its first answer on
-    weights: dict[int, float] = field(default_factory=dict)
-    #: the messages of the last push, and the nodes that gave an answer to it
+    #: the nodes in the order of their partitions, from the first replies on
+    participants: list[Participant] = field(default_factory=list)
+    #: the messages of the last broadcast
     sent: list[Message] = field(default_factory=list)
-    answered: frozenset[int] = frozenset()
+    _answering: frozenset[int] = frozenset()
+    _failed: frozenset[int] = frozenset()
 
-    def ask(self, push: Push) -> Answers:
-        """Send, wait, and return the answers by node."""
-        self.sent = self._messages(push, self.start, whole=push.turn.index == 0)
-        return self._completed(push, ask_nodes(self.grid, self.sent, self.timeout))
+    def ask(self, broadcast: Broadcast) -> Replies:
+        """Send a broadcast and wait for the replies; a node that lacks arrays is sent everything again."""
+        self.sent = self._messages(broadcast, self.contents, whole=broadcast.position.index == 0)
+        replies = ask_nodes(self.grid, self.sent, self.timeout)
+        self._answering = frozenset(node for node, reply in replies.items() if reply.has_content())
+        lacking = [node for node in self._answering if lacks_arrays(replies[node].content)]
+        if not lacking:
+            return replies
+        again = self._messages(broadcast, lacking, whole=True)
+        completed = ask_nodes(self.grid, again, self.timeout)
+        self.sent = [*self.sent, *again]
+        return {**{node: reply for node, reply in replies.items() if node not in lacking}, **completed}
 
-    def ask_through_flower(self, push: Push) -> Generator[list[Message], Iterable[Message], Answers]:
-        """The same, delivered by Flower."""
-        self.sent = self._messages(push, self.start)
-        replies = yield self.sent
-        return self._completed(push, {self._nodes()[reply.metadata.reply_to_message_id]: reply for reply in replies})
+    def is_at_end(self, replies: Replies) -> bool:
+        """Return whether most nodes have sent their models."""
+        contents = [reply.content for reply in replies.values() if reply.has_content()]
+        requesting = sum(REQUESTS in content for content in contents)
+        return len(contents) - requesting >= max(requesting, 1)
 
-    def at_end(self, answers: Answers) -> bool:
-        """Whether most nodes have sent their models."""
-        contents = [answer.content for answer in answers.values() if answer.has_content()]
-        requests = sum(turns.SAID in content for content in contents)
-        return len(contents) - requests >= max(requests, 1)
-
-    def models(self, answers: Answers) -> list[Message]:
-        """The final replies; a node that has none is left out, as in plain training."""
-        for node in self.start.keys() - answers.keys():
+    def final_replies(self, replies: Replies) -> list[Message]:
+        """Return the replies with models, and errors; a node without is left out, as in plain training."""
+        for node in self.contents.keys() - replies.keys():
             _leave_out(node, "it did not answer in time")
-        for node, answer in answers.items():
-            if answer.has_content() and turns.SAID in answer.content:
+        for node, reply in replies.items():
+            if reply.has_content() and REQUESTS in reply.content:
                 _leave_out(node, "it is at a BN layer where the others are at their end")
-        return [answer for answer in answers.values() if answer.has_error() or turns.SAID not in answer.content]
+        return [reply for reply in replies.values() if reply.has_error() or REQUESTS not in reply.content]
 
-    def said(self, answers: Answers) -> dict[int, Report]:
-        """What every node says, in the order of the partitions; an error names those from which it is missing."""
-        reasons = [_leave_out(node, "it did not answer in time") for node in self.start.keys() - answers.keys()]
-        replies, refused = parse_replies(answers.values(), self._nodes(), self.expected)
-        said = {}
-        for reply in replies:
+    def read_requests(self, replies: Replies) -> dict[int, Report]:
+        """Return every node's requests, in the order of `participants`.
+
+        NodesFailedError names the nodes whose requests are missing, cannot be read, or cannot be combined with those
+        of the others.
+        """
+        reasons = [_leave_out(node, "it did not answer in time") for node in self.contents.keys() - replies.keys()]
+        usable, refused = parse_replies(replies.values(), self._nodes(), self.expected)
+        requests: dict[int, Report] = {}
+        for reply in usable:
             try:
-                said[reply.node] = turns.read_said(reply.content)
+                requests[reply.node] = read_requests(reply.content)
             except ValueError as error:
                 reasons.append(_leave_out(reply.node, str(error)))
-        if failed := self.start.keys() - said.keys():
-            raise NodesFailedError(failed, [*reasons, *refused])
-        if not self.weights:
-            self.weights = dict(zip(said, self.weigh(replies), strict=True))
-        return said
+        if missing := self.contents.keys() - requests.keys():
+            self.fail(missing, [*reasons, *refused])
+        self._refuse_faulty(requests)
+        if not self.participants:
+            self.participants = [Participant(reply.partition, reply.node, reply.num_examples) for reply in usable]
+        return requests
 
-    def pooled(self, said: Mapping[int, Report]) -> dict[str, Answer]:
-        """The answer to every layer; nodes whose words cannot be combined with those of the others have failed."""
-        sound, reasons = dict(said), {}
+    def abandon(self) -> None:
+        """Let nodes forget the step; a node that is about to start again is spared the message."""
+        nodes = self._answering if self.is_last_attempt else self._answering & self._failed
+        position = StepPosition("abandon", self.attempt)
+        if messages := [self._message(node, position, {}) for node in nodes]:
+            ask_nodes(self.grid, messages, min(self.timeout, _ABANDON_TIMEOUT))
+
+    def fail(self, nodes: Collection[int], reasons: Iterable[str]) -> NoReturn:
+        """Raise NodesFailedError."""
+        self._failed = frozenset(nodes)
+        raise NodesFailedError(nodes, reasons)
+
+    def _refuse_faulty(self, requests: Mapping[int, Report]) -> None:
+        """Fail if requests cannot be combined, and name all nodes that are in the way of it."""
+        sound, reasons = dict(requests), {}
         while sound:
             try:
-                answers = pool(list(sound.values()), [self.weights[node] for node in sound])
+                pool(list(sound.values()), [1.0] * len(sound))
+                break
             except ExchangeError as error:
                 node = list(sound)[error.client]
                 reasons[node] = _leave_out(node, str(error).partition(": ")[2])
                 del sound[node]
-            else:
-                break
         if reasons:
-            raise NodesFailedError(reasons, reasons.values())
-        return answers
+            self.fail(reasons, reasons.values())
 
-    def abandon(self, nodes: Iterable[int]) -> None:
-        """Let nodes forget the step."""
-        turn = Turn("abandon", self.attempt)
-        messages = [self._message(node, turn, {}) for node in nodes]
-        if messages:
-            ask_nodes(self.grid, messages, min(self.timeout, _ABANDON_TIMEOUT))
-
-    def _messages(self, push: Push, nodes: Iterable[int], whole: bool = False) -> list[Message]:
+    def _messages(self, broadcast: Broadcast, nodes: Iterable[int], whole: bool = False) -> list[Message]:
         return [
-            self._message(node, push.turn, {**self.start[node], **push.everything(node)} if whole else push.news(node))
+            self._message(
+                node,
+                broadcast.position,
+                {**self.contents[node], **broadcast.everything(node)} if whole else broadcast.news(node),
+            )
             for node in nodes
         ]
 
-    def _message(self, node: int, turn: Turn, content: Mapping[str, Record]) -> Message:
-        record = RecordDict({**self.start[node].config_records, **turn.pack(), **content})
+    def _message(self, node: int, position: StepPosition, content: Mapping[str, Record]) -> Message:
+        record = RecordDict({**self.contents[node].config_records, **position.pack(), **content})
         return Message(record, dst_node_id=node, message_type=wire.LAYERWISE)
-
-    def _completed(self, push: Push, answers: Answers) -> Answers:
-        """Tell everything to the nodes that have lost what they were told, and take their answers to that."""
-        self.answered = frozenset(node for node, answer in answers.items() if answer.has_content())
-        lost = [node for node in self.answered if turns.lacks_arrays(answers[node].content)]
-        if not lost:
-            return answers
-        again = self._messages(push, lost, whole=True)
-        told = ask_nodes(self.grid, again, self.timeout)
-        self.sent = [*self.sent, *again]
-        return {**{node: answer for node, answer in answers.items() if node not in lost}, **told}
 
     def _nodes(self) -> dict[str, int]:
         return {message.metadata.message_id: message.metadata.dst_node_id for message in self.sent}

@@ -1,7 +1,6 @@
 """Counting what is really sent: exchanges, payload and wire bytes, per kind of message."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -16,6 +15,7 @@ from fedbn_flwr.traffic.sizes import (
 )
 from fedbn_flwr.traffic.tally import Tally
 from fedbn_flwr.wire import DESCRIBE
+from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid
 
 
 class CountingGrid(PassingGrid):
@@ -47,11 +47,9 @@ class CountingGrid(PassingGrid):
         self._count_received(replies)
         return replies
 
-    def open_step(self, messages: Sequence[Message]) -> Any:
-        """Pass on where the grid takes all nodes of a layer-wise step from exchange to exchange without messages."""
-
-        opening = getattr(self._grid, "open_step", None)
-        step = None if opening is None else opening(messages)
+    def open_step(self, messages: Sequence[Message]) -> CountedStep | None:
+        """Open a layer-wise step that is counted, where the grid offers steps without messages."""
+        step = self._grid.open_step(messages) if isinstance(self._grid, LayerwiseGrid) else None
         return None if step is None else CountedStep(step, self.training, self.count_exchange, messages)
 
     def count_exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> None:

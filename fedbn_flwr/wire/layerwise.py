@@ -2,17 +2,17 @@
 
 A message holds
 
-- what a training message holds: always the instruction, the arrays only in the first message of a step and where a
+- what a training message holds: always the instruction; the arrays only in the first message of a step, and where a
   node asks for them,
-- ConfigRecord `turn`: `phase`, `attempt`, `index` (see `Turn`),
+- ConfigRecord `position`: `phase`, `attempt`, `index` (see `StepPosition`),
 - ArrayRecord `answers`, in the phase `exchange`: by their number, the answers that the node does not have yet,
-- ArrayRecords `statistics` and `gradients`, in sweeps: by layer, the node's own corrections,
+- ArrayRecords `statistics` and `gradients`, in sweeps: by layer, the node's corrections,
 - with each of these three a ConfigRecord `...-counts`: how many values are behind an answer.
 
-A reply is that of plain training, at the end of the step, or it holds
+At the end of the step, a reply is that of plain training. Before, a reply holds
 
-- ArrayRecord `said`: by layer, what the client says, and ConfigRecord `report` with its `kind`, `layers` (their
-  order), `counts` and `last`: whether the client foresees that it will ask no more,
+- ArrayRecord `requests`: by layer, the tensor of the client's request, and ConfigRecord `report` with the `kind`, the
+  `layers` (in their order) and the `counts` of the requests,
 - or nothing but `lacks-arrays` in the report: the message must be sent again, with the arrays and all answers.
 """
 
@@ -26,44 +26,44 @@ from fedbn_flwr import state
 from fedbn_flwr.layerwise import Answer, Kind, Report, Request
 from fedbn_flwr.wire import instruction as wire
 
-TURN = "turn"
+POSITION = "position"
 ANSWERS = "answers"
 CORRECTIONS = ("statistics", "gradients")
-SAID = "said"
+REQUESTS = "requests"
 LACKS_ARRAYS = "lacks-arrays"
 
-#: suspended at an exchange; a sweep, forward or backward; a step under settled corrections; forget it all
+#: wait at an exchange; a sweep, forward or backward; the step under settled corrections; forget the step
 PHASES = ("exchange", "forward", "backward", "step", "abandon")
 
 Content = dict[str, ArrayRecord | ConfigRecord]
 
 
 @dataclass(frozen=True)
-class Turn:
+class StepPosition:
     """Where in a layer-wise step a message belongs."""
 
     phase: str
-    #: how often the step was started anew in this round
+    #: how often the step was started in this round
     attempt: int = 0
-    #: how many answers there are, the message's included
+    #: number of answers so far, that of the message included
     index: int = 0
 
     @classmethod
-    def of(cls, content: RecordDict) -> "Turn":
-        """Read it from a message."""
-        record: Any = content[TURN]
-        turn = cls(record["phase"], record["attempt"], record["index"])
-        if turn.phase not in PHASES:
-            raise ValueError(f"unknown phase {turn.phase!r}; known: {', '.join(PHASES)}")
-        return turn
+    def of(cls, content: RecordDict) -> "StepPosition":
+        """Read the position from a message; ValueError if its phase is unknown."""
+        record: Any = content[POSITION]
+        position = cls(record["phase"], record["attempt"], record["index"])
+        if position.phase not in PHASES:
+            raise ValueError(f"unknown phase {position.phase!r}; known: {', '.join(PHASES)}")
+        return position
 
     def pack(self) -> Content:
-        """Put it into a message."""
-        return {TURN: ConfigRecord(dict(vars(self)))}
+        """Return the record that tells a node its position."""
+        return {POSITION: ConfigRecord(dict(vars(self)))}
 
 
 def pack_answers(group: str, answers: Mapping[str, Answer]) -> Content:
-    """Answers or corrections on their way to a node."""
+    """Return the records that bring answers or corrections to a node."""
     return {
         group: state.to_record({name: answer.tensor for name, answer in answers.items()}),
         f"{group}-counts": ConfigRecord({name: answer.count for name, answer in answers.items()}),
@@ -71,41 +71,35 @@ def pack_answers(group: str, answers: Mapping[str, Answer]) -> Content:
 
 
 def read_answers(content: Mapping[str, Any], group: str) -> dict[str, Answer]:
-    """The answers of a group, none if it is not there."""
+    """Return the answers of a group, none if the message does not hold the group."""
     if group not in content:
         return {}
     counts = content[f"{group}-counts"]
     return {name: Answer(tensor, counts[name]) for name, tensor in state.from_record(content[group]).items()}
 
 
-def report(requests: Sequence[Request], last: bool) -> dict[str, Any]:
-    """What goes with the tensors that a client says."""
+def request_report(requests: Sequence[Request]) -> dict[str, Any]:
+    """Return what a reply's report says of its requests."""
     return {
         "kind": requests[0].kind if requests else "statistics",
         "layers": [request.layer for request in requests],
         "counts": [request.count for request in requests],
-        "last": last,
     }
 
 
-def read_said(content: Mapping[str, Any]) -> Report:
-    """What a client said, by layer; ValueError if it cannot be read."""
+def read_requests(content: Mapping[str, Any]) -> Report:
+    """Return a client's requests by layer; ValueError if they cannot be read."""
     try:
-        record = content[wire.REPORT]
-        kind, layers, counts = record["kind"], record["layers"], record["counts"]
-        tensors = state.from_record(content[SAID])
+        report = content[wire.REPORT]
+        kind, layers, counts = report["kind"], report["layers"], report["counts"]
+        tensors = state.from_record(content[REQUESTS])
         if kind not in get_args(Kind) or set(layers) != set(tensors):
             raise ValueError(f"{kind!r} of {layers}, and the arrays {list(tensors)}")
         return {name: Request(kind, name, tensors[name], count) for name, count in zip(layers, counts, strict=True)}
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"what it says of its BN layers cannot be read: {error}") from error
-
-
-def foresees_end(content: RecordDict) -> bool:
-    """Whether the client will ask no more, as far as it knows."""
-    return bool(content[wire.REPORT].get("last"))
+        raise ValueError(f"the requests of its BN layers cannot be read: {error}") from error
 
 
 def lacks_arrays(content: RecordDict) -> bool:
-    """Whether the client needs the message again, and whole."""
+    """Return whether the client needs the message again, with the arrays and all answers."""
     return LACKS_ARRAYS in content.get(wire.REPORT, {})

@@ -12,12 +12,12 @@ from fedbn_flwr import state, wire
 from fedbn_flwr.client import layerwise_step as suspended
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.layerwise import StepStore
+from fedbn_flwr.layerwise import StepCache
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.wire import layerwise as turns
-from fedbn_flwr.wire.layerwise import Turn
+from fedbn_flwr.wire import layerwise as layerwise_wire
+from fedbn_flwr.wire.layerwise import StepPosition
 from tests.helpers.harness import SIZES, Federation
 from tests.helpers.replaying import NewProcesses, dropout_model, make_client
 
@@ -70,7 +70,7 @@ class SomeWorker(InProcessGrid):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.workers, self.draw = [StepStore() for _ in range(3)], random.Random(0)
+        self.workers, self.draw = [StepCache() for _ in range(3)], random.Random(0)
 
     def _answer(self, message: Message) -> Message:
         suspended.STEPS = self.draw.choice(self.workers)
@@ -79,7 +79,7 @@ class SomeWorker(InProcessGrid):
 
 @pytest.fixture(autouse=True)
 def _own_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspended, "STEPS", StepStore())
+    monkeypatch.setattr(suspended, "STEPS", StepCache())
 
 
 @pytest.mark.parametrize("grid", [Forgetful, SomeWorker])
@@ -137,12 +137,12 @@ def test_above_the_size_limit_arrays_are_not_kept_but_asked_for() -> None:
 def kept_bytes(limit: float) -> int:
     """What is in a node's state in the middle of a step."""
     nodes = Nodes()
-    ask(nodes, Turn("exchange"), replay_limit=limit, arrays=True)
+    ask(nodes, StepPosition("exchange"), replay_limit=limit, arrays=True)
     kept = Memory(nodes.grid.context(1000).state).kept("layerwise/")
     return sum(len(array.data) for _, record in kept for array in record.values() if hasattr(array, "data"))
 
 
-def ask(nodes: Nodes, turn: Turn, arrays: bool = False, **options: Any) -> Message:
+def ask(nodes: Nodes, turn: StepPosition, arrays: bool = False, **options: Any) -> Message:
     instruction = wire.Instruction(**{"server_round": 1, "layerwise": "fused", "local_steps": 1, **options})
     content = RecordDict({wire.CONFIG: instruction.to_config(), **turn.pack()})
     if arrays:
@@ -162,25 +162,25 @@ def test_after_the_round_nothing_is_kept() -> None:
 def test_a_new_start_takes_the_place_of_the_step_before() -> None:
     nodes = Nodes()
     for attempt in (1, 2):
-        assert turns.SAID in ask(nodes, Turn("exchange", attempt), arrays=True).content
+        assert layerwise_wire.REQUESTS in ask(nodes, StepPosition("exchange", attempt), arrays=True).content
         assert len(suspended.STEPS) == 1
     # the answer to the first attempt comes late: its step is gone, and so are its notes
-    assert turns.lacks_arrays(ask(nodes, Turn("exchange", 1, 1)).content)
+    assert layerwise_wire.lacks_arrays(ask(nodes, StepPosition("exchange", 1, 1)).content)
     assert len(suspended.STEPS) == 0
 
 
 def test_a_node_forgets_when_it_is_told_to() -> None:
     nodes = Nodes()
-    ask(nodes, Turn("exchange", 1), arrays=True)
-    assert not ask(nodes, Turn("abandon", 1)).has_error()
+    ask(nodes, StepPosition("exchange", 1), arrays=True)
+    assert not ask(nodes, StepPosition("abandon", 1)).has_error()
     assert len(suspended.STEPS) == 0
     assert not list(Memory(nodes.grid.context(1000).state).kept(""))
 
 
 def test_what_cannot_be_meant_is_named() -> None:
     nodes = Nodes()
-    assert "unknown phase 'sideways'" in str(ask(nodes, Turn("sideways")).error.reason)
-    refused = ask(nodes, Turn("exchange"), arrays=True, layerwise="magic")
+    assert "unknown phase 'sideways'" in str(ask(nodes, StepPosition("sideways")).error.reason)
+    refused = ask(nodes, StepPosition("exchange"), arrays=True, layerwise="magic")
     assert "unknown layerwise 'magic'" in str(refused.error.reason)
 
 
@@ -211,6 +211,8 @@ def test_memory_follows_the_context_of_the_latest_message() -> None:
     ],
 )
 def test_a_report_that_cannot_be_read(report: dict[str, Any]) -> None:
-    content = RecordDict({turns.SAID: state.to_record({"b": torch.zeros(2, 3)}), wire.REPORT: ConfigRecord(report)})
+    content = RecordDict(
+        {layerwise_wire.REQUESTS: state.to_record({"b": torch.zeros(2, 3)}), wire.REPORT: ConfigRecord(report)}
+    )
     with pytest.raises(ValueError, match="cannot be read"):
-        turns.read_said(content)
+        layerwise_wire.read_requests(content)

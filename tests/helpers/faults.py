@@ -8,8 +8,8 @@ from flwr.app import Array, ArrayRecord, Message
 
 from fedbn_flwr import wire
 from fedbn_flwr.simulation.sequential import InProcessGrid
-from fedbn_flwr.wire import layerwise as turns
-from fedbn_flwr.wire.layerwise import Turn
+from fedbn_flwr.wire import layerwise as layerwise_wire
+from fedbn_flwr.wire.layerwise import StepPosition
 
 #: the node with partition 1, in one process
 FAULTY = 1001
@@ -25,7 +25,7 @@ def lies(change: Callable[[np.ndarray], np.ndarray]) -> Fault:
     """Another number in the first array that the node sends."""
 
     def fault(reply: Message) -> Message:
-        group = turns.SAID if turns.SAID in reply.content else wire.ARRAYS
+        group = layerwise_wire.REQUESTS if layerwise_wire.REQUESTS in reply.content else wire.ARRAYS
         record = reply.content.array_records[group]
         name = next(iter(record))
         reply.content[group] = ArrayRecord({**record, name: Array(change(record[name].numpy()))})
@@ -36,10 +36,10 @@ def lies(change: Callable[[np.ndarray], np.ndarray]) -> Fault:
 
 def elsewhere(reply: Message) -> Message:
     """It speaks of another layer, or sends another model."""
-    group = turns.SAID if turns.SAID in reply.content else wire.ARRAYS
+    group = layerwise_wire.REQUESTS if layerwise_wire.REQUESTS in reply.content else wire.ARRAYS
     record = reply.content.array_records[group]
     reply.content[group] = ArrayRecord({f"another.{name}": array for name, array in record.items()})
-    if group == turns.SAID:
+    if group == layerwise_wire.REQUESTS:
         report: Any = reply.content.config_records[wire.REPORT]
         report["layers"] = [f"another.{name}" for name in report["layers"]]
     return reply
@@ -64,12 +64,12 @@ class Faulty(InProcessGrid):
 
     def spoils(self, message: Message) -> bool:
         """Whether a message's answer is the one."""
-        turn, instruction = Turn.of(message.content), message.content.config_records[wire.CONFIG]
+        turn, instruction = StepPosition.of(message.content), message.content.config_records[wire.CONFIG]
         if turn.phase == "abandon" or instruction["server-round"] not in tuple(self.rounds):
             return False
         return self.due(message.metadata.dst_node_id, turn)
 
-    def due(self, node: int, turn: Turn) -> bool:
+    def due(self, node: int, turn: StepPosition) -> bool:
         """Whether it is at this exchange."""
         return (node, turn.index) == (self.node, self.index)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from fedbn_flwr.layerwise import Exchange, Request, StepStore, SuspendedStep
+from fedbn_flwr.layerwise import Exchange, Request, StepCache, SuspendedStep
 from tests.helpers.waiting import wait_until
 
 
@@ -78,7 +78,7 @@ def no_thread_stays() -> Iterator[None]:
 
 
 def test_what_is_taken_is_the_callers(clock: Clock) -> None:
-    store, step = StepStore(time_to_live=0.5), suspended()
+    store, step = StepCache(time_to_live=0.5), suspended()
     store.keep(("run", 1, 7), step)
     assert store.take(("run", 1, 7)) is step
     assert store.take(("run", 1, 7)) is None
@@ -89,7 +89,7 @@ def test_what_is_taken_is_the_callers(clock: Clock) -> None:
 
 
 def test_the_newest_is_abandoned_when_there_are_too_many() -> None:
-    store, steps = StepStore(max_steps=2), [suspended() for _ in range(3)]
+    store, steps = StepCache(max_steps=2), [suspended() for _ in range(3)]
     for key, step in enumerate(steps):
         store.keep(key, step)
     assert [is_abandoned(step) for step in steps] == [False, False, True]
@@ -99,7 +99,7 @@ def test_the_newest_is_abandoned_when_there_are_too_many() -> None:
 
 
 def test_of_clients_that_take_turns_as_many_are_there_as_there_is_room_for() -> None:
-    store = StepStore(max_steps=2)
+    store = StepCache(max_steps=2)
     for _ in range(3):
         there = [store.take(key) for key in range(4)]
         for key, step in enumerate(there):
@@ -113,7 +113,7 @@ def test_of_clients_that_take_turns_as_many_are_there_as_there_is_room_for() -> 
 
 
 def test_another_step_under_the_same_key_takes_the_place() -> None:
-    store, old, new = StepStore(), suspended(), suspended()
+    store, old, new = StepCache(), suspended(), suspended()
     store.keep("key", old)
     store.keep("key", new)
     assert is_abandoned(old)
@@ -123,7 +123,7 @@ def test_another_step_under_the_same_key_takes_the_place() -> None:
 
 
 def test_the_same_step_kept_again_stays() -> None:
-    store, step = StepStore(), suspended()
+    store, step = StepCache(), suspended()
     store.keep("key", step)
     store.keep("key", step)
     assert not is_abandoned(step)
@@ -131,7 +131,7 @@ def test_the_same_step_kept_again_stays() -> None:
 
 
 def test_each_step_that_nobody_takes_has_its_time_to_live(clock: Clock) -> None:
-    store, first, second = StepStore(time_to_live=1), suspended(), suspended()
+    store, first, second = StepCache(time_to_live=1), suspended(), suspended()
     store.keep(1, first)
     clock.advance(0.6)
     store.keep(2, second)
@@ -145,14 +145,14 @@ def test_each_step_that_nobody_takes_has_its_time_to_live(clock: Clock) -> None:
 
 
 def test_a_step_that_nobody_takes_ends_without_anybody_asking() -> None:
-    store, step = StepStore(time_to_live=0.01), suspended()
+    store, step = StepCache(time_to_live=0.01), suspended()
     store.keep(1, step)
     assert wait_until(lambda: is_abandoned(step))
     assert len(store) == 0
 
 
 def test_room_can_be_made_for_more() -> None:
-    store = StepStore(max_steps=1)
+    store = StepCache(max_steps=1)
     store.make_room(3)
     store.make_room(2)
     for key in range(4):

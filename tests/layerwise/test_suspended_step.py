@@ -20,7 +20,7 @@ from fedbn_flwr.layerwise import (
     Done,
     Exchange,
     Request,
-    StepStore,
+    StepCache,
     SuspendedStep,
     lockstep,
     shared_statistics,
@@ -242,7 +242,7 @@ def resident_megabytes() -> float:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_thousand_abandoned_steps_leave_nothing_behind() -> None:
-    store, model = StepStore(max_steps=4), nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    store, model = StepCache(max_steps=4), nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
 
     def step(exchange: Exchange) -> None:
         with shared_statistics(model, exchange):

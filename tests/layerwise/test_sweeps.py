@@ -21,7 +21,7 @@ from fedbn_flwr.layerwise import (
     gradients,
     movement,
     pool,
-    settle,
+    settle_corrections,
 )
 from fedbn_flwr.models import build
 from tests.helpers.layerwise_references import (
@@ -196,7 +196,7 @@ def test_settling_hands_each_client_its_own_corrections() -> None:
         return [{"bn": Request("statistics", "bn", each, 5)} for each in own]
 
     # mean 2 and variance 1 + 4 = 5: offsets of +2 and -2 deviations, variances times 5
-    final, sweeps = settle(ask, [1, 1], 2)
+    final, sweeps = settle_corrections(ask, 2, lambda: [1, 1], 2)
     assert sweeps == 2
     assert asked[0] == [{}, {}]
     for corrections in (asked[1], final):

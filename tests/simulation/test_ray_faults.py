@@ -18,11 +18,11 @@ from flwr.simulation import run_simulation
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.server.layerwise_round import Conversation, Dialogue
+from fedbn_flwr.server.layerwise_round import LayerwiseRound
 from fedbn_flwr.simulation.sequential import FIRST_NODE_ID
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.wire.layerwise import Turn
+from fedbn_flwr.wire.layerwise import StepPosition
 from tests.helpers.faults import Fault, Faulty, Without, elsewhere, lies
 from tests.helpers.harness import SIZES, Federation
 from tests.helpers.ray_cluster import Cluster
@@ -73,9 +73,9 @@ class FaultyApp(ClientApp):
         return spoilt
 
 
-def when(message: Message) -> tuple[int, Turn]:
+def when(message: Message) -> tuple[int, StepPosition]:
     """The round of a layer-wise message, and where in its step it belongs."""
-    return int(str(message.content.config_records[wire.CONFIG]["server-round"])), Turn.of(message.content)
+    return int(str(message.content.config_records[wire.CONFIG]["server-round"])), StepPosition.of(message.content)
 
 
 class Noting(FedTAN):
@@ -100,10 +100,10 @@ class Noting(FedTAN):
         self.stepping[server_round], self.voting[server_round] = set(), set()
         return super().configure_train(server_round, arrays, config, grid)
 
-    def converse(self, talk: Dialogue) -> Conversation:
+    def take_step_by_messages(self, attempt: LayerwiseRound) -> list[Message]:
         # the last attempt counts
-        self.stepping[self.server_round] = {self.describe_node(node).partition for node in talk.start}
-        return super().converse(talk)
+        self.stepping[self.server_round] = {self.describe_node(node).partition for node in attempt.contents}
+        return super().take_step_by_messages(attempt)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from torch import nn
 
 from fedbn_flwr import layerwise, models, state
@@ -239,7 +240,7 @@ def test_layers_without_batch_statistics_take_no_part() -> None:
 
 
 class Twice(nn.Module):
-    """Uses one BN layer twice: in forward mode, clients foresee too early an end."""
+    """Uses one BN layer twice: it has exchanges of each use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +254,7 @@ class Twice(nn.Module):
 
 
 class OnInputs(nn.Sequential):
-    """BN of the data only: there are no gradients to ask for, so clients do not foresee their end."""
+    """BN of the data only: there are no gradients to ask for."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -264,7 +265,7 @@ class OnInputs(nn.Sequential):
     ("model", "make", "wanted"),
     [(Twice, FedDNA, 3), (Twice, FedTAN, 5), (OnInputs, FedTAN, 2), (OnInputs, FedDNA, 2)],
 )
-def test_an_end_that_is_not_foreseen(model: type[nn.Module], make: Callable[[], FedAvg], wanted: int) -> None:
+def test_exchanges_follow_the_uses_of_layers(model: type[nn.Module], make: Callable[[], FedAvg], wanted: int) -> None:
     assert exchanges(make(), model=Double(model()), local_steps=1) == wanted
     found = run(make(), 1, model=Double(model()), local_steps=1)
     swept = run(FedTAN(sweeps=2), 1, model=Double(model()), local_steps=1)
@@ -284,6 +285,23 @@ def test_an_end_that_is_not_foreseen(model: type[nn.Module], make: Callable[[], 
 def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         FedTAN(**options)
+
+
+def test_it_refuses_to_run_inside_a_wrapper() -> None:
+    """Flower's differential privacy would clip the replies that it is handed, and be handed none."""
+    nodes, config = Federation(make_model()), INSTRUCTION.to_config()
+
+    def wrap(strategy: FedAvg) -> DifferentialPrivacyServerSideFixedClipping:
+        return DifferentialPrivacyServerSideFixedClipping(
+            strategy, noise_multiplier=0.0, clipping_norm=1e-3, num_sampled_clients=len(SIZES)
+        )
+
+    for strategy in (FedTAN(), FedDNA(), FedTAN(sweeps=1)):
+        with pytest.raises(RuntimeError, match=r"must be started itself: .*differential privacy"):
+            wrap(strategy).start(nodes.grid, nodes.initial, 1, train_config=config)
+    # with frozen statistics nothing is exchanged layer by layer, and the models pass through the wrapper
+    frozen = wrap(FedTANII(m=0, send_frozen=True, fraction_evaluate=0.0))
+    assert frozen.start(nodes.grid, nodes.initial, 1, train_config=config).arrays is not None
 
 
 def test_a_bad_rate_under_frozen_statistics_is_named() -> None:

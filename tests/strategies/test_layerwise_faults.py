@@ -19,8 +19,8 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError, FedAvg, FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.wire import layerwise as turns
-from fedbn_flwr.wire.layerwise import Turn
+from fedbn_flwr.wire import layerwise as layerwise_wire
+from fedbn_flwr.wire.layerwise import StepPosition
 from tests.helpers.faults import FAULTY, Fault, Faulty, Without, elsewhere, lies, silent
 from tests.helpers.harness import Federation, make_model
 
@@ -41,7 +41,7 @@ def _asked(reply: Message) -> Message:
 
 
 def unreadable(reply: Message) -> Message:
-    reply.content[turns.SAID] = ArrayRecord()
+    reply.content[layerwise_wire.REQUESTS] = ArrayRecord()
     return reply
 
 
@@ -117,7 +117,7 @@ def test_a_fault_at_the_last_exchange_costs_the_node_its_vote(
 
 def test_several_nodes_may_fail_at_once_and_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
     class Grid(Faulty):
-        def due(self, node: int, turn: Turn) -> bool:
+        def due(self, node: int, turn: StepPosition) -> bool:
             return (node, turn.attempt, turn.index) in {(1000, 1, 1), (1003, 1, 1), (1001, 2, 3)}
 
     talk = strategy()
@@ -130,7 +130,7 @@ def test_after_so_many_attempts_the_round_is_skipped(caplog: pytest.LogCaptureFi
     class Grid(Faulty):
         rounds = (2, 3)
 
-        def due(self, node: int, turn: Turn) -> bool:
+        def due(self, node: int, turn: StepPosition) -> bool:
             return (node, turn.attempt, turn.index) in {(1000, 1, 2), (1001, 2, 2)}
 
     nodes = federation(Grid)
@@ -149,7 +149,7 @@ def test_without_any_round_the_first_reason_is_said() -> None:
     class Grid(Faulty):
         fault = staticmethod(raises)
 
-        def due(self, node: int, turn: Turn) -> bool:
+        def due(self, node: int, turn: StepPosition) -> bool:
             return True
 
     with pytest.raises(CannotTrainError, match="no node could train in round 1: node 1000: it failed: killed"):
@@ -180,7 +180,7 @@ def test_hundreds_of_abandoned_rounds_leave_nothing() -> None:
             # by now, everything that is made once has been made
             resident = megabytes()
         instruction = wire.Instruction(server_round=server_round, layerwise="fused", local_steps=1)
-        content = RecordDict({wire.CONFIG: instruction.to_config(), **Turn("exchange").pack()})
+        content = RecordDict({wire.CONFIG: instruction.to_config(), **StepPosition("exchange").pack()})
         content[wire.ARRAYS] = nodes.initial
         [reply] = nodes.grid.send_and_receive([Message(content, 1000, wire.LAYERWISE)])
         assert not reply.has_error()

@@ -20,6 +20,7 @@ from fedbn_flwr.simulation.processes.channel import pack_answer, unpack_requests
 from fedbn_flwr.simulation.processes.worker import GridFactory, Worker, WorkerDiedError, WorkerError
 from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, identify
 from fedbn_flwr.simulation.spill import SpillBuffer
+from fedbn_flwr.wire.layerwise_grid import Participant
 
 
 class WorkersGrid(LocalGrid):
@@ -78,14 +79,14 @@ class WorkersGrid(LocalGrid):
             raise
         return [message.metadata.message_id for message in messages]
 
-    def open_step(self, messages: Sequence[Message]) -> "SpreadStep | None":
+    def open_step(self, messages: Sequence[Message]) -> "WorkersStep | None":
         """The layer-wise step that these messages begin, if all of their nodes can take it without messages."""
         shares = self._shares(messages)
-        found = self._ask_all("open_step", self._split(messages, shares))
-        if None in found.values():
+        participants = self._ask_all("open_step", self._split(messages, shares))
+        if None in participants.values():
             self._ask_all("abandon", dict.fromkeys(shares))
             return None
-        return SpreadStep(self._ask_all, messages, shares, _in_order(shares, found))
+        return WorkersStep(self._ask_all, messages, shares, participants)
 
     def _shares(self, messages: Sequence[Message]) -> dict[Worker, list[int]]:
         """For each worker the places of its nodes' messages."""
@@ -165,31 +166,33 @@ class WorkersGrid(LocalGrid):
         return self._workers[(node - FIRST_NODE_ID) % self._num_workers]
 
 
-class SpreadStep:
-    """A layer-wise step whose nodes are in several processes: to `Layerwise` strategies, what a `CohortStep` is."""
+class WorkersStep:
+    """A layer-wise step whose nodes are in several processes (a `NodesStep`)."""
 
     def __init__(
         self,
         ask_all: Callable[[str, Mapping[Worker, Any]], dict[Worker, Any]],
         messages: Sequence[Message],
         shares: Mapping[Worker, Sequence[int]],
-        speakers: Sequence[Any],
+        participants: Mapping[Worker, Sequence[Participant]],
     ) -> None:
-        self._ask_all, self._messages, self._shares, self.speakers = ask_all, messages, shares, speakers
+        self._ask_all, self._messages, self._shares = ask_all, messages, shares
+        #: each worker's participants are in order, and so are its requests
+        everyone = [participant for worker in shares for participant in participants[worker]]
+        self._order = sorted(range(len(everyone)), key=everyone.__getitem__)
+        self.participants = [everyone[position] for position in self._order]
 
     def advance(self, answer: Answer | None = None) -> list[Request]:
-        """Go on with what all nodes together said; the first call takes no answer."""
+        """Take the nodes of all workers to their next exchange."""
         packed = None if answer is None else pack_answer(answer)
-        said = {
-            worker: unpack_requests(requests)
-            for worker, requests in self._ask_all("advance", dict.fromkeys(self._shares, packed)).items()
-        }
-        if any(said.values()) and not all(said.values()):
+        answers = self._ask_all("advance", dict.fromkeys(self._shares, packed))
+        requests = [request for worker in self._shares for request in unpack_requests(answers[worker])]
+        if requests and len(requests) < len(self._order):
             raise OrderError(0, "is at a BN layer where others are at their end")
-        return _in_order(self._shares, said) if any(said.values()) else []
+        return [requests[position] for position in self._order if requests]
 
     def replies(self) -> list[Message]:
-        """What the nodes reply at the end."""
+        """Return the nodes' replies."""
         replies: list[Message] = _in_order(self._shares, self._ask_all("replies", dict.fromkeys(self._shares)))
         spill = SpillBuffer()
         for message, reply in zip(self._messages, replies, strict=True):
@@ -197,7 +200,7 @@ class SpreadStep:
         return replies
 
     def abandon(self) -> None:
-        """Forget it."""
+        """End the step in all workers; a worker that has died has no step any more."""
         with suppress(WorkerError, WorkerDiedError):
             self._ask_all("abandon", dict.fromkeys(self._shares))
 

@@ -16,6 +16,7 @@ from flwr.app import Context, Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.simulation.processes.channel import Channel, pack_requests, unpack_answer
+from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep, Participant
 
 #: makes the grid of some partitions' nodes; it is pickled, and called in the worker
 GridFactory = Callable[[Sequence[int]], Grid]
@@ -127,7 +128,7 @@ class Service:
 
     def __init__(self) -> None:
         self._grid: Grid | None = None
-        self._step: Any = None
+        self._step: NodesStep | None = None
 
     def open(self, payload: tuple[GridFactory, Sequence[int]]) -> None:
         """Make the grid that later requests are about."""
@@ -144,25 +145,30 @@ class Service:
         context: Context = self.grid.context(node)  # type: ignore[attr-defined]
         return context
 
-    def open_step(self, messages: list[Message]) -> Any:
-        """Begin a layer-wise step of this worker's nodes; who they are, None if they cannot take it together."""
-        open_step = getattr(self.grid, "open_step", None)
-        self._step = None if open_step is None else open_step(messages)
-        return None if self._step is None else self._step.speakers
+    def open_step(self, messages: list[Message]) -> Sequence[Participant] | None:
+        """Open a layer-wise step of this worker's nodes; return the nodes, None if they cannot take it together."""
+        self._step = self.grid.open_step(messages) if isinstance(self.grid, LayerwiseGrid) else None
+        return None if self._step is None else self._step.participants
 
     def advance(self, answer: Any) -> Any:
         """Go on to the next exchange."""
-        return pack_requests(self._step.advance(None if answer is None else unpack_answer(answer)))
+        return pack_requests(self.step.advance(None if answer is None else unpack_answer(answer)))
 
     def replies(self, _: None) -> list[Message]:
         """The nodes' replies at the end of the step."""
-        replies: list[Message] = self._step.replies()
-        return replies
+        return self.step.replies()
 
     def abandon(self, _: None) -> None:
         """Forget the step."""
         if self._step is not None:
             self._step.abandon()
+
+    @property
+    def step(self) -> NodesStep:
+        """The layer-wise step, once it is opened."""
+        if self._step is None:
+            raise RuntimeError("it has no layer-wise step")
+        return self._step
 
     @property
     def grid(self) -> Grid:

@@ -11,15 +11,15 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 from flwr.common import log
 
-from fedbn_flwr.client import BNClient, Reply, layerwise_mode
-from fedbn_flwr.client.layerwise_step import Foreseeing, Replicas
+from fedbn_flwr.client import BNClient, Reply
+from fedbn_flwr.client.layerwise_step import Replicas
 from fedbn_flwr.client.rules import rules_for
 from fedbn_flwr.clientapp import BNClientApp, pack
 from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.simulation.prepared import Job, StagedGrid
 from fedbn_flwr.simulation.sequential import Config, identify
 from fedbn_flwr.simulation.spill import SpillBuffer
-from fedbn_flwr.simulation.stacked.layerwise_step import CohortStep, Speaker, StackedStep
+from fedbn_flwr.simulation.stacked.layerwise_step import StackedLayerwiseStep, SuspendedStack
 from fedbn_flwr.simulation.stacked.memory_budget import clients_that_fit, worth_stacking
 from fedbn_flwr.simulation.stacked.timing import (
     STACKED,
@@ -34,6 +34,7 @@ from fedbn_flwr.simulation.stacked.timing import (
 from fedbn_flwr.simulation.stacked.training import train_together
 from fedbn_flwr.simulation.stacked.variants import Variants, has_images
 from fedbn_flwr.wire import Instruction
+from fedbn_flwr.wire.layerwise_grid import Participant
 
 #: how many clients wait in the middle of a step where there is memory for one that trains: they have no reply yet, and
 #: most of them no gradients
@@ -101,7 +102,7 @@ class CohortGrid(StagedGrid):
         #: models of steps that wait for an answer in the middle of a pass
         self._structures = Replicas()
 
-    def open_step(self, messages: Sequence[Message]) -> CohortStep | None:
+    def open_step(self, messages: Sequence[Message]) -> StackedLayerwiseStep | None:
         """The layer-wise step that these messages begin, if all of their nodes can take it together."""
         if self.way not in ("auto", STACKED, STACKED_LAST) or not self._knows_clients():
             return None
@@ -113,12 +114,13 @@ class CohortGrid(StagedGrid):
         if len(messages) > IN_THE_MIDDLE * self._fitting(jobs[0]):
             self._say(f"a layer-wise step of all {len(messages)} takes more memory than there is")
             return None
-        steps = [StackedStep([job.place for job in chunk], self._step_of(chunk)) for chunk in jobs]
+        steps = [SuspendedStack([job.place for job in chunk], self._step_of(chunk)) for chunk in jobs]
         every = {job.place: job for chunk in jobs for job in chunk}
-        clients = [every[place].client for place in range(len(messages))]
-        obeyed = jobs[0][0].instruction.binding_keys()
-        speakers = [Speaker(client.partition_id, len(client.indices), obeyed) for client in clients]
-        return CohortStep(steps, speakers, lambda replies: self._close(every, replies))
+        participants = {
+            place: Participant(job.client.partition_id, job.node, len(job.client.indices))
+            for place, job in every.items()
+        }
+        return StackedLayerwiseStep(steps, participants, lambda replies: self._close(every, replies))
 
     def _step_of(self, jobs: Sequence[Job]) -> Callable[[Exchange], list[Reply]]:
         channels_last = self._way(jobs) == STACKED_LAST
@@ -126,15 +128,13 @@ class CohortGrid(StagedGrid):
         def train(exchange: Exchange) -> list[Reply]:
             client, instruction = jobs[0].client, jobs[0].instruction
             structure = self._structures.take(client.model)
-            foreseeing = Foreseeing(structure, layerwise_mode(instruction), exchange)
             clients, received = [job.client for job in jobs], [job.received for job in jobs]
             try:
-                return train_together(clients, structure, received, instruction, foreseeing, channels_last)
+                return train_together(clients, structure, received, instruction, exchange, channels_last)
             except Exception:
                 self._apart.add(_attempt(jobs[0]))
                 raise
             finally:
-                foreseeing.close()
                 self._structures.give_back(client.model, structure)
 
         return train

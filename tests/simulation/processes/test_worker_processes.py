@@ -23,7 +23,7 @@ from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import WorkerError, preload
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold
-from fedbn_flwr.wire import layerwise as turns
+from fedbn_flwr.wire import layerwise as layerwise_wire
 from tests.helpers.checkout import ROOT
 from tests.helpers.harness import SIZES, Federation, make_model
 from tests.helpers.obeying import answers, obeying, question
@@ -216,7 +216,7 @@ class KillsItself:
         self.flag, self.app = flag, client_app(Federation(make_model())._client)
 
     def __call__(self, message: Message, context: Context) -> Message:
-        turn: Any = message.content.get(turns.TURN, {})
+        turn: Any = message.content.get(layerwise_wire.POSITION, {})
         if turn.get("index") == 2 and context.node_config["partition-id"] == 1 and not self.flag.exists():
             self.flag.touch()
             os.kill(os.getpid(), signal.SIGKILL)

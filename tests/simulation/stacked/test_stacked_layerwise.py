@@ -15,7 +15,7 @@ from fedbn_flwr.simulation import CohortGrid
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.wire.layerwise import Turn
+from fedbn_flwr.wire.layerwise import StepPosition
 from tests.helpers.harness import INSTRUCTION, SIZES, Backwards, ClientWrapper, Double, Federation, make_model
 from tests.helpers.sides import EXACT, Stacked, asked, assert_same, both, difference, quiet, run, stacked_by
 
@@ -203,9 +203,9 @@ def opened(advances: int) -> tuple[Federation, Any]:
     nodes = Federation(make_model(), grid=Stacked)
     instruction = replace(INSTRUCTION, server_round=1, layerwise="fused", momentum=0.9, momentum_state="local")
     assert isinstance(nodes.grid, CohortGrid)
-    step = nodes.grid.open_step(asked(nodes, instruction, **Turn("exchange", 1).pack()))
+    step = nodes.grid.open_step(asked(nodes, instruction, **StepPosition("exchange", 1).pack()))
     assert step is not None
-    assert [speaker.num_examples for speaker in step.speakers] == list(SIZES)
+    assert [participant.num_examples for participant in step.participants] == list(SIZES)
     said = step.advance()
     for _ in range(advances):
         mean = torch.stack([request.tensor for request in said]).mean(0)

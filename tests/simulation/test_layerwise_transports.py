@@ -1,0 +1,137 @@
+"""Every transport of a layer-wise step, driven by the one loop: the same requests and gradients, in float64."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from fedbn_flwr import state, wire
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.layerwise import Exchange, Lockstep, Request, shared_statistics, take_step
+from fedbn_flwr.server.layerwise_round import LayerwiseRound
+from fedbn_flwr.server.message_step import MessageStep
+from fedbn_flwr.server.replies import Expected
+from fedbn_flwr.simulation import CohortGrid
+from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.wire.layerwise import StepPosition
+from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep
+from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model, make_split, parts
+from tests.helpers.references import Node, mini_batches
+
+#: uses of BN layers in the harness's model
+LAYERS = 2
+ASKED = replace(INSTRUCTION, server_round=1, local_steps=1, layerwise="fused")
+
+Gradients = list[dict[str, Tensor]]
+Exchanges = list[list[Request]]
+
+
+def in_process() -> tuple[Exchanges, Gradients]:
+    """Return every exchange's requests, and every client's gradients, of `Lockstep`, without Flower."""
+    seen: Exchanges = []
+
+    def step(batch: tuple[Tensor, Tensor], exchange: Exchange) -> dict[str, Tensor]:
+        model = copy.deepcopy(make_model()).train()
+        with shared_statistics(model, exchange):
+            F.cross_entropy(model(batch[0]), batch[1]).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    nodes = [Node(index, samples) for index, samples in enumerate(parts())]
+    steps = [partial(step, mini_batches(make_split(), node, ASKED, True)[0]) for node in nodes]
+    results = take_step(Lockstep(steps, range(len(steps))), lambda: SIZES, lambda said: seen.append(_flat(said)))
+    return seen, results
+
+
+def _flat(exchange: Sequence[Sequence[Request]]) -> list[Request]:
+    return [request for (request,) in exchange]
+
+
+def stacked_nodes(partitions: Sequence[int]) -> CohortGrid:
+    """Some nodes of the harness's federation, stacked."""
+    app = client_app(Federation(make_model())._client)
+    return CohortGrid(app, len(SIZES), partitions=partitions, way="stacked")
+
+
+def contents() -> dict[int, RecordDict]:
+    arrays = state.to_record(make_model().state_dict())
+    return {1000 + index: RecordDict({"arrays": arrays, wire.CONFIG: ASKED.to_config()}) for index in range(len(SIZES))}
+
+
+@contextmanager
+def message_step() -> Iterator[tuple[CountingGrid, NodesStep]]:
+    grid = CountingGrid(InProcessGrid(client_app(Federation(make_model())._client), len(SIZES)))
+    yield grid, MessageStep(LayerwiseRound(grid, contents(), 1, True, 60.0, Expected((), {})))
+
+
+@contextmanager
+def stacked_step() -> Iterator[tuple[CountingGrid, NodesStep]]:
+    yield opened(stacked_nodes(range(len(SIZES))))
+
+
+@contextmanager
+def workers_step() -> Iterator[tuple[CountingGrid, NodesStep]]:
+    with WorkersGrid(stacked_nodes, len(SIZES), 2) as grid:
+        yield opened(grid)
+
+
+def opened(grid: Grid) -> tuple[CountingGrid, NodesStep]:
+    counting, position = CountingGrid(grid), StepPosition("exchange", 1).pack()
+    asked = [
+        Message(RecordDict({**content, **position}), node, wire.LAYERWISE)
+        # the order of messages is not that of the participants
+        for node, content in reversed(contents().items())
+    ]
+    assert isinstance(grid, LayerwiseGrid)
+    step = counting.open_step(asked)
+    assert step is not None
+    return counting, step
+
+
+TRANSPORTS = {"messages": message_step, "stacked": stacked_step, "workers": workers_step}
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_every_transport_has_the_requests_and_gradients_of_clients_in_one_process(name: str) -> None:
+    seen: Exchanges = []
+    with TRANSPORTS[name]() as (grid, step):
+        replies = take_step(
+            step,
+            lambda: [participant.num_examples for participant in step.participants],
+            lambda said: seen.append(_flat(said)),
+        )
+        assert [each.node for each in step.participants] == [1000, 1001, 1002, 1003]
+        assert tuple(each.num_examples for each in step.participants) == SIZES
+    # 2 L exchanges at the layers, and one that brings the models
+    assert grid.training.exchanges == len(seen) + 1 == 2 * LAYERS + 1
+    wanted_exchanges, wanted_gradients = in_process()
+    for requests, wanted_requests in zip(seen, wanted_exchanges, strict=True):
+        assert [(each.kind, each.layer, each.count) for each in requests] == [
+            (wanted.kind, wanted.layer, wanted.count) for wanted in wanted_requests
+        ]
+        for request, wanted_request in zip(requests, wanted_requests, strict=True):
+            torch.testing.assert_close(request.tensor, wanted_request.tensor, rtol=1e-12, atol=1e-13)
+    by_partition = {reply.content.metric_records[wire.METRICS][wire.PARTITION_ID]: reply for reply in replies}
+    start = make_model().state_dict()
+    for partition, gradients in enumerate(wanted_gradients):
+        trained = state.from_record(by_partition[partition].content.array_records[wire.ARRAYS])
+        for parameter, gradient in gradients.items():
+            # one step of plain SGD
+            moved = (start[parameter] - trained[parameter]) / ASKED.lr
+            torch.testing.assert_close(moved, gradient, rtol=1e-10, atol=1e-12)
+
+
+def test_plain_grids_do_not_offer_steps_without_messages() -> None:
+    plain = InProcessGrid(client_app(Federation(make_model())._client), len(SIZES))
+    assert not isinstance(plain, LayerwiseGrid)
+    counting = CountingGrid(plain)
+    assert counting.open_step([Message(content, node, wire.LAYERWISE) for node, content in contents().items()]) is None
