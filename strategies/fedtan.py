@@ -3,10 +3,10 @@
     for r = 1, 2, ..., R:                                                   FedAvg.start
         server sends {w_{r-1}, S_{r-1}} to all clients i                    Layerwise.configure_train
         for t = 1:
-            for l = 1, ..., L (Algorithm 2):                                answer_requests
+            for l = 1, ..., L (Algorithm 2):                                take_step
                 clients upload mu_i^l and (sigma_i^l)^2
                 server answers sum_i p_i mu_i^l and sum_i p_i (sigma_i^l)^2            (39), (40)
-            for l = L, ..., 1 (Algorithm 3):                                answer_requests
+            for l = L, ..., 1 (Algorithm 3):                                take_step
                 clients upload dF_i/d(sigma_i^l)^2 and dF_i/dmu_i^l
                 server answers their sums, weighted by p_i                             (41)
             clients update {w_i, S_i}                                       BNClient.train   (5b), (6)
@@ -14,9 +14,9 @@
         clients send {w_i, S_i} to the server                               take_step
         server: {w_r, S_r} = sum_i p_i {w_i, S_i}                           Layerwise.aggregate_train   (7)
 
-`answer_requests` and `take_step` are in `fedbn_flwr/layerwise/take_step.py`, for every transport; `Layerwise`, which
-starts again without the nodes that fail, is in `base_layerwise.py`. The client's half is
-`fedbn_flwr/client/layerwise_step.py`, and the mathematics of one layer `fedbn_flwr/layerwise/shared_batch_norm.py`.
+`take_step` is in `fedbn_flwr/layerwise/take_step.py`, for every transport; `Layerwise`, which starts again without the
+nodes that fail, is in `base_layerwise.py`. The client's half is `fedbn_flwr/client/layerwise_step.py`, and the
+mathematics of one layer `fedbn_flwr/layerwise/shared_batch_norm.py`.
 """
 
 from typing import Annotated, Any

@@ -12,7 +12,7 @@ from .registry import register_strategy
 
 @register_strategy("fedtan-ii")
 class FedTANII(FedTAN, FixBN):
-    """FedTAN for M rounds, then FedAvg with the statistics that it found.
+    """FedTAN for M rounds, then FedAvg with the statistics of the last of them.
 
     Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, section 5.4.
 

@@ -1,9 +1,11 @@
 """Layer-wise steps: batch normalization over the mini-batches of all clients, in PyTorch and without Flower.
 
-`SharedBatchNorm` is the one function that computes it, and asks the other clients through an `Exchange`;
-`shared_statistics` puts it in the place of a model's BN layers while a step lasts. What stands behind the
-exchange is the transport: `lockstep` (clients in one process), `SuspendedStep` (the answer may take days, and
-come to another process), `Corrected` (sweeps: the answer is at hand). `gradients` puts them together.
+The client: `SharedBatchNorm` normalizes one layer, and reaches the other clients through an `Exchange`;
+`shared_statistics` puts it in the place of a model's BN layers while a step lasts. A `SuspendedStep` stops at each
+exchange until its answer comes, which may take days. `Corrected` answers at once, in sweeps.
+
+The server: `take_step` answers the exchanges of all clients, through a `LayerwiseStep`, which is the transport.
+`Lockstep` is the transport for clients in one process, and `gradients` puts everything together there.
 """
 
 from fedbn_flwr.layerwise.exchange import (
@@ -36,7 +38,7 @@ from fedbn_flwr.layerwise.sweeps import (
     pool,
     settle_corrections,
 )
-from fedbn_flwr.layerwise.take_step import LayerwiseStep, answer_requests, take_step
+from fedbn_flwr.layerwise.take_step import LayerwiseStep, take_step
 from fedbn_flwr.randomness import OwnRandomness
 
 __all__ = [
@@ -62,7 +64,6 @@ __all__ = [
     "StepCache",
     "SuspendedStep",
     "Use",
-    "answer_requests",
     "backward_sweep",
     "combine",
     "correct",

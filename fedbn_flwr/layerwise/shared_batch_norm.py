@@ -19,18 +19,18 @@ Mode = Literal["paper", "fused", "forward"]
 
 @dataclass(frozen=True)
 class Use:
-    """One use of one BN layer in a forward pass, and its way to the other clients."""
+    """One use of one BN layer in a forward pass, and its exchange with the other clients."""
 
     layer: str
     exchange: Exchange
     mode: Mode
-    #: False for a pass that is made only to learn what the clients have, be it one value
+    #: False for a pass that only gathers the clients' local values; then one value a channel is enough
     final: bool = True
-    #: how many clients' channels are side by side, what is asked having a row for each; 0 for one that is alone
+    #: number of stacked clients, whose channels are side by side; a request has a row for each; 0 without a stack
     clients: int = 0
 
     def statistics(self, inputs: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Mean and biased variance of each channel over all clients' inputs, and the count of values."""
+        """Return mean and biased variance of each channel over all clients' inputs, and the count of values."""
         axes = channel_axes(inputs)
         count = inputs.numel() // inputs.shape[1]
         if count == 0:
@@ -48,7 +48,7 @@ class Use:
         return mean, variance, answer.count
 
     def gradients(self, local: Tensor, count: int) -> Tensor:
-        """The gradients by mean and variance that the client goes on with, (2, C)."""
+        """Return the gradients by mean and variance with which the client goes on, (2, C)."""
         return local if self.mode == "forward" else self._ask("gradients", local, count).tensor
 
     def _ask(self, kind: Kind, tensor: Tensor, count: int) -> Answer:
@@ -118,9 +118,9 @@ class SharedBatchNorm(torch.autograd.Function):
         grad_weight = r * (grad * centered).sum(axes)
         grad_inputs = None
         if ctx.needs_input_grad[0]:
-            own = torch.stack([-scale * grad_bias, -0.5 * scale * r * grad_weight])
+            local = torch.stack([-scale * grad_bias, -0.5 * scale * r * grad_weight])
             n = inputs.numel() // inputs.shape[1]
-            a, b = ctx.use.gradients(own, n).unbind()
+            a, b = ctx.use.gradients(local, n).unbind()
             grad_inputs = grad * along_channels(scale, inputs) + centered * along_channels(2 * b / n, inputs)
             grad_inputs = (grad_inputs + along_channels(a / n, inputs)).to(inputs.dtype)
         if weight is None:

@@ -1,4 +1,4 @@
-"""Making the BN layers of a model share their statistics, for as long as a step takes."""
+"""Let the BN layers of a model share their statistics, as long as a step lasts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,14 +20,13 @@ _PLAIN_FORWARDS = (_BatchNorm.forward, SyncBatchNorm.forward)
 def shared_statistics(model: nn.Module, exchange: Exchange, mode: Mode = "fused", final: bool = True) -> Iterator[None]:
     """Inside the block, BN layers that would use their mini-batch's statistics use those of all clients.
 
-    Every BN layer takes part, by type (SyncBN as BN), with its own parameters and buffers; one with frozen
-    statistics (eval mode) does what it always does, and a layer used twice has exchanges of each use. The
-    backward pass may be inside the block or after it. At the end the layers are as they were, and the running
-    statistics move once for each use, by torch's own update with the global mean and variance, the latter
-    times n / (n - 1), n being the count over all clients. They do not after an exception (the step was
-    abandoned, for instance), nor if the pass is not `final`: one that is made only to learn what the clients
-    have. A model takes part in one step at a time. Inside `torch.func.vmap` it is that of stacked clients, and what is
-    asked has a row for each.
+    Every BN layer takes part, by type (SyncBN as BN). A layer with frozen statistics (eval mode) computes what it
+    always computes, and a layer used twice has exchanges of each use. The backward pass may be inside the block or
+    after it. At the end the layers are as before, and the running statistics move once for each use, by torch's update
+    with the global mean and the global variance times n / (n - 1), n being the count over all clients. They stay after
+    an exception (if the step was abandoned, for instance), and if the pass is not `final`, but only gathers the
+    clients' local values. A model takes part in one step at a time. Inside `torch.func.vmap` the model is that of
+    stacked clients, and a request has a row for each client.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"unknown exchange {mode!r}; known: {', '.join(get_args(Mode))}")
@@ -38,7 +37,7 @@ def shared_statistics(model: nn.Module, exchange: Exchange, mode: Mode = "fused"
     before = [stand_in.layer.__dict__.get("forward") for stand_in in stand_ins]
     try:
         for stand_in in stand_ins:
-            # In the instance's own dictionary, where it comes before the class's `forward`; hooks still run.
+            # in the dictionary of the instance, where it comes before the class's `forward`; hooks still run
             stand_in.layer.__dict__["forward"] = stand_in
         yield
     finally:
@@ -51,7 +50,7 @@ def shared_statistics(model: nn.Module, exchange: Exchange, mode: Mode = "fused"
 
 @dataclass
 class _SharedForward:
-    """Stands in for the forward of one BN layer."""
+    """A replacement for the forward of one BN layer."""
 
     layer: _BatchNorm
     plain: Callable[[Tensor], Tensor]
@@ -83,7 +82,7 @@ class _SharedForward:
 
 @torch.no_grad()
 def _move(layer: _BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
-    """What `_BatchNorm.forward` and its kernel do to the running statistics."""
+    """Move the running statistics as `_BatchNorm.forward` and its kernel do."""
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
     if layer.momentum is None:

@@ -11,15 +11,15 @@ from fedbn_flwr.layerwise.suspended_step import SuspendedStep
 class StepCache:
     """Keeps at most `max_steps` suspended steps, each at most `time_to_live` seconds.
 
-    Only ever a cache: a step that is not there is replayed from its log. A step for which there is no room is
-    abandoned: clients take turns, and if the oldest were, none would be there at its next turn. So is a step that is
-    too old, and one in whose place another is kept.
+    A step that is not in the cache is replayed from its log. The cache abandons a new step if there is no room: clients
+    alternate, so that abandoning the oldest step would leave no client its step for its next message. It also abandons
+    steps that are too old, and a step in whose place another is kept.
     """
 
     def __init__(self, max_steps: int = 16, time_to_live: float = 600.0) -> None:
         self.max_steps, self._time_to_live = max_steps, time_to_live
         self._lock = threading.RLock()
-        # In the order of their deadlines, which is the order of arrival.
+        # in the order of arrival, which is that of their deadlines
         self._kept: dict[Hashable, tuple[float, SuspendedStep[Any]]] = {}
         self._timer: threading.Timer | None = None
 
@@ -27,11 +27,11 @@ class StepCache:
         return len(self._kept)
 
     def make_room(self, steps: int) -> None:
-        """Keep at least so many: one for each client of a process."""
+        """Raise `max_steps` to at least this number: one step for each client of a process."""
         self.max_steps = max(self.max_steps, steps)
 
     def keep(self, key: Hashable, step: SuspendedStep[Any]) -> None:
-        """Hold the step until it is taken."""
+        """Keep the step until it is taken."""
         with self._lock:
             previous = self.take(key)
             if previous is not None and previous is not step:
@@ -43,13 +43,13 @@ class StepCache:
             self._watch()
 
     def take(self, key: Hashable) -> SuspendedStep[Any] | None:
-        """Hand the step out, if it is still there; it is the caller's then."""
+        """Remove the step and return it, None if it is not there; the caller owns the step."""
         with self._lock:
             _, step = self._kept.pop(key, (0.0, None))
             return step
 
     def clear(self) -> None:
-        """Abandon all of them."""
+        """Abandon all steps."""
         with self._lock:
             for key in list(self._kept):
                 self._drop(key)
@@ -63,7 +63,7 @@ class StepCache:
             step.abandon()
 
     def _watch(self) -> None:
-        """One timer for the next deadline: an idle process must let go of its steps too."""
+        """Set one timer for the next deadline: an idle process must abandon its steps too."""
         if self._timer is None and self._kept:
             deadline, _ = next(iter(self._kept.values()))
             self._timer = threading.Timer(max(0.0, deadline - monotonic()), self._expire)

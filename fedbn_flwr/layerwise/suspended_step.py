@@ -13,19 +13,19 @@ from fedbn_flwr.layerwise.exchange import Answer, Exchange, Request
 from fedbn_flwr.randomness import OwnRandomness
 
 T = TypeVar("T")
-#: Any computation that asks the other clients by calling its one argument.
+#: a computation that reaches the other clients by calling its one argument
 Step = Callable[[Exchange], T]
 
 
 @dataclass(frozen=True)
 class Done(Generic[T]):
-    """The step is at its end."""
+    """The end of a step, and its result."""
 
     result: T
 
 
 class Abandoned(BaseException):
-    """Raised inside a step that nobody will resume; no Exception, so that steps do not catch it."""
+    """Raised inside a step that is not resumed; no Exception, so that steps do not catch it."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,23 @@ _ONE_AT_A_TIME = threading.Lock()
 class SuspendedStep(Generic[T]):
     """A step in a thread of its own, which runs only while `advance` waits for it.
 
-    PyTorch cannot save a half-finished backward pass, so what is suspended is the thread. It can be had again
-    in another process: a step made of the same function, seed and `log` (the answers so far) asks nothing
-    that is in the log, and stops at the same exchange with the same bits. The step sees PyTorch's defaults,
-    not the caller's thread-local modes (no_grad, autocast), and draws from a random stream of its own.
+    PyTorch cannot save a half-finished backward pass, so the thread is suspended. Another process can replay the
+    step: a step of the same function, seed and `log` (the answers so far) stops at the same exchange, with the
+    same bits. The step sees PyTorch's defaults, not the caller's thread-local modes (no_grad, autocast). It draws
+    from a random stream of the given seed, not from the process's.
     """
 
     def __init__(self, step: Step[T], seed: int, log: Iterable[Answer] = ()) -> None:
         self._randomness = OwnRandomness(seed)
         self._channel: _Channel[T] = _Channel()
         self._thread = threading.Thread(target=self._channel.run, args=(step, list(log)), daemon=True)
-        # A step that is dropped without `abandon`, or is there when the process ends, must not stay asleep.
+        # a step that is dropped without `abandon`, or is left when the process ends, must not wait for ever
         self._release = weakref.finalize(self, _release, self._channel, self._thread)
 
     def advance(self, answer: Answer | None = None) -> Request | Done[T]:
-        """Run to the next exchange or to the end; the first call, and only that, takes no answer.
+        """Run to the next exchange or to the end; only the first call takes no answer.
 
-        What the step raises is raised here. One step runs at a time in a process.
+        An exception of the step is raised here. One step runs at a time in a process.
         """
         if not self._release.alive:
             raise RuntimeError("the step is at its end, failed or abandoned")
@@ -75,30 +75,30 @@ class SuspendedStep(Generic[T]):
         return outcome
 
     def abandon(self) -> None:
-        """End the step where it is and free what it holds; nothing happens if it has ended."""
+        """End the step where it is, and free its memory; nothing happens if the step has ended."""
         self._release()
 
 
 class _Channel(Generic[T]):
-    """What a step's thread and its owner share: not the owner itself, so that it can be collected."""
+    """The queues between a step and its thread; without the step, so that the step can be collected."""
 
     def __init__(self) -> None:
         self.answers: SimpleQueue[object] = SimpleQueue()
         self.outcomes: SimpleQueue[Request | Done[T] | _Failed] = SimpleQueue()
 
     def run(self, step: Step[T], log: list[Answer]) -> None:
-        known = iter(log)
+        earlier = iter(log)
 
         def exchange(request: Request) -> Answer:
-            answer = next(known, None)
+            answer = next(earlier, None)
             return self._ask(request) if answer is None else answer
 
         try:
-            # Else backward passes on a GPU share one thread, where the first to ask would block all others.
+            # otherwise backward passes on a GPU share one thread, and the first that waits would block all others
             with torch.autograd.set_multithreading_enabled(False):
                 outcome: Done[T] | _Failed = Done(step(exchange))
         except Abandoned:
-            # Without its traceback, which holds the activations.
+            # without the traceback of Abandoned, which holds the activations
             outcome = _Failed(RuntimeError("the step was abandoned"))
         except BaseException as error:
             outcome = _Failed(error)
@@ -108,7 +108,7 @@ class _Channel(Generic[T]):
         self.outcomes.put(request)
         answer = self.answers.get()
         if not isinstance(answer, Answer):
-            self.answers.put(answer)  # for the next time, should the step have caught it all the same
+            self.answers.put(answer)  # for the next request, if the step catches Abandoned all the same
             raise Abandoned
         return answer
 

@@ -33,30 +33,23 @@ class LayerwiseStep(Protocol[ReplyT]):
 def take_step(
     step: LayerwiseStep[ReplyT], weigh: Callable[[], Sequence[float]], observe: Observer | None = None
 ) -> list[ReplyT]:
-    """Take all clients through a layer-wise step, and return their replies.
+    """Answer every exchange of a step for all clients at once, and return the clients' replies.
+
+    This is the server in algorithms 2 and 3 of Wang et al. A request holds a client's mu_i and sigma_i^2 of one BN
+    layer, from the first layer to the last, and then the gradients by them, from the last layer to the first. The
+    answer is their sum_i p_i, equations (39) to (41).
 
     `weigh` returns the weights p_i in the order of the requests; it is called once the clients have sent the first.
-    `observe` sees every exchange. If anything fails, the step is abandoned.
+    `observe` is called with every exchange. If anything fails, the step is abandoned.
     """
     try:
-        answer_requests(step, weigh, observe)
+        requests = step.advance()
+        weights = weigh() if requests else []
+        while requests:
+            if observe is not None:
+                observe([[request] for request in requests])
+            requests = step.advance(respond(requests, weights))
         return step.replies()
     except Exception:
         step.abandon()
         raise
-
-
-def answer_requests(
-    step: LayerwiseStep[ReplyT], weigh: Callable[[], Sequence[float]], observe: Observer | None = None
-) -> None:
-    """Answer every exchange of a step for all clients at once: the server in algorithms 2 and 3 of Wang et al.
-
-    A request holds a client's mu_i and sigma_i^2 of one BN layer, from the first layer to the last, and then the
-    gradients by them, from the last layer to the first. The answer is their sum_i p_i, equations (39) to (41).
-    """
-    requests = step.advance()
-    weights = weigh() if requests else []
-    while requests:
-        if observe is not None:
-            observe([[request] for request in requests])
-        requests = step.advance(respond(requests, weights))
