@@ -1,16 +1,22 @@
-"""Writes options.md from the code: `make docs`."""
+"""Write options.md, and the run configuration in pyproject.toml, from the code: `make docs`."""
 
 import inspect
+import json
+import re
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
 from fedbn_flwr.experiments import Config
-from fedbn_flwr.experiments.strategy_options import own_options
+from fedbn_flwr.experiments.strategy_options import all_options, own_options, owners
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg
 from fedbn_flwr.wire import wire_key
 
-TARGET = Path(__file__).with_name("options.md")
+PAGE = Path(__file__).with_name("options.md")
+PROJECT = Path(__file__).parent.parent / "pyproject.toml"
+
+#: the federation decides how many nodes there are, and Flower's default one has two
+DIFFERENT = {"clients": 0, "partition": "classes:5"}
 
 INTRODUCTION = """\
 # Options
@@ -23,6 +29,10 @@ This page is written from the code by `make docs`. The same names are used every
 - in Flower's run configuration, `flwr run . --run-config "method='fedprox' mu=0.1 lr=0.05"`.
 
 An option that does not exist, or a value that cannot be, is an error that names it, with exit code 2.
+
+`plugins` names modules that register methods, normalizers, models, data sets or partitions of your own: `fedbn-flwr run
+--plugins my_package.methods --method my-method:strength=0.5`. Every process of a run imports them. Flower's run
+configuration has no keys for their options; there they are given inside `method`.
 
 Flower's run configuration has defaults of its own for the federation: `clients` is 0, one client for every node, and
 `partition` is `classes:5`, since Flower's default federation has two nodes. A relative `results-dir` is there relative
@@ -57,7 +67,7 @@ COMMAND = (
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the text of options.md."""
     common = own_options(FedAvg)
     sections = [
         INTRODUCTION,
@@ -83,28 +93,48 @@ def page() -> str:
     return "\n\n".join(section.strip() for section in sections) + "\n"
 
 
+def with_run_config(project: str) -> str:
+    """Return the text of pyproject.toml with a key for every option: Flower refuses to override any other."""
+    lines = ["# options that all methods share"]
+    lines += [f"{key} = {json.dumps(DIFFERENT.get(key, value))}" for key, value in Config().to_mapping().items()]
+    lines += ["# options of strategies; an empty text is the strategy's own default"]
+    lines += [f'{key} = ""  # {whose(key)}' for key in all_options()]
+    section = "[tool.flwr.app.config]\n" + "\n".join(lines) + "\n\n"
+    return re.sub(r"\[tool\.flwr\.app\.config\]\n.*?\n\n", lambda _: section, project, flags=re.DOTALL)
+
+
+def whose(key: str) -> str:
+    """Return the strategies that have an option."""
+    names = owners(key)
+    return "all strategies" if len(names) == len(REGISTRY) else ", ".join(names)
+
+
 def options(strategy: type[FedAvg], keys: Iterable[str]) -> str:
-    """A table of a strategy's own options."""
+    """Return the table of a strategy's own options."""
     own = own_options(strategy)
     rows = ((code(key), code(own[key].default), own[key].help) for key in keys)
     return table(("option", "default", "meaning"), rows)
 
 
 def documentation(strategy: type[BaseStrategy]) -> str:
-    """What the strategy says of itself; its equations are indented, which is Markdown for text as it stands."""
+    """Return a strategy's docstring; its equations are indented, which is a code block in Markdown."""
     return inspect.cleandoc(strategy.__doc__ or "")
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
 def code(value: object) -> str:
-    """A name or a default; an empty one is left out."""
+    """Return a name or a default as code, and nothing for an empty one."""
     return f"`{str(value).lower() if isinstance(value, bool) else value}`" if value not in ("", None) else ""
 
 
 if __name__ == "__main__":
-    TARGET.write_text(page())
+    PAGE.write_text(page())
+    written = PROJECT.read_text()
+    # a newer file would have everything installed again
+    if (project := with_run_config(written)) != written:
+        PROJECT.write_text(project)

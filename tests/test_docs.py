@@ -83,6 +83,12 @@ def test_options_are_those_of_the_code() -> None:
     assert (ROOT / "docs" / "options.md").read_text() == written, "run `make docs`"
 
 
+def test_the_run_configuration_is_that_of_the_code() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    written = runpy.run_path(str(ROOT / "docs" / "make_options.py"))["with_run_config"](text)
+    assert text == written, "run `make docs`"
+
+
 def test_readme_has_a_row_for_every_strategy() -> None:
     rows = re.findall(r"^\| `([a-z0-9-]+)` \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     assert sorted(rows) == sorted(REGISTRY)

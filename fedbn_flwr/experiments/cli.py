@@ -15,7 +15,7 @@ from fedbn_flwr.experiments.comparison import Plan, compare
 from fedbn_flwr.experiments.config import Config, UsageError, convert
 from fedbn_flwr.experiments.diagnosis.command import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, prepare
-from fedbn_flwr.experiments.method import resolve, split_methods
+from fedbn_flwr.experiments.method import import_plugins, resolve, split_methods
 from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_run
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.resources import check_simulation
@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
     try:
         # where `package.module:function` may be, which a console command does not look into by itself
         sys.path.append(os.getcwd())
+        # before the parser is made: it has an option for each of theirs
+        import_plugins(_plugins(arguments))
         options = vars(_parser(others or {}).parse_args(arguments))
         command = options.pop("command")
         _quiet(verbose=options.pop("verbose", False))
@@ -78,6 +80,13 @@ class _Parser(argparse.ArgumentParser):
         return found, unknown
 
 
+def _plugins(arguments: Sequence[str] | None) -> str:
+    """Return the value of `--plugins`, whatever else the arguments hold."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--plugins", nargs="?", default="", const="")
+    return str(parser.parse_known_args(arguments)[0].plugins)
+
+
 def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="fedbn-flwr", description="Batch normalization in federated learning, side by side.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
@@ -93,7 +102,8 @@ def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     single = _command(commands, "diagnose", "measure what the clients' data do to the BN of a model, without training")
     single.add_argument("--batches", default="4", metavar="N", help="mini-batches a client to average over [4]")
     _add_shared(single, skip=())
-    _command(commands, "list", "show every strategy, normalizer, model, data set, partition and augmentation")
+    names = _command(commands, "list", "show every strategy, normalizer, model, data set, partition and augmentation")
+    names.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
     for name, text in others.items():
         commands.add_parser(name, help=text)
     return parser

@@ -28,6 +28,7 @@ def option(default: Value, text: str) -> Any:
 class Config:
     """The options that every method shares; a strategy's own ones are read from its constructor."""
 
+    plugins: str = option("", "comma-separated modules to import first, which register methods, normalizers, ...")
     method: str = option("fedavg", "STRATEGY[+NORM][:key=value]..., e.g. fixbn:freeze-round=0.3 or fedavg+gn")
     norm: str = option("bn", "normalizer of the model, for methods that do not bring one")
     norm_options: str = option("", "options of the normalizer, e.g. r_max=3,d_max=5 for brn")

@@ -19,7 +19,7 @@ from fedbn_flwr.client.layerwise_step import STEPS
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.config import Config, UsageError
-from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.method import Experiment, import_plugins
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.resources import (
     expected_steps,
@@ -129,6 +129,7 @@ def spread_over(workers: int, make_grid: MakeGrid, config: Config) -> WorkersGri
 
 def _ready(make_grid: MakeGrid, config: Config, partitions: Sequence[int]) -> InProcessGrid:
     """A grid in a new process, which loads data and model before it is asked for anything."""
+    import_plugins(config.plugins)
     set_threads(config)
     shared_model(config)
     make_partition(config, config.clients)

@@ -8,6 +8,7 @@ from fedbn_flwr.experiments.config import Config, UsageError, Value, convert
 from fedbn_flwr.experiments.norm_options import add_norm_options
 from fedbn_flwr.experiments.strategy_options import all_options, own_options
 from fedbn_flwr.norm import NORMS
+from fedbn_flwr.plugins import load_plugins
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy
 from fedbn_flwr.wire import wire_key
 
@@ -63,7 +64,8 @@ def _diagnostics(strategy: type[BaseStrategy]) -> dict[str, bool]:
 
 
 def resolve(values: Mapping[str, Any]) -> Experiment:
-    """Settle one experiment from flat options: shared ones, strategies' own ones, and the method's own text."""
+    """Return the experiment of flat options: shared ones, strategies' own ones, and those in the method's text."""
+    import_plugins(str(values.get("plugins", "")))
     owned = all_options()
     shared = {key: value for key, value in values.items() if key not in owned}
     # in a run configuration every key must exist, and an empty text stands for "not given"
@@ -72,7 +74,7 @@ def resolve(values: Mapping[str, Any]) -> Experiment:
     strategy, norm, overrides = parse(method)
     own = own_options(REGISTRY[strategy])
     for key in overrides:
-        if key == "method" or (key not in own and key not in Config().to_mapping()):
+        if key in ("method", "plugins") or (key not in own and key not in Config().to_mapping()):
             raise UsageError(
                 f"method {method!r}: unknown option {key!r}; its own are: {', '.join(own) or 'none'}; shared ones: "
                 f"{', '.join(Config().to_mapping())}"
@@ -82,6 +84,14 @@ def resolve(values: Mapping[str, Any]) -> Experiment:
     options = {own[key].name: convert(key, value, own[key].kind) for key, value in given.items() if key in own}
     config = _with_norm(Config.from_mapping(shared), REGISTRY[strategy], options, norm)
     return _pooled(Experiment(config, strategy, options))
+
+
+def import_plugins(modules: str) -> None:
+    """Import users' modules, so that the names that they register are known."""
+    try:
+        load_plugins(modules)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def parse(method: str) -> tuple[str, str | None, dict[str, str]]:

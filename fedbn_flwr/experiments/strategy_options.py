@@ -6,11 +6,14 @@ from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
+from fedbn_flwr.experiments.config import Config, UsageError
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy
 from fedbn_flwr.wire import wire_key
 
 #: constructor arguments that follow from the shared options
 SHARED = ("lr_schedule", "seed", "patience", "exchange_timeout", "evaluate_every")
+#: keys that mean something else on the command line
+_TAKEN = {*Config().to_mapping(), "engine", "verbose", "methods", "seeds", "lr-grid", "batches", "help"}
 
 
 class StrategyOption(NamedTuple):
@@ -42,8 +45,11 @@ def own_options(strategy: type[BaseStrategy]) -> Mapping[str, StrategyOption]:
 def all_options() -> dict[str, StrategyOption]:
     """Return the options of all strategies; where several share one, as the first of them has it."""
     options: dict[str, StrategyOption] = {}
-    for strategy in REGISTRY.values():
-        options = {**own_options(strategy), **options}
+    for name, strategy in REGISTRY.items():
+        for key, option in own_options(strategy).items():
+            if key in _TAKEN:
+                raise UsageError(f"strategy {name!r}: the option {key!r} of its constructor is one of all commands")
+            options.setdefault(key, option)
     return options
 
 

@@ -34,7 +34,7 @@ MISTAKES = {
     "impossible partition": (["--partition", "classes:9"], "classes:9"),
     "more clients than samples": (["--clients", "81"], "81 clients cannot share 80 samples"),
     "no clients": (["--clients", "0"], "clients must be at least 1"),
-    "unknown model": (["--model", "vgg"], "unknown model 'vgg'; there are: mlp, "),
+    "unknown model": (["--model", "vgg"], "unknown model 'vgg'; there are: alexnet-bn, "),
     "model of nowhere": (["--model", "nowhere.at:all"], "cannot import 'nowhere.at'"),
     "image too small": (["--image-size", "5"], "cannot take 5x5 images"),
     "negative image size": (["--image-size", "-5"], "image-size must be at least 0, got -5"),

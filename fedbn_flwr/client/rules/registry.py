@@ -7,6 +7,7 @@ from typing import Any, TypeVar, dataclass_transform
 from flwr.app import ConfigRecord
 
 from fedbn_flwr.client.rules.base import Rule
+from fedbn_flwr.plugins import same_definition
 from fedbn_flwr.wire import Instruction, Scalar, wire_key
 
 #: the rule behind each key
@@ -38,11 +39,11 @@ def register_rule(rule: type[R]) -> type[R]:
     made = dataclass(eq=False, kw_only=True)(rule)
     defaults = _defaults(made)
     _refuse_taken(made, defaults)
-    for key in [key for key, owner in RULES.items() if _same(owner, made)]:
+    for key in [key for key, owner in RULES.items() if same_definition(owner, made)]:
         del RULES[key], _DEFAULTS[key]
     RULES.update(dict.fromkeys(defaults, made))
     _DEFAULTS.update(defaults)
-    _IN_ORDER[:] = [entry for entry in _IN_ORDER if not _same(entry[0], made)]
+    _IN_ORDER[:] = [entry for entry in _IN_ORDER if not same_definition(entry[0], made)]
     _IN_ORDER.append((made, defaults))
     # by name and not by time: modules may be imported in any order
     _IN_ORDER.sort(key=lambda entry: (entry[0].order, min(entry[1])))
@@ -76,10 +77,6 @@ def _defaults(rule: type[Rule]) -> dict[str, Scalar]:
 
 def _refuse_taken(rule: type[Rule], keys: Iterable[str]) -> None:
     for key in keys:
-        if key in RULES and not _same(RULES[key], rule):
+        if key in RULES and not same_definition(RULES[key], rule):
             known = ", ".join(RULES)
             raise ValueError(f"rule {rule.__name__}: {RULES[key].__name__} has the key {key!r}; known keys: {known}")
-
-
-def _same(one: type, other: type) -> bool:
-    return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)

@@ -1,19 +1,20 @@
 """Rules register themselves by their keys, and an instruction switches them on."""
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 import pytest
 
-from fedbn_flwr.client.rules import RULES, Rule, Session, read_instruction, register_rule, registry, rules_for
+from fedbn_flwr.client.rules import RULES, Rule, Session, read_instruction, register_rule, rules_for
 from fedbn_flwr.wire import Instruction
+from tests.helpers.registered import registries_restored
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the rules of a test."""
-    monkeypatch.setattr(registry, "RULES", dict(RULES))
-    monkeypatch.setattr(registry, "_DEFAULTS", dict(registry._DEFAULTS))
-    monkeypatch.setattr(registry, "_IN_ORDER", list(registry._IN_ORDER))
+def forgotten() -> Iterator[None]:
+    """Forget what a test registers."""
+    with registries_restored():
+        yield
 
 
 def test_the_rules_of_this_project_and_their_keys() -> None:
@@ -123,7 +124,7 @@ def test_a_rule_needs_a_key_with_a_default() -> None:
 
 
 def test_a_failed_registration_leaves_nothing() -> None:
-    before = dict(registry.RULES)
+    before = dict(RULES)
     with pytest.raises(ValueError, match="proximal-mu"):
 
         @register_rule
@@ -131,4 +132,4 @@ def test_a_failed_registration_leaves_nothing() -> None:
             half: float = 0.0
             proximal_mu: float = 0.0
 
-    assert before == registry.RULES
+    assert before == RULES

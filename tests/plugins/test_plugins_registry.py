@@ -1,6 +1,5 @@
 """What users register: found by name like what is there already, and never in place of it."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from fedbn_flwr.models import MODELS, register_model
 from fedbn_flwr.norm import NORMS, Slot, register_norm, swap_normalizers
 from fedbn_flwr.plugins import add, load_plugins, same_definition
 from fedbn_flwr.strategies import REGISTRY, FedAvg, register_strategy
+from tests.helpers.registered import registries_restored
 
 REGISTRIES: dict[str, tuple[dict[str, Any], Any]] = {
     "strategy": (REGISTRY, register_strategy),
@@ -39,11 +39,8 @@ REGISTRIES: dict[str, tuple[dict[str, Any], Any]] = {
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     """Forget what a test registers."""
-    before = [dict(items) for items, _ in REGISTRIES.values()]
-    yield
-    for (items, _), kept in zip(REGISTRIES.values(), before, strict=True):
-        items.clear()
-        items.update(kept)
+    with registries_restored():
+        yield
 
 
 @pytest.mark.parametrize("kind", REGISTRIES)
@@ -182,13 +179,10 @@ def test_a_partition_that_gives_a_sample_twice_is_refused() -> None:
 
 
 @pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on Python's path; what a test imports from it is forgotten."""
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on Python's path."""
     monkeypatch.syspath_prepend(tmp_path)
-    known = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - known:
-        del sys.modules[name]
+    return tmp_path
 
 
 def test_several_modules_are_imported_each_once(modules: Path) -> None:

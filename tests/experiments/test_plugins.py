@@ -1,0 +1,117 @@
+"""A method of a user's own, both halves in one file outside of this package, runs like those of the project."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fedbn_flwr.experiments import UsageError, main, resolve
+from fedbn_flwr.strategies import REGISTRY, FedAvg, FedTAN, NotObeyedError, register_strategy
+from fedbn_flwr.wire import Instruction
+from tests.helpers.harness import Federation, distance, make_model
+from tests.helpers.registered import forget_rule, registries_restored
+from tests.helpers.runs import run
+
+TOY = "tests.helpers.toy_method"
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Forget what a test registers."""
+    with registries_restored():
+        yield
+
+
+def model_of(folder: Path, *words: str, **options: str) -> dict[str, Tensor]:
+    """The final model of a run."""
+    assert run("run", *words, results_dir=str(folder), **options) == 0
+    return load_file(folder / "model.safetensors")
+
+
+def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def test_it_is_the_method_that_it_says(tmp_path: Path) -> None:
+    """Weight decay in the optimizer, and weight decay by the rule."""
+    toy = model_of(tmp_path / "toy", plugins=TOY, method="toy:rate=0.5")
+    decay = model_of(tmp_path / "decay", method="fedavg", weight_decay="0.5")
+    plain = model_of(tmp_path / "plain", method="fedavg")
+    assert furthest(toy, decay) < 1e-6
+    assert furthest(toy, plain) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [({"engine": "inprocess", "workers": "2"}, 0.0), ({"engine": "cohort", "way": "stacked", "workers": "1"}, 1e-6)],
+    ids=["two workers", "stacked"],
+)
+def test_it_is_the_same_in_every_engine(options: dict[str, str], tolerance: float, tmp_path: Path) -> None:
+    alone = model_of(tmp_path / "alone", plugins=TOY, method="toy:rate=0.5")
+    other = model_of(tmp_path / "other", plugins=TOY, method="toy:rate=0.5", **options)
+    assert furthest(alone, other) <= tolerance
+
+
+def test_its_options_are_those_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inside = model_of(tmp_path / "inside", plugins=TOY, method="toy:rate=0.5")
+    outside = model_of(tmp_path / "outside", plugins=TOY, method="toy", rate="0.5")
+    assert furthest(inside, outside) == 0
+    capsys.readouterr()
+    assert main(["list", "--plugins", TOY]) == 0
+    assert "toy" in json.loads(capsys.readouterr().out)["strategies"]
+    with pytest.raises(SystemExit):
+        run("run", "--help", plugins=TOY)
+    helped = " ".join(capsys.readouterr().out.split())
+    assert "--rate RATE share of a weight that is added to its gradient [0.1] (toy)" in helped
+
+
+def test_a_client_that_does_not_know_the_rule_stops_the_run() -> None:
+    resolve({"plugins": TOY, "method": "toy"})
+    strategy = REGISTRY["toy"]
+    Federation(make_model()).run(strategy(), 1)
+    forget_rule("shrink-rate")
+    with pytest.raises(NotObeyedError, match="node 1000 did not acknowledge shrink-rate"):
+        Federation(make_model()).run(strategy(), 1)
+
+
+def test_a_rule_works_in_a_layer_wise_method() -> None:
+    resolve({"plugins": TOY, "method": "toy"})
+
+    @register_strategy("toy-tan")
+    class ToyTan(FedTAN):
+        def instruct(self, instruction: Instruction) -> Instruction:
+            return super().instruct(instruction).with_rule(shrink_rate=0.5)
+
+    by_rule = Federation(make_model()).run(ToyTan(), 2)
+    by_decay = Federation(make_model()).run(FedTAN(), 2, weight_decay=0.5)
+    assert distance(by_rule, by_decay) < 1e-12
+    assert distance(by_rule, Federation(make_model()).run(FedTAN(), 2)) > 1e-3
+
+
+def test_a_module_that_is_not_there_is_a_mistake_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", plugins="nowhere.methods", results_dir=str(tmp_path / "results")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "fedbn-flwr: plugins: cannot import 'nowhere.methods': No module named 'nowhere'"
+    assert run("run", "--plugins") == 2
+    assert "argument --plugins: expected one argument" in capsys.readouterr().err
+
+
+def test_a_method_cannot_bring_modules_with_it() -> None:
+    with pytest.raises(UsageError, match="method 'fedavg:plugins=a': unknown option 'plugins'"):
+        resolve({"method": "fedavg:plugins=a"})
+
+
+def test_an_option_that_every_command_has_is_refused_by_name() -> None:
+    @register_strategy("mean")
+    class Mean(FedAvg):
+        def __init__(self, *, lr: float = 0.1) -> None:
+            super().__init__()
+
+    with pytest.raises(UsageError, match="strategy 'mean': the option 'lr' of its constructor is one of all commands"):
+        resolve({"method": "fedavg"})

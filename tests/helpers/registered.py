@@ -1,0 +1,36 @@
+"""Registering something for the length of a test."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fedbn_flwr.client.rules import RULES, registry
+from fedbn_flwr.data import DATASETS, PARTITIONS
+from fedbn_flwr.models import MODELS
+from fedbn_flwr.norm import NORMS
+from fedbn_flwr.strategies import REGISTRY
+
+DICTIONARIES: tuple[dict[str, Any], ...] = (REGISTRY, NORMS, MODELS, DATASETS, PARTITIONS, RULES, registry._DEFAULTS)
+
+
+@contextmanager
+def registries_restored() -> Iterator[None]:
+    """Forget what is registered or imported inside."""
+    before, order, modules = [dict(items) for items in DICTIONARIES], list(registry._IN_ORDER), set(sys.modules)
+    try:
+        yield
+    finally:
+        for items, kept in zip(DICTIONARIES, before, strict=True):
+            items.clear()
+            items.update(kept)
+        registry._IN_ORDER[:] = order
+        for name in set(sys.modules) - modules:
+            if name.startswith("tests.") or "plugin" in name:
+                del sys.modules[name]
+
+
+def forget_rule(key: str) -> None:
+    """Forget a rule by its only key, as in a process that has never imported it."""
+    del RULES[key], registry._DEFAULTS[key]
+    registry._IN_ORDER[:] = [(rule, keys) for rule, keys in registry._IN_ORDER if key not in keys]
