@@ -3,7 +3,9 @@
 import gc
 import os
 import pickle
+from errno import ENOSPC
 from functools import partial
+from io import FileIO
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord
 from safetensors.torch import load_file
 
 from fedbn_flwr import state
@@ -20,11 +23,11 @@ from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.server.averaging import average, not_finite
 from fedbn_flwr.simulation import prepared as staged
 from fedbn_flwr.simulation import spill
-from fedbn_flwr.simulation.spill import DiskArrays, SpillBuffer
+from fedbn_flwr.simulation.spill import SpillBuffer, is_on_disk
 from fedbn_flwr.state.flat import FlatArrays, FlatState
 from fedbn_flwr.state.records import flat_of
 from tests.helpers.runs import OPTIONS
-from tests.helpers.toys import random_state, toy_cnn
+from tests.helpers.toys import assert_same_state, random_state, toy_cnn
 
 METHODS = ["fedavg", "fedbn", "scaffold", "fedbs", "fixbn:freeze-round=2", "fedtan"]
 
@@ -36,10 +39,16 @@ def open_files() -> set[str]:
 def filed(values: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> FlatArrays:
     monkeypatch.setattr(spill, "MOST_HELD", 0)
     record = state.to_record(values)
-    found = flat_of(SpillBuffer().store_record(record))
-    assert type(flat_of(record)) is FlatArrays
-    assert isinstance(found, DiskArrays)
-    return found
+    stored = kept(SpillBuffer().store_record(record))
+    assert not is_on_disk(kept(record))
+    assert is_on_disk(stored)
+    return stored
+
+
+def kept(record: ArrayRecord) -> FlatArrays:
+    flat = flat_of(record)
+    assert flat is not None
+    return flat
 
 
 def test_it_is_the_same_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,10 +68,71 @@ def test_it_is_the_same_state(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(value, other)
 
 
-def test_what_is_read_is_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_not_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     found = filed({"weight": torch.ones(3)}, monkeypatch)
-    found["weight"][:] = 2
+    copy = found.copy()
+    assert not is_on_disk(copy)
+    copy["weight"][:] = 2
     assert found["weight"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_replies_on_disk_take_no_memory_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of the file are the kernel's to drop: what must not grow is the process's own memory."""
+    monkeypatch.setattr(spill, "MOST_HELD", 2**22)
+    buffer, records, before = SpillBuffer(), list[ArrayRecord](), own_memory()
+    for _ in range(64):
+        records.append(buffer.store_record(state.to_record({"weight": torch.ones(2**18)})))
+    averaged = average([kept(record) for record in records], [1.0] * 64)
+    assert averaged["weight"].min() == averaged["weight"].max() == 1
+    assert sum(is_on_disk(kept(record)) for record in records) == 60
+    assert own_memory() - before < 32 * 2**20
+
+
+def own_memory() -> int:
+    """Bytes of this process that are not pages of a file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+LENGTHS = (3, 0, 5, 60, 7)
+
+
+def of_every_kind(size: int) -> dict[str, torch.Tensor]:
+    whole, half, none = torch.arange(size) + size, torch.full((size, 3), 0.5), torch.zeros(0, 3, dtype=torch.float64)
+    return {"whole": whole, "half": half, "none": none, "true": whole > 0}
+
+
+def test_files_are_filled_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With arrays of any length and dtype, one of them longer than a file."""
+    monkeypatch.setattr(spill, "MOST_HELD", 0)
+    monkeypatch.setattr(spill, "FILE_SIZE", 300)
+    buffer, states = SpillBuffer(), [of_every_kind(size) for size in (3, 1, 5, 60, 7)]
+    records = [buffer.store_record(state.to_record(each)) for each in states]
+    for record, wanted in zip(records, states, strict=True):
+        assert is_on_disk(kept(record))
+        assert all(buffer.flags.aligned for buffer in kept(record).buffers.values())
+        assert_same_state(state.from_record(record), wanted)
+
+
+def test_what_is_on_disk_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spill, "MOST_HELD", 0)
+    record = SpillBuffer().store_record(state.to_record({"weight": torch.ones(3)}))
+    assert SpillBuffer().store_record(record) is record
+
+
+class FullDisk(FileIO):
+    """A file of any length to which nothing can be written: what is mapped then ends the process when it is touched."""
+
+    def write(self, _: Any) -> int:
+        raise OSError(ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spill, "MOST_HELD", 0)
+    monkeypatch.setattr(spill, "TemporaryFile", lambda **_: FullDisk(tmp_path / "file", "x+"))
+    with pytest.raises(OSError, match="No space left"):
+        SpillBuffer().store_record(state.to_record({"weight": torch.ones(3)}))
 
 
 def test_averages_and_checks_are_those_of_states_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +154,8 @@ def test_the_first_stay_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill, "MOST_HELD", 100)
     buffer = SpillBuffer()
     records = [state.to_record({"weight": torch.ones(10)}) for _ in range(4)]
-    kinds = [type(flat_of(buffer.store_record(record))) for record in records]
-    assert kinds == [FlatArrays, FlatArrays, DiskArrays, DiskArrays]
+    on_disk = [is_on_disk(kept(buffer.store_record(record))) for record in records]
+    assert on_disk == [False, False, True, True]
 
 
 def test_of_a_stack_all_stay_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +163,8 @@ def test_of_a_stack_all_stay_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = SpillBuffer()
     stacks = [FlatState.copies_of({"weight": torch.ones(4, 10)}, 4) for _ in range(2)]
     records = [state.to_record(own, copy=False) for stack in stacks for own in stack]
-    kinds = [type(flat_of(buffer.store_record(record))) for record in records]
-    assert kinds == [FlatArrays] * 4 + [DiskArrays] * 4
+    on_disk = [is_on_disk(kept(buffer.store_record(record))) for record in records]
+    assert on_disk == [False] * 4 + [True] * 4
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
@@ -118,13 +188,13 @@ def test_the_file_goes_with_the_last_reply(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_run_has_the_same_bits(engine: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = resolve({**OPTIONS, "method": method, "clients": "5", "way": "stacked", "workers": "1"})
     monkeypatch.setattr("fedbn_flwr.simulation.prepared.TOGETHER", 2)
-    seen, real = list[DiskArrays](), SpillBuffer._on_disk
+    written, real = list[int](), SpillBuffer._write
 
-    def noting(self: SpillBuffer, flat: FlatArrays) -> DiskArrays:
-        seen.append(real(self, flat))
-        return seen[-1]
+    def noting(self: SpillBuffer, buffer: np.ndarray) -> np.ndarray:
+        written.append(buffer.nbytes)
+        return real(self, buffer)
 
-    monkeypatch.setattr(SpillBuffer, "_on_disk", noting)
+    monkeypatch.setattr(SpillBuffer, "_write", noting)
 
     def trained(folder: Path) -> dict[str, torch.Tensor]:
         make_grid: MakeGrid = partial(sequential_grid, experiment, folder)
@@ -141,9 +211,9 @@ def test_a_run_has_the_same_bits(engine: str, method: str, tmp_path: Path, monke
         return load_file(folder / "model.safetensors")
 
     wanted = trained(tmp_path / "memory")
-    assert not seen
+    assert not written
     monkeypatch.setattr(spill, "MOST_HELD", 10_000)
     monkeypatch.setattr(staged, "MOST_UNPACKED", 10_000)
     found = trained(tmp_path / "file")
-    assert seen
+    assert written
     assert all(torch.equal(value, wanted[name]) for name, value in found.items())
