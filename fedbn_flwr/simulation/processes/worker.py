@@ -3,12 +3,11 @@
 import logging
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver, get_context, parent_process
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any, ClassVar
 
 import torch
@@ -91,7 +90,7 @@ class Worker:
         self._process.join()
 
     def _start(self) -> None:
-        here, there = socket.socketpair()
+        here, there = _processes().Pipe()
         self._channel, self._unanswered, self._alive = Channel(here), 0, False
         level = logging.getLogger("flwr").level
         self._process = _processes().Process(target=work, args=(there, self._threads, level), daemon=True)
@@ -178,7 +177,7 @@ class Service:
         return self._grid
 
 
-def work(connection: socket.socket, threads: int, level: int) -> None:
+def work(connection: Connection, threads: int, level: int) -> None:
     """The life of a worker: until its parent hangs up, or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
