@@ -34,7 +34,6 @@ from fedbn_flwr.layerwise import (
 )
 from fedbn_flwr.randomness import derive, torch_generator
 from fedbn_flwr.state import State
-from fedbn_flwr.state.model_entries import layers_of
 from fedbn_flwr.wire import Instruction, moments
 
 Metrics = dict[str, float | list[float]]
@@ -202,7 +201,7 @@ class BNClient(NumPyClient):
         state.load(self.model, {**received, **personal} if personal else received)
 
     def _learn(self, session: Session) -> float:
-        _set_to_train(self.model)
+        self.model.train()
         planned, forward = self.plan(session.instruction), self.forward or self.model
         session.steps = len(planned)
         rules = rules_for(session.instruction)
@@ -293,12 +292,6 @@ def _is_on(model: nn.Module, device: torch.device) -> bool:
     layers = model.modules()
     tensors = (value for layer in layers for part in (layer._parameters, layer._buffers) for value in part.values())
     return all(value is None or value.device == device for value in tensors)
-
-
-def _set_to_train(model: nn.Module) -> None:
-    """`model.train()`, which takes longer than to ask whether there is anything to do."""
-    if not all(map(norm.asked_to_train, layers_of(model))):
-        model.train()
 
 
 def layerwise_mode(instruction: Instruction) -> Mode:

@@ -6,7 +6,7 @@ from pkgutil import iter_modules
 from fedbn_flwr.norm.agc import adaptive_clip, classifier_parameters, clip_gradients
 from fedbn_flwr.norm.batch import BatchNorm
 from fedbn_flwr.norm.detect import affine_keys, bn_keys, bn_layers, counter_keys, local_keys, statistics_keys
-from fedbn_flwr.norm.freeze import Frozen, asked_to_train, freeze
+from fedbn_flwr.norm.freeze import Frozen, freeze
 from fedbn_flwr.norm.group import GroupNorm
 from fedbn_flwr.norm.hybrid import HybridBatchNorm
 from fedbn_flwr.norm.moments import Moments, gather, install, pool
@@ -28,7 +28,6 @@ __all__ = [
     "StaticBatchNorm",
     "adaptive_clip",
     "affine_keys",
-    "asked_to_train",
     "bn_keys",
     "bn_layers",
     "classifier_parameters",

@@ -83,12 +83,6 @@ def freeze(model: nn.Module, statistics: bool = True, affine: bool = False) -> F
     return frozen
 
 
-def asked_to_train(layer: nn.Module) -> bool:
-    """Whether a layer is in training mode, or would be if it were not frozen."""
-    hold = layer.__dict__.get("train")
-    return hold.asked if isinstance(hold, _StatisticsHold) else layer.training
-
-
 def _refuse_without_statistics(layers: dict[str, _BatchNorm]) -> None:
     for name, layer in layers.items():
         if layer.running_mean is None:

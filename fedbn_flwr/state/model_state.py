@@ -1,7 +1,6 @@
 """Convert a model's state between PyTorch and Flower, and load, copy and group its entries."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord
@@ -9,7 +8,6 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm
 from fedbn_flwr.state.flat import FlatState
-from fedbn_flwr.state.model_entries import Entries, entries_of
 from fedbn_flwr.state.records import flat_of, flat_record, view_array
 
 #: tensors by name; do not write to them, because others may hold the same memory
@@ -42,10 +40,6 @@ def view_record(record: ArrayRecord) -> State:
 @torch.no_grad()
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Overwrite the whole state. ValueError names an entry that is missing, unknown or of another shape."""
-    entries = entries_of(model)
-    if entries and isinstance(state, FlatState) and state.layout is entries.layout:
-        torch._foreach_copy_(list(entries.values), list(state.values()))
-        return
     if target := check(model, state):
         torch._foreach_copy_(list(target.values()), [state[name] for name in target])
 
@@ -60,28 +54,21 @@ def check(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]
 
 def snapshot(model: nn.Module, names: Collection[str] | None = None) -> FlatState:
     """Copy the state, or the named entries of it, into the CPU's memory."""
-    return _copy(model, entries_of(model), names)
+    state = model.state_dict()
+    return FlatState.copy_of({name: value for name, value in state.items() if names is None or name in names})
 
 
 def snapshot_without(model: nn.Module, groups: tuple[str, ...]) -> FlatState:
     """Copy the state, leaving out the entries of some of `wire.GROUPS`."""
-    notes: dict[Any, Any] = entries.notes if (entries := entries_of(model)) else {}
-    if groups not in notes:
-        left_out = {name for group in groups for name in group_keys(model, group)}
-        notes[groups] = frozenset(group_keys(model, "all") - left_out) if left_out else None
-    return _copy(model, entries, notes[groups])
+    left_out = {name for group in groups for name in group_keys(model, group)}
+    return FlatState.copy_of({name: value for name, value in model.state_dict().items() if name not in left_out})
 
 
 def group_keys(model: nn.Module, group: str) -> set[str]:
     """Return the state-dict entries of one of `wire.GROUPS`, found by the type of the layer that holds them."""
     if group not in _GROUPS:
         raise ValueError(f"unknown group of entries {group!r}; known: {', '.join(_GROUPS)}")
-    if not _GROUPS[group]:
-        return set()
-    notes: dict[Any, Any] = entries.notes if (entries := entries_of(model)) else {}
-    if group not in notes:
-        notes[group] = {name for keys in _GROUPS[group] for name in keys(model)}
-    return set(notes[group])
+    return {name for keys in _GROUPS[group] for name in keys(model)}
 
 
 #: the functions that name the entries of each group
@@ -93,17 +80,6 @@ _GROUPS: dict[str, tuple[Callable[[nn.Module], Iterable[str]], ...]] = {
     "mix": (norm.local_keys,),
     "all": (nn.Module.state_dict,),
 }
-
-
-@torch.no_grad()
-def _copy(model: nn.Module, entries: Entries | None, names: Collection[str] | None) -> FlatState:
-    if entries:
-        chosen = entries if names is None else entries.part(names)
-        return FlatState.joined(chosen.layout, chosen.values)
-    state = model.state_dict()
-    return FlatState.copy_of(
-        state if names is None else {name: value for name, value in state.items() if name in names}
-    )
 
 
 def _same_names(target: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchvision.models import resnet18
 
-from fedbn_flwr.norm import asked_to_train, bn_layers, freeze
+from fedbn_flwr.norm import bn_layers, freeze
 
 
 def make_model() -> nn.Sequential:
@@ -82,16 +82,6 @@ def test_undo_leaves_the_mode_that_was_asked_for_meanwhile() -> None:
     frozen.undo()
     assert not any(layer.training for layer in model.modules())
     assert model.train()[1].training
-
-
-def test_what_a_frozen_layer_was_asked_for_is_known() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).train()
-    with freeze(model):
-        assert [layer.training for layer in model] == [True, False]
-        assert all(asked_to_train(layer) for layer in model)
-        model.eval()
-        assert not any(asked_to_train(layer) for layer in model)
-    assert not any(asked_to_train(layer) for layer in model)
 
 
 @pytest.mark.parametrize("affine", [False, True])

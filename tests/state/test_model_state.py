@@ -140,3 +140,31 @@ def test_an_unknown_group_is_named() -> None:
 def test_an_empty_state_is_an_empty_record() -> None:
     assert state.to_record({}) == ArrayRecord()
     assert state.from_record(ArrayRecord()) == {}
+
+
+class Telling(nn.Linear):
+    """Has more in its state dict than parameters and buffers."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(1.0)
+
+    def set_extra_state(self, value: torch.Tensor) -> None:
+        self.told = value
+
+
+def test_a_snapshot_has_whatever_the_state_dict_has() -> None:
+    model = nn.Sequential(Telling(2, 2))
+    assert set(state.snapshot(model)) == {"0.weight", "0.bias", "0._extra_state"}
+
+
+def test_a_model_without_a_state() -> None:
+    model = nn.Sequential(nn.ReLU())
+    state.load(model, state.view_record(state.to_record({})))
+    assert dict(state.snapshot(model)) == {}
+
+
+def test_a_model_in_bfloat16_is_loaded() -> None:
+    model = toy_cnn().bfloat16()
+    given = {name: value + 1 for name, value in model.state_dict().items()}
+    state.load(model, given)
+    assert_same_state(model.state_dict(), given)
