@@ -19,7 +19,7 @@ from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import layerwise as layerwise_wire
 from fedbn_flwr.wire.layerwise import StepPosition
 from tests.helpers.harness import SIZES, Federation
-from tests.helpers.replaying import NewProcesses, dropout_model, make_client
+from tests.helpers.process_per_message import NewProcesses, dropout_model, make_client
 
 CASES: dict[str, Callable[..., FedAvg]] = {
     "fused": FedTAN,

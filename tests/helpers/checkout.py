@@ -1,4 +1,4 @@
-"""The project as a fresh clone has it, and programs that run in it."""
+"""A copy of the project as in a fresh clone, and programs that run in it."""
 
 import os
 import shutil
@@ -13,7 +13,10 @@ BIN = Path(sys.executable).parent
 
 
 def copy_checkout(target: Path) -> Path:
-    """Copy what git tracks or would track. Flower wants a folder name without an underscore."""
+    """Copy the files that git tracks or would track, and return the copy.
+
+    `target` must have no underscore in its name, which Flower refuses.
+    """
     listed = run("git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
@@ -30,6 +33,6 @@ def run(*command: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = 
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment without what points Python at the checkout, and with this environment's commands."""
+    """Return this process's environment without Python's paths to the checkout, and with `changes`."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     return {**kept, "PATH": f"{BIN}{os.pathsep}{kept['PATH']}", **changes}

@@ -1,4 +1,4 @@
-"""What a node can do wrong in a layer-wise step, whichever engine it runs on."""
+"""Faults of a node in a layer-wise step, for every engine."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,7 +22,7 @@ def silent(_: Message) -> None:
 
 
 def lies(change: Callable[[np.ndarray], np.ndarray]) -> Fault:
-    """Another number in the first array that the node sends."""
+    """Return a fault that changes the first array that the node sends."""
 
     def fault(reply: Message) -> Message:
         group = layerwise_wire.REQUESTS if layerwise_wire.REQUESTS in reply.content else wire.ARRAYS
@@ -35,7 +35,7 @@ def lies(change: Callable[[np.ndarray], np.ndarray]) -> Fault:
 
 
 def elsewhere(reply: Message) -> Message:
-    """It speaks of another layer, or sends another model."""
+    """Name another layer, or another model, in the reply."""
     group = layerwise_wire.REQUESTS if layerwise_wire.REQUESTS in reply.content else wire.ARRAYS
     record = reply.content.array_records[group]
     reply.content[group] = ArrayRecord({f"another.{name}": array for name, array in record.items()})
@@ -46,7 +46,7 @@ def elsewhere(reply: Message) -> Message:
 
 
 class Faulty(InProcessGrid):
-    """One node's answer at one exchange of every attempt is not what it should be."""
+    """A grid in which one node's reply has a fault, at one exchange of every attempt."""
 
     node, index = FAULTY, 0
     fault: Fault = staticmethod(silent)
@@ -63,14 +63,14 @@ class Faulty(InProcessGrid):
         return ids
 
     def spoils(self, message: Message) -> bool:
-        """Whether a message's answer is the one."""
+        """Return whether the reply to this message has the fault."""
         turn, instruction = StepPosition.of(message.content), message.content.config_records[wire.CONFIG]
         if turn.phase == "abandon" or instruction["server-round"] not in tuple(self.rounds):
             return False
         return self.due(message.metadata.dst_node_id, turn)
 
     def due(self, node: int, turn: StepPosition) -> bool:
-        """Whether it is at this exchange."""
+        """Return whether the fault belongs to this node and this exchange."""
         return (node, turn.index) == (self.node, self.index)
 
 

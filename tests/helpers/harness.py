@@ -37,7 +37,7 @@ class Double(nn.Module):
 
 
 def make_split(sizes: Sequence[int] = SIZES, seed: int = 0) -> Split:
-    """Clients in one split, each with a mean of its own; the domain is the client."""
+    """Return one split of all clients' samples; clients have different means, and the domain is the client."""
     generator = torch.Generator().manual_seed(seed)
     owners = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     inputs = torch.randn(len(owners), 1, 4, 4, generator=generator) + 0.5 * owners[:, None, None, None]
@@ -46,7 +46,7 @@ def make_split(sizes: Sequence[int] = SIZES, seed: int = 0) -> Split:
 
 
 def make_model(kind: str = "bn", seed: int = 0, **options: Any) -> nn.Module:
-    """Two convolutions with a normalizer each, and a linear layer."""
+    """Return two convolutions with a normalizer each, and a linear layer."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         net = nn.Sequential(
@@ -63,7 +63,7 @@ def make_model(kind: str = "bn", seed: int = 0, **options: Any) -> nn.Module:
 
 
 def parts(sizes: Sequence[int] = SIZES) -> list[np.ndarray]:
-    """Every client's samples."""
+    """Return the indices of every client's samples."""
     ends = np.cumsum(sizes)
     return [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
@@ -72,7 +72,7 @@ ClientWrapper = Callable[[BNClient, int], BNClient]
 
 
 class Federation:
-    """Clients in this process, and the messages that they sent."""
+    """A federation of clients in this process."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Federation:
         return self._wrap(client, index)
 
     def run(self, strategy: BaseStrategy, rounds: int = 3, grid: Grid | None = None, **instruction: Any) -> state.State:
-        """Train, and return the final global state."""
+        """Train, and return the final global state; `instruction` overrides options of `INSTRUCTION`."""
         asked = replace(INSTRUCTION, **instruction)
         seen: list[ArrayRecord] = []
         strategy.start(
@@ -119,7 +119,7 @@ INSTRUCTION = Instruction(local_steps=3, batch_size=4, lr=0.1, seed=5)
 
 
 class Backwards(InProcessGrid):
-    """Nodes have other ids, in another order than their partitions, and replies come back to front."""
+    """A grid whose node ids run against the partitions, and whose replies come back to front."""
 
     def __init__(self, client_app: ClientApp, num_nodes: int, run_config: Config | None = None) -> None:
         super().__init__(client_app, num_nodes, run_config)
@@ -131,7 +131,7 @@ class Backwards(InProcessGrid):
 
 
 def distance(one: state.State, other: state.State) -> float:
-    """The largest difference between two states, relative to the larger of 1 and the value."""
+    """Return the largest difference between two states, relative to the larger of 1 and the value."""
     assert one.keys() == other.keys()
     return max(
         float(((one[name].double() - other[name].double()).abs() / one[name].double().abs().clamp(min=1)).max())

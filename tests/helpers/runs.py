@@ -1,4 +1,4 @@
-"""Runs of a second, for tests."""
+"""Runs of the console command that take a second."""
 
 from collections.abc import Sequence
 
@@ -18,11 +18,11 @@ OPTIONS = {
 
 
 def command(*words: str, **options: str) -> Sequence[str]:
-    """A command line, with small options where no others are given."""
+    """Return a command line; options that are not given are small."""
     chosen = {**OPTIONS, **{name.replace("_", "-"): value for name, value in options.items()}}
     return [*words, *(word for name, value in chosen.items() for word in (f"--{name}", value))]
 
 
 def run(*words: str, **options: str) -> int:
-    """The exit code of `fedbn-flwr` with these words and options."""
+    """Run `fedbn-flwr` with these words and options, and return its exit code."""
     return main(command(*words, **options))

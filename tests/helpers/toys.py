@@ -1,4 +1,4 @@
-"""Small things that many tests are made of."""
+"""A small data set, a small model, random states, and a comparison of states."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ CLASSES = 4
 
 
 def toy_split(count: int = 20, seed: int = 0, domains: Sequence[int] | None = None, size: int = 6) -> Split:
-    """Noisy images whose brightness tells their class; labels (and domains) go round."""
+    """Return noisy images whose brightness tells their class; labels go round."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % CLASSES
     inputs = torch.randn((count, 1, size, size), generator=generator) + labels.reshape(-1, 1, 1, 1)
@@ -24,12 +24,12 @@ def toy_split(count: int = 20, seed: int = 0, domains: Sequence[int] | None = No
 
 
 def toy_data(count: int = 20) -> Data:
-    """A data set of two such splits."""
+    """Return a data set of two toy splits."""
     return Data("toy", toy_split(count), toy_split(12, seed=1), CLASSES)
 
 
 def toy_cnn(dropout: float = 0.0, seed: int = 0) -> nn.Sequential:
-    """Convolution, BN, dropout, linear layer."""
+    """Return a convolution, BN, dropout and a linear layer."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(
@@ -43,12 +43,12 @@ def toy_cnn(dropout: float = 0.0, seed: int = 0) -> nn.Sequential:
 
 
 def hold(value: NDArray[Any]) -> InMemoryArray:
-    """An array with a copy of these numbers, in the order in which `np.save` would keep them."""
+    """Return an array with a copy of these numbers, in the memory order of `np.save`."""
     return InMemoryArray(np.array(value, order="A"))
 
 
 def random_state(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
-    """A state of the model in which no two numbers are alike; variances are positive, counters count."""
+    """Return a state of the model without equal numbers; variances are positive, counters whole."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for position, (name, value) in enumerate(model.state_dict().items()):
@@ -60,7 +60,7 @@ def random_state(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
 
 
 def assert_same_state(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """The same names in the same order, dtypes, shapes and bits."""
+    """Check names, their order, dtypes, shapes and bits."""
     assert list(found) == list(wanted)
     for name, value in wanted.items():
         assert found[name].dtype == value.dtype, name

@@ -25,8 +25,8 @@ from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire.layerwise import StepPosition
 from tests.helpers.faults import Fault, Faulty, Without, elsewhere, lies
 from tests.helpers.harness import SIZES, Federation
+from tests.helpers.process_per_message import dropout_model, make_client
 from tests.helpers.ray_cluster import Cluster
-from tests.helpers.replaying import dropout_model, make_client
 from tests.helpers.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.xdist_group("ray")

@@ -9,7 +9,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from fedbn_flwr.simulation.sequential import InProcessGrid, run_in_process
-from tests.helpers.obeying import answers, counting_app, question
+from tests.helpers.obedient_nodes import answers, counting_app, question
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold
 from fedbn_flwr.wire import layerwise as layerwise_wire
 from tests.helpers.checkout import ROOT
 from tests.helpers.harness import SIZES, Federation, make_model
-from tests.helpers.obeying import answers, obeying, question
+from tests.helpers.obedient_nodes import answers, obeying, question
 from tests.helpers.processes import is_alive, kill_processes, processes_with, wait_for_end
 from tests.helpers.waiting import wait_until
 
@@ -291,12 +291,12 @@ import signal
 from functools import partial
 from fedbn_flwr.simulation.processes.worker import preload
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
-from tests.helpers.obeying import obeying, question
+from tests.helpers.obedient_nodes import obeying, question
 
 if __name__ == "__main__":
     # a shell lets what it starts in the background ignore Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    preload(["tests.helpers.obeying"])
+    preload(["tests.helpers.obedient_nodes"])
     grid = WorkersGrid(partial(obeying, 4), 4, 2)
     grid.send_and_receive([question(node) for node in grid.get_node_ids()])
     print("ready", flush=True)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr.simulation.stacked.model import Stack
-from tests.helpers.sides import assert_as_alone
+from tests.helpers.engine_comparison import assert_as_alone
 from tests.helpers.toys import random_state
 
 CLIENTS, SIZE, CLASSES = 3, 5, 4

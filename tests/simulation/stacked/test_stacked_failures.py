@@ -15,8 +15,8 @@ from fedbn_flwr.simulation import train_together
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.state.records import flat_of
 from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold, SiloBN
+from tests.helpers.engine_comparison import APART, EXACT, Stacked, asked, assert_same, both, difference, quiet, watching
 from tests.helpers.harness import INSTRUCTION, Double, Federation, distance, make_model
-from tests.helpers.sides import APART, EXACT, Stacked, asked, assert_same, both, difference, quiet, watching
 
 
 def spoiled(change: Callable[[BNClient], object], partition: int = 1) -> Callable[[BNClient, int], BNClient]:

@@ -16,8 +16,8 @@ from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire.layerwise import StepPosition
+from tests.helpers.engine_comparison import EXACT, Stacked, asked, assert_same, both, difference, quiet, run, stacked_by
 from tests.helpers.harness import INSTRUCTION, SIZES, Backwards, ClientWrapper, Double, Federation, make_model
-from tests.helpers.sides import EXACT, Stacked, asked, assert_same, both, difference, quiet, run, stacked_by
 
 #: the smallest first batches differ: 7, 8, 8 and 5 samples
 RAGGED: dict[str, Any] = {"batch_size": 8}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr.simulation.stacked.model import Stack
-from tests.helpers.sides import assert_as_alone
+from tests.helpers.engine_comparison import assert_as_alone
 from tests.helpers.toys import CLASSES, random_state, toy_cnn
 
 CLIENTS, SIZE = 3, 5

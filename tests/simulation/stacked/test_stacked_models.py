@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.strategies import FedAvg, FedTAN, Scaffold
+from tests.helpers.engine_comparison import APART, EXACT, Stacked, assert_same, both, difference, quiet, watching
 from tests.helpers.harness import CLASSES, Double, Federation, make_model, make_split, parts
-from tests.helpers.sides import APART, EXACT, Stacked, assert_same, both, difference, quiet, watching
 
 RAGGED: dict[str, Any] = {"local_steps": 0, "local_epochs": 2, "momentum": 0.9, "weight_decay": 0.1}
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from fedbn_flwr import norm
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
+from tests.helpers.engine_comparison import EXACT, both, difference, quiet
 from tests.helpers.harness import CLASSES, Double, make_model
-from tests.helpers.sides import EXACT, both, difference, quiet
 
 #: by strategy, what it may be told
 METHODS: dict[str, st.SearchStrategy[dict[str, Any]]] = {

@@ -8,8 +8,18 @@ from torch import nn
 from fedbn_flwr import models
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY, FedAvg, FedBN, FedBS, FedProx, FedTAN, FedWon, FixBN, Scaffold, SiloBN
+from tests.helpers.engine_comparison import (
+    EXACT,
+    Stacked,
+    StackedLast,
+    assert_same,
+    both,
+    difference,
+    quiet,
+    run,
+    stacked_by,
+)
 from tests.helpers.harness import Double, make_model
-from tests.helpers.sides import EXACT, Stacked, StackedLast, assert_same, both, difference, quiet, run, stacked_by
 from tests.strategies.test_contract import TABLE
 
 #: rounds of three steps in which the rules that use memory have something to remember

@@ -1,4 +1,4 @@
-"""Nodes that do to their process what they are told, for tests in processes of their own: it imports little."""
+"""Nodes that end, stop or describe their process when a message says so; a new process imports little for them."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from tests.helpers.waiting import PATIENCE
 
 
 def counting_app() -> ClientApp:
-    """Counts its messages in its context; refuses the word `fail`, after counting."""
+    """Return an app that counts its messages in its context, and fails at the word `fail` after counting."""
     app = ClientApp()
 
     @app.train()
@@ -40,7 +40,7 @@ def answers(replies: list[Message]) -> list[tuple[object, ...]]:
 
 
 def app_that_obeys() -> ClientApp:
-    """Counts; and ends, waits, interrupts or tells about its process if it is told to.
+    """Return an app that counts, and ends, stops, interrupts or describes its process when a message says so.
 
     `sleep` says so on the console, and `interrupt 17` sends process 17 an alarm; then both wait for longer than a test.
     """
@@ -68,5 +68,5 @@ def app_that_obeys() -> ClientApp:
 
 
 def obeying(nodes: int, partitions: Sequence[int]) -> InProcessGrid:
-    """The nodes of such an app."""
+    """Return the nodes of `app_that_obeys` for some partitions."""
     return InProcessGrid(app_that_obeys(), nodes, {"lr": 0.5}, partitions)

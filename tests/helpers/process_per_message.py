@@ -1,4 +1,4 @@
-"""Clients that answer every message of a round in a process of its own, as in a deployment."""
+"""A grid that answers every message in a new process, as a deployment does."""
 
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ from tests.helpers.harness import CLASSES, SIZES, Double, make_split, parts
 
 
 def dropout_model() -> nn.Module:
-    """BN and dropout, twice."""
+    """Return a model with two BN layers and two dropouts."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Double(
@@ -40,7 +40,7 @@ def dropout_model() -> nn.Module:
 
 
 def make_client(context: Context) -> BNClient:
-    """A client of the harness's federation, with that model."""
+    """Return a client of the harness's federation with `dropout_model`."""
     index = int(context.node_config["partition-id"])
     split = make_split()
     return BNClient(
@@ -56,7 +56,7 @@ def make_client(context: Context) -> BNClient:
 
 
 class NewProcesses(InProcessGrid):
-    """A new process for every message: it gets the message and the node's context, and returns the reply and it.
+    """Starts a process for every message, which takes message and context, and returns reply and context.
 
     `start_method="spawn"` begins with nothing; `forkserver` copies a process that has only imported torch.
     """
@@ -66,7 +66,7 @@ class NewProcesses(InProcessGrid):
     def _answer(self, message: Message) -> Message:
         start = multiprocessing.get_context(self.start_method)
         if self.start_method == "forkserver":
-            start.set_forkserver_preload(["tests.helpers.replaying"])
+            start.set_forkserver_preload(["tests.helpers.process_per_message"])
         node = message.metadata.dst_node_id
         here, there = start.Pipe()
         worker = start.Process(target=work, args=(there, pickle.dumps((message, self._contexts[node]))))  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ class NewProcesses(InProcessGrid):
 
 
 def work(connection: Connection, packed: bytes) -> None:
-    """What the process does."""
+    """Answer one message in the new process."""
     torch.set_num_threads(1)
     assert len(STEPS) == 0
     message, context = pickle.loads(packed)

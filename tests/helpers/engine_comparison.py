@@ -1,4 +1,4 @@
-"""The same run on the one-after-another engine and on the stacked one."""
+"""The same run on the sequential engine and on the stacked one, and what both must have in common."""
 
 import copy
 import logging
@@ -22,7 +22,7 @@ from fedbn_flwr.state import State
 from fedbn_flwr.strategies import BaseStrategy
 from tests.helpers.harness import Federation, make_model
 
-#: what is asked of float64
+#: the largest difference between engines in float64
 EXACT = 1e-10
 
 #: how the log begins to say that clients were not stacked
@@ -30,7 +30,7 @@ APART = "Clients train one after another: "
 
 
 class Stacked(CohortGrid):
-    """Stacks whatever can be stacked."""
+    """A grid that stacks all clients that can be stacked."""
 
     most: ClassVar[int] = 20
     stacking: ClassVar[str] = "stacked"
@@ -46,7 +46,7 @@ class StackedLast(Stacked):
 
 
 def stacked_by(number: int) -> type[Stacked]:
-    """At most so many clients at once."""
+    """Return a grid that stacks at most so many clients at once."""
 
     class Few(Stacked):
         most = number
@@ -56,7 +56,7 @@ def stacked_by(number: int) -> type[Stacked]:
 
 @dataclass
 class Watch:
-    """What went on in a run."""
+    """What happened in a run."""
 
     #: the number of clients of each stack that came to its end
     stacks: list[int] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Watch:
 
     @property
     def reasons(self) -> list[str]:
-        """Why clients were not stacked, as far as the log says."""
+        """The reasons why clients were not stacked, from the log."""
         return [text.removeprefix(APART) for text in self.messages if text.startswith(APART)]
 
 
@@ -79,7 +79,7 @@ class _Keeper(logging.Handler):
 
 @contextmanager
 def watching() -> Iterator[Watch]:
-    """Keep the sizes of stacks, and what Flower's logger is told."""
+    """Record the sizes of stacks and the messages of Flower's logger."""
     watch = Watch()
 
     def spy(clients: Any, *others: Any, **options: Any) -> Any:
@@ -102,7 +102,7 @@ def watching() -> Iterator[Watch]:
 
 @dataclass
 class Side:
-    """One engine's run."""
+    """A run on one engine."""
 
     nodes: Federation
     strategy: BaseStrategy
@@ -110,7 +110,7 @@ class Side:
     watch: Watch
 
     def memories(self) -> list[dict[str, State]]:
-        """What every node keeps."""
+        """Return the arrays that every node keeps."""
         contexts: list[Context] = [self.nodes.grid.context(node) for node in self.nodes.grid.get_node_ids()]
         return [
             {name: state.from_record(record) for name, record in context.state.array_records.items()}
@@ -118,7 +118,7 @@ class Side:
         ]
 
     def losses(self) -> State:
-        """The training losses of the last round, by partition."""
+        """Return the training losses of the last round, by partition."""
         return {
             str(reply.partition): torch.tensor(reply.metrics[wire.TRAIN_LOSS], dtype=torch.float64)
             for reply in self.strategy.train_replies
@@ -126,7 +126,7 @@ class Side:
 
 
 def quiet(strategy: type[BaseStrategy], **options: Any) -> BaseStrategy:
-    """A strategy that takes any number of nodes and does not evaluate."""
+    """Return a strategy that takes any number of nodes and does not evaluate."""
     few = {"min_train_nodes": 1, "min_evaluate_nodes": 0, "min_available_nodes": 1}
     return strategy(**{"fraction_evaluate": 0.0, **few, **options})
 
@@ -140,7 +140,7 @@ def run(
     nodes: dict[str, Any] | None = None,
     **instruction: Any,
 ) -> Side:
-    """On one engine; `nodes` are further arguments of the federation."""
+    """Run on one engine; `nodes` are further arguments of the federation."""
     federation = Federation(model(), grid=grid, **(nodes or {}))
     with watching() as watch:
         final = federation.run(strategy, rounds, **instruction)
@@ -154,12 +154,12 @@ def both(
     grid: type[InProcessGrid] = Stacked,
     **options: Any,
 ) -> tuple[Side, Side]:
-    """One after another, and stacked."""
+    """Run on the sequential engine, and on the stacked one."""
     return run(InProcessGrid, make(), model, **options), run(grid, make(), model, **options)
 
 
 def difference(one: Side, other: Side) -> float:
-    """The largest between final states, what nodes keep, and losses, relative to the larger of 1 and the value."""
+    """Return the largest difference of final states, memories and losses, relative to the larger of 1 and the value."""
     memories = zip(one.memories(), other.memories(), strict=True)
     pairs = [(one.final, other.final), (one.losses(), other.losses())]
     for kept, kept_too in memories:
@@ -181,7 +181,7 @@ def _largest(one: State, other: State) -> float:
 
 
 def assert_stacked(side: Side, clients: int) -> None:
-    """So many times a client trained in a stack, and nobody alone."""
+    """Check that clients trained in stacks so many times, and no client outside a stack."""
     assert not side.watch.reasons
     assert sum(side.watch.stacks) == clients
     assert not [text for text in side.watch.messages if "common step failed" in text]
@@ -195,7 +195,7 @@ def assert_same(
     within: float = EXACT,
     **options: Any,
 ) -> tuple[Side, Side]:
-    """Both engines agree, and the second one stacked: all four nodes in every round, unless told otherwise."""
+    """Check that both engines agree, and that the second one stacked all four nodes in every round (or `clients`)."""
     alone, together = both(make, model, **options)
     assert_stacked(together, clients or 4 * options.get("rounds", 3))
     found = difference(alone, together)
@@ -205,7 +205,7 @@ def assert_same(
 
 
 def asked(nodes: Federation, instruction: wire.Instruction, **records: Any) -> list[Message]:
-    """A training message to every node."""
+    """Return a training message to every node."""
     from flwr.app import RecordDict
 
     kind = "train" if instruction.layerwise == "none" else wire.LAYERWISE
@@ -221,7 +221,7 @@ def assert_as_alone(
     loss_function: Callable[[Tensor, Tensor], Tensor],
     passes: int = 1,
 ) -> None:
-    """After some passes and a backward one: losses, gradients and buffers are those of each client's model alone."""
+    """Check losses, gradients and buffers of a stack, after backward, against each client's model alone."""
     for client, values in enumerate(states):
         alone = copy.deepcopy(stack.structure)
         alone.load_state_dict(values)
