@@ -152,8 +152,9 @@ def on_ray(
     *,
     before: Callable[[Sequence[Message]], None] = ignore,
     waiting: Callable[[Sequence[Message]], None] = ignore,
+    at_end: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train with two workers."""
+    """Train with two workers; `at_end` is called while they still run."""
     server, nodes = ServerApp(), Federation(dropout_model())
 
     @server.main()
@@ -162,7 +163,10 @@ def on_ray(
         strategy.describe(grid, list(grid.get_node_ids()))
         watched = Watched(grid)
         watched.before, watched.waiting = before, waiting
-        nodes.run(strategy, rounds, grid=watched)
+        try:
+            nodes.run(strategy, rounds, grid=watched)
+        finally:
+            at_end()
 
     resources: Any = {
         "init_args": {"address": cluster.address},
@@ -228,8 +232,8 @@ def test_a_late_answer_leaves_the_round_to_the_others(
             if late_one and when(messages[0])[1].index == 2:
                 clock.ahead = 2 * PATIENCE
 
-    on_ray(joined, strategy, 1, {1: (partial(late, tmp_path / "over"), 2)}, waiting=give_up)
-    (tmp_path / "over").touch()
+    over = tmp_path / "over"
+    on_ray(joined, strategy, 1, {1: (partial(late, over), 2)}, waiting=give_up, at_end=over.touch)
     assert ["did not answer in time" in text for text in left_out(caplog.messages)] == [True]
     check_without_the_node(strategy, 1)
 
