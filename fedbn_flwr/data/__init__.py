@@ -1,6 +1,6 @@
 """Data sets, their partitions among clients, and augmentation.
 
-A data set is two splits in memory, loaded once a process and never copied for a client; a partition is one
+A data set is a training and a test split in memory, loaded once a process and shared by all clients. A partition is one
 array of indices a client.
 """
 

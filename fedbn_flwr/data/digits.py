@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from fedbn_flwr.data.splits import Data, Split, stratified
 from fedbn_flwr.randomness import numpy_generator
 
-#: how many of the 1,797 are the test set
+#: number of digits in the test set
 HELD_OUT = 360
 
 
 def digits() -> Data:
-    """`sklearn.datasets.load_digits`, 360 of 1,797 held out: always the same ones, a fifth of every class."""
+    """Load the digits; the test set is always the same 360, a fifth of every class."""
     images, labels, test = real_digits()
     inputs = torch.from_numpy(images).unsqueeze(1)
     everything = Split(inputs, torch.from_numpy(labels))
@@ -23,7 +23,7 @@ def digits() -> Data:
 
 
 def real_digits() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
-    """The images (N x 8 x 8, from 0 to 1), their labels, and which of them are held out for testing."""
+    """Return the images (N x 8 x 8, from 0 to 1), their labels, and a mask of the test set."""
     images, labels = _read()
     test = np.zeros(len(labels), dtype=np.bool_)
     test[stratified(labels, HELD_OUT, numpy_generator(0, "digits", "test"))] = True
@@ -31,7 +31,7 @@ def real_digits() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bo
 
 
 def _read() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """The file of scikit-learn, without an import of scikit-learn: that takes 3.4 CPU seconds, and the file 0.1."""
+    """Read scikit-learn's file without importing scikit-learn, which takes 3.4 CPU seconds; the file takes 0.1."""
     package = find_spec("sklearn")
     for folder in (package and package.submodule_search_locations) or ():
         path = Path(folder, "datasets", "data", "digits.csv.gz")

@@ -1,9 +1,8 @@
-"""Five domains of the same ten digits, for feature shift, made from what the dependencies ship.
+"""Five domains of the same ten digits, for feature shift, made from images and fonts that the dependencies ship.
 
-These are the data of no paper: a stand-in, without a download, for sets such as Digits-Five. Four domains
-show the real digits of scikit-learn, the fifth shows digits of fonts. A real digit that is held out for
-testing is held out in all four, and four of the twenty fonts are held out whole, so no digit that a test
-image shows was trained on in any domain.
+No paper uses these data. They stand in for sets such as Digits-Five, without a download. Four domains show the real
+digits of scikit-learn, the fifth shows digits of fonts. A real digit of the test set is in the test set of all four
+domains, and four of the twenty fonts are in the test set only. So no domain trains on a digit that a test image shows.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.randomness import torch_generator
 
 SIDE = 28
-#: the fonts that matplotlib ships and that have the ten digits in the common form
+#: fonts that matplotlib ships, with digits of the common form
 TRAIN_FONTS = (
     *("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-BoldOblique", "DejaVuSansMono", "DejaVuSansMono-Bold"),
     *("DejaVuSansMono-BoldOblique", "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-BoldItalic"),
@@ -34,7 +33,7 @@ Draw = Callable[[Tensor, torch.Generator], Tensor]
 
 
 def digits_domains() -> Data:
-    """28x28 RGB, always the same images: real, fonts, photos, inverted and sheared digits."""
+    """Make the domains, 28x28 RGB; the images are the same every time."""
     images, labels, test = real_digits()
     small = torch.from_numpy(images).unsqueeze(1)
     upscaled = F.interpolate(small, size=(SIDE, SIDE), mode="bicubic").clamp(0, 1)
@@ -51,15 +50,14 @@ def digits_domains() -> Data:
 
 
 def real(originals: Tensor, generator: torch.Generator) -> Tensor:
-    """The handwritten digits as they are, light on dark."""
+    """Return the handwritten digits unchanged, light on dark."""
     return originals
 
 
 def photos(originals: Tensor, generator: torch.Generator) -> Tensor:
-    """The absolute difference with patches of scikit-learn's two photographs, in the manner of MNIST-M.
+    """Return the absolute difference from patches of scikit-learn's two photographs, as MNIST-M is made.
 
-    Ganin and Lempitsky, Unsupervised Domain Adaptation by Backpropagation, ICML 2015, whose patches are
-    of BSDS500.
+    Ganin and Lempitsky, Unsupervised Domain Adaptation by Backpropagation, ICML 2015; MNIST-M has patches of BSDS500.
     """
     from sklearn.datasets import load_sample_images
 
@@ -73,18 +71,18 @@ def photos(originals: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def inverted(originals: Tensor, generator: torch.Generator) -> Tensor:
-    """Dark on light, under Gaussian noise of its own in every channel."""
+    """Invert the digits to dark on light, and add Gaussian noise, another in every channel."""
     noise = torch.randn(len(originals), 3, SIDE, SIDE, generator=generator)
     return 1 - originals + 0.2 * noise
 
 
 def sheared(originals: Tensor, generator: torch.Generator) -> Tensor:
-    """Rotated by up to 35 degrees and sheared by up to 0.4, each way."""
+    """Rotate the digits by up to 35 degrees and shear them by up to 0.4, each way."""
     return _warp(originals, generator, degrees=35, shear=0.4, scale=(0.7, 0.9), shift=0.0)
 
 
 def drawn(fonts: tuple[str, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Digits of fonts, each drawing a little shifted, scaled and rotated, in a light colour on a dark one."""
+    """Draw digits of fonts, a little shifted, scaled and rotated, in a light colour on a dark one."""
     glyphs = torch.from_numpy(np.stack([_glyph(font, digit) for font in fonts for digit in range(10)]))
     glyphs = glyphs.unsqueeze(1).repeat_interleave(DRAWINGS, dim=0)
     labels = torch.arange(10).repeat_interleave(DRAWINGS).repeat(len(fonts))
@@ -98,12 +96,12 @@ DOMAINS = ("real", "fonts", "photos", "inverted", "sheared")
 
 
 def _glyph(font: str, digit: int) -> NDArray[np.float32]:
-    """One digit of a font, 22 pixels high and centred."""
+    """Draw one digit of a font, 22 pixels high and centred."""
     import matplotlib
     from PIL import Image, ImageDraw, ImageFont
 
     path = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{font}.ttf")
-    # drawn large, cut to the ink and then reduced, since fonts disagree on how high a digit of a size is
+    # draw the digit large, cut it to the ink and then reduce it: fonts of one size have digits of different heights
     canvas = Image.new("L", (200, 200))
     ImageDraw.Draw(canvas).text((50, 30), str(digit), fill=255, font=ImageFont.truetype(path, 96))
     ink = canvas.crop(canvas.getbbox())
@@ -121,14 +119,14 @@ def _warp(
     scale: tuple[float, float],
     shift: float,
 ) -> Tensor:
-    """Every image rotated, sheared, scaled and shifted by amounts of its own, uniform between the bounds."""
+    """Rotate, shear, scale and shift every image by random amounts, uniform between the bounds."""
 
     def uniform(low: float, high: float) -> Tensor:
         return torch.rand(len(images), generator=generator) * (high - low) + low
 
     angle, slope, size = uniform(-degrees, degrees).deg2rad(), uniform(-shear, shear), uniform(*scale)
     cos, sin = angle.cos() / size, angle.sin() / size
-    # the matrix takes a pixel of the result to where it is found in the original
+    # the matrix maps the place of a pixel in the result to its place in the original
     matrix = torch.stack(
         [
             torch.stack([cos, slope * cos - sin, uniform(-shift, shift)], dim=1),
@@ -141,7 +139,7 @@ def _warp(
 
 
 def _stack(parts: list[tuple[Tensor, Tensor]]) -> Split:
-    """One split of all domains, as bytes."""
+    """Stack the domains in one split, as bytes."""
     inputs = [(images.clamp(0, 1) * 255).round().to(torch.uint8).expand(-1, 3, -1, -1) for images, _ in parts]
     domains = [torch.full_like(labels, domain) for domain, (_, labels) in enumerate(parts)]
     return Split(torch.cat(inputs), torch.cat([labels for _, labels in parts]), torch.cat(domains))

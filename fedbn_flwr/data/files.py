@@ -1,4 +1,4 @@
-"""Data sets in files: those that torchvision reads, and images in a folder per class."""
+"""Data sets in files: the data sets of torchvision, and images in a folder per class."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 from fedbn_flwr.data.splits import Data, Split
 
-#: the data sets that torchvision reads: the name of its class, and how many classes the data have
+#: by the name of a data set: the name of its torchvision class, and the number of classes
 TORCHVISION = {
     "cifar10": ("CIFAR10", 10),
     "cifar100": ("CIFAR100", 100),
@@ -20,13 +20,16 @@ TORCHVISION = {
 
 
 def from_torchvision(name: str, root: Path) -> Data:
-    """A data set in the folders and formats of torchvision, which downloads it if it is absent."""
+    """Read a data set in the folders and formats of torchvision, which downloads it if it is absent.
+
+    A data set that is absent and cannot be downloaded is a FileNotFoundError.
+    """
     kind, num_classes = TORCHVISION[name]
     return Data(name, _read(name, kind, root, "train"), _read(name, kind, root, "test"), num_classes)
 
 
 def from_folder(path: Path, side: int | None) -> Data:
-    """RGB images in `train/CLASS/` and `test/CLASS/`, or, with domains, `DOMAIN/train/CLASS/` and so on.
+    """Read RGB images in `train/CLASS/` and `test/CLASS/`, or, with domains, `DOMAIN/train/CLASS/` and so on.
 
     Classes and domains are numbered in alphabetical order. Images of different sizes need a `side`.
     """
@@ -51,12 +54,12 @@ def _read(name: str, kind: str, root: Path, role: str) -> Split:
 
 
 def _open(name: str, kind: str, root: Path, arguments: dict[str, Any]) -> Any:
-    from torchvision import datasets  # takes seconds to import: only who needs it pays
+    from torchvision import datasets  # imported here because it takes seconds
 
     try:
         return getattr(datasets, kind)(root, **arguments, download=False)
     except (RuntimeError, FileNotFoundError):
-        pass  # how torchvision says that a data set is absent
+        pass  # torchvision raises these where the data set is absent
     try:
         return getattr(datasets, kind)(root, **arguments, download=True)
     except (RuntimeError, OSError) as error:
@@ -65,25 +68,25 @@ def _open(name: str, kind: str, root: Path, arguments: dict[str, Any]) -> Any:
 
 
 def _folders(path: Path, having: str = "") -> list[str]:
-    """The folders in a folder, sorted, that have a folder in them of the given name."""
+    """Return the sorted names of the folders in a folder; with `having`, of those that have a folder of this name."""
     entries = path.iterdir() if path.is_dir() else []
     return sorted(entry.name for entry in entries if (entry / having).is_dir())
 
 
 def _images(homes: list[Path], classes: list[str], side: int | None) -> Split:
-    """The images of one home, or of one home a domain."""
+    """Read the images of one folder of classes, or of one folder of classes a domain."""
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
     for home in homes:
         if unknown := sorted(set(_folders(home)) - set(classes)):
             raise ValueError(f"{home} has a class that no training folder has: {', '.join(unknown)}")
     numbers = {name: number for number, name in enumerate(classes)}
-    found = [make_dataset(home, numbers, IMG_EXTENSIONS, allow_empty=True) for home in homes]
-    if empty := [str(home) for home, files in zip(homes, found, strict=True) if not files]:
+    images = [make_dataset(home, numbers, IMG_EXTENSIONS, allow_empty=True) for home in homes]
+    if empty := [str(home) for home, files in zip(homes, images, strict=True) if not files]:
         raise ValueError(f"no image in {', '.join(empty)}")
-    inputs = _decode([file for files in found for file, _ in files], side)
-    labels = torch.tensor([label for files in found for _, label in files])
-    domains = torch.arange(len(homes)).repeat_interleave(torch.tensor([len(files) for files in found]))
+    inputs = _decode([file for files in images for file, _ in files], side)
+    labels = torch.tensor([label for files in images for _, label in files])
+    domains = torch.arange(len(homes)).repeat_interleave(torch.tensor([len(files) for files in images]))
     return Split(inputs, labels, domains if len(homes) > 1 else None)
 
 

@@ -1,4 +1,4 @@
-"""What `flwr-datasets` lacks among its partitioners, to be used like its own.
+"""Partitioners in the form of `flwr-datasets`, for partitions that it lacks.
 
 Importing this module imports `flwr-datasets`, which takes seconds.
 """
@@ -13,7 +13,7 @@ from fedbn_flwr.data.partition_functions import Rows
 
 
 class RowPartitioner(Partitioner):  # type: ignore[misc]
-    """A partitioner around a function of `partition_rows`, which gets one column of numbers of the data set.
+    """A partitioner around a function of `partition_functions`, which gets one column of numbers of the data set.
 
     `RowPartitioner(10, "label", lambda labels: rotating_classes(labels, 10, num_classes=10, classes_per_client=2))`
     """
@@ -29,22 +29,22 @@ class RowPartitioner(Partitioner):  # type: ignore[misc]
         return self._num_partitions
 
     def load_partition(self, partition_id: int) -> Dataset:
-        """The rows of one partition."""
+        """Return the rows of one partition."""
         if self._assigned is None:
             self._assigned = self._share(np.asarray(self.dataset.with_format("arrow")[self._column][:]))
         return self.dataset.select(self._assigned[partition_id])
 
 
 class RowNumbers(Dataset):  # type: ignore[misc]
-    """A data set of which a selection is only the row numbers: `select` takes half a millisecond a client otherwise."""
+    """A data set whose `select` returns only row numbers; `Dataset.select` takes half a millisecond a client."""
 
     def select(self, indices: list[int]) -> Rows:
-        """The numbers themselves."""
+        """Return the row numbers."""
         return np.asarray(indices, dtype=np.int64)
 
 
 def dirichlet(labels: Rows, clients: int, alpha: float, fewest: int, seed: int) -> list[Rows]:
-    """Of every class a share drawn from Dirichlet(alpha), as `flwr-datasets` draws it."""
+    """Spread every class over the clients by Dirichlet(alpha), as `flwr-datasets` does."""
     partitioner = DirichletPartitioner(clients, "label", alpha, fewest, shuffle=False, seed=seed)
     partitioner.dataset = RowNumbers(Dataset.from_dict({"label": labels}).data)
     return [partitioner.load_partition(client) for client in range(clients)]

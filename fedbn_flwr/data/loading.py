@@ -1,4 +1,4 @@
-"""Data sets by name. `load` reads each once a process."""
+"""Data sets by name; `load` reads each data set once a process."""
 
 import importlib
 import os
@@ -16,16 +16,16 @@ from fedbn_flwr.data.splits import Data
 from fedbn_flwr.data.synthetic import synthetic
 from fedbn_flwr.plugins import add
 
-#: where data sets in files are looked for, unless `load` is told
+#: environment variable with the folder of data sets in files, and the folder without the variable
 ROOT_VARIABLE, DEFAULT_ROOT = "FEDBN_FLWR_DATA", "~/.cache/fedbn-flwr"
 
-#: held while loading; a function of the user's own may load in turn
+#: held while loading; reentrant, because a user's function may call `load`
 _loading = RLock()
 
 
 @dataclass(frozen=True)
 class DatasetRequest:
-    """A spec `name[:argument]`, taken apart, and where and how to read."""
+    """The parts of a spec `name[:argument]`, and where and how to read the data set."""
 
     name: str
     argument: str
@@ -33,7 +33,7 @@ class DatasetRequest:
     root: Path
 
     def options(self, **defaults: int) -> dict[str, int]:
-        """The argument as `key=value:key=value...`, whole numbers, only of the keys that have a default."""
+        """Read the argument as `key=value:key=value...`, whole numbers, with these keys and defaults."""
         values = dict(defaults)
         for part in self.argument.split(":") if self.argument else []:
             key, _, value = part.partition("=")
@@ -104,7 +104,7 @@ def _folder(request: DatasetRequest) -> Data:
 
 
 def load(spec: str, *, image_size: int | None = None, root: str | Path | None = None) -> Data:
-    """The data set of a spec: `name`, `name:key=value...`, `folder:PATH` or `package.module:function`.
+    """Load the data set of a spec: `name`, `name:key=value...`, `folder:PATH` or `package.module:function`.
 
     The same arguments give the same object, shared by all clients of a process. `image_size` scales the
     images. Unless the data bring a mean and deviation of their own, those of the training split are used.
@@ -112,7 +112,7 @@ def load(spec: str, *, image_size: int | None = None, root: str | Path | None = 
     folder = Path(root or os.environ.get(ROOT_VARIABLE) or DEFAULT_ROOT).expanduser()
     if image_size is not None and image_size < 1:
         raise ValueError(f"the image size must be at least 1, not {image_size}")
-    with _loading:  # clients in threads of one process wait for the first of them
+    with _loading:  # clients in other threads wait for the first client
         return _load(spec, DATASETS.get(spec.partition(":")[0], _call), image_size, folder)
 
 
@@ -127,14 +127,14 @@ def _load(spec: str, read: Read, image_size: int | None, root: Path) -> Data:
 
 
 def _call(request: DatasetRequest) -> Data:
-    """The data that a function of the user's own returns."""
+    """Return the data that a user's function returns."""
     if not (request.argument.isidentifier() and all(part.isidentifier() for part in request.name.split("."))):
         raise _unknown(request)
     try:
         module = importlib.import_module(request.name)
     except ModuleNotFoundError as error:
         if not f"{request.name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and misses one that it imports
+            raise  # the module exists, but a module that it imports does not
         raise _unknown(request) from error
     function = getattr(module, request.argument, None)
     if not callable(function):

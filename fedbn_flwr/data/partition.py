@@ -1,4 +1,4 @@
-"""The kinds of partition, by name: how each spec is written, and how it shares out the rows."""
+"""Partitions by name: how a spec is written, and the function that shares out the rows."""
 
 import re
 import warnings
@@ -16,7 +16,7 @@ from fedbn_flwr.data.splits import Data
 from fedbn_flwr.plugins import add
 from fedbn_flwr.randomness import derive, numpy_generator
 
-#: FedBS's unbalanced case: the samples of a shard, and the most shards that a client gets
+#: FedBS's unbalanced case: the samples of a shard, and the largest number of shards of a client
 SHARD_SIZE, MOST_SHARDS = 50, 30
 #: the fewest samples of a client under `dirichlet`: batch normalization cannot train on one
 DIRICHLET_MINIMUM = 2
@@ -24,13 +24,13 @@ DIRICHLET_MINIMUM = 2
 
 @dataclass(frozen=True)
 class PartitionRequest:
-    """The arguments of a spec `name[:argument[:argument]]`, and what to partition among how many clients."""
+    """The arguments of a spec `name[:argument[:argument]]`, the data, and the number of clients."""
 
     arguments: Sequence[str]
     data: Data
     clients: int
     seed: int
-    #: the rows are the samples in this order
+    #: the sample of each row
     order: NDArray[np.int64]
 
     @property
@@ -44,7 +44,7 @@ class PartitionRequest:
         return len(self.data.train)
 
     def number(self, position: int, default: int | None = None) -> int:
-        """An argument that is a whole number of at least 1."""
+        """Return an argument that is a whole number of at least 1."""
         text = self.arguments[position] if position < len(self.arguments) else str(default or "")
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"expected a whole number of at least 1, not {text!r}")
@@ -125,28 +125,28 @@ def _label_mixes(request: PartitionRequest) -> list[Rows]:
 
 @register_partition("classes:PER-CLIENT")
 def _classes(request: PartitionRequest) -> list[Rows]:
-    each, classes = request.number(0), request.data.num_classes
-    if each > classes:
+    per_client, classes = request.number(0), request.data.num_classes
+    if per_client > classes:
         raise ValueError(f"{request.data.name} has only {classes} classes")
-    return partition_rows.rotating_classes(request.labels, request.clients, classes, each)
+    return partition_rows.rotating_classes(request.labels, request.clients, classes, per_client)
 
 
 @register_partition("shards:PER-CLIENT")
 def _shards(request: PartitionRequest) -> list[Rows]:
-    each = request.number(0)
-    if each * request.clients > request.samples:
-        raise ValueError(f"{request.samples} samples cannot fill {each * request.clients} shards")
-    return _dealt(request, np.full(request.clients, each))
+    per_client = request.number(0)
+    if per_client * request.clients > request.samples:
+        raise ValueError(f"{request.samples} samples cannot fill {per_client * request.clients} shards")
+    return _deal(request, np.full(request.clients, per_client))
 
 
 @register_partition("shards-unbalanced")
 def _shards_unbalanced(request: PartitionRequest) -> list[Rows]:
     shards = -(-request.samples // SHARD_SIZE)
     generator = numpy_generator(request.seed, "partition", "shards of each")
-    return _dealt(request, partition_rows.unbalanced(request.clients, shards, MOST_SHARDS, generator))
+    return _deal(request, partition_rows.unbalanced(request.clients, shards, MOST_SHARDS, generator))
 
 
-def _dealt(request: PartitionRequest, counts: NDArray[np.int64]) -> list[Rows]:
+def _deal(request: PartitionRequest, counts: NDArray[np.int64]) -> list[Rows]:
     return partition_rows.shards(request.labels, counts, derive(request.seed, "partition", "shards"))
 
 
@@ -155,14 +155,14 @@ def _domain(request: PartitionRequest) -> list[Rows]:
     column, domains = request.data.train.domains, len(request.data.domain_names)
     if column is None:
         raise ValueError(f"{request.data.name} has no domains")
-    each = request.number(0, default=1)
-    splits = request.number(1, default=each)
-    if each > splits:
-        raise ValueError(f"{each} clients a domain need {each} splits of it, not {splits}")
-    if request.clients != domains * each:
-        needed = f"{domains} domains with {each} each need {domains * each} clients"
+    per_domain = request.number(0, default=1)
+    splits = request.number(1, default=per_domain)
+    if per_domain > splits:
+        raise ValueError(f"{per_domain} clients a domain need {per_domain} splits of it, not {splits}")
+    if request.clients != domains * per_domain:
+        needed = f"{domains} domains with {per_domain} each need {domains * per_domain} clients"
         raise ValueError(f"{needed}, not {request.clients}")
-    return partition_rows.domain_parts(column.numpy(force=True)[request.order], domains, each, splits)
+    return partition_rows.domain_parts(column.numpy(force=True)[request.order], domains, per_domain, splits)
 
 
 @register_partition("union")
@@ -176,26 +176,26 @@ Indices = NDArray[np.int64]
 
 
 def partition(spec: str, data: Data, clients: int, seed: int) -> list[Indices]:
-    """Sorted indices into the training split, one array a client; the same arguments give the same arrays.
+    """Return sorted indices into the training split, one array a client.
 
-    No sample has two clients. Every sample has one, but for what a spec itself leaves out: `classes` where
-    the clients are too few to hold every class, and `domain` with more splits than clients a domain.
-    Without SPLITS a domain is cut into as many parts as it has clients. What cannot be done as asked is a
-    ValueError.
+    The same arguments give the same arrays; do not change them. No sample has two clients. Every sample has one, except
+    where a spec leaves samples out: `classes` with too few clients to hold every class, and `domain` with more splits
+    than clients a domain. Without SPLITS a domain is cut into as many parts as it has clients. A spec that is unknown
+    or cannot be followed is a ValueError.
     """
     kind, arguments = _parse(spec)
     return _partition(spec, kind, tuple(arguments), data, clients, seed)
 
 
 def describe(partition: list[Indices], data: Data) -> list[dict[str, Any]]:
-    """For every client how many samples it has, in all, of each class and of each domain (where not none)."""
+    """Return for each client the number of its samples, in all, by class and by domain; zeros are left out."""
     table = []
     for client, indices in enumerate(partition):
         row: dict[str, Any] = {"client": client, "examples": len(indices)}
         row["classes"] = _counts(data.train.labels[indices].numpy(force=True))
         if data.train.domains is not None:
-            found = _counts(data.train.domains[indices].numpy(force=True))
-            row["domains"] = {data.domain_names[domain]: count for domain, count in found.items()}
+            counts = _counts(data.train.domains[indices].numpy(force=True))
+            row["domains"] = {data.domain_names[domain]: count for domain, count in counts.items()}
         table.append(row)
     return table
 
@@ -209,7 +209,7 @@ def _partition(spec: str, kind: Kind, arguments: tuple[str, ...], data: Data, cl
     except ValueError as error:
         raise ValueError(f"partition {spec!r} ({kind.form}): {error}") from error
     _check_share(spec, indices, clients)
-    if empty := [str(client) for client, own in enumerate(indices) if len(own) == 0]:
+    if empty := [str(client) for client, samples in enumerate(indices) if len(samples) == 0]:
         raise ValueError(f"partition {spec!r}: no sample for client {', '.join(empty)}")
     return indices
 
@@ -236,7 +236,7 @@ def _share(kind: Kind, arguments: Sequence[str], data: Data, clients: int, seed:
     """Share out the samples in an order shuffled by the seed."""
     order = numpy_generator(seed, "partition", "order").permutation(len(data.train))
     with warnings.catch_warnings():
-        # DirichletPartitioner warns of every draw that it repeats, which is how it keeps to its minimum
+        # DirichletPartitioner repeats a draw until all clients have the minimum, and warns every time
         warnings.filterwarnings("ignore", message="The specified min_partition_size")
         return [np.sort(order[rows]) for rows in kind.share(PartitionRequest(arguments, data, clients, seed, order))]
 

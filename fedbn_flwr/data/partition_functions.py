@@ -1,7 +1,7 @@
-"""How rows are shared out: for every client the rows that it takes, from labels or domains alone.
+"""Functions that share out rows: they return one array of row numbers a client, from labels or domains alone.
 
-Rows are taken in the order in which they come: shuffle them before, as `partition` does. Plain functions, because
-`flwr-datasets`, which wraps the like in partitioners, takes seconds to import and half a millisecond a client.
+Rows are taken in the order in which they come, so shuffle them first, as `partition` does. These are plain functions:
+the partitioners of `flwr-datasets` take seconds to import and half a millisecond a client.
 """
 
 import numpy as np
@@ -14,17 +14,17 @@ SWEEPS = 32
 
 
 def evenly(count: int, clients: int) -> list[Rows]:
-    """Consecutive rows, as many for each client to within one."""
+    """Give each client consecutive rows, as many as the others to within one."""
     return np.array_split(np.arange(count), clients)
 
 
 def class_holders(clients: int, num_classes: int, classes_per_client: int) -> list[list[int]]:
-    """The clients that hold each class: so many consecutive classes a client, rotating through all of them.
+    """Return the clients that hold each class: consecutive classes a client, rotating through all classes.
 
     Y. Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, appendix D (FedTAN),
     which this gives exactly for 5 clients and 10 classes. With N clients and C classes, client k starts at
     class floor(k C / N). The number of holders differs by at most one from class to class. Where N clients
-    are too few for all classes, those in the gaps are left out.
+    are too few for all classes, the classes in the gaps are left out.
     """
     held_by: list[list[int]] = [[] for _ in range(num_classes)]
     for client in range(clients):
@@ -35,7 +35,7 @@ def class_holders(clients: int, num_classes: int, classes_per_client: int) -> li
 
 
 def rotating_classes(labels: Rows, clients: int, num_classes: int, classes_per_client: int) -> list[Rows]:
-    """Every class cut evenly into one piece a holder."""
+    """Cut every class evenly into one piece for each of its `class_holders`."""
     pieces: list[list[Rows]] = [[] for _ in range(clients)]
     for label, holders in enumerate(class_holders(clients, num_classes, classes_per_client)):
         rows = np.flatnonzero(labels == label)
@@ -47,7 +47,7 @@ def rotating_classes(labels: Rows, clients: int, num_classes: int, classes_per_c
 
 
 def shards(labels: Rows, counts: NDArray[np.int64], seed: int) -> list[Rows]:
-    """Rows sorted by label, cut into shards and dealt at random, to every client a number of its own.
+    """Cut rows, sorted by label, into shards, and deal client k `counts[k]` random ones.
 
     M. J. Idrissi et al., FEDBS: Learning on Non-IID Data in Federated Learning using Batch Normalization,
     section V. The sizes of shards differ by at most one row and no row is left over.
@@ -122,7 +122,7 @@ def _fill(
 
 
 def domain_parts(domains: Rows, num_domains: int, clients_per_domain: int, splits: int) -> list[Rows]:
-    """Every domain cut into `splits` fixed parts, of which `clients_per_domain` are used, one a client.
+    """Cut every domain into `splits` fixed parts and use `clients_per_domain` of them, one a client.
 
     W. Zhuang and L. Lyu, Is Batch Normalization Necessary for Multi-domain Federated Learning?, Fig. 4
     (FedWon), after X. Li et al., FedBN, ICLR 2021: with 10 splits and 1 to 10 clients a domain, clients are

@@ -1,4 +1,4 @@
-"""What is done to images as tensors: gathered onto a device, resized, measured."""
+"""Operations on tensors of images: gather onto a device, normalize, resize, measure."""
 
 from functools import lru_cache
 
@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: one number a channel, for inputs scaled to [0, 1]
+#: one number a channel, for pixels from 0 to 1
 Channels = tuple[float, ...]
 
 
 def gather(source: Tensor, indices: Tensor, device: torch.device) -> Tensor:
-    """A copy of the chosen rows on a device; to a GPU from pinned memory, without blocking."""
+    """Return a copy of the chosen rows on a device; to a GPU from pinned memory, without blocking."""
     if source.device.type == device.type:
-        # in a fraction of the time that indexing takes to find out what is meant
+        # faster than indexing, which first works out the kind of the index
         return source.index_select(0, indices.to(source.device)).to(device)
     if device.type != "cuda":
         return source[indices].to(device)
@@ -23,19 +23,22 @@ def gather(source: Tensor, indices: Tensor, device: torch.device) -> Tensor:
 
 
 def normalize(gathered: Tensor, mean: Channels, std: Channels) -> Tensor:
-    """Float32 inputs, less the mean and divided by the deviation; changes a float32 argument in place."""
+    """Return float32 inputs less the mean, divided by the standard deviation; a float32 argument is changed in place.
+
+    Bytes are scaled to 0 to 1 first. An empty mean is 0, an empty standard deviation 1.
+    """
     unit = 255.0 if gathered.dtype == torch.uint8 else 1.0
     center, width = _constants(mean or (0.0,), std or (1.0,), unit, gathered.device)
     return gathered.to(torch.float32).sub_(center).div_(width)
 
 
 def resize(images: Tensor, side: int) -> Tensor:
-    """The images at side x side pixels, bilinear, antialiased where that makes them smaller."""
+    """Return the images at side x side pixels, bilinear, and antialiased where they get smaller."""
     return F.interpolate(images, size=(side, side), mode="bilinear", antialias=True)
 
 
 def measure(images: Tensor) -> tuple[Channels, Channels]:
-    """Mean and deviation of every channel; a constant channel gets deviation 1, which can be divided by."""
+    """Return mean and standard deviation of every channel, for pixels from 0 to 1; a deviation of 0 is made 1."""
     if images.dtype == torch.uint8:
         mean, variance = _byte_moments(images)
     else:
@@ -44,7 +47,7 @@ def measure(images: Tensor) -> tuple[Channels, Channels]:
 
 
 def _byte_moments(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance from how often every byte occurs, exactly and without a float copy of the data."""
+    """Return mean and variance of bytes from a histogram: exact, and without a float copy of the data."""
     levels = torch.arange(256, dtype=torch.float64, device=images.device) / 255
     counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)])
     shares = counts.double() / counts.sum(1, keepdim=True)
@@ -54,6 +57,6 @@ def _byte_moments(images: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def _constants(mean: Channels, std: Channels, unit: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Both in the units of the stored numbers, shaped to meet a batch; sent to a device only once."""
+    """Return both as tensors in the units of the stored numbers, on a device, for a batch; sent only once."""
     center, width = (torch.tensor(values).mul(unit).view(-1, 1, 1).to(device) for values in (mean, std))
     return center, width

@@ -1,4 +1,4 @@
-"""A data set in memory: tensors that all clients of a process share, and take their batches from."""
+"""A data set in memory: tensors that all clients of a process share, and load their batches from."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,15 +12,15 @@ from torch import Tensor
 from fedbn_flwr.data.pixels import Channels, gather, measure, normalize, resize
 from fedbn_flwr.randomness import numpy_generator
 
-#: splits of up to so many numbers are kept normalized: 256 MB
-MOST_READY = 2**26
-#: batches of up to so many numbers are gathered together: 4 MB
+#: largest number of values of a split that is kept normalized: 256 MB in float32
+MOST_NORMALIZED = 2**26
+#: largest number of values that are gathered together for several batches: 4 MB in float32
 MOST_TOGETHER = 2**20
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Samples with labels and, where the data have domains, the domain that each came from.
+    """Samples with labels and, where the data have domains, each sample's domain.
 
     The inputs are N x C x H x W, uint8 (0 to 255) or float32, in memory or memory-mapped
     (`torch.from_file`); labels and domains are int64. `mean` and `std` hold one number a channel, for
@@ -32,7 +32,7 @@ class Split:
     domains: Tensor | None = None
     mean: Channels = ()
     std: Channels = ()
-    _ready: "_Ready" = field(default_factory=lambda: _Ready(), init=False, repr=False)
+    _normalized: "_NormalizedInputs" = field(default_factory=lambda: _NormalizedInputs(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         shape, dtype = tuple(self.inputs.shape), self.inputs.dtype
@@ -47,22 +47,22 @@ class Split:
         return len(self.inputs)
 
     def batch(self, indices: Tensor, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """The chosen samples on a device: normalized float32 inputs, and labels.
+        """Return the chosen samples on a device: normalized float32 inputs, and labels.
 
         Bytes travel to a GPU as bytes, from pinned memory and without blocking, and become floats there.
         """
         device = torch.device(device)
-        ready = self._ready.inputs(self, len(indices), device)
-        if ready is None:
+        normalized = self._normalized.inputs(self, len(indices), device)
+        if normalized is None:
             inputs = normalize(gather(self.inputs, indices, device), self.mean, self.std)
         else:
-            inputs = gather(ready, indices, device)
+            inputs = gather(normalized, indices, device)
         return inputs, gather(self.labels, indices, device)
 
     def batches(
         self, indices: Tensor, sizes: Sequence[int], device: torch.device | str = "cpu"
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of these sizes, as `batch` gives them; small ones are gathered together, as views of one tensor."""
+        """Load batches of these sizes, as `batch` does; small ones are gathered together, as views of one tensor."""
         start = 0
         for portion in _portions(sizes, MOST_TOGETHER // max(self.inputs[:1].numel(), 1)):
             end = start + sum(portion)
@@ -71,19 +71,19 @@ class Split:
             start = end
 
     def select(self, indices: NDArray[np.int64]) -> "Split":
-        """A split of its own with the chosen samples."""
+        """Return a new split with copies of the chosen samples."""
         chosen = torch.from_numpy(indices)
         domains = None if self.domains is None else self.domains[chosen]
         return replace(self, inputs=self.inputs[chosen], labels=self.labels[chosen], domains=domains)
 
     def to(self, device: torch.device | str) -> "Split":
-        """The split held on a device, for data that fit there: its batches are then gathered there."""
+        """Return the split on a device, which then gathers its batches there."""
         domains = None if self.domains is None else self.domains.to(device)
         return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device), domains=domains)
 
 
 def _portions(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
-    """In lists of at most so many samples, or of one size."""
+    """Group sizes such that each group has at most `most` samples, or one size."""
     portion: list[int] = []
     count = 0
     for size in sizes:
@@ -96,38 +96,39 @@ def _portions(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
         yield portion
 
 
-class _Ready:
-    """All inputs of a split, normalized once: from when so many were asked for that they would have been by then.
+class _NormalizedInputs:
+    """All inputs of a split, normalized once; made when as many samples were asked for as the split has.
 
-    Only where they already are on the device, and take little memory. A tensor that was changed is normalized anew.
+    Used only where the inputs are on the device of the batches and have at most `MOST_NORMALIZED` values. Changed
+    inputs are normalized again.
     """
 
     def __init__(self) -> None:
         self._asked = 0
-        self._made: tuple[int, Tensor] | None = None
+        self._inputs: tuple[int, Tensor] | None = None
 
-    def __reduce__(self) -> tuple[type["_Ready"], tuple[()]]:
-        """Another process makes its own."""
-        return _Ready, ()
+    def __reduce__(self) -> tuple[type["_NormalizedInputs"], tuple[()]]:
+        """Pickle an empty one: another process normalizes for itself."""
+        return _NormalizedInputs, ()
 
     def inputs(self, split: Split, count: int, device: torch.device) -> Tensor | None:
-        """What batches can be gathered from as it is, if there is such a thing."""
+        """Return a tensor to gather normalized batches from, or None; `count` samples are about to be gathered."""
         source = split.inputs
         if source.device.type != device.type or source.is_inference():
             return None
         if not split.mean and not split.std and source.dtype == torch.float32:
             return source
         self._asked += count
-        if self._asked <= len(split) or source.numel() > MOST_READY:
+        if self._asked <= len(split) or source.numel() > MOST_NORMALIZED:
             return None
-        if self._made is None or self._made[0] != source._version:
-            self._made = source._version, normalize(source.clone(), split.mean, split.std)
-        return self._made[1]
+        if self._inputs is None or self._inputs[0] != source._version:
+            self._inputs = source._version, normalize(source.clone(), split.mean, split.std)
+        return self._inputs[1]
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """A training and a test split of one task; domains, if any, are numbered in the order of their names."""
+    """A training and a test split of one task; a domain's number is its position in `domain_names`."""
 
     name: str
     train: Split
@@ -145,37 +146,37 @@ class Data:
 
     @property
     def in_channels(self) -> int:
-        """The channels of an image."""
+        """Number of channels of an image."""
         return self.train.inputs.shape[1]
 
     @property
     def image_size(self) -> int:
-        """The side of a square image."""
+        """Side of a square image, in pixels."""
         return self.train.inputs.shape[-1]
 
     def resized(self, side: int) -> "Data":
-        """The same images at another size."""
+        """Return the data with images of another size."""
         train, test = (replace(split, inputs=resize(split.inputs, side)) for split in (self.train, self.test))
         return replace(self, train=train, test=test)
 
     def standardized(self) -> "Data":
-        """The same tensors; batches of both splits use the training split's mean and deviation."""
+        """Return the data normalized by the training split's mean and standard deviation; tensors are shared."""
         mean, std = measure(self.train.inputs)
         train, test = (replace(split, mean=mean, std=std) for split in (self.train, self.test))
         return replace(self, train=train, test=test)
 
     def validation_split(self, fraction: float, seed: int) -> "Data":
-        """The training split less a share of every class (and domain), which takes the test split's place.
+        """Return the data with a share of every class (and domain) of the training split as test split.
 
-        What is tuned can so be chosen without the test split. The same arguments give the same object.
+        So options can be tuned without the test split. The same arguments give the same object.
         """
         return _validation_split(self, fraction, seed)
 
 
 def stratified(strata: NDArray[np.int64], count: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """The sorted positions of `count` samples, from every stratum its share to within one sample."""
+    """Return the sorted positions of `count` samples, from every stratum its share to within one sample."""
     order = np.lexsort((generator.random(len(strata)), strata))
-    # evenly spaced ticks on the samples in the order of their strata, which are in random order within one
+    # evenly spaced ticks on the samples, which are sorted by stratum and in random order within a stratum
     ticks = np.arange(len(strata) + 1) * count // len(strata)
     return np.sort(order[np.diff(ticks) == 1])
 

@@ -1,4 +1,4 @@
-"""A synthetic data set of any size, for scale and benchmarks."""
+"""A synthetic data set of any size, for tests of scale and benchmarks."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,12 @@ from fedbn_flwr.randomness import torch_generator
 
 #: standard deviations of the prototypes' pixels and of the noise upon them, in grey levels around 128
 SPREAD, NOISE = 32.0, 64.0
-#: samples drawn at a time, so that the float copy of a large data set never exists as a whole
+#: number of samples drawn at a time, so that no float copy of the whole data set exists
 CHUNK = 4096
 
 
 def synthetic(n: int, test: int, classes: int, size: int, channels: int, seed: int) -> Data:
-    """A Gaussian prototype a class, and samples with Gaussian noise around it, as bytes.
+    """Make a Gaussian prototype a class, and samples with Gaussian noise around it, as bytes.
 
     Classes are of equal size to within one sample. The data are easy to learn, and say nothing about images.
     """

@@ -1,7 +1,7 @@
-"""What FedTAN's paper counts, counted: two rounds of ResNet-20 with five clients, and what follows for a long run.
+"""Traffic as FedTAN's paper counts it: two rounds of ResNet-20 with five clients, extrapolated to a long run.
 
-Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, tables 3 and 4, appendix G: in
-megabytes of 2^20 bytes; what the server sends to all clients counts once, and batch counters not at all.
+Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, tables 3 and 4, appendix G. Megabytes
+have 2^20 bytes. What the server sends to all clients counts once. Batch counters do not count.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from fedbn_flwr.wire import Instruction
 MEGABYTE, GIGABYTE = 2**20, 2**30
 CLIENTS = 5
 
-#: the shapes of CIFAR-10; what is sent does not depend on anything else of the data
+#: images have the shape of CIFAR-10's, the only property of the data that traffic depends on
 SETTING = {
     "model": "resnet20",
     "dataset": "synthetic:n=20:test=10:size=32",
@@ -32,7 +32,7 @@ SETTING = {
 
 @cache
 def count(method: str, rounds: int = 1) -> tuple[Tally, ...]:
-    """The training traffic of each round of a short run."""
+    """Return the training traffic of each round of a short run."""
     experiment = resolve({**SETTING, "method": method, "rounds": rounds})
     grid = CountingGrid(InProcessGrid(client_app(bound_client_fn(experiment.to_mapping())), CLIENTS))
     totals: list[Tally] = []
@@ -41,7 +41,7 @@ def count(method: str, rounds: int = 1) -> tuple[Tally, ...]:
         state.to_record(fresh_model(experiment.config).state_dict()),
         rounds,
         train_config=Instruction(local_steps=1, batch_size=2).to_config(),
-        # called before the first round and after each
+        # called before the first round and after every round
         evaluate_fn=lambda *_: totals.append(grid.training.copy()),
     )
     return tuple(after - before for before, after in pairwise(totals))
@@ -49,7 +49,7 @@ def count(method: str, rounds: int = 1) -> tuple[Tally, ...]:
 
 @dataclass(frozen=True)
 class LongRun:
-    """A run of FedTAN-II, and which share of it the layer-wise exchanges are."""
+    """Traffic of a run of FedTAN-II; the `extra` shares of it are due to layer-wise exchanges."""
 
     gigabytes: float
     extra_exchanges: float
@@ -57,9 +57,9 @@ class LongRun:
 
 
 def fedtan_ii(m: int, rounds: int, exchange: str = "paper", send_frozen: bool = True) -> LongRun:
-    """M rounds like the first of a short run, and as many as are left like its second, in which BN is frozen.
+    """Return the traffic of m rounds like the first of a short run, and of the others like its second.
 
-    The paper keeps sending the frozen statistics.
+    BN is frozen in the second. The paper keeps sending the frozen statistics.
     """
     first, second = count(f"fedtan-ii:m=1:exchange={exchange}:send-frozen={send_frozen}", rounds=2)
     (plain,) = count("fedavg")

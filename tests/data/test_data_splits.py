@@ -198,7 +198,7 @@ def test_a_split_is_normalized_as_a_whole_once_when_that_pays(monkeypatch: pytes
     for _ in range(20):
         split.batch(torch.arange(4))
     assert normalized == [4, 4, 10]
-    monkeypatch.setattr("fedbn_flwr.data.splits.MOST_READY", 10)
+    monkeypatch.setattr("fedbn_flwr.data.splits.MOST_NORMALIZED", 10)
     large = make_data(10).standardized().train
     for _ in range(5):
         large.batch(torch.arange(4))

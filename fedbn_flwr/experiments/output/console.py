@@ -1,4 +1,4 @@
-"""What a person sees in the terminal: a bar while it runs, a table at the end."""
+"""Output to the terminal: a progress bar during runs, a table at the end."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ console = Console()
 
 
 class Bars:
-    """One bar over all runs; the text tells the run, its round and its last accuracy."""
+    """One progress bar over all runs, with the present run and its last accuracy."""
 
     def __init__(self, runs: int) -> None:
         self._progress = Progress(
@@ -43,7 +43,7 @@ class Bars:
         self._progress.stop()
 
     def announce(self, label: str) -> Callback:
-        """Start the bar's next run; the returned function takes its rounds."""
+        """Start the next run, and return the function to call after each of its rounds."""
         before, self._done = self._done, self._done + 1
 
         def advance(server_round: int, rounds: int, accuracy: float | None) -> None:
@@ -55,7 +55,7 @@ class Bars:
 
 
 def show_run(summary: Summary, folder: Path) -> None:
-    """The result of one run."""
+    """Print the result of one run."""
     table = Table(title=f"{summary['method']} on {summary['dataset']}, {summary['model']}, {summary['partition']}")
     table.add_column("result")
     table.add_column("value", justify="right")
@@ -67,7 +67,7 @@ def show_run(summary: Summary, folder: Path) -> None:
 
 
 def show_comparison(summaries: Sequence[Summary], folder: Path) -> None:
-    """One row a method; the reason for a method that could not train; by domain, where the data have domains."""
+    """Print one row a method, accuracies by domain where there are domains, and why a method could not train."""
     finished = [summary for summary in summaries if "error" not in summary]
     if finished:
         _show_accuracies(finished)
@@ -80,7 +80,7 @@ def show_comparison(summaries: Sequence[Summary], folder: Path) -> None:
 def _show_accuracies(summaries: Sequence[Summary]) -> None:
     compared = lines(summaries)
     several, baseline = len(summaries) > len(compared), compared[0].method
-    # the centralized reference has one node with all data
+    # the title names the clients' partition, not that of the centralized reference
     first = next((run for run in summaries if run["partition"] != "union"), summaries[0])
     table = _table(f"{first['dataset']}, {first['model']}, {first['partition']}, {first['rounds']} rounds")
     columns: dict[str, Callable[[Line], str]] = {
@@ -94,11 +94,11 @@ def _show_accuracies(summaries: Sequence[Summary]) -> None:
         "s": lambda line: f"{line.summary['seconds']:.1f}",
     }
     cells = {heading: [cell(line) for line in compared] for heading, cell in columns.items()}
-    used = {heading: column for heading, column in cells.items() if any(column)}
-    for heading in used:
+    shown = {heading: column for heading, column in cells.items() if any(column)}
+    for heading in shown:
         table.add_column(heading, justify="right", no_wrap=heading != f"vs {baseline}")
     for index, line in enumerate(compared):
-        table.add_row(line.method, *(column[index] for column in used.values()))
+        table.add_row(line.method, *(column[index] for column in shown.values()))
     console.print(table)
 
 
@@ -109,7 +109,7 @@ def _show_domains(summaries: Sequence[Summary]) -> None:
             by_method.setdefault(summary["method"], []).append(summary["domain-accuracy"])
     if not by_method:
         return
-    table = _table("accuracy by domain (models of their own: each on its node's domain)")
+    table = _table("accuracy by domain (personal models: on their nodes' domain)")
     domains = list(next(iter(by_method.values()))[0])
     for heading in (*domains, "mean"):
         table.add_column(heading, justify="right")

@@ -1,4 +1,4 @@
-"""Pictures of runs."""
+"""Plots of accuracy and training loss over the rounds."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,14 +10,14 @@ Rows = Sequence[Mapping[str, Any]]
 
 PANELS = {"accuracy": "test accuracy", "train-loss": "training loss"}
 STROKES = ("solid", "dashed", "dashdot", "dotted")
-#: from the first method's to the last one's: where curves coincide, as they often do, the one below shows on both sides
+#: line widths of the first and the last method; where curves coincide, the wider one below stays visible
 WIDTHS = (3.0, 1.2)
 LEGEND_COLUMNS = 6
 
 
 def plot_curves(runs: Mapping[str, Sequence[Rows]], path: Path, title: str = "") -> None:
-    """Accuracy and training loss over the rounds, one line a method: the mean over its seeds, and their range."""
-    import matplotlib  # takes a second to import, and only the end of a run needs it
+    """Plot accuracy and training loss over the rounds: the mean of each method's seeds, and their range."""
+    import matplotlib  # imported here because it takes a second
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -38,7 +38,7 @@ def plot_curves(runs: Mapping[str, Sequence[Rows]], path: Path, title: str = "")
 
 
 def title_of(summary: Mapping[str, Any]) -> str:
-    """What a run, or several alike, ran on."""
+    """Return data, model, partition and clients of a run as one line."""
     return "{dataset}, {model}, {partition}, {clients} clients".format_map(summary)
 
 

@@ -1,4 +1,4 @@
-"""What happened in a run: a row a round while it goes, a summary at the end."""
+"""The record of a run: a row after every round, a summary at the end."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from fedbn_flwr.experiments.output.scoring import Score, Scorer
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 
-#: called after every round with the round, the number of rounds, and the last known accuracy
+#: called after every round with the round, the number of rounds, and the latest accuracy if there is one
 Progress = Callable[[int, int, float | None], None]
 Summary = dict[str, Any]
 
@@ -41,7 +41,7 @@ class Journal:
         self.arrays: ArrayRecord | None = None
 
     def record(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Score, if the round counts, and write the round down."""
+        """Write a row about a round; score its arrays if the strategy evaluates this round."""
         if server_round == 0:
             self._last = time.perf_counter()
             return None
@@ -55,7 +55,7 @@ class Journal:
         return MetricRecord({key: value for key, value in score.items() if isinstance(value, float)})
 
     def summary(self, experiment: Experiment, nodes: int) -> Summary:
-        """The whole run in one record."""
+        """Return the whole run in one record."""
         config, sent = experiment.config, self._grid.training
         return {
             "method": config.method,
@@ -97,14 +97,14 @@ class Journal:
 
     def _training(self) -> dict[str, Any]:
         replies = self._strategy.train_replies
-        # a foreign client may report no loss
+        # a client of another package may report no loss
         losses = [(reply.metrics.get(wire.TRAIN_LOSS), reply.num_examples) for reply in replies]
-        known = [(loss, count) for loss, count in losses if isinstance(loss, float)]
-        loss = sum(loss * count for loss, count in known) / max(sum(count for _, count in known), 1)
-        self._train_loss = loss if known else self._train_loss
+        reported = [(loss, count) for loss, count in losses if isinstance(loss, float)]
+        loss = sum(loss * count for loss, count in reported) / max(sum(count for _, count in reported), 1)
+        self._train_loss = loss if reported else self._train_loss
         return {
             "nodes": len(replies),
-            "train-loss": loss if known else None,
+            "train-loss": loss if reported else None,
             "seconds": time.perf_counter() - self._last,
         }
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: one folder, written as the run goes."""
+"""The folder of one run's results, written during the run."""
 
 import json
 import platform
@@ -31,25 +31,25 @@ VERSIONED = (
 
 
 class RunFolder:
-    """`config.json`, `rounds.jsonl`, `summary.json`, `model.safetensors` and `curves.png` of one run."""
+    """Folder with `config.json`, `rounds.jsonl`, `summary.json`, `model.safetensors` and `curves.png` of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = make_folder(path)
         self._rounds = path / "rounds.jsonl"
         self._rounds.write_text("")
-        # a folder that is written anew must not show the last run's result should this one fail
+        # if this run fails, its folder must not show the results of an earlier run
         for stale in ("summary.json", "model.safetensors", "curves.png"):
             (path / stale).unlink(missing_ok=True)
 
     def config(self, options: Mapping[str, Any]) -> None:
-        """Everything that is needed to repeat the run."""
+        """Write the options, versions and hardware, which are needed to repeat the run."""
         versions = {name: version(name) for name in VERSIONED}
         versions |= {"fedbn-flwr": __version__, "python": platform.python_version()}
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
         self._write("config.json", {"options": dict(options), "versions": versions, "hardware": device})
 
     def round(self, row: Mapping[str, Any]) -> None:
-        """Append one round."""
+        """Append the row of one round."""
         with self._rounds.open("a") as file:
             file.write(as_json(row) + "\n")
 
@@ -65,12 +65,12 @@ class RunFolder:
 
 
 def as_json(content: object, indent: int | None = None) -> str:
-    """JSON, in which a number that is not finite (the loss of a run that diverged) is null."""
+    """Return JSON; a number that is not finite, such as the loss of a run that diverged, is null."""
     return json.dumps(_finite(content), indent=indent, allow_nan=False)
 
 
 def make_folder(path: Path) -> Path:
-    """Make a folder for results, if it is not there."""
+    """Make a folder for results if it does not exist; a UsageError says why it cannot be made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -79,7 +79,7 @@ def make_folder(path: Path) -> Path:
 
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:
-    """The rounds that a run has written so far."""
+    """Return the rows that a run has written so far."""
     return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
 
 

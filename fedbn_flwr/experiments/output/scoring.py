@@ -1,4 +1,4 @@
-"""Scoring a round: the global model on the server, or nodes' own models from what they reported."""
+"""Scores of a round: the global model on the server, or the nodes' own models as the nodes report."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,15 +17,14 @@ Score = dict[str, Any]
 
 
 class Scorer:
-    """Gives every accuracy its own name.
+    """Computes the accuracies of a round, each under a name of its own.
 
-    - `accuracy`: of the global model on the whole test set; where nodes have models of their own, the mean over
-      nodes of each one's accuracy on the whole test set (as FedTAN's paper has it).
-    - `accuracy-personal`: the mean over nodes of the accuracy on each one's own domain or label distribution (as
-      FedBN's and FedWon's have it).
-    - `accuracy-mean-bn`: of one model with the entries that stay on the nodes averaged (as FedBS has it).
-    - `domain-accuracy`: of the global model on every domain; where nodes have models of their own, of those that
-      hold the domain.
+    - `accuracy`: of the global model on the whole test set; where nodes have models of their own, the mean of the
+      models' accuracies on the whole test set (FedTAN).
+    - `accuracy-personal`: the mean of the nodes' accuracies on their own domain or label distribution (FedBN, FedWon).
+    - `accuracy-mean-bn`: of one model with the mean of the entries that stay on the nodes (FedBS).
+    - `domain-accuracy`: of the global model on every domain; where nodes have models of their own, of the models of
+      the nodes that hold the domain.
     - `node-domain-accuracy`: every node's model on every domain (FedTAN, Fig. 8).
     """
 
@@ -33,7 +32,7 @@ class Scorer:
         self._model, self._data, self._device = model.to(device), data, device
 
     def score(self, strategy: BaseStrategy, arrays: ArrayRecord) -> Score:
-        """The score of the state after a round."""
+        """Return the scores of the state after a round."""
         scores = score_nodes(strategy.evaluate_replies, self._data.domain_names)
         if not strategy.personal:
             asked = {key: scores[key] for key in ("accuracy-personal",) if key in scores}
@@ -45,7 +44,7 @@ class Scorer:
         return scores
 
     def score_global(self, values: state.State) -> Score:
-        """One model on the test split."""
+        """Return the scores of one model on the test split."""
         state.load(self._model, values)
         result = evaluate(
             self._model,
@@ -61,7 +60,7 @@ class Scorer:
 
 
 def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = ()) -> Score:
-    """Means over the nodes' own evaluations; nothing if no node evaluated."""
+    """Return means of the nodes' own evaluations; nothing if no node evaluated."""
     if not replies:
         return {}
     scores: Score = {
@@ -72,12 +71,12 @@ def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = ()) 
     matrix = [list(_numbers(reply.metrics, wire.DOMAIN_ACCURACY)) for reply in replies]
     if domain_names:
         scores["node-domain-accuracy"] = matrix
-        own = [int(_numbers(reply.metrics, wire.DOMAIN)[0]) for reply in replies]
-        # every domain by the models of the nodes that hold it
+        domains = [int(_numbers(reply.metrics, wire.DOMAIN)[0]) for reply in replies]
+        # the models of the nodes that hold a domain
         scores["domain-accuracy"] = {
-            name: float(np.mean([row[index] for row, domain in zip(matrix, own, strict=True) if domain == index]))
+            name: float(np.mean([row[index] for row, domain in zip(matrix, domains, strict=True) if domain == index]))
             for index, name in enumerate(domain_names)
-            if index in own
+            if index in domains
         }
     return scores
 
