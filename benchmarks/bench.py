@@ -11,8 +11,8 @@ import torch
 
 from benchmarks import report
 from benchmarks.cases import CLIENTS, METHODS, MODELS, Case, make_cases
-from benchmarks.contestants import Contestant, Effort, default_threads, measure
-from benchmarks.players import PLAYERS
+from benchmarks.driver import Effort, EngineProcess, default_threads, measure
+from benchmarks.engines import ENGINES
 from benchmarks.results import BARE, Row, machine, rows_of, write
 from fedbn_flwr.experiments.output.run_folder import make_folder
 
@@ -43,7 +43,7 @@ class Bench:
             alike = list(group)
             with ExitStack() as stack:
                 on_ray = [case for case in alike if self._goes_to_ray(case)]
-                shared = [stack.enter_context(Contestant("ray", 1, on_ray))] if on_ray else []
+                shared = [stack.enter_context(EngineProcess("ray", 1, on_ray))] if on_ray else []
                 for case in alike:
                     self._measure(case, shared if case in on_ray else [])
 
@@ -52,7 +52,7 @@ class Bench:
         few = case.clients <= MOST_ON_RAY or self.ray_everywhere
         return "ray" in self.engines and few and case.local_steps > 1
 
-    def _measure(self, case: Case, shared: Sequence[Contestant]) -> None:
+    def _measure(self, case: Case, shared: Sequence[EngineProcess]) -> None:
         """Every other engine has a new process for every case, so that its memory is known."""
         # FedTAN's clients each wait in a thread of their own, which several of torch's make no faster, and to their
         # exchanges the loop has no counterpart
@@ -61,7 +61,7 @@ class Bench:
         own += [("sequential", number) for number in threads if "sequential" in self.engines]
         own += [(engine, 1) for engine in self.engines if engine not in (BARE, "sequential", "ray")]
         with ExitStack() as stack:
-            fresh = [stack.enter_context(Contestant(engine, number, [case])) for engine, number in own]
+            fresh = [stack.enter_context(EngineProcess(engine, number, [case])) for engine, number in own]
             rows = rows_of(case, measure(case, [*fresh, *shared], self.effort), self.peak_tflops)
         self.rows += rows
         write(self.folder / "bench.json", self.rows)
@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only 10 clients, and fewer rounds")
     parser.add_argument(
-        "--engines", type=_engines, default=list(PLAYERS), help=f"comma-separated [{','.join(PLAYERS)}]"
+        "--engines", type=_engines, default=list(ENGINES), help=f"comma-separated [{','.join(ENGINES)}]"
     )
     parser.add_argument("--models", type=_words, default=list(MODELS), help=f"comma-separated [{','.join(MODELS)}]")
     parser.add_argument("--methods", type=_words, default=list(METHODS), help=f"comma-separated [{','.join(METHODS)}]")
@@ -139,8 +139,8 @@ def _words(text: str) -> list[str]:
 
 def _engines(text: str) -> list[str]:
     for word in _words(text):
-        if word not in PLAYERS:
-            raise argparse.ArgumentTypeError(f"unknown engine {word!r}; known: {', '.join(PLAYERS)}")
+        if word not in ENGINES:
+            raise argparse.ArgumentTypeError(f"unknown engine {word!r}; known: {', '.join(ENGINES)}")
     return _words(text)
 
 

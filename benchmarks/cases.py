@@ -18,7 +18,7 @@ MOST_ON_DIGITS = 10
 FREEZE_ROUND = 1
 #: more rounds than anybody waits for: the driver says when a case ends
 ENDLESS = 10**9
-#: how long a run the cohort engine takes this for, when it decides what is worth its time to prepare
+#: the rounds of the run that a case stands for: the stacked engine starts worker processes in long runs
 RUN = 1_000
 
 

@@ -15,14 +15,14 @@ from benchmarks.results import BARE, Row
 console = Console()
 
 PEER_THERE = (
-    "pfl-research is installed: to time it as well, add a function to PLAYERS in benchmarks/players.py "
+    "pfl-research is installed: to time it as well, add a function to ENGINES in benchmarks/engines.py "
     "(docs/benchmarks.md, Peers)."
 )
 PEER_MISSING = (
-    "To compare with pfl-research: `pip install 'pfl\\[pytorch]'`, and add a function to PLAYERS in "
-    "benchmarks/players.py (docs/benchmarks.md, Peers)."
+    "To compare with pfl-research: `pip install 'pfl\\[pytorch]'`, and add a function to ENGINES in "
+    "benchmarks/engines.py (docs/benchmarks.md, Peers)."
 )
-COLOURS = {"sequential": "tab:blue", "cohort": "tab:green", "ray": "tab:orange"}
+COLOURS = {"sequential": "tab:blue", "stacked": "tab:green", "ray": "tab:orange"}
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -100,7 +100,7 @@ def _show_alike(title: str, rows: Sequence[Row]) -> None:
 
 
 def _engine(row: Row) -> str:
-    name = f"{row['engine']} ({row['how']})" if row.get("how") else str(row["engine"])
+    name = f"{row['engine']}, {row['workers']} processes" if (row.get("workers") or 1) > 1 else str(row["engine"])
     return f"{name}, {row['threads']} threads" if row.get("threads", 1) > 1 else name
 
 
@@ -110,7 +110,6 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "spread": lambda row: f"{row['spread']:.4f}",
     "ratio": lambda row: f"{row['ratio']:.2f}",
     "MB": lambda row: f"{row['peak-memory-mb']:,.0f}",
-    "compiling": lambda row: f"{row['compile-seconds']:.1f}",
     "of peak": lambda row: f"{row['share-of-peak']:.2%}",
 }
 

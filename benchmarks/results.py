@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import Case
-from benchmarks.contestants import Measured
+from benchmarks.driver import Measured
 from fedbn_flwr import __version__
 from fedbn_flwr.experiments.output.run_folder import VERSIONED, as_json
 
@@ -79,7 +79,7 @@ def _row(case: Case, measured: Measured, yardstick: Measured | None) -> Row:
         **dict.fromkeys(("seconds-per-round", "spread", "ratio", "ratio-range", "peak-memory-mb")),
         "dataset": case.dataset,
         "threads": measured.threads,
-        **dict.fromkeys(("workers", "how", "compile-seconds")),
+        "workers": None,
     }
     return {**row, "error": measured.error} if measured.error else {**row, **_numbers(measured, yardstick)}
 

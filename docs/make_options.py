@@ -43,10 +43,10 @@ the results are, and an absolute path says it beforehand. `""` stands for an opt
 COMMAND = (
     (
         "`--engine`",
-        "`inprocess`",
-        "`inprocess`: one client after another in this process, or in each of `workers`; `cohort`: the clients of a "
-        "round at the same time, their models stacked where that is faster; `ray`: Flower's simulation, on a Ray of "
-        "its own or the cluster at `RAY_ADDRESS` (see [simulation.md](simulation.md))",
+        "`stacked`",
+        "`stacked`: clients that share a model train at once, their models stacked; `inprocess`: one client after "
+        "another, with the same bits everywhere; both in this process, or in each of `workers`; `ray`: Flower's "
+        "simulation, on a Ray of its own or the cluster at `RAY_ADDRESS` (see [simulation.md](simulation.md))",
     ),
     ("`--verbose`", "", "show Flower's own log, round by round"),
     ("`--methods`", "", "of `compare`: comma-separated methods"),

@@ -1,6 +1,6 @@
 """The Flower client: it loads what it received, obeys the instruction, and says which keys it obeyed."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,8 +81,6 @@ class BNClient(NumPyClient):
         self.loss_function = loss_function
         #: how a layer-wise step reaches the other clients, and with it come its random numbers; the transport sets it
         self.exchange: Exchange | None = None
-        #: the model as training calls it, if that is not the model itself (but a compiled one, say)
-        self.forward: Callable[[Tensor], Tensor] | None = None
 
     # ---- what every Flower API ends up calling -------------------------------------------------------------------
 
@@ -202,14 +200,14 @@ class BNClient(NumPyClient):
 
     def _learn(self, session: Session) -> float:
         self.model.train()
-        planned, forward = self.plan(session.instruction), self.forward or self.model
+        planned = self.plan(session.instruction)
         session.steps = len(planned)
         rules = rules_for(session.instruction)
         for rule in rules:
             rule.begin(session)
         loss = training.train(
             planned if session.instruction.layerwise == "none" else self._first_shared(iter(planned), session),
-            lambda batch: training.batch_loss(forward, batch, session.instruction, self.loss_function),
+            lambda batch: training.batch_loss(self.model, batch, session.instruction, self.loss_function),
             session.optimizer,
             [rule.adjust for rule in rules],
         )

@@ -122,7 +122,7 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", default="inprocess", help=f"{' or '.join(ENGINES)} [inprocess]")
+    parser.add_argument("--engine", default="stacked", help=f"{', '.join(ENGINES)} [stacked]")
     parser.add_argument("--verbose", action="store_true", default=False, help="show Flower's own log")
 
 

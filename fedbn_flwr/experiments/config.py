@@ -9,7 +9,6 @@ from typing import Any, Self, get_args
 from fedbn_flwr.client.precision import PRECISIONS
 from fedbn_flwr.client.training import OPTIMIZERS
 from fedbn_flwr.data import parse_augmentation
-from fedbn_flwr.simulation.stacked.timing import WAYS
 from fedbn_flwr.wire import wire_key
 
 Value = bool | int | float | str
@@ -66,23 +65,19 @@ class Config:
     validation: float = option(0.0, "test on this share of the training data, held out, instead of the test data")
     threads: int = option(
         1,
-        "torch threads a process: 1 gives the same bits everywhere (the engine cohort takes more where they pay, if "
-        "`workers` is 0); 0 leaves it to torch",
+        "torch threads of a process: 1 gives the same bits on machines with any number of cores; 0 leaves it to torch",
     )
     workers: int = option(
         0,
-        "processes that share the clients; 0: one in the engine inprocess, in the engine cohort as many as pay, or one "
-        "with more `threads`",
+        "processes that share the clients; 0: one, or in a long run of the engine stacked one for each core",
     )
-    way: str = option(
-        "auto",
-        f"how clients of the engine cohort train: auto (measured), {', '.join(WAYS)}",
+    chunk: int = option(
+        0, "largest stack of clients; 0: as many as speed up a step (20 on a CPU) and fit into half of the memory"
     )
-    chunk: int = option(0, "how many clients are stacked at most; 0: as many as are worth it and fit into memory")
     timeout: float = option(3600.0, "seconds to wait for the clients of a round")
     results_dir: str = option("results", "where results go")
     state_dir: str = option(
-        "", "keep what clients remember in files of this folder, and not in memory (inprocess only)"
+        "", "keep what clients remember in files of this folder, and not in memory (not with the engine ray)"
     )
 
     def __post_init__(self) -> None:
@@ -143,7 +138,6 @@ _SMALLEST: dict[str, float] = {
 _KNOWN: dict[str, Collection[str]] = {
     "optimizer": OPTIMIZERS,
     "precision": PRECISIONS,
-    "way": ("auto", *WAYS),
 }
 
 

@@ -5,7 +5,7 @@ import gc
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from fedbn_flwr.experiments.config import Config, UsageError
 from fedbn_flwr.experiments.method import Experiment, import_plugins
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.resources import (
-    expected_steps,
     load_data,
     make_partition,
     refuse_state_dir,
@@ -32,71 +31,71 @@ from fedbn_flwr.experiments.resources import (
     state_folder,
 )
 from fedbn_flwr.experiments.server_side import instruction_of, run
-from fedbn_flwr.simulation import CohortGrid
-from fedbn_flwr.simulation.prepared import StagedGrid
+from fedbn_flwr.experiments.workers import count_workers
+from fedbn_flwr.simulation.prepared import PreparedGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import preload
 from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.stacked.grid import StackedGrid
 from fedbn_flwr.simulation.stacked.memory_budget import clients_that_fit, keep_freed_memory
 from fedbn_flwr.strategies import Layerwise
 
 Engine = Callable[[Experiment, Path, Progress | None], Summary]
 #: makes the grid of some partitions' nodes
 MakeGrid = Callable[[Sequence[int]], InProcessGrid]
+OpenGrid = AbstractContextManager[InProcessGrid | WorkersGrid]
 
 #: what every worker needs, and takes seconds to import: itself, optimizers and the default data set
 NEEDED = (__name__, "torch._dynamo", "sklearn.datasets")
 
 
 def run_in_process(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
-    """One client after another in this process, or in each of `workers` processes: no Ray, no network."""
-    config = experiment.config
-    make_grid = partial(sequential_grid, experiment, folder)
-    workers = min(config.workers, config.clients)
-    if workers <= 1:
-        return run(make_grid(range(config.clients)), experiment, folder, progress)
-    prepare(run_in_process, config)
-    with spread_over(workers, make_grid, config) as grid:
+    """Run with one client after another in this process, or in each of `workers` processes: no Ray, no network."""
+    with open_sequential_grid(experiment, folder) as grid:
         return run(grid, experiment, folder, progress)
 
 
-def run_in_cohorts(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
-    """The clients of a round at once, in this process, or in each of `workers` processes."""
-    with cohort_grid(experiment, folder) as grid:
+def run_stacked(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
+    """Run with stacks of clients, in this process or in as many as `count_workers` says."""
+    with open_stacked_grid(experiment, folder) as grid:
         return run(grid, experiment, folder, progress)
+
+
+def open_sequential_grid(experiment: Experiment, folder: Path) -> OpenGrid:
+    """Open the grid of the engine `inprocess`."""
+    workers = min(experiment.config.workers, experiment.config.clients)
+    return open_grid(partial(sequential_grid, experiment, folder), experiment.config, workers)
+
+
+def open_stacked_grid(experiment: Experiment, folder: Path) -> OpenGrid:
+    """Open the grid of the engine `stacked`."""
+    workers = count_workers(experiment.config)
+    return open_grid(partial(stacked_grid, experiment, folder), experiment.config, workers)
 
 
 @contextmanager
-def cohort_grid(experiment: Experiment, folder: Path) -> Iterator[CohortGrid | WorkersGrid]:
-    """The grid of the engine `cohort`."""
-    config, make_grid = experiment.config, partial(stacked_grid, experiment, folder)
-    workers = min(config.workers, config.clients)
+def open_grid(make_grid: MakeGrid, config: Config, workers: int) -> Iterator[InProcessGrid | WorkersGrid]:
+    """Make the grid of all clients, in this process or shared out over worker processes; end these afterwards."""
     if workers <= 1:
         yield make_grid(range(config.clients))
         return
+    preload(NEEDED)
     with spread_over(workers, make_grid, config) as grid:
         yield grid
 
 
 def sequential_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]) -> InProcessGrid:
-    """The clients of these partitions, one after another."""
+    """Make the grid that trains the clients of these partitions one after another."""
     config, app = experiment.config, _app(experiment, partitions)
-    return StagedGrid(app, config.clients, partitions=partitions, state_dir=state_folder(config, folder))
+    return PreparedGrid(app, config.clients, partitions=partitions, state_dir=state_folder(config, folder))
 
 
-def stacked_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]) -> CohortGrid:
-    """The clients of these partitions, as many at once as pay."""
+def stacked_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]) -> InProcessGrid:
+    """Make the grid that trains the clients of these partitions in stacks."""
     config, app = experiment.config, _app(experiment, partitions)
     keep_freed_memory()
-    return CohortGrid(
-        app,
-        config.clients,
-        partitions=partitions,
-        state_dir=state_folder(config, folder),
-        way=config.way,
-        chunk=config.chunk,
-        expected_steps=expected_steps(config),
-    )
+    state_dir = state_folder(config, folder)
+    return StackedGrid(app, config.clients, partitions=partitions, state_dir=state_dir, chunk=config.chunk)
 
 
 def _app(experiment: Experiment, partitions: Sequence[int]) -> ClientApp:
@@ -190,4 +189,4 @@ def prepare(engine: Engine, config: Config) -> None:
         preload(NEEDED)
 
 
-ENGINES: dict[str, Engine] = {"inprocess": run_in_process, "cohort": run_in_cohorts, "ray": run_on_ray}
+ENGINES: dict[str, Engine] = {"stacked": run_stacked, "inprocess": run_in_process, "ray": run_on_ray}

@@ -118,14 +118,14 @@ def state_folder(config: Config, run: Path) -> Path | None:
 def refuse_state_dir(config: Config) -> None:
     """Where Flower runs the nodes, it keeps what they remember, in memory."""
     if config.state_dir:
-        raise UsageError(f"state-dir {config.state_dir!r} only works with the engines 'inprocess' and 'cohort'")
+        raise UsageError(f"state-dir {config.state_dir!r} only works with the engines 'stacked' and 'inprocess'")
 
 
 def refuse_workers(config: Config) -> None:
     """Where Flower runs the nodes, they are not shared out over processes of ours."""
     if config.workers > 1:
         raise UsageError(
-            f"workers={config.workers} only works with the engines 'inprocess' and 'cohort': Flower has its own ones"
+            f"workers={config.workers} only works with the engines 'stacked' and 'inprocess': Flower has its own ones"
         )
 
 

@@ -1,13 +1,18 @@
-"""The cohort engine: clients of one process that train at the same time, their models stacked along a dimension.
+"""Grids that run the nodes of a federation on this machine: every strategy runs on them unchanged.
 
-`CohortGrid` is a Flower `Grid`, so every strategy runs on it unchanged. It finds the messages of a push that ask for
-the same (`grid`), has them answered together (`learning`) by a `Stack` of models under `torch.func.vmap` (`stack`), BN
-layers in one call each (`beside`), and leaves to the one-after-another engine what cannot be stacked, saying why. The
-clients of a layer-wise step go from exchange to exchange together (`steps`). What is fastest for a model on a machine
-is measured (`choice`).
+- `InProcessGrid` (`sequential.py`) answers one message after another, as Flower's engines do;
+- `PreparedGrid` (`prepared.py`) does the same faster, for ClientApps of `client_app`;
+- `StackedGrid` (`stacked/grid.py`) trains clients that share a model as one stack of models; `train_together`
+  (`stacked/training.py`) is its training alone;
+- `WorkersGrid` (`processes/grid.py`) shares the nodes out over processes, each with one of the other grids.
+
+`node_contexts.py` holds what nodes remember, `spill.py` the replies that wait for those of other nodes.
 """
 
-from fedbn_flwr.simulation.stacked.grid import CohortGrid
+from fedbn_flwr.simulation.prepared import PreparedGrid
+from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from fedbn_flwr.simulation.sequential import InProcessGrid, run_in_process
+from fedbn_flwr.simulation.stacked.grid import StackedGrid
 from fedbn_flwr.simulation.stacked.training import train_together
 
-__all__ = ["CohortGrid", "train_together"]
+__all__ = ["InProcessGrid", "PreparedGrid", "StackedGrid", "WorkersGrid", "run_in_process", "train_together"]

@@ -102,7 +102,7 @@ def run_in_process(
     run_config: Config,
     make_grid: Callable[[ClientApp, int, Config], Grid] | None = None,
 ) -> None:
-    """Run a server's main function against in-process nodes, or those of another grid (`cohort.CohortGrid`)."""
+    """Run a server's main function against in-process nodes, or those of another grid, such as `StackedGrid`."""
     grid = (make_grid or InProcessGrid)(client_app, num_nodes, run_config)
     context = Context(grid.run.run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(run_config))
     server_main(grid, context)

@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks import bench
 from benchmarks.bare import BareLoop
 from benchmarks.cases import CLIENTS, METHODS, MODELS, Case, make_cases
-from benchmarks.contestants import Contestant, Effort, FailedError, Measured, measure
+from benchmarks.driver import Effort, EngineProcess, FailedError, Measured, measure
 from benchmarks.memory import family, lives, peak_megabytes
 from benchmarks.results import rows_of
 from tests.helpers.checkout import ROOT
@@ -43,12 +43,14 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_a_tiny_benchmark(tmp_path: Path) -> None:
     words = (
-        "--engines bare,sequential,cohort --models mlp --methods fedavg,fixbn:freeze-round=1 --clients 2 --device cpu"
+        "--engines bare,sequential,stacked --models mlp --methods fedavg,fixbn:freeze-round=1 --clients 2 --device cpu"
     )
     assert bench.main([*words.split(), "--repetitions", "1", "--seconds", "0.01", "--results-dir", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "bench.json").read_text())
     assert [(row["engine"], row["method"]) for row in rows] == [
-        (engine, method) for method in ("fedavg", "fixbn:freeze-round=1") for engine in ("bare", "sequential", "cohort")
+        (engine, method)
+        for method in ("fedavg", "fixbn:freeze-round=1")
+        for engine in ("bare", "sequential", "stacked")
     ]
     for row in rows:
         assert row.keys() >= KEYS
@@ -65,7 +67,7 @@ def test_a_tiny_benchmark(tmp_path: Path) -> None:
 def test_a_failure_is_a_row_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     # only the bare loop does not need the method's strategy
     case = Case("mlp", "fedavg:weighting=nonsense", clients=2, local_steps=1, device="cpu")
-    with Contestant("bare", 1, [case]) as bare, Contestant("sequential", 1, [case]) as sequential:
+    with EngineProcess("bare", 1, [case]) as bare, EngineProcess("sequential", 1, [case]) as sequential:
         results = measure(case, [bare, sequential], Effort(1, 0.01, 1))
     good, bad = rows_of(case, results)
     assert good["ratio"] == 1
@@ -75,14 +77,14 @@ def test_a_failure_is_a_row_and_the_others_go_on(capsys: pytest.CaptureFixture[s
 
 def test_a_process_plays_several_cases_and_ends_with_its_driver() -> None:
     before = set(family(os.getpid()))
-    with Contestant("bare", 1, [TINY, TINY]) as contestant:
+    with EngineProcess("bare", 1, [TINY, TINY]) as process:
         for _ in range(2):
-            contestant.ready()
-            assert len(contestant.run(3)) == 3
-            assert contestant.end()["flops-per-round"] > 0
+            process.ready()
+            assert len(process.run(3)) == 3
+            assert process.end()["flops-per-round"] > 0
         with pytest.raises(FailedError, match="has ended"):
-            contestant.ready()
-    deserted = Contestant("bare", 1, [TINY])
+            process.ready()
+    deserted = EngineProcess("bare", 1, [TINY])
     deserted.ready()
     deserted.close()
     assert not multiprocessing.active_children()
@@ -137,19 +139,19 @@ def test_ratios_are_those_of_turns() -> None:
     # the second turn was slow for everybody; 4 / 2, 12 / 6 and 6 / 2
     fast = Measured("bare", 1, turns=[[2.0, 2.0], [6.0], [2.0]], notes={"flops-per-round": 8e12})
     slow = Measured("bare", 2, turns=[[9.0]])
-    other = Measured("cohort", 1, turns=[[4.0], [12.0, 12.0, 12.0], [6.0]])
+    other = Measured("stacked", 1, turns=[[4.0], [12.0, 12.0, 12.0], [6.0]])
     one, two = Measured("sequential", 1, turns=[[3.0]] * 3), Measured("sequential", 2, turns=[[2.5]] * 3)
     failed = Measured("sequential", 3, error="no")
-    bare, sequential, cohort = rows_of(TINY, [one, slow, fast, failed, two, other], peak_tflops=8.0)
+    bare, sequential, stacked = rows_of(TINY, [one, slow, fast, failed, two, other], peak_tflops=8.0)
     assert bare["threads"] == 1
     assert bare["seconds-by-threads"] == {"1": 2.0, "2": 9.0}
     assert (sequential["threads"], sequential["ratio"]) == (2, 1.25)
     assert sequential["seconds-by-threads"] == {"1": 3.0, "2": 2.5}
-    assert cohort["seconds-per-round"] == 6.0
-    assert "seconds-by-threads" not in cohort
-    assert (cohort["ratio"], cohort["ratio-range"]) == (2.0, [2.0, 3.0])
+    assert stacked["seconds-per-round"] == 6.0
+    assert "seconds-by-threads" not in stacked
+    assert (stacked["ratio"], stacked["ratio-range"]) == (2.0, [2.0, 3.0])
     # 8 teraflop in 2 s, and in 6 s, of 8 teraflop a second
-    assert (bare["share-of-peak"], cohort["share-of-peak"]) == pytest.approx((1 / 2, 1 / 6))
+    assert (bare["share-of-peak"], stacked["share-of-peak"]) == pytest.approx((1 / 2, 1 / 6))
 
 
 def test_cases() -> None:

@@ -43,7 +43,7 @@ MISTAKES = {
     "abbreviated option": (["--round", "5"], "unknown option '--round'; known: "),
     "word too many": (["fedbn"], "unknown option 'fedbn'; known: "),
     "option without a value": (["--rounds"], "argument --rounds: expected one argument"),
-    "unknown engine": (["--engine", "spark"], "unknown engine 'spark'; known: inprocess, cohort, ray"),
+    "unknown engine": (["--engine", "spark"], "unknown engine 'spark'; known: stacked, inprocess, ray"),
     "no whole number": (["--rounds", "many"], "rounds must be a whole number, got 'many'"),
     "no number": (["--lr", "fast"], "lr must be a number, got 'fast'"),
     "not a number": (["--lr", "nan"], "lr must be a number, got 'nan'"),

@@ -20,7 +20,7 @@ def rounds(folder: Path) -> list[dict[str, Any]]:
 def test_any_number_of_workers_gives_the_same_files(method: str, tmp_path: Path) -> None:
     for workers in "13":
         folder = str(tmp_path / workers)
-        assert run("run", clients="4", workers=workers, method=method, results_dir=folder) == 0
+        assert run("run", engine="inprocess", clients="4", workers=workers, method=method, results_dir=folder) == 0
     assert rounds(tmp_path / "3") == rounds(tmp_path / "1")
     one, other = ((tmp_path / workers / "model.safetensors").read_bytes() for workers in "13")
     assert one == other
@@ -54,7 +54,7 @@ def test_flowers_engine_has_workers_of_its_own(
 ) -> None:
     options = {} if "compare" in words else {"workers": "2"}
     assert run(*words, engine="ray", results_dir=str(tmp_path / "results"), **options) == 2
-    assert "workers=2 only works with the engines 'inprocess' and 'cohort'" in capsys.readouterr().err
+    assert "workers=2 only works with the engines 'stacked' and 'inprocess'" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fedbn_flwr.simulation.stacked.grid as engine
 from fedbn_flwr import state, wire
-from fedbn_flwr.simulation import CohortGrid, train_together
+from fedbn_flwr.simulation import StackedGrid, train_together
 from fedbn_flwr.simulation.sequential import Config, InProcessGrid
 from fedbn_flwr.simulation.stacked.model import Stack
 from fedbn_flwr.state import State
@@ -29,20 +29,13 @@ EXACT = 1e-10
 APART = "Clients train one after another: "
 
 
-class Stacked(CohortGrid):
+class Stacked(StackedGrid):
     """A grid that stacks all clients that can be stacked."""
 
     most: ClassVar[int] = 20
-    stacking: ClassVar[str] = "stacked"
 
     def __init__(self, client_app: ClientApp, num_nodes: int, run_config: Config | None = None) -> None:
-        super().__init__(client_app, num_nodes, run_config, way=self.stacking, chunk=self.most)
-
-
-class StackedLast(Stacked):
-    """With images in the other order of memory."""
-
-    stacking = "stacked-channels-last"
+        super().__init__(client_app, num_nodes, run_config, chunk=self.most)
 
 
 def stacked_by(number: int) -> type[Stacked]:

@@ -19,7 +19,7 @@ from fedbn_flwr.layerwise import Exchange, Lockstep, Request, shared_statistics,
 from fedbn_flwr.server.layerwise_round import LayerwiseRound
 from fedbn_flwr.server.message_step import MessageStep
 from fedbn_flwr.server.replies import Expected
-from fedbn_flwr.simulation import CohortGrid
+from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.traffic.counting_grid import CountingGrid
@@ -56,10 +56,10 @@ def _flat(exchange: Sequence[Sequence[Request]]) -> list[Request]:
     return [request for (request,) in exchange]
 
 
-def stacked_nodes(partitions: Sequence[int]) -> CohortGrid:
+def stacked_nodes(partitions: Sequence[int]) -> StackedGrid:
     """Some nodes of the harness's federation, stacked."""
     app = client_app(Federation(make_model())._client)
-    return CohortGrid(app, len(SIZES), partitions=partitions, way="stacked")
+    return StackedGrid(app, len(SIZES), partitions=partitions)
 
 
 def contents() -> dict[int, RecordDict]:

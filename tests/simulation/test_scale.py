@@ -192,8 +192,8 @@ def test_a_state_dir_is_refused_where_flower_keeps_the_state(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("run", engine="ray", results_dir=str(tmp_path), state_dir=str(tmp_path / "states")) == 2
-    assert "only works with the engines 'inprocess' and 'cohort'" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="only works with the engines 'inprocess' and 'cohort'"):
+    assert "only works with the engines 'stacked' and 'inprocess'" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="only works with the engines 'stacked' and 'inprocess'"):
         serve(InProcessGrid(remembering(), 2), {"state-dir": str(tmp_path / "states")})
     assert not (tmp_path / "states").exists()
 

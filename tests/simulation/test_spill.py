@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord
 from safetensors.torch import load_file
 
 from fedbn_flwr import state
-from fedbn_flwr.experiments.engines import MakeGrid, cohort_grid, sequential_grid, spread_over, stacked_grid
+from fedbn_flwr.experiments.engines import MakeGrid, open_stacked_grid, sequential_grid, spread_over, stacked_grid
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.server.averaging import average, not_finite
@@ -183,11 +183,11 @@ def test_the_file_goes_with_the_last_reply(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("engine", "method"),
-    [*product(("sequential", "cohort"), METHODS), ("workers", "fedbn"), ("stacked workers", "fedtan")],
+    [*product(("sequential", "stacked"), METHODS), ("workers", "fedbn"), ("stacked workers", "fedtan")],
 )
 def test_a_run_has_the_same_bits(engine: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = resolve({**OPTIONS, "method": method, "clients": "5", "way": "stacked", "workers": "1"})
-    monkeypatch.setattr("fedbn_flwr.simulation.prepared.TOGETHER", 2)
+    monkeypatch.setattr("fedbn_flwr.simulation.prepared.PORTION", 2)
     written, real = list[int](), SpillBuffer._write
 
     def noting(self: SpillBuffer, buffer: np.ndarray) -> np.ndarray:
@@ -200,8 +200,8 @@ def test_a_run_has_the_same_bits(engine: str, method: str, tmp_path: Path, monke
         make_grid: MakeGrid = partial(sequential_grid, experiment, folder)
         if engine == "sequential":
             run(make_grid(range(5)), experiment, folder)
-        elif engine == "cohort":
-            with cohort_grid(experiment, folder) as grid:
+        elif engine == "stacked":
+            with open_stacked_grid(experiment, folder) as grid:
                 run(grid, experiment, folder)
         else:
             if engine == "stacked workers":

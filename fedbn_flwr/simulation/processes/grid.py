@@ -29,7 +29,7 @@ class WorkersGrid(LocalGrid):
     `make_grid` is given partitions, and makes the grid of their nodes inside a worker: it must be picklable, and the
     grid's node of partition p have the id `FIRST_NODE_ID + p`. A node stays with its worker, where its `Context` is.
     When a worker dies, the messages that it has are answered by errors, and it is started anew with contexts that are
-    empty; it has at most `staged.TOGETHER` of a push at a time.
+    empty; it has at most `prepared.PORTION` of a push at a time.
 
     Workers start, import and make their grids while the caller goes on; the first messages wait for them. Close the
     grid, or use it as a context manager, and no process is left.

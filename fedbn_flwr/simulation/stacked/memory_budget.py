@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +13,34 @@ from fedbn_flwr.client import BNClient, training
 from fedbn_flwr.layerwise import OwnRandomness
 from fedbn_flwr.wire import Instruction
 
-#: more do not make a step faster: a CPU's caches are full, a GPU's processors busy
-_ENOUGH = {"cpu": 20, "cuda": 512}
-#: the share of the free memory that a stack may take
+#: larger stacks do not make a step faster: a CPU's caches are full, a GPU's processors busy
+_LARGEST = {"cpu": 20, "cuda": 512}
+#: the share of the whole memory that a stack may take
 _SHARE = 0.5
+#: the memory limit of a container
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 #: parameters of glibc's `mallopt`
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 #: parameters, their gradients, the optimizer's state, what is received, what is sent, and one more while adding up
 _COPIES = 6
 
 
-def worth_stacking(device: torch.device) -> int:
-    """How many clients."""
-    return _ENOUGH.get(device.type, _ENOUGH["cpu"])
+def largest_useful_stack(device: torch.device) -> int:
+    """Return the largest stack of clients that still speeds up a step."""
+    return _LARGEST.get(device.type, _LARGEST["cpu"])
 
 
 def clients_that_fit(client: BNClient, instruction: Instruction) -> int:
-    """How many clients there is memory for, at least 1."""
+    """Return how many clients there is memory for, at least 1."""
     try:
         needed = bytes_of_a_client(client, instruction)
     except Exception:  # a client that cannot train says so when it is its turn
         needed = 1
-    return max(1, int(free_memory(client.device) * _SHARE / max(needed, 1)))
+    return max(1, int(total_memory(client.device) * _SHARE / max(needed, 1)))
 
 
 def bytes_of_a_client(client: BNClient, instruction: Instruction) -> int:
-    """About what training one client takes: copies of its state, and what a forward pass keeps for the backward."""
+    """Estimate the bytes to train one client: copies of its state, and what a forward pass keeps for the backward."""
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -52,22 +55,21 @@ def bytes_of_a_client(client: BNClient, instruction: Instruction) -> int:
     return 2 * sum(kept.values()) + _COPIES * int(sum(value.nbytes for value in client.model.state_dict().values()))
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes."""
+def total_memory(device: torch.device) -> int:
+    """Return the whole memory of the device, free or not, in bytes."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) << 10
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no such file, or "max"
+        return min(physical, int(_CONTAINER_LIMIT.read_text()))
+    return physical
 
 
 def keep_freed_memory() -> None:
     """Let this process hold on to what it frees, where the C library is glibc.
 
-    By default it returns every large block to the system, and has it cleared when it asks again: in every step, for
-    the activations of a stack, that takes as long as some of its layers.
+    By default glibc returns every large block to the system, which clears it when it is asked for again: in every step,
+    for the activations of a stack, that takes as long as some of its layers.
     """
     try:
         change = ctypes.CDLL("libc.so.6").mallopt

@@ -43,7 +43,6 @@ def train_together(
     received: Sequence[Mapping[str, State]],
     instruction: Instruction,
     exchange: Exchange | None = None,
-    channels_last: bool = False,
 ) -> list[Reply]:
     """What each client's `train` replies, up to rounding; nobody's memory changes unless all are at their end.
 
@@ -59,7 +58,7 @@ def train_together(
         groups = {name: [each[name] for each in received] for name in received[0] if name != wire.ARRAYS}
         others = {name: stacked(states) for name, states in groups.items()}
         session = Session(stack, optimizer, instruction, others, memory, local, structure=structure)
-        losses = _learn(clients, stack, session, exchange, channels_last)
+        losses = _learn(clients, stack, session, exchange)
     if local:
         memory.store(wire.PERSONAL, {name: value for name, value in stack.state_dict().items() if name in local})
     memory.write()
@@ -88,12 +87,10 @@ def _states(
     return states
 
 
-def _learn(
-    clients: Sequence[BNClient], stack: Stack, session: Session, exchange: Exchange | None, channels_last: bool
-) -> Tensor:
+def _learn(clients: Sequence[BNClient], stack: Stack, session: Session, exchange: Exchange | None) -> Tensor:
     instruction = session.instruction
     plans = [client.plan(instruction, stack.structure) for client in clients]
-    rounds = _Round(clients, stack, session, plans, exchange, channels_last)
+    rounds = _Round(clients, stack, session, plans, exchange)
     session.steps = rounds.steps
     rules = rules_for(instruction)
     for rule in rules:
@@ -114,7 +111,6 @@ class _Round:
     session: Session
     plans: Sequence[BatchLoader]
     exchange: Exchange | None
-    channels_last: bool
     #: rows of clients that have taken all their steps, and what is to be put back there
     finished: list[tuple[slice, list[tuple[Tensor, Tensor]]]] = field(default_factory=list)
     first: bool = True
@@ -187,7 +183,7 @@ class _Round:
         inputs, targets = inputs.unflatten(0, (len(plans), size)), targets.unflatten(0, (len(plans), size))
         if self.session.instruction.augmentation != "none":
             inputs = torch.stack([plan.augmented(own) for own, plan in zip(inputs, plans, strict=True)])
-        return Part(rows, _with_channels_last(inputs) if self.channels_last else inputs, targets)
+        return Part(rows, inputs, targets)
 
     def _retire(self, rows: slice) -> None:
         moving = [value.detach() for _, value in self.stack.named_parameters()]
@@ -200,13 +196,6 @@ class _Round:
         if self.session.instruction.momentum_state != "none" and self.session.instruction.momentum and not kept:
             raise CannotStackError("a client is at its end before there is momentum, which it would get all the same")
         self.finished.append((rows, [(value, value[rows].clone()) for value in moving + kept]))
-
-
-def _with_channels_last(inputs: Tensor) -> Tensor:
-    """Stacked images in the order of memory from which `vmap` makes those of one network in channels-last order."""
-    if inputs.dim() != 5:
-        return inputs
-    return inputs.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
 
 
 def _numbers(rows: Rows) -> Sequence[int]:

@@ -194,7 +194,7 @@ def test_a_worker_that_dies_is_an_error_of_its_nodes_and_starts_anew(
 def test_of_a_long_push_only_what_a_worker_has_is_lost_with_it(
     grid: WorkersGrid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedbn_flwr.simulation.prepared.TOGETHER", 1)
+    monkeypatch.setattr("fedbn_flwr.simulation.prepared.PORTION", 1)
     replies = send(grid, "hello", "hello", "die", "hello", "hello")
     assert [reply.has_error() for reply in replies] == [False, False, True, False, False]
     # the first node's state is lost all the same

@@ -11,7 +11,7 @@ import torch
 from fedbn_flwr import models
 from fedbn_flwr.client.layerwise_step import STEPS
 from fedbn_flwr.layerwise import Answer
-from fedbn_flwr.simulation import CohortGrid
+from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid
@@ -202,7 +202,7 @@ def test_a_client_that_ends_before_there_is_momentum_goes_by_messages() -> None:
 def opened(advances: int) -> tuple[Federation, Any]:
     nodes = Federation(make_model(), grid=Stacked)
     instruction = replace(INSTRUCTION, server_round=1, layerwise="fused", momentum=0.9, momentum_state="local")
-    assert isinstance(nodes.grid, CohortGrid)
+    assert isinstance(nodes.grid, StackedGrid)
     step = nodes.grid.open_step(asked(nodes, instruction, **StepPosition("exchange", 1).pack()))
     assert step is not None
     assert [participant.num_examples for participant in step.participants] == list(SIZES)

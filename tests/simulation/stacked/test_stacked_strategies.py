@@ -7,18 +7,8 @@ from torch import nn
 
 from fedbn_flwr import models
 from fedbn_flwr.norm import NORMS
-from fedbn_flwr.strategies import REGISTRY, FedAvg, FedBN, FedBS, FedProx, FedTAN, FedWon, FixBN, Scaffold, SiloBN
-from tests.helpers.engine_comparison import (
-    EXACT,
-    Stacked,
-    StackedLast,
-    assert_same,
-    both,
-    difference,
-    quiet,
-    run,
-    stacked_by,
-)
+from fedbn_flwr.strategies import REGISTRY, FedAvg, FedBN, FedBS, FedProx, FedWon, FixBN, Scaffold, SiloBN
+from tests.helpers.engine_comparison import EXACT, Stacked, assert_same, both, difference, quiet, run, stacked_by
 from tests.helpers.harness import Double, make_model
 from tests.strategies.test_contract import TABLE
 
@@ -160,16 +150,6 @@ def test_small_chunks(strategy: type[FedAvg], chunk: int, stacks: list[int]) -> 
     alone, together = both(lambda: quiet(strategy), grid=stacked_by(chunk), **options)
     assert difference(alone, together) < EXACT
     assert together.watch.stacks == stacks * 2
-    assert not together.watch.reasons
-
-
-@pytest.mark.parametrize("strategy", [FedAvg, Scaffold, FedTAN])
-def test_channels_last(strategy: type[FedAvg]) -> None:
-    options: dict[str, Any] = {"rounds": 2, "local_steps": 0, "local_epochs": 2, "augmentation": "crop-flip"}
-    if strategy is FedTAN:
-        options |= {"local_epochs": 0, "local_steps": 3}
-    alone, together = both(lambda: quiet(strategy), grid=StackedLast, **options)
-    assert difference(alone, together) < EXACT
     assert not together.watch.reasons
 
 

@@ -14,11 +14,11 @@ from statistics import median
 from typing import Any, Self
 
 from benchmarks.cases import Case
+from benchmarks.engines import serve
 from benchmarks.memory import family, lives
-from benchmarks.players import play
 
 #: imported once, by the process from which the others are forked
-PRELOADED = "benchmarks.players"
+PRELOADED = "benchmarks.engines"
 #: seconds that a process has for one answer, to end by itself, and to end when it is told to
 ANSWERING, ENDING, DYING = 3600.0, 60.0, 5.0
 
@@ -66,14 +66,14 @@ class Measured:
         return [median(turn) for turn in self.turns]
 
 
-class Contestant:
+class EngineProcess:
     """A process that plays one case after another with one engine."""
 
     def __init__(self, engine: str, threads: int, cases: Sequence[Case]) -> None:
         context = _forking()
         self.engine, self.threads = engine, threads
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=play, args=(engine, threads, cases, theirs))
+        self._process = context.Process(target=serve, args=(engine, threads, cases, theirs))
         with _default_threads_hidden():
             self._process.start()
         theirs.close()
@@ -143,10 +143,10 @@ class Contestant:
         return content
 
 
-def measure(case: Case, contestants: Sequence[Contestant], effort: Effort) -> list[Measured]:
+def measure(case: Case, processes: Sequence[EngineProcess], effort: Effort) -> list[Measured]:
     """Time engines in turn; one that cannot go on drops out."""
-    results = {each: Measured(each.engine, each.threads) for each in contestants}
-    for each in contestants:
+    results = {each: Measured(each.engine, each.threads) for each in processes}
+    for each in processes:
         with _dropping_out(results[each]):
             each.ready()
     for each in _remaining(results):
@@ -159,9 +159,9 @@ def measure(case: Case, contestants: Sequence[Contestant], effort: Effort) -> li
     return list(results.values())
 
 
-def _take_turns(results: dict[Contestant, Measured], effort: Effort) -> None:
+def _take_turns(results: dict[EngineProcess, Measured], effort: Effort) -> None:
     """The turns; the round by which they are planned counts as one if no turn has more rounds than that."""
-    plans: dict[Contestant, float] = {}
+    plans: dict[EngineProcess, float] = {}
     for each in _remaining(results):
         with _dropping_out(results[each]):
             seconds = each.run(1)
@@ -210,7 +210,7 @@ def _dropping_out(result: Measured) -> Iterator[None]:
         result.error = str(error)
 
 
-def _remaining(results: dict[Contestant, Measured]) -> list[Contestant]:
+def _remaining(results: dict[EngineProcess, Measured]) -> list[EngineProcess]:
     return [each for each, result in results.items() if not result.error]
 
 

@@ -1,12 +1,11 @@
-"""The engines, each as a function that plays cases at the pace of the driver. A peer is one more of them."""
+"""The engines, each a function that runs cases and tells the clock when a round is done. A peer is one more."""
 
 import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,54 +20,46 @@ from flwr.serverapp import Grid, ServerApp
 
 from benchmarks.bare import BareLoop
 from benchmarks.cases import ENDLESS, FREEZE_ROUND, Case
-from benchmarks.pace import Notes, Pace
+from benchmarks.clock import Clock
 from fedbn_flwr import state
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments.client_side import bound_client_fn
-from fedbn_flwr.experiments.engines import cohort_grid, sequential_grid
+from fedbn_flwr.experiments.engines import open_sequential_grid, open_stacked_grid
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.resources import fresh_model, load_data, make_partition
 from fedbn_flwr.experiments.server_side import instruction_of
+from fedbn_flwr.simulation import WorkersGrid
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 
-Player = Callable[[Sequence[Case], Pace], None]
+Engine = Callable[[Sequence[Case], Clock], None]
 
 
-def play_bare(cases: Sequence[Case], pace: Pace) -> None:
-    """A plain loop over clients; what FedTAN exchanges is left out."""
+def run_bare(cases: Sequence[Case], clock: Clock) -> None:
+    """Time a plain loop over clients; for FedTAN without the exchanges."""
     for case in cases:
-        with pace.playing() as notes:
+        with clock.case() as notes:
             loop = _bare_loop(case)
             notes["flops-per-round"] = loop.flops()
             while True:
-                pace.lap()
+                clock.round_done()
                 loop.round()
 
 
-def play_sequential(cases: Sequence[Case], pace: Pace) -> None:
-    """One client after another, in this process."""
+def run_sequential(cases: Sequence[Case], clock: Clock) -> None:
+    """Time one client after another, in this process."""
     for case in cases:
-        _play(case, partial(_open_sequential, case.experiment()), pace)
+        _run(case, open_sequential_grid, clock)
 
 
-def play_cohort(cases: Sequence[Case], pace: Pace) -> None:
-    """Clients at once, in the way and in as many processes as the engine chooses."""
+def run_stacked(cases: Sequence[Case], clock: Clock) -> None:
+    """Time stacks of clients, in as many processes as the engine takes for a run of `cases.RUN` rounds."""
     for case in cases:
-        with ExitStack() as stack:
-            _play(case, partial(_open_cohort, stack, case.experiment()), pace)
+        _run(case, open_stacked_grid, clock)
 
 
-def _open_sequential(experiment: Experiment, *_: object) -> Grid:
-    return sequential_grid(experiment, Path("unused"), range(experiment.config.clients))
-
-
-def _open_cohort(stack: ExitStack, experiment: Experiment, *_: object) -> Grid:
-    return stack.enter_context(cohort_grid(experiment, Path("unused")))
-
-
-def play_ray(cases: Sequence[Case], pace: Pace) -> None:
-    """Flower's simulation; it starts in ten seconds, so that one serves several cases, whose clients are alike."""
+def run_ray(cases: Sequence[Case], clock: Clock) -> None:
+    """Time Flower's simulation; it starts in ten seconds, so one serves all cases, which have the same clients."""
     from flwr.simulation import run_simulation
 
     # otherwise Ray hides the GPU from workers that reserve no part of it
@@ -78,7 +69,7 @@ def play_ray(cases: Sequence[Case], pace: Pace) -> None:
     @server.main()
     def main(grid: Grid, context: Context) -> None:
         for case in cases:
-            _play(case, lambda *_: grid, pace)
+            _run(case, lambda *_: nullcontext(grid), clock)
 
     backend: Any = {
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
@@ -87,40 +78,36 @@ def play_ray(cases: Sequence[Case], pace: Pace) -> None:
     run_simulation(server, _app(cases[0]), num_supernodes=cases[0].clients, backend_config=backend)
 
 
-PLAYERS: dict[str, Player] = {
-    "bare": play_bare,
-    "sequential": play_sequential,
-    "cohort": play_cohort,
-    "ray": play_ray,
+ENGINES: dict[str, Engine] = {
+    "bare": run_bare,
+    "sequential": run_sequential,
+    "stacked": run_stacked,
+    "ray": run_ray,
 }
 
 
-def play(engine: str, threads: int, cases: Sequence[Case], driver: Connection) -> None:
-    """What a process does."""
+def serve(engine: str, threads: int, cases: Sequence[Case], driver: Connection) -> None:
+    """Time cases with one engine, as the driver commands: what an engine's process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its processes
     logging.getLogger("flwr").setLevel(logging.ERROR)
     torch.set_num_threads(threads)
-    PLAYERS[engine]([replace(case, threads=threads) for case in cases], Pace(driver))
+    ENGINES[engine]([replace(case, threads=threads) for case in cases], Clock(driver))
 
 
-def describe(grid: Grid) -> Notes:
-    """What a grid tells of its choice: `how` it trains, in how many `threads` and `workers`; its `compile-seconds`."""
-    return dict(getattr(grid, "choice", {}))
-
-
-def _play(case: Case, make_grid: Callable[[ClientApp, int], Grid], pace: Pace) -> None:
-    with pace.playing() as notes:
+def _run(case: Case, open_grid: Callable[[Experiment, Path], AbstractContextManager[Grid]], clock: Clock) -> None:
+    # worker processes end after the case, which counts their memory
+    with ExitStack() as stack, clock.case() as notes:
         experiment = case.experiment()
-        grid = make_grid(_app(case), case.clients)
+        grid = stack.enter_context(open_grid(experiment, Path("unused")))
+        notes["workers"] = len(grid.process_ids) if isinstance(grid, WorkersGrid) else 1
         initial = state.to_record(fresh_model(experiment.config).state_dict())
-        train_config = instruction_of(experiment.config).to_config()
-        strategy = experiment.make_strategy(case.clients)
-        try:
-            strategy.start(
-                CountingGrid(grid), initial, ENDLESS, train_config=train_config, evaluate_fn=lambda *_: pace.lap()
-            )
-        finally:
-            notes |= describe(grid)
+        experiment.make_strategy(case.clients).start(
+            CountingGrid(grid),
+            initial,
+            ENDLESS,
+            train_config=instruction_of(experiment.config).to_config(),
+            evaluate_fn=lambda *_: clock.round_done(),
+        )
 
 
 def _app(case: Case) -> ClientApp:

@@ -17,7 +17,7 @@ class Enough(BaseException):
     """The driver wants no more rounds of this case: no error, so that no `except Exception` on the way catches it."""
 
 
-class Pace:
+class Clock:
     """Commands of the driver: `("run", n)` for n rounds, answered by their seconds, and `("end",)`."""
 
     def __init__(self, driver: Connection) -> None:
@@ -26,7 +26,7 @@ class Pace:
         self._begun = False
 
     @contextmanager
-    def playing(self) -> Iterator[Notes]:
+    def case(self) -> Iterator[Notes]:
         """Around a case: tells the driver how it ended, and what was noted about it."""
         notes: Notes = {}
         self._left, self._seconds, self._begun = 0, [], False
@@ -39,7 +39,7 @@ class Pace:
         except Exception as error:
             self._driver.send(("failed", " ".join(f"{type(error).__name__}: {error}".split())))
 
-    def lap(self) -> None:
+    def round_done(self) -> None:
         """A round has come to its end, or the first one could begin."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()

@@ -1,0 +1,55 @@
+"""How many processes train the clients of a run: a plain rule, so that the same command gives the same bits."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from fedbn_flwr.client import pick_device
+from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.resources import expected_steps, load_data, shared_model
+from fedbn_flwr.simulation.processes.grid import count_cores
+
+#: multiplications in the forward passes of a run from which on it starts processes. Starting two takes about as long as
+#: they save at this size: 40,000 steps of small-cnn, or 2,000 of resnet20, in batches of 20
+WORTH_STARTING = 10**11
+#: clients that take part in a round, for each process: a stack of five takes 0.57 (small-cnn) or 0.75 (resnet20) times
+#: as long as five clients one after another, and a stack of ten 0.42 or 0.67 times as long as ten
+CLIENTS_PER_WORKER = 5
+
+
+def count_workers(config: Config) -> int:
+    """Return the number of processes of the stacked engine: `workers`, or in a long run as many as there are cores.
+
+    The rule knows the model, the number of clients and steps, the cores and the options, and nothing that is measured.
+    A GPU is not made faster by several processes.
+    """
+    if config.workers:
+        return min(config.workers, config.clients)
+    taking_part = max(int(config.clients * config.fraction_train), 1)
+    most = min(count_cores(), taking_part // CLIENTS_PER_WORKER)
+    if most <= 1 or pick_device(config.device).type != "cpu":
+        return 1
+    samples = expected_steps(config) * config.batch_size
+    return most if samples * count_multiplications(config) >= WORTH_STARTING else 1
+
+
+def count_multiplications(config: Config) -> int:
+    """Return the multiplications of convolutions and linear layers in the forward pass of one sample."""
+    model, total = shared_model(config), 0
+
+    def count(layer: nn.Module, _: object, output: Tensor) -> None:
+        nonlocal total
+        weight: Tensor = layer.weight  # type: ignore[assignment]
+        total += output.numel() * weight[0].numel()
+
+    layers = [layer for layer in model.modules() if isinstance(layer, (_ConvNd, nn.Linear))]
+    hooks = [layer.register_forward_hook(count) for layer in layers]
+    # two of them, for layers that normalize over the batch also when they do not learn
+    inputs, _ = load_data(config).train.batch(torch.zeros(2, dtype=torch.int64), torch.device("cpu"))
+    try:
+        with torch.no_grad():
+            model.eval()(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return total // len(inputs)

@@ -1,0 +1,68 @@
+"""The number of worker processes is a rule, and a run's bits are its consequence."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedbn_flwr.experiments import Config, workers
+from fedbn_flwr.experiments.workers import count_multiplications, count_workers
+from tests.helpers.runs import DATA, run
+
+#: multiplications of a sample: 64 x 30 and 30 x 4
+MLP = 64 * 30 + 30 * 4
+
+
+def config(**options: Any) -> Config:
+    """Return a run of 10 clients, each with a step of one sample a round."""
+    short = {"dataset": DATA, "model": "mlp", "partition": "iid", "clients": 10, "device": "cpu"}
+    return Config(**{**short, "local_steps": 1, "batch_size": 1, "rounds": 1, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        # one sample a client and round: just enough for 10 rounds
+        ({"rounds": 10}, 2),
+        ({"rounds": 9}, 1),
+        ({"rounds": 5, "batch_size": 2}, 2),
+        ({"rounds": 5, "local_steps": 2}, 2),
+        ({"rounds": 20, "fraction_train": 0.5}, 1),
+        ({"rounds": 10, "clients": 15}, 3),
+        ({"rounds": 10, "clients": 100}, 4),
+        ({"rounds": 9, "workers": 3}, 3),
+        ({"rounds": 10, "workers": 1}, 1),
+        ({"workers": 20}, 10),
+    ],
+)
+def test_a_long_run_has_a_process_for_every_five_clients_of_a_round(
+    options: dict[str, Any], wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "count_cores", lambda: 4)
+    monkeypatch.setattr(workers, "WORTH_STARTING", 10 * 10 * MLP)
+    assert count_workers(config(**options)) == wanted
+
+
+def test_a_gpu_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "count_cores", lambda: 4)
+    monkeypatch.setattr(workers, "WORTH_STARTING", 0)
+    monkeypatch.setattr(workers, "pick_device", lambda _: torch.device("cuda"))
+    assert count_workers(config()) == 1
+
+
+def test_multiplications_are_those_of_convolutions_and_linear_layers() -> None:
+    assert count_multiplications(config()) == MLP
+    # three 3x3 convolutions of 16, 32 and 32 channels on 8x8, 4x4 and 2x2 positions, and a linear layer
+    convolutions = 9 * (1 * 16 * 64 + 16 * 32 * 16 + 32 * 32 * 4)
+    assert count_multiplications(config(model="small-cnn")) == convolutions + 32 * 4
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": "2"}, {"chunk": "2", "method": "fedtan"}], ids=str)
+def test_the_same_command_gives_the_same_bits(options: dict[str, str], tmp_path: Path) -> None:
+    models = []
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        assert run("run", clients="4", model="small-cnn", results_dir=str(folder), **options) == 0
+        models.append((folder / "model.safetensors").read_bytes())
+    assert models[0] == models[1]
