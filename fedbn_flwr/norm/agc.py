@@ -1,15 +1,13 @@
 """Adaptive gradient clipping, which keeps networks without normalizers stable at larger batches."""
 
-from collections.abc import Collection, Iterable
-from functools import partial
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
 from torch.nn.modules.conv import _ConvNd
 
-#: norms below these count as these: eps of the equation, and a guard against division by zero
-SMALLEST_WEIGHT, SMALLEST_GRADIENT = 1e-3, 1e-6
+#: the smallest norm that weights are taken to have, so that those at 0 can leave it
+EPS = 1e-3
 
 
 def adaptive_clip(model: nn.Module, clip_factor: float = 0.1, skip: Collection[nn.Parameter] | None = None) -> None:
@@ -20,30 +18,22 @@ def adaptive_clip(model: nn.Module, clip_factor: float = 0.1, skip: Collection[n
     weights i into one output, eps = 1e-3. A bias or a gain is one unit as a whole. FedWon's factor is 0.1.
     """
     skipped = {id(parameter) for parameter in (classifier_parameters(model) if skip is None else skip)}
-    clip_gradients([parameter for parameter in model.parameters() if id(parameter) not in skipped], clip_factor)
+    clip_gradients({name: value for name, value in model.named_parameters() if id(value) not in skipped}, clip_factor)
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], clip_factor: float, stacked: bool = False) -> None:
-    """Clip the gradients of these parameters in place; `stacked` ones have a row for each of several models."""
-    clip = partial(_clip, clip_factor=clip_factor)
-    for parameter in parameters:
+def clip_gradients(parameters: Mapping[str, nn.Parameter], clip_factor: float, stacked: bool = False) -> None:
+    """Clip the gradients of named parameters in place; `stacked` ones have a row for each of several models."""
+    for name, parameter in parameters.items():
         if parameter.grad is not None:
-            (vmap(clip) if stacked else clip)(parameter.detach(), parameter.grad)
+            whole = parameter.dim() - stacked < 2 or name.rpartition(".")[2] == "gain"
+            _clip(parameter.detach(), parameter.grad, clip_factor, tuple(range(stacked + (not whole), parameter.dim())))
 
 
-def _clip(weight: Tensor, gradient: Tensor, clip_factor: float) -> Tensor:
-    """Clip one gradient in place; timm's function does the same, but `vmap` would loop over its `clamp_`."""
-    largest = _unit_norms(weight).clamp(min=SMALLEST_WEIGHT) * clip_factor
-    norms = _unit_norms(gradient)
-    clipped = gradient * (largest / norms.clamp(min=SMALLEST_GRADIENT))
-    return gradient.copy_(torch.where(norms < largest, gradient, clipped))
-
-
-def _unit_norms(values: Tensor) -> Tensor:
-    """Return the norm of the weights into each output, or of a whole vector."""
-    # without dimensions, all of them count
-    norms: Tensor = torch.linalg.vector_norm(values, dim=tuple(range(1, values.dim())), keepdim=values.dim() > 1)
-    return norms
+def _clip(weight: Tensor, gradient: Tensor, factor: float, unit: tuple[int, ...]) -> None:
+    """Clip where the gradient's norm over the dimensions of a unit is too large for the weight's."""
+    largest = torch.linalg.vector_norm(weight, dim=unit, keepdim=True).clamp(min=EPS) * factor
+    size = torch.linalg.vector_norm(gradient, dim=unit, keepdim=True)
+    gradient.mul_(torch.where(size > largest, largest / size, 1))
 
 
 def classifier_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -10,7 +10,7 @@ from torch import nn
 from torchvision.models import mobilenet_v2, squeezenet1_1
 
 from fedbn_flwr.models import build
-from fedbn_flwr.norm import adaptive_clip, classifier_parameters
+from fedbn_flwr.norm import adaptive_clip, classifier_parameters, clip_gradients, replace
 
 Array = NDArray[np.float64]
 
@@ -55,6 +55,38 @@ def test_clipping_is_the_printed_formula(layer: nn.Module, factor: float, size: 
     for parameter, gradient in zip(layer.parameters(), expected, strict=True):
         assert parameter.grad is not None
         np.testing.assert_allclose(parameter.grad.numpy(), gradient, rtol=1e-9)
+
+
+@pytest.mark.parametrize("convolution", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+def test_a_learnable_gain_is_one_unit(convolution: type[nn.Module]) -> None:
+    """Equation 3 is about the rows of weight matrices; gains and biases are taken as one unit each."""
+    model = replace(nn.Sequential(convolution(2, 3, 3), nn.ReLU(), nn.Flatten()), "wsconv", gain="learnable").double()
+    gain = dict(model.named_parameters())["0.gain"]
+    with torch.no_grad():
+        gain.copy_(torch.tensor([3.0, 4.0, 12.0]).reshape(gain.shape))  # the norm is 13
+    gain.grad = torch.tensor([0.1, 0.2, 0.2], dtype=torch.float64).reshape(gain.shape)  # the norm is 0.3
+    adaptive_clip(model, 0.1, skip=[])
+    assert gain.grad.flatten().tolist() == [0.1, 0.2, 0.2]
+    adaptive_clip(model, 0.01, skip=[])
+    expected = np.array([0.1, 0.2, 0.2]) * 0.13 / 0.3
+    np.testing.assert_allclose(gain.grad.flatten().numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("a.weight", (3, 2, 3)), ("a.gain", (3, 1, 1)), ("a.bias", (3,))])
+def test_stacked_models_are_clipped_one_by_one(name: str, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([0.01, 1.0, 100.0]).reshape(3, *[1] * len(shape))  # the last is not clipped
+    weights, gradients = (torch.randn(3, *shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    together = nn.Parameter(weights * sizes)
+    together.grad = gradients.clone()
+    clip_gradients({name: together}, 0.1, stacked=True)
+    for row, weight in enumerate(weights * sizes):
+        alone = nn.Parameter(weight)
+        alone.grad = gradients[row].clone()
+        clip_gradients({name: alone}, 0.1)
+        torch.testing.assert_close(alone.grad, together.grad[row])
+    assert not torch.equal(together.grad[0], gradients[0])
+    assert torch.equal(together.grad[2], gradients[2])
 
 
 def test_the_classifier_is_not_clipped() -> None:

@@ -1,4 +1,4 @@
-"""Adaptive gradient clipping."""
+"""Adaptive gradient clipping, FedWon's client half. The server's half is `strategies/fedwon.py`."""
 
 from typing import ClassVar
 
@@ -20,8 +20,8 @@ class Clipping(Rule):
         """Remember what to clip."""
         structure = session.structure or session.model
         skipped = {id(parameter) for parameter in norm.classifier_parameters(structure)}
-        names = [name for name, parameter in structure.named_parameters() if id(parameter) not in skipped]
-        self._clipped = [parameter for name, parameter in session.model.named_parameters() if name in names]
+        names = {name for name, parameter in structure.named_parameters() if id(parameter) not in skipped}
+        self._clipped = {name: value for name, value in session.model.named_parameters() if name in names}
         self._stacked = session.stacked
 
     def adjust(self) -> None:
