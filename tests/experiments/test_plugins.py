@@ -47,11 +47,11 @@ def test_it_is_the_method_that_it_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "tolerance"),
-    [({"engine": "inprocess", "workers": "2"}, 0.0), ({"engine": "cohort", "way": "stacked", "workers": "1"}, 1e-6)],
+    [({"engine": "inprocess", "workers": "2"}, 0.0), ({"engine": "stacked", "workers": "1"}, 1e-6)],
     ids=["two workers", "stacked"],
 )
 def test_it_is_the_same_in_every_engine(options: dict[str, str], tolerance: float, tmp_path: Path) -> None:
-    alone = model_of(tmp_path / "alone", plugins=TOY, method="toy:rate=0.5")
+    alone = model_of(tmp_path / "alone", plugins=TOY, method="toy:rate=0.5", engine="inprocess")
     other = model_of(tmp_path / "other", plugins=TOY, method="toy:rate=0.5", **options)
     assert furthest(alone, other) <= tolerance
 

@@ -124,7 +124,7 @@ def test_a_partition_is_a_function_of_the_seed() -> None:
         ({"partition": "classes:5"}, "classes:5"),
         ({"partition": "domain"}, "domain"),
         ({"clients": "300"}, "300 clients cannot share 200 samples"),
-        ({"model": "vgg"}, "unknown model 'vgg'; there are: mlp, "),
+        ({"model": "vgg"}, "unknown model 'vgg'; there are: alexnet-bn, "),
         ({"model": "alexnet-bn"}, "'alexnet-bn' cannot take 8x8 images; it takes those of 63x63 and more"),
         ({"image-size": "5"}, "cannot take 5x5 images"),
         ({"init-from": "nowhere.pt"}, "no file nowhere.pt"),

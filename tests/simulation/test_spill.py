@@ -186,7 +186,7 @@ def test_the_file_goes_with_the_last_reply(monkeypatch: pytest.MonkeyPatch) -> N
     [*product(("sequential", "stacked"), METHODS), ("workers", "fedbn"), ("stacked workers", "fedtan")],
 )
 def test_a_run_has_the_same_bits(engine: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    experiment = resolve({**OPTIONS, "method": method, "clients": "5", "way": "stacked", "workers": "1"})
+    experiment = resolve({**OPTIONS, "method": method, "clients": "5", "workers": "1"})
     monkeypatch.setattr("fedbn_flwr.simulation.prepared.PORTION", 2)
     written, real = list[int](), SpillBuffer._write
 
