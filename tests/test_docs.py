@@ -4,6 +4,7 @@ import re
 import runpy
 import shlex
 import tomllib
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from fedbn_flwr.data import DATASETS, PARTITIONS
 from fedbn_flwr.deployment.cli import COMMANDS as DEPLOYMENT
 from fedbn_flwr.deployment.cli import parser as deployment_parser
 from fedbn_flwr.experiments import resolve
-from fedbn_flwr.experiments.cli import _parser
+from fedbn_flwr.experiments.cli import _parser, _plugins
+from fedbn_flwr.experiments.method import import_plugins
 from fedbn_flwr.strategies import REGISTRY
 from tests.helpers.checkout import ROOT
+from tests.helpers.registered import registries_restored
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -33,20 +36,40 @@ def commands(page: Path, program: str) -> list[list[str]]:
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith(f"{program} ")]
 
 
-@by_page
-def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """Forget what a page registers."""
+    with registries_restored():
+        yield
+
+
+@pytest.fixture
+def folder(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The current folder, with the files that a page shows: blocks whose first line is `# NAME.py`."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for block in blocks(page, "python"):
+        if name := re.match(r"# (\w+\.py)\n", block):
+            (tmp_path / name[1]).write_text(block)
+    return tmp_path
+
+
+@by_page
+@pytest.mark.usefixtures("folder")
+def test_python_blocks_run(page: Path) -> None:
     names = {"__name__": page.stem}
     for block in blocks(page, "python"):
         exec(compile(block, page.name, "exec"), names)
 
 
 @by_page
+@pytest.mark.usefixtures("folder")
 def test_commands_are_understood(page: Path) -> None:
     for words in commands(page, "fedbn-flwr"):
         if words[0] in DEPLOYMENT:
             deployment_parser().parse_args(words)
             continue
+        import_plugins(_plugins(words))
         options = vars(_parser({}).parse_args(words))
         given = {key.replace("_", "-"): value for key, value in options.items()}
         for key in ("command", "engine", "verbose", "seeds", "lr-grid", "batches"):
@@ -56,6 +79,7 @@ def test_commands_are_understood(page: Path) -> None:
 
 
 @by_page
+@pytest.mark.usefixtures("folder")
 def test_flower_runs_are_understood(page: Path) -> None:
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     for words in commands(page, "flwr run"):

@@ -16,18 +16,19 @@ DICTIONARIES: tuple[dict[str, Any], ...] = (REGISTRY, NORMS, MODELS, DATASETS, P
 
 @contextmanager
 def registries_restored() -> Iterator[None]:
-    """Forget what is registered or imported inside."""
+    """Forget what is registered inside, and the modules that are imported to do so."""
     before, order, modules = [dict(items) for items in DICTIONARIES], list(registry._IN_ORDER), set(sys.modules)
     try:
         yield
     finally:
         for items, kept in zip(DICTIONARIES, before, strict=True):
+            for name in items.keys() - kept.keys():
+                registering = getattr(items[name], "__module__", "")
+                if registering in sys.modules.keys() - modules:
+                    del sys.modules[registering]
             items.clear()
             items.update(kept)
         registry._IN_ORDER[:] = order
-        for name in set(sys.modules) - modules:
-            if name.startswith("tests.") or "plugin" in name:
-                del sys.modules[name]
 
 
 def forget_rule(key: str) -> None:
