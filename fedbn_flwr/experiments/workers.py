@@ -8,12 +8,13 @@ from fedbn_flwr.client import pick_device
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.resources import expected_steps, load_data, shared_model
 from fedbn_flwr.simulation.processes.grid import count_cores
+from fedbn_flwr.simulation.stacked.memory_budget import largest_useful_stack
 
 #: multiplications in the forward passes of a run from which on it starts processes. Starting two takes about as long as
 #: they save at this size: 40,000 steps of small-cnn, or 2,000 of resnet20, in batches of 20
 WORTH_STARTING = 10**11
-#: clients that take part in a round, for each process: a stack of five takes 0.57 (small-cnn) or 0.75 (resnet20) times
-#: as long as five clients one after another, and a stack of ten 0.42 or 0.67 times as long as ten
+#: clients that take part in a round, for each process, where models are stacked: a stack of five takes 0.57 (small-cnn)
+#: or 0.75 (resnet20) times as long as five clients one after another, and a stack of ten 0.42 or 0.67 times
 CLIENTS_PER_WORKER = 5
 
 
@@ -26,8 +27,10 @@ def count_workers(config: Config) -> int:
     if config.workers:
         return min(config.workers, config.clients)
     taking_part = max(int(config.clients * config.fraction_train), 1)
-    most = min(count_cores(), taking_part // CLIENTS_PER_WORKER)
-    if most <= 1 or pick_device(config.device).type != "cpu":
+    device = pick_device(config.device)
+    stacks = largest_useful_stack(shared_model(config), device) > 1
+    most = min(count_cores(), taking_part // (CLIENTS_PER_WORKER if stacks else 1))
+    if most <= 1 or device.type != "cpu":
         return 1
     samples = expected_steps(config) * config.batch_size
     return most if samples * count_multiplications(config) >= WORTH_STARTING else 1

@@ -44,6 +44,13 @@ def test_a_long_run_has_a_process_for_every_five_clients_of_a_round(
     assert count_workers(config(**options)) == wanted
 
 
+def test_of_a_model_that_is_not_stacked_every_client_can_have_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "count_cores", lambda: 4)
+    monkeypatch.setattr(workers, "WORTH_STARTING", 0)
+    monkeypatch.setattr(workers, "largest_useful_stack", lambda *_: 1)
+    assert [count_workers(config(clients=clients)) for clients in (1, 3, 5)] == [1, 3, 4]
+
+
 def test_a_gpu_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "count_cores", lambda: 4)
     monkeypatch.setattr(workers, "WORTH_STARTING", 0)

@@ -154,7 +154,8 @@ class StackedGrid(PreparedGrid):
         """Cut a group into stacks of clients with similar numbers of steps, the largest numbers first."""
         if len(jobs) == 1:
             return [jobs]
-        size = self._given_chunk or min(largest_useful_stack(jobs[0].client.device), self._fitting(jobs[0]))
+        client = jobs[0].client
+        size = self._given_chunk or min(largest_useful_stack(client.model, client.device), self._fitting(jobs[0]))
         ordered = sorted(jobs, key=lambda job: -count_steps(job))
         return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 

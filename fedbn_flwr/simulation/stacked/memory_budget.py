@@ -1,4 +1,4 @@
-"""How many clients' models and activations fit into memory at once."""
+"""How many clients are worth a stack, and how many fit into memory at once."""
 
 import ctypes
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedbn_flwr.client import BNClient, training
 from fedbn_flwr.layerwise import OwnRandomness
@@ -15,6 +15,9 @@ from fedbn_flwr.wire import Instruction
 
 #: larger stacks do not make a step faster: a CPU's caches are full, a GPU's processors busy
 _LARGEST = {"cpu": 20, "cuda": 512}
+#: parameters of the largest model that a CPU trains faster in a stack than alone. Stacks of resnet20 (270,000) take
+#: 0.72 times as long as its clients one by one; of mobilenetv2 (2.2 million) 1.19, of digits-cnn (14 million) 2.9
+_LARGEST_MODEL = 1_000_000
 #: the share of the whole memory that a stack may take
 _SHARE = 0.5
 #: the memory limit of a container
@@ -25,8 +28,10 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _COPIES = 6
 
 
-def largest_useful_stack(device: torch.device) -> int:
-    """Return the largest stack of clients that still speeds up a step."""
+def largest_useful_stack(model: nn.Module, device: torch.device) -> int:
+    """Return the largest stack of such models that still speeds up a step; 1 if none does."""
+    if device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) > _LARGEST_MODEL:
+        return 1
     return _LARGEST.get(device.type, _LARGEST["cpu"])
 
 

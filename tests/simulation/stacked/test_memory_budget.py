@@ -1,9 +1,15 @@
 """How many clients are stacked."""
 
 import pytest
+import torch
+from torch import nn
 
 from fedbn_flwr.client import BNClient
-from fedbn_flwr.simulation.stacked.memory_budget import bytes_of_a_client, clients_that_fit
+from fedbn_flwr.simulation.stacked.memory_budget import (
+    bytes_of_a_client,
+    clients_that_fit,
+    largest_useful_stack,
+)
 from fedbn_flwr.wire import Instruction
 from tests.helpers.toys import toy_cnn, toy_split
 
@@ -16,3 +22,12 @@ def test_as_many_are_stacked_as_fit_into_memory(monkeypatch: pytest.MonkeyPatch)
     assert clients_that_fit(client, instruction) == 3
     monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 0)
     assert clients_that_fit(client, instruction) == 1
+
+
+@pytest.mark.parametrize(("device", "small", "large"), [("cpu", 20, 1), ("cuda", 512, 512)])
+def test_a_cpu_stacks_no_models_of_more_than_a_million_parameters(device: str, small: int, large: int) -> None:
+    def model(parameters: int) -> nn.Module:
+        return nn.Linear(parameters, 1, bias=False, device="meta")
+
+    assert largest_useful_stack(model(1_000_000), torch.device(device)) == small
+    assert largest_useful_stack(model(1_000_001), torch.device(device)) == large
