@@ -1,7 +1,8 @@
-"""The BN layers of stacked clients in one call each, their channels side by side.
+"""The BN layers of stacked clients, each in one call that takes all clients' channels side by side.
 
 `torch.func.vmap` by itself normalizes them so, too, but scales and shifts them in two passes more, and in four on the
-way back. An autograd function with a `vmap` of its own would be public, and lose in Python what that gains.
+way back. Without this, a round takes 7 to 8 % longer with small-cnn and 17 % with resnet20 (10 clients, 5 steps). An
+autograd function with a `vmap` of its own would be public, and lose in Python what that gains.
 """
 
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ except ImportError:  # private: some version of torch may not have it
 
 
 @dataclass
-class _BesideForward:
-    """Stands in for the forward of one BN layer."""
+class _StackedForward:
+    """The forward of one BN layer for all clients at once."""
 
     layer: _BatchNorm
 
@@ -33,16 +34,16 @@ class _BesideForward:
         own = [*statistics, layer.weight, layer.bias]
         values, dim = _functorch._unwrap_batched(inputs, level)
         if dim is None or not all(_is_stacked(value, level) for value in own):
-            found: Tensor = type(layer).forward(layer, inputs)
-            return found
+            alone: Tensor = type(layer).forward(layer, inputs)
+            return alone
         layer._check_input_dim(inputs)
         if moving and layer.num_batches_tracked is not None:
             layer.num_batches_tracked.add_(1)
-        beside = values.movedim(dim, 1)
+        by_client = values.movedim(dim, 1)
         mean, variance, weight, bias = (_in_a_row(value, level) for value in own)
-        learning, momentum = layer.training or mean is None, layer.momentum or 0.0
-        outputs = F.batch_norm(beside.flatten(1, 2), mean, variance, weight, bias, learning, momentum, layer.eps)
-        return _functorch._add_batch_dim(outputs.view_as(beside), 1, level)
+        of_batch, momentum = layer.training or mean is None, layer.momentum or 0.0
+        outputs = F.batch_norm(by_client.flatten(1, 2), mean, variance, weight, bias, of_batch, momentum, layer.eps)
+        return _functorch._add_batch_dim(outputs.view_as(by_client), 1, level)
 
 
 def _is_stacked(value: Tensor | None, level: int) -> bool:
@@ -57,31 +58,37 @@ def _in_a_row(value: Tensor | None, level: int) -> Tensor | None:
     return values.movedim(dim or 0, 0).view(-1)
 
 
-class Beside:
-    """The BN layers of a model that do what torch's do; `momentum=None` counts the steps of every client."""
+class StackedBatchNorm:
+    """The BN layers of a model whose forward is torch's own, with a fixed momentum.
 
-    #: what is needed of torch
+    (With `momentum=None` a layer averages over its steps, of which each client has a number of its own.)
+    """
+
+    #: the private functions of torch that this calls
     NEEDED = ("maybe_current_level", "_unwrap_batched", "_add_batch_dim")
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [
             layer
             for layer in bn_layers(model).values()
-            if type(layer).forward is _BatchNorm.forward and layer.momentum is not None and self.known()
+            if type(layer).forward is _BatchNorm.forward and layer.momentum is not None and self.available()
         ]
 
     @classmethod
-    def known(cls) -> bool:
-        """Whether torch has it; without, `vmap` does what it does by itself."""
+    def available(cls) -> bool:
+        """Whether torch has these functions; without them `vmap` does what it does by itself."""
         return all(hasattr(_functorch, name) for name in cls.NEEDED)
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside the block, and inside `vmap`, they are called for all clients at once; others' stand-ins stay."""
+        """Call each layer once for all clients, inside the block and inside `vmap`.
+
+        A layer whose `forward` somebody else has replaced stays as it is.
+        """
         layers = [layer for layer in self._layers if "forward" not in layer.__dict__]
         for layer in layers:
             # in the instance's own dictionary, where it comes before the class's `forward`
-            layer.__dict__["forward"] = _BesideForward(layer)
+            layer.__dict__["forward"] = _StackedForward(layer)
         try:
             yield
         finally:

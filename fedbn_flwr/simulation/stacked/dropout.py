@@ -1,4 +1,4 @@
-"""Dropout of stacked clients: every client's masks are those that it would draw alone."""
+"""Dropout of stacked clients: every client gets the masks that it would draw alone."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedbn_flwr.layerwise import OwnRandomness
 
-#: layers that multiply by a mask of their own drawing
+#: layers that multiply their inputs by a random mask
 _MASKING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 class Dropouts:
-    """The dropout layers of a structure that is in the mode that it will train in.
+    """The active dropout layers of a model, which is already in the mode in which it will train.
 
     Other layers that draw at random are refused by `torch.func.vmap` itself.
     """
@@ -26,7 +26,7 @@ class Dropouts:
 
     @contextmanager
     def drawing(self, streams: Sequence[OwnRandomness]) -> Iterator[None]:
-        """Inside the block, row i of what passes through the layers is masked from stream i."""
+        """Draw the mask of row i of a layer's inputs from stream i, inside the block."""
         try:
             for layer in self._layers:
                 # in the instance's own dictionary, where it comes before the class's `forward`; hooks still run
@@ -38,7 +38,7 @@ class Dropouts:
 
 
 class _OwnMasks:
-    """Stands in for the forward of a dropout layer."""
+    """The forward of a dropout layer for all clients at once."""
 
     def __init__(self, layer: nn.Module, streams: Sequence[OwnRandomness]) -> None:
         self._layer, self._streams = layer, streams
@@ -50,21 +50,22 @@ class _OwnMasks:
 
 
 class _Masks(torch.autograd.Function):
-    """What the layer makes of ones, client by client."""
+    """The masks of all clients: what the layer makes of ones, client by client."""
 
     @staticmethod
     def forward(inputs: Tensor, layer: nn.Module, streams: Sequence[OwnRandomness]) -> Tensor:
+        """Refuse: masks are only drawn for stacked clients."""
         raise RuntimeError("masks are only drawn for stacked clients")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is differentiated."""
+        """Keep nothing: masks have no gradient."""
 
     @staticmethod
     def vmap(
         info: Any, dims: tuple[int | None, ...], inputs: Tensor, layer: nn.Module, streams: Sequence[OwnRandomness]
     ) -> tuple[Tensor, int]:
-        """One client after another draws."""
+        """Draw a mask for one client after another."""
         rows = inputs.movedim(dims[0] or 0, 0)
         masks = []
         for row, stream in zip(rows, streams, strict=True):

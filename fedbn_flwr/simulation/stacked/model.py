@@ -1,4 +1,4 @@
-"""The models of several clients as one: every parameter and buffer with a row for each."""
+"""The models of several clients as one module: every parameter and buffer has a row for each client."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedbn_flwr.client import training
-from fedbn_flwr.simulation.stacked.batch_norm import Beside
+from fedbn_flwr.simulation.stacked.batch_norm import StackedBatchNorm
 from fedbn_flwr.state import State
 
 #: rows of a stack that follow each other, or chosen ones
 Rows = slice | Tensor
 
-#: targets of this class do not count in a cross entropy, by default
-_LEFT_OUT = -100
+#: targets of this class do not count in torch's cross entropy
+_IGNORED_CLASS = -100
 
 
 class Stack(nn.Module):
-    """What a model looks like from outside, with a first dimension for the clients.
+    """Clients' models as one module, each tensor with a first dimension for the clients.
 
-    `structure`, a model like theirs that nobody else uses, says which layer an entry belongs to, and lends
-    `torch.func` its forward; it may be frozen and set to train like any model. Its own values are not used.
+    `structure`, a model like theirs that nobody else uses, says which layer an entry belongs to, and its forward is
+    what `torch.func` maps over the clients. It may be frozen and set to train like any model; its values are not used.
     """
 
     structure: nn.Module
@@ -34,28 +34,28 @@ class Stack(nn.Module):
         # not as a submodule: its parameters are not those of the stack
         object.__setattr__(self, "structure", structure)
         self.clients = len(states)
-        #: by its id, the name under which an entry is known first; tied entries have several
+        #: by an entry's id, the first of its names; tied entries have several
         first = {id(value): name for name, value in reversed(_entries(structure).items())}
         self._names = {name: first[id(value)] for name, value in _entries(structure).items()}
         self._slots = _Slots(structure, self._names)
-        self._beside = Beside(structure)
-        self._learned = {
+        self._batch_norm = StackedBatchNorm(structure)
+        self._parameters_of_all = {
             name: nn.Parameter(_rows(value, name, states), requires_grad=value.requires_grad)
             for name, value in structure.named_parameters()
         }
-        self._kept = {name: _rows(value, name, states) for name, value in structure.named_buffers()}
+        self._buffers_of_all = {name: _rows(value, name, states) for name, value in structure.named_buffers()}
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Stacked."""
-        return iter(self._learned.items())
+        """Iterate over the parameters, stacked."""
+        return iter(self._parameters_of_all.items())
 
     def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
-        """Stacked."""
-        return iter(self._kept.items())
+        """Iterate over the buffers, stacked."""
+        return iter(self._buffers_of_all.items())
 
     def state_dict(self, *_: Any, **__: Any) -> State:  # type: ignore[override]  # the stack has no layers to ask
-        """Stacked, by the names of a client's model."""
-        values = {**self._learned, **self._kept}
+        """Return all entries, stacked, by the names of a client's model."""
+        values = {**self._parameters_of_all, **self._buffers_of_all}
         return {name: values[self._names[name]].detach() for name in self.structure.state_dict()}
 
     def losses(
@@ -65,42 +65,42 @@ class Stack(nn.Module):
         loss_function: training.LossFunction,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Tensor:
-        """The mean loss of each of some clients on its own batch; `around` is entered inside `vmap`."""
-        # of samples that count alike, the loss is one pass over all clients' outputs
-        by_rows = loss_function is F.cross_entropy and not batch[1].is_floating_point()
-        wanted = _outputs if by_rows else loss_function
-        values, entered = self._some(rows), self.structure
-        slots, beside, kept = self._slots, self._beside, list(self._kept)
+        """Return the mean loss of each of these clients on its own batch; `around` is entered inside `vmap`."""
+        # the cross entropy of class numbers is computed in one pass over all clients' outputs
+        afterwards = loss_function is F.cross_entropy and not batch[1].is_floating_point()
+        loss_or_outputs = _outputs if afterwards else loss_function
+        values, structure = self._entries_of(rows), self.structure
+        slots, batch_norm, buffers = self._slots, self._batch_norm, list(self._buffers_of_all)
         assigned: list[str] = []
 
         def one(inputs: Tensor, targets: Tensor, *entries: Tensor) -> tuple[Tensor, ...]:
             given = dict(zip(values, entries, strict=True))
-            with slots.holding(given), beside.used(), around():
-                found = training.model_loss(entered, inputs, targets, wanted)
+            with slots.holding(given), batch_norm.used(), around():
+                result = training.model_loss(structure, inputs, targets, loss_or_outputs)
                 # a layer may change its buffers in place, or put new ones there
-                new = {name: slots.read(name) for name in kept}
-            assigned[:] = [name for name in kept if new[name] is not given[name]]
-            return found, *(new[name] for name in assigned)
+                new = {name: slots.read(name) for name in buffers}
+            assigned[:] = [name for name in buffers if new[name] is not given[name]]
+            return result, *(new[name] for name in assigned)
 
-        found, *news = vmap(one)(*batch, *values.values())
+        result, *news = vmap(one)(*batch, *values.values())
         changed = {**values, **dict(zip(assigned, news, strict=True))}
-        for name in kept:
+        for name in buffers:
             if isinstance(rows, Tensor) or name in assigned:
-                self._kept[name][rows] = changed[name].detach()
-        return _cross_entropies(found, batch[1]) if by_rows else found
+                self._buffers_of_all[name][rows] = changed[name].detach()
+        return _cross_entropies(result, batch[1]) if afterwards else result
 
-    def _some(self, rows: Rows) -> State:
-        everything = {**self._learned, **self._kept}
+    def _entries_of(self, rows: Rows) -> State:
+        everything = {**self._parameters_of_all, **self._buffers_of_all}
         if isinstance(rows, slice) and rows == slice(0, self.clients):
             return everything
         return {name: value[rows] for name, value in everything.items()}
 
 
 class _Slots:
-    """Where a model's parameters and buffers are, so that others can take their places for a while."""
+    """The places of a model's parameters and buffers, where other tensors can be put for a while."""
 
     def __init__(self, structure: nn.Module, names: Mapping[str, str]) -> None:
-        #: by the name under which an entry is known first: every dictionary of a layer that holds it, and its key
+        #: by an entry's first name: every dictionary of a layer that holds it, and its key there
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in names.values()}
         for prefix, layer in structure.named_modules(remove_duplicate=False):
             for entries in (layer._parameters, layer._buffers):
@@ -110,7 +110,7 @@ class _Slots:
 
     @contextmanager
     def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside the block the model has these values."""
+        """Give the model these values, inside the block."""
         own = [(entries, key, entries[key]) for places in self._places.values() for entries, key in places]
         try:
             for name, value in values.items():
@@ -122,26 +122,26 @@ class _Slots:
                 entries[key] = value
 
     def read(self, name: str) -> Tensor:
-        """The value that the model has now."""
+        """Return the value that the model has now."""
         entries, key = self._places[name][0]
         value: Tensor = entries[key]
         return value
 
 
 def _outputs(outputs: Tensor, targets: Tensor) -> Tensor:
-    """In place of a loss, where that comes later."""
+    """Return the outputs: stands in for a loss that is computed later."""
     return outputs
 
 
 def _cross_entropies(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean of each client's samples, without those that `F.cross_entropy` leaves out."""
+    """Return each client's mean over its samples, without those that `F.cross_entropy` ignores."""
     losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(0, 1), reduction="none")
-    counted = (targets != _LEFT_OUT).flatten(1).sum(1)
+    counted = (targets != _IGNORED_CLASS).flatten(1).sum(1)
     return losses.view(targets.shape).flatten(1).sum(1) / counted
 
 
 def stacked(states: Sequence[State]) -> State:
-    """One state of which each tensor has a row for each of some states, which have the same names."""
+    """Return states of the same names as one, in which every tensor has a row for each."""
     first = states[0]
     if all(state is first for state in states):
         return {name: value.expand(len(states), *value.shape).clone() for name, value in first.items()}
@@ -149,12 +149,12 @@ def stacked(states: Sequence[State]) -> State:
 
 
 def _entries(structure: nn.Module) -> dict[str, Tensor]:
-    kept = dict(structure.named_buffers(remove_duplicate=False))
-    return {**dict(structure.named_parameters(remove_duplicate=False)), **kept}
+    buffers = dict(structure.named_buffers(remove_duplicate=False))
+    return {**dict(structure.named_parameters(remove_duplicate=False)), **buffers}
 
 
 def _rows(value: Tensor, name: str, states: Sequence[State]) -> Tensor:
-    """Every client's value, in the model's dtype and on its device; of what is not in its state, the model's own."""
+    """Return every client's value in the model's dtype, on its device; the model's own where states have none."""
     if name not in states[0]:
         return value.detach().expand(len(states), *value.shape).clone()
     first = states[0][name]
