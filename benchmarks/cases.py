@@ -33,6 +33,7 @@ class Case:
     batch_size: int = BATCH_SIZE
     device: str = "auto"
     threads: int = 1
+    workers: int = 0
 
     @property
     def dataset(self) -> str:
@@ -66,6 +67,7 @@ class Case:
             "batch-size": self.batch_size,
             "device": self.device,
             "threads": self.threads,
+            "workers": self.workers,
             "dataset": self.dataset,
             "partition": "iid",
             "lr": 0.01,
