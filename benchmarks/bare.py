@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 class BareLoop:
-    """One model that takes the place of every client in turn; data are one tensor on the device.
+    """A loop over clients that trains one model for all of them; data are one tensor on the device.
 
     After `freeze_after` rounds BN keeps its statistics, as FixBN wants it; 0 is never.
     """
@@ -37,7 +37,7 @@ class BareLoop:
         self._sum = [value.clone() for value in self._own]
 
     def round(self) -> None:
-        """Every client trains from the same state, and their states are averaged by their numbers of samples."""
+        """Train every client from the same state, and average their states by their numbers of samples."""
         self._set_mode()
         samples = sum(len(part) for part in self._parts)
         for total in self._sum:

@@ -27,7 +27,7 @@ SIDE = 8192
 
 @dataclass
 class Bench:
-    """One run over cases; rows are written as they come."""
+    """A run over cases that writes each row at once."""
 
     engines: Sequence[str]
     ray_everywhere: bool
@@ -48,12 +48,12 @@ class Bench:
                     self._measure(case, shared if case in on_ray else [])
 
     def _goes_to_ray(self, case: Case) -> bool:
-        """Not with one local step: the round is then Ray's polling, as it is with five."""
+        """Whether Ray takes part: not with one local step, where the round is Ray's polling, as it is with five."""
         few = case.clients <= MOST_ON_RAY or self.ray_everywhere
         return "ray" in self.engines and few and case.local_steps > 1
 
     def _measure(self, case: Case, shared: Sequence[EngineProcess]) -> None:
-        """Every other engine has a new process for every case, so that its memory is known."""
+        """Measure a case; every engine but Ray gets a new process for it, so that its memory can be told."""
         # FedTAN's clients each wait in a thread of their own, which several of torch's make no faster, and to their
         # exchanges the loop has no counterpart
         threads = [1] if case.layerwise else self.threads
@@ -92,7 +92,7 @@ def _effort(options: argparse.Namespace) -> Effort:
 
 
 def _threads() -> list[int]:
-    """Of bare loops and of clients one after another: one, and what torch takes by itself."""
+    """Return the numbers of threads to try for the bare loop and the sequential engine: one, and torch's default."""
     return sorted({1, default_threads()})
 
 

@@ -1,4 +1,4 @@
-"""What is measured: models, methods and numbers of clients."""
+"""The cases of the benchmark: models, methods and numbers of clients."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ RUN = 1_000
 
 @dataclass(frozen=True)
 class Case:
-    """One group of bars: what every engine is timed at."""
+    """One case, at which every engine is timed: a group of bars in the picture."""
 
     model: str
     method: str
@@ -78,7 +78,7 @@ class Case:
 
 
 def make_cases(models: Sequence[str], methods: Sequence[str], clients: Sequence[int], device: str) -> list[Case]:
-    """Every combination, and one local step where that is of interest; those that can share a simulation together."""
+    """Return every combination, and one local step for few clients; cases that can share a simulation in one list."""
     return list(_cases(models, methods, clients, device))
 
 

@@ -1,4 +1,4 @@
-"""A process's side of the measurement: it runs rounds when it is told to, and waits in between."""
+"""A process's side of the measurement: it runs rounds on command, and waits in between."""
 
 import time
 from collections.abc import Iterator

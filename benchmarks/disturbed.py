@@ -72,7 +72,7 @@ def time_run(case: Case, threads: int) -> Run:
 
 @contextmanager
 def disturbance() -> Iterator[None]:
-    """Inside the block another process works, rests and starts further ones."""
+    """Let another process work, rest and start further ones, inside the block."""
     process = subprocess.Popen([sys.executable, "-c", DISTURBANCE])
     try:
         yield

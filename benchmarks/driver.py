@@ -29,7 +29,7 @@ class FailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: so many turns of rounds, fewer where `seconds` for all of them do not suffice."""
+    """The amount of measuring: a number of turns, or fewer where they would take more than `seconds`."""
 
     repetitions: int
     seconds: float
@@ -46,7 +46,7 @@ class Effort:
 
 @dataclass
 class Measured:
-    """What one engine did in one case: seconds of every round, turn by turn."""
+    """The seconds of one engine's rounds in one case, turn by turn."""
 
     engine: str
     threads: int
@@ -62,7 +62,7 @@ class Measured:
 
     @property
     def medians(self) -> list[float]:
-        """Of each turn."""
+        """Return the median of each turn."""
         return [median(turn) for turn in self.turns]
 
 
@@ -175,7 +175,7 @@ def _take_turns(results: dict[EngineProcess, Measured], effort: Effort) -> None:
 
 
 def default_threads() -> int:
-    """How many threads torch takes if nobody tells it."""
+    """Return torch's default number of threads."""
     command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
     return int(subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout)

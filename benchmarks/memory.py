@@ -48,7 +48,7 @@ def forget_peak() -> None:
 
 
 def lives(process: int) -> bool:
-    """Whether a process has not ended; one that only waits to be buried has."""
+    """Whether a process has not ended; a zombie has."""
     try:
         os.kill(process, 0)
         return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()

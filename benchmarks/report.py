@@ -1,4 +1,4 @@
-"""What a person sees: a table, and a picture."""
+"""The table and the picture of a benchmark."""
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -32,7 +32,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def progress(rows: Sequence[Row]) -> None:
-    """One line a case, as it is done."""
+    """Print a line for each case when it is done."""
     ratios = [f"{row['engine']} {row['ratio']:.2f}" if row["ratio"] else f"{row['engine']} failed" for row in rows]
     first = rows[0]
     what = f"{first['model']}, {first['clients']:,} clients, {first['method']}, E={first['local-steps']}"
@@ -40,7 +40,7 @@ def progress(rows: Sequence[Row]) -> None:
 
 
 def close(rows: Sequence[Row], folder: Path) -> None:
-    """What failed, how to add a peer, and where everything is."""
+    """Print what failed, how to add a peer, and where the results are."""
     failed = [f"{row['engine']}, {row['model']}, {row['method']}: {row['error']}" for row in rows if "error" in row]
     for text in dict.fromkeys(failed):
         console.print(f"failed: {text}", style="yellow", markup=False)
@@ -77,7 +77,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def case_of(row: Row) -> tuple[Any, ...]:
-    """What the engines' rows of one case have in common."""
+    """Return the part of a row that names its case."""
     return tuple(row[key] for key in ("model", "method", "clients", "local-steps", "batch-size"))
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: rows, and the machine that they were measured on."""
+"""The results of a benchmark: rows, and the machine that they were measured on."""
 
 import os
 import platform
@@ -42,7 +42,7 @@ def _engines(results: Sequence[Measured]) -> list[str]:
 
 
 def _fastest(runs: Sequence[Measured]) -> Measured:
-    """Of one engine; one that failed if all did."""
+    """Return one engine's fastest measurement; a failed one if all failed."""
     return min((each for each in runs if not each.error), key=lambda each: each.seconds, default=runs[0])
 
 

@@ -28,7 +28,7 @@ class Gathering(FedAvg):
     """
 
     def gather(self, state: Arrays, nodes: Sequence[int], instruction: Instruction) -> dict[str, Moments]:
-        """One exchange; nodes that fail are left out, and named in the log."""
+        """Gather from the nodes in one exchange; nodes that fail are left out, and named in the log."""
         assert self.grid is not None
         arrays = record(state)
         messages = [

@@ -8,7 +8,7 @@ from .registry import register_strategy
 
 @register_strategy("centralized")
 class Centralized(FixBN):
-    """One node holds the union of the data: an upper bound for the others, in the same number of steps.
+    """Training on one node with the union of the data: an upper bound for the others, in the same number of steps.
 
     Trains rounds x E steps on batches as large as all clients' batches together; `batch_size` overrides that. With a
     `freeze_round` below the number of rounds it is Centralized+FixBN; by default nothing is frozen.

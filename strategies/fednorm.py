@@ -15,7 +15,7 @@ from .registry import register_strategy
 
 @register_strategy("fednorm")
 class FedNorm(FedAvg):
-    """One set of BN layers a modality or domain: nodes of the same domain share BN, all nodes share the rest.
+    """Averaging with a set of BN layers for each domain: its nodes share BN, all nodes share the rest.
 
     Bernecker et al., FedNorm: Modality-Based Normalization in Federated Learning for Multi-Modal Liver Segmentation,
     2022.

@@ -47,7 +47,7 @@ class FedTANII(FedTAN, FixBN):
         self.frozen_lr = frozen_lr
 
     def instruct(self, instruction: Instruction) -> Instruction:
-        """With frozen statistics, a rate that they bear."""
+        """Lower the learning rate once statistics are frozen."""
         asked = super().instruct(instruction)
         if asked.freeze not in ("statistics", "both") or self.schedule.names_freeze:
             return asked

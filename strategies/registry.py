@@ -1,4 +1,4 @@
-"""Every strategy by the name that `--method` takes."""
+"""The register of strategies, by the name that `--method` takes."""
 
 from collections.abc import Callable
 from typing import TypeVar

@@ -59,7 +59,7 @@ class Scaffold(FedAvg):
         self._variate: Arrays = {}
 
     def instruct(self, instruction: Instruction) -> Instruction:
-        """Correct gradients."""
+        """Let clients correct their gradients by the control variates."""
         return super().instruct(instruction).with_rule(control_variates=True)
 
     def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:

@@ -8,7 +8,7 @@ from .registry import register_strategy
 
 @register_strategy("standalone")
 class Standalone(PartialSharing):
-    """Every node trains alone from the common initial model; nothing of the model leaves it.
+    """Training of every node alone, from the common initial model; nothing of the model leaves a node.
 
     With one node this is plain training.
     """

@@ -1,6 +1,9 @@
 """The Flower client: local training, the rules that methods add to it, layer-wise steps, evaluation."""
 
-from fedbn_flwr.client.bn_client import BNClient, Metrics, Reply, frozen_parts, layerwise_mode, pick_device
+from fedbn_flwr.client.bn_client import BNClient
+from fedbn_flwr.client.device import pick_device
+from fedbn_flwr.client.modes import frozen_parts, layerwise_mode
+from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import Rule, Session, read_instruction, register_rule
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Which samples each local step uses, drawn from a generator before training starts."""
+"""The samples of each local step, drawn from a generator before training starts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

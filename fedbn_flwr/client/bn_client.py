@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,15 +16,17 @@ from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import batch_plan as batches
 from fedbn_flwr.client import training
 from fedbn_flwr.client.batch_plan import BatchLoader
+from fedbn_flwr.client.device import is_on, pick_device
 from fedbn_flwr.client.evaluation import evaluate, shares
+from fedbn_flwr.client.modes import frozen_parts, layerwise_mode
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.precision import autocast, products
+from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import Session, read_instruction, rules_for
 from fedbn_flwr.data import Split
 from fedbn_flwr.layerwise import (
     Corrections,
     Exchange,
-    Mode,
     OwnRandomness,
     Report,
     backward_sweep,
@@ -36,27 +37,12 @@ from fedbn_flwr.randomness import derive, torch_generator
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction, moments
 
-Metrics = dict[str, float | list[float]]
-
-
-@dataclass
-class Reply:
-    """What leaves the client: named groups of arrays, numbers, and the binding keys that were obeyed.
-
-    The tensors are the reply's own: nothing changes them any more.
-    """
-
-    num_examples: int
-    metrics: Metrics
-    records: dict[str, State] = field(default_factory=dict)
-    report: dict[str, Any] = field(default_factory=dict)
-
 
 class BNClient(NumPyClient):
     """A client that can be used with every strategy of this project, and with Flower's own.
 
-    `memory` is the node's `Context.state`: the only place where anything survives from one message to the next. The
-    model may be shared by all clients of a process, because every message overwrites its whole state.
+    `memory` is the node's `Context.state`, and all that lasts from one message to the next. The clients of a process
+    may share one model, because every message overwrites its whole state.
     """
 
     def __init__(
@@ -73,19 +59,19 @@ class BNClient(NumPyClient):
         loss_function: training.LossFunction = F.cross_entropy,
     ) -> None:
         self.device = pick_device(device)
-        self.model = model if _is_on(model, self.device) else model.to(self.device)
+        self.model = model if is_on(model, self.device) else model.to(self.device)
         self.train_split, self.test_split, self.num_classes = train, test, num_classes
         self.indices = np.arange(len(train)) if indices is None else indices
         self.partition_id = partition_id
         self.memory = Memory(RecordDict() if memory is None else memory)
         self.loss_function = loss_function
-        #: how a layer-wise step reaches the other clients, and with it come its random numbers; the transport sets it
+        #: set by the transport of a layer-wise step: exchanges statistics with the other clients, and seeds dropout
         self.exchange: Exchange | None = None
 
-    # ---- what every Flower API ends up calling -------------------------------------------------------------------
+    # ---- the messages of every Flower API ---------------------------------------------------------------------------
 
     def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
-        """One round of local training."""
+        """Train for one round, and reply with what the instruction shares."""
         self._load(received[wire.ARRAYS], instruction)
         local = state.group_keys(self.model, instruction.keep_local)
         with norm.freeze(self.model, **frozen_parts(instruction.freeze)), products(instruction):
@@ -105,7 +91,7 @@ class BNClient(NumPyClient):
         statistics: Corrections,
         gradients: Corrections | None,
     ) -> Report:
-        """What the first mini-batch tells of every BN layer, under corrections; without `gradients`, forward only."""
+        """Report every BN layer's sums on the first mini-batch, corrected; forward only without `gradients`."""
         self._load(received[wire.ARRAYS], instruction)
         self.model.train()
         inputs, targets = self.plan(instruction).first()
@@ -121,7 +107,7 @@ class BNClient(NumPyClient):
             return backward_sweep(self.model, loss, seed, statistics, gradients)
 
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
-        """What the BN layers of the received model see of this node's data, learning nothing."""
+        """Reply with the moments of what the received model's BN layers see of this node's data, without training."""
         self._load(received[wire.ARRAYS], instruction)
         generator = torch_generator(instruction.seed, "gather", *self._stream(instruction))
         chosen = torch.from_numpy(self.indices)[torch.randperm(len(self.indices), generator=generator)]
@@ -152,13 +138,13 @@ class BNClient(NumPyClient):
         return self.reply(metrics, instruction, {wire.PERSONAL: state.snapshot(self.model, sent)})
 
     def describe(self) -> Reply:
-        """Who this node is: its partition, its number of samples, its domain if it has exactly one."""
+        """Reply with the node's partition, its number of samples, and its domain if it has exactly one."""
         metrics: Metrics = {wire.DOMAIN: self.domain, wire.PARTITION_ID: self.partition_id}
         return Reply(len(self.indices), metrics, report=_names(self.model))
 
     @property
     def domain(self) -> int:
-        """The domain of all of the node's samples; -1 if there is not exactly one."""
+        """The domain of all of the node's samples; -1 if they have several."""
         domains = self.train_split.domains
         own = set() if domains is None else set(domains[torch.from_numpy(self.indices)].tolist())
         return int(own.pop()) if len(own) == 1 else -1
@@ -170,11 +156,11 @@ class BNClient(NumPyClient):
     # ---- Flower's NumPyClient: lists in the order of the state dict ----------------------------------------------
 
     def get_parameters(self, config: dict[str, Any]) -> list[np.ndarray]:
-        """The whole state, counters included."""
+        """Return the whole state, counters included."""
         return [value.cpu().numpy().copy() for value in self.model.state_dict().values()]
 
     def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
-        """Train; returns the entries that leave the client, in the order of the state dict."""
+        """Train, and return the entries that leave the client, in the order of the state dict."""
         instruction = read_instruction(config)
         reply = self.train({wire.ARRAYS: self._named(parameters, instruction)}, instruction)
         if len(reply.records) > 1:
@@ -216,7 +202,7 @@ class BNClient(NumPyClient):
         return float(loss)
 
     def plan(self, instruction: Instruction, structure: nn.Module | None = None) -> BatchLoader:
-        """Draw the mini-batches of a round. The model (or `structure`) must be in the mode that it will train in."""
+        """Draw the mini-batches of a round. The model (or `structure`) must already be in training mode, or frozen."""
         generator = torch_generator(instruction.seed, "batches", *self._stream(instruction))
         merge = batches.leaves_one(len(self.indices), instruction.batch_size) and any(
             layer.training for layer in norm.bn_layers(structure or self.model).values()
@@ -226,19 +212,19 @@ class BNClient(NumPyClient):
         return BatchLoader(self.train_split, self.device, instruction.augmentation, samples, drawn.sizes, generator)
 
     def count_steps(self, instruction: Instruction) -> int:
-        """How many steps a round has."""
+        """Return the number of steps of a round."""
         return batches.count_steps(len(self.indices), instruction, self._will_learn_bn(instruction))
 
     def first_batch_size(self, instruction: Instruction) -> int:
-        """How many samples the first mini-batch of a round has."""
+        """Return the number of samples in a round's first mini-batch."""
         return batches.first_size(len(self.indices), instruction, self._will_learn_bn(instruction))
 
     def _will_learn_bn(self, instruction: Instruction) -> bool:
-        """Whether BN statistics will move in a round, whatever mode the model is in now."""
+        """Whether a round will update BN statistics, whatever mode the model is in now."""
         return bool(norm.bn_layers(self.model)) and not frozen_parts(instruction.freeze)["statistics"]
 
     def _first_shared(self, planned: Iterator[training.Batch], session: Session) -> Iterator[training.Batch]:
-        """The same batches; while the first one is learned from, BN has the statistics of all clients."""
+        """Yield the batches; while the first one is trained on, BN uses the statistics of all clients."""
         if self.exchange is None:
             raise ValueError(f"a layer-wise step needs messages of the kind {wire.LAYERWISE!r}")
         with shared_statistics(self.model, self.exchange, layerwise_mode(session.instruction)):
@@ -248,7 +234,7 @@ class BNClient(NumPyClient):
         yield from planned
 
     def step_seed(self, instruction: Instruction) -> int:
-        """Of the stream that dropout draws from in this round: it belongs to the process, and is only lent."""
+        """Return the seed of this round's dropout, which draws from torch's global generator."""
         return derive(instruction.seed, "dropout", *self._stream(instruction))
 
     def _stream(self, instruction: Instruction) -> tuple[str | int, ...]:
@@ -267,41 +253,13 @@ class BNClient(NumPyClient):
         return {name: torch.from_numpy(np.array(value)) for name, value in zip(names, parameters, strict=True)}
 
     def reply(self, metrics: Metrics, instruction: Instruction, records: Mapping[str, State]) -> Reply:
-        """A reply that says who answers, and what was obeyed."""
+        """Make a reply that names this client's partition and the binding keys that it obeyed."""
         metrics[wire.PARTITION_ID] = self.partition_id
         return Reply(len(self.indices), metrics, dict(records), {wire.OBEYED: instruction.binding_keys()})
 
 
-def pick_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"unknown device {name!r}; known: auto, cpu, cuda, cuda:NUMBER") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r} is not available here: {torch.cuda.device_count()} GPUs; known: auto, cpu")
-    return device
-
-
-def _is_on(model: nn.Module, device: torch.device) -> bool:
-    """Whether all of a model is there; to ask takes a fraction of the time of `model.to`, which every message would."""
-    layers = model.modules()
-    tensors = (value for layer in layers for part in (layer._parameters, layer._buffers) for value in part.values())
-    return all(value is None or value.device == device for value in tensors)
-
-
-def layerwise_mode(instruction: Instruction) -> Mode:
-    """What is exchanged at each BN layer."""
-    modes: dict[str, Mode] = {"paper": "paper", "fused": "fused", "forward": "forward", "sweeps": "fused"}
-    if instruction.layerwise not in modes:
-        raise ValueError(f"unknown layerwise {instruction.layerwise!r}; known: {', '.join(wire.LAYERWISE_MODES)}")
-    return modes[instruction.layerwise]
-
-
 def _names(model: nn.Module) -> dict[str, list[str]]:
-    """The names that a description has, gathered once a model: a server may ask thousands of nodes that share it."""
+    """Return a model's parameter and BN names, collected once: a server may ask thousands of nodes that share it."""
     if model not in _NAMES:
         parameters = [name for name, _ in model.named_parameters()]
         _NAMES[model] = {wire.PARAMETERS: parameters, wire.BN_ENTRIES: norm.bn_keys(model)}
@@ -309,10 +267,3 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
 
 
 _NAMES: WeakKeyDictionary[nn.Module, dict[str, list[str]]] = WeakKeyDictionary()
-
-
-def frozen_parts(freeze: str) -> dict[str, bool]:
-    """The arguments of `norm.freeze`."""
-    if freeze not in wire.FREEZES:
-        raise ValueError(f"unknown freeze {freeze!r}; known: {', '.join(wire.FREEZES)}")
-    return {"statistics": freeze in ("statistics", "both"), "affine": freeze in ("affine", "both")}

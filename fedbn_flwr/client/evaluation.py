@@ -1,4 +1,4 @@
-"""What a model gets right, by domain and class, so that every accuracy of the papers can be read off one result."""
+"""Accuracy by domain and class, from which every accuracy of the papers follows."""
 
 from dataclasses import dataclass
 
@@ -72,7 +72,7 @@ def score(logits: Tensor, split: Split, num_classes: int, num_domains: int = 0) 
 
 
 def shares(split: Split, indices: np.ndarray, num_classes: int, num_domains: int = 0) -> tuple[Tensor, Tensor]:
-    """How a node's samples are spread over the domains and over the classes."""
+    """Return the shares of a node's samples in the domains and in the classes."""
     chosen = torch.from_numpy(indices)
     classes = torch.bincount(split.labels[chosen].cpu(), minlength=num_classes).double()
     if split.domains is None:

@@ -14,7 +14,8 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 from fedbn_flwr import wire
-from fedbn_flwr.client.bn_client import BNClient, Reply
+from fedbn_flwr.client.bn_client import BNClient
+from fedbn_flwr.client.reply import Reply
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.client.step_log import StepLog

@@ -1,4 +1,4 @@
-"""What a node keeps between messages: named groups of tensors in its `Context.state`, and nowhere else."""
+"""The memory of a node between messages: named groups of tensors in its `Context.state`."""
 
 from collections.abc import Collection, Iterator
 
@@ -18,7 +18,7 @@ class Memory:
         self._records = records
 
     def recall(self, group: str) -> State:
-        """What was stored under this name, or nothing."""
+        """Return the tensors stored under this name; none if there are none."""
         record = self._records.array_records.get(f"{NAMESPACE}/{group}")
         return {} if record is None else from_record(record)
 

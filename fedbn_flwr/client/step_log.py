@@ -1,4 +1,4 @@
-"""What a node keeps of a layer-wise step, so that another process can replay the step."""
+"""The log of a node's layer-wise step, from which another process can replay the step."""
 
 from typing import Any
 

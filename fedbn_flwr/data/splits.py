@@ -97,7 +97,7 @@ def _portions(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
 
 
 class _NormalizedInputs:
-    """All inputs of a split, normalized once; made when as many samples were asked for as the split has.
+    """All inputs of a split, normalized at once when as many samples were asked for as the split has.
 
     Used only where the inputs are on the device of the batches and have at most `MOST_NORMALIZED` values. Changed
     inputs are normalized again.

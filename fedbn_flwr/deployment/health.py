@@ -18,7 +18,7 @@ _VARIABLE = "FEDBN_HEALTH"
 
 
 def main() -> int:
-    """Print what was found; 0 is healthy."""
+    """Print whether the service is healthy, and return 0 if it is."""
     try:
         print(check(os.environ.get(_VARIABLE, "")))
     except (OSError, ValueError) as error:

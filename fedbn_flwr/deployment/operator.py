@@ -1,4 +1,4 @@
-"""What the operator does from their own machine: register and revoke sites, look at a federation, fetch results.
+"""The operator's commands: register and revoke sites, look at a federation, fetch results.
 
 The folder `operator/` is the home of Flower's own command, too: `FLWR_HOME=federation/operator flwr run . --stream`.
 """

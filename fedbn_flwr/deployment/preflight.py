@@ -28,7 +28,7 @@ Verdict = Literal["ok", "warning", "failed"]
 
 @dataclass(frozen=True)
 class Check:
-    """What one check has found."""
+    """The outcome of one check."""
 
     name: str
     verdict: Verdict

@@ -1,4 +1,4 @@
-"""What a site does with its kit: make its key and secret, and later new ones."""
+"""The commands of a site: make its key and secret, and later new ones."""
 
 from pathlib import Path
 

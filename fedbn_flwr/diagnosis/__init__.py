@@ -1,4 +1,4 @@
-"""How far BN on each client's mini-batch is from BN on all clients' together."""
+"""The distance of BN on each client's mini-batch from BN on all clients' together."""
 
 from fedbn_flwr.diagnosis.measure import SHARED, Diagnosis, Measurement, check, diagnose, overall
 

@@ -22,7 +22,7 @@ Given = tuple[tuple[str, type, Any], ...]
 
 
 class Resources(NamedTuple):
-    """What all nodes of a process share."""
+    """The data and the model that all nodes of a process share."""
 
     config: Config
     data: Data
@@ -32,12 +32,12 @@ class Resources(NamedTuple):
 
 
 def client_fn(context: Context) -> BNClient:
-    """For an app whose options are Flower's run configuration."""
+    """Make the client of a node whose options are Flower's run configuration."""
     return _client(_given(context.run_config), context)
 
 
 def bound_client_fn(run_config: Mapping[str, Any]) -> Callable[[Context], BNClient]:
-    """For engines that hand no run configuration to their nodes."""
+    """Return a `client_fn` for engines that hand no run configuration to their nodes."""
     given = _given(run_config)
     return lambda context: _client(given, context)
 

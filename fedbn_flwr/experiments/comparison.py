@@ -23,7 +23,7 @@ COMMON = ("seed", "validation", "results-dir")
 
 @dataclass(frozen=True)
 class Plan:
-    """What to compare: flat options, methods, seeds, and rates to choose from."""
+    """A plan of runs to compare: options, methods, seeds, and learning rates to choose from."""
 
     options: Mapping[str, Any]
     methods: Sequence[str]
@@ -31,7 +31,7 @@ class Plan:
     rates: Sequence[float] = ()
 
     def experiment(self, method: str, seed: int, **changes: Any) -> Experiment:
-        """One run of the plan."""
+        """Resolve one run of the plan."""
         base = int(convert("seed", self.options.get("seed", 0), int))
         experiment = resolve({**self.options, "method": method, "seed": base + seed})
         return replace(experiment, config=replace(experiment.config, **changes))
@@ -102,7 +102,7 @@ def _best_rate(plan: Plan, method: str, engine: Engine, folder: Path, announce: 
 
 @dataclass(frozen=True)
 class Line:
-    """One method over all its seeds."""
+    """The results of one method over all its seeds."""
 
     method: str
     mean: float
@@ -114,7 +114,7 @@ class Line:
 
 
 def lines(summaries: Sequence[Summary], key: str = "accuracy") -> list[Line]:
-    """One line a method; differences are paired by seed."""
+    """Return a line for each method; differences are paired by seed."""
     by_method: dict[str, dict[int, Summary]] = {}
     for summary in summaries:
         by_method.setdefault(summary["method"], {})[summary["seed"]] = summary

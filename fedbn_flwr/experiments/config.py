@@ -1,4 +1,4 @@
-"""Every shared option of an experiment: parsed once, here, with one clear line for what cannot be."""
+"""The options that all methods share, parsed once, with one clear line for a value that cannot be."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields

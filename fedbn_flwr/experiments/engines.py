@@ -1,4 +1,4 @@
-"""Where an experiment runs: in this process, in several of this machine, or on Flower's Ray simulation."""
+"""The engines: this process, several of this machine, or Flower's Ray simulation."""
 
 import atexit
 import gc
@@ -99,7 +99,7 @@ def stacked_grid(experiment: Experiment, folder: Path, partitions: Sequence[int]
 
 
 def _app(experiment: Experiment, partitions: Sequence[int]) -> ClientApp:
-    """What runs on each of these nodes."""
+    """Make the ClientApp of these nodes."""
     config = experiment.config
     set_threads(config)
     if issubclass(experiment.strategy_class, Layerwise) and len(partitions) > STEPS.max_steps:
@@ -114,7 +114,7 @@ def _app(experiment: Experiment, partitions: Sequence[int]) -> ClientApp:
 
 
 def _steps_that_fit(config: Config) -> int:
-    """How many clients of this process can wait in the middle of a layer-wise step; those of others are replayed."""
+    """Return how many clients of this process can wait in a layer-wise step; further ones replay it."""
     split = load_data(config).train
     few = np.arange(min(len(split), config.batch_size))
     client = BNClient(shared_model(config), split, indices=few, device=str(pick_device(config.device)))
@@ -122,7 +122,7 @@ def _steps_that_fit(config: Config) -> int:
 
 
 def spread_over(workers: int, make_grid: MakeGrid, config: Config) -> WorkersGrid:
-    """So many processes, each with the grid of its share of the nodes."""
+    """Open worker processes, each with the grid of its share of the nodes."""
     return WorkersGrid(partial(_ready, make_grid, config), config.clients, workers, threads=config.threads)
 
 

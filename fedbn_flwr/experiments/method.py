@@ -21,7 +21,7 @@ BOUND_NORMS = {"hbn": "hbn", "static-bn": "heterofl"}
 
 @dataclass(frozen=True)
 class Experiment:
-    """One method with every option resolved."""
+    """A method with every option resolved."""
 
     config: Config
     strategy: str
@@ -54,7 +54,7 @@ class Experiment:
             raise UsageError(f"method {config.method!r}: {error}") from None
 
     def to_mapping(self) -> dict[str, Value]:
-        """Every option by its kebab-case key; the method is as it was written."""
+        """Return every option by its kebab-case key; the method as it was written."""
         return {**self.config.to_mapping(), **{wire_key(name): value for name, value in self.options.items()}}
 
 
@@ -152,7 +152,7 @@ def _with_norm(config: Config, strategy: type[BaseStrategy], options: Mapping[st
 
 
 def _pooled(experiment: Experiment) -> Experiment:
-    """One node with the union of the data, on batches as large as all clients' together."""
+    """Return options for one node with all data, on batches as large as all clients' together."""
     config = experiment.config
     if not experiment.strategy_class.pooled:
         return experiment

@@ -28,7 +28,7 @@ def load_data(config: Config) -> data.Data:
 
 
 def make_partition(config: Config, clients: int) -> list[NDArray[np.int64]]:
-    """Every client's samples."""
+    """Draw every client's samples."""
     return data.partition(config.partition, load_data(config), clients, config.seed)
 
 
@@ -50,12 +50,12 @@ def fresh_model(config: Config) -> nn.Module:
 
 @lru_cache(maxsize=2)
 def shared_model(config: Config) -> nn.Module:
-    """One model for all users in this process. Whoever uses it overwrites its whole state first."""
+    """Return the one model of this process; every user overwrites its whole state first."""
     return fresh_model(config)
 
 
 def rounds_within_budget(config: Config, clients: int) -> Config:
-    """With `budget-epochs`: as many rounds as all clients together need to see the data so often."""
+    """Return the number of rounds; with `budget-epochs`, enough of them to see all data so often."""
     if not config.budget_epochs:
         return config
     taking_part = max(int(clients * config.fraction_train), 1)
@@ -104,7 +104,7 @@ def check_simulation(experiment: Experiment) -> None:
 
 
 def state_folder(config: Config, run: Path) -> Path | None:
-    """Where clients keep what they remember during one run, if not in memory; of the name of its folder of results."""
+    """Return the folder for the nodes' memory in one run, named like its folder of results; None keeps it in RAM."""
     if not config.state_dir:
         return None
     folder = Path(config.state_dir).expanduser() / run.resolve().name
@@ -116,13 +116,13 @@ def state_folder(config: Config, run: Path) -> Path | None:
 
 
 def refuse_state_dir(config: Config) -> None:
-    """Where Flower runs the nodes, it keeps what they remember, in memory."""
+    """Refuse `state-dir` where Flower runs the nodes, and keeps their memory itself."""
     if config.state_dir:
         raise UsageError(f"state-dir {config.state_dir!r} only works with the engines 'stacked' and 'inprocess'")
 
 
 def refuse_workers(config: Config) -> None:
-    """Where Flower runs the nodes, they are not shared out over processes of ours."""
+    """Refuse `workers` where Flower runs the nodes, in processes of its own."""
     if config.workers > 1:
         raise UsageError(
             f"workers={config.workers} only works with the engines 'stacked' and 'inprocess': Flower has its own ones"

@@ -86,7 +86,7 @@ def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | N
 
 
 def instruction_of(config: Config) -> Instruction:
-    """What the shared options ask of a client."""
+    """Return the instruction to clients that the shared options ask for."""
     return Instruction(
         seed=config.seed,
         local_steps=0 if config.local_epochs else config.local_steps,

@@ -1,4 +1,4 @@
-"""How many processes train the clients of a run: a plain rule, so that the same command gives the same bits."""
+"""The number of processes of a run: a plain rule, so that the same command gives the same bits."""
 
 import torch
 from torch import Tensor, nn

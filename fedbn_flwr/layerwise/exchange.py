@@ -1,4 +1,4 @@
-"""One exchange of a layer-wise step: the clients' requests, and the answer to all of them."""
+"""An exchange of a layer-wise step: the clients' requests, and the answer to all of them."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -13,7 +13,7 @@ Kind = Literal["mean", "variance", "statistics", "gradients"]
 
 @dataclass(frozen=True)
 class Request:
-    """What one client asks the others about, at one use of one BN layer: its local values."""
+    """A client's local values at one use of one BN layer, to be averaged with those of the others."""
 
     kind: Kind
     #: dotted path of the layer; the second use in a forward pass ends in "#2", the third in "#3"

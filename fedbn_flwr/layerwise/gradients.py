@@ -1,4 +1,4 @@
-"""Every client's gradients of one layer-wise step, in one process and without Flower."""
+"""The gradients of all clients in a layer-wise step, in one process and without Flower."""
 
 import copy
 from collections.abc import Callable, Sequence

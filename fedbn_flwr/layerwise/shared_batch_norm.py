@@ -19,7 +19,7 @@ Mode = Literal["paper", "fused", "forward"]
 
 @dataclass(frozen=True)
 class Use:
-    """One use of one BN layer in a forward pass, and its exchange with the other clients."""
+    """A use of a BN layer in a forward pass, and its exchanges with the other clients."""
 
     layer: str
     exchange: Exchange

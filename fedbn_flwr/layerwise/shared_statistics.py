@@ -18,7 +18,7 @@ _PLAIN_FORWARDS = (_BatchNorm.forward, SyncBatchNorm.forward)
 
 @contextmanager
 def shared_statistics(model: nn.Module, exchange: Exchange, mode: Mode = "fused", final: bool = True) -> Iterator[None]:
-    """Inside the block, BN layers that would use their mini-batch's statistics use those of all clients.
+    """Let BN layers use the statistics of all clients in place of their mini-batch's, inside the block.
 
     Every BN layer takes part, by type (SyncBN as BN). A layer with frozen statistics (eval mode) computes what it
     always computes, and a layer used twice has exchanges of each use. The backward pass may be inside the block or

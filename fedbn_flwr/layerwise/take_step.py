@@ -9,7 +9,7 @@ ReplyT = TypeVar("ReplyT")
 
 
 class LayerwiseStep(Protocol[ReplyT]):
-    """One layer-wise step of several clients, seen from the server; a transport implements it.
+    """A layer-wise step of several clients, seen from the server; a transport implements it.
 
     Transports: `Lockstep` (clients of this process), `StackedLayerwiseStep` (stacked clients), `WorkersStep` (clients
     in several processes), `MessageStep` (Flower's messages). A step is taken once.

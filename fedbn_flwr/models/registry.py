@@ -1,4 +1,4 @@
-"""Every model by the name that `--model` takes, and building one: same seed, same weights."""
+"""The register of models, by the name that `--model` takes, and building one: same seed, same weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -45,7 +45,7 @@ class ResNet20(nn.Module):
                 nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         features = F.relu(self.bn1(self.conv1(images)))
         features = self.layer3(self.layer2(self.layer1(features)))
         logits: Tensor = self.fc(features.mean(dim=(2, 3)))

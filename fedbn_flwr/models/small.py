@@ -8,7 +8,7 @@ from fedbn_flwr.models.registry import register_model
 
 @register_model("mlp")
 def mlp(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """One hidden layer of 30 with a BN layer: 784-30-10 on MNIST (Wang et al., "FedTAN", 2023)."""
+    """Build a perceptron with one hidden layer of 30 and BN: 784-30-10 on MNIST (Wang et al., "FedTAN", 2023)."""
     return nn.Sequential(
         nn.Flatten(),
         *linear_bn_relu(in_channels * image_size**2, 30),

@@ -23,5 +23,5 @@ def channel_axes(inputs: Tensor) -> tuple[int, ...]:
 
 
 def along_channels(values: Tensor, inputs: Tensor) -> Tensor:
-    """One value a channel, shaped to broadcast over the inputs."""
+    """Reshape a value for each channel so that it broadcasts over the inputs."""
     return values.reshape(1, -1, *[1] * (inputs.dim() - 2))

@@ -1,4 +1,4 @@
-"""What batch normalization is, by type: the one place that says which layers and state entries are BN's."""
+"""Batch normalization by type: the one place that says which layers and state entries are BN's."""
 
 from collections.abc import Iterator
 

@@ -35,7 +35,7 @@ class ScaleAndShift(Shift):
 
 @register_norm("fixup")
 def fixup(model: nn.Module) -> nn.Module:
-    """Every normalizer removed from a residual network, which starts such that it trains all the same.
+    """Remove every normalizer of a residual network, and initialize it so that it trains without.
 
     Zhang, Dauphin and Ma, "Fixup Initialization", ICLR 2019. With L residual branches of m convolutions each:
     1. the classifier and the last convolution of every branch start at zero;
@@ -73,7 +73,7 @@ def _residual_blocks(model: nn.Module) -> list[Any]:
 
 
 def _scalars(blocks: list[Any]) -> dict[nn.Module, nn.Module]:
-    """What takes the place of the normalizers that no activation follows: at the ends of branches and shortcuts."""
+    """Return the scalars that replace normalizers without an activation: at the ends of branches and shortcuts."""
     ends: dict[nn.Module, nn.Module] = {getattr(block, f"bn{_length(block)}"): ScaleAndShift() for block in blocks}
     shortcuts = [block.downsample for block in blocks if block.downsample is not None]
     return ends | {layer: nn.Identity() for shortcut in shortcuts for layer in shortcut.modules()}
@@ -91,5 +91,5 @@ def _start(blocks: list[Any], classifier: nn.Linear) -> None:
 
 
 def _length(block: Any) -> int:
-    """How many convolutions a block's branch has."""
+    """Return the number of convolutions of a block's branch."""
     return 3 if hasattr(block, "conv3") else 2

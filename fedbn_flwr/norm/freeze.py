@@ -31,7 +31,7 @@ class _StatisticsHold:
 
 @dataclass
 class _AffineHold:
-    """What the layer's affine parameters required before the first freeze."""
+    """The `requires_grad` of a layer's affine parameters before the first freeze."""
 
     required: dict[str, bool]
     count: int = 0
@@ -39,7 +39,7 @@ class _AffineHold:
 
 @dataclass
 class Frozen:
-    """What `freeze` did, so that it can be undone; a context manager that undoes it on the way out."""
+    """A freeze that can be undone; a context manager that undoes it at its end."""
 
     _statistics: list[_BatchNorm] = field(default_factory=list)
     _affine: list[_BatchNorm] = field(default_factory=list)

@@ -35,7 +35,7 @@ class HybridBatchNorm(BatchNorm):
             self.register_buffer("mix", constant, persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize."""
+        """Normalize the inputs."""
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)

@@ -21,7 +21,7 @@ class Moments:
     variance: Tensor
 
     def running_variance(self, unbiased: bool) -> Tensor:
-        """What a running variance holds: torch's own is corrected by n / (n - 1)."""
+        """Return the value of a running variance: torch corrects the batch's by n / (n - 1)."""
         return self.variance * (self.count / (self.count - 1)) if unbiased and self.count > 1 else self.variance
 
 

@@ -1,4 +1,4 @@
-"""Every normalizer by the name that `--norm` and `STRATEGY+NORM` take."""
+"""The register of normalizers, by the name that `--norm` and `STRATEGY+NORM` take."""
 
 from collections.abc import Callable
 from typing import TypeVar

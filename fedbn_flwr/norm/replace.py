@@ -98,7 +98,7 @@ def _batch(slot: Slot) -> BatchNorm:
 
 
 def _form(slot: Slot) -> dict[str, Any]:
-    """What any kind of BN takes over from the layer whose place it takes."""
+    """Return the arguments that any kind of BN takes over from the layer that it replaces."""
     return {"num_features": slot.channels, "eps": slot.eps, "momentum": slot.momentum, "affine": slot.affine}
 
 

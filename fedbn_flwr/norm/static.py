@@ -27,7 +27,7 @@ class StaticBatchNorm(BatchNorm):
         self.instant = instant
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize."""
+        """Normalize the inputs."""
         if not (self.training or self.instant):
             return super().forward(input)
         self._check_input_dim(input)

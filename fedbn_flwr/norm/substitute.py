@@ -13,7 +13,7 @@ NORMALIZERS = (_BatchNorm, _InstanceNorm, nn.GroupNorm)  # not LayerNorm, which 
 
 @dataclass(frozen=True)
 class Slot:
-    """What a normalizer's replacement has to know of it."""
+    """The properties of a normalizer that its replacement needs."""
 
     name: str
     layer: nn.Module

@@ -1,4 +1,4 @@
-"""How the convolutions of a model hang together, found by tracing its forward pass."""
+"""The order of a model's convolutions and activations, from a trace of its forward pass."""
 
 import operator
 from collections.abc import Callable, Iterator

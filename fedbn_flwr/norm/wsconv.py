@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def weight_standardized(
     model: nn.Module, gain: str = "constant", gamma: float | None = None, branch_scale: float | str = "auto"
 ) -> nn.Module:
-    """Every normalizer removed, and every convolution's weight standardized and scaled.
+    """Remove every normalizer, and standardize and scale every convolution's weight.
 
     Zhuang and Lyu, "FedWon", ICLR 2024, equation 3, after Brock et al., "Characterizing Signal Propagation", 2021:
     W'_ij = gain gamma (W_ij - mean_i) / (sigma_i sqrt(N)), N the fan-in, sigma_i^2 = (1/N) sum_j (W_ij - mean_i)^2
@@ -60,7 +60,7 @@ def _branch_gain(branch_scale: float | str, branches: int) -> float:
 
 
 def activation_gain(activation: Activation | None) -> float:
-    """What brings the variance of `activation(z)` back to 1, for z a standard normal number; 1 without activation."""
+    """Return the gain that gives `activation(z)` variance 1, for standard normal z; 1 without an activation."""
     if activation is None:
         return 1.0
     points = 1 << 14

@@ -1,4 +1,4 @@
-"""What the `register_*` functions share, and importing the modules of users that call them."""
+"""The common part of the `register_*` functions, and the import of users' modules that call them."""
 
 from fedbn_flwr.plugins.load import load_plugins
 from fedbn_flwr.plugins.registry import add, same_definition

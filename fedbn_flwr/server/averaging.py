@@ -67,7 +67,7 @@ def average(states: Sequence[Mapping[str, NDArray[Any]]], weights: Sequence[floa
 
 
 def is_floating(array: NDArray[Any]) -> bool:
-    """Whether the numbers are measurements, which can be averaged, and not counts."""
+    """Whether the numbers can be averaged: floating-point numbers, not counts."""
     return array.dtype.kind == "f"
 
 
@@ -139,7 +139,7 @@ def _mean_run(runs: Sequence[NDArray[Any]], shares: Sequence[float]) -> NDArray[
 
 
 def _mean(values: Iterable[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:
-    """Of one array by itself."""
+    """Average one array."""
     ahead = iter(values)
     first = next(ahead)
     if not is_floating(first):

@@ -20,7 +20,7 @@ class MomentumState:
         self._mean: Arrays = {}
 
     def groups(self) -> dict[str, ArrayRecord]:
-        """What is sent to a node beside the weights."""
+        """Return the momentum, which is sent to a node beside the weights."""
         return {wire.MOMENTUM: record(self._mean)} if self._mean else {}
 
     def absorb(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> None:

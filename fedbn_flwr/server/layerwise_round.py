@@ -1,4 +1,4 @@
-"""One attempt at a layer-wise step by messages: what nodes are sent, and what is wrong with their replies."""
+"""An attempt at a layer-wise step by messages: what nodes are sent, and what is wrong with their replies."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ class Broadcast:
 
 @dataclass
 class LayerwiseRound:
-    """One attempt at a step, in which every node must take part until the step ends."""
+    """An attempt at a step, in which every node must take part until the step ends."""
 
     grid: Grid
     #: the content of a plain training message to each node

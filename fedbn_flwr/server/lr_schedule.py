@@ -52,7 +52,7 @@ class Schedule:
 
     @property
     def names_freeze(self) -> bool:
-        """Whether it says what happens at the freeze."""
+        """Whether the schedule names the freeze."""
         return any(change.moment == Moment() for change in self.changes)
 
     def rate(self, base: float, server_round: int, num_rounds: int | None, frozen_after: int | None = None) -> float:
@@ -65,7 +65,7 @@ class Schedule:
 
 
 def rounds_of(fraction: float, num_rounds: int | None) -> int:
-    """How many rounds a fraction of a run is."""
+    """Return the number of rounds of a fraction of a run."""
     if num_rounds is None:
         raise ValueError(
             f"the fraction {fraction} of a run needs the number of rounds: start the strategy with "

@@ -14,7 +14,7 @@ Float = NDArray[np.float64]
 
 @dataclass
 class Memory:
-    """What an optimizer remembers of one array."""
+    """The state of an optimizer for one array."""
 
     m: Float
     v: Float

@@ -31,7 +31,7 @@ class RefusedError(ValueError):
 
 @dataclass(frozen=True)
 class NodeReply:
-    """One node's usable reply."""
+    """A node's usable reply."""
 
     node: int
     partition: int
@@ -48,7 +48,7 @@ class NodeReply:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a strategy asked for: the binding keys, and the arrays whose shapes the answer must have.
+    """The request of a strategy: the binding keys, and the arrays whose shapes an answer must have.
 
     `groups` are those that an answer must hold beside the model, with entries of the model too.
     """
@@ -61,7 +61,7 @@ class Expected:
 
     @cached_property
     def layout(self) -> Layout:
-        """Of the whole state."""
+        """Return the layout of the whole state."""
         return FlatArrays.layout_of(self.arrays)
 
 

@@ -1,4 +1,4 @@
-"""Which nodes take part: a finite wait, and a draw that does not depend on Flower's random node ids."""
+"""The choice of nodes: a finite wait, and a draw that does not depend on Flower's random node ids."""
 
 import time
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ ANSWERED = (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, ErrorCode.LOAD_CLIENT_APP_EXC
 
 @dataclass(frozen=True)
 class Node:
-    """What a node says of itself."""
+    """A node's description of itself."""
 
     node: int
     partition: int
@@ -92,7 +92,7 @@ class Roster:
 
 
 def _was_lost(answer: Message) -> bool:
-    """Whether Flower answered in the place of a node that did not."""
+    """Whether the answer is Flower's, for a node that did not answer."""
     return answer.has_error() and answer.error.code not in ANSWERED
 
 

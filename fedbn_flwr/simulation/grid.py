@@ -1,4 +1,4 @@
-"""What Flower's `Grid` asks of every grid, for those of this project."""
+"""The base of this project's grids: what Flower's `Grid` requires of every one."""
 
 from collections.abc import Iterable
 

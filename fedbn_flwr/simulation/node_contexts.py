@@ -59,7 +59,7 @@ class Contexts(MutableMapping[int, Context]):
 
     @property
     def stored(self) -> int:
-        """How many nodes have something in their state."""
+        """Return the number of nodes with something in their state."""
         return len(self._states)
 
     def _partition(self, node: int) -> int:
@@ -69,7 +69,7 @@ class Contexts(MutableMapping[int, Context]):
 
 
 class StateFolder(MutableMapping[int, RecordDict]):
-    """What nodes store, by partition: a file for each, replaced as a whole.
+    """A folder of the nodes' states: a file for each partition, replaced as a whole.
 
     What an earlier run left there is removed: a node's state is empty when a run begins.
     """

@@ -23,7 +23,7 @@ MOST_UNPACKED = 2**26
 
 @dataclass(frozen=True)
 class Job:
-    """One training message's work; `place` is the message's position in the push."""
+    """The work of one training message; `place` is the message's position in the push."""
 
     place: int
     message: Message
@@ -130,5 +130,5 @@ def _count_bytes(reply: Reply) -> int:
 
 
 def _changes_nothing(client: BNClient) -> bool:
-    """Whether a client is known to change no tensor that it received or replied, so that none needs to be copied."""
+    """Whether a client surely changes no tensor that it received or replied, so that none needs to be copied."""
     return type(client) is BNClient

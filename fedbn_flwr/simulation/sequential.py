@@ -47,7 +47,7 @@ class InProcessGrid(LocalGrid):
         )
 
     def get_node_ids(self) -> Iterable[int]:
-        """All nodes, always connected."""
+        """Return all nodes: they are always connected."""
         return list(self._contexts)
 
     def context(self, node: int) -> Context:

@@ -47,7 +47,7 @@ class InMemoryArray(Array):
         super().__setattr__(name, value)
 
     def __eq__(self, other: object) -> bool:
-        """As between Flower's own: equal descriptions and bytes."""
+        """Compare as Flower's arrays do: by descriptions and bytes."""
         if not isinstance(other, Array):
             return NotImplemented
         return _fields(self) == _fields(other)
@@ -91,13 +91,13 @@ def record_of(state: FlatArrays) -> ArrayRecord:
 
 
 def flat_of(record: ArrayRecord) -> FlatArrays | None:
-    """What such a record was made of, unless it was changed; to be read only."""
+    """Return the flat state that a record was made of, unless it was changed; only to be read."""
     members = record.__dict__["_data"]
     return members.flat if isinstance(members, Members) else None
 
 
 class Members(MutableMapping[str, Array]):
-    """What a record holds of a flat state: arrays are made when somebody asks for them."""
+    """The entries of a record of a flat state: an array is made when it is asked for."""
 
     def __init__(self, state: FlatArrays) -> None:
         self._state: FlatArrays | None = state
@@ -118,11 +118,11 @@ class Members(MutableMapping[str, Array]):
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
-        """The names."""
+        """Iterate over the names."""
         return iter(self._made if self._state is None else self._state)
 
     def __len__(self) -> int:
-        """How many."""
+        """Return the number of entries."""
         return len(self._made if self._state is None else self._state)
 
     def __setitem__(self, name: str, array: Array) -> None:
@@ -139,7 +139,7 @@ class Members(MutableMapping[str, Array]):
         return repr(dict(self))
 
     def __reduce__(self) -> tuple[type[dict[str, Array]], tuple[dict[str, Array]]]:
-        """For another process, a dictionary of plain arrays."""
+        """Pickle as a dictionary of plain arrays."""
         return dict, (dict(self),)
 
     def copy(self) -> dict[str, Array]:
@@ -151,7 +151,7 @@ class Members(MutableMapping[str, Array]):
 
 
 def array_records(content: RecordDict) -> dict[str, ArrayRecord]:
-    """What `content.array_records` is, which takes its time to be kept up to date."""
+    """Return the records of arrays, as a plain dictionary: `content.array_records` takes longer to make."""
     return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
 
 
@@ -168,7 +168,7 @@ def data_bytes(array: Array) -> int:
 
 
 def distinct(arrays: Iterable[Array]) -> list[Array]:
-    """One array of each content: by identity first, and by bytes only where these are there."""
+    """Return one array of each content: by identity first, by bytes only where they exist already."""
     unlike = list({id(array): array for array in arrays}.values())
     if len(unlike) < 2:
         return unlike
@@ -181,7 +181,7 @@ def _fields(array: Array) -> tuple[str, tuple[int, ...], str, bytes]:
 
 
 def _content(array: Array) -> tuple[Form, bytes]:
-    """As telling as `data`, without its making."""
+    """Return what tells two arrays apart like `data`, without making that."""
     value = array.__dict__["_value"]
     return _form(value), value.tobytes(order="A")
 

@@ -91,7 +91,7 @@ class CountedStep:
 
 
 class _Form(NamedTuple):
-    """What the length of an exchanged tensor depends on, and the length of its count."""
+    """The properties that decide the length of an exchanged tensor, and the length of its count."""
 
     shape: torch.Size
     dtype: torch.dtype

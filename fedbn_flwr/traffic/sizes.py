@@ -65,7 +65,7 @@ Head = tuple[int, int, int, int, str, float, float, str, int | None, int | None]
 
 
 def head_of(metadata: Metadata) -> Head:
-    """What the length of a message's head depends on; the numbers of nodes are as many as there are nodes."""
+    """Return what the length of a message's head depends on."""
     return (
         metadata.run_id,
         size_class(metadata.src_node_id),
@@ -108,7 +108,7 @@ def _values_bytes(kind: type[ConfigRecord] | type[MetricRecord], values: tuple[t
 
 
 def size_class(value: Any) -> Any:
-    """One value for all that take as many bytes."""
+    """Return one value for all numbers that take as many bytes."""
     if isinstance(value, list):
         return tuple(map(size_class, value))
     if isinstance(value, float):
@@ -121,7 +121,7 @@ def size_class(value: Any) -> Any:
 
 @lru_cache(maxsize=1024)
 def _flat_sizes(layout: Layout) -> Sizes:
-    """Those of a record of a flat state: each entry in its usual order of memory."""
+    """Return the sizes of a record of a flat state, whose entries are in their usual order of memory."""
     return _arrays_sizes(
         tuple(
             (name, str(dtype), shape, SType.NUMPY, serialized_bytes(dtype, shape))

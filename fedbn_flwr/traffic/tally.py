@@ -28,10 +28,10 @@ class Tally:
 
     @property
     def payload(self) -> int:
-        """Both ways."""
+        """Bytes in both directions."""
         return self.payload_down + self.payload_up
 
     @property
     def wire(self) -> int:
-        """Both ways."""
+        """Bytes in both directions."""
         return self.wire_down + self.wire_up

@@ -40,7 +40,7 @@ Content = dict[str, ArrayRecord | ConfigRecord]
 
 @dataclass(frozen=True)
 class StepPosition:
-    """Where in a layer-wise step a message belongs."""
+    """The position of a message in a layer-wise step."""
 
     phase: str
     #: how often the step was started in this round

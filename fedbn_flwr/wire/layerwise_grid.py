@@ -1,4 +1,4 @@
-"""What a grid offers that takes nodes through a layer-wise step without messages."""
+"""The protocol of a grid that takes nodes through a layer-wise step without messages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a method adds to local training: one rule a file, switched on by its instruction keys."""
+"""The rules that methods add to local training, one a file, switched on by their instruction keys."""
 
 from importlib import import_module
 from pkgutil import iter_modules

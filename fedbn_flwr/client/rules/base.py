@@ -14,7 +14,7 @@ from fedbn_flwr.wire import Instruction
 
 @dataclass
 class Session:
-    """One round of local training, as a rule sees it: of one client, or of several whose models are stacked.
+    """One round of local training, as a rule sees it: of one client, or of several with stacked models.
 
     Stacked, every tensor has a first dimension with a row for each client, `memory` hands out and takes such tensors,
     and `structure` is a model of one client.
@@ -41,7 +41,7 @@ class Session:
 
     @property
     def stacked(self) -> bool:
-        """Whether this is about several clients at once."""
+        """Whether the session is one of several clients at once."""
         return self.structure is not None
 
 

@@ -25,5 +25,5 @@ class Clipping(Rule):
         self._stacked = session.stacked
 
     def adjust(self) -> None:
-        """Clip."""
+        """Clip the gradients."""
         norm.clip_gradients(self._clipped, self.clip_factor, self._stacked)

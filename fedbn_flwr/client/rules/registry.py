@@ -1,4 +1,4 @@
-"""Every rule by the instruction keys that switch it on."""
+"""The register of rules, by the instruction keys that switch them on."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields

@@ -1,4 +1,4 @@
-"""How much a client's mini-batch statistics change from one participation to the next."""
+"""The change of a client's mini-batch statistics from one participation to the next."""
 
 from collections.abc import Callable
 from typing import ClassVar

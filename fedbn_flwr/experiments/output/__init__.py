@@ -1,1 +1,1 @@
-"""What a run writes and prints."""
+"""The files that a run writes, and the lines that it prints."""

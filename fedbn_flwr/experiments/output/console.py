@@ -19,7 +19,7 @@ console = Console()
 
 
 class Bars:
-    """One progress bar over all runs, with the present run and its last accuracy."""
+    """A progress bar over all runs, with the present run and its last accuracy."""
 
     def __init__(self, runs: int) -> None:
         self._progress = Progress(

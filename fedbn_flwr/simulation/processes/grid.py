@@ -60,7 +60,7 @@ class WorkersGrid(LocalGrid):
         return [worker.process_id for worker in self._workers]
 
     def get_node_ids(self) -> Iterable[int]:
-        """All nodes, always connected."""
+        """Return all nodes: they are always connected."""
         return [FIRST_NODE_ID + partition for partition in range(self._num_nodes)]
 
     def context(self, node: int) -> Context:
@@ -89,7 +89,7 @@ class WorkersGrid(LocalGrid):
         return WorkersStep(self._ask_all, messages, shares, participants)
 
     def _shares(self, messages: Sequence[Message]) -> dict[Worker, list[int]]:
-        """For each worker the places of its nodes' messages."""
+        """Return, for each worker, the places of its nodes' messages."""
         shares: dict[Worker, list[int]] = {}
         for place, message in enumerate(messages):
             shares.setdefault(self._worker_of(message.metadata.dst_node_id), []).append(place)
@@ -98,11 +98,11 @@ class WorkersGrid(LocalGrid):
     def _split(
         self, messages: Sequence[Message], shares: Mapping[Worker, Sequence[int]]
     ) -> dict[Worker, list[Message]]:
-        """For each worker the messages at its places."""
+        """Return, for each worker, the messages at its places."""
         return {worker: [messages[place] for place in places] for worker, places in shares.items()}
 
     def _ask_all(self, name: str, payloads: Mapping[Worker, Any]) -> dict[Worker, Any]:
-        """The answers of workers that work at the same time; a dead one is started anew, and said to have died."""
+        """Return the answers of workers that work at the same time; one that died is started again, and reported."""
         for worker, payload in payloads.items():
             worker.ask(name, payload)
         answers: dict[Worker, Any] = {}
@@ -138,7 +138,7 @@ class WorkersGrid(LocalGrid):
                     self._replies[reply.metadata.reply_to_message_id] = self._spill.store(reply)
 
     def _answers(self, worker: Worker, messages: Sequence[Message]) -> list[Message]:
-        """A worker's replies, or what is to be said for it."""
+        """Return the worker's replies, or error replies if its process died."""
         try:
             replies: list[Message] = worker.answer()
         except WorkerDiedError as death:
@@ -206,7 +206,7 @@ class WorkersStep:
 
 
 def _in_order(shares: Mapping[Worker, Sequence[int]], found: Mapping[Worker, Sequence[Any]]) -> list[Any]:
-    """What workers said of their shares, by the places in the push."""
+    """Return the workers' answers in the order of the push."""
     placed = {
         place: item for worker, places in shares.items() for place, item in zip(places, found[worker], strict=True)
     }
@@ -231,7 +231,7 @@ def _error_reply(message: Message, reason: str) -> Message:
 
 
 def _end(workers: list[Worker]) -> None:
-    """All at once, each then waited for."""
+    """End all workers at once, then wait for each."""
     for worker in workers:
         worker.hang_up()
     while workers:

@@ -65,12 +65,12 @@ class Worker:
         return self.answer()
 
     def fileno(self) -> int:
-        """For those who wait for the answers of several workers."""
+        """Return the connection's descriptor, to wait for several workers at once."""
         return self._channel.fileno()
 
     @property
     def process_id(self) -> int:
-        """Of the process as it is now."""
+        """Return the number of the present process."""
         return int(self._process.pid or 0)
 
     def restart(self) -> None:
@@ -119,7 +119,7 @@ def _processes() -> Any:
 
 
 class Service:
-    """What a worker can be asked for: its methods named in `REQUESTS`, with one payload each."""
+    """The service of a worker: the methods named in `REQUESTS`, with one payload each."""
 
     REQUESTS: ClassVar[frozenset[str]] = frozenset(
         {"open", "deliver", "context", "open_step", "advance", "replies", "abandon"}
@@ -193,7 +193,7 @@ def work(connection: Connection, threads: int, level: int) -> None:
 
 
 def _respond(service: Service, name: str, payload: Any) -> tuple[str, Any]:
-    """What went wrong, and the answer."""
+    """Return the error, if any, and the answer."""
     if name not in service.REQUESTS:
         return f"unknown request {name!r}; known: {', '.join(sorted(service.REQUESTS))}", None
     try:
@@ -204,7 +204,7 @@ def _respond(service: Service, name: str, payload: Any) -> tuple[str, Any]:
 
 
 def _end_with_parent() -> None:
-    """In the middle of its work, too: a parent that was killed cannot hang up."""
+    """End this process when its parent ends, also in the middle of work: a killed parent closes no connection."""
     parent = parent_process()
     if parent is not None:
         wait([parent.sentinel])

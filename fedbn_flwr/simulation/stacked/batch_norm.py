@@ -51,7 +51,7 @@ def _is_stacked(value: Tensor | None, level: int) -> bool:
 
 
 def _in_a_row(value: Tensor | None, level: int) -> Tensor | None:
-    """All clients' values one after the other: a view, because running statistics move in place."""
+    """Return all clients' values one after the other: a view, because running statistics are updated in place."""
     if value is None:
         return None
     values, dim = _functorch._unwrap_batched(value, level)

@@ -1,4 +1,4 @@
-"""Which training messages can be answered by one stack of models."""
+"""The choice of training messages that one stack of models can answer."""
 
 from collections.abc import Hashable
 

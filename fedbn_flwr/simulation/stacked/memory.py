@@ -1,4 +1,4 @@
-"""What several clients remember, as one memory."""
+"""The memories of several clients as one."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""How many clients are worth a stack, and how many fit into memory at once."""
+"""The size of a stack: how many clients are worth one, and how many fit into memory."""
 
 import ctypes
 import os
