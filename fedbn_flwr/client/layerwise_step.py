@@ -15,8 +15,8 @@ from torch import nn
 
 from fedbn_flwr import wire
 from fedbn_flwr.client.bn_client import BNClient
-from fedbn_flwr.client.reply import Reply
 from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.client.reply import Reply
 from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.client.step_log import StepLog
 from fedbn_flwr.layerwise import Answer, Corrected, Exchange, OwnRandomness, Request, StepCache, SuspendedStep
