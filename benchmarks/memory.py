@@ -22,10 +22,10 @@ def family(process: int) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it may have ended
             parents[int(folder.name)] = _status(int(folder.name)).get("PPid", 0)
-    found = [process]
-    for member in found:
-        found += [child for child, parent in parents.items() if parent == member]
-    return found
+    processes = [process]
+    for member in processes:
+        processes += [child for child, parent in parents.items() if parent == member]
+    return processes
 
 
 def peak_megabytes() -> float:

@@ -125,11 +125,11 @@ def _panel(panel: Any, rows: Sequence[Row], engines: Sequence[str], title: str) 
     cases = list(dict.fromkeys(map(case_of, rows)))
     width = 0.8 / max(len(engines), 1)
     for place, engine in enumerate(engines):
-        found = {case_of(row): row["ratio"] for row in rows if row["engine"] == engine}
+        ratio_of = {case_of(row): row["ratio"] for row in rows if row["engine"] == engine}
         positions = [
-            index + (place - (len(engines) - 1) / 2) * width for index, case in enumerate(cases) if case in found
+            index + (place - (len(engines) - 1) / 2) * width for index, case in enumerate(cases) if case in ratio_of
         ]
-        ratios = [found[case] for case in cases if case in found]
+        ratios = [ratio_of[case] for case in cases if case in ratio_of]
         # bars from 1 up and down: the bare loop is the base line
         bars = panel.bar(
             positions, [ratio - 1 for ratio in ratios], width, bottom=1, label=engine, color=COLOURS.get(engine)

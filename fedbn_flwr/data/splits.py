@@ -40,8 +40,8 @@ class Split:
             raise ValueError(f"inputs must be N x C x H x W, uint8 or float32, not {shape}, {dtype}")
         for name, column in (("labels", self.labels), ("domains", self.domains)):
             if column is not None and (column.dtype != torch.int64 or column.shape != shape[:1]):
-                found = f"{tuple(column.shape)}, {column.dtype}"
-                raise ValueError(f"{name} must be one int64 for each of {shape[0]} samples, not {found}")
+                actual = f"{tuple(column.shape)}, {column.dtype}"
+                raise ValueError(f"{name} must be one int64 for each of {shape[0]} samples, not {actual}")
 
     def __len__(self) -> int:
         return len(self.inputs)

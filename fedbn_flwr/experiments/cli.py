@@ -74,10 +74,10 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             raise UsageError(f"unknown option {unknown[0]!r}; known: {', '.join(self._option_string_actions)}")
-        return found, unknown
+        return parsed, unknown
 
 
 def _plugins(arguments: Sequence[str] | None) -> str:

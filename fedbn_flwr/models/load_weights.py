@@ -23,9 +23,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
         if key in state and state[key].shape != expected[key].shape
     ]
     problems = {"without": missing, "with unknown": unknown, "of another shape:": misshapen}
-    found = [f"{label} {_first(keys)}" for label, keys in problems.items() if keys]
-    if found:
-        raise ValueError(f"{path} does not fit the model: {'; '.join(found)}")
+    misfits = [f"{label} {_first(keys)}" for label, keys in problems.items() if keys]
+    if misfits:
+        raise ValueError(f"{path} does not fit the model: {'; '.join(misfits)}")
     model.load_state_dict(state)
 
 

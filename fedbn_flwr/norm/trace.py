@@ -40,13 +40,13 @@ def wiring(model: nn.Module) -> Wiring:
     An addition ends a residual branch where more convolutions lie behind one operand than behind the other.
     """
     walk = _Walk(model)
-    found = Wiring()
+    result = Wiring()
     for node in walk.nodes:
         if node.target in _ADDITIONS and (end := walk.branch_end(node)) is not None:
-            found.branch_ends.add(str(end.target))
+            result.branch_ends.add(str(end.target))
         if walk.is_convolution(node) and (activation := walk.feeding_activation(node)) is not None:
-            found.activations[str(node.target)] = activation
-    return found
+            result.activations[str(node.target)] = activation
+    return result
 
 
 class _Walk:

@@ -39,12 +39,12 @@ def weight_standardized(
     if gain not in GAINS:
         raise ValueError(f"unknown gain {gain!r}; there are: {', '.join(GAINS)}")
     model = remove_normalizers(model)
-    found = _wiring(model)
-    scale = _branch_gain(branch_scale, len(found.branch_ends))
+    traced = _wiring(model)
+    scale = _branch_gain(branch_scale, len(traced.branch_ends))
 
     def make(name: str, layer: nn.Module) -> nn.Module:
-        own_gamma = activation_gain(found.activations.get(name)) if gamma is None else gamma
-        first_gain = scale if name in found.branch_ends else 1.0
+        own_gamma = activation_gain(traced.activations.get(name)) if gamma is None else gamma
+        first_gain = scale if name in traced.branch_ends else 1.0
         return standardized(name, layer, own_gamma, first_gain, learnable=gain == "learnable")
 
     return substitute(model, make)

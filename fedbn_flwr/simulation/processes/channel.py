@@ -1,4 +1,4 @@
-"""Python objects from one process of this machine to another, with the numbers of large arrays beside the pickle."""
+"""A channel for Python objects between processes, which sends large arrays without pickling their numbers."""
 
 import io
 import pickle
@@ -12,7 +12,7 @@ from fedbn_flwr.layerwise import Answer, Request
 from fedbn_flwr.state.flat import Buffers, FlatArrays, Layout
 from fedbn_flwr.state.records import InMemoryArray, Members, view_array
 
-#: bytes from which on an array is sent beside the pickle: for smaller ones, calls of their own cost more than copies
+#: bytes of the smallest array that is sent by itself: for smaller ones, a call costs more than a copy
 _LARGE = 16 * 1024
 
 
@@ -80,7 +80,6 @@ def pack_requests(requests: Sequence[Request]) -> Any:
         return None
     first, counts = requests[0], [request.count for request in requests]
     return (
-        type(first),
         first.kind,
         first.layer,
         counts,
@@ -92,8 +91,8 @@ def unpack_requests(packed: Any) -> list[Request]:
     """Return one request per client."""
     if packed is None:
         return []
-    make, kind, layer, counts, rows = packed
-    return [make(kind, layer, tensor, count) for tensor, count in zip(torch.from_numpy(rows), counts, strict=True)]
+    kind, layer, counts, rows = packed
+    return [Request(kind, layer, tensor, count) for tensor, count in zip(torch.from_numpy(rows), counts, strict=True)]
 
 
 def pack_answer(answer: Answer) -> Any:

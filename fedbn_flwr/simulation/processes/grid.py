@@ -28,8 +28,8 @@ class WorkersGrid(LocalGrid):
 
     `make_grid` is given partitions, and makes the grid of their nodes inside a worker: it must be picklable, and the
     grid's node of partition p have the id `FIRST_NODE_ID + p`. A node stays with its worker, where its `Context` is.
-    When a worker dies, the messages that it has are answered by errors, and it is started anew with contexts that are
-    empty; it has at most `prepared.PORTION` of a push at a time.
+    When a worker dies, its messages are answered by errors, at most `prepared.PORTION` of them, and it is started again
+    with empty contexts.
 
     Workers start, import and make their grids while the caller goes on; the first messages wait for them. Close the
     grid, or use it as a context manager, and no process is left.
@@ -40,7 +40,7 @@ class WorkersGrid(LocalGrid):
         self._make_grid, self._num_nodes = make_grid, num_nodes
         self._num_workers = max(min(workers, num_nodes), 1)
         self._workers: list[Worker] = []
-        # also called when nobody uses the grid any more, and at the interpreter's exit
+        # also called when the grid is garbage-collected, and at the interpreter's exit
         self.close = weakref.finalize(self, _end, self._workers)
         for index in range(self._num_workers):
             self._workers.append(Worker(index, threads))
@@ -56,7 +56,7 @@ class WorkersGrid(LocalGrid):
 
     @property
     def process_ids(self) -> list[int]:
-        """The workers' processes as they are now."""
+        """The numbers of the workers' present processes."""
         return [worker.process_id for worker in self._workers]
 
     def get_node_ids(self) -> Iterable[int]:
@@ -64,7 +64,7 @@ class WorkersGrid(LocalGrid):
         return [FIRST_NODE_ID + partition for partition in range(self._num_nodes)]
 
     def context(self, node: int) -> Context:
-        """A copy of a node's context, to look into."""
+        """Return a copy of a node's context."""
         context: Context = self._worker_of(node).call("context", node)
         return context
 
@@ -80,7 +80,7 @@ class WorkersGrid(LocalGrid):
         return [message.metadata.message_id for message in messages]
 
     def open_step(self, messages: Sequence[Message]) -> "WorkersStep | None":
-        """The layer-wise step that these messages begin, if all of their nodes can take it without messages."""
+        """Open the layer-wise step that these messages begin, if all of their nodes can take it without messages."""
         shares = self._shares(messages)
         participants = self._ask_all("open_step", self._split(messages, shares))
         if None in participants.values():
@@ -120,7 +120,7 @@ class WorkersGrid(LocalGrid):
         return answers
 
     def _deliver(self, shares: Mapping[Worker, Sequence[Message]]) -> None:
-        """To each worker as many of its messages as are prepared together, and the next when these are answered."""
+        """Give each worker a portion of its messages, and the next portion when these are answered."""
         self._spill = SpillBuffer()
         ahead = {worker: [*in_portions(messages)] for worker, messages in shares.items()}
         for worker, portions in ahead.items():
@@ -148,7 +148,7 @@ class WorkersGrid(LocalGrid):
 
     def _revive(self, worker: Worker, death: WorkerDiedError) -> None:
         nodes = len(self._partitions(worker.index))
-        log(WARNING, "Worker %d %s: it starts anew, and its %d nodes without state", worker.index, death, nodes)
+        log(WARNING, "Worker %d %s: it is started again, its %d nodes without state", worker.index, death, nodes)
         worker.restart()
         self._open(worker)
 
@@ -156,11 +156,11 @@ class WorkersGrid(LocalGrid):
         worker.ask("open", (self._make_grid, self._partitions(worker.index)))
 
     def _partitions(self, index: int) -> range:
-        """Those of a worker: in turn, because neighbours may be alike in size, and all of them are to be busy."""
+        """Return a worker's partitions: every n-th, because neighbours may be alike in size, and all should be busy."""
         return range(index, self._num_nodes, self._num_workers)
 
     def _worker_of(self, node: int) -> Worker:
-        """The worker that has a node; if there is no such node, any of them says so."""
+        """Return the worker that has a node; of a node that does not exist, one that will report it."""
         if not self._workers:
             raise WorkerError("the grid is closed")
         return self._workers[(node - FIRST_NODE_ID) % self._num_workers]
@@ -205,21 +205,21 @@ class WorkersStep:
             self._ask_all("abandon", dict.fromkeys(self._shares))
 
 
-def _in_order(shares: Mapping[Worker, Sequence[int]], found: Mapping[Worker, Sequence[Any]]) -> list[Any]:
+def _in_order(shares: Mapping[Worker, Sequence[int]], answers: Mapping[Worker, Sequence[Any]]) -> list[Any]:
     """Return the workers' answers in the order of the push."""
     placed = {
-        place: item for worker, places in shares.items() for place, item in zip(places, found[worker], strict=True)
+        place: item for worker, places in shares.items() for place, item in zip(places, answers[worker], strict=True)
     }
     return [placed[place] for place in sorted(placed)]
 
 
 def count_cores() -> int:
-    """The processors that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _take_id(message: Message, reply: Message) -> None:
-    """The id that the worker's grid has given to its copy of a message."""
+    """Give a message the id that the worker's grid has given to its copy."""
     message.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
 
 

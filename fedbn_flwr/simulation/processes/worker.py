@@ -1,4 +1,4 @@
-"""A process that runs some of a federation's nodes: what it does, and the handle by which its parent asks it."""
+"""A process that runs some of a federation's nodes, and the handle through which its parent uses it."""
 
 import logging
 import os
@@ -42,7 +42,7 @@ class Worker:
     def ask(self, name: str, payload: Any) -> None:
         """Send a request, and do not wait."""
         self._unanswered += 1
-        # a process that has ended is noticed by whoever waits for its answer
+        # `answer` reports a process that has ended
         with suppress(ConnectionError):
             self._channel.send((name, payload))
 
@@ -70,16 +70,16 @@ class Worker:
 
     @property
     def process_id(self) -> int:
-        """Return the number of the present process."""
+        """The number of the present process."""
         return int(self._process.pid or 0)
 
     def restart(self) -> None:
-        """A new process in place of the one that ended."""
+        """Start a new process in place of the one that ended."""
         self._channel.close()
         self._start()
 
     def hang_up(self) -> None:
-        """Let the process end by itself, if it is not in the middle of something."""
+        """Close the connection, so that an idle process ends by itself."""
         self._channel.close()
 
     def end(self) -> None:
@@ -108,7 +108,7 @@ class Worker:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Start importing what workers need, once for all: they are copies of a process that has done nothing else."""
+    """Start importing what workers need in the process that all of them are forked from."""
     _processes().set_forkserver_preload(["fedbn_flwr.simulation.processes.worker", *modules])
     forkserver.ensure_running()
 
@@ -135,12 +135,12 @@ class Service:
         self._grid = make_grid(partitions)
 
     def deliver(self, messages: list[Message]) -> list[Message]:
-        """The answers to messages, in the order of these."""
+        """Return the answers, in the order of the messages."""
         replies = {reply.metadata.reply_to_message_id: reply for reply in self.grid.send_and_receive(messages)}
         return [replies[message.metadata.message_id] for message in messages]
 
     def context(self, node: int) -> Context:
-        """A node's context as it is now."""
+        """Return a node's present context."""
         context: Context = self.grid.context(node)  # type: ignore[attr-defined]
         return context
 
@@ -150,11 +150,11 @@ class Service:
         return None if self._step is None else self._step.participants
 
     def advance(self, answer: Any) -> Any:
-        """Go on to the next exchange."""
+        """Take this worker's nodes to their next exchange."""
         return pack_requests(self.step.advance(None if answer is None else unpack_answer(answer)))
 
     def replies(self, _: None) -> list[Message]:
-        """The nodes' replies at the end of the step."""
+        """Return the nodes' replies at the end of the step."""
         return self.step.replies()
 
     def abandon(self, _: None) -> None:
@@ -178,7 +178,7 @@ class Service:
 
 
 def work(connection: Connection, threads: int, level: int) -> None:
-    """The life of a worker: until its parent hangs up, or ends."""
+    """Answer requests until the parent closes the connection, or ends: what a worker's process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     logging.getLogger("flwr").setLevel(level)
@@ -188,7 +188,7 @@ def work(connection: Connection, threads: int, level: int) -> None:
     with suppress(EOFError, ConnectionError):
         while True:
             channel.send(_respond(service, *channel.receive()))
-    # what is left are libraries' goodbyes
+    # without the exit functions of libraries
     os._exit(0)
 
 

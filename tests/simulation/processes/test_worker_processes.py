@@ -184,7 +184,7 @@ def test_a_worker_that_dies_is_an_error_of_its_nodes_and_starts_anew(
     assert replies[0].error.reason == f"the process of worker 0 {how}"
     assert [reply.metadata.src_node_id for reply in replies] == list(grid.get_node_ids())
     said = {record.getMessage() for record in flower_log.records if "orker" in record.getMessage()}
-    assert said == {f"Worker 0 {how}: it starts anew, and its 3 nodes without state"}
+    assert said == {f"Worker 0 {how}: it is started again, its 3 nodes without state"}
     # the others' state is as it was
     assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))] == [1, 3, 1, 3, 1]
     assert not is_alive(before[0])
