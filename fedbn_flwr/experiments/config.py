@@ -38,6 +38,7 @@ class Config:
     data_root: str = option("", "folder of data sets on disk")
     partition: str = option("classes:2", "how training data are spread: iid, dirichlet:0.1, classes:2, domain:1, ...")
     clients: int = option(5, "number of clients; 0 means one for every node of the federation")
+    min_nodes: int = option(0, "start a round only with so many connected nodes; 0: all that the run began with")
     fraction_train: float = option(1.0, "share of the clients that take part in a round")
     fraction_evaluate: float = option(0.0, "share of the clients that evaluate the model themselves")
     rounds: int = option(60, "number of rounds")
@@ -74,7 +75,9 @@ class Config:
     chunk: int = option(
         0, "largest stack of clients; 0: as many as speed up a step (20 on a CPU) and fit into half of the memory"
     )
-    timeout: float = option(3600.0, "seconds to wait for the clients of a round")
+    timeout: float = option(3600.0, "seconds that clients have to answer in a round")
+    exchange_timeout: float = option(0.0, "seconds that clients have for one exchange of a layer-wise step; 0: timeout")
+    node_timeout: float = option(300.0, "seconds to wait for nodes to connect, at the start and before each round")
     results_dir: str = option("results", "where results go")
     state_dir: str = option(
         "", "keep what clients remember in files of this folder, and not in memory (not with the engine ray)"
@@ -95,6 +98,8 @@ class Config:
         for name in ("fraction_train", "fraction_evaluate", "validation", "target_accuracy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UsageError(f"{wire_key(name)} must be between 0 and 1, got {getattr(self, name)}")
+        if 0 < self.clients < self.min_nodes:
+            raise UsageError(f"min-nodes must be at most clients, got {self.min_nodes} of {self.clients}")
         if self.fraction_train == 0:
             raise UsageError("fraction-train must be above 0")
         if not (self.local_steps or self.local_epochs):
@@ -120,6 +125,7 @@ _SMALLEST: dict[str, float] = {
     "groups": 1,
     "image_size": 0,
     "clients": 0,
+    "min_nodes": 0,
     "rounds": 1,
     "local_steps": 0,
     "local_epochs": 0,
@@ -133,6 +139,8 @@ _SMALLEST: dict[str, float] = {
     "workers": 0,
     "chunk": 0,
     "timeout": 0,
+    "exchange_timeout": 0,
+    "node_timeout": 0,
 }
 
 _KNOWN: dict[str, Collection[str]] = {

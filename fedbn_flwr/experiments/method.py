@@ -12,9 +12,6 @@ from fedbn_flwr.plugins import load_plugins
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy
 from fedbn_flwr.wire import wire_key
 
-#: seconds to wait for nodes to connect: starting a process can take a minute on a busy machine
-PATIENCE = 300.0
-
 #: normalizers whose running statistics only one strategy provides
 BOUND_NORMS = {"hbn": "hbn", "static-bn": "heterofl"}
 
@@ -40,14 +37,14 @@ class Experiment:
             return self.strategy_class(
                 lr_schedule=config.lr_schedule,
                 seed=config.seed,
-                patience=min(PATIENCE, config.timeout),
-                exchange_timeout=config.timeout,
+                patience=config.node_timeout,
+                exchange_timeout=config.exchange_timeout or config.timeout,
                 evaluate_every=config.evaluate_every,
                 fraction_train=config.fraction_train,
                 fraction_evaluate=evaluating,
                 min_train_nodes=1,
                 min_evaluate_nodes=1 if evaluating else 0,
-                min_available_nodes=nodes,
+                min_available_nodes=config.min_nodes or nodes,
                 **{**_diagnostics(self.strategy_class), **self.options},
             )
         except ValueError as error:

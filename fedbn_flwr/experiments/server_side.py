@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from logging import INFO
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,6 @@ from fedbn_flwr.wire import Instruction
 
 #: where a deployment's server keeps the results of its runs, each in a folder of the run's number
 RESULTS_VARIABLE = "FEDBN_FLWR_RESULTS"
-#: seconds to wait for the federation's nodes
-PATIENCE = 120.0
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary:
@@ -59,7 +57,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
 def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
     """Run one experiment on a grid and write its results into a folder."""
     check(experiment)
-    nodes = _count_nodes(grid, experiment.config.clients)
+    nodes = count_nodes(grid, experiment.config)
     check_partition(experiment.config, nodes)
     config = rounds_within_budget(experiment.config, nodes)
     experiment = replace(experiment, config=config)
@@ -70,15 +68,20 @@ def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | N
     scorer = Scorer(shared_model(config), load_data(config), pick_device(config.device))
     journal = Journal(files, strategy, counted, scorer, config, progress)
     initial = state.to_record(fresh_model(config).state_dict())
-    strategy.start(
-        counted,
-        initial,
-        config.rounds,
-        timeout=config.timeout,
-        train_config=instruction_of(config).to_config(),
-        evaluate_config=ConfigRecord({"seed": config.seed}),
-        evaluate_fn=journal.record,
-    )
+    try:
+        strategy.start(
+            counted,
+            initial,
+            config.rounds,
+            timeout=config.timeout,
+            train_config=instruction_of(config).to_config(),
+            evaluate_config=ConfigRecord({"seed": config.seed}),
+            evaluate_fn=journal.record,
+        )
+    except Exception as error:
+        if journal.arrays is not None:
+            files.finish(journal.summary_of_failure(experiment, nodes, error), journal.arrays)
+        raise
     summary = journal.summary(experiment, nodes)
     plot_curves({config.method: [read_rounds(folder)]}, folder / "curves.png", title_of(summary))
     files.finish(summary, journal.arrays or initial)
@@ -102,11 +105,23 @@ def instruction_of(config: Config) -> Instruction:
     )
 
 
-def _count_nodes(grid: Grid, clients: int) -> int:
-    nodes = len(wait_for_nodes(grid, max(clients, 1), PATIENCE))
-    if clients and nodes != clients:
+def count_nodes(grid: Grid, config: Config) -> int:
+    """Wait for the federation's nodes, and return how many clients the experiment has.
+
+    With `min_nodes` the run starts without the clients that are still absent after `node_timeout` seconds.
+    """
+    wanted, fewest = max(config.clients, config.min_nodes, 1), config.min_nodes or max(config.clients, 1)
+    nodes = len(wait_for_nodes(grid, wanted, config.node_timeout, fewest))
+    if nodes > config.clients > 0:
         raise UsageError(
-            f"the federation has {nodes} nodes, the experiment {clients} clients: they must be equal "
+            f"the federation has {nodes} nodes, the experiment {config.clients} clients: they must be equal "
             "(clients=0 takes one for every node)"
         )
-    return nodes
+    if nodes < config.clients:
+        log(
+            WARNING,
+            "%d of %d clients are not connected, the run starts without them",
+            config.clients - nodes,
+            config.clients,
+        )
+    return config.clients or nodes

@@ -37,12 +37,17 @@ class Node:
     bn_entries: tuple[str, ...] = ()
 
 
-def wait_for_nodes(grid: Grid, wanted: int, patience: float) -> list[int]:
-    """The connected nodes, as soon as there are enough; a clear error if there are too few in the end."""
+def wait_for_nodes(grid: Grid, wanted: int, patience: float, fewest: int | None = None) -> list[int]:
+    """Return the connected nodes as soon as there are `wanted`, or after `patience` seconds if there are `fewest`.
+
+    Raises `CannotTrainError` if there are too few.
+    """
     deadline = time.monotonic() + patience
     while len(nodes := sorted(grid.get_node_ids())) < wanted:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{len(nodes)} of {wanted} nodes connected within {patience:g} seconds")
+            if len(nodes) >= (wanted if fewest is None else fewest):
+                break
+            raise CannotTrainError(f"{len(nodes)} of {wanted} nodes connected within {patience:g} seconds")
         time.sleep(0.5)
     return nodes
 

@@ -38,6 +38,8 @@ class Journal:
         self._score: Score = {}
         self._train_loss: float | None = None
         self._target: dict[str, int] = {}
+        self._round = 0
+        #: the model after the last finished round
         self.arrays: ArrayRecord | None = None
 
     def record(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -45,7 +47,7 @@ class Journal:
         if server_round == 0:
             self._last = time.perf_counter()
             return None
-        self.arrays = arrays
+        self._round, self.arrays = server_round, arrays
         row = {"round": server_round, **self._training(), **self._traffic(), **self._strategy.measured}
         score = self._scored(server_round, arrays)
         self._files.round({**row, **score})
@@ -79,6 +81,11 @@ class Journal:
             "seconds": time.perf_counter() - self._started,
             **self._until_target(),
         }
+
+    def summary_of_failure(self, experiment: Experiment, nodes: int, error: Exception) -> Summary:
+        """Return the record of a run that could not go on, with the reason and the rounds that it has finished."""
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return {**self.summary(experiment, nodes), "rounds-done": self._round, "failed": reason}
 
     def _scored(self, server_round: int, arrays: ArrayRecord) -> Score:
         if not self._strategy.evaluates(server_round):
