@@ -1,6 +1,7 @@
 """docker-compose.yml as Compose reads it: what each service of a profile runs, with which files and networks."""
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,3 +65,10 @@ def _service(name: str, raw: Mapping[str, Any]) -> Service:
         str(raw["user"]),
         raw,
     )
+
+
+def image_environment() -> dict[str, str]:
+    """Return the variables that the Dockerfile sets."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line[4:] for line in text.splitlines() if line.startswith("ENV ")]
+    return dict(word.split("=", 1) for line in lines for word in shlex.split(line))

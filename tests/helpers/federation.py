@@ -1,0 +1,135 @@
+"""A federation that is provisioned with the project's own commands, as its operator sees it."""
+
+import json
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedbn_flwr.deployment.cli import main as fedbn_flwr
+from fedbn_flwr.deployment.errors import DeploymentError
+from fedbn_flwr.deployment.operator import Operator
+from tests.helpers.checkout import BIN, copy_checkout, environment, run
+from tests.helpers.waiting import wait_until
+
+#: small runs whose every bit is compared
+OPTIONS: dict[str, Any] = {
+    "partition": "classes:5",
+    "model": "mlp",
+    "local-steps": 2,
+    "batch-size": 8,
+    "evaluate-every": 2,
+    "seed": 3,
+}
+#: seconds between two looks at a federation, which cost a process each
+LOOK = 2.0
+
+
+class Federation:
+    """Provisions a federation, and submits runs to it."""
+
+    def __init__(self, folder: Path, description: Mapping[str, Any], superlink: str = "superlink:8000") -> None:
+        self.folder, self.out, self.sites = folder, folder / "federation", tuple(description["sites"])
+        self.home = self.out / "operator"
+        file = folder / "federation.yaml"
+        file.write_text(yaml.safe_dump(dict(description)))
+        command("provision", file, "--out", self.out, "--superlink", superlink)
+        for site in self.sites:
+            command("site", "init", self.kit(site))
+        self.app = copy_checkout(folder / "fedbn-flwr")
+        self.operator = Operator(self.home)
+
+    def kit(self, site: str) -> Path:
+        """Return a site's folder."""
+        return self.out / "sites" / site
+
+    def register(self) -> None:
+        """Register every site as soon as the SuperLink answers, and wait until all are online."""
+        await_that(self._answers, "the SuperLink answers")
+        command("site", "register", *self._keys(self.sites), "--operator", self.home)
+        self.await_online(self.sites)
+
+    def online(self) -> set[str]:
+        """Return the sites whose nodes are online."""
+        nodes = {node["node-id"] for node in self.operator.nodes() if node["status"] == "online"}
+        return {site for site, node in self.operator.sites().items() if node in nodes}
+
+    def await_online(self, sites: Sequence[str]) -> None:
+        """Wait until these sites are online, and no others."""
+        await_that(lambda: self.online() == set(sites), f"online: {', '.join(sites) or 'none'}")
+
+    def submit(self, options: Mapping[str, object]) -> str:
+        """Submit a run with Flower's own command; returns its number."""
+        config = " ".join(f"{key}={json.dumps(value)}" for key, value in options.items())
+        words = ("run", str(self.app), self.operator.name, "--run-config", config)
+        shown = run(BIN / "flwr", *words, cwd=self.folder, env=environment(FLWR_HOME=str(self.home)))
+        (number,) = re.findall(r"Successfully started run (\d+)", shown)
+        return str(number)
+
+    def status(self, number: str) -> str:
+        """Return the state of a run."""
+        return next(str(item["status"]) for item in self.operator.runs() if str(item["run-id"]) == number)
+
+    def await_end(self, number: str) -> str:
+        """Wait until a run has ended, and return how."""
+        await_that(lambda: self.status(number).startswith("finished"), f"run {number} ends")
+        return self.status(number)
+
+    def results(self, number: str) -> Path:
+        """Return the folder of a run's results on the server."""
+        return self.out / "server" / "results" / number
+
+    def both(self, options: Mapping[str, object], folder: Path) -> tuple[Path, Path]:
+        """Run in the federation and in this process; returns the two folders of results."""
+        number = self.submit(options)
+        assert self.await_end(number) == "finished:completed"
+        words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
+        words += ["--clients", str(len(self.sites)), "--engine", "inprocess", "--device", "cpu"]
+        command("run", *words, "--results-dir", folder / "here")
+        return self.results(number), folder / "here"
+
+    def _keys(self, sites: Sequence[str]) -> list[Path]:
+        return [self.kit(site) / f"{site}.pub" for site in sites]
+
+    def _answers(self) -> bool:
+        try:
+            self.operator.nodes()
+        except DeploymentError:
+            return False
+        return True
+
+
+def command(*words: object) -> None:
+    """Run `fedbn-flwr` in this process, and fail unless it succeeds."""
+    assert fedbn_flwr([str(word) for word in words]) == 0, words
+
+
+def await_that(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition, and fail with its name if it does not come true."""
+    assert wait_until(condition, pause=LOOK), f"does not come true: {what}"
+
+
+def assert_same_results(there: Path, here: Path) -> None:
+    """Compare two runs by their files' names, their models' bits and their rounds."""
+    assert {path.name for path in there.iterdir()} == {path.name for path in here.iterdir()}
+    assert (there / "model.safetensors").read_bytes() == (here / "model.safetensors").read_bytes()
+    assert _rounds(there) == _rounds(here)
+
+
+def _rounds(folder: Path) -> list[dict[str, object]]:
+    """Return the rounds of a run without what differs between engines: times and the ids on the wire."""
+    rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    unlike = ("seconds", "wire-bytes-down", "wire-bytes-up")
+    return [{key: value for key, value in row.items() if key not in unlike} for row in rows]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(item.getsockname()[1]) for item in sockets]
+    for item in sockets:
+        item.close()
+    return ports

@@ -1,0 +1,112 @@
+"""The compose file's services as plain processes on the loopback: any user can run them, with or without a proxy.
+
+The SuperLink and each site have an address of their own in 127.0.0.0/8. What the compose file says of paths, names and
+addresses is replaced by where they are here. A site reaches its server through a relay, which can be cut.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from fedbn_flwr.deployment.site import read_env
+from tests.helpers.checkout import environment
+from tests.helpers.compose import Service, image_environment, read_compose
+from tests.helpers.federation import Federation, free_ports
+from tests.helpers.relay import Relay
+from tests.helpers.supervisor import Supervised
+
+#: an address for each machine, that no other test run of this machine has
+_ADDRESS = f"127.{os.getpid() % 200 + 20}.{{}}.1"
+
+
+def has_proxy() -> bool:
+    """Return whether the proxy's program is installed."""
+    return shutil.which("nginx") is not None
+
+
+class LoopbackFederation(Federation):
+    """A federation whose services run as processes of this machine while the context is open."""
+
+    def __init__(self, folder: Path, sites: tuple[str, ...]) -> None:
+        self.port, operator_port = free_ports(2)
+        self._superlink = _ADDRESS.format(1)
+        hosts = {"server": "127.0.0.1", "also": [self._superlink], "sites": list(sites)}
+        ports = {"port": self.port, "operator-port": operator_port}
+        super().__init__(folder, {"name": "hospitals", **hosts, **ports}, f"{self._superlink}:8000")
+        if not has_proxy():
+            self._reach_superlink(operator_port)
+        target = ("127.0.0.1", self.port) if has_proxy() else (self._superlink, 8000)
+        self.relays = {site: Relay(0, target) for site in sites}
+        self.services: dict[str, Supervised] = {}
+        self._add_services()
+
+    def __enter__(self) -> Self:
+        """Start every service."""
+        for service in self.services.values():
+            service.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End every process."""
+        for service in self.services.values():
+            service.stop()
+        for relay in self.relays.values():
+            relay.close()
+
+    def _add_services(self) -> None:
+        server = read_compose("server", read_env(self.out / "server"))
+        if not has_proxy():
+            del server["proxy"]
+        for service in server.values():
+            self._add(service.name, service, self.out / "server", dict.fromkeys(server, self._superlink))
+        for number, site in enumerate(self.sites):
+            env = {**read_env(self.kit(site)), "FEDBN_SERVER": f"127.0.0.1:{self.relays[site].port}"}
+            services = read_compose("site", env)
+            for service in services.values():
+                addresses = dict.fromkeys(services, _ADDRESS.format(number + 2))
+                self._add(f"{site}-{service.name}", service, self.kit(site), addresses)
+
+    def _add(self, name: str, service: Service, folder: Path, addresses: Mapping[str, str]) -> None:
+        home, logs = self.folder / "home" / name, self.folder / "logs"
+        home.mkdir(parents=True)
+        logs.mkdir(exist_ok=True)
+        places = _places(service, folder, addresses)
+        words = [_replaced(word, places) for word in service.command]
+        if words[0] == "nginx":
+            _prepare_proxy(folder / "nginx.conf", home)
+            # as root, workers would be nobody, who may not enter a test's folder
+            words[-1] += " user root;" if os.geteuid() == 0 else ""
+        image = {key: value.replace("/srv/home", str(home)) for key, value in image_environment().items()}
+        given = {key: _replaced(value, places) for key, value in service.environment.items()}
+        self.services[name] = Supervised(words, logs / f"{name}.log", environment(**image, **given))
+
+    def _reach_superlink(self, operator_port: int) -> None:
+        config = self.home / "config.toml"
+        config.write_text(config.read_text().replace(f"127.0.0.1:{operator_port}", f"{self._superlink}:8000"))
+        self.operator = type(self.operator)(self.home)
+
+
+def _prepare_proxy(config: Path, home: Path) -> None:
+    """Let a proxy keep its temporary files in a folder of the test, which a container has for itself."""
+    config.write_text(config.read_text().replace("/tmp/", f"{home}/"))
+
+
+def _places(service: Service, folder: Path, addresses: Mapping[str, str]) -> dict[str, str]:
+    """Return what stands here for a container's paths and addresses; longer paths first."""
+    mounted = sorted(service.volumes, key=lambda volume: -len(volume.target))
+    paths = {volume.target: str(folder / volume.source) for volume in mounted}
+    # a folder whose files are mounted one by one
+    paths |= {str(Path(target).parent) + "/": str(Path(source).parent) + "/" for target, source in paths.items()}
+    names = {f"{name}:": f"{address}:" for name, address in addresses.items()}
+    return {**paths, **names, "0.0.0.0": addresses[service.name]}
+
+
+def _replaced(word: str, places: Mapping[str, str]) -> str:
+    for name, place in places.items():
+        # a name begins a word or a value, and is not the end of a longer one
+        if word.startswith(name):
+            word = place + word[len(name) :]
+        word = word.replace(f"={name}", f"={place}").replace(f" {name}", f" {place}")
+    return word
