@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # uv leaves it to Python to keep compiled modules: without them, an import of torch takes 3.0 s instead of 1.6
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check format docs bench bench-quick mutants clean
+.PHONY: demo test test-all test-deploy check format docs bench bench-quick mutants clean
 
 demo: $(VENV)/installed
 	$(BIN)/fedbn-flwr compare --methods fedavg,fixbn,fedbn,silobn,fedprox,standalone,centralized --results-dir results/demo
@@ -18,6 +18,11 @@ test: $(VENV)/installed
 
 test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# the compose file's services and the Dockerfile's lines, run without Docker; namespaces need root, iproute2 and nginx
+test-deploy: $(VENV)/installed
+	$(BIN)/python -m pytest -s -rs tests/deployment/test_dockerfile.py tests/deployment/test_compose_run.py \
+		tests/deployment/test_loopback_run.py
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .

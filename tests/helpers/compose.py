@@ -1,5 +1,6 @@
 """docker-compose.yml as Compose reads it: what each service of a profile runs, with which files and networks."""
 
+import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -69,6 +70,19 @@ def _service(name: str, raw: Mapping[str, Any]) -> Service:
 
 def image_environment() -> dict[str, str]:
     """Return the variables that the Dockerfile sets."""
-    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
-    lines = [line[4:] for line in text.splitlines() if line.startswith("ENV ")]
+    lines = [text for instruction, text in read_dockerfile() if instruction == "ENV"]
     return dict(word.split("=", 1) for line in lines for word in shlex.split(line))
+
+
+def health_check() -> list[str]:
+    """Return the command of the Dockerfile's health check."""
+    (text,) = [text for instruction, text in read_dockerfile() if instruction == "HEALTHCHECK"]
+    return [str(word) for word in json.loads(text.partition("CMD")[2])]
+
+
+def read_dockerfile() -> list[tuple[str, str]]:
+    """Return the Dockerfile's instructions, each with its text."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    pairs = [line.partition(" ") for line in joined.splitlines() if line]
+    return [(instruction, text.strip()) for instruction, _, text in pairs]

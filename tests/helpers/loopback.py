@@ -75,7 +75,8 @@ class LoopbackFederation(Federation):
         places = _places(service, folder, addresses)
         words = [_replaced(word, places) for word in service.command]
         if words[0] == "nginx":
-            _prepare_proxy(folder / "nginx.conf", home)
+            config = folder / "nginx.conf"
+            config.write_text(config.read_text().replace("/srv/home", str(home)))
             # as root, workers would be nobody, who may not enter a test's folder
             words[-1] += " user root;" if os.geteuid() == 0 else ""
         image = {key: value.replace("/srv/home", str(home)) for key, value in image_environment().items()}
@@ -86,11 +87,6 @@ class LoopbackFederation(Federation):
         config = self.home / "config.toml"
         config.write_text(config.read_text().replace(f"127.0.0.1:{operator_port}", f"{self._superlink}:8000"))
         self.operator = type(self.operator)(self.home)
-
-
-def _prepare_proxy(config: Path, home: Path) -> None:
-    """Let a proxy keep its temporary files in a folder of the test, which a container has for itself."""
-    config.write_text(config.read_text().replace("/tmp/", f"{home}/"))
 
 
 def _places(service: Service, folder: Path, addresses: Mapping[str, str]) -> dict[str, str]:
