@@ -21,8 +21,10 @@ class PartialSharing(FedAvg):
     Which entries belong to the group is known by the client, which has the model. The server learns it from the
     replies: a node gets the whole state until it has answered once, and from then on only what it shares. A node
     that comes late, or lost its memory, so starts from the server's values of the entries that stay: the initial
-    ones, or with `mean_personal=True` the mean of what the nodes held at their last evaluation. The latter makes nodes
-    send these entries when they evaluate (never in training), as FedBS does to test FedBN on a node without data.
+    ones, or with `mean_personal=True` the mean of what the last round's participants hold, under the weights of their
+    models. The latter makes nodes send these entries when they evaluate (never in training). FedBS tests FedBN so, on a
+    node without data: with "the average of the mean and the variance learned in the previous round". A node that did
+    not take part has learned nothing in it, and one that never did holds initial statistics.
     """
 
     personal: ClassVar[bool] = True
@@ -40,6 +42,8 @@ class PartialSharing(FedAvg):
         self.mean_personal = mean_personal
         self._shared: frozenset[str] | None = None
         self._served: set[int] = set()
+        #: the weights of the last round's participants, by node
+        self._participants: dict[int, float] = {}
         self._mean: Arrays = {}
 
     def instruct(self, instruction: Instruction) -> Instruction:
@@ -61,8 +65,9 @@ class PartialSharing(FedAvg):
         return groups
 
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
-        """Average what is shared; the server's values of the rest are the nodes' mean, where it is known."""
+        """Average what is shared; the server's values of the rest are the participants' mean, where it is known."""
         self._shared = frozenset(replies[0].arrays)
+        self._participants = {reply.node: weight for reply, weight in zip(replies, weights, strict=True)}
         return {**super().merge(replies, weights), **self._mean}
 
     def aggregate_train(
@@ -74,12 +79,18 @@ class PartialSharing(FedAvg):
         self._served |= {reply.node for reply in self.train_replies}
         return result
 
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Aggregate, and average what the last round's participants hold, if they have sent it."""
+        metrics = super().aggregate_evaluate(server_round, replies)
+        sent = [reply for reply in self.evaluate_replies if reply.records.get(wire.PERSONAL)]
+        if learned := [reply for reply in sent if reply.node in self._participants]:
+            weights = [self._participants[reply.node] for reply in learned]
+            self._mean = average([reply.records[wire.PERSONAL] for reply in learned], weights)
+        return metrics
+
     def personal_mean(self) -> Arrays:
-        """The mean of the entries that the nodes held at the last evaluation, weighted as in training.
+        """Return the mean of the entries that the last round's participants held at the last evaluation.
 
         Empty unless `mean_personal` asks the nodes to send them.
         """
-        sent = [reply for reply in self.evaluate_replies if reply.records.get(wire.PERSONAL)]
-        if sent:
-            self._mean = average([reply.records[wire.PERSONAL] for reply in sent], self.weigh(sent))
         return self._mean

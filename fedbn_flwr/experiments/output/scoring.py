@@ -22,7 +22,8 @@ class Scorer:
     - `accuracy`: of the global model on the whole test set; where nodes have models of their own, the mean of the
       models' accuracies on the whole test set (FedTAN).
     - `accuracy-personal`: the mean of the nodes' accuracies on their own domain or label distribution (FedBN, FedWon).
-    - `accuracy-mean-bn`: of one model with the mean of the entries that stay on the nodes (FedBS).
+    - `accuracy-mean-bn`: of one model with the mean of the entries that stay on the nodes, over the nodes that took
+      part in the last round (FedBS).
     - `domain-accuracy`: of the global model on every domain; where nodes have models of their own, of the models of
       the nodes that hold the domain.
     - `node-domain-accuracy`: every node's model on every domain (FedTAN, Fig. 8).
