@@ -22,6 +22,14 @@ from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep, Participant
 from .fedavg import FedAvg
 
 Contents = Mapping[int, RecordDict]
+EXCHANGES = ("fused", "paper")
+
+
+def parse_exchange(exchange: str) -> str:
+    """Return the option `exchange`, if it is known."""
+    if exchange not in EXCHANGES:
+        raise ValueError(f"unknown exchange {exchange!r}; known: {', '.join(EXCHANGES)}")
+    return exchange
 
 
 class Layerwise(FedAvg):

@@ -1,9 +1,12 @@
 """FedDNA: FedTAN's forward pass (Algorithm 2) without its backward pass; see `strategies/fedtan.py`."""
 
-from typing import ClassVar
+from typing import Annotated, Any
 
-from .base_layerwise import Layerwise
+from .base_layerwise import Layerwise, parse_exchange
 from .registry import register_strategy
+
+#: what is exchanged at a BN layer, as the wire says it
+MODES = {"fused": "forward", "paper": "forward-paper"}
 
 
 @register_strategy("feddna")
@@ -16,8 +19,22 @@ class FedDNA(Layerwise):
 
         forward, each layer:   mean = sum_i p_i mean_i,   variance = sum_i p_i variance_i
 
-    and backward each client goes on with its own dF_i/dmean and dF_i/dvariance. L + 1 exchanges a round, because mean
-    and variance travel together (the paper's algorithm asks for one after the other). With one client this is FedAvg.
+    and backward each client goes on with its own dF_i/dmean and dF_i/dvariance. `exchange="paper"` asks for one after
+    the other, as algorithm 2: 2L + 1 exchanges a round; `fused`, the default, for both at once: L + 1, the same
+    numbers. With one client this is FedAvg.
     """
 
-    mode: ClassVar[str] = "forward"
+    def __init__(
+        self,
+        *,
+        exchange: Annotated[
+            str, "fused (mean and variance in one exchange) or paper (in two); the same numbers"
+        ] = "fused",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.exchange = parse_exchange(exchange)
+
+    def layerwise_mode(self) -> str:
+        """Return the exchange."""
+        return MODES[self.exchange]

@@ -26,11 +26,9 @@ from flwr.app import Message
 from fedbn_flwr.layerwise import Auto
 from fedbn_flwr.server.layerwise_round import LayerwiseRound
 
-from .base_layerwise import Layerwise
+from .base_layerwise import Layerwise, parse_exchange
 from .fedtan_sweeps import parse_sweeps, take_sweeps
 from .registry import register_strategy
-
-EXCHANGES = ("fused", "paper")
 
 
 @register_strategy("fedtan")
@@ -69,11 +67,9 @@ class FedTAN(Layerwise):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if exchange not in EXCHANGES:
-            raise ValueError(f"unknown exchange {exchange!r}; known: {', '.join(EXCHANGES)}")
         if sweeps != "none" and exchange != "fused":
             raise ValueError(f"sweeps are always fused: exchange={exchange!r} goes without them")
-        self.exchange = exchange
+        self.exchange = parse_exchange(exchange)
         self.sweeps = parse_sweeps(sweeps, Auto(tolerance, most_sweeps))
 
     def layerwise_mode(self) -> str:

@@ -1,5 +1,7 @@
 """What an instruction's words `layerwise` and `freeze` ask of a client."""
 
+from typing import get_args
+
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import Mode
 from fedbn_flwr.wire import Instruction
@@ -7,7 +9,7 @@ from fedbn_flwr.wire import Instruction
 
 def layerwise_mode(instruction: Instruction) -> Mode:
     """Return the mode of an instruction's layer-wise step."""
-    modes: dict[str, Mode] = {"paper": "paper", "fused": "fused", "forward": "forward", "sweeps": "fused"}
+    modes: dict[str, Mode] = {mode: mode for mode in get_args(Mode)} | {"sweeps": "fused"}
     if instruction.layerwise not in modes:
         raise ValueError(f"unknown layerwise {instruction.layerwise!r}; known: {', '.join(wire.LAYERWISE_MODES)}")
     return modes[instruction.layerwise]

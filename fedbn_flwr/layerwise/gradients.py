@@ -45,9 +45,9 @@ def gradients(
 
     Wang et al., "Why Batch Normalization Damage Federated Learning on Non-IID Data?", algorithm 1, one
     iteration with E = 1. `exchange` is "paper" (three exchanges a layer), "fused" (two, and the same numbers)
-    or "forward" (one: in the backward pass, each client's own gradients). With `sweeps` all layers are
-    exchanged at once, so many times each way: 0 is FedAvg with BN, as many as the model has BN layers is
-    FedTAN. One client, or clients with equal data, are plain BN.
+    or "forward" (one: in the backward pass, each client's own gradients; "forward-paper" takes two). With
+    `sweeps` all layers are exchanged at once, so many times each way: 0 is FedAvg with BN, as many as the model
+    has BN layers is FedTAN. One client, or clients with equal data, are plain BN.
 
     The model stays as it is, except that its running statistics move as those of centralized BN (with fewer
     sweeps than layers: to the weighted mean of what the clients' move to). Client i's dropout draws from a

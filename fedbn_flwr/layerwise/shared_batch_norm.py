@@ -13,8 +13,9 @@ from fedbn_flwr.layerwise.exchange import Answer, Exchange, Kind, Request
 from fedbn_flwr.norm.batch import along_channels, channel_axes
 
 #: "paper": mean, then variance, then gradients. "fused": mean and variance at once, then gradients.
-#: "forward": mean and variance at once, and each client's own gradients.
-Mode = Literal["paper", "fused", "forward"]
+#: "forward": mean and variance at once, and each client's own gradients. "forward-paper": mean, then variance, and
+#: each client's own gradients.
+Mode = Literal["paper", "fused", "forward", "forward-paper"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Use:
         if count == 0:
             raise ValueError(f"BN layer {self.layer!r}: an empty mini-batch has no statistics")
         mean = inputs.mean(axes, dtype=_at_least_float32(inputs))
-        if self.mode == "paper":
+        if self.mode in ("paper", "forward-paper"):
             mean = self._ask("mean", mean, count).tensor
             answer = self._ask("variance", _variance(inputs, mean), count)
             variance = answer.tensor
@@ -49,7 +50,7 @@ class Use:
 
     def gradients(self, local: Tensor, count: int) -> Tensor:
         """Return the gradients by mean and variance with which the client goes on, (2, C)."""
-        return local if self.mode == "forward" else self._ask("gradients", local, count).tensor
+        return local if self.mode in ("forward", "forward-paper") else self._ask("gradients", local, count).tensor
 
     def _ask(self, kind: Kind, tensor: Tensor, count: int) -> Answer:
         rows = tensor.unflatten(-1, (self.clients or 1, -1)).movedim(-2, 0)
@@ -82,7 +83,7 @@ class SharedBatchNorm(torch.autograd.Function):
     its own n_i, not by the global count. If p_i is proportional to the batch sizes, F is the mean loss on
     the union of the mini-batches and this is centralized BN.
 
-    Deviations from the paper: (26e) lacks the factor -1/2 of b_i. With mode "forward" A and B are the
+    Deviations from the paper: (26e) lacks the factor -1/2 of b_i. With the modes "forward" A and B are the
     client's own a_i and b_i (the paper's FedAvg + Algorithm 2). Nothing is asked if nobody needs h, for
     instance where the inputs are data. Sums are in float32 at least.
     """

@@ -55,7 +55,7 @@ _NO_KEYS: Mapping[str, Scalar] = MappingProxyType({})
 GROUPS = ("none", "statistics", "affine", "bn", "mix", "all")
 MOMENTUM_STATES = ("none", "local", "global")
 FREEZES = ("none", "statistics", "affine", "both")
-LAYERWISE_MODES = ("none", "paper", "fused", "forward", "sweeps")
+LAYERWISE_MODES = ("none", "paper", "fused", "forward", "forward-paper", "sweeps")
 
 
 def _binding(default: Any) -> Any:

@@ -25,6 +25,7 @@ CASES: dict[str, Callable[..., FedAvg]] = {
     "fused": FedTAN,
     "paper": lambda **options: FedTAN(exchange="paper", **options),
     "forward": FedDNA,
+    "forward, one after the other": lambda **options: FedDNA(exchange="paper", **options),
     "sweeps": lambda **options: FedTAN(sweeps=2, **options),
     "momentum of the server": lambda **options: FedTAN(momentum_state="global", **options),
     "momentum of the node": lambda **options: FedTAN(momentum_state="local", **options),

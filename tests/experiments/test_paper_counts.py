@@ -17,6 +17,7 @@ COPIES = 4 * (1 + CLIENTS)
         ("fedavg", 1, PARAMETERS + STATISTICS, 6.2049),
         ("fedtan:exchange=paper", 58, PARAMETERS + 3 * STATISTICS, 6.2679),
         ("fedtan", 39, PARAMETERS + 3 * STATISTICS, 6.2679),
+        ("feddna:exchange=paper", 39, PARAMETERS + 2 * STATISTICS, None),
         ("feddna", 20, PARAMETERS + 2 * STATISTICS, None),
     ],
 )

@@ -123,6 +123,7 @@ def test_the_reference_with_weights_by_size_is_centralized_batch_normalization()
         ({"exchange": "paper"}, 3 * 19 + 1),
         ({"exchange": "fused"}, 2 * 19 + 1),
         ({"exchange": "forward"}, 19 + 1),
+        ({"exchange": "forward-paper"}, 2 * 19 + 1),
         ({"sweeps": 2}, 2 * 2 + 1),
         ({"sweeps": 0}, 1),
     ],

@@ -54,6 +54,7 @@ HAND: dict[str, tuple[Callable[[], FedAvg], tuple[float, ...], dict[str, Any]]] 
     "paper": (lambda: FedTAN(exchange="paper"), SIZES, {"exchange": "paper"}),
     "uniform": (lambda: FedTAN(weighting="uniform"), (1, 1, 1, 1), {}),
     "forward": (FedDNA, SIZES, {"exchange": "forward"}),
+    "forward, one after the other": (lambda: FedDNA(exchange="paper"), SIZES, {"exchange": "forward"}),
     "one sweep": (lambda: FedTAN(sweeps=1), SIZES, {"sweeps": 1}),
     "auto": (lambda: FedTAN(sweeps="auto"), SIZES, {"sweeps": "auto"}),
 }
@@ -66,7 +67,7 @@ def test_a_round_is_a_step_by_hand(case: str) -> None:
 
 
 def test_the_ways_differ() -> None:
-    ways = [HAND[case][1:] for case in HAND if case not in ("paper", "auto")]
+    ways = [HAND[case][1:] for case in HAND if case not in ("paper", "auto", "forward, one after the other")]
     found = [by_hand(weights, **options) for weights, options in ways]
     for index, one in enumerate(found):
         for other in found[index + 1 :]:
@@ -140,6 +141,7 @@ COUNTS: dict[str, tuple[Callable[[], FedAvg], int]] = {
     "paper": (lambda: FedTAN(exchange="paper"), 3 * 19 + 1),
     "fused": (FedTAN, 2 * 19 + 1),
     "forward": (FedDNA, 19 + 1),
+    "forward, one after the other": (lambda: FedDNA(exchange="paper"), 2 * 19 + 1),
     "two sweeps": (lambda: FedTAN(sweeps=2), 2 * 2 + 1),
     "fedavg": (FedAvg, 1),
 }

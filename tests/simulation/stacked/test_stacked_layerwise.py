@@ -26,6 +26,7 @@ WAYS: dict[str, tuple[type[FedAvg], dict[str, Any]]] = {
     "fused": (FedTAN, {}),
     "paper": (FedTAN, {"exchange": "paper"}),
     "forward": (FedDNA, {}),
+    "forward, one after the other": (FedDNA, {"exchange": "paper"}),
     "FedTAN-II": (FedTANII, {"m": 2}),
     "uniform": (FedTAN, {"weighting": "uniform"}),
 }

@@ -24,7 +24,7 @@ METHODS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "fedtan": st.fixed_dictionaries(
         {"exchange": st.sampled_from(["fused", "paper"]), "fresh_optimizer": st.booleans()}
     ),
-    "feddna": st.just({}),
+    "feddna": st.fixed_dictionaries({"exchange": st.sampled_from(["fused", "paper"])}),
 }
 
 
