@@ -30,12 +30,14 @@ from fedbn_flwr.experiments.resources import (
     set_threads,
     shared_model,
 )
-from fedbn_flwr.strategies import wait_for_nodes
+from fedbn_flwr.strategies import Layerwise, wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
 
 #: where a deployment's server keeps the results of its runs, each in a folder of the run's number
 RESULTS_VARIABLE = "FEDBN_FLWR_RESULTS"
+#: samples that stand behind the statistics of a layer-wise step, at least: remark 4 of FedTAN's paper
+LEAST_BATCH = 32
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary:
@@ -47,11 +49,22 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
     experiment = resolve(run_config)
     refuse_state_dir(experiment.config)
     refuse_workers(experiment.config)
+    warn_of_small_batches(experiment)
     kept = os.environ.get(RESULTS_VARIABLE)
     folder = Path(kept, str(run_id)) if kept else Path(experiment.config.results_dir).expanduser().resolve()
     summary = run(grid, experiment, folder)
     log(INFO, "Results: %s", folder)
     return summary
+
+
+def warn_of_small_batches(experiment: Experiment) -> None:
+    """Warn if the statistics of few samples leave the sites, from which an attacker may reconstruct these samples."""
+    size = experiment.config.batch_size
+    if issubclass(experiment.strategy_class, Layerwise) and size < LEAST_BATCH:
+        text = (
+            "%s sends the BN statistics of mini-batches of %d samples; FedTAN's authors advise at least %d (remark 4)"
+        )
+        log(WARNING, text, experiment.strategy, size, LEAST_BATCH)
 
 
 def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:

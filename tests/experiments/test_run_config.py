@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.experiments import Config, resolve, serve
+from fedbn_flwr.experiments import Config, resolve, serve, server_side
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.config import Value
 from fedbn_flwr.experiments.strategy_options import all_options
@@ -66,3 +66,24 @@ def test_a_server_that_keeps_results_keeps_each_run_in_a_folder_of_its_number(
     serve(grid, options, run_id=7041)
     assert [path.name for path in tmp_path.iterdir()] == ["7041"]
     assert (tmp_path / "7041" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({"method": "fedtan", "batch-size": "31"}, True),
+        ({"method": "feddna", "batch-size": "8"}, True),
+        ({"method": "fedtan", "batch-size": "32"}, False),
+        ({"method": "fedavg", "batch-size": "8"}, False),
+    ],
+)
+def test_statistics_of_small_batches_are_warned_about(
+    options: dict[str, str], warned: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(server_side, "log", lambda _, text, *values: lines.append(text % values))
+    run_config = {**OPTIONS, **options, "rounds": "1", "results-dir": str(tmp_path)}
+    serve(InProcessGrid(client_app(bound_client_fn(run_config)), 2), run_config)
+    warnings = [line for line in lines if "FedTAN's authors advise at least 32" in line]
+    assert len(warnings) == warned
+    assert all(f"mini-batches of {options['batch-size']} samples" in line for line in warnings)
