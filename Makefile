@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # uv leaves it to Python to keep compiled modules: without them, an import of torch takes 3.0 s instead of 1.6
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-deploy check format docs bench bench-quick mutants clean
+.PHONY: demo test test-all test-deploy faults check format docs bench bench-quick mutants clean
 
 demo: $(VENV)/installed
 	$(BIN)/fedbn-flwr compare --methods fedavg,fixbn,fedbn,silobn,fedprox,standalone,centralized --results-dir results/demo
@@ -23,6 +23,10 @@ test-all: $(VENV)/installed
 test-deploy: $(VENV)/installed
 	$(BIN)/python -m pytest -s -rs tests/deployment/test_dockerfile.py tests/deployment/test_compose_run.py \
 		tests/deployment/test_loopback_run.py
+
+# kills and cuts real processes, and shows what becomes of the run: about 25 minutes
+faults: $(VENV)/installed
+	$(BIN)/python -m pytest -s -rs tests/deployment/test_faults.py
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .

@@ -4,11 +4,28 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers.faulty_runs import SITES, FaultyRuns
 from tests.helpers.loopback import LoopbackFederation
 
 
 @pytest.fixture(scope="session")
 def loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackFederation]:
-    with LoopbackFederation(tmp_path_factory.mktemp("loopback"), ("north", "south")) as federation:
+    with LoopbackFederation(tmp_path_factory.mktemp("loopback"), SITES) as federation:
         federation.register()
         yield federation
+
+
+@pytest.fixture(scope="session")
+def all_faults(loopback: LoopbackFederation) -> Iterator[FaultyRuns]:
+    runs = FaultyRuns(loopback)
+    yield runs
+    print("", "| fault | outcome | seconds |", "|---|---|---|", sep="\n")
+    for fault, outcome, seconds in runs.table:
+        print(f"| {fault} | {outcome} | {seconds:.0f} |")
+
+
+@pytest.fixture
+def faults(all_faults: FaultyRuns) -> FaultyRuns:
+    """Both sites are online."""
+    all_faults.restore()
+    return all_faults

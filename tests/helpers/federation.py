@@ -13,7 +13,7 @@ from fedbn_flwr.deployment.cli import main as fedbn_flwr
 from fedbn_flwr.deployment.errors import DeploymentError
 from fedbn_flwr.deployment.operator import Operator
 from tests.helpers.checkout import BIN, copy_checkout, environment, run
-from tests.helpers.waiting import wait_until
+from tests.helpers.waiting import PATIENCE, wait_until
 
 #: small runs whose every bit is compared
 OPTIONS: dict[str, Any] = {
@@ -26,6 +26,8 @@ OPTIONS: dict[str, Any] = {
 }
 #: seconds between two looks at a federation, which cost a process each
 LOOK = 2.0
+#: seconds until a test gives up on a run
+LONGEST_RUN = 3600.0
 
 
 class Federation:
@@ -48,9 +50,13 @@ class Federation:
 
     def register(self) -> None:
         """Register every site as soon as the SuperLink answers, and wait until all are online."""
-        await_that(self._answers, "the SuperLink answers")
+        self.await_answer()
         command("site", "register", *self._keys(self.sites), "--operator", self.home)
         self.await_online(self.sites)
+
+    def await_answer(self) -> None:
+        """Wait until the SuperLink answers."""
+        await_that(self._answers, "the SuperLink answers")
 
     def online(self) -> set[str]:
         """Return the sites whose nodes are online."""
@@ -61,10 +67,10 @@ class Federation:
         """Wait until these sites are online, and no others."""
         await_that(lambda: self.online() == set(sites), f"online: {', '.join(sites) or 'none'}")
 
-    def submit(self, options: Mapping[str, object]) -> str:
-        """Submit a run with Flower's own command; returns its number."""
+    def submit(self, options: Mapping[str, object], app: Path | None = None) -> str:
+        """Submit a run of the project, or of another app, with Flower's own command; returns its number."""
         config = " ".join(f"{key}={json.dumps(value)}" for key, value in options.items())
-        words = ("run", str(self.app), self.operator.name, "--run-config", config)
+        words = ("run", str(app or self.app), self.operator.name, "--run-config", config)
         shown = run(BIN / "flwr", *words, cwd=self.folder, env=environment(FLWR_HOME=str(self.home)))
         (number,) = re.findall(r"Successfully started run (\d+)", shown)
         return str(number)
@@ -75,7 +81,7 @@ class Federation:
 
     def await_end(self, number: str) -> str:
         """Wait until a run has ended, and return how."""
-        await_that(lambda: self.status(number).startswith("finished"), f"run {number} ends")
+        await_that(lambda: self.status(number).startswith("finished"), f"run {number} ends", LONGEST_RUN)
         return self.status(number)
 
     def results(self, number: str) -> Path:
@@ -107,9 +113,9 @@ def command(*words: object) -> None:
     assert fedbn_flwr([str(word) for word in words]) == 0, words
 
 
-def await_that(condition: Callable[[], bool], what: str) -> None:
+def await_that(condition: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
     """Wait for a condition, and fail with its name if it does not come true."""
-    assert wait_until(condition, pause=LOOK), f"does not come true: {what}"
+    assert wait_until(condition, LOOK, patience), f"does not come true: {what}"
 
 
 def assert_same_results(there: Path, here: Path) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 PATIENCE = 600.0
 
 
-def wait_until(condition: Callable[[], bool], pause: float = 0.02) -> bool:
+def wait_until(condition: Callable[[], bool], pause: float = 0.02, patience: float = PATIENCE) -> bool:
     """Return whether the condition came true before patience ran out."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while not condition():
         if time.monotonic() > deadline:
             return False

@@ -1,0 +1,102 @@
+"""A ClientApp with faults, which takes the place of `apps/client.py` in a copy of the app.
+
+`faults.json` in the folder `FOLDER` lists the faults of a run, each with its name and the `partition`, the `round` and,
+in a layer-wise step, the `exchange` in which it happens.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Context, Message
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr import wire
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.experiments import client_fn
+from fedbn_flwr.wire.layerwise import POSITION, StepPosition
+
+FOLDER = Path("@FOLDER@")
+#: bytes of an array that nobody asked for
+LARGE = 200 * 2**20
+
+
+def hold(partition: int) -> None:
+    """Say which process answers, and wait until the test lets it go on or kills it."""
+    name = FOLDER / f"held-{partition}"
+    name.with_suffix(".partial").write_text(str(os.getpid()))
+    name.with_suffix(".partial").rename(name)
+    while name.exists():
+        time.sleep(0.1)
+
+
+def nan(reply: Message) -> None:
+    """Send NaN in the first array."""
+    _change_array(reply, lambda array: np.full_like(array, np.nan))
+
+
+def architecture(reply: Message) -> None:
+    """Send the first array as a wider model has it."""
+    _change_array(reply, lambda array: np.concatenate([array, array]))
+
+
+def large(reply: Message) -> None:
+    """Send an array of 200 MB beside the model."""
+    record = reply.content.array_records[wire.ARRAYS]
+    reply.content[wire.ARRAYS] = ArrayRecord({**record, "large": Array(np.zeros(LARGE, np.uint8))})
+
+
+def version(reply: Message) -> None:
+    """Acknowledge nothing, as a client that does not know what it was asked for."""
+    report: Any = reply.content.config_records[wire.REPORT]
+    report[wire.OBEYED] = []
+
+
+_SPOILED: dict[str, Callable[[Message], None]] = {
+    "nan": nan,
+    "architecture": architecture,
+    "large": large,
+    "version": version,
+}
+
+
+class FaultyApp(ClientApp):
+    """Answers as the project's app, except where a fault is due."""
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Answer a message."""
+        partition = int(context.node_config["partition-id"])
+        due = {fault["name"] for fault in _listed() if fault["partition"] == partition and _is_due(fault, message)}
+        if "hold" in due:
+            hold(partition)
+        reply = _APP(message, context)
+        for name in due - {"hold"}:
+            _SPOILED[name](reply)
+        return reply
+
+
+def _listed() -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = json.loads((FOLDER / "faults.json").read_text())
+    return listed
+
+
+def _is_due(fault: dict[str, Any], message: Message) -> bool:
+    if message.metadata.message_type not in ("train", wire.LAYERWISE):
+        return False
+    exchange = StepPosition.of(message.content).index if POSITION in message.content else None
+    now = message.content.config_records[wire.CONFIG]["server-round"], exchange
+    return now == (fault["round"], fault.get("exchange"))
+
+
+def _change_array(reply: Message, change: Callable[[Any], Any]) -> None:
+    record = reply.content.array_records[wire.ARRAYS]
+    name = next(iter(record))
+    reply.content[wire.ARRAYS] = ArrayRecord({**record, name: Array(change(record[name].numpy()))})
+
+
+_APP = client_app(client_fn)
+app = FaultyApp()
