@@ -12,18 +12,18 @@ RUNS = 10
 def describe(operator: Operator) -> Iterator[str]:
     """Yield the lines: a site each, then a run each, the newest first."""
     nodes = {str(node["node-id"]): node for node in operator.nodes()}
-    yield f"{'site':<20} {'state':<14} since"
+    yield f"{'site':<20} {'node':<20} {'state':<14} since"
     for site, number in sorted(operator.sites().items()):
-        yield _site(site, nodes.get(number, {"status": "unknown to the server"}))
+        yield _site(site, number, nodes.get(number, {"status": "unknown to the server"}))
     yield ""
     yield f"{'run':<20} {'state':<24} {'method':<16} {'rounds':<9} last round"
     for run in operator.runs()[:RUNS]:
         yield _run(run, operator.progress(str(run["run-id"])))
 
 
-def _site(name: str, node: dict[str, Any]) -> str:
+def _site(name: str, number: str, node: dict[str, Any]) -> str:
     since = node.get({"online": "online-at", "offline": "offline-at"}.get(node["status"], "created-at"), "")
-    return f"{name:<20} {node['status']:<14} {since}"
+    return f"{name:<20} {number:<20} {node['status']:<14} {since}"
 
 
 def _run(run: dict[str, Any], progress: dict[str, Any]) -> str:

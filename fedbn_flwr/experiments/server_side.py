@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from logging import INFO, WARNING
+from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,9 @@ def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | N
         )
     except Exception as error:
         if journal.arrays is not None:
-            files.finish(journal.summary_of_failure(experiment, nodes, error), journal.arrays)
+            summary = journal.summary_of_failure(experiment, nodes, error)
+            files.finish(summary, journal.arrays)
+            log(ERROR, "The run ended after round %d, its last model is in %s", summary["rounds-done"], folder)
         raise
     summary = journal.summary(experiment, nodes)
     plot_curves({config.method: [read_rounds(folder)]}, folder / "curves.png", title_of(summary))

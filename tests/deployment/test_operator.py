@@ -80,8 +80,8 @@ def test_status_is_a_line_a_site_and_a_run(
     (federation / "operator" / "sites.json").write_text('{"north": "11", "south": "12"}')
     assert main(["status", "--operator", str(federation / "operator")]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["north", "online", "today"] in lines
-    assert ["south", "unknown", "to", "the", "server"] in lines
+    assert ["north", "11", "online", "today"] in lines
+    assert ["south", "12", "unknown", "to", "the", "server"] in lines
     assert [RUN, "running", "fixbn", "2/5", "nodes", "2,", "train-loss", "2"] in lines
     assert ["12", "finished:failed"] in lines
 

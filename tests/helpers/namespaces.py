@@ -98,7 +98,8 @@ class Containers:
         return f"{self._mark}-{service}"
 
     def _subnet(self, network: int) -> str:
-        return f"10.{200 + os.getpid() % 50}.{network}"
+        # of the range for tests of networks (RFC 2544), which no machine is reached by
+        return f"198.18.{os.getpid() % 32 * 8 + network}"
 
     def _address(self, service: str, network: str) -> str:
         return f"{self._subnet(self._networks.index(network))}.{list(self.services).index(service) + 2}"
