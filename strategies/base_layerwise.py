@@ -1,6 +1,6 @@
 """Base of the strategies whose clients share BN statistics, layer by layer, in their first local step."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import WARNING
 from typing import Annotated, Any, ClassVar
@@ -70,6 +70,8 @@ class Layerwise(FedAvg):
             )
         self.max_attempts, self.fresh_optimizer, self.replay_limit = max_attempts, fresh_optimizer, replay_limit
         self._started = False
+        #: what the nodes said of their numbers of samples in the step
+        self._expected_replies: list[NodeReply] = []
         #: what the nodes replied at the end of the step
         self._final: list[Message] = []
 
@@ -112,8 +114,11 @@ class Layerwise(FedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the models."""
-        plain = self.instruction.layerwise == "none"
-        return super().aggregate_train(server_round, replies if plain else self._final)
+        if self.instruction.layerwise == "none":
+            return super().aggregate_train(server_round, replies)
+        result = super().aggregate_train(server_round, self._final)
+        self._compare_weights(self.train_replies)
+        return result
 
     def take_step(self, step: NodesStep) -> list[Message]:
         """Take all nodes through a step, layer by layer, and return their replies."""
@@ -125,9 +130,26 @@ class Layerwise(FedAvg):
 
     def weigh_participants(self, participants: Iterable[Participant]) -> list[float]:
         """Return the weights of the nodes' models before there are models: p_i, up to a common factor."""
-        return self.weigh(
-            [NodeReply(each.node, each.partition, each.num_examples, {}, {}, RecordDict()) for each in participants]
-        )
+        self._expected_replies = [
+            NodeReply(each.node, each.partition, each.num_examples, {}, {}, RecordDict()) for each in participants
+        ]
+        return self.weigh(self._expected_replies)
+
+    def _compare_weights(self, replies: Sequence[NodeReply]) -> None:
+        """Warn if a node's weight in the step is not its weight in the average of the models."""
+        before = {reply.node: reply.num_examples for reply in self._expected_replies}
+        if not replies or before.keys() != {reply.node for reply in replies}:
+            return
+        total, total_before = sum(reply.num_examples for reply in replies), sum(before.values())
+        for reply in replies:
+            if reply.num_examples * total_before != before[reply.node] * total:
+                log(
+                    WARNING,
+                    "Round %d: node %d counted %d of %d samples in the layer-wise step, but %d of %d in the average of "
+                    "the models: give its ClientApp `num_examples`",
+                    *(self.server_round, reply.node, before[reply.node], total_before, reply.num_examples, total),
+                )
+                return
 
     def _train_on_grid(self, grid: Grid, contents: Contents) -> list[Message] | None:
         """Return the replies if the grid takes its nodes through a step without messages, and no node fails.

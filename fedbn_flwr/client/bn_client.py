@@ -140,7 +140,7 @@ class BNClient(NumPyClient):
     def describe(self) -> Reply:
         """Reply with the node's partition, its number of samples, and its domain if it has exactly one."""
         metrics: Metrics = {wire.DOMAIN: self.domain, wire.PARTITION_ID: self.partition_id}
-        return Reply(len(self.indices), metrics, report=_names(self.model))
+        return Reply(len(self.indices), metrics, report=model_names(self.model))
 
     @property
     def domain(self) -> int:
@@ -258,7 +258,7 @@ class BNClient(NumPyClient):
         return Reply(len(self.indices), metrics, dict(records), {wire.OBEYED: instruction.binding_keys()})
 
 
-def _names(model: nn.Module) -> dict[str, list[str]]:
+def model_names(model: nn.Module) -> dict[str, list[str]]:
     """Return a model's parameter and BN names, collected once: a server may ask thousands of nodes that share it."""
     if model not in _NAMES:
         parameters = [name for name, _ in model.named_parameters()]

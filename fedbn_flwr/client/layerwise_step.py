@@ -16,6 +16,7 @@ from torch import nn
 from fedbn_flwr import wire
 from fedbn_flwr.client.bn_client import BNClient
 from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.client.own_loop_client import OwnLoopClient
 from fedbn_flwr.client.reply import Reply
 from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.client.step_log import StepLog
@@ -36,7 +37,9 @@ from fedbn_flwr.wire.layerwise import (
 #: message
 STEPS = StepCache(max_steps=32)
 
-ClientFunction = Callable[[Context], BNClient]
+#: what takes layer-wise steps: this project's client, or one around a handler of a user's own
+LayerwiseClient = BNClient | OwnLoopClient
+ClientFunction = Callable[[Context], LayerwiseClient]
 
 
 def handle_layerwise_message(content: RecordDict, context: Context, make_client: ClientFunction) -> Reply:
@@ -86,7 +89,7 @@ class HeldStep(SuspendedStep[Reply]):
     """A client's whole local training, which stops at each exchange of its layer-wise step."""
 
     def __init__(
-        self, client: BNClient, received: Mapping[str, State], instruction: Instruction, answers: list[Answer]
+        self, client: LayerwiseClient, received: Mapping[str, State], instruction: Instruction, answers: list[Answer]
     ) -> None:
         # the steps of several clients alternate, and these may share a model
         self._shared, client.model = client.model, _REPLICAS.take(client.model)
@@ -100,7 +103,9 @@ class HeldStep(SuspendedStep[Reply]):
         _REPLICAS.give_back(self._shared, self.client.model)
 
 
-def _train(client: BNClient, received: Mapping[str, State], instruction: Instruction, exchange: Exchange) -> Reply:
+def _train(
+    client: LayerwiseClient, received: Mapping[str, State], instruction: Instruction, exchange: Exchange
+) -> Reply:
     client.exchange = exchange
     return client.train(received, instruction)
 
@@ -124,7 +129,9 @@ class Replicas:
 _REPLICAS = Replicas()
 
 
-def _sweep(position: StepPosition, content: RecordDict, log: StepLog, make_client: Callable[[], BNClient]) -> Reply:
+def _sweep(
+    position: StepPosition, content: RecordDict, log: StepLog, make_client: Callable[[], LayerwiseClient]
+) -> Reply:
     """Answer a message of a sweep, or of the step after the sweeps; every message brings the corrections."""
     received = log.received(content)
     if received is None:

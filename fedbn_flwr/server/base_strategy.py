@@ -237,8 +237,7 @@ class BaseStrategy(FlowerFedAvg):
         groups = self.required if kind == MessageType.TRAIN else ()
         keys = instruction.binding_keys()
         self._expected = Expected(keys, self.current, self.arrayrecord_key, self.weighted_by_key, groups)
-        foreign = {key: value for key, value in config.items() if key not in Instruction.wire_keys()}
-        packed = ConfigRecord({**foreign, **instruction.to_config()})
+        packed = ConfigRecord({**config, **instruction.to_config(config.keys())})
         self._sent = []
         for node in nodes:
             content = RecordDict({**self.package(node, arrays), self.configrecord_key: packed})

@@ -96,9 +96,11 @@ def require_obeyed(replies: Sequence[NodeReply], binding: Sequence[str]) -> None
 
 
 def mean_metrics(replies: Sequence[NodeReply], names: Sequence[str], weighted_by: str) -> MetricRecord:
-    """The weighted means of some metrics: Flower's default, without records on the way to it."""
+    """The weighted means of some metrics, none if all weights are 0: Flower's default, without its records."""
     weights = [reply.metrics[weighted_by] for reply in replies]
-    shares = [weight / sum(weights) for weight in weights]
+    if not (total := sum(weights)):
+        return MetricRecord()
+    shares = [weight / total for weight in weights]
     columns = {name: [reply.metrics[name] for reply in replies] for name in names}
     return MetricRecord({name: _mean(column, shares) for name, column in columns.items()})
 

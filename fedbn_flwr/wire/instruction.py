@@ -15,7 +15,7 @@ A *binding* key changes the method: a client that ignores it would turn the meth
 a strategy refuses a reply that does not list every binding key it sent.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Self
@@ -137,20 +137,16 @@ class Instruction:
         fields_among = {key: getattr(self, _BY_KEY[key].name) for key in defaults.keys() & _BY_KEY.keys()}
         return {**defaults, **fields_among, **dict(self.rule_keys)}
 
-    def to_config(self) -> ConfigRecord:
-        """Pack the fields that differ from their defaults, and the keys of rules."""
-        config = ConfigRecord({wire_key(name): value for name, value in self._changed().items()})
-        config.update(self.rule_keys)
-        return config
+    def to_config(self, always: Collection[str] = ()) -> ConfigRecord:
+        """Pack the fields that differ from their defaults or have one of these wire keys, and the keys of rules."""
+        values = {key: getattr(self, item.name) for key, item in _BY_KEY.items()}
+        sent = {key for key, value in values.items() if key in always or value != _BY_KEY[key].default}
+        return ConfigRecord({key: value for key, value in values.items() if key in sent} | dict(self.rule_keys))
 
     def binding_keys(self) -> list[str]:
         """Return the keys in force that change the method, which a client must acknowledge."""
         changed = [key for key, item in _BINDING.items() if getattr(self, item.name) != item.default]
         return sorted([*changed, *dict(self.rule_keys)])
-
-    def _changed(self) -> dict[str, Scalar]:
-        values = {item.name: getattr(self, item.name) for item in _BY_KEY.values()}
-        return {item.name: values[item.name] for item in _BY_KEY.values() if values[item.name] != item.default}
 
 
 def wire_key(name: str) -> str:

@@ -54,6 +54,8 @@ class Rule:
 
     #: whether the rule works on the stacked models of several clients
     stacks: ClassVar[bool] = True
+    #: whether `begin` uses the optimizer, which a loop of a user's own makes later than its model
+    needs_optimizer: ClassVar[bool] = False
     #: rules change gradients in this order; equal ones in the alphabetical order of their keys
     order: ClassVar[int] = 0
 

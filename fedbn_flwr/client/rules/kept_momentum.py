@@ -1,5 +1,7 @@
 """Momentum that is not thrown away at the end of a round."""
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from fedbn_flwr import wire
@@ -19,6 +21,7 @@ class MaintainedMomentum(Rule):
 
     #: `local`, `global`, or `none`, which is off
     momentum_state: str = "none"
+    needs_optimizer: ClassVar[bool] = True
 
     def begin(self, session: Session) -> None:
         """Put the state back into the optimizer."""

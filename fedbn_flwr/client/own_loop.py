@@ -1,0 +1,199 @@
+"""Make a training loop that somebody else wrote obey an instruction.
+
+The loop stays as it is. Three global hooks of PyTorch, which only act in the loop's own thread, tell when its model
+first trains, and when its optimizer steps. What an instruction asks for happens there.
+"""
+
+import gc
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fedbn_flwr import norm, state
+from fedbn_flwr.client.modes import frozen_parts, layerwise_mode
+from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.client.rules import Rule, Session, rules_for
+from fedbn_flwr.layerwise import Exchange, shared_statistics
+from fedbn_flwr.state import State
+from fedbn_flwr.wire import Instruction
+
+
+class OwnLoop:
+    """While open, whatever loop this thread runs trains the model as an instruction asks.
+
+    `structure` is a model with the same entries as the one that the loop trains, which may be another object. Inside
+    the block, from the model's first forward pass in training mode on:
+
+    - BN is frozen where the instruction says so,
+    - the first step of a layer-wise instruction has the statistics of all clients (`exchange` reaches them),
+    - rules begin, change gradients before each step of the optimizer, and finish at the end of the block.
+
+    A loop that trains no such model, or takes no step although a rule asks for one, is a RuntimeError: the instruction
+    could not be obeyed.
+    """
+
+    def __init__(
+        self,
+        structure: nn.Module,
+        instruction: Instruction,
+        received: Mapping[str, State],
+        memory: Memory,
+        exchange: Exchange | None = None,
+        only_first_pass: type[BaseException] | None = None,
+    ) -> None:
+        self._entries = list(structure.state_dict())
+        self._instruction, self._received, self._memory = instruction, received, memory
+        self._exchange, self._thread = exchange, threading.get_ident()
+        #: raised in place of the first step, where only its gradients are wanted
+        self._end = only_first_pass
+        self._session: Session | None = None
+        self._local = state.group_keys(structure, instruction.keep_local)
+        self._rules = rules_for(instruction)
+        self._ahead: list[Rule] = []
+        self._undo, self._first_step = ExitStack(), ExitStack()
+        #: samples of the first mini-batch, 0 before it
+        self.first_batch_size = 0
+        #: the class of the first module that trained and is not the model, for the error message
+        self._other = ""
+        #: classes of modules whose whole model was looked for
+        self._searched: set[type[nn.Module]] = set()
+
+    @property
+    def records(self) -> dict[str, State]:
+        """The groups of arrays that rules add to the reply, after the block."""
+        return self._session.records if self._session else {}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics that rules add to the reply, after the block."""
+        return self._session.metrics if self._session else {}
+
+    def __enter__(self) -> Self:
+        for handle in (
+            register_module_forward_pre_hook(self._before_forward),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ):
+            self._undo.callback(handle.remove)
+        self._undo.push(self._first_step)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._undo:
+            if kind is not None:
+                return
+            if self._session is None:
+                self._require_nothing_asked()
+                return
+            if self._rules and not self._session.steps:
+                raise RuntimeError("the loop took no step of an optimizer, so nothing of the instruction was obeyed")
+            for rule in self._rules:
+                rule.finish(self._session)
+
+    def begin(self, model: nn.Module) -> None:
+        """Begin with this model: freeze it, share its statistics, begin its rules."""
+        self._undo.enter_context(norm.freeze(model, **frozen_parts(self._instruction.freeze)))
+        if self._instruction.layerwise != "none":
+            if self._exchange is None:
+                raise ValueError("a layer-wise step needs the messages that a ClientApp of this project handles")
+            mode = layerwise_mode(self._instruction)
+            self._first_step.enter_context(shared_statistics(model, self._exchange, mode))
+        # an optimizer is known once it steps; rules that need it begin then
+        nobody: Any = None
+        self._session = Session(model, nobody, self._instruction, self._received, self._memory, self._local)
+        self._ahead = [rule for rule in self._rules if rule.needs_optimizer]
+        for rule in self._rules:
+            if not rule.needs_optimizer:
+                rule.begin(self._session)
+
+    def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if threading.get_ident() != self._thread or not module.training:
+            return
+        if not self.first_batch_size:
+            self.first_batch_size = next((len(value) for value in inputs if isinstance(value, torch.Tensor)), 0)
+        if self._session is None and (model := self._find_model(module)) is not None:
+            self.begin(model)
+
+    def _find_model(self, module: nn.Module) -> nn.Module | None:
+        """Return the model that this module is, or is a part of, if its entries are those of the structure."""
+        if self._is_model(module):
+            return module
+        self._other = self._other or type(module).__name__
+        if type(module) in self._searched:
+            return None
+        self._searched.add(type(module))
+        # a loop may call parts of its model only, as LightningModules do
+        for whole in gc.get_objects():
+            if (
+                isinstance(whole, nn.Module)
+                and self._is_model(whole)
+                and any(part is module for part in whole.modules())
+            ):
+                return whole
+        return None
+
+    def _is_model(self, module: nn.Module) -> bool:
+        return list(module.state_dict()) == self._entries
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = options.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._adjust(optimizer)
+            return None
+
+        # the model may train for the first time in here
+        def adjusted() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._adjust(optimizer)
+            return loss
+
+        return (args[0], adjusted), {}
+
+    def _adjust(self, optimizer: torch.optim.Optimizer) -> None:
+        """Change the gradients that this optimizer is about to take, if they are the model's."""
+        if not self._is_stepped_by(optimizer):
+            return
+        if self._end is not None:
+            raise self._end
+        assert self._session is not None
+        self._session.optimizer = optimizer
+        while self._ahead:
+            self._ahead.pop(0).begin(self._session)
+        self._session.steps += 1
+        for rule in self._rules:
+            rule.adjust()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+        if self._is_stepped_by(optimizer):
+            self._first_step.close()
+            assert self._session is not None
+            if self._exchange and self._instruction.fresh_optimizer and self._session.steps == 1:
+                optimizer.state.clear()
+
+    def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this thread's loop changes the model with this optimizer."""
+        if threading.get_ident() != self._thread or self._session is None:
+            return False
+        own = {id(parameter) for parameter in self._session.model.parameters()}
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+    def _require_nothing_asked(self) -> None:
+        keys = set(self._instruction.binding_keys()) - {"keep-local", "omit", "send-personal"}
+        if keys:
+            trained = f"a {self._other}, whose entries are others" if self._other else "nothing in training mode"
+            raise RuntimeError(
+                f"cannot obey {', '.join(sorted(keys))}: the handler trained {trained}; `model` of the ClientApp must "
+                "have the entries of the model that the handler trains"
+            )

@@ -1,0 +1,149 @@
+"""What a `BNClient` does, done by a handler that somebody else wrote."""
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
+from torch import nn
+
+from fedbn_flwr import state, wire
+from fedbn_flwr.client.bn_client import model_names
+from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.client.own_loop import OwnLoop
+from fedbn_flwr.client.reply import Metrics, Reply
+from fedbn_flwr.layerwise import Corrected, Corrections, Exchange, OwnRandomness, Report
+from fedbn_flwr.randomness import derive
+from fedbn_flwr.state import State
+from fedbn_flwr.wire import Instruction
+
+Handler = Callable[[Message, Context], Message]
+
+
+class SweepEnd(BaseException):
+    """Ends a handler after its first backward pass; no Exception, so that handlers do not catch it."""
+
+
+class OwnLoopClient:
+    """A client whose training is a handler for Flower's messages. The message brings what the handler will see."""
+
+    def __init__(
+        self,
+        structure: nn.Module,
+        handler: Handler,
+        message: Message,
+        context: Context,
+        num_examples: int | None = None,
+        loss_key: str = wire.TRAIN_LOSS,
+    ) -> None:
+        #: says which entries there are; the handler makes and trains a model of its own
+        self.model = structure
+        self._handler, self._message, self._context = handler, message, context
+        self._num_examples, self._loss_key = num_examples, loss_key
+        self.memory = Memory(context.state)
+        self.partition_id = int(context.node_config.get("partition-id", context.node_id))
+        self.exchange: Exchange | None = None
+        self._loop: OwnLoop | None = None
+
+    def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+        """Let the handler train for one round, and reply with what the instruction shares."""
+        drawing = nullcontext() if self.exchange else OwnRandomness(self.step_seed(instruction)).drawing()
+        loop = OwnLoop(self.model, instruction, received, self.memory, self.exchange)
+        with drawing, loop as self._loop:
+            content = self._handler(self._seen(received, instruction), self._context).content
+        return self.reply_after(loop, content, instruction)
+
+    def reply_after(self, loop: OwnLoop, content: RecordDict, instruction: Instruction) -> Reply:
+        """Make the reply of a round from a handler's: what the instruction shares, and what rules add."""
+        trained = self._trained(content)
+        local = state.group_keys(self.model, instruction.keep_local)
+        if local:
+            self.memory.store(wire.PERSONAL, {name: trained[name] for name in trained if name in local})
+        stays = local | state.group_keys(self.model, instruction.omit)
+        shared = {name: value for name, value in trained.items() if name not in stays}
+        reply = self._reply_of(content, instruction, {wire.ARRAYS: shared, **loop.records})
+        reply.metrics |= loop.metrics
+        if self._loss_key in reply.metrics:
+            reply.metrics[wire.TRAIN_LOSS] = reply.metrics[self._loss_key]
+        return reply
+
+    def sweep(
+        self,
+        received: Mapping[str, State],
+        instruction: Instruction,
+        statistics: Corrections,
+        gradients: Corrections | None,
+    ) -> Report:
+        """Report every BN layer's sums on the first mini-batch, corrected; the handler ends after its backward pass."""
+        exchange = Corrected(statistics, gradients or {})
+        loop = OwnLoop(self.model, instruction, received, self.memory, exchange, only_first_pass=SweepEnd)
+        try:
+            with OwnRandomness(self.step_seed(instruction)).drawing(), loop as self._loop:
+                self._handler(self._seen(received, instruction), self._context)
+        except SweepEnd:
+            return exchange.requests["statistics" if gradients is None else "gradients"]
+        raise RuntimeError("the handler took no step of an optimizer, so there is no step to take with other clients")
+
+    def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+        """Let the handler evaluate the node's own model: the received one with the entries that live here."""
+        content = self._handler(self._seen(received, instruction), self._context).content
+        kept = self.memory.personal(
+            state.group_keys(self.model, instruction.keep_local if instruction.send_personal else "none")
+        )
+        return self._reply_of(content, instruction, {wire.PERSONAL: kept})
+
+    def describe(self) -> Reply:
+        """Reply with the node's partition and the names of the model's entries."""
+        metrics: Metrics = {wire.DOMAIN: -1, wire.PARTITION_ID: self.partition_id}
+        return Reply(self._num_examples or 0, metrics, report=model_names(self.model))
+
+    def step_seed(self, instruction: Instruction) -> int:
+        """Return the seed of what the handler draws from torch's global generator in this round."""
+        return derive(instruction.seed, "own loop", "round", instruction.server_round, "partition", self.partition_id)
+
+    def reply(self, metrics: Metrics, instruction: Instruction, records: Mapping[str, State]) -> Reply:
+        """Make a reply in the middle of a layer-wise step, before the handler has told its number of examples."""
+        count = self._num_examples if self._num_examples is not None else 0
+        if self._num_examples is None and self._loop is not None:
+            count = self._loop.first_batch_size
+        metrics[wire.PARTITION_ID] = self.partition_id
+        return Reply(count, metrics, dict(records), {wire.OBEYED: instruction.binding_keys()})
+
+    def _seen(self, received: Mapping[str, State], instruction: Instruction) -> Message:
+        """Return the message that Flower's FedAvg would have sent: the whole model, and the configuration."""
+        personal = self.memory.personal(state.group_keys(self.model, instruction.keep_local))
+        whole = {**received[wire.ARRAYS], **personal}
+        state.check(self.model, whole)
+        content = RecordDict(
+            {
+                wire.ARRAYS: state.to_record({name: whole[name] for name in self.model.state_dict()}),
+                wire.CONFIG: self._message.content[wire.CONFIG],
+            }
+        )
+        seen = copy.copy(self._message)
+        seen.__dict__ = {**self._message.__dict__}
+        seen.content = content
+        return seen
+
+    def _trained(self, content: RecordDict) -> State:
+        """Return the arrays of the handler's reply, which must be those of the model."""
+        if len(content.array_records) != 1:
+            raise ValueError(f"the handler replied with {len(content.array_records)} ArrayRecords; it must be one")
+        (record,) = content.array_records.values()
+        trained = state.from_record(record)
+        state.check(self.model, trained)
+        return trained
+
+    def _reply_of(self, content: RecordDict, instruction: Instruction, records: Mapping[str, State]) -> Reply:
+        metrics: dict[str, Any] = {
+            key: value for record in content.metric_records.values() for key, value in record.items()
+        }
+        if wire.NUM_EXAMPLES not in metrics:
+            raise ValueError(
+                f"the handler's metrics lack {wire.NUM_EXAMPLES!r}; they are {', '.join(metrics) or 'none'}"
+            )
+        count = int(metrics.pop(wire.NUM_EXAMPLES))
+        metrics[wire.PARTITION_ID] = self.partition_id
+        report = {key: value for record in content.config_records.values() for key, value in record.items()}
+        return Reply(count, metrics, dict(records), {**report, wire.OBEYED: instruction.binding_keys()})

@@ -1,0 +1,17 @@
+"""ClientApps: around a `BNClient`, or around a training loop of a user's own."""
+
+from fedbn_flwr.clientapp.bn_client_app import BNClientApp, ClientFunction, client_app, pack, unpack
+from fedbn_flwr.clientapp.obey import Asked, obey
+from fedbn_flwr.clientapp.own_loop_app import ClientApp, numpy_client_app
+
+__all__ = [
+    "Asked",
+    "BNClientApp",
+    "ClientApp",
+    "ClientFunction",
+    "client_app",
+    "numpy_client_app",
+    "obey",
+    "pack",
+    "unpack",
+]

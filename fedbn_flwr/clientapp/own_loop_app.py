@@ -1,0 +1,155 @@
+"""A ClientApp whose handlers stay a user's own, and obey the strategies of this project.
+
+app = ClientApp(model=Net)          # instead of Flower's ClientApp()
+
+@app.train()
+def train(message, context): ...    # as before
+"""
+
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import Client, NumPyClient
+from flwr.clientapp import ClientApp as FlowerClientApp
+from torch import nn
+
+from fedbn_flwr import wire
+from fedbn_flwr.client import Reply
+from fedbn_flwr.client.layerwise_step import handle_layerwise_message
+from fedbn_flwr.client.own_loop_client import Handler, OwnLoopClient
+from fedbn_flwr.clientapp.bn_client_app import pack, unpack
+
+Decorator = Callable[[Handler], Handler]
+
+
+class ClientApp(FlowerClientApp):
+    """Flower's ClientApp, whose training and evaluation handlers obey instructions of this project's strategies.
+
+    Handlers are what they are under Flower's own strategies: they find the model's arrays and the configuration in the
+    message, train with a loop of their own, and reply with arrays and metrics. Whatever the strategy asks for is done
+    around that loop (`fedbn_flwr.client.own_loop`).
+
+    - `model` makes a model with the entries of the one that handlers train: its class, for instance.
+    - `num_examples` gives a node's weight in a layer-wise step, which is needed before the handler has replied; without
+      it, the number of samples in the first mini-batch.
+    - `loss_key` is the name under which the handler's metrics hold the mean training loss.
+    """
+
+    def __init__(
+        self,
+        client_fn: Any = None,
+        mods: Any = None,
+        *,
+        model: Callable[[], nn.Module],
+        num_examples: Callable[[Context], int] | None = None,
+        loss_key: str = wire.TRAIN_LOSS,
+    ) -> None:
+        super().__init__(client_fn, mods)
+        self._make_model = model
+        self._num_examples, self._loss_key = num_examples, loss_key
+        super().query("describe")(self._describe)
+
+    @cached_property
+    def structure(self) -> nn.Module:
+        """A model that says which entries there are; its values are not used."""
+        return self._make_model()
+
+    def train(self, action: str = "default", *, mods: Any = None) -> Decorator:
+        """Register a training handler; that of the default action also takes layer-wise steps."""
+        register = super().train(action, mods=mods)
+
+        def decorate(handler: Handler) -> Handler:
+            if action != "default":
+                return register(handler)
+            FlowerClientApp.train(self, "layerwise", mods=mods)(partial(self._take_step, handler))
+            register(partial(self._train, handler))
+            return handler
+
+        return decorate
+
+    def evaluate(self, action: str = "default", *, mods: Any = None) -> Decorator:
+        """Register an evaluation handler."""
+        register = super().evaluate(action, mods=mods)
+
+        def decorate(handler: Handler) -> Handler:
+            register(partial(self._evaluate, handler))
+            return handler
+
+        return decorate
+
+    def _client(self, handler: Handler, message: Message, context: Context) -> OwnLoopClient:
+        weight = self._num_examples(context) if self._num_examples else None
+        return OwnLoopClient(self.structure, handler, message, context, weight, self._loss_key)
+
+    def _train(self, handler: Handler, message: Message, context: Context) -> Message:
+        return pack(self._client(handler, message, context).train(*unpack(message)), message)
+
+    def _evaluate(self, handler: Handler, message: Message, context: Context) -> Message:
+        return pack(self._client(handler, message, context).test(*unpack(message)), message)
+
+    def _take_step(self, handler: Handler, message: Message, context: Context) -> Message:
+        return pack(
+            handle_layerwise_message(message.content, context, partial(self._client, handler, message)), message
+        )
+
+    def _describe(self, message: Message, context: Context) -> Message:
+        reply: Reply = self._client(_no_handler, message, context).describe()
+        return pack(reply, message)
+
+
+def numpy_client_app(
+    client_fn: Callable[[Context], NumPyClient | Client], model: Callable[[], nn.Module], **options: Any
+) -> ClientApp:
+    """Make a ClientApp of a `client_fn` for Flower's NumPyClient; names and dtypes of the model's entries are kept.
+
+    `client_fn` may return a NumPyClient or what its `to_client` returns. `options` are those of `ClientApp`.
+    """
+    app = ClientApp(model=model, **options)
+
+    def make(context: Context) -> Any:
+        client = client_fn(context)
+        return getattr(client, "numpy_client", client)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        sent, config = message.content.array_records[wire.ARRAYS], _config(message)
+        arrays, count, metrics = make(context).fit(sent.to_numpy_ndarrays(), config)
+        content = RecordDict({wire.ARRAYS: _named(arrays, sent), **_metric_records(metrics, count)})
+        return Message(content, reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        sent = message.content.array_records[wire.ARRAYS]
+        loss, count, metrics = make(context).evaluate(sent.to_numpy_ndarrays(), _config(message))
+        return Message(RecordDict({**_metric_records({wire.EVAL_LOSS: loss, **metrics}, count)}), reply_to=message)
+
+    return app
+
+
+def _config(message: Message) -> dict[str, Any]:
+    return dict(message.content.config_records[wire.CONFIG])
+
+
+def _named(arrays: list[np.ndarray], sent: ArrayRecord) -> ArrayRecord:
+    """Name a client's list of arrays; it may have made a counter a float, or a 0-d array a number."""
+    if len(arrays) != len(sent):
+        raise ValueError(f"`fit` returned {len(arrays)} arrays, and was given {len(sent)}")
+    return ArrayRecord(
+        {
+            name: Array(np.asarray(array).astype(before.dtype).reshape(before.shape))
+            for (name, before), array in zip(sent.items(), arrays, strict=True)
+        }
+    )
+
+
+def _metric_records(values: dict[str, Any], count: int) -> dict[str, MetricRecord | ConfigRecord]:
+    numbers = {key: value for key, value in values.items() if isinstance(value, int | float) and value is not True}
+    others = {key: value for key, value in values.items() if key not in numbers}
+    return {wire.METRICS: MetricRecord({**numbers, wire.NUM_EXAMPLES: count}), "others": ConfigRecord(others)}
+
+
+def _no_handler(message: Message, context: Context) -> Message:
+    raise NotImplementedError(message.metadata.message_type)

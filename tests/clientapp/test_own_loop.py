@@ -1,0 +1,323 @@
+"""A training loop of a user's own obeys every strategy: the same models as `BNClient` on the same batches."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp as FlowerClientApp
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from fedbn_flwr import norm
+from fedbn_flwr.client import BNClient, frozen_parts, layerwise_step, read_instruction
+from fedbn_flwr.clientapp import ClientApp, numpy_client_app, obey
+from fedbn_flwr.server.replies import CannotTrainError
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.strategies import (
+    BaseStrategy,
+    FedAvg,
+    FedBN,
+    FedBS,
+    FedProx,
+    FedTAN,
+    FedWon,
+    FixBN,
+    Scaffold,
+    SiloBN,
+)
+from tests.helpers.harness import SIZES, Federation, distance, make_model, make_split, parts
+
+#: the largest difference between the two in float64
+EXACT = 1e-12
+ROUNDS = 3
+
+Batch = tuple[Tensor, Tensor]
+Loop = Callable[[nn.Module, Iterator[Batch], float, float], float]
+
+
+def plain_loop(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    """Train as in PyTorch's tutorials."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    model.train()
+    total = samples = 0.0
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        total, samples = total + float(loss.detach()) * len(targets), samples + len(targets)
+    return total / samples
+
+
+def loop_with_closure(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    """Train as Lightning does: the optimizer calls the forward and the backward pass."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    model.train()
+    losses, counts = [], []
+    for inputs, targets in batches:
+
+        def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), targets)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            counts.append(len(targets))
+            return loss
+
+        optimizer.step(closure=closure)
+    return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+
+
+def loop_over_parts(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    """Train by calling the model's layers, and never the whole, as LightningModules may."""
+    net: Any = model.net
+
+    def forward(inputs: Tensor) -> Tensor:
+        outputs = inputs.double()
+        for layer in net:
+            outputs = layer(outputs)
+        return outputs
+
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    total = samples = 0.0
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(forward(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        total, samples = total + float(loss.detach()) * len(targets), samples + len(targets)
+    return total / samples
+
+
+def own_app(loop: Loop, make: Callable[[], nn.Module], **options: Any) -> FlowerClientApp:
+    """Return a user's app: it loads, trains by the loop, and replies, and knows nothing of this project's methods.
+
+    (It asks a `BNClient` for the batches that such a client would train on.)
+    """
+    app, split = ClientApp(model=make, **options), make_split()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = make()
+        model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+        config: Any = message.content.config_records["config"]
+        batches = batches_of(message, context)
+        loss = loop(model, batches, config["lr"], config.get("momentum", 0.0))
+        part = int(context.node_config["partition-id"])
+        metrics = MetricRecord({"num-examples": SIZES[part], "train-loss": loss})
+        content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+        return Message(content, reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        model = make()
+        model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+        model.eval()
+        with torch.no_grad():
+            loss = F.cross_entropy(model(split.inputs), split.labels)
+        metrics = MetricRecord({"num-examples": len(split), "eval-loss": float(loss)})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    return app
+
+
+def batches_of(message: Message, context: Context) -> Iterator[Batch]:
+    """Yield the batches that a `BNClient` would train on."""
+    part = int(context.node_config["partition-id"])
+    asked = BNClient(make().train(), make_split(), indices=parts()[part], partition_id=part, device="cpu")
+    config: Any = message.content.config_records["config"]
+    instruction = read_instruction(config)
+    with norm.freeze(asked.model, **frozen_parts(instruction.freeze)):
+        yield from asked.plan(instruction)
+
+
+METHODS: dict[str, Callable[[], BaseStrategy]] = {
+    "fedavg": FedAvg,
+    "fixbn": lambda: FixBN(freeze_round=1),
+    "fixbn, statistics and affine": lambda: FixBN(freeze_round=1, freeze="both"),
+    "fedbn": FedBN,
+    "silobn": SiloBN,
+    "fedprox": lambda: FedProx(mu=0.5),
+    "fedwon": lambda: FedWon(clip_factor=0.05),
+    "scaffold": Scaffold,
+    "fedbs": FedBS,
+    "fedtan": FedTAN,
+    "fedtan, paper exchange": lambda: FedTAN(exchange="paper"),
+    "fedtan, sweeps": lambda: FedTAN(sweeps=2),
+    "local momentum": lambda: FedAvg(momentum_state="local"),
+    "global momentum": lambda: FedAvg(momentum_state="global"),
+}
+
+
+def make() -> nn.Module:
+    """Return the model of both."""
+    return make_model(seed=3)
+
+
+def run_both(method: str, loop: Loop) -> float:
+    """Return the distance between the models of `BNClient` and of a user's loop."""
+    federation = Federation(make())
+    momentum = 0.9 if "momentum" in method else 0.0
+    wanted = federation.run(METHODS[method](), ROUNDS, lr=0.05, momentum=momentum)
+    options = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}
+    grid = InProcessGrid(own_app(loop, make, **options), len(SIZES))
+    return distance(federation.run(METHODS[method](), ROUNDS, grid=grid, lr=0.05, momentum=momentum), wanted)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_plain_loop_obeys_every_strategy(method: str) -> None:
+    assert run_both(method, plain_loop) < EXACT
+
+
+@pytest.mark.parametrize("method", ["fixbn", "scaffold", "fedtan", "local momentum"])
+@pytest.mark.parametrize("loop", [loop_with_closure, loop_over_parts])
+def test_so_do_loops_with_closures_and_loops_that_call_parts_of_the_model(method: str, loop: Loop) -> None:
+    assert run_both(method, loop) < EXACT
+
+
+def explicit_app() -> FlowerClientApp:
+    """Return Flower's own ClientApp, with a loop inside `obey`."""
+    app = FlowerClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = make()
+        with obey(model, message, context) as asked:
+            config: Any = asked.config
+            loss = plain_loop(model, batches_of(message, context), config["lr"], config.get("momentum", 0.0))
+        return asked.reply(num_examples=SIZES[int(context.node_config["partition-id"])], train_loss=loss)
+
+    return app
+
+
+@pytest.mark.parametrize("method", ["fixbn", "fedbn", "fedprox", "scaffold", "fedbs", "local momentum"])
+def test_the_loop_can_also_be_written_inside_obey(method: str) -> None:
+    federation = Federation(make())
+    options: dict[str, Any] = {"lr": 0.05, "momentum": 0.9 if "momentum" in method else 0.0}
+    wanted = federation.run(METHODS[method](), ROUNDS, **options)
+    grid = InProcessGrid(explicit_app(), len(SIZES))
+    assert distance(federation.run(METHODS[method](), ROUNDS, grid=grid, **options), wanted) < EXACT
+
+
+class UsersClient(NumPyClient):
+    """A client of Flower's tutorials: lists of arrays, and a loop of its own."""
+
+    def __init__(self, part: int) -> None:
+        self.part, self.model = part, make()
+
+    def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict[str, Any]]:
+        names = self.model.state_dict()
+        self.model.load_state_dict({name: torch.tensor(value) for name, value in zip(names, parameters, strict=True)})
+        asked = BNClient(make().train(), make_split(), indices=parts()[self.part], partition_id=self.part, device="cpu")
+        instruction = read_instruction(config)
+        with norm.freeze(asked.model, **frozen_parts(instruction.freeze)):
+            batches = iter(asked.plan(instruction))
+        loss = plain_loop(self.model, batches, float(config["lr"]), float(config.get("momentum", 0.0)))
+        # a client may well lose the dtype of a counter
+        arrays = [value.numpy().astype(float) for value in self.model.state_dict().values()]
+        return arrays, SIZES[self.part], {"train_loss": loss, "note": "trained"}
+
+
+@pytest.mark.parametrize("method", ["fixbn", "fedbn", "scaffold", "fedbs", "fedtan"])
+def test_a_numpy_client_obeys_too(method: str) -> None:
+    federation = Federation(make())
+    wanted = federation.run(METHODS[method](), ROUNDS, lr=0.05)
+    app = numpy_client_app(
+        lambda context: UsersClient(int(context.node_config["partition-id"])).to_client(),
+        make,
+        num_examples=lambda context: SIZES[int(context.node_config["partition-id"])],
+        loss_key="train_loss",
+    )
+    result = federation.run(METHODS[method](), ROUNDS, grid=InProcessGrid(app, len(SIZES)), lr=0.05)
+    assert distance(result, wanted) < EXACT
+    assert {name: value.dtype for name, value in result.items()} == {name: v.dtype for name, v in wanted.items()}
+
+
+def test_a_node_evaluates_the_model_that_it_keeps() -> None:
+    federation, losses = Federation(make()), []
+    for grid in (federation.grid, InProcessGrid(own_app(plain_loop, make), len(SIZES))):
+        strategy = FedBN(fraction_evaluate=1.0)
+        federation.run(strategy, ROUNDS, grid=grid, lr=0.05)
+        losses.append([reply.metrics["eval-loss"] for reply in strategy.evaluate_replies])
+    # `BNClient` adds losses up in float32
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert len(set(losses[1])) == len(SIZES)
+
+
+class Forgetful(InProcessGrid):
+    """A grid that loses the suspended steps between messages, as another process would not have them."""
+
+    def _answer(self, message: Message) -> Message:
+        layerwise_step.STEPS.clear()
+        return super()._answer(message)
+
+
+def test_a_step_is_replayed_where_the_process_has_lost_it() -> None:
+    models = [
+        Federation(make()).run(FedTAN(), 2, grid=kind(own_app(plain_loop, make), len(SIZES)), lr=0.05)
+        for kind in (InProcessGrid, Forgetful)
+    ]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_weights_of_a_step_that_are_not_those_of_the_average_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Without `num_examples` a node's weight in the step is the size of its first mini-batch: here 4, and 5."""
+    grid = InProcessGrid(own_app(plain_loop, make), len(SIZES))
+    with caplog.at_level("WARNING", logger="flwr"):
+        Federation(make()).run(FedTAN(), 1, grid=grid, lr=0.05)
+    assert "node 1000 counted 4 of 17 samples in the layer-wise step, but 7 of 44" in caplog.text
+
+
+def reason_of(run: Callable[[], object]) -> str:
+    """Return the reason of a run that must fail."""
+    with pytest.raises(CannotTrainError) as failure:
+        run()
+    return str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "key"),
+    [
+        (lambda: FixBN(freeze_round=0), "freeze"),
+        (lambda: FedProx(mu=0.5), "proximal-mu"),
+        (lambda: FedTAN(), "layerwise"),
+    ],
+)
+def test_a_handler_that_trains_another_model_is_an_error_that_names_what_was_not_obeyed(
+    strategy: Callable[[], BaseStrategy], key: str
+) -> None:
+    def other_model(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+        plain_loop(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), batches, lr, momentum)
+        return 0.0
+
+    grid = InProcessGrid(own_app(other_model, make), len(SIZES))
+    reason = reason_of(lambda: Federation(make()).run(strategy(), 1, grid=grid, lr=0.05))
+    assert f"cannot obey {key}" in reason
+    assert "the handler trained a Sequential" in reason
+
+
+def test_a_loop_without_a_step_is_an_error_where_a_rule_is_asked_for() -> None:
+    def no_step(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+        model.train()
+        return float(model(next(batches)[0]).sum().detach())
+
+    grid = InProcessGrid(own_app(no_step, make), len(SIZES))
+    reason = reason_of(lambda: Federation(make()).run(FedProx(mu=0.5), 1, grid=grid, lr=0.05))
+    assert "took no step" in reason
+
+
+def test_hooks_are_gone_after_a_round() -> None:
+    before = [len(hooks) for hooks in global_hooks()]
+    Federation(make()).run(FedProx(mu=0.5), 1, grid=InProcessGrid(own_app(plain_loop, make), len(SIZES)), lr=0.05)
+    assert [len(hooks) for hooks in global_hooks()] == before
+
+
+def global_hooks() -> list[Any]:
+    """Return PyTorch's own lists of global hooks."""
+    return [_global_forward_pre_hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
