@@ -93,7 +93,7 @@ def test_every_room_has_a_floor_and_no_module_is_loose() -> None:
     folders = {f"fedbn_flwr.{path.parent.name}" for path in (ROOT / "fedbn_flwr").glob("*/__init__.py")}
     loose = {name for name, path in SOURCES.items() if path.parent == ROOT / "fedbn_flwr"}
     assert folders <= FLOOR_OF.keys()
-    assert loose == {*DOORS, "fedbn_flwr.clientapp", "fedbn_flwr.randomness"}
+    assert loose == {*DOORS, "fedbn_flwr.randomness"}
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("strategies")])
