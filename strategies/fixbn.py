@@ -1,21 +1,22 @@
 """FixBN."""
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Annotated, Any
 
-import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.server.lr_schedule import moment
+from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import FREEZES, Instruction
 
 from .fedavg import FedAvg
 from .registry import register_strategy
+
+CHANGES = ("channels", "norm")
 
 
 @register_strategy("fixbn")
@@ -28,11 +29,17 @@ class FixBN(FedAvg):
         t >  T:  h' = gamma (h - mu_T) / sqrt(var_T + eps) + beta             gamma and beta still learn
 
     `freeze_round` is T: a number of rounds, a fraction of the run between 0 and 1, or `auto`, the sliding window of
-    appendix B.6: T is the first round in which the variance of each client's last `window` reported changes of its
-    mini-batch statistics, averaged over the clients that have so many, is below `threshold`. `freeze` says what stands
-    still: `statistics`, `affine` or `both` (Table H). The server keeps the frozen entries, clients stop sending them,
-    so they are bit-identical from the freeze on; `send_frozen=True` keeps sending them, as the paper counts. With
-    `freeze_round` at or above the number of rounds this is FedAvg.
+    appendix B.6: client m computes Var_{Delta m,t}, the variance of the changes of its mini-batch statistics in the
+    last `window` rounds (the clients' half, `fedbn_flwr/client/rules/statistics_change.py`), and T is the first round
+    in which this is below `threshold` for every client that reports it, and at least half of the clients that took
+    part in the window do. The appendix names neither the scalar nor a threshold. `change="channels"` measures the
+    variance in units of what the choice of samples alone contributes, in the layer where it is largest, so that one
+    threshold, 1, serves models of any width and depth; `change="norm"` is the variance as printed, of
+    the L1 norm of figure 3, and needs a threshold of its own for every model.
+
+    `freeze` says what stands still: `statistics`, `affine` or `both` (Table H). The server keeps the frozen entries,
+    clients stop sending them, so they are bit-identical from the freeze on; `send_frozen=True` keeps sending them, as
+    the paper counts. With `freeze_round` at or above the number of rounds this is FedAvg.
     """
 
     def __init__(
@@ -43,8 +50,11 @@ class FixBN(FedAvg):
         ] = 0.5,
         freeze: Annotated[str, "what stands still after the freeze: statistics, affine or both"] = "statistics",
         send_frozen: Annotated[bool, "keep sending frozen entries, as the papers count bytes"] = False,
-        window: Annotated[int, "how many changes of a client's statistics auto looks at"] = 10,
-        threshold: Annotated[float, "variance of the statistics' changes below which auto freezes"] = 1e-3,
+        window: Annotated[int, "how many rounds auto looks back"] = 10,
+        threshold: Annotated[float, "variance of every client's changes of statistics below which auto freezes"] = 1.0,
+        change: Annotated[
+            str, "changes that auto looks at: channels (relative to sampling noise) or norm (their L1 norm)"
+        ] = "channels",
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -52,9 +62,12 @@ class FixBN(FedAvg):
             raise ValueError(f"unknown freeze {freeze!r}; known: {', '.join(FREEZES[1:])}")
         if window < 2 or threshold < 0:
             raise ValueError(f"window must be at least 2 and threshold not negative, got {window} and {threshold}")
+        if change not in CHANGES:
+            raise ValueError(f"unknown change {change!r}; known: {', '.join(CHANGES)}")
         self.freeze_at = None if freeze_round == "auto" else moment(str(freeze_round))
         self.freeze, self.send_frozen = freeze, send_frozen
-        self.watch = SlidingWindow(window, threshold)
+        self.window, self.threshold, self.change = window, threshold, change
+        self.watch = ChangeWatch(window)
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Freeze, in the rounds of the second stage."""
@@ -62,7 +75,7 @@ class FixBN(FedAvg):
             self.frozen_after = self.freeze_at.after(self.num_rounds)
         instruction = super().instruct(instruction)
         if self.frozen_after is None:
-            return instruction.with_rule(report_change=True)
+            return instruction.with_rule(change_window=self.window, change_norm=self.change == "norm")
         if instruction.server_round <= self.frozen_after:
             return instruction
         kept = "none" if self.send_frozen else {"both": "bn"}.get(self.freeze, self.freeze)
@@ -78,13 +91,11 @@ class FixBN(FedAvg):
         return result
 
     def _watch(self, server_round: int) -> None:
-        for reply in self.train_replies:
-            if wire.STATISTICS_CHANGE in reply.metrics:
-                self.watch.add(reply.node, float(reply.metrics[wire.STATISTICS_CHANGE]))
-        variance = self.watch.variance()
+        self.watch.note(server_round, self.train_replies)
+        variance = self.watch.largest(server_round)
         if variance is not None:
             self.measured["statistics-change-variance"] = variance
-            if variance < self.watch.threshold and server_round != self.num_rounds:
+            if variance < self.threshold and server_round != self.num_rounds:
                 self.frozen_after = self.measured["frozen-after"] = server_round
                 log(INFO, "FixBN: frozen after round %d", server_round)
                 return
@@ -95,22 +106,26 @@ class FixBN(FedAvg):
                 "FedAvg",
                 server_round,
                 variance,
-                self.watch.threshold,
+                self.threshold,
             )
 
 
-class SlidingWindow:
-    """The last values of every client; a client that is absent keeps its own."""
+class ChangeWatch:
+    """The variances that clients report, and the rounds in which clients took part."""
 
-    def __init__(self, length: int, threshold: float) -> None:
-        self._length, self.threshold = length, threshold
-        self._values: dict[int, deque[float]] = {}
+    def __init__(self, window: int) -> None:
+        self._window = window
+        #: by node: the round of the last participation, and the variance if one was reported
+        self._reports: dict[int, tuple[int, float | None]] = {}
 
-    def add(self, node: int, value: float) -> None:
-        """Note a client's value."""
-        self._values.setdefault(node, deque(maxlen=self._length)).append(value)
+    def note(self, server_round: int, replies: Sequence[NodeReply]) -> None:
+        """Note the clients' reports of a round."""
+        for reply in replies:
+            variance = reply.metrics.get(wire.STATISTICS_CHANGE)
+            self._reports[reply.node] = server_round, None if variance is None else float(variance)
 
-    def variance(self) -> float | None:
-        """The mean, over clients with a full window, of the variance within it."""
-        full = [values for values in self._values.values() if len(values) == self._length]
-        return float(np.mean([np.var(values) for values in full])) if full else None
+    def largest(self, server_round: int) -> float | None:
+        """Return the largest variance; None unless half of the clients in the window have reported one."""
+        recent = [variance for last, variance in self._reports.values() if last > server_round - self._window]
+        reported = [variance for variance in recent if variance is not None]
+        return max(reported) if reported and 2 * len(reported) >= len(recent) else None

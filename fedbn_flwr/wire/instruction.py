@@ -33,8 +33,9 @@ PERSONAL = "personal"
 
 NUM_EXAMPLES = "num-examples"
 PARTITION_ID = "partition-id"
-STATISTICS_CHANGE = "statistics-change"
+STATISTICS_CHANGE = "statistics-change-variance"
 TRAIN_LOSS = "train-loss"
+LOCAL_LOSS = "local-loss"
 EVAL_LOSS = "eval-loss"
 ACCURACY = "accuracy"
 ACCURACY_PERSONAL = "accuracy-personal"
@@ -102,6 +103,8 @@ class Instruction:
     gather_with: str = "batch"
     #: in an evaluation, also send the entries kept on the client, for a diagnostic
     send_personal: bool = _binding(False)
+    #: after training, also report the trained model's loss on all local data
+    report_local_loss: bool = _binding(False)
     #: what clients' rules are asked for: wire keys and values, sorted by key; see `with_rule`
     rule_keys: tuple[tuple[str, Scalar], ...] = ()
 

@@ -1,4 +1,4 @@
-"""The change of a client's mini-batch statistics from one participation to the next."""
+"""The change of a client's mini-batch statistics from round to round. The server's half is `strategies/fixbn.py`."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -10,19 +10,36 @@ from fedbn_flwr import norm, wire
 from fedbn_flwr.client.rules.base import Rule, Session
 from fedbn_flwr.client.rules.registry import register_rule
 from fedbn_flwr.norm.batch import channel_axes
+from fedbn_flwr.state import State
 
 
 @register_rule
 class StatisticsChange(Rule):
-    """Report the L1 norm of the change of the mean mini-batch statistics since the last participation.
+    """Report how much the change of the mini-batch statistics varies in a window of rounds, FixBN's Var_{Delta m,t}.
 
-    Zhong, Chen, Chao, Making Batch Normalization Great in Federated Deep Learning, appendix B.6, which leaves the
-    quantity open: here it is the L1 norm over the means and variances of all BN layers, divided by their number, each
-    averaged over the mini-batches of the round. The first participation has nothing to compare with.
+    Zhong, Chen, Chao, Making Batch Normalization Great in Federated Deep Learning, appendix B.6:
+
+        Var = (1 / W) sum_{i = t-W+1}^t (DeltaBN_i - mean DeltaBN)^2
+
+    The appendix leaves DeltaBN open. Here S_i are the means and variances of all BN layers, averaged over the
+    mini-batches of round i, and DeltaBN_i = S_i - S_j, j being the round before in which the client took part.
+
+    - The default takes a layer's DeltaBN channel by channel. The variances of all channels of a layer are divided by
+      what the choice of samples alone contributes to them, se(S_i)^2 + se(S_j)^2. A layer's number is the mean of this
+      ratio for its means and for its variances, and the largest layer's is reported. The result has no unit, and
+      depends neither on the number of channels nor on that of layers. At 1 no layer's statistics change more than
+      other samples would change them. n changes have n - 1 degrees of freedom.
+    - `change_norm` takes the L1 norm of S_i - S_j over all layers, one number, as in the paper's figure 3.
+
+    The window counts rounds, not participations. Nothing is reported before the window lies within the time that the
+    client takes part, nor with less than two changes in the window. The node keeps the window's changes: W times as
+    many numbers as the model has statistics.
     """
 
-    #: whether the change is reported
-    report_change: bool = False
+    #: W, in rounds
+    change_window: int = 0
+    #: whether DeltaBN is the L1 norm over all layers
+    change_norm: bool = False
     #: what its hooks see inside `torch.func.vmap` cannot be kept
     stacks: ClassVar[bool] = False
 
@@ -36,21 +53,77 @@ class StatisticsChange(Rule):
         ]
 
     def finish(self, session: Session) -> None:
-        """Stop, compare, store."""
+        """Stop, add this round's change to the window, and report."""
         for handle in self._handles:
             handle.remove()
-        now = {name: (total / self._calls[name]).cpu() for name, total in self._sums.items()}
-        before = session.memory.recall(wire.STATISTICS_CHANGE)
-        if before and now:
-            change = sum(float((now[name] - before[name]).abs().sum()) for name in now)
-            session.metrics[wire.STATISTICS_CHANGE] = change / len(now)
-        session.memory.store(wire.STATISTICS_CHANGE, now)
+        if not self._sums:
+            return
+        server_round = session.instruction.server_round
+        now = {f"last/{name}": self._mean(name) for name in self._sums}
+        kept = session.memory.recall(wire.STATISTICS_CHANGE)
+        rounds, window = _window(kept, server_round - self.change_window)
+        if kept:
+            rounds = torch.cat([rounds, torch.tensor([server_round])])
+            window = {name: torch.cat([window[name], _change(kept[name], now[name])]) for name in now}
+        first = kept.get("first", torch.tensor(server_round))
+        if len(rounds) >= 2 and int(first) <= server_round - self.change_window:
+            variance = _norm_variance(window) if self.change_norm else _relative_variance(window)
+            session.metrics[wire.STATISTICS_CHANGE] = variance
+        changes = {name.replace("last/", "window/"): values for name, values in window.items()}
+        session.memory.store(wire.STATISTICS_CHANGE, {"first": first, "rounds": rounds, **now, **changes})
+
+    def _mean(self, name: str) -> Tensor:
+        """Return variance, mean and their squared standard errors over the round's mini-batches, (4, C)."""
+        calls = self._calls[name]
+        statistics, errors = (self._sums[name] / calls).cpu().double().chunk(2)
+        return torch.cat([statistics, errors / calls])
 
     def _recorder(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def record(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             values = inputs[0].detach()
-            statistics = torch.stack(torch.var_mean(values, dim=channel_axes(values), correction=0))
-            self._sums[name] = self._sums.get(name, torch.zeros_like(statistics)) + statistics
+            row = _statistics(values)
+            self._sums[name] = self._sums.get(name, torch.zeros_like(row)) + row
             self._calls[name] = self._calls.get(name, 0) + 1
 
         return record
+
+
+def _statistics(values: Tensor) -> Tensor:
+    """Return a mini-batch's variance, mean, and their squared standard errors: samples are independent, (4, C)."""
+    variance, mean = torch.var_mean(values, dim=channel_axes(values), correction=0, keepdim=True)
+    positions = tuple(range(2, values.dim()))
+    squares, means = (values - mean).square(), values
+    if positions:
+        squares, means = squares.mean(positions), means.mean(positions)
+    errors = torch.stack([squares, means]).var(1, correction=1) / len(values)
+    return torch.cat([torch.stack([variance.flatten(), mean.flatten()]), errors])
+
+
+def _window(kept: State, after: int) -> tuple[Tensor, State]:
+    """Return the rounds after a round that have changes, and these changes of every layer."""
+    rounds = kept.get("rounds", torch.zeros(0, dtype=torch.int64))
+    layers = [name for name in kept if name.startswith("last/")]
+    windows = {name: kept.get(name.replace("last/", "window/"), kept[name][None][:0]) for name in layers}
+    return rounds[rounds > after], {name: values[rounds > after] for name, values in windows.items()}
+
+
+def _change(before: Tensor, now: Tensor) -> Tensor:
+    """Return the change of the statistics, and its squared standard error, as a row of a window, (1, 4, C)."""
+    (old, old_errors), (new, new_errors) = before.chunk(2), now.chunk(2)
+    return torch.cat([new - old, old_errors + new_errors])[None]
+
+
+def _relative_variance(window: State) -> float:
+    """Return the largest layer's variance of the changes, in units of what the choice of samples contributes."""
+    ratios = []
+    for values in window.values():
+        changes, errors = values.chunk(2, 1)
+        # no samples differ where all inputs of a layer are the same, and then nothing changes either
+        ratios.append((changes.var(0).sum(1) / errors.mean(0).sum(1).clamp(min=1e-12)).mean())
+    return float(torch.stack(ratios).max())
+
+
+def _norm_variance(window: State) -> float:
+    """Return the variance, as printed, of the changes' L1 norm over all layers."""
+    norms = torch.stack([values[:, :2].abs().sum((1, 2)) for values in window.values()]).sum(0)
+    return float(norms.var(correction=0))

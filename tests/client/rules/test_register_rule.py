@@ -23,7 +23,8 @@ def test_the_rules_of_this_project_and_their_keys() -> None:
         "clip-factor": "Clipping",
         "momentum-state": "MaintainedMomentum",
         "control-variates": "ControlVariates",
-        "report-change": "StatisticsChange",
+        "change-window": "StatisticsChange",
+        "change-norm": "StatisticsChange",
     }
 
 
@@ -62,7 +63,7 @@ def test_clipping_sees_what_all_other_rules_left() -> None:
         zzz: bool = False
 
     asked = Instruction(momentum_state="local").with_rule(
-        zzz=True, proximal_mu=0.1, clip_factor=0.1, control_variates=True, report_change=True
+        zzz=True, proximal_mu=0.1, clip_factor=0.1, control_variates=True, change_window=2
     )
     names = [type(rule).__name__ for rule in rules_for(asked)]
     assert names[-1] == "Clipping"
