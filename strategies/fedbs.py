@@ -1,6 +1,7 @@
 """FedBS."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Annotated, Any
 
@@ -14,6 +15,9 @@ from fedbn_flwr.wire import Instruction
 from .fedavg import FedAvg
 from .registry import register_strategy
 
+#: the metrics of the losses that can be weights
+LOSSES = {"local": wire.LOCAL_LOSS, "running": wire.TRAIN_LOSS}
+
 
 @register_strategy("fedbs")
 class FedBS(FedAvg):
@@ -24,10 +28,15 @@ class FedBS(FedAvg):
         stage 1:  p_k = F_k / sum F          while std(F_1 ... F_K) > eps
         stage 2:  p_k = 1 / K, FedProx(mu)   from the round after `patience_rounds` consecutive ones at or below eps
 
-    F_k is the client's mean training loss over the round, std the population's. The paper's Algorithm 1 has no
-    number of consecutive rounds and a strict "<"; its text has both as here. With equal losses this is FedAvg with
-    uniform weights. A loss that is negative or not finite cannot be a weight: the client has none, as with a loss of
-    0, which is logged; if no client has one, all count equally.
+    F_k is, with `loss="local"`, the loss on all of the client's data at the model that it sends, with that model's
+    running statistics. So section I defines it, F_k(w) = (1 / n_k) sum_j f_j(w; x_j, y_j), where a sample's loss
+    depends on no other sample; section IV weighs by "the loss of a local model"; and Algorithm 1 computes F_k after
+    the step and returns it with w. The algorithm may also be read as the mean over the mini-batches of the round:
+    `loss="running"`, which costs no pass over the data, and counts what the client did not know at first.
+
+    std is the population's. The paper's Algorithm 1 has no number of consecutive rounds and a strict "<"; its text has
+    both as here. With equal losses this is FedAvg with uniform weights. A loss that is negative or not finite cannot be
+    a weight: the client has none, as with a loss of 0, which is logged; if no client has one, all count equally.
     """
 
     def __init__(
@@ -36,6 +45,9 @@ class FedBS(FedAvg):
         epsilon: Annotated[float, "losses agree when their standard deviation is at or below this"] = 0.1,
         patience_rounds: Annotated[int, "consecutive rounds in which losses agree before stage 2"] = 5,
         mu: Annotated[float, "weight of the proximal term"] = 0.01,
+        loss: Annotated[
+            str, "losses that are weights: local (on all local data, after training) or running (of the mini-batches)"
+        ] = "local",
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -44,21 +56,26 @@ class FedBS(FedAvg):
                 f"epsilon and mu must not be negative and patience_rounds at least 1, got {epsilon}, {mu}, "
                 f"{patience_rounds}"
             )
+        if loss not in LOSSES:
+            raise ValueError(f"unknown loss {loss!r}; known: {', '.join(LOSSES)}")
+        self.loss = loss
         self.epsilon, self.patience_rounds, self.mu = epsilon, patience_rounds, mu
         self.stage = 1
         self._calm_rounds = 0
 
     def instruct(self, instruction: Instruction) -> Instruction:
-        """Add the proximal term in stage 2."""
+        """Ask for the local loss in stage 1, and add the proximal term in stage 2."""
         asked = super().instruct(instruction)
-        return asked.with_rule(proximal_mu=self.mu) if self.stage == 2 else asked
+        if self.stage == 2:
+            return asked.with_rule(proximal_mu=self.mu)
+        return replace(asked, report_local_loss=self.loss == "local")
 
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
         """Losses in stage 1, ones in stage 2; also watches for the change from one to the other."""
         if self.stage == 2:
             self.measured["fedbs-stage"] = 2
             return [1.0] * len(replies)
-        losses = [_usable_loss(reply) for reply in replies]
+        losses = [_usable_loss(reply, LOSSES[self.loss]) for reply in replies]
         usable = [loss for loss in losses if loss is not None]
         deviation = float(np.std(usable)) if usable else float("inf")
         self.measured |= {"fedbs-stage": 1, "loss-deviation": deviation}
@@ -73,8 +90,8 @@ class FedBS(FedAvg):
         return [1.0] * len(replies)
 
 
-def _usable_loss(reply: NodeReply) -> float | None:
-    loss = reply.metrics.get(wire.TRAIN_LOSS)
+def _usable_loss(reply: NodeReply, key: str) -> float | None:
+    loss = reply.metrics.get(key)
     usable = float(loss) if isinstance(loss, int | float) and np.isfinite(loss) and loss >= 0 else None
     if not usable:
         log(WARNING, "FedBS: node %d reports the loss %r, so it has no weight in this round", reply.node, loss)

@@ -37,6 +37,9 @@ from fedbn_flwr.randomness import derive, torch_generator
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction, moments
 
+#: samples of one forward pass without gradients
+EVALUATED_AT_ONCE = 500
+
 
 class BNClient(NumPyClient):
     """A client that can be used with every strategy of this project, and with Flower's own.
@@ -82,7 +85,22 @@ class BNClient(NumPyClient):
         if local:
             self.memory.store(wire.PERSONAL, state.snapshot(self.model, local))
         records = {wire.ARRAYS: self._shared(instruction), **session.records}
-        return self.reply({wire.TRAIN_LOSS: loss, **session.metrics}, instruction, records)
+        metrics: Metrics = {wire.TRAIN_LOSS: loss, **self.local_loss(self.model, instruction), **session.metrics}
+        return self.reply(metrics, instruction, records)
+
+    @torch.no_grad()
+    def local_loss(self, model: nn.Module, instruction: Instruction) -> Metrics:
+        """Return a model's mean loss on all local samples, with its running statistics, if the instruction asks."""
+        if not instruction.report_local_loss:
+            return {}
+        total, was_training = 0.0, model.training
+        model.eval()
+        for samples in torch.from_numpy(self.indices).split(EVALUATED_AT_ONCE):
+            batch = self.train_split.batch(samples, self.device)
+            loss, count = training.batch_loss(model, batch, instruction, self.loss_function)
+            total += float(loss) * count
+        model.train(was_training)
+        return {wire.LOCAL_LOSS: total / len(self.indices)}
 
     def sweep(
         self,

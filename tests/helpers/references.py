@@ -70,6 +70,14 @@ def local_sgd(
     return total / samples
 
 
+@torch.no_grad()
+def empirical_risk(model: nn.Module, split: Split, node: Node) -> float:
+    """F_k(w) = (1 / n_k) sum_j f_j(w; x_j, y_j), one sample after another (Idrissi et al., FedBS, section I)."""
+    model.eval()
+    samples = [(split.inputs[j : j + 1], split.labels[j : j + 1]) for j in node.samples.tolist()]
+    return sum(float(F.cross_entropy(model(x), y)) for x, y in samples) / len(samples)
+
+
 def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
     total = sum(weights)
     result = {}
@@ -94,6 +102,7 @@ def federated(
     proximal_mu: Callable[[int], float] = lambda server_round: 0.0,
     frozen_after: int = 10**9,
     momentum: str = "none",
+    loss_on: str = "mini-batches",
 ) -> State:
     """Every rule of this kind in one loop; `stays` are the entries that each node keeps."""
     world = copy_state(model)
@@ -113,7 +122,8 @@ def federated(
 
             frozen = server_round > frozen_after
             data = mini_batches(split, node, now, not frozen)
-            losses.append(local_sgd(local, data, now, correct, velocity, frozen))
+            running = local_sgd(local, data, now, correct, velocity, frozen)
+            losses.append(running if loss_on == "mini-batches" else empirical_risk(local, split, node))
             end = copy_state(local)
             node.kept = {name: end[name] for name in stays}
             node.momentum = velocity

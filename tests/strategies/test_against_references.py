@@ -42,12 +42,14 @@ CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
     "fedbn": (FedBN, {"stays": stays(*EVERYTHING)}),
     "silobn": (SiloBN, {"stays": stays(*STATISTICS)}),
     "mtfl": (MTFL, {"stays": stays("weight", "bias")}),
-    "fedbs stage 1": (lambda: FedBS(epsilon=0.0), {"weigh": lambda losses, _: losses}),
+    "fedbs stage 1": (lambda: FedBS(epsilon=0.0), {"weigh": lambda losses, _: losses, "loss_on": "local data"}),
+    "fedbs, running losses": (lambda: FedBS(epsilon=0.0, loss="running"), {"weigh": lambda losses, _: losses}),
     "fedbs both stages": (
         lambda: FedBS(epsilon=1e9, patience_rounds=1, mu=0.2),
         {
             "weigh": lambda losses, server_round: losses if server_round == 1 else [1.0] * len(losses),
             "proximal_mu": lambda server_round: 0.0 if server_round == 1 else 0.2,
+            "loss_on": "local data",
         },
     ),
     "momentum discarded": (FedAvg, {"instruction": {"momentum": 0.9}}),
@@ -120,7 +122,7 @@ def test_without_bn_personal_layers_leave_fedavg(strategy: type[FedAvg]) -> None
 
 def test_fedbs_with_equal_losses_is_uniform_fedavg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedbn_flwr.client.training.train", _with_loss_one(training.train))
-    one = Federation(make_model()).run(FedBS(epsilon=0.0, patience_rounds=100))
+    one = Federation(make_model()).run(FedBS(epsilon=0.0, patience_rounds=100, loss="running"))
     other = Federation(make_model()).run(FedAvg(weighting="uniform"))
     assert distance(one, other) == 0
 

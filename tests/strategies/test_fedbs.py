@@ -11,12 +11,19 @@ from tests.helpers.harness import Federation, make_model
 
 def replies(*losses: float) -> Any:
     return [
-        SimpleNamespace(node=index, num_examples=1, metrics={"train-loss": loss}) for index, loss in enumerate(losses)
+        SimpleNamespace(node=index, num_examples=1, metrics={"local-loss": loss, "train-loss": 7.0 * index})
+        for index, loss in enumerate(losses)
     ]
 
 
 def test_weights_are_losses() -> None:
     assert FedBS().weigh(replies(1.0, 3.0)) == [1.0, 3.0]
+    assert FedBS(loss="running").weigh(replies(1.0, 3.0, 5.0)) == [0.0, 7.0, 14.0]
+
+
+def test_an_unknown_loss_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown loss 'last'; known: local, running"):
+        FedBS(loss="last")
 
 
 def test_stage_two_needs_consecutive_calm_rounds() -> None:

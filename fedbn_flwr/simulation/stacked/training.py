@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import BNClient, Reply, frozen_parts, training
 from fedbn_flwr.client.precision import products
+from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Session, rules_for
 from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.simulation.stacked.memory import StackedMemory
@@ -49,10 +50,23 @@ def train_together(
         name: FlatState.copies_of(values, stack.clients)
         for name, values in {wire.ARRAYS: shared, **session.records}.items()
     }
+    metrics = _metrics(clients, stack, instruction, losses.tolist())
     return [
-        client.reply({wire.TRAIN_LOSS: loss}, instruction, {name: states[row] for name, states in records.items()})
-        for row, (client, loss) in enumerate(zip(clients, losses.tolist(), strict=True))
+        client.reply(metrics[row], instruction, {name: states[row] for name, states in records.items()})
+        for row, client in enumerate(clients)
     ]
+
+
+def _metrics(
+    clients: Sequence[BNClient], stack: Stack, instruction: Instruction, losses: Sequence[float]
+) -> list[Metrics]:
+    metrics: list[Metrics] = [{wire.TRAIN_LOSS: loss} for loss in losses]
+    if instruction.report_local_loss:
+        ends = stack.state_dict()
+        for row, client in enumerate(clients):
+            state.load(stack.structure, {name: values[row] for name, values in ends.items()})
+            metrics[row] |= client.local_loss(stack.structure, instruction)
+    return metrics
 
 
 def _states(
