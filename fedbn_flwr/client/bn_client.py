@@ -17,7 +17,7 @@ from fedbn_flwr.client import batch_plan as batches
 from fedbn_flwr.client import training
 from fedbn_flwr.client.batch_plan import BatchLoader
 from fedbn_flwr.client.device import is_on, pick_device
-from fedbn_flwr.client.evaluation import evaluate, shares
+from fedbn_flwr.client.evaluation import evaluate, mean_loss, shares
 from fedbn_flwr.client.modes import frozen_parts, layerwise_mode
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.precision import autocast, products
@@ -36,9 +36,6 @@ from fedbn_flwr.layerwise import (
 from fedbn_flwr.randomness import derive, torch_generator
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction, moments
-
-#: samples of one forward pass without gradients
-EVALUATED_AT_ONCE = 500
 
 
 class BNClient(NumPyClient):
@@ -88,19 +85,11 @@ class BNClient(NumPyClient):
         metrics: Metrics = {wire.TRAIN_LOSS: loss, **self.local_loss(self.model, instruction), **session.metrics}
         return self.reply(metrics, instruction, records)
 
-    @torch.no_grad()
     def local_loss(self, model: nn.Module, instruction: Instruction) -> Metrics:
         """Return a model's mean loss on all local samples, with its running statistics, if the instruction asks."""
         if not instruction.report_local_loss:
             return {}
-        total, was_training = 0.0, model.training
-        model.eval()
-        for samples in torch.from_numpy(self.indices).split(EVALUATED_AT_ONCE):
-            batch = self.train_split.batch(samples, self.device)
-            loss, count = training.batch_loss(model, batch, instruction, self.loss_function)
-            total += float(loss) * count
-        model.train(was_training)
-        return {wire.LOCAL_LOSS: total / len(self.indices)}
+        return {wire.LOCAL_LOSS: mean_loss(model, self.train_split, self.indices, self.device, self.loss_function)}
 
     def sweep(
         self,
@@ -151,6 +140,7 @@ class BNClient(NumPyClient):
             ),
             wire.DOMAIN_ACCURACY: result.domain_accuracy,
             wire.DOMAIN: self.domain,
+            **self.local_loss(self.model, instruction),
         }
         sent = state.group_keys(self.model, instruction.keep_local if instruction.send_personal else "none")
         return self.reply(metrics, instruction, {wire.PERSONAL: state.snapshot(self.model, sent)})

@@ -1,5 +1,6 @@
 """Accuracy by domain and class, from which every accuracy of the papers follows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +59,27 @@ def evaluate(
     finally:
         model.train(was_training)
     return score(logits, split, num_classes, num_domains)
+
+
+@torch.no_grad()
+def mean_loss(
+    model: nn.Module,
+    split: Split,
+    indices: np.ndarray,
+    device: torch.device | str,
+    loss_function: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    batch_size: int = 500,
+) -> float:
+    """Return the mean loss on some samples, under the running statistics that the model holds."""
+    was_training, total = model.training, 0.0
+    model.eval()
+    try:
+        for chosen in torch.from_numpy(indices).split(batch_size):
+            inputs, targets = split.batch(chosen, device)
+            total += float(loss_function(model(inputs), targets)) * len(chosen)
+    finally:
+        model.train(was_training)
+    return total / len(indices)
 
 
 def score(logits: Tensor, split: Split, num_classes: int, num_domains: int = 0) -> Evaluation:

@@ -59,6 +59,9 @@ class Config:
     weight_decay: float = option(0.0, "weight decay")
     precision: str = option("float32", "float32, tf32 (float32 with TF32 products, on a GPU) or bf16 (autocast)")
     evaluate_every: int = option(10, "evaluate on the test data every so many rounds, and after the last")
+    train_loss_global: bool = option(
+        False, "also report the model's loss on all training data, in the rounds that are evaluated"
+    )
     target_accuracy: float = option(0.0, "also report the rounds, exchanges and bytes until this accuracy")
     seed: int = option(0, "seed of everything: model, partition, batches, sampling")
     device: str = option("auto", "cpu, cuda or auto")

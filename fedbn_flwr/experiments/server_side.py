@@ -7,7 +7,7 @@ from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ConfigRecord
+import numpy as np
 from flwr.common import log
 from flwr.serverapp import Grid
 
@@ -24,6 +24,7 @@ from fedbn_flwr.experiments.resources import (
     check_partition,
     fresh_model,
     load_data,
+    make_partition,
     refuse_state_dir,
     refuse_workers,
     rounds_within_budget,
@@ -78,7 +79,8 @@ def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | N
     files = RunFolder(folder)
     files.config(experiment.to_mapping())
     strategy, counted = experiment.make_strategy(nodes), CountingGrid(grid)
-    scorer = Scorer(shared_model(config), load_data(config), pick_device(config.device))
+    trained = np.concatenate(make_partition(config, nodes)) if config.train_loss_global else None
+    scorer = Scorer(shared_model(config), load_data(config), pick_device(config.device), trained)
     journal = Journal(files, strategy, counted, scorer, config, progress)
     initial = state.to_record(fresh_model(config).state_dict())
     try:
@@ -88,7 +90,9 @@ def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | N
             config.rounds,
             timeout=config.timeout,
             train_config=instruction_of(config).to_config(),
-            evaluate_config=ConfigRecord({"seed": config.seed}),
+            evaluate_config=Instruction(
+                seed=config.seed, report_local_loss=config.train_loss_global and strategy.personal
+            ).to_config(),
             evaluate_fn=journal.record,
         )
     except Exception as error:

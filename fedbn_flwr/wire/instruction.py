@@ -103,7 +103,7 @@ class Instruction:
     gather_with: str = "batch"
     #: in an evaluation, also send the entries kept on the client, for a diagnostic
     send_personal: bool = _binding(False)
-    #: after training, also report the trained model's loss on all local data
+    #: after training, or in an evaluation, also report the model's loss on all local training data
     report_local_loss: bool = _binding(False)
     #: what clients' rules are asked for: wire keys and values, sorted by key; see `with_rule`
     rule_keys: tuple[tuple[str, Scalar], ...] = ()

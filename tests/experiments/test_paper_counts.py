@@ -48,6 +48,32 @@ def test_table_4(m: int, gigabytes: float, extra_exchanges: float, extra_bytes: 
     assert run.extra_bytes == pytest.approx(extra_bytes, abs=5e-6)
 
 
+@pytest.mark.parametrize(
+    ("m", "gigabits", "extra_exchanges", "extra_bits"),
+    [
+        (10, 2.1388, 0.0566, 0.000100),
+        (50, 2.1397, 0.2308, 0.000501),
+        (100, 2.1408, 0.3750, 0.001002),
+        # FedTAN itself; the paper prints 2.1386, the total of no exchange, but the right share of 2.1493
+        (500, 2.1493, 0.7500, 0.004992),
+    ],
+)
+def test_table_5(m: int, gigabits: float, extra_exchanges: float, extra_bits: float) -> None:
+    """The column is headed "Exchanged bits (GB)" and holds 2^30 bits, so that its gigabytes are an eighth."""
+    iterations = 500
+    # BN's parameters are there, its statistics are not counted: the same numbers as with GN
+    (base,) = count("fedavg+gn", model="mlp")
+    assert base.paper == (784 * 30 + 30 + 2 * 30 + 30 * 10 + 10) * COPIES
+    (fedavg,), (fedtan,) = count("fedavg", model="mlp"), count("fedtan:exchange=paper", model="mlp")
+    extra, messages = fedtan.paper - fedavg.paper, fedtan.exchanges - fedavg.exchanges
+    assert (extra, messages) == (2 * 2 * 30 * COPIES, 3)
+    total = iterations * base.paper + m * extra
+    assert round(8 * total / 2**30, 4) == gigabits
+    assert round(8 * iterations * base.paper / 2**30, 4) == 2.1386
+    assert round(m * messages / (iterations + m * messages), 4) == extra_exchanges
+    assert m * extra / total == pytest.approx(extra_bits, abs=5e-7)
+
+
 def test_leaner_than_the_paper() -> None:
     """Frozen statistics that clients do not send, and fused exchanges."""
     paper, lean, fused = (

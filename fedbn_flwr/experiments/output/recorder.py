@@ -76,6 +76,7 @@ class Journal:
             "exchanges": sent.exchanges,
             "payload-bytes": sent.payload,
             "wire-bytes": sent.wire,
+            "paper-bytes": sent.paper,
             "evaluation-payload-bytes": self._grid.evaluation.payload,
             "evaluation-wire-bytes": self._grid.evaluation.wire,
             "seconds": time.perf_counter() - self._started,
@@ -124,6 +125,7 @@ class Journal:
             "payload-bytes-up": sent.payload_up,
             "wire-bytes-down": sent.wire_down,
             "wire-bytes-up": sent.wire_up,
+            "paper-bytes": sent.paper,
         }
 
     def _until_target(self) -> dict[str, int | None]:

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import ArrayRecord
+from numpy.typing import NDArray
 from torch import nn
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.client.evaluation import evaluate
+from fedbn_flwr.client.evaluation import evaluate, mean_loss
 from fedbn_flwr.data import Data
 from fedbn_flwr.strategies import BaseStrategy, NodeReply
 
@@ -26,18 +27,25 @@ class Scorer:
       part in the last round (FedBS).
     - `domain-accuracy`: of the global model on every domain; where nodes have models of their own, of the models of
       the nodes that hold the domain.
+    - `train-loss-global`, if asked for: the global model's loss on the union of the clients' training data; where nodes
+      have models of their own, the mean of each model's loss on its node's data (FedTAN, Fig. 4 and 7).
     - `node-domain-accuracy`: every node's model on every domain (FedTAN, Fig. 8).
     """
 
-    def __init__(self, model: nn.Module, data: Data, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, data: Data, device: torch.device, trained: NDArray[np.int64] | None = None
+    ) -> None:
         self._model, self._data, self._device = model.to(device), data, device
+        #: the training samples of all clients, if the loss on them is asked for
+        self._trained = trained
 
     def score(self, strategy: BaseStrategy, arrays: ArrayRecord) -> Score:
         """Return the scores of the state after a round."""
         scores = score_nodes(strategy.evaluate_replies, self._data.domain_names)
         if not strategy.personal:
             asked = {key: scores[key] for key in ("accuracy-personal",) if key in scores}
-            return {**self.score_global(state.from_record(arrays)), **asked}
+            values = state.from_record(arrays)
+            return {**self.score_global(values), **self._train_loss(values), **asked}
         if mean := strategy.personal_mean():
             own = {name: torch.from_numpy(value) for name, value in mean.items()}
             averaged = self.score_global({**state.from_record(arrays), **own})
@@ -59,6 +67,12 @@ class Scorer:
             scores["domain-accuracy"] = dict(zip(self._data.domain_names, result.domain_accuracy, strict=True))
         return scores
 
+    def _train_loss(self, values: state.State) -> Score:
+        if self._trained is None:
+            return {}
+        state.load(self._model, values)
+        return {"train-loss-global": mean_loss(self._model, self._data.train, self._trained, self._device)}
+
 
 def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = ()) -> Score:
     """Return means of the nodes' own evaluations; nothing if no node evaluated."""
@@ -69,6 +83,8 @@ def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = ()) 
         "accuracy-personal": _mean(replies, wire.ACCURACY_PERSONAL),
         "loss": _mean(replies, wire.EVAL_LOSS),
     }
+    if all(wire.LOCAL_LOSS in reply.metrics for reply in replies):
+        scores["train-loss-global"] = _mean(replies, wire.LOCAL_LOSS)
     matrix = [list(_numbers(reply.metrics, wire.DOMAIN_ACCURACY)) for reply in replies]
     if domain_names:
         scores["node-domain-accuracy"] = matrix

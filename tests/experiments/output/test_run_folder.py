@@ -74,6 +74,33 @@ def test_payload_by_hand(folder: Path) -> None:
     assert summary_of(folder)["payload-bytes"] == 3 * 2 * 2 * everything - 2 * frozen
 
 
+def test_bytes_as_papers_count_by_hand(folder: Path) -> None:
+    """What goes to both clients counts once, and batch counters do not count."""
+    model = fresh_model(Config(dataset=DATA))
+    everything = sum(4 * value.numel() for value in model.state_dict().values() if value.is_floating_point())
+    statistics = sum(4 * model.state_dict()[name].numel() for name in norm.statistics_keys(model))
+    found = [row["paper-bytes"] for row in read_rounds(folder)]
+    assert found == [3 * everything, 3 * everything, 3 * everything - 2 * statistics]
+    assert summary_of(folder)["paper-bytes"] == sum(found)
+
+
+def test_the_training_loss_of_the_global_model_is_reported_where_it_is_evaluated(tmp_path: Path) -> None:
+    options = {"train_loss_global": "true", "results_dir": str(tmp_path)}
+    assert run("run", method="fedavg", **options) == 0
+    rows = read_rounds(tmp_path)
+    assert ["train-loss-global" in row for row in rows] == [False, True, True]
+    config = Config(dataset=DATA)
+    model, data = fresh_model(config), load_data(config)
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    inputs, labels = data.train.batch(torch.arange(len(data.train)))
+    with torch.no_grad():
+        expected = float(torch.nn.functional.cross_entropy(model.eval()(inputs), labels))
+    assert rows[-1]["train-loss-global"] == pytest.approx(expected, rel=1e-5)
+    assert rows[-1]["train-loss-global"] != pytest.approx(rows[-1]["train-loss"], rel=1e-3)
+    assert run("run", method="fedbn", **options) == 0
+    assert ["train-loss-global" in row for row in read_rounds(tmp_path)] == [False, True, True]
+
+
 def test_rounds_are_written_one_a_line(folder: Path) -> None:
     rounds, summary = read_rounds(folder), summary_of(folder)
     assert [row["round"] for row in rounds] == [1, 2, 3]

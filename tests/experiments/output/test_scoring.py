@@ -3,8 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from torch import Tensor
 
@@ -26,7 +28,9 @@ PARTS = [[0, 1, 2, 3, 4, 5], [12, 13, 14, 15], [8, 9, 10, 16]]
 TRAIN_DOMAINS = [0] * 12 + [1] * 12
 
 
-def federate(strategy: FedAvg, rounds: int = 2) -> tuple[Scorer, dict[str, Any], InProcessGrid, ArrayRecord, Data]:
+def federate(
+    strategy: FedAvg, rounds: int = 2, losses: bool = False
+) -> tuple[Scorer, dict[str, Any], InProcessGrid, ArrayRecord, Data]:
     """Train three nodes; returns the score of the last round, and what is needed to check it."""
     data = Data(
         "toy",
@@ -56,7 +60,7 @@ def federate(strategy: FedAvg, rounds: int = 2) -> tuple[Scorer, dict[str, Any],
         state.to_record(toy_cnn().state_dict()),
         rounds,
         train_config=Instruction(local_steps=4, batch_size=4, lr=0.05).to_config(),
-        evaluate_config=ConfigRecord({"seed": 0}),
+        evaluate_config=ConfigRecord({"seed": 0, "report-local-loss": losses}),
         evaluate_fn=lambda _, arrays: seen.append((arrays, scorer.score(strategy, arrays))),
     )
     arrays, scores = seen[-1]
@@ -100,6 +104,31 @@ def test_fedbns_three_accuracies_and_the_matrix_by_hand() -> None:
             weighted = [len(part) / total * values[name] for part, values in zip(PARTS, nodes, strict=True)]
             averaged[name] = torch.stack(weighted).sum(0)
     assert scores["accuracy-mean-bn"] == pytest.approx(float(right(averaged, data).mean()), abs=1e-9)
+
+
+def loss_of(values: state.State, data: Data, indices: list[int]) -> float:
+    """Return a model's mean loss, one training sample after another."""
+    model = toy_cnn()
+    model.load_state_dict(values)
+    with torch.no_grad():
+        each = [data.train.batch(torch.tensor([index])) for index in indices]
+        return sum(float(F.cross_entropy(model.eval()(x), y)) for x, y in each) / len(indices)
+
+
+def test_the_training_loss_of_personal_models_is_the_mean_of_each_on_its_own_data() -> None:
+    _, scores, grid, arrays, data = federate(FedBN(min_available_nodes=NODES), losses=True)
+    losses = [loss_of(values, data, part) for values, part in zip(own_models(grid, arrays), PARTS, strict=True)]
+    assert scores["train-loss-global"] == pytest.approx(sum(losses) / NODES, rel=1e-5)
+    assert "train-loss-global" not in federate(FedBN(min_available_nodes=NODES), rounds=1)[1]
+
+
+def test_the_training_loss_of_a_global_model_is_that_on_all_clients_samples() -> None:
+    _, _, _, arrays, data = federate(FedAvg(fraction_evaluate=0.0, min_available_nodes=NODES))
+    everything = [index for part in PARTS for index in part]
+    scorer = Scorer(toy_cnn(), data, torch.device("cpu"), np.array(everything))
+    found = scorer.score(FedAvg(), arrays)["train-loss-global"]
+    assert found == pytest.approx(loss_of(state.from_record(arrays), data, everything), rel=1e-5)
+    assert "train-loss-global" not in Scorer(toy_cnn(), data, torch.device("cpu")).score(FedAvg(), arrays)
 
 
 def test_the_nodes_differ_in_the_example_above() -> None:
