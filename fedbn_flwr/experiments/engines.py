@@ -69,7 +69,7 @@ def open_sequential_grid(experiment: Experiment, folder: Path) -> OpenGrid:
 
 def open_stacked_grid(experiment: Experiment, folder: Path) -> OpenGrid:
     """Open the grid of the engine `stacked`."""
-    workers = count_workers(experiment.config)
+    workers = count_workers(experiment.config, layerwise=issubclass(experiment.strategy_class, Layerwise))
     return open_grid(partial(stacked_grid, experiment, folder), experiment.config, workers)
 
 

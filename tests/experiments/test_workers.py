@@ -51,6 +51,14 @@ def test_of_a_model_that_is_not_stacked_every_client_can_have_a_process(monkeypa
     assert [count_workers(config(clients=clients)) for clients in (1, 3, 5)] == [1, 3, 4]
 
 
+def test_a_round_that_is_one_layerwise_step_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "count_cores", lambda: 4)
+    monkeypatch.setattr(workers, "WORTH_STARTING", 0)
+    counts = {steps: count_workers(config(local_steps=steps), layerwise=True) for steps in (1, 2)}
+    assert counts == {1: 1, 2: 2}
+    assert count_workers(config(workers=3), layerwise=True) == 3
+
+
 def test_a_gpu_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "count_cores", lambda: 4)
     monkeypatch.setattr(workers, "WORTH_STARTING", 0)
