@@ -9,7 +9,7 @@ import numpy as np
 from flwr.common import log
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.replies import NodeReply
+from fedbn_flwr.server.replies import CannotTrainError, NodeReply
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg
@@ -75,7 +75,13 @@ class FedBS(FedAvg):
         if self.stage == 2:
             self.measured["fedbs-stage"] = 2
             return [1.0] * len(replies)
-        losses = [_usable_loss(reply, LOSSES[self.loss]) for reply in replies]
+        key = LOSSES[self.loss]
+        if not any(key in reply.metrics for reply in replies):
+            known = ", ".join(sorted(replies[0].metrics))
+            raise CannotTrainError(
+                f"FedBS weighs by the metric {key!r}, which no node sent; node {replies[0].node} sent {known}"
+            )
+        losses = [_usable_loss(reply, key) for reply in replies]
         usable = [loss for loss in losses if loss is not None]
         deviation = float(np.std(usable)) if usable else float("inf")
         self.measured |= {"fedbs-stage": 1, "loss-deviation": deviation}

@@ -95,7 +95,9 @@ def loop_over_parts(model: nn.Module, batches: Iterator[Batch], lr: float, momen
     return total / samples
 
 
-def own_app(loop: Loop, make: Callable[[], nn.Module], **options: Any) -> FlowerClientApp:
+def own_app(
+    loop: Loop, make: Callable[[], nn.Module], loss_name: str = "train-loss", **options: Any
+) -> FlowerClientApp:
     """Return a user's app: it loads, trains by the loop, and replies, and knows nothing of this project's methods.
 
     (It asks a `BNClient` for the batches that such a client would train on.)
@@ -110,7 +112,7 @@ def own_app(loop: Loop, make: Callable[[], nn.Module], **options: Any) -> Flower
         batches = batches_of(message, context)
         loss = loop(model, batches, config["lr"], config.get("momentum", 0.0))
         part = int(context.node_config["partition-id"])
-        metrics = MetricRecord({"num-examples": SIZES[part], "train-loss": loss})
+        metrics = MetricRecord({"num-examples": SIZES[part], loss_name: loss})
         content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
         return Message(content, reply_to=message)
 
@@ -146,7 +148,7 @@ METHODS: dict[str, Callable[[], BaseStrategy]] = {
     "fedprox": lambda: FedProx(mu=0.5),
     "fedwon": lambda: FedWon(clip_factor=0.05),
     "scaffold": Scaffold,
-    "fedbs": FedBS,
+    "fedbs": lambda: FedBS(loss="running"),
     "fedtan": FedTAN,
     "fedtan, paper exchange": lambda: FedTAN(exchange="paper"),
     "fedtan, sweeps": lambda: FedTAN(sweeps=2),
@@ -165,7 +167,7 @@ def run_both(method: str, loop: Loop) -> float:
     federation = Federation(make())
     momentum = 0.9 if "momentum" in method else 0.0
     wanted = federation.run(METHODS[method](), ROUNDS, lr=0.05, momentum=momentum)
-    options = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}
+    options: dict[str, Any] = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}
     grid = InProcessGrid(own_app(loop, make, **options), len(SIZES))
     return distance(federation.run(METHODS[method](), ROUNDS, grid=grid, lr=0.05, momentum=momentum), wanted)
 
@@ -310,6 +312,15 @@ def test_a_loop_without_a_step_is_an_error_where_a_rule_is_asked_for() -> None:
     grid = InProcessGrid(own_app(no_step, make), len(SIZES))
     reason = reason_of(lambda: Federation(make()).run(FedProx(mu=0.5), 1, grid=grid, lr=0.05))
     assert "took no step" in reason
+
+
+def test_fedbs_names_the_loss_that_a_handler_does_not_report() -> None:
+    grid = InProcessGrid(own_app(plain_loop, make), len(SIZES))
+    reason = reason_of(lambda: Federation(make()).run(FedBS(), 1, grid=grid, lr=0.05))
+    assert "lack 'local-loss'; they are partition-id, train-loss" in reason
+    silent = InProcessGrid(own_app(plain_loop, make, loss_name="my-loss"), len(SIZES))
+    reason = reason_of(lambda: Federation(make()).run(FedBS(loss="running"), 1, grid=silent, lr=0.05))
+    assert "weighs by the metric 'train-loss', which no node sent; node 1000 sent my-loss" in reason
 
 
 def test_hooks_are_gone_after_a_round() -> None:
