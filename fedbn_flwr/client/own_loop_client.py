@@ -67,7 +67,8 @@ class OwnLoopClient:
         if instruction.report_local_loss and wire.LOCAL_LOSS not in reply.metrics:
             raise ValueError(
                 "the strategy asks for the loss on all local data, and the handler's metrics lack "
-                f"{wire.LOCAL_LOSS!r}; they are {', '.join(sorted(reply.metrics))} (FedBS takes the mean training loss with loss='running')"
+                f"{wire.LOCAL_LOSS!r}; they are {', '.join(sorted(reply.metrics))} "
+                "(FedBS takes the mean training loss with loss='running')"
             )
         if self._loss_key in reply.metrics:
             reply.metrics[wire.TRAIN_LOSS] = reply.metrics[self._loss_key]
