@@ -21,6 +21,7 @@ from .fixbn import FixBN
 from .hbn import HBN
 from .heterofl import HeteroFL
 from .mtfl import MTFL
+from .prepare import prepare
 from .registry import REGISTRY, register_strategy
 from .scaffold import Scaffold
 from .silobn import SiloBN
@@ -52,6 +53,7 @@ __all__ = [
     "Scaffold",
     "SiloBN",
     "Standalone",
+    "prepare",
     "register_strategy",
     "wait_for_nodes",
 ]

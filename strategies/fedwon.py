@@ -1,7 +1,7 @@
 """FedWon."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fedbn_flwr.wire import Instruction
 
@@ -30,6 +30,8 @@ class FedWon(FedAvg):
     one, and its text is `branch_scale="paper"`, the same as 1. By default it is `auto`, sqrt(2 / number of branches),
     without which the variance doubles at every block; Brock et al. take 0.2. Models without branches are the same.
     """
+
+    normalizers: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self,

@@ -34,6 +34,7 @@ class HBN(PartialSharing, Gathering):
 
     stays: ClassVar[str] = "mix"
     personal: ClassVar[bool] = False
+    normalizers: ClassVar[frozenset[str]] = frozenset({"HybridBatchNorm"})
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ class HeteroFL(Gathering):
     The model must be built with `norm="static-bn"`, which an experiment does by itself. On a model without BN this is
     FedAvg. Gathering happens in the rounds that are evaluated.
     """
+
+    normalizers: ClassVar[frozenset[str]] = frozenset({"StaticBatchNorm"})
 
     def __init__(
         self,

@@ -270,7 +270,8 @@ def model_names(model: nn.Module) -> dict[str, list[str]]:
     """Return a model's parameter and BN names, collected once: a server may ask thousands of nodes that share it."""
     if model not in _NAMES:
         parameters = [name for name, _ in model.named_parameters()]
-        _NAMES[model] = {wire.PARAMETERS: parameters, wire.BN_ENTRIES: norm.bn_keys(model)}
+        kinds = sorted({type(layer).__name__ for layer in norm.bn_layers(model).values()})
+        _NAMES[model] = {wire.PARAMETERS: parameters, wire.BN_ENTRIES: norm.bn_keys(model), wire.NORMALIZERS: kinds}
     return dict(_NAMES[model])
 
 

@@ -59,6 +59,8 @@ class BaseStrategy(FlowerFedAvg):
     replaced: ClassVar[tuple[str, ...]] = ()
     #: groups of arrays that a training reply must hold beside the model
     required: ClassVar[tuple[str, ...]] = ()
+    #: the classes of BN layers that its models may have, if it needs models made by `strategies/prepare.py`
+    normalizers: ClassVar[frozenset[str] | None] = None
     #: whether an experiment gives this method one node with the union of the clients' samples
     pooled: ClassVar[bool] = False
 
@@ -160,6 +162,8 @@ class BaseStrategy(FlowerFedAvg):
         self.measured = {}
         self.instruction = self.instruct(_read_instruction(config, server_round))
         nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
+        if not self.ever_trained:
+            self._require_prepared(nodes[0])
         return self._make_messages(nodes, arrays, self.instruction, config, MessageType.TRAIN)
 
     def aggregate_train(
@@ -250,6 +254,17 @@ class BaseStrategy(FlowerFedAvg):
         self._refused += refused
         require_obeyed(replies, self._expected.binding)
         return replies
+
+    def _require_prepared(self, node: int) -> None:
+        """Refuse a model with normalizers that the method replaces, with which it would silently be FedAvg."""
+        if self.normalizers is None:
+            return
+        if foreign := sorted(set(self.describe_node(node).normalizers) - self.normalizers):
+            name = type(self).__name__
+            raise CannotTrainError(
+                f"{name} brings a normalizer of its own, and the model of node {node} has {', '.join(foreign)}: make "
+                f"the model with `prepare(model, {name})` of fedbn_flwr.strategies, on the server and on the nodes"
+            )
 
     def _require_progress(self, server_round: int) -> None:
         if not self.ever_trained:

@@ -35,6 +35,8 @@ class Node:
     #: the state-dict entries that are parameters, and those of BN layers
     parameters: tuple[str, ...] = ()
     bn_entries: tuple[str, ...] = ()
+    #: the classes of the model's BN layers
+    normalizers: tuple[str, ...] = ()
 
 
 def wait_for_nodes(grid: Grid, wanted: int, patience: float, fewest: int | None = None) -> list[int]:
@@ -113,8 +115,8 @@ def _read(node: int, answer: Message) -> Node:
     metrics, report = answer.content.metric_records[wire.METRICS], answer.content.config_records[wire.REPORT]
     numbers = [metrics[key] for key in (wire.PARTITION_ID, wire.NUM_EXAMPLES, wire.DOMAIN)]
     partition, num_examples, domain = (int(value) for value in numbers if isinstance(value, int | float))
-    parameters, bn_entries = (_strings(report.get(key)) for key in (wire.PARAMETERS, wire.BN_ENTRIES))
-    return Node(node, partition, num_examples, domain, parameters, bn_entries)
+    names = (_strings(report.get(key)) for key in (wire.PARAMETERS, wire.BN_ENTRIES, wire.NORMALIZERS))
+    return Node(node, partition, num_examples, domain, *names)
 
 
 def _strings(value: object) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from fedbn_flwr.clientapp import ClientApp, numpy_client_app, obey
 from fedbn_flwr.server.replies import CannotTrainError
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import (
+    HBN,
     BaseStrategy,
     FedAvg,
     FedBN,
@@ -27,8 +28,10 @@ from fedbn_flwr.strategies import (
     FedTAN,
     FedWon,
     FixBN,
+    HeteroFL,
     Scaffold,
     SiloBN,
+    prepare,
 )
 from tests.helpers.harness import SIZES, Federation, distance, make_model, make_split, parts
 
@@ -109,7 +112,7 @@ def own_app(
         model = make()
         model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
         config: Any = message.content.config_records["config"]
-        batches = batches_of(message, context)
+        batches = batches_of(message, context, make)
         loss = loop(model, batches, config["lr"], config.get("momentum", 0.0))
         part = int(context.node_config["partition-id"])
         metrics = MetricRecord({"num-examples": SIZES[part], loss_name: loss})
@@ -129,7 +132,7 @@ def own_app(
     return app
 
 
-def batches_of(message: Message, context: Context) -> Iterator[Batch]:
+def batches_of(message: Message, context: Context, make: Callable[[], nn.Module]) -> Iterator[Batch]:
     """Yield the batches that a `BNClient` would train on."""
     part = int(context.node_config["partition-id"])
     asked = BNClient(make().train(), make_split(), indices=parts()[part], partition_id=part, device="cpu")
@@ -146,7 +149,7 @@ METHODS: dict[str, Callable[[], BaseStrategy]] = {
     "fedbn": FedBN,
     "silobn": SiloBN,
     "fedprox": lambda: FedProx(mu=0.5),
-    "fedwon": lambda: FedWon(clip_factor=0.05),
+    "fedwon": lambda: FedWon(clip_factor=0.05, agc="on"),
     "scaffold": Scaffold,
     "fedbs": lambda: FedBS(loss="running"),
     "fedtan": FedTAN,
@@ -162,13 +165,19 @@ def make() -> nn.Module:
     return make_model(seed=3)
 
 
+def make_without_bn() -> nn.Module:
+    """Return FedWon's model."""
+    return prepare(make(), "fedwon")
+
+
 def run_both(method: str, loop: Loop) -> float:
     """Return the distance between the models of `BNClient` and of a user's loop."""
-    federation = Federation(make())
+    made = make_without_bn if method == "fedwon" else make
+    federation = Federation(made())
     momentum = 0.9 if "momentum" in method else 0.0
     wanted = federation.run(METHODS[method](), ROUNDS, lr=0.05, momentum=momentum)
     options: dict[str, Any] = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}
-    grid = InProcessGrid(own_app(loop, make, **options), len(SIZES))
+    grid = InProcessGrid(own_app(loop, made, **options), len(SIZES))
     return distance(federation.run(METHODS[method](), ROUNDS, grid=grid, lr=0.05, momentum=momentum), wanted)
 
 
@@ -192,7 +201,7 @@ def explicit_app() -> FlowerClientApp:
         model = make()
         with obey(model, message, context) as asked:
             config: Any = asked.config
-            loss = plain_loop(model, batches_of(message, context), config["lr"], config.get("momentum", 0.0))
+            loss = plain_loop(model, batches_of(message, context, make), config["lr"], config.get("momentum", 0.0))
         return asked.reply(num_examples=SIZES[int(context.node_config["partition-id"])], train_loss=loss)
 
     return app
@@ -321,6 +330,26 @@ def test_fedbs_names_the_loss_that_a_handler_does_not_report() -> None:
     silent = InProcessGrid(own_app(plain_loop, make, loss_name="my-loss"), len(SIZES))
     reason = reason_of(lambda: Federation(make()).run(FedBS(loss="running"), 1, grid=silent, lr=0.05))
     assert "weighs by the metric 'train-loss', which no node sent; node 1000 sent my-loss" in reason
+
+
+@pytest.mark.parametrize("strategy", [FedWon, HBN, HeteroFL])
+def test_a_model_that_a_method_needs_and_has_not_is_refused(strategy: type[BaseStrategy]) -> None:
+    grid = InProcessGrid(own_app(plain_loop, make), len(SIZES))
+    reason = reason_of(lambda: Federation(make()).run(strategy(), 1, grid=grid, lr=0.05))
+    assert f"{strategy.__name__} brings a normalizer of its own, and the model of node 1000 has BatchNorm2d" in reason
+    assert f"prepare(model, {strategy.__name__})" in reason
+    prepared = prepare(make(), strategy)
+    Federation(prepared).run(strategy(), 1)
+
+
+def test_a_model_is_prepared_with_the_methods_options() -> None:
+    assert prepare(model := make(), "fedavg") is model
+    assert [type(layer).__name__ for layer in norm.bn_layers(prepare(make(), "hbn")).values()] == [
+        "HybridBatchNorm"
+    ] * 2
+    assert not norm.bn_layers(prepare(make(), FedWon))
+    with pytest.raises(ValueError, match=r"unknown strategy 'fedwin'; known: .*fedwon"):
+        prepare(make(), "fedwin")
 
 
 def test_hooks_are_gone_after_a_round() -> None:
