@@ -4,6 +4,7 @@ import json
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ OPTIONS: dict[str, Any] = {
     "evaluate-every": 2,
     "seed": 3,
 }
-#: seconds between two looks at a federation, which cost a process each
+#: seconds between two looks at a federation; those that ask the server cost a process each
 LOOK = 2.0
+#: how many looks at a run's folder stand for one at the server
+SELDOM = 10
 #: seconds until a test gives up on a run
 LONGEST_RUN = 3600.0
 
@@ -81,7 +84,13 @@ class Federation:
 
     def await_end(self, number: str) -> str:
         """Wait until a run has ended, and return how."""
-        await_that(lambda: self.status(number).startswith("finished"), f"run {number} ends", LONGEST_RUN)
+        summary, looks = self.results(number) / "summary.json", count()
+
+        def ended() -> bool:
+            # a run that fails in its first round leaves no summary
+            return (summary.exists() or not next(looks) % SELDOM) and self.status(number).startswith("finished")
+
+        await_that(ended, f"run {number} ends", LONGEST_RUN)
         return self.status(number)
 
     def results(self, number: str) -> Path:
