@@ -24,7 +24,7 @@ test-deploy: $(VENV)/installed
 	$(BIN)/python -m pytest -s -rs tests/deployment/test_dockerfile.py tests/deployment/test_compose_run.py \
 		tests/deployment/test_loopback_run.py
 
-# kills and cuts real processes, and shows what becomes of the run: about 20 minutes
+# kills and cuts real processes, and shows what becomes of the run: about 25 minutes
 faults: $(VENV)/installed
 	$(BIN)/python -m pytest -s -rs tests/deployment/test_faults.py
 

@@ -125,14 +125,14 @@ def test_a_late_site(faults: FaultyRuns, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_network_that_is_cut_for_longer_than_the_deadline(faults: FaultyRuns, tmp_path: Path) -> None:
-    run = faults.submit([fault("hold", 2), fault("hold", 3, partition=0)], rounds=4, timeout=60)
+    run = faults.submit([fault("hold", 2), fault("hold", 3, partition=0)], rounds=4, timeout=40)
     faults.await_held("south")
     faults.federation.relays["south"].cut()
     faults.release("south")
     faults.await_held("north")  # of the next round
     faults.federation.relays["south"].mend()
     faults.release("north")
-    outcome = "the site misses the round (`timeout=60`), and comes back by itself"
+    outcome = "the site misses the round (`timeout=40`), and comes back by itself"
     nodes = run.completes("a site's network is cut for longer than the deadline", 2, outcome)
     assert nodes[:2] == [2, 1]
     run.assert_same_model(tmp_path)
