@@ -9,6 +9,7 @@ import pytest
 import torch
 from flwr.app import Message
 
+from fedbn_flwr import state
 from fedbn_flwr.client import training
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, FedBS, FedProx, FixBN, Scaffold, SiloBN, Standalone
@@ -111,6 +112,16 @@ def test_standalone_moves_nothing() -> None:
     before = make_model().state_dict()
     after = federation.run(Standalone())
     assert all(bool((after[name] == before[name]).all()) for name in before)
+
+
+def test_standalone_trains_every_node_as_if_it_were_alone() -> None:
+    federation = Federation(make_model())
+    federation.run(Standalone())
+    nodes = [Node(index, samples) for index, samples in enumerate(parts(SIZES))]
+    federated(make_model(), make_split(), nodes, 3, INSTRUCTION, stays=list(make_model().state_dict()))
+    for node in nodes:
+        kept = federation.grid.context(1000 + node.index).state.array_records["fedbn-flwr/personal"]
+        assert distance(state.from_record(kept), node.kept) < 1e-12
 
 
 @pytest.mark.parametrize("strategy", [FedBN, SiloBN, MTFL])

@@ -36,6 +36,13 @@ def test_stage_two_needs_consecutive_calm_rounds() -> None:
     assert strategy.stage == 2
 
 
+def test_a_population_deviation_at_the_bound_is_calm() -> None:
+    """0.25 is the population's deviation of 1 and 1.5 to the bit; the sample's would be 0.35."""
+    strategy = FedBS(epsilon=0.25, patience_rounds=1)
+    strategy.weigh(replies(1.0, 1.5))
+    assert (strategy.measured["loss-deviation"], strategy.stage) == (0.25, 2)
+
+
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), None])
 def test_a_loss_that_cannot_be_a_weight_counts_as_nothing_and_is_said(
     bad: float | None, caplog: pytest.LogCaptureFixture
