@@ -1,6 +1,7 @@
 """Strategies in which a part of the model never leaves the client."""
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
@@ -29,6 +30,8 @@ class PartialSharing(FedAvg):
 
     personal: ClassVar[bool] = True
     stays: ClassVar[str] = "none"
+    kept: ClassVar[tuple[str, ...]] = ("_shared", "_mean")
+    kept_by_node: ClassVar[tuple[str, ...]] = ("_served", "_participants")
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class PartialSharing(FedAvg):
     ) -> None:
         super().__init__(**options)
         self.mean_personal = mean_personal
-        self._shared: frozenset[str] | None = None
+        self._shared: AbstractSet[str] | None = None
         self._served: set[int] = set()
         #: the weights of the last round's participants, by node
         self._participants: dict[int, float] = {}
@@ -66,7 +69,7 @@ class PartialSharing(FedAvg):
 
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
         """Average what is shared; the server's values of the rest are the participants' mean, where it is known."""
-        self._shared = frozenset(replies[0].arrays)
+        self._shared = set(replies[0].arrays)
         self._participants = {reply.node: weight for reply, weight in zip(replies, weights, strict=True)}
         return {**super().merge(replies, weights), **self._mean}
 

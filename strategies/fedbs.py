@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from flwr.common import log
@@ -38,6 +38,8 @@ class FedBS(FedAvg):
     both as here. With equal losses this is FedAvg with uniform weights. A loss that is negative or not finite cannot be
     a weight: the client has none, as with a loss of 0, which is logged; if no client has one, all count equally.
     """
+
+    kept: ClassVar[tuple[str, ...]] = ("stage", "_calm_rounds")
 
     def __init__(
         self,

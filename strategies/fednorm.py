@@ -28,6 +28,7 @@ class FedNorm(FedAvg):
     """
 
     personal: ClassVar[bool] = True
+    kept: ClassVar[tuple[str, ...]] = ("_by_domain",)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

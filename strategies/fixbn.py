@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.common import log
@@ -41,6 +41,8 @@ class FixBN(FedAvg):
     clients stop sending them, so they are bit-identical from the freeze on; `send_frozen=True` keeps sending them, as
     the paper counts. With `freeze_round` at or above the number of rounds this is FedAvg.
     """
+
+    kept_by_node: ClassVar[tuple[str, ...]] = ("watch.reports",)
 
     def __init__(
         self,
@@ -116,16 +118,16 @@ class ChangeWatch:
     def __init__(self, window: int) -> None:
         self._window = window
         #: by node: the round of the last participation, and the variance if one was reported
-        self._reports: dict[int, tuple[int, float | None]] = {}
+        self.reports: dict[int, tuple[int, float | None]] = {}
 
     def note(self, server_round: int, replies: Sequence[NodeReply]) -> None:
         """Note the clients' reports of a round."""
         for reply in replies:
             variance = reply.metrics.get(wire.STATISTICS_CHANGE)
-            self._reports[reply.node] = server_round, None if variance is None else float(variance)
+            self.reports[reply.node] = server_round, None if variance is None else float(variance)
 
     def largest(self, server_round: int) -> float | None:
         """Return the largest variance; None unless half of the clients in the window have reported one."""
-        recent = [variance for last, variance in self._reports.values() if last > server_round - self._window]
+        recent = [variance for last, variance in self.reports.values() if last > server_round - self._window]
         reported = [variance for variance in recent if variance is not None]
         return max(reported) if reported and 2 * len(reported) >= len(recent) else None

@@ -52,6 +52,7 @@ class Scaffold(FedAvg):
     """
 
     required: ClassVar[tuple[str, ...]] = (wire.CONTROL_VARIATES,)
+    kept: ClassVar[tuple[str, ...]] = ("_variate",)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

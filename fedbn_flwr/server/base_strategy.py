@@ -16,6 +16,8 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from fedbn_flwr import wire
 from fedbn_flwr.server.averaging import Arrays, record, unpack
 from fedbn_flwr.server.global_momentum import MomentumState
+from fedbn_flwr.server.kept_state import KeptState
+from fedbn_flwr.server.later_rounds import LaterRounds
 from fedbn_flwr.server.lr_schedule import Schedule
 from fedbn_flwr.server.optimizers import ServerOptimizer
 from fedbn_flwr.server.replies import (
@@ -30,7 +32,7 @@ from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
 from fedbn_flwr.wire import Instruction
 
 
-class BaseStrategy(FlowerFedAvg):
+class BaseStrategy(KeptState, FlowerFedAvg):
     """Instruct clients, send them arrays, check their replies and let a method merge them.
 
     A method overrides hooks and calls `super()`, so that methods can be combined:
@@ -40,6 +42,8 @@ class BaseStrategy(FlowerFedAvg):
     - `weigh`: how much each reply counts,
     - `merge`: the new global state,
     - `refine`: further changes of the new state, for which nodes can be asked again.
+
+    What it keeps from round to round it names in `kept`, for runs that are resumed (see `KeptState`).
 
     Takes every argument of Flower's FedAvg, and
 
@@ -53,6 +57,7 @@ class BaseStrategy(FlowerFedAvg):
     - `server_optimizer`: `none`, or `adam`, `yogi`, `adagrad`, `momentum`, with `server_lr` (see `ServerOptimizer`).
     """
 
+    kept: ClassVar[tuple[str, ...]] = ("ever_trained", "frozen_after", "momentum", "server_optimizer")
     #: whether nodes end up with models of their own, which only they can evaluate
     personal: ClassVar[bool] = False
     #: constructor arguments of a base class that have another name here
@@ -93,6 +98,7 @@ class BaseStrategy(FlowerFedAvg):
         self.grid: Grid | None = None
         self.num_rounds: int | None = None
         self.server_round = 0
+        self.partitions: dict[int, int] = {}
         self.ever_trained = False
         self.frozen_after: int | None = None
         #: the current round's instruction
@@ -146,10 +152,15 @@ class BaseStrategy(FlowerFedAvg):
     # ---- Flower's interface --------------------------------------------------------------------------------------
 
     def start(  # type: ignore[override]  # what is only passed on is not spelled out
-        self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, **options: Any
+        self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *, rounds_done: int = 0, **options: Any
     ) -> Result:
-        """Run all rounds; fractions of a run refer to `num_rounds`."""
+        """Run all rounds, or those after `rounds_done`; fractions of a run refer to `num_rounds`.
+
+        Before going on after some rounds, `load_state_dict` takes up what `state_dict` returned after them.
+        """
         self.num_rounds = num_rounds
+        if rounds_done:
+            return LaterRounds(self, rounds_done).start_later(grid, initial_arrays, num_rounds, **options)
         return super().start(grid, initial_arrays, num_rounds, **options)
 
     def configure_train(
@@ -252,6 +263,7 @@ class BaseStrategy(FlowerFedAvg):
         sent = {message.metadata.message_id: message.metadata.dst_node_id for message in self._sent}
         replies, refused = parse_replies(messages, sent, self._expected)
         self._refused += refused
+        self.partitions |= {reply.node: reply.partition for reply in replies}
         require_obeyed(replies, self._expected.binding)
         return replies
 

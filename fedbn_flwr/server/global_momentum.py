@@ -1,6 +1,7 @@
 """Momentum that nodes send with the weights (FixBN's section 7, `momentum_state="global"`)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from flwr.app import ArrayRecord
 
@@ -22,6 +23,14 @@ class MomentumState:
     def groups(self) -> dict[str, ArrayRecord]:
         """Return the momentum, which is sent to a node beside the weights."""
         return {wire.MOMENTUM: record(self._mean)} if self._mean else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the mean."""
+        return {"mean": self._mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the mean."""
+        self._mean = state["mean"]
 
     def absorb(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> None:
         """Average what came back, like the weights."""

@@ -48,6 +48,14 @@ class ServerOptimizer:
         if self.rate is None:
             self.rate = 1.0 if self.rule == "momentum" else 0.1
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return both moments of every array."""
+        return {name: (memory.m, memory.v) for name, memory in self._memory.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up both moments of every array."""
+        self._memory = {name: Memory(*moments) for name, moments in state.items()}
+
     def step(
         self,
         server_round: int,
