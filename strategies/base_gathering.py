@@ -41,11 +41,11 @@ class Gathering(FedAvg):
         seen = [reply.records[wire.MOMENTS] for reply in replies if wire.MOMENTS in reply.records]
         return norm.pool(moments.unpack(_tensors(values)) for values in seen)
 
-    def installed(self, state: Arrays, pooled: Mapping[str, Moments], unbiased: bool = True) -> Arrays:
+    def installed(self, state: Arrays, pooled: Mapping[str, Moments]) -> Arrays:
         """The state with pooled moments as its running statistics."""
         if not pooled:
             log(WARNING, "No node answered: BN statistics stay as they were")
-        entries = moments.running_statistics(pooled, unbiased)
+        entries = moments.running_statistics(pooled)
         return {**state, **{name: value.numpy().astype(state[name].dtype) for name, value in entries.items()}}
 
     def _question(self, node: int, arrays: ArrayRecord, instruction: Instruction) -> RecordDict:

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
-import numpy as np
-
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.wire import Instruction
 
@@ -73,7 +71,6 @@ class HeteroFL(Gathering):
         while True:
             pooled = self.gather(state, nodes, asked)
             exchanges += 1
-            after = self.installed(state, pooled)
-            if exchanges >= len(pooled) or all(np.array_equal(after[name], state[name]) for name in after):
-                return after
-            state = after
+            state = self.installed(state, pooled)
+            if exchanges >= len(pooled):
+                return state

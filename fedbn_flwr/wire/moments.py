@@ -30,11 +30,11 @@ def unpack(values: State) -> dict[str, Moments]:
     }
 
 
-def running_statistics(pooled: Mapping[str, Moments], unbiased: bool = True) -> State:
-    """Pooled moments as the state-dict entries of BN layers; `unbiased` corrects the variance by n / (n - 1)."""
+def running_statistics(pooled: Mapping[str, Moments]) -> State:
+    """Pooled moments as the state-dict entries of BN layers; variances are corrected by n / (n - 1)."""
     entries: dict[str, Tensor] = {}
     for layer, moments in pooled.items():
         prefix = f"{layer}." if layer else ""
         entries[f"{prefix}running_mean"] = moments.mean
-        entries[f"{prefix}running_var"] = moments.running_variance(unbiased)
+        entries[f"{prefix}running_var"] = moments.running_variance(unbiased=True)
     return entries

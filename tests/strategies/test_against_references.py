@@ -124,6 +124,17 @@ def test_standalone_trains_every_node_as_if_it_were_alone() -> None:
         assert distance(state.from_record(kept), node.kept) < 1e-12
 
 
+@pytest.mark.parametrize("strategy", [FedBN, SiloBN, MTFL, Standalone])
+def test_with_one_node_what_stays_and_what_is_sent_are_one_model(strategy: type[FedAvg]) -> None:
+    federation = Federation(make_model(), sizes=(20,))
+    alone: dict[str, Any] = {"min_available_nodes": 1, "min_train_nodes": 1, "min_evaluate_nodes": 1}
+    sent = federation.run(strategy(**alone))
+    kept = state.from_record(federation.grid.context(1000).state.array_records["fedbn-flwr/personal"])
+    nodes = [Node(0, parts((20,))[0])]
+    expected = federated(make_model(), make_split((20,)), nodes, 3, INSTRUCTION)
+    assert distance({**sent, **kept}, expected) < 1e-12
+
+
 @pytest.mark.parametrize("strategy", [FedBN, SiloBN, MTFL])
 def test_without_bn_personal_layers_leave_fedavg(strategy: type[FedAvg]) -> None:
     one = Federation(make_model("gn")).run(strategy())

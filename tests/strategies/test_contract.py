@@ -1,20 +1,20 @@
 """What every registered strategy must hold, in one table."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message
 from torch import Tensor
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.state import State
-from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg
+from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg, FedBN
 from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import Backwards, Federation, distance, make_model
 
@@ -256,13 +256,16 @@ def test_frozen_statistics_are_bit_identical_and_not_sent() -> None:
 
 
 @pytest.mark.parametrize("freeze", ["statistics", "affine", "both"])
-def test_what_is_frozen_stands_still(freeze: str) -> None:
-    nodes = Federation(make_model())
+def test_what_is_frozen_stands_still_and_is_not_sent(freeze: str) -> None:
+    nodes, strategy = Federation(make_model()), REGISTRY["fixbn"](freeze_round=1, freeze=freeze)
     early = Federation(make_model()).run(make("fixbn"), 1)
-    late = nodes.run(REGISTRY["fixbn"](freeze_round=1, freeze=freeze), 3)
+    late = nodes.run(strategy, 3)
     still = {"both": "bn"}.get(freeze, freeze)
     moving = {"statistics": "affine", "affine": "statistics", "both": "none"}[freeze]
     assert all(torch.equal(early[key], late[key]) for key in state.group_keys(nodes.model, still))
+    assert all(
+        reply.arrays.keys() == late.keys() - state.group_keys(nodes.model, still) for reply in strategy.train_replies
+    )
     assert all(not torch.equal(early[key], late[key]) for key in state.group_keys(nodes.model, moving))
 
 
@@ -270,6 +273,30 @@ def test_sending_frozen_entries_changes_nothing_but_the_bytes() -> None:
     lean = Federation(make_model()).run(make("fixbn"))
     full = Federation(make_model()).run(REGISTRY["fixbn"](freeze_round=1, send_frozen=True))
     assert distance(lean, full) < 1e-15
+
+
+def test_only_a_newcomer_gets_entries_that_nodes_keep() -> None:
+    """Also a node that was absent in the round before is no newcomer."""
+    nodes, personal = Federation(make_model()), state.group_keys(make_model(), "bn")
+    known: set[int] = set()
+    absent = 0
+
+    class Noting(FedBN):
+        def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
+            nonlocal absent
+            groups = super().package(node, arrays)
+            assert bool(personal & set(groups["arrays"])) == (node not in known)
+            absent += node in known - {reply.node for reply in self.train_replies}
+            return groups
+
+        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+            result = super().aggregate_train(server_round, replies)
+            known.update(reply.node for reply in self.train_replies)
+            return result
+
+    nodes.run(Noting(fraction_train=0.5, fraction_evaluate=0.0), 8)
+    assert known == {1000, 1001, 1002, 1003}
+    assert absent > 2
 
 
 def test_a_node_without_its_own_entries_gets_the_servers() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr.strategies import FedBS
+from fedbn_flwr.strategies import CannotTrainError, FedBS
 from tests.helpers.harness import Federation, make_model
 
 
@@ -36,6 +36,25 @@ def test_stage_two_needs_consecutive_calm_rounds() -> None:
     assert strategy.stage == 2
 
 
+def test_the_papers_numbers_are_the_defaults() -> None:
+    """Section IV: "epsilon = 0.1 and r = 5 for experimentation"."""
+    assert (FedBS().epsilon, FedBS().patience_rounds) == (0.1, 5)
+
+
+def test_one_calm_round_is_not_two() -> None:
+    strategy = FedBS(epsilon=0.1, patience_rounds=2)
+    for stage in (1, 2):
+        strategy.weigh(replies(1.0, 1.0))
+        assert strategy.stage == stage
+
+
+@pytest.mark.parametrize("bad", [{"epsilon": -0.1}, {"mu": -0.1}, {"patience_rounds": 0}])
+def test_bad_options_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must not be negative and patience_rounds at least 1"):
+        FedBS(**bad)
+    assert FedBS(epsilon=0.0, mu=0.0, patience_rounds=1).stage == 1
+
+
 def test_a_population_deviation_at_the_bound_is_calm() -> None:
     """0.25 is the population's deviation of 1 and 1.5 to the bit; the sample's would be 0.35."""
     strategy = FedBS(epsilon=0.25, patience_rounds=1)
@@ -60,12 +79,32 @@ def test_what_it_measured_is_noted() -> None:
     Federation(make_model()).run(strategy, 1)
     assert strategy.measured["fedbs-stage"] == 1
     assert strategy.measured["loss-deviation"] > 0
+    # a subclass may have measured something before
+    strategy.measured = {"rate": 0.5}
+    strategy.weigh(replies(1.0, 3.0))
+    assert strategy.measured == {"rate": 0.5, "fedbs-stage": 1, "loss-deviation": 1.0}
+    assert strategy.stage == 2
+    strategy.measured = {}
+    strategy.weigh(replies(1.0, 3.0))
+    assert strategy.measured == {"fedbs-stage": 2}
+
+
+def test_a_loss_of_zero_counts_in_the_deviation() -> None:
+    strategy = FedBS()
+    strategy.weigh(replies(0.0, 3.0))
+    assert strategy.measured["loss-deviation"] == 1.5
+
+
+def test_without_the_metric_it_is_said_what_there_is() -> None:
+    silent: Any = [SimpleNamespace(node=7, metrics={"speed": 1.0, "loss": 2.0})]
+    with pytest.raises(CannotTrainError, match=r"'local-loss', which no node sent; node 7 sent loss, speed$"):
+        FedBS().weigh(silent)
 
 
 def test_rounds_without_a_usable_loss_are_not_calm() -> None:
     strategy = FedBS(epsilon=0.1, patience_rounds=1)
     assert strategy.weigh(replies(float("nan"), float("inf"))) == [1.0, 1.0]
-    assert strategy.stage == 1
+    assert (strategy.stage, strategy.measured["loss-deviation"]) == (1, float("inf"))
 
 
 def test_equal_losses_are_uniform_weights() -> None:

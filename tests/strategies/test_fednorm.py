@@ -1,12 +1,13 @@
 """FedNorm: BN by domain."""
 
+import numpy as np
 import pytest
 import torch
 
 from fedbn_flwr import state
 from fedbn_flwr.strategies import CannotTrainError, FedAvg, FedBN, FedNorm
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, parts
-from tests.helpers.references import Node, bn_entries, copy_state, federated, weighted_mean
+from tests.helpers.references import Node, bn_entries, federated, weighted_mean
 
 EVERYTHING = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
@@ -46,6 +47,19 @@ def test_two_nodes_of_a_domain_share_bn() -> None:
             assert torch.allclose(torch.from_numpy(got[name]).double(), expected[name].double(), atol=1e-12)
 
 
+def test_the_personal_mean_is_that_of_the_domains() -> None:
+    nodes, strategy = Federation(make_model()), FedNorm()
+    assert strategy.personal_mean() == {}
+    nodes.run(strategy, 1)
+    assert set(strategy._by_domain) == {0, 1, 2, 3}
+    for name, value in strategy.personal_mean().items():
+        if name.endswith("num_batches_tracked"):
+            continue
+        each = [strategy._by_domain[domain][name] for domain in range(4)]
+        np.testing.assert_allclose(value, sum(each) / 4, rtol=1e-12)
+    assert set(strategy.personal_mean()) == set(bn_entries(make_model(), EVERYTHING))
+
+
 def test_a_node_without_a_domain_is_told_so() -> None:
     nodes = Federation(make_model())
     domains = nodes.split.domains
@@ -53,7 +67,6 @@ def test_a_node_without_a_domain_is_told_so() -> None:
     domains[:3] = 3  # the first node now holds samples of two domains
     with pytest.raises(CannotTrainError, match="FedNorm needs one domain a node, and node 1000 names none"):
         nodes.run(FedNorm())
-    assert copy_state(nodes.model)
 
 
 def test_a_server_optimizer_is_refused() -> None:

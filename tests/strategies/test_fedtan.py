@@ -176,11 +176,13 @@ class Rates(FedTANII):
 FROZEN_RATES: dict[str, tuple[dict[str, Any], list[float]]] = {
     "a fifth from the freeze on": ({}, [0.1, 0.1, 0.02, 0.02, 0.02]),
     "another share": ({"frozen_lr": 0.5}, [0.1, 0.1, 0.05, 0.05, 0.05]),
+    "no more learning": ({"frozen_lr": 0.0}, [0.1, 0.1, 0.0, 0.0, 0.0]),
     "no bound": ({"frozen_lr": 1.0}, [0.1] * 5),
     "lower where the schedule is": ({"lr_schedule": "0.5@3,0.1@4"}, [0.1, 0.1, 0.02, 0.02, 0.005]),
     "not lower than a schedule that is low enough": ({"lr_schedule": "0.1@2"}, [0.1, 0.1, 0.01, 0.01, 0.01]),
     "what the schedule says of the freeze": ({"lr_schedule": "=0.09@freeze,0.5@4"}, [0.1, 0.1, 0.09, 0.09, 0.045]),
     "statistics that move": ({"freeze": "affine"}, [0.1] * 5),
+    "statistics and affine parameters that stand still": ({"freeze": "both"}, [0.1, 0.1, 0.02, 0.02, 0.02]),
 }
 
 

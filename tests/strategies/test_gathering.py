@@ -1,12 +1,19 @@
 """Statistics gathered from clients: HeteroFL's static BN, and HBN."""
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from flwr.app import Message
 from torch import nn
 
-from fedbn_flwr import state
+from fedbn_flwr import norm, state, wire
+from fedbn_flwr.norm import Moments
+from fedbn_flwr.server.averaging import Arrays
+from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import HBN, FedAvg, HeteroFL
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, make_split, parts
 from tests.helpers.references import pooled_moments
@@ -52,6 +59,49 @@ def test_gathered_equals_the_pooled_statistics_of_what_was_seen() -> None:
         mean, variance = pooled_moments(torch.cat(pieces))
         assert torch.allclose(final[f"net.{index}.running_mean"], mean, atol=1e-10)
         assert torch.allclose(final[f"net.{index}.running_var"], variance, atol=1e-10)
+
+
+class Messages(InProcessGrid):
+    """Notes the messages of each kind."""
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        messages = list(messages)
+        sent: dict[str, list[Message]] = self.__dict__.setdefault("sent", defaultdict(list))
+        for message in messages:
+            sent[message.metadata.message_type].append(message)
+        return list(super().push_messages(messages))
+
+
+@pytest.mark.parametrize(("statistics", "exchanges"), [("gathered", 1), ("layer-wise", 2), ("instant", 0)])
+def test_exchanges_that_gather(statistics: str, exchanges: int) -> None:
+    """One exchange a BN layer makes the statistics of all of them those of pooled data, and there are two layers."""
+    nodes = Federation(make_model("static-bn"), grid=Messages)
+    nodes.run(HeteroFL(statistics=statistics), 1)
+    assert len(nodes.grid.__dict__["sent"][wire.GATHER]) == exchanges * len(SIZES)
+
+
+def test_without_an_answer_statistics_stay_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    before = {"net.1.running_mean": np.ones(4)}
+    values = {"net.1": Moments(10, torch.zeros(4), torch.ones(4))}
+    for pooled, said in ((values, False), ({}, True)):
+        after = HBN().installed({**before, "net.1.running_var": np.ones(4)}, pooled)
+        assert bool(after["net.1.running_mean"].all()) == said
+        assert ("No node answered: BN statistics stay as they were" in caplog.text) == said
+
+
+def test_hbn_gathers_without_sending_a_mix_to_nodes_that_have_one() -> None:
+    nodes = Federation(make_model("hbn"), grid=Messages)
+    nodes.run(HBN(), 2)
+    sent = nodes.grid.__dict__["sent"][wire.GATHER]
+    assert len(sent) == 2 * len(SIZES)
+    assert not any(name.endswith("mix") for message in sent[len(SIZES) :] for name in message.content[wire.ARRAYS])
+
+
+def test_nodes_do_not_send_statistics_that_training_does_not_change() -> None:
+    strategy = HeteroFL()
+    model = Federation(make_model("static-bn")).run(strategy, 1)
+    for reply in strategy.train_replies:
+        assert reply.arrays.keys() == {name for name in model if name.endswith(("weight", "bias"))}
 
 
 def test_static_bn_trains_as_bn_does() -> None:
@@ -107,6 +157,28 @@ def test_hbn_pools_without_bias_and_averages_over_rounds() -> None:
     _, moved = trained(HBN(gather_samples=0, average=0.25), "hbn", rounds=1)
     assert torch.allclose(moved["net.1.running_mean"], 0.75 * mean, atol=1e-10)
     assert torch.allclose(moved["net.1.running_var"], 0.25 + 0.75 * variance, atol=1e-10)
+
+
+class Counting(HBN):
+    """Notes how many values of a channel the nodes gathered."""
+
+    def installed(self, state: Arrays, pooled: Mapping[str, Moments]) -> Arrays:
+        self.__dict__["count"] = pooled["net.1"].count
+        return super().installed(state, pooled)
+
+
+@pytest.mark.parametrize(("options", "counted"), [({}, 20 + 64), ({"gather_samples": 30}, 20 + 30)])
+def test_hbn_gathers_up_to_64_samples_of_each_node(options: dict[str, Any], counted: int) -> None:
+    strategy = Counting(min_available_nodes=2, **options)
+    Federation(make_model("hbn"), (20, 70)).run(strategy, 1)
+    assert strategy.__dict__["count"] == counted * 16  # positions
+
+
+def test_hbn_keeps_float32() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
+    strategy = HBN(average=0.5)
+    Federation(norm.replace(model, "hbn")).run(strategy, 2)
+    assert {value.dtype for value in strategy.current.values()} == {np.dtype(np.float32), np.dtype(np.int64)}
 
 
 @pytest.mark.parametrize("bad", [{"gather_samples": -1}, {"average": 1.0}])
