@@ -1,12 +1,14 @@
 """Change the code, one line at a time, and see whether a test notices: `make mutants FILES="strategies/fedbs.py"`.
 
-Runs mutmut on a copy of the checkout, for each named file on the tests of its room. A mutant that no test kills must be
-listed in `tests/survivors.toml` with the reason why it changes nothing that counts; any other one is printed, and the
-command fails.
+Runs mutmut on a copy of the checkout, for the named files on the tests of their rooms. A mutant that no test kills must
+be listed in `tests/survivors.toml` with the reason why it changes nothing that counts, by itself or in a class of
+mutants; any other one is printed, and the command fails. mutmut changes functions and the defaults of their arguments,
+but neither constants of a module or a class, nor functions behind a decorator.
 """
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -21,9 +23,11 @@ from tests.helpers.checkout import BIN, ROOT, copy_checkout
 WORDS = (r"^\s*log\(", r"^\s*f?\"[^\"]*\"\s*,?\s*$", r"raise \w+\(f?\"", r"^\s*_log_once\(")
 #: rooms that other rooms' tests go through, too
 ALSO_TESTED_BY = {
+    "strategies": ("tests/experiments/test_method.py", "tests/test_docs.py::test_options_are_those_of_the_code"),
     "client/rules": ("tests/strategies",),
     "server": ("tests/strategies",),
-    "norm": ("tests/client",),
+    "norm": ("tests/strategies/test_norm_references.py", "tests/strategies/test_gathering.py"),
+    "layerwise": ("tests/strategies/test_fedtan.py", "tests/client/test_layerwise_step.py"),
 }
 SURVIVORS = ROOT / "tests" / "survivors.toml"
 
@@ -66,10 +70,10 @@ def _quoted(text: str) -> str:
     return f"'{text}'"
 
 
-def mutate(copy: Path) -> dict[str, str]:
-    """Run mutmut; return each mutant's outcome by its name."""
+def mutate(copy: Path, processes: int) -> dict[str, str]:
+    """Run mutmut, with so many mutants at a time; return each mutant's outcome by its name."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    command: list[str | Path] = [BIN / "mutmut", "run", "--max-children", str(os.cpu_count() or 1)]
+    command: list[str | Path] = [BIN / "mutmut", "run", "--max-children", str(processes)]
     with (copy / "mutmut.log").open("w") as log:
         done = subprocess.run(command, cwd=copy, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
@@ -89,10 +93,32 @@ def survivor(copy: Path, file: str, name: str) -> Survivor:
     return Survivor(file, before, after)
 
 
-def known_survivors() -> dict[Survivor, str]:
-    """Read the survivors that have a reason."""
-    listed = tomllib.loads(SURVIVORS.read_text()).get("survivor", []) if SURVIVORS.exists() else []
-    return {Survivor(item["file"], item["before"], item["after"]): item["reason"] for item in listed}
+@dataclass(frozen=True)
+class Known:
+    """The survivors that have a reason: single mutants, and classes of mutants whose two lines match two patterns."""
+
+    mutants: dict[Survivor, str]
+    classes: list[tuple[re.Pattern[str], re.Pattern[str], str]]
+
+    @classmethod
+    def read(cls, text: str) -> "Known":
+        """Read `[[class]]`, `[[survivor]]` and their reasons."""
+        content = tomllib.loads(text)
+        mutants = {
+            Survivor(item["file"], item["before"], item["after"]): item["reason"] for item in content["survivor"]
+        }
+        patterns = [
+            (re.compile(item.get("before", "")), re.compile(item.get("after", "")), item["reason"])
+            for item in content["class"]
+        ]
+        return cls(mutants, patterns)
+
+    def reason(self, mutant: Survivor) -> str | None:
+        """Return why a mutant may survive; None if it may not."""
+        if mutant in self.mutants:
+            return self.mutants[mutant]
+        fitting = (why for old, new, why in self.classes if old.search(mutant.before) and new.search(mutant.after))
+        return next(fitting, None)
 
 
 def file_of(name: str, files: Sequence[str]) -> str:
@@ -101,24 +127,27 @@ def file_of(name: str, files: Sequence[str]) -> str:
     return next(file for module, file in modules.items() if name.startswith(f"{module}.x"))
 
 
-def run(files: Sequence[str], tests: Sequence[str]) -> list[Survivor]:
-    """Mutate files, print a line for each, and return the survivors that have no reason."""
+def run(files: Sequence[str], tests: Sequence[str], processes: int) -> list[Survivor]:
+    """Mutate files, print a line for each, and return the survivors that have no reason, tested or not."""
     with TemporaryDirectory() as folder:
         copy = copy_checkout(Path(folder) / "fedbn-flwr")
         configure(copy, files, tests or [folder for file in files for folder in tests_of(file)])
-        outcomes = mutate(copy)
-        left = {name: survivor(copy, file_of(name, files), name) for name, end in outcomes.items() if end == "survived"}
-    known = known_survivors()
+        outcomes = mutate(copy, processes)
+        alive = [name for name, end in outcomes.items() if end in ("survived", "no tests")]
+        left = [survivor(copy, file_of(name, files), name) for name in alive]
+    known = Known.read(SURVIVORS.read_text())
+    unlisted = [item for item in left if known.reason(item) is None]
     for file in files:
-        ends = [end for name, end in outcomes.items() if file_of(name, files) == file]
-        alive = [item for item in left.values() if item.file == file]
-        listed = sum(item in known for item in alive)
-        untested = sum(end == "no tests" for end in ends)
+        total = sum(file_of(name, files) == file for name in outcomes)
+        surviving, without = (sum(item.file == file for item in items) for items in (left, unlisted))
         print(
-            f"{file}: {len(ends)} mutants, {len(ends) - len(alive) - untested} killed, {listed} survive with a reason, "
-            f"{len(alive) - listed} without, {untested} without a test"
+            f"{file}: {total} mutants, {total - surviving} killed, {surviving - without} survive with a reason, "
+            f"{without} without"
         )
-    return [item for item in left.values() if item not in known]
+    for item in known.mutants.keys() - set(left):
+        if item.file in files:
+            print(f"{item.file}: listed in {SURVIVORS.name}, but not among the survivors: {item.after}")
+    return unlisted
 
 
 def main() -> int:
@@ -126,13 +155,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", help="source files, relative to the root of the checkout")
     parser.add_argument("--tests", action="append", default=[], help="test files or folders in place of the room's own")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="mutants that are tried at a time")
     options = parser.parse_args()
     missing = [file for file in options.files if not (ROOT / file).is_file()]
     if missing:
         parser.error(
             f"there is no file {missing[0]!r}; name files relative to {ROOT.name}/, such as strategies/fedbs.py"
         )
-    left = run(options.files, options.tests)
+    left = run(options.files, options.tests, options.processes)
     for item in left:
         print(f"\n{item.file}\n  - {item.before}\n  + {item.after}")
     return 1 if left else 0
