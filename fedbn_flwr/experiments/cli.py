@@ -18,6 +18,7 @@ from fedbn_flwr.experiments.engines import ENGINES, prepare
 from fedbn_flwr.experiments.method import import_plugins, resolve, split_methods
 from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_run
 from fedbn_flwr.experiments.output.run_folder import make_folder
+from fedbn_flwr.experiments.recovery import resume
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.experiments.strategy_options import all_options, owners
 from fedbn_flwr.models import MODELS
@@ -98,10 +99,10 @@ def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     several.add_argument("--seeds", default="1", metavar="N", help="runs a method, with seeds from --seed on [1]")
     several.add_argument("--lr-grid", default="", help="comma-separated rates: each method runs at its own best one")
     _add_engine(several)
-    _add_shared(several, skip=("method",))
+    _add_shared(several, skip=("method", "resume"))
     single = _command(commands, "diagnose", "measure what the clients' data do to the BN of a model, without training")
     single.add_argument("--batches", default="4", metavar="N", help="mini-batches a client to average over [4]")
-    _add_shared(single, skip=())
+    _add_shared(single, skip=("resume", "checkpoint_every"))
     names = _command(commands, "list", "show every strategy, normalizer, model, data set, partition and augmentation")
     names.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
     for name, text in others.items():
@@ -122,7 +123,7 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", default="stacked", help=f"{', '.join(ENGINES)} [stacked]")
+    parser.add_argument("--engine", help=f"{', '.join(ENGINES)} [stacked]")
     parser.add_argument("--verbose", action="store_true", default=False, help="show Flower's own log")
 
 
@@ -141,8 +142,9 @@ def _add_shared(parser: argparse.ArgumentParser, skip: Sequence[str]) -> None:
 
 
 def _run(options: dict[str, Any]) -> None:
-    engine = _engine(options)
-    experiment = resolve(_kebab(options))
+    name, given = options.pop("engine", None), _kebab(options)
+    experiment, name = resume(given, name) if given.get("resume") else (resolve(given), name)
+    engine = _engine(name)
     prepare(engine, experiment.config)
     check_simulation(experiment)
     folder = make_folder(Path(experiment.config.results_dir))
@@ -152,7 +154,7 @@ def _run(options: dict[str, Any]) -> None:
 
 
 def _compare(options: dict[str, Any]) -> None:
-    engine = _engine(options)
+    engine = _engine(options.pop("engine", None))
     methods = split_methods(str(options.pop("methods")))
     if not methods:
         raise UsageError("--methods names no method")
@@ -194,8 +196,8 @@ def _list(_: dict[str, Any]) -> None:
 _COMMANDS = {"run": _run, "compare": _compare, "diagnose": _diagnose, "list": _list}
 
 
-def _engine(options: dict[str, Any]) -> Any:
-    name = options.pop("engine")
+def _engine(name: str | None) -> Any:
+    name = name or "stacked"
     if name not in ENGINES:
         raise UsageError(f"unknown engine {name!r}; known: {', '.join(ENGINES)}")
     return ENGINES[name]

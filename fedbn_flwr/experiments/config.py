@@ -82,6 +82,10 @@ class Config:
     exchange_timeout: float = option(0.0, "seconds that clients have for one exchange of a layer-wise step; 0: timeout")
     node_timeout: float = option(300.0, "seconds to wait for nodes to connect, at the start and before each round")
     results_dir: str = option("results", "where results go")
+    checkpoint_every: int = option(0, "write a checkpoint every so many rounds, for --resume; 0: none")
+    resume: str = option(
+        "", "go on with the run in this folder of results after its last checkpoint, under the options that it has"
+    )
     state_dir: str = option(
         "", "keep what clients remember in files of this folder, and not in memory (not with the engine ray)"
     )
@@ -143,6 +147,7 @@ _SMALLEST: dict[str, float] = {
     "chunk": 0,
     "timeout": 0,
     "exchange_timeout": 0,
+    "checkpoint_every": 0,
     "node_timeout": 0,
 }
 

@@ -52,13 +52,13 @@ NEEDED = (__name__, "torch._dynamo", "sklearn.datasets")
 def run_in_process(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
     """Run with one client after another in this process, or in each of `workers` processes: no Ray, no network."""
     with open_sequential_grid(experiment, folder) as grid:
-        return run(grid, experiment, folder, progress)
+        return run(grid, experiment, folder, progress, "inprocess")
 
 
 def run_stacked(experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
     """Run with stacks of clients, in this process or in as many as `count_workers` says."""
     with open_stacked_grid(experiment, folder) as grid:
-        return run(grid, experiment, folder, progress)
+        return run(grid, experiment, folder, progress, "stacked")
 
 
 def open_sequential_grid(experiment: Experiment, folder: Path) -> OpenGrid:
@@ -151,7 +151,7 @@ def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None =
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        summaries.append(run(grid, experiment, folder, progress))
+        summaries.append(run(grid, experiment, folder, progress, "ray"))
 
     run_simulation(
         server,

@@ -71,7 +71,7 @@ def resolve(values: Mapping[str, Any]) -> Experiment:
     strategy, norm, overrides = parse(method)
     own = own_options(REGISTRY[strategy])
     for key in overrides:
-        if key in ("method", "plugins") or (key not in own and key not in Config().to_mapping()):
+        if key in ("method", "plugins", "resume") or (key not in own and key not in Config().to_mapping()):
             raise UsageError(
                 f"method {method!r}: unknown option {key!r}; its own are: {', '.join(own) or 'none'}; shared ones: "
                 f"{', '.join(Config().to_mapping())}"

@@ -13,12 +13,14 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import state
 from fedbn_flwr.client import pick_device
+from fedbn_flwr.experiments.checkpoint import read_checkpoint, refuse_foreign, refuse_other_model, remove_checkpoints
 from fedbn_flwr.experiments.config import Config, UsageError
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.plots import plot_curves, title_of
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
 from fedbn_flwr.experiments.output.scoring import Scorer
+from fedbn_flwr.experiments.recovery import Recovery
 from fedbn_flwr.experiments.resources import (
     check,
     check_partition,
@@ -31,6 +33,8 @@ from fedbn_flwr.experiments.resources import (
     set_threads,
     shared_model,
 )
+from fedbn_flwr.server.averaging import record, unpack
+from fedbn_flwr.simulation.grid import SavesStates
 from fedbn_flwr.strategies import Layerwise, wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
@@ -68,32 +72,52 @@ def warn_of_small_batches(experiment: Experiment) -> None:
         log(WARNING, text, experiment.strategy, size, LEAST_BATCH)
 
 
-def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
-    """Run one experiment on a grid and write its results into a folder."""
+def run(
+    grid: Grid, experiment: Experiment, folder: Path, progress: Progress | None = None, engine: str = "flower"
+) -> Summary:
+    """Run one experiment on a grid and write its results into a folder.
+
+    With `resume` the folder holds a run of this experiment, which goes on after its last checkpoint.
+    """
+    if (experiment.config.resume or experiment.config.checkpoint_every) and not isinstance(grid, SavesStates):
+        raise UsageError("checkpoints only work with the engines 'stacked' and 'inprocess'")
     check(experiment)
     nodes = count_nodes(grid, experiment.config)
     check_partition(experiment.config, nodes)
     config = rounds_within_budget(experiment.config, nodes)
     experiment = replace(experiment, config=config)
     set_threads(config)
-    files = RunFolder(folder)
-    files.config(experiment.to_mapping())
+    initial = state.to_record(fresh_model(config).state_dict())
+    saved = None
+    if config.resume:
+        saved = read_checkpoint(folder)
+        refuse_foreign(folder, saved, experiment.to_mapping(), engine)
+        refuse_other_model(folder, saved, unpack(initial))
+    else:
+        remove_checkpoints(folder)
+    files = RunFolder(folder, saved.server_round if saved else 0)
+    if not saved:
+        files.config(experiment.to_mapping())
     strategy, counted = experiment.make_strategy(nodes), CountingGrid(grid)
     trained = np.concatenate(make_partition(config, nodes)) if config.train_loss_global else None
     scorer = Scorer(shared_model(config), load_data(config), pick_device(config.device), trained)
     journal = Journal(files, strategy, counted, scorer, config, progress)
-    initial = state.to_record(fresh_model(config).state_dict())
+    recovery = Recovery(folder, experiment, engine, grid, strategy, journal)
+    if saved:
+        initial = record(saved.model)
+        recovery.restore(saved, initial)
     try:
         strategy.start(
             counted,
             initial,
             config.rounds,
+            rounds_done=saved.server_round if saved else 0,
             timeout=config.timeout,
             train_config=instruction_of(config).to_config(),
             evaluate_config=Instruction(
                 seed=config.seed, report_local_loss=config.train_loss_global and strategy.personal
             ).to_config(),
-            evaluate_fn=journal.record,
+            evaluate_fn=recovery.record,
         )
     except Exception as error:
         if journal.arrays is not None:
@@ -104,6 +128,7 @@ def run(grid: Grid, experiment: Experiment, folder: Path, progress: Progress | N
     summary = journal.summary(experiment, nodes)
     plot_curves({config.method: [read_rounds(folder)]}, folder / "curves.png", title_of(summary))
     files.finish(summary, journal.arrays or initial)
+    remove_checkpoints(folder)
     return summary
 
 

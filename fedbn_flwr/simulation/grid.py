@@ -1,6 +1,8 @@
 """The base of this project's grids: what Flower's `Grid` requires of every one."""
 
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from flwr.app import Message, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID
@@ -44,6 +46,17 @@ class LocalGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Deliver and collect."""
         return self.pull_messages(self.push_messages(messages))
+
+
+@runtime_checkable
+class SavesStates(Protocol):
+    """A grid that can save what its nodes remember, and restore it, where nodes do not do that themselves."""
+
+    def save_states(self, folder: Path) -> None:
+        """Write the state of every node that has one into a folder."""
+
+    def restore_states(self, folder: Path) -> None:
+        """Give the nodes the states of a folder."""
 
 
 class PassingGrid(Grid):

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, RecordDict
-from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
-from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
+
+from fedbn_flwr.state.record_files import SUFFIX, pack_records, read_records, write_bytes
 
 #: Flower reserves small ids for its own parts
 FIRST_NODE_ID = 1000
@@ -31,6 +31,8 @@ class Contexts(MutableMapping[int, Context]):
         # a range knows its members without a list of them
         self._partitions = partitions if isinstance(partitions, range) else dict.fromkeys(partitions)
         self._states: MutableMapping[int, RecordDict] = {} if folder is None else StateFolder(folder, self._partitions)
+        # what an earlier run left there: a node's state is empty when a run begins
+        self._states.clear()
 
     def __getitem__(self, node: int) -> Context:
         partition = self._partition(node)
@@ -62,6 +64,17 @@ class Contexts(MutableMapping[int, Context]):
         """Return the number of nodes with something in their state."""
         return len(self._states)
 
+    def save(self, folder: Path) -> None:
+        """Write the nodes' states into a folder, a file each."""
+        files = StateFolder(folder, self._partitions)
+        for partition, state in self._states.items():
+            files[partition] = state
+
+    def restore(self, folder: Path) -> None:
+        """Replace the nodes' states by those of a folder, where `save` has written them."""
+        self._states.clear()
+        self._states.update(StateFolder(folder, self._partitions))
+
     def _partition(self, node: int) -> int:
         if node - FIRST_NODE_ID not in self._partitions:
             raise KeyError(f"there is no node {node}")
@@ -69,31 +82,22 @@ class Contexts(MutableMapping[int, Context]):
 
 
 class StateFolder(MutableMapping[int, RecordDict]):
-    """A folder of the nodes' states: a file for each partition, replaced as a whole.
-
-    What an earlier run left there is removed: a node's state is empty when a run begins.
-    """
+    """A folder of the nodes' states: a file for each partition, replaced as a whole."""
 
     def __init__(self, folder: Path, partitions: Container[int]) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         # other processes may have partitions of their own in the same folder
-        self._stored: set[int] = set()
-        for path in folder.glob("*.records*"):
-            name = path.name.partition(".")[0]
-            if name.isdecimal() and int(name) in partitions:
-                path.unlink()
+        self._partitions = partitions
+        self._stored = {partition for partition, path in self._files() if path.suffix == SUFFIX}
 
     def __getitem__(self, partition: int) -> RecordDict:
         if partition not in self._stored:
             raise KeyError(partition)
-        return recorddict_from_proto(ProtoRecordDict.FromString(self._path(partition).read_bytes()))
+        return read_records(self._path(partition))
 
     def __setitem__(self, partition: int, state: RecordDict) -> None:
-        # under its own name a file is always whole, wherever this process ends
-        partial = self._path(partition).with_suffix(".records.partial")
-        partial.write_bytes(recorddict_to_proto(state).SerializeToString())
-        partial.replace(self._path(partition))
+        write_bytes(self._path(partition), pack_records(state))
         self._stored.add(partition)
 
     def __delitem__(self, partition: int) -> None:
@@ -109,5 +113,15 @@ class StateFolder(MutableMapping[int, RecordDict]):
     def __len__(self) -> int:
         return len(self._stored)
 
+    def clear(self) -> None:
+        """Remove the files, whatever is in them, also those that are not whole."""
+        for _, path in self._files():
+            path.unlink()
+        self._stored.clear()
+
+    def _files(self) -> list[tuple[int, Path]]:
+        named = [(path.name.partition(".")[0], path) for path in self._folder.glob(f"*{SUFFIX}*")]
+        return [(int(name), path) for name, path in named if name.isdecimal() and int(name) in self._partitions]
+
     def _path(self, partition: int) -> Path:
-        return self._folder / f"{partition}.records"
+        return self._folder / f"{partition}{SUFFIX}"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from logging import WARNING
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -53,6 +53,14 @@ class InProcessGrid(LocalGrid):
     def context(self, node: int) -> Context:
         """A node's context, to look into."""
         return self._contexts[node]
+
+    def save_states(self, folder: Path) -> None:
+        """Write what the nodes here remember into a folder."""
+        cast(Contexts, self._contexts).save(folder)
+
+    def restore_states(self, folder: Path) -> None:
+        """Let the nodes here remember what is in a folder."""
+        cast(Contexts, self._contexts).restore(folder)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Deliver the messages and keep the replies."""

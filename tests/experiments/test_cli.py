@@ -141,7 +141,7 @@ def test_help_names_every_option_with_its_default(name: str, capsys: pytest.Capt
     words = capsys.readouterr().out.split()
     wanted = {wire_key(item.name) for item in fields(Config)} | set(all_options()) | {"engine", "verbose"}
     if name == "compare":
-        wanted = wanted - {"method"} | {"methods", "seeds", "lr-grid"}
+        wanted = wanted - {"method", "resume"} | {"methods", "seeds", "lr-grid"}
     assert {f"--{key}" for key in wanted} <= set(words)
     assert f"[{Config.lr_schedule}]" in words
 

@@ -1,7 +1,7 @@
 """The record of a run: a row after every round, a summary at the end."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
@@ -13,10 +13,15 @@ from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.output.scoring import Score, Scorer
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.traffic.tally import Tally
 
 #: called after every round with the round, the number of rounds, and the latest accuracy if there is one
 Progress = Callable[[int, int, float | None], None]
 Summary = dict[str, Any]
+#: the attributes of a Journal that a run which is resumed must find as they were
+_KEPT = ("_score", "_train_loss", "_target", "_round")
+#: the kinds of traffic that are counted
+_KINDS = ("training", "evaluation")
 
 
 class Journal:
@@ -41,6 +46,24 @@ class Journal:
         self._round = 0
         #: the model after the last finished round
         self.arrays: ArrayRecord | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later rows and the summary depend on, beside the rows that are written."""
+        return {
+            **{name: getattr(self, name) for name in _KEPT},
+            "sent": {name: vars(getattr(self._grid, name)) for name in _KINDS},
+            "seconds": time.perf_counter() - self._started,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], arrays: ArrayRecord) -> None:
+        """Take up what `state_dict` returned after a round, and the round's model."""
+        for name in _KEPT:
+            setattr(self, name, state[name])
+        for name in _KINDS:
+            setattr(self._grid, name, Tally(**state["sent"][name]))
+        self._before = self._grid.training.copy()
+        self._started -= state["seconds"]
+        self.arrays = arrays
 
     def record(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Write a row about a round; score its arrays if the strategy evaluates this round."""

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from fedbn_flwr import __version__
 from fedbn_flwr.experiments.config import UsageError
 from fedbn_flwr.state import from_record
+from fedbn_flwr.state.record_files import write_bytes
 
 VERSIONED = (
     "flwr",
@@ -33,10 +34,11 @@ VERSIONED = (
 class RunFolder:
     """Folder with `config.json`, `rounds.jsonl`, `summary.json`, `model.safetensors` and `curves.png` of one run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rounds_done: int = 0) -> None:
+        """With `rounds_done` the folder is that of a run that goes on after so many rounds."""
         self.path = make_folder(path)
         self._rounds = path / "rounds.jsonl"
-        self._rounds.write_text("")
+        self._keep_rounds(rounds_done)
         # if this run fails, its folder must not show the results of an earlier run
         for stale in ("summary.json", "model.safetensors", "curves.png"):
             (path / stale).unlink(missing_ok=True)
@@ -58,10 +60,15 @@ class RunFolder:
         save_file(from_record(arrays), str(self.path / "model.safetensors"))
         self._write("summary.json", summary)
 
+    def _keep_rounds(self, count: int) -> None:
+        """Cut the rows after so many rounds: their rounds will be repeated, and the last row may not be whole."""
+        rows = self._rounds.read_bytes().splitlines(keepends=True)[:count] if count and self._rounds.exists() else []
+        if [_round_of(row) for row in rows] != list(range(1, count + 1)):
+            raise UsageError(f"{self._rounds} does not have the rows of the first {count} rounds")
+        write_bytes(self._rounds, b"".join(rows))
+
     def _write(self, name: str, content: object) -> None:
-        partial = self.path / f"{name}.partial"
-        partial.write_text(as_json(content, indent=2) + "\n")
-        partial.replace(self.path / name)
+        write_bytes(self.path / name, (as_json(content, indent=2) + "\n").encode())
 
 
 def as_json(content: object, indent: int | None = None) -> str:
@@ -81,6 +88,13 @@ def make_folder(path: Path) -> Path:
 def read_rounds(path: Path) -> list[dict[str, Any]]:
     """Return the rows that a run has written so far."""
     return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+
+
+def _round_of(row: bytes) -> int | None:
+    try:
+        return int(json.loads(row)["round"]) if row.endswith(b"\n") else None
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 def _finite(content: Any) -> Any:

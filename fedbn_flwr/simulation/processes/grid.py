@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from logging import WARNING
 from multiprocessing.connection import wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -67,6 +68,14 @@ class WorkersGrid(LocalGrid):
         """Return a copy of a node's context."""
         context: Context = self._worker_of(node).call("context", node)
         return context
+
+    def save_states(self, folder: Path) -> None:
+        """Let every worker write what its nodes remember into a folder."""
+        self._ask_all("save_states", dict.fromkeys(self._workers, folder))
+
+    def restore_states(self, folder: Path) -> None:
+        """Let every worker restore what its nodes remember from a folder."""
+        self._ask_all("restore_states", dict.fromkeys(self._workers, folder))
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Deliver the messages, to all workers at once, and keep the replies."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver, get_context, parent_process
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -122,7 +123,7 @@ class Service:
     """The service of a worker: the methods named in `REQUESTS`, with one payload each."""
 
     REQUESTS: ClassVar[frozenset[str]] = frozenset(
-        {"open", "deliver", "context", "open_step", "advance", "replies", "abandon"}
+        {"open", "deliver", "context", "save_states", "restore_states", "open_step", "advance", "replies", "abandon"}
     )
 
     def __init__(self) -> None:
@@ -143,6 +144,14 @@ class Service:
         """Return a node's present context."""
         context: Context = self.grid.context(node)  # type: ignore[attr-defined]
         return context
+
+    def save_states(self, folder: Path) -> None:
+        """Write what this worker's nodes remember into a folder."""
+        self.grid.save_states(folder)  # type: ignore[attr-defined]
+
+    def restore_states(self, folder: Path) -> None:
+        """Let this worker's nodes remember what is in a folder."""
+        self.grid.restore_states(folder)  # type: ignore[attr-defined]
 
     def open_step(self, messages: list[Message]) -> Sequence[Participant] | None:
         """Open a layer-wise step of this worker's nodes; return the nodes, None if they cannot take it together."""

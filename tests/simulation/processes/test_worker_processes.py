@@ -72,6 +72,20 @@ def test_nodes_and_contexts_are_those_of_one_process(grid: WorkersGrid) -> None:
         assert (there.run_config, dict(there.state)) == (here.run_config, dict(here.state))
 
 
+def test_states_are_saved_and_restored_by_the_processes_that_have_them(grid: WorkersGrid, tmp_path: Path) -> None:
+    send(grid, *"abcd")
+    before = [dict(grid.context(node).state) for node in grid.get_node_ids()]
+    assert list(map(len, before)) == [1, 1, 1, 1, 0]
+    grid.save_states(tmp_path)
+    send(grid, *"vwxyz")
+    # a folder of states is the same, whatever grid has written it
+    others = obeying(5, range(5))
+    for restored in (grid, others):
+        restored.restore_states(tmp_path)
+        assert [dict(restored.context(node).state) for node in restored.get_node_ids()] == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{partition}.records" for partition in range(4)]
+
+
 def test_replies_come_in_the_order_of_the_messages(grid: WorkersGrid) -> None:
     nodes = list(grid.get_node_ids())
     messages = [question(node, word) for node, word in zip(nodes[::-1], "abcde", strict=True)]

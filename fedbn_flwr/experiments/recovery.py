@@ -1,0 +1,79 @@
+"""A run that can go on after its process has ended: writes checkpoints, and takes one up."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp import Grid
+
+from fedbn_flwr.experiments.checkpoint import (
+    Checkpoint,
+    nodes_folder,
+    read_checkpoint,
+    refuse_foreign,
+    write_checkpoint,
+)
+from fedbn_flwr.experiments.method import Experiment, resolve
+from fedbn_flwr.experiments.output.recorder import Journal
+from fedbn_flwr.server.averaging import unpack
+from fedbn_flwr.simulation.grid import SavesStates
+from fedbn_flwr.strategies import BaseStrategy
+
+
+def resume(given: Mapping[str, Any], engine: str | None) -> tuple[Experiment, str]:
+    """Return the experiment and the engine of a run that is resumed; options that are given must be the run's own."""
+    folder = Path(str(given["resume"])).expanduser()
+    saved = read_checkpoint(folder)
+    experiment, engine = resolve({**saved.options, **given, "results-dir": str(folder)}), engine or saved.engine
+    refuse_foreign(folder, saved, experiment.to_mapping(), engine)
+    return experiment, engine
+
+
+class Recovery:
+    """Gathers into a checkpoint what a run's strategy, record and nodes hold, and gives it back to them.
+
+    Random streams are not among it: they are functions of seed, node and round.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        experiment: Experiment,
+        engine: str,
+        grid: Grid,
+        strategy: BaseStrategy,
+        journal: Journal,
+    ) -> None:
+        self._folder, self._experiment, self._engine = folder, experiment, engine
+        self._grid, self._strategy, self._journal = grid, strategy, journal
+
+    def record(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Record a round, then write a checkpoint if it is time for one (an `evaluate_fn`)."""
+        metrics = self._journal.record(server_round, arrays)
+        every = self._experiment.config.checkpoint_every
+        if server_round and every and server_round % every == 0:
+            self._save(server_round, arrays)
+        return metrics
+
+    def restore(self, saved: Checkpoint, arrays: ArrayRecord) -> None:
+        """Bring everything into the state of a checkpoint, whose model `arrays` are."""
+        descriptions = self._strategy.describe(self._grid, sorted(self._grid.get_node_ids()))
+        nodes = {description.partition: node for node, description in descriptions.items()}
+        self._strategy.load_state_dict(saved.strategy, nodes)
+        self._journal.load_state_dict(saved.journal, arrays)
+        if isinstance(self._grid, SavesStates):
+            self._grid.restore_states(nodes_folder(self._folder))
+
+    def _save(self, server_round: int, arrays: ArrayRecord) -> None:
+        checkpoint = Checkpoint(
+            server_round,
+            unpack(arrays),
+            self._strategy.state_dict(),
+            self._journal.state_dict(),
+            self._experiment.to_mapping(),
+            self._engine,
+        )
+        write_checkpoint(
+            self._folder, checkpoint, self._grid.save_states if isinstance(self._grid, SavesStates) else None
+        )

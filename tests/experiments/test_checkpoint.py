@@ -1,0 +1,167 @@
+"""Checkpoints that cannot be used, and why."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedbn_flwr.experiments import checkpoint as module
+from fedbn_flwr.experiments import main
+from fedbn_flwr.experiments.checkpoint import Checkpoint, read_checkpoint, remove_checkpoints, write_checkpoint
+from tests.helpers.deaths import Death, dying
+from tests.helpers.runs import command
+
+OPTIONS = {"method": "fedbn", "model": "mlp", "engine": "inprocess", "checkpoint_every": "2"}
+LAST = "checkpoint-2"
+
+
+def die() -> None:
+    raise Death
+
+
+@pytest.fixture(scope="module")
+def died(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that died in its last round."""
+    folder = tmp_path_factory.mktemp("died") / "run"
+    with dying(0, die) as moments:
+        assert main(command("run", results_dir=str(folder), **OPTIONS)) == 0
+    with dying(int(0.8 * moments.count), die), pytest.raises(Death):
+        main(command("run", results_dir=str(folder), **OPTIONS))
+    assert (folder / LAST).is_dir()
+    return folder
+
+
+@pytest.fixture
+def run(died: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(died, tmp_path / "run"))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> str:
+    """Return the one line that says why a run cannot be resumed."""
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert main(["run", "--resume", str(run), *words]) == 2
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+OTHERS = {
+    ("--method", "fedavg"): "its method is 'fedbn', and not 'fedavg' as asked for",
+    ("--method", "fedbn:mean-personal=true"): "its method is 'fedbn', and not 'fedbn:mean-personal=true' as asked for",
+    ("--model", "small-cnn"): "its model is 'mlp', and not 'small-cnn' as asked for",
+    ("--lr", "0.2"): "its lr is 0.1, and not 0.2 as asked for",
+    ("--rounds", "9"): "its rounds is 3, and not 9 as asked for",
+    ("--mean-personal", "true"): "its mean-personal is None, and not True as asked for",
+    ("--engine", "stacked"): "its engine is 'inprocess', and not 'stacked' as asked for",
+}
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_another_run_is_refused_by_what_differs(
+    words: tuple[str, str], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal(capsys, run, *words) == f"fedbn-flwr: {run} cannot be resumed: {OTHERS[words]}"
+
+
+def test_the_runs_own_options_and_those_that_change_no_bit_are_taken(run: Path, tmp_path: Path) -> None:
+    words = ["--lr", "0.1", "--method", "fedbn", "--engine", "inprocess", "--timeout", "9", "--state-dir"]
+    assert main(["run", "--resume", str(run), *words, str(tmp_path / "states")]) == 0
+
+
+def test_another_version_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(module.VERSIONS, "fedbn-flwr", "7.0")
+    assert "its version of fedbn-flwr is " in refusal(capsys, run)
+    monkeypatch.undo()
+    monkeypatch.setitem(module.VERSIONS, "torch", "7.0")
+    assert "its version of torch is " in refusal(capsys, run)
+
+
+def test_another_architecture_under_the_same_name_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = read_checkpoint(run)
+    remove_checkpoints(run)
+    name = next(iter(saved.model))
+    (run / "rounds.jsonl").touch()
+    write_checkpoint(run, replace(saved, model={**saved.model, name: np.zeros((3, 5), np.float32)}), None)
+    assert f"its model's entry {name!r} is ((3, 5), 'float32'), and not " in refusal(capsys, run)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def forget_rows(path: Path) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "truncated": (f"{LAST}/server.pt", truncate, "server.pt cannot be read: "),
+    "empty": (f"{LAST}/server.pt", lambda path: os.truncate(path, 0), "server.pt cannot be read: "),
+    "something else": (
+        f"{LAST}/server.pt",
+        lambda path: shutil.copy(path.with_name("nodes") / "1.records", path),
+        "server.pt cannot be read: ",
+    ),
+    "no file": (f"{LAST}/server.pt", Path.unlink, "server.pt cannot be read: "),
+    "a node's state truncated": (f"{LAST}/nodes/1.records", truncate, "is damaged: nodes/1.records should have "),
+    "a node's state lost": (f"{LAST}/nodes/0.records", Path.unlink, "is damaged: nodes/0.records should have "),
+    "rows lost": ("rounds.jsonl", forget_rows, "does not have the rows of the first 2 rounds"),
+    "all rows lost": ("rounds.jsonl", Path.unlink, "does not have the rows of the first 2 rounds"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused(damage: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, change, said = DAMAGES[damage]
+    change(run / name)
+    assert said in refusal(capsys, run)
+
+
+def test_rows_after_the_checkpoint_may_be_torn(run: Path) -> None:
+    with (run / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 3, "no')
+    assert main(["run", "--resume", str(run)]) == 0
+    assert [json.loads(row)["round"] for row in (run / "rounds.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_without_a_checkpoint_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, tmp_path).endswith("it holds no checkpoint (`checkpoint-every` makes some)")
+    assert main(command("run", results_dir=str(tmp_path), **OPTIONS)) == 0
+    assert refusal(capsys, tmp_path).endswith("it holds no checkpoint (the run is complete)")
+
+
+def test_a_run_from_the_start_forgets_the_checkpoint_of_an_earlier_one(run: Path) -> None:
+    with dying(10, die), pytest.raises(Death):
+        main(command("run", results_dir=str(run), **OPTIONS))
+    assert not list(run.glob("checkpoint*"))
+
+
+def test_only_one_run_can_be_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--methods", "fedavg", "--resume", "somewhere"]) == 2
+    assert "unknown option '--resume'" in capsys.readouterr().err
+
+
+def test_what_a_checkpoint_cannot_hold_is_named_when_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "rounds.jsonl").touch()
+    odd = Checkpoint(1, {}, {"kept": object()}, {}, {}, "inprocess")
+    with pytest.raises(TypeError, match="a checkpoint cannot hold object"):
+        write_checkpoint(tmp_path, odd, None)
+    assert not list(tmp_path.glob("checkpoint-[0-9]*"))
+
+
+def test_values_come_back_as_they_were(tmp_path: Path) -> None:
+    (tmp_path / "rounds.jsonl").touch()
+    arrays = {"counter": np.asarray(7), "sum": np.asarray([0.1, np.inf])}
+    others = {"nodes": {3: (2, None), 5: (1, 0.1)}, "names": {"a", "b"}, "flags": [True, "text", 1.5]}
+    write_checkpoint(tmp_path, Checkpoint(1, {}, {**others, "arrays": arrays}, {}, {}, "inprocess"), None)
+    read = dict(read_checkpoint(tmp_path).strategy)
+    for name, array in read.pop("arrays").items():
+        assert (array.dtype, array.shape) == (arrays[name].dtype, arrays[name].shape)
+        assert np.array_equal(array, arrays[name])
+    assert read == others

@@ -1,0 +1,137 @@
+"""A run that died at any moment and is resumed has the files of a run that did not."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fedbn_flwr.experiments import main
+from tests.helpers.checkout import ROOT, environment
+from tests.helpers.deaths import Death, dying
+from tests.helpers.runs import command
+
+#: methods and options that keep something on the server, on the nodes, or both
+CASES: dict[str, dict[str, Any]] = {
+    "nodes' BN and momentum": {"method": "fedbn", "momentum": "0.9", "momentum_state": "local", "engine": "inprocess"},
+    "nodes' states in files": {"method": "fedbn", "engine": "inprocess", "state_dir": "states"},
+    "control variates": {"method": "scaffold", "engine": "stacked", "clients": "4", "fraction_train": "0.5"},
+    "server optimizer": {"method": "fedavg", "server_optimizer": "yogi", "engine": "stacked", "target_accuracy": "0.3"},
+    "freeze round": {"method": "fixbn:freeze-round=2", "engine": "stacked"},
+    "layer-wise": {"method": "fedtan", "engine": "stacked", "momentum": "0.9", "momentum_state": "global"},
+}
+SMALL = {"model": "mlp", "rounds": "5", "checkpoint_every": "2"}
+
+
+class Whole(NamedTuple):
+    """A run that did not die: its results, and how many moments it had to die at."""
+
+    case: str
+    results: dict[str, Any]
+    moments: int
+
+
+def words(case: str, folder: Path) -> Sequence[str]:
+    options = {**SMALL, **CASES[case]}
+    if "state_dir" in options:
+        options["state_dir"] = str(folder.parent / options["state_dir"])
+    return command("run", results_dir=str(folder), **options)
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """Return what is in a run's folder, without times and the folder's own name."""
+    rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    summary, config = (json.loads((folder / f"{name}.json").read_text()) for name in ("summary", "config"))
+    for record in (*rows, summary):
+        del record["seconds"]
+    for key in ("results-dir", "state-dir"):
+        del config["options"][key]
+    names = sorted(path.name for path in folder.iterdir())
+    return {"files": names, "rows": rows, "summary": summary, "config": config, "model": model(folder)}
+
+
+def model(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def go_on(case: str, folder: Path) -> Sequence[str]:
+    """Return the command that goes on with a run: after its checkpoint, or from the start if it has none yet."""
+    return ["run", "--resume", str(folder)] if list(folder.glob("checkpoint-[0-9]*")) else words(case, folder)
+
+
+def die() -> None:
+    raise Death
+
+
+@pytest.fixture(scope="module", params=CASES)
+def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    with dying(0, die) as moments:
+        assert main(words(request.param, folder)) == 0
+    return Whole(request.param, results(folder), moments.count)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(deaths=st.lists(st.floats(0, 1), min_size=1, max_size=3))
+def test_the_moment_of_death_does_not_matter(uninterrupted: Whole, tmp_path: Path, deaths: list[float]) -> None:
+    case, expected, count = uninterrupted
+    shutil.rmtree(tmp_path)
+    folder = tmp_path / "run"
+    arguments = words(case, folder)
+    for share in deaths:
+        with dying(1 + int(share * count), die):
+            try:
+                assert main(arguments) == 0
+                break
+            except Death:
+                arguments = go_on(case, folder)
+    else:
+        assert main(arguments) == 0
+    assert results(folder) == expected
+
+
+def test_a_run_goes_on_where_its_checkpoint_is(tmp_path: Path) -> None:
+    # not from its start: that would have the same results
+    case, folder = "nodes' BN and momentum", tmp_path / "run"
+    with dying(0, die) as whole:
+        assert main(words(case, tmp_path / "whole")) == 0
+    with dying(int(0.9 * whole.count), die), pytest.raises(Death):
+        main(words(case, folder))
+    with dying(0, die) as rest:
+        assert main(["run", "--resume", str(folder)]) == 0
+    assert rest.count < whole.count / 2
+    assert results(folder) == results(tmp_path / "whole")
+
+
+#: engines, and the share of a run's moments after which it is killed
+KILLED = [("nodes' BN and momentum", (), 0.75), ("layer-wise", (), 0.5)]
+MORE = [(case, engine, share) for case in CASES for engine in ((), ("--workers", "2")) for share in (0.35, 0.6, 0.9)]
+MORE = [pytest.param(*each, marks=pytest.mark.slow) for each in MORE]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("case", "engine", "share"), [*KILLED, *MORE])
+def test_a_killed_process(case: str, engine: tuple[str, ...], share: float, tmp_path: Path) -> None:
+    with dying(0, die) as moments:
+        assert main([*words(case, tmp_path / "whole"), *engine]) == 0
+    folder = tmp_path / "run"
+    child = [
+        sys.executable,
+        "-m",
+        "tests.helpers.deaths",
+        str(int(share * moments.count)),
+        *words(case, folder),
+        *engine,
+    ]
+    killed = subprocess.run(child, cwd=ROOT, env=environment(OMP_NUM_THREADS="1"), capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (folder / "summary.json").exists()
+    assert list(folder.glob("checkpoint-[0-9]*"))
+    assert main(["run", "--resume", str(folder)]) == 0
+    assert results(folder) == results(tmp_path / "whole")
