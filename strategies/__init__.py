@@ -17,6 +17,7 @@ from .fedprox import FedProx
 from .fedtan import FedTAN
 from .fedtan_ii import FedTANII
 from .fedwon import FedWon
+from .fit_config import fit_config
 from .fixbn import FixBN
 from .hbn import HBN
 from .heterofl import HeteroFL
@@ -53,6 +54,7 @@ __all__ = [
     "Scaffold",
     "SiloBN",
     "Standalone",
+    "fit_config",
     "prepare",
     "register_strategy",
     "wait_for_nodes",

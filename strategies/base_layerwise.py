@@ -68,6 +68,8 @@ class Layerwise(FedAvg):
             raise ValueError(
                 f"max_attempts must be at least 1 and replay_limit not negative, got {max_attempts} and {replay_limit}"
             )
+        if (self.arrayrecord_key, self.configrecord_key) != (wire.ARRAYS, wire.CONFIG):
+            raise ValueError(f"{type(self).__name__} sends messages of its own, with 'arrays' and 'config' in them")
         self.max_attempts, self.fresh_optimizer, self.replay_limit = max_attempts, fresh_optimizer, replay_limit
         self._started = False
         #: what the nodes said of their numbers of samples in the step

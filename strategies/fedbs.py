@@ -70,7 +70,7 @@ class FedBS(FedAvg):
         asked = super().instruct(instruction)
         if self.stage == 2:
             return asked.with_rule(proximal_mu=self.mu)
-        return replace(asked, report_local_loss=self.loss == "local")
+        return replace(asked, report_local_loss=self.loss == "local", later="proximal-mu")
 
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
         """Losses in stage 1, ones in stage 2; also watches for the change from one to the other."""

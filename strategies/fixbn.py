@@ -77,9 +77,9 @@ class FixBN(FedAvg):
             self.frozen_after = self.freeze_at.after(self.num_rounds)
         instruction = super().instruct(instruction)
         if self.frozen_after is None:
-            return instruction.with_rule(change_window=self.window, change_norm=self.change == "norm")
-        if instruction.server_round <= self.frozen_after:
-            return instruction
+            instruction = instruction.with_rule(change_window=self.window, change_norm=self.change == "norm")
+        if self.frozen_after is None or instruction.server_round <= self.frozen_after:
+            return replace(instruction, later="freeze,omit")
         kept = "none" if self.send_frozen else {"both": "bn"}.get(self.freeze, self.freeze)
         return replace(instruction, freeze=self.freeze, omit=kept)
 

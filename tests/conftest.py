@@ -1,5 +1,6 @@
 """What every test can rely on."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,3 +32,12 @@ def nothing_left_of_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     ended = wait_for_end(MARK, str(tmp_path))
     kill_processes(MARK, str(tmp_path))
     assert ended, "Ray left processes behind"
+
+
+@pytest.fixture
+def flower_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What Flower logs, and this project with it: Flower's logger does not pass on to the root logger."""
+    logger = logging.getLogger("flwr")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)

@@ -4,7 +4,7 @@ from fedbn_flwr.client.bn_client import BNClient
 from fedbn_flwr.client.device import pick_device
 from fedbn_flwr.client.modes import frozen_parts, layerwise_mode
 from fedbn_flwr.client.reply import Metrics, Reply
-from fedbn_flwr.client.rules import Rule, Session, read_instruction, register_rule
+from fedbn_flwr.client.rules import Rule, Session, obeyed_keys, read_instruction, register_rule
 
 __all__ = [
     "BNClient",
@@ -14,6 +14,7 @@ __all__ = [
     "Session",
     "frozen_parts",
     "layerwise_mode",
+    "obeyed_keys",
     "pick_device",
     "read_instruction",
     "register_rule",

@@ -22,7 +22,7 @@ from fedbn_flwr.client.modes import frozen_parts, layerwise_mode
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.precision import autocast, products
 from fedbn_flwr.client.reply import Metrics, Reply
-from fedbn_flwr.client.rules import Session, read_instruction, rules_for
+from fedbn_flwr.client.rules import Session, obeyed_keys, read_instruction, rules_for
 from fedbn_flwr.data import Split
 from fedbn_flwr.layerwise import (
     Corrections,
@@ -42,7 +42,8 @@ class BNClient(NumPyClient):
     """A client that can be used with every strategy of this project, and with Flower's own.
 
     `memory` is the node's `Context.state`, and all that lasts from one message to the next. The clients of a process
-    may share one model, because every message overwrites its whole state.
+    may share one model, because every message overwrites its whole state. `loss_function` takes what the model returns,
+    and the labels. `make_optimizer` takes the model and the instruction, whose `lr` is the round's.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class BNClient(NumPyClient):
         memory: RecordDict | None = None,
         device: str = "auto",
         loss_function: training.LossFunction = F.cross_entropy,
+        make_optimizer: training.MakeOptimizer = training.make_optimizer,
     ) -> None:
         self.device = pick_device(device)
         self.model = model if is_on(model, self.device) else model.to(self.device)
@@ -64,7 +66,7 @@ class BNClient(NumPyClient):
         self.indices = np.arange(len(train)) if indices is None else indices
         self.partition_id = partition_id
         self.memory = Memory(RecordDict() if memory is None else memory)
-        self.loss_function = loss_function
+        self.loss_function, self.make_optimizer = loss_function, make_optimizer
         #: set by the transport of a layer-wise step: exchanges statistics with the other clients, and seeds dropout
         self.exchange: Exchange | None = None
 
@@ -75,7 +77,7 @@ class BNClient(NumPyClient):
         self._load(received[wire.ARRAYS], instruction)
         local = state.group_keys(self.model, instruction.keep_local)
         with norm.freeze(self.model, **frozen_parts(instruction.freeze)), products(instruction):
-            optimizer = training.make_optimizer(self.model, instruction)
+            optimizer = self.make_optimizer(self.model, instruction)
             session = Session(self.model, optimizer, instruction, received, self.memory, local)
             with nullcontext() if self.exchange else OwnRandomness(self.step_seed(instruction)).drawing():
                 loss = self._learn(session)
@@ -131,7 +133,7 @@ class BNClient(NumPyClient):
             raise ValueError("this client was given no test split to evaluate on")
         self._load(received[wire.ARRAYS], instruction)
         domains = self._num_domains()
-        result = evaluate(self.model, self.test_split, self.num_classes, self.device, num_domains=domains)
+        result = evaluate(self.model, self.test_split, self.num_classes, self.device, 500, domains, self.loss_function)
         metrics: Metrics = {
             wire.EVAL_LOSS: result.loss,
             wire.ACCURACY: result.accuracy,
@@ -253,17 +255,20 @@ class BNClient(NumPyClient):
 
     def _named(self, parameters: list[np.ndarray], instruction: Instruction) -> State:
         names = list(self.model.state_dict())
+        own: dict[str, Tensor] = {}
         if len(parameters) != len(names):
             local = state.group_keys(self.model, instruction.keep_local)
             names = [name for name in names if name not in local]
+            # Flower's older server has nothing else for a node that comes late: its BN begins as in its own model
+            own = dict(state.snapshot(self.model, local))
         if len(parameters) != len(names):
             raise ValueError(f"received {len(parameters)} arrays, the model shares {len(names)}")
-        return {name: torch.from_numpy(np.array(value)) for name, value in zip(names, parameters, strict=True)}
+        return own | {name: torch.from_numpy(np.array(value)) for name, value in zip(names, parameters, strict=True)}
 
     def reply(self, metrics: Metrics, instruction: Instruction, records: Mapping[str, State]) -> Reply:
         """Make a reply that names this client's partition and the binding keys that it obeyed."""
         metrics[wire.PARTITION_ID] = self.partition_id
-        return Reply(len(self.indices), metrics, dict(records), {wire.OBEYED: instruction.binding_keys()})
+        return Reply(len(self.indices), metrics, dict(records), {wire.OBEYED: obeyed_keys(instruction)})
 
 
 def model_names(model: nn.Module) -> dict[str, list[str]]:

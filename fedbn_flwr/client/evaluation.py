@@ -1,13 +1,13 @@
 """Accuracy by domain and class, from which every accuracy of the papers follows."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedbn_flwr.client.training import LossFunction, logits_of, model_loss
 from fedbn_flwr.data import Split
 
 
@@ -45,20 +45,24 @@ def evaluate(
     device: torch.device | str,
     batch_size: int = 500,
     num_domains: int = 0,
+    loss_function: LossFunction = F.cross_entropy,
 ) -> Evaluation:
     """Evaluate with the running statistics that the model holds."""
-    was_training = model.training
+    was_training, everything = model.training, np.arange(len(split))
     model.eval()
     try:
         logits = torch.cat(
             [
-                model(split.batch(indices, device)[0]).float().cpu()
-                for indices in torch.arange(len(split)).split(batch_size)
+                logits_of(model(split.batch(indices, device)[0])).float().cpu()
+                for indices in torch.from_numpy(everything).split(batch_size)
             ]
         )
     finally:
         model.train(was_training)
-    return score(logits, split, num_classes, num_domains)
+    result = score(logits, split, num_classes, num_domains)
+    if loss_function is F.cross_entropy:
+        return result
+    return replace(result, loss=mean_loss(model, split, everything, device, loss_function, batch_size))
 
 
 @torch.no_grad()
@@ -67,7 +71,7 @@ def mean_loss(
     split: Split,
     indices: np.ndarray,
     device: torch.device | str,
-    loss_function: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    loss_function: LossFunction = F.cross_entropy,
     batch_size: int = 500,
 ) -> float:
     """Return the mean loss on some samples, under the running statistics that the model holds."""
@@ -76,7 +80,7 @@ def mean_loss(
     try:
         for chosen in torch.from_numpy(indices).split(batch_size):
             inputs, targets = split.batch(chosen, device)
-            total += float(loss_function(model(inputs), targets)) * len(chosen)
+            total += float(model_loss(model, inputs, targets, loss_function)) * len(chosen)
     finally:
         model.train(was_training)
     return total / len(indices)

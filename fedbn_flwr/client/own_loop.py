@@ -190,7 +190,7 @@ class OwnLoop:
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
     def _require_nothing_asked(self) -> None:
-        keys = set(self._instruction.binding_keys()) - {"keep-local", "omit", "send-personal"}
+        keys = set(self._instruction.binding_keys()) - {"keep-local", "omit", "send-personal", "later"}
         if keys:
             trained = f"a {self._other}, whose entries are others" if self._other else "nothing in training mode"
             raise RuntimeError(

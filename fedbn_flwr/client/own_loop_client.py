@@ -13,6 +13,7 @@ from fedbn_flwr.client.bn_client import model_names
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.own_loop import OwnLoop
 from fedbn_flwr.client.reply import Metrics, Reply
+from fedbn_flwr.client.rules import obeyed_keys
 from fedbn_flwr.layerwise import Corrected, Corrections, Exchange, OwnRandomness, Report
 from fedbn_flwr.randomness import derive
 from fedbn_flwr.state import State
@@ -114,17 +115,20 @@ class OwnLoopClient:
         if self._num_examples is None and self._loop is not None:
             count = self._loop.first_batch_size
         metrics[wire.PARTITION_ID] = self.partition_id
-        return Reply(count, metrics, dict(records), {wire.OBEYED: instruction.binding_keys()})
+        return Reply(count, metrics, dict(records), {wire.OBEYED: obeyed_keys(instruction)})
 
     def _seen(self, received: Mapping[str, State], instruction: Instruction) -> Message:
         """Return the message that Flower's FedAvg would have sent: the whole model, and the configuration."""
         personal = self.memory.personal(state.group_keys(self.model, instruction.keep_local))
         whole = {**received[wire.ARRAYS], **personal}
         state.check(self.model, whole)
+        # the message of an exchange brings no model: the first one did
+        by_exchanges = instruction.layerwise != "none"
+        arrays, config = (wire.ARRAYS, wire.CONFIG) if by_exchanges else wire.record_names(self._message.content)
         content = RecordDict(
             {
-                wire.ARRAYS: state.to_record({name: whole[name] for name in self.model.state_dict()}),
-                wire.CONFIG: self._message.content[wire.CONFIG],
+                arrays: state.to_record({name: whole[name] for name in self.model.state_dict()}),
+                config: self._message.content[config],
             }
         )
         seen = copy.copy(self._message)
@@ -152,4 +156,4 @@ class OwnLoopClient:
         count = int(metrics.pop(wire.NUM_EXAMPLES))
         metrics[wire.PARTITION_ID] = self.partition_id
         report = {key: value for record in content.config_records.values() for key, value in record.items()}
-        return Reply(count, metrics, dict(records), {**report, wire.OBEYED: instruction.binding_keys()})
+        return Reply(count, metrics, dict(records), {**report, wire.OBEYED: obeyed_keys(instruction)})

@@ -1,9 +1,10 @@
 """The one local training loop. Every Flower API and every engine of this project trains here."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr.client.precision import autocast
@@ -12,7 +13,9 @@ from fedbn_flwr.wire import Instruction
 OPTIMIZERS = ("sgd", "adam")
 
 Batch = tuple[Tensor, Tensor]
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+#: of what the model returns and the targets
+LossFunction = Callable[[Any, Tensor], Tensor]
+MakeOptimizer = Callable[[nn.Module, Instruction], torch.optim.Optimizer]
 #: changes the gradients between the backward pass and the optimizer's step
 Adjustment = Callable[[], None]
 B = TypeVar("B")
@@ -120,7 +123,8 @@ def model_loss(
 ) -> Tensor:
     """The loss; where BN cannot take the batch, an error that says so."""
     try:
-        return loss_function(model(inputs), targets)
+        outputs = model(inputs)
+        return loss_function(logits_of(outputs) if loss_function is F.cross_entropy else outputs, targets)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
@@ -129,3 +133,8 @@ def model_loss(
             f"batch normalization cannot train on a mini-batch of {len(targets)} sample(s) that leaves one value a "
             f"channel: use a larger batch-size, frozen statistics or another normalizer ({error})"
         ) from error
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """Return the logits among a model's outputs: these themselves, or what an object of outputs calls `logits`."""
+    return outputs if isinstance(outputs, Tensor) else outputs.logits

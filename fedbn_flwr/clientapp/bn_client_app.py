@@ -1,10 +1,11 @@
 """A decorated, message-based ClientApp around `BNClient`: names and dtypes of arrays survive the journey."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply, read_instruction
@@ -18,17 +19,19 @@ ClientFunction = Callable[[Context], BNClient]
 class BNClientApp(ClientApp):
     """A ClientApp that also says how its clients are made, for engines that let several of them train at once."""
 
-    def __init__(self, client_fn: ClientFunction) -> None:
-        super().__init__()
+    def __init__(self, client_fn: ClientFunction, mods: list[Mod] | None = None) -> None:
+        super().__init__(mods=mods)
         self.client_fn = client_fn
+        #: whether nothing but the client sees a message, so that an engine may hand it to the client
+        self.is_plain = not mods
 
 
-def client_app(client_fn: ClientFunction) -> ClientApp:
-    """Make a ClientApp; `client_fn` builds the node's client from its Context, once a message.
+def client_app(client_fn: ClientFunction, mods: list[Mod] | None = None) -> ClientApp:
+    """Make a ClientApp; `client_fn` builds the node's client from its Context, once a message. `mods` are Flower's.
 
     The client's `memory` should be the context's `state`, which Flower keeps from message to message.
     """
-    app = BNClientApp(client_fn)
+    app = BNClientApp(client_fn, mods)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -53,26 +56,35 @@ def client_app(client_fn: ClientFunction) -> ClientApp:
     return app
 
 
-def unpack(message: Message, known: dict[int, state.State] | None = None) -> tuple[dict[str, state.State], Instruction]:
-    """The arrays by group and name, and the instruction.
+def unpack(
+    message: Message, known: dict[int, state.State] | None = None, flowers: bool = True
+) -> tuple[dict[str, state.State], Instruction]:
+    """Return the arrays by group and name, and the instruction, which may be that of Flower's own FedProx.
 
     The arrays are the receiver's own; with `known` they are lent, a record that many messages share once for all.
     """
     records: dict[str, state.State] = {}
-    for name, record in array_records(message.content).items():
+    arrays_name, config_name = wire.record_names(message.content)
+    for given, record in array_records(message.content).items():
+        name = wire.ARRAYS if given == arrays_name else given
         if known is None:
             records[name] = state.from_record(record)
             continue
         if id(record) not in known:
             known[id(record)] = state.view_record(record)
         records[name] = known[id(record)]
-    config: Any = message.content[wire.CONFIG]
-    return records, read_instruction(config)
+    config: Any = message.content[config_name]
+    return records, read_instruction(config, flowers)
 
 
 def pack(reply: Reply, message: Message, copy: bool = True) -> Message:
     """Answer a message. With `copy=False` the message shares the reply's memory, which nobody may change any more."""
     content = RecordDict({name: state.to_record(values, copy=copy) for name, values in reply.records.items()})
-    content[wire.METRICS] = MetricRecord({wire.NUM_EXAMPLES: reply.num_examples, **reply.metrics})
-    content[wire.REPORT] = ConfigRecord(dict(reply.report))
+    content[wire.METRICS] = MetricRecord({wire.NUM_EXAMPLES: reply.num_examples, **_not_empty(reply.metrics)})
+    content[wire.REPORT] = ConfigRecord(_not_empty(reply.report))
     return Message(content, reply_to=message)
+
+
+def _not_empty(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out empty lists: Flower cannot count their bytes."""
+    return {key: value for key, value in values.items() if value != []}

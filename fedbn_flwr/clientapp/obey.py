@@ -21,7 +21,7 @@ class Asked:
         self._client, self._loop, self._message = client, loop, message
         self.instruction = instruction
         #: the strategy's configuration, a user's own keys included
-        self.config: ConfigRecord = message.content.config_records[wire.CONFIG]
+        self.config: ConfigRecord = message.content.config_records[wire.record_names(message.content)[1]]
 
     def reply(self, *, num_examples: int, train_loss: float, **metrics: float) -> Message:
         """Answer the message with the trained model; call it after the block."""
@@ -41,7 +41,7 @@ def obey(model: nn.Module, message: Message, context: Context) -> Iterator[Asked
 
     Layer-wise steps take several messages, and need the `ClientApp` of this package.
     """
-    received, instruction = unpack(message)
+    received, instruction = unpack(message, flowers=False)
     client = OwnLoopClient(model, _no_handler, message, context)
     personal = client.memory.personal(state.group_keys(model, instruction.keep_local))
     state.load(model, {**received[wire.ARRAYS], **personal})

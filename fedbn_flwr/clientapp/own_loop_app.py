@@ -85,10 +85,10 @@ class ClientApp(FlowerClientApp):
         return OwnLoopClient(self.structure, handler, message, context, weight, self._loss_key)
 
     def _train(self, handler: Handler, message: Message, context: Context) -> Message:
-        return pack(self._client(handler, message, context).train(*unpack(message)), message)
+        return pack(self._client(handler, message, context).train(*unpack(message, flowers=False)), message)
 
     def _evaluate(self, handler: Handler, message: Message, context: Context) -> Message:
-        return pack(self._client(handler, message, context).test(*unpack(message)), message)
+        return pack(self._client(handler, message, context).test(*unpack(message, flowers=False)), message)
 
     def _take_step(self, handler: Handler, message: Message, context: Context) -> Message:
         return pack(
@@ -115,22 +115,23 @@ def numpy_client_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        sent, config = message.content.array_records[wire.ARRAYS], _config(message)
+        sent, config = _arrays_and_config(message)
         arrays, count, metrics = make(context).fit(sent.to_numpy_ndarrays(), config)
         content = RecordDict({wire.ARRAYS: _named(arrays, sent), **_metric_records(metrics, count)})
         return Message(content, reply_to=message)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        sent = message.content.array_records[wire.ARRAYS]
-        loss, count, metrics = make(context).evaluate(sent.to_numpy_ndarrays(), _config(message))
+        sent, config = _arrays_and_config(message)
+        loss, count, metrics = make(context).evaluate(sent.to_numpy_ndarrays(), config)
         return Message(RecordDict({**_metric_records({wire.EVAL_LOSS: loss, **metrics}, count)}), reply_to=message)
 
     return app
 
 
-def _config(message: Message) -> dict[str, Any]:
-    return dict(message.content.config_records[wire.CONFIG])
+def _arrays_and_config(message: Message) -> tuple[ArrayRecord, dict[str, Any]]:
+    arrays, config = wire.record_names(message.content)
+    return message.content.array_records[arrays], dict(message.content.config_records[config])
 
 
 def _named(arrays: list[np.ndarray], sent: ArrayRecord) -> ArrayRecord:

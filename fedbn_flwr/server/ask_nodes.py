@@ -20,9 +20,17 @@ def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: flo
     deadline = time.monotonic() + timeout
     while nodes:
         for reply in grid.pull_messages(list(nodes)):
-            replies[nodes.pop(reply.metadata.reply_to_message_id)] = reply
+            replies[nodes.pop(_question_of(reply, nodes))] = reply
         if not nodes or time.monotonic() > deadline:
             break
         time.sleep(poll)
         poll = min(poll * 1.5, 1.0)
     return replies
+
+
+def _question_of(reply: Message, nodes: dict[str, int]) -> str:
+    """Return the id of the message that was answered; a node's own mod may have answered without saying it."""
+    answered = reply.metadata.reply_to_message_id
+    if answered in nodes:
+        return answered
+    return next(message_id for message_id, node in nodes.items() if node == reply.metadata.src_node_id)

@@ -49,7 +49,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
 
     - `lr_schedule`: the learning rate over the rounds, see `fedbn_flwr.server.lr_schedule`,
     - `seed`: decides which nodes are drawn when not all take part,
-    - `patience`: how many seconds to wait for enough nodes before giving up,
+    - `patience`: how many seconds to wait for enough nodes before giving up; Flower waits for ever,
     - `exchange_timeout`: how many seconds nodes have to answer within a round, or to describe themselves,
     - `evaluate_every`: how often nodes evaluate, if `fraction_evaluate` asks for it; the last round always counts,
     - `momentum_state`: `none`, or keep the clients' optimizer state from round to round, `local` or `global` (FixBN's
@@ -57,7 +57,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     - `server_optimizer`: `none`, or `adam`, `yogi`, `adagrad`, `momentum`, with `server_lr` (see `ServerOptimizer`).
     """
 
-    kept: ClassVar[tuple[str, ...]] = ("ever_trained", "frozen_after", "momentum", "server_optimizer")
+    kept: ClassVar[tuple[str, ...]] = ("ever_trained", "frozen_after", "momentum", "obeyed_before", "server_optimizer")
     #: whether nodes end up with models of their own, which only they can evaluate
     personal: ClassVar[bool] = False
     #: constructor arguments of a base class that have another name here
@@ -74,7 +74,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         *,
         lr_schedule: str = "",
         seed: int = 0,
-        patience: float = 60.0,
+        patience: float = float("inf"),
         exchange_timeout: float = 600.0,
         evaluate_every: int = 1,
         momentum_state: Annotated[
@@ -110,7 +110,10 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.train_replies: list[NodeReply] = []
         self.evaluate_replies: list[NodeReply] = []
         self._sent: list[Message] = []
+        #: why replies of the current round could not be used
         self._refused: list[str] = []
+        #: the binding keys of rounds that brought a model
+        self.obeyed_before: set[str] = set()
         self._expected = Expected((), {})
 
     # ---- the hooks -----------------------------------------------------------------------------------------------
@@ -186,6 +189,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             self._require_progress(server_round)
             return None, None
         self.ever_trained = True
+        self.obeyed_before |= set(self._expected.binding)
         weights = self.weigh(self.train_replies)
         self.momentum.absorb(self.train_replies, weights)
         merged = self.refine(self.merge(self.train_replies, weights))
@@ -242,6 +246,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     def _begin_round(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> None:
         config["server-round"] = self.server_round = server_round
         self.grid = grid
+        self._refused = []
         if isinstance(rounds := config.get(wire.NUM_ROUNDS), int):
             self.num_rounds = rounds
         self.current = unpack(arrays)
@@ -252,7 +257,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         groups = self.required if kind == MessageType.TRAIN else ()
         keys = instruction.binding_keys()
         self._expected = Expected(keys, self.current, self.arrayrecord_key, self.weighted_by_key, groups)
-        packed = ConfigRecord({**config, **instruction.to_config(config.keys())})
+        packed = ConfigRecord({**config, **instruction.to_config(always=config.keys())})
         self._sent = []
         for node in nodes:
             content = RecordDict({**self.package(node, arrays), self.configrecord_key: packed})
@@ -264,7 +269,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         replies, refused = parse_replies(messages, sent, self._expected)
         self._refused += refused
         self.partitions |= {reply.node: reply.partition for reply in replies}
-        require_obeyed(replies, self._expected.binding)
+        require_obeyed(replies, self._expected.binding, self.instruction.later)
         return replies
 
     def _require_prepared(self, node: int) -> None:
@@ -279,21 +284,22 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             )
 
     def _require_progress(self, server_round: int) -> None:
+        reason = self._refused[0] if self._refused else "no node answered"
         if not self.ever_trained:
-            reason = self._refused[0] if self._refused else "no node answered"
             raise CannotTrainError(f"no node could train in round {server_round}: {reason}")
+        new = sorted(set(self._expected.binding) - self.obeyed_before)
+        if new and self._refused:
+            raise CannotTrainError(
+                f"no node could train in round {server_round}, the first that asks for {', '.join(new)}: {reason}"
+            )
         log(WARNING, "Round %d brought no usable reply: the model stays as it was", server_round)
 
     def _mean_metrics(self, replies: Sequence[NodeReply], mean: Any) -> MetricRecord:
-        # a metric that some nodes lack has no mean over all
-        shared = set.intersection(*(set(reply.metrics) for reply in replies)) - {wire.PARTITION_ID}
         if mean is aggregate_metricrecords:
+            # a metric that some nodes lack has no mean over all
+            shared = set.intersection(*(set(reply.metrics) for reply in replies)) - {wire.PARTITION_ID}
             return mean_metrics(replies, sorted(shared - {self.weighted_by_key}), self.weighted_by_key)
-        contents = [
-            RecordDict({wire.METRICS: MetricRecord({key: reply.metrics[key] for key in sorted(shared)})})
-            for reply in replies
-        ]
-        metrics: MetricRecord = mean(contents, self.weighted_by_key)
+        metrics: MetricRecord = mean([reply.content for reply in replies], self.weighted_by_key)
         return metrics
 
 

@@ -85,13 +85,15 @@ def parse_replies(
     return _with_common_entries(usable, (wire.ARRAYS, *expected.groups)), refused
 
 
-def require_obeyed(replies: Sequence[NodeReply], binding: Sequence[str]) -> None:
-    """Fail if a client did not acknowledge a key that changes the method."""
+def require_obeyed(replies: Sequence[NodeReply], binding: Sequence[str], later: str = "") -> None:
+    """Fail if a client did not acknowledge a key that changes the method; `later` are keys of rounds to come."""
     for reply in replies:
         if ignored := _ignored(reply.content, binding):
+            named = ", ".join(f"{later}, which later rounds ask for" if key == "later" else key for key in ignored)
             raise NotObeyedError(
-                f"node {reply.node} did not acknowledge {', '.join(ignored)}: its client does not implement what the "
-                "strategy asked for, and going on would silently be another method"
+                f"node {reply.node} did not acknowledge {named}: its client does not implement what the strategy asked "
+                "for, and going on would silently be another method; make the client's app with "
+                "fedbn_flwr.clientapp: ClientApp(model=...) around a loop of your own, or client_app"
             )
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from logging import WARNING
+from logging import INFO, WARNING
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common import log
@@ -18,10 +18,16 @@ from fedbn_flwr.server.replies import CannotTrainError
 
 #: nodes that are asked at a time: their questions and answers are in memory together
 ASKED_AT_ONCE = 500
+#: seconds between log entries while nodes are waited for
+SAY_EVERY = 60.0
 #: nodes that an error names at most
 NAMED = 10
 #: codes of errors that a node's app answers with; others say that a node, or a message, got lost
-ANSWERED = (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, ErrorCode.LOAD_CLIENT_APP_EXCEPTION)
+ANSWERED = (
+    ErrorCode.CLIENT_APP_RAISED_EXCEPTION,
+    ErrorCode.LOAD_CLIENT_APP_EXCEPTION,
+    ErrorCode.MOD_FAILED_PRECONDITION,
+)
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,16 @@ def wait_for_nodes(grid: Grid, wanted: int, patience: float, fewest: int | None 
 
     Raises `CannotTrainError` if there are too few.
     """
-    deadline = time.monotonic() + patience
+    began = said = time.monotonic()
     while len(nodes := sorted(grid.get_node_ids())) < wanted:
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > began + patience:
             if len(nodes) >= (wanted if fewest is None else fewest):
                 break
             raise CannotTrainError(f"{len(nodes)} of {wanted} nodes connected within {patience:g} seconds")
+        if now > said + SAY_EVERY:
+            log(INFO, "Waiting for nodes: %d of %d are connected", len(nodes), wanted)
+            said = now
         time.sleep(0.5)
     return nodes
 
@@ -73,8 +83,7 @@ class Roster:
         new = [node for node in nodes if node not in self._known]
         for start in range(0, len(new), ASKED_AT_ONCE):
             self._ask(grid, new[start : start + ASKED_AT_ONCE])
-        # a node whose app could not answer is asked again next time
-        return {node: self._known.get(node) or Node(node, node) for node in nodes}
+        return {node: self._known[node] for node in nodes}
 
     def _ask(self, grid: Grid, nodes: list[int]) -> None:
         content = RecordDict({wire.CONFIG: ConfigRecord()})
@@ -84,6 +93,7 @@ class Roster:
         for node, answer in answers.items():
             if answer.has_error():
                 log(WARNING, "Node %d cannot say who it is and is drawn by its id: %s", node, answer.error.reason)
+                self._known[node] = Node(node, node)
             else:
                 self._known[node] = _read(node, answer)
 

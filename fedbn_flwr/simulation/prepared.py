@@ -56,14 +56,10 @@ class PreparedGrid(InProcessGrid):
         training = [
             place for place, message in enumerate(messages) if message.metadata.message_type == MessageType.TRAIN
         ]
-        if len(training) > 1 and self._makes_clients():
+        if len(training) > 1 and self._hands_to_clients():
             for places in in_portions(training):
                 answers |= self._train({place: messages[place] for place in places})
         return [answers[place] if place in answers else self._answer(message) for place, message in enumerate(messages)]
-
-    def _makes_clients(self) -> bool:
-        """Whether the ClientApp says how its clients are made."""
-        return isinstance(self._client_app, BNClientApp)
 
     def _train(self, messages: dict[int, Message]) -> dict[int, Message]:
         """Return the replies of the clients that do not fail, by the messages' places."""

@@ -1,5 +1,6 @@
 """Flower's `Grid` without Ray or a network: the ServerApp's own process runs one node after another."""
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from logging import WARNING
@@ -7,16 +8,18 @@ from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common import log
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 
+from fedbn_flwr.clientapp.bn_client_app import BNClientApp
 from fedbn_flwr.simulation.grid import LocalGrid
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID as FIRST_NODE_ID
 from fedbn_flwr.simulation.node_contexts import Contexts
 from fedbn_flwr.simulation.spill import SpillBuffer
+from fedbn_flwr.state.records import lend_record
 
 Config = Mapping[str, Any]
 
@@ -80,13 +83,21 @@ class InProcessGrid(LocalGrid):
         node = message.metadata.dst_node_id
         try:
             context = self._lend(node)
-            reply = self._spill.store(self._client_app(message, context))
+            reply = self._spill.store(self._client_app(self._deliver(message), context))
         except Exception as error:
             log(WARNING, "The ClientApp of node %d raised", node, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
         self._keep(node, context)
         return reply
+
+    def _deliver(self, message: Message) -> Message:
+        """Return the message as a node gets it, to change as it likes: messages of a push share their records."""
+        return message if self._hands_to_clients() else _copy(message)
+
+    def _hands_to_clients(self) -> bool:
+        """Whether nothing but clients of this project sees messages; they leave them as they are."""
+        return isinstance(self._client_app, BNClientApp) and self._client_app.is_plain
 
     def _lend(self, node: int) -> Context:
         """A node's context, changes to which are lost unless they are kept."""
@@ -95,6 +106,19 @@ class InProcessGrid(LocalGrid):
 
     def _keep(self, node: int, context: Context) -> None:
         self._contexts[node] = context
+
+
+def _copy(message: Message) -> Message:
+    delivered = copy.copy(message)
+    # a Message has no setter for what it is made of
+    delivered.__dict__ = {**message.__dict__}
+    records: Any = message.content.items()
+    delivered.content = RecordDict({name: _copy_record(record) for name, record in records})
+    return delivered
+
+
+def _copy_record(record: Any) -> Any:
+    return lend_record(record) if isinstance(record, ArrayRecord) else type(record)(dict(record))
 
 
 def identify(message: Message) -> str:

@@ -90,6 +90,15 @@ def record_of(state: FlatArrays) -> ArrayRecord:
     return record
 
 
+def lend_record(record: ArrayRecord) -> ArrayRecord:
+    """Make a record of the same arrays, whose entries can be changed without changing the first one's."""
+    if (state := flat_of(record)) is not None:
+        return record_of(state)
+    lent = ArrayRecord()
+    lent.__dict__["_data"] = dict(record.items())
+    return lent
+
+
 def flat_of(record: ArrayRecord) -> FlatArrays | None:
     """Return the flat state that a record was made of, unless it was changed; only to be read."""
     members = record.__dict__["_data"]

@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from fedbn_flwr import wire
-from fedbn_flwr.client import Reply, read_instruction
+from fedbn_flwr.client import Reply, obeyed_keys, read_instruction
 from fedbn_flwr.client.layerwise_step import report_requests
 from fedbn_flwr.clientapp import pack
 from fedbn_flwr.layerwise import Answer, Kind, Request
@@ -37,7 +37,7 @@ class CountedStep:
         self._heads = {message.metadata.dst_node_id: head_of(message.metadata) for message in messages}
         content: Any = messages[0].content
         self._attempt, self._config = StepPosition.of(content).attempt, _config_of(content)
-        self._obeyed = tuple(read_instruction(content[wire.CONFIG]).binding_keys())
+        self._obeyed = tuple(obeyed_keys(read_instruction(content[wire.CONFIG])))
         self._exchanges = 0
 
     @property

@@ -36,6 +36,7 @@ from fedbn_flwr.wire.instruction import (
     Scalar,
     wire_key,
 )
+from fedbn_flwr.wire.record_names import record_names
 
 __all__ = [
     "ACCURACY",
@@ -71,5 +72,6 @@ __all__ = [
     "Instruction",
     "Record",
     "Scalar",
+    "record_names",
     "wire_key",
 ]

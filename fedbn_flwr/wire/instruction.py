@@ -2,7 +2,9 @@
 
 A strategy's orders for a round travel as an `Instruction`, packed into the message's ConfigRecord under the
 kebab-case names of its fields (`server-round` is Flower's own name). Fields at their default are not sent. The keys of
-rules travel beside them; each rule in `fedbn_flwr/client/rules/` declares its own. The reply holds
+rules travel beside them; each rule in `fedbn_flwr/client/rules/` declares its own. How to train (`lr`, `batch-size`) is
+the user's to write; what changes the method has names that start with `fedbn.`, so that a user's own `freeze` is
+theirs. The reply holds
 
 - ArrayRecord `arrays`: the entries of the state dict that leave the client, by name, with their dtype,
 - further ArrayRecords for what a method adds (`momentum`, `control-variates`, ...),
@@ -49,6 +51,9 @@ NUM_ROUNDS = "num-rounds"
 DESCRIBE = "query.describe"
 GATHER = "train.gather"
 LAYERWISE = "train.layerwise"
+
+#: before the wire names of what changes the method
+NAMESPACE = "fedbn."
 
 Scalar = bool | int | float | str
 
@@ -106,6 +111,8 @@ class Instruction:
     send_personal: bool = _binding(False)
     #: after training, or in an evaluation, also report the model's loss on all local training data
     report_local_loss: bool = _binding(False)
+    #: binding keys, with commas between, that later rounds ask for: who does not know them is refused at once
+    later: str = _binding("")
     #: what clients' rules are asked for: wire keys and values, sorted by key; see `with_rule`
     rule_keys: tuple[tuple[str, Scalar], ...] = ()
 
@@ -115,15 +122,16 @@ class Instruction:
 
         Other keys are left alone: they may be a user's own.
         """
-        known = ((_BY_KEY[key], key, value) for key, value in config.items() if key in _BY_KEY)
-        values = {item.name: _typed(key, value, item.default) for item, key, value in known}
-        keys = sorted((config.keys() & rule_keys.keys()) - _BY_KEY.keys())
-        return cls(**values, rule_keys=tuple((key, _typed(key, config[key], rule_keys[key])) for key in keys))
+        known = ((item, on_wire(key)) for key, item in _BY_KEY.items() if on_wire(key) in config)
+        values = {item.name: _typed(key, config[key], item.default) for item, key in known}
+        keys = sorted(key for key in rule_keys.keys() - _BY_KEY.keys() if on_wire(key) in config)
+        asked = ((key, _typed(on_wire(key), config[on_wire(key)], rule_keys[key])) for key in keys)
+        return cls(**values, rule_keys=tuple(asked))
 
     @classmethod
     def wire_keys(cls) -> frozenset[str]:
         """Return the wire keys of all fields."""
-        return frozenset(_BY_KEY)
+        return frozenset(map(on_wire, _BY_KEY))
 
     def with_rule(self, **keys: Scalar) -> Self:
         """Return a copy that also asks clients for a rule, by the rule's keys: `with_rule(proximal_mu=0.1)`.
@@ -144,8 +152,15 @@ class Instruction:
     def to_config(self, always: Collection[str] = ()) -> ConfigRecord:
         """Pack the fields that differ from their defaults or have one of these wire keys, and the keys of rules."""
         values = {key: getattr(self, item.name) for key, item in _BY_KEY.items()}
-        sent = {key for key, value in values.items() if key in always or value != _BY_KEY[key].default}
-        return ConfigRecord({key: value for key, value in values.items() if key in sent} | dict(self.rule_keys))
+        sent = {
+            key: values[key] for key, item in _BY_KEY.items() if on_wire(key) in always or values[key] != item.default
+        }
+        return ConfigRecord({on_wire(key): value for key, value in {**sent, **dict(self.rule_keys)}.items()})
+
+    @classmethod
+    def binding_names(cls) -> frozenset[str]:
+        """Return the keys of the fields that change the method."""
+        return frozenset(_BINDING)
 
     def binding_keys(self) -> list[str]:
         """Return the keys in force that change the method, which a client must acknowledge."""
@@ -154,8 +169,13 @@ class Instruction:
 
 
 def wire_key(name: str) -> str:
-    """The wire's spelling of a Python name."""
+    """Return the kebab-case spelling of a Python name."""
     return name.replace("_", "-")
+
+
+def on_wire(key: str) -> str:
+    """Return the name under which a field's or a rule's key travels."""
+    return key if key in _BY_KEY.keys() - _BINDING.keys() else NAMESPACE + key
 
 
 #: an instruction's fields by the wire's names

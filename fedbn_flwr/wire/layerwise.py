@@ -91,7 +91,7 @@ def read_requests(content: Mapping[str, Any]) -> Report:
     """Return a client's requests by layer; ValueError if they cannot be read."""
     try:
         report = content[wire.REPORT]
-        kind, layers, counts = report["kind"], report["layers"], report["counts"]
+        kind, layers, counts = report["kind"], report.get("layers", []), report.get("counts", [])
         tensors = state.from_record(content[REQUESTS])
         if kind not in get_args(Kind) or set(layers) != set(tensors):
             raise ValueError(f"{kind!r} of {layers}, and the arrays {list(tensors)}")

@@ -397,7 +397,7 @@ def test_it_is_a_flower_client_whose_lists_have_the_order_of_the_state_dict() ->
 
 def test_fit_is_the_same_training() -> None:
     wanted = trained(toy_client(), start(), freeze="statistics")
-    found, count, metrics = toy_client().fit(as_list(start()), {**CONFIG, "freeze": "statistics"})
+    found, count, metrics = toy_client().fit(as_list(start()), {**CONFIG, "fedbn.freeze": "statistics"})
     names = list(toy_cnn().state_dict())
     values = {name: torch.from_numpy(array) for name, array in zip(names, found, strict=True)}
     assert_same_state(values, arrays(wanted))
@@ -407,7 +407,7 @@ def test_fit_is_the_same_training() -> None:
 
 
 def test_fit_sends_and_takes_the_shared_entries_only_once_the_rest_stays() -> None:
-    records, config = RecordDict(), {**CONFIG, "keep-local": "bn"}
+    records, config = RecordDict(), {**CONFIG, "fedbn.keep-local": "bn"}
     shared, _, metrics = toy_client(memory=records).fit(as_list(start()), config)
     assert len(shared) == len(start()) - len(BN)
     assert metrics["obeyed"] == "keep-local"

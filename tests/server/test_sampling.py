@@ -1,13 +1,12 @@
 """Who takes part: the same nodes are drawn however late their answers are, or the run ends with an error."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
-from flwr.common.logger import FLOWER_LOGGER
 
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
@@ -71,14 +70,6 @@ def grid(clock: Clock) -> LateGrid:
     grid = LateGrid(client_app(client), NODES)
     grid.clock = clock
     return grid
-
-
-@pytest.fixture
-def flower_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    # Flower's logger does not pass on to the root logger
-    FLOWER_LOGGER.addHandler(caplog.handler)
-    yield caplog
-    FLOWER_LOGGER.removeHandler(caplog.handler)
 
 
 def partitions_drawn(grid: InProcessGrid, timeout: float) -> list[Any]:

@@ -197,4 +197,4 @@ def test_a_fraction_needs_the_number_of_rounds() -> None:
     config = INSTRUCTION.to_config()
     config["num-rounds"] = 4
     messages: list[Message] = strategy.configure_train(3, nodes.initial, config, nodes.grid)
-    assert messages[0].content.config_records["config"]["freeze"] == "statistics"
+    assert messages[0].content.config_records["config"]["fedbn.freeze"] == "statistics"

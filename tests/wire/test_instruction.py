@@ -9,6 +9,7 @@ from flwr.app import ConfigRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedbn_flwr.client import read_instruction
 from fedbn_flwr.wire import Instruction, wire_key
 
 FIELDS = {item.name: item for item in fields(Instruction) if item.name != "rule_keys"}
@@ -33,7 +34,7 @@ def other(item: "Field[Any]") -> Any:
 def test_every_field_travels_under_its_kebab_name_and_comes_back(name: str) -> None:
     sent = replace(Instruction(), **{name: other(FIELDS[name])})
     config = sent.to_config()
-    assert list(config) == [wire_key(name)]
+    assert list(config) == [("fedbn." if sent.binding_keys() else "") + wire_key(name)]
     assert re.fullmatch(r"[a-z]+(-[a-z]+)*", wire_key(name))
     assert Instruction.from_config(config) == sent
 
@@ -47,7 +48,9 @@ def test_any_instruction_survives_flowers_serialization(values: dict[str, Any]) 
 
 
 def test_flowers_own_names_are_kept() -> None:
-    assert Instruction(server_round=3).with_rule(proximal_mu=0.5).to_config() == {"server-round": 3, "proximal-mu": 0.5}
+    assert Instruction(server_round=3).to_config() == {"server-round": 3}
+    assert read_instruction({"proximal-mu": 0.5}) == Instruction().with_rule(proximal_mu=0.5)
+    assert read_instruction({"proximal-mu": 0.5}, flowers=False) == Instruction()
 
 
 def test_defaults_are_not_sent() -> None:
@@ -56,7 +59,15 @@ def test_defaults_are_not_sent() -> None:
 
 
 def test_wire_keys_are_those_of_all_fields() -> None:
-    assert Instruction.wire_keys() == {wire_key(name) for name in FIELDS}
+    assert {key.removeprefix("fedbn.") for key in Instruction.wire_keys()} == {wire_key(name) for name in FIELDS}
+
+
+def test_what_changes_the_method_leaves_its_names_to_users() -> None:
+    mine = {"freeze": [1, 2], "keep-local": 3, "omit": b"", "layerwise": "no", "pull": "hard", "proximal-mu": "soft"}
+    assert Instruction.from_config(mine, {"pull": 0.0, "proximal-mu": 0.0}) == Instruction()
+    theirs = Instruction(freeze="both").with_rule(pull=0.5).to_config()
+    assert theirs == {"fedbn.freeze": "both", "fedbn.pull": 0.5}
+    assert Instruction.from_config({**mine, **theirs}, {"pull": 0.0}) == Instruction(freeze="both").with_rule(pull=0.5)
 
 
 def test_binding_are_the_keys_in_force_that_change_the_method() -> None:
@@ -86,8 +97,8 @@ def test_how_to_train_is_not_binding() -> None:
         ("replacement", 1),
         ("replacement", "true"),
         ("optimizer", 1),
-        ("freeze", True),
-        ("keep-local", ["bn"]),
+        ("fedbn.freeze", True),
+        ("fedbn.keep-local", ["bn"]),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_name(key: str, value: Any) -> None:
@@ -110,7 +121,7 @@ def test_keys_of_others_are_left_alone() -> None:
 
 def test_a_rules_key_travels_is_binding_and_comes_back_where_it_is_known() -> None:
     sent = Instruction(lr=0.5).with_rule(pull_strength=0.25).with_rule(pull_often=True)
-    assert sent.to_config() == {"lr": 0.5, "pull-strength": 0.25, "pull-often": True}
+    assert sent.to_config() == {"lr": 0.5, "fedbn.pull-strength": 0.25, "fedbn.pull-often": True}
     assert sent.binding_keys() == ["pull-often", "pull-strength"]
     received = ConfigRecord.inflate(sent.to_config().deflate())
     assert Instruction.from_config(received, {"pull-strength": 0.0, "pull-often": False}) == sent
@@ -120,10 +131,10 @@ def test_a_rules_key_travels_is_binding_and_comes_back_where_it_is_known() -> No
 
 
 def test_a_rules_key_has_the_type_of_its_default() -> None:
-    (value,) = Instruction.from_config({"pull": 1}, {"pull": 0.0}).values_of({"pull": 0.0}).values()
+    (value,) = Instruction.from_config({"fedbn.pull": 1}, {"pull": 0.0}).values_of({"pull": 0.0}).values()
     assert (type(value), value) == (float, 1.0)
-    with pytest.raises(ValueError, match="'pull' must be float, got 'hard'"):
-        Instruction.from_config({"pull": "hard"}, {"pull": 0.0})
+    with pytest.raises(ValueError, match=r"'fedbn\.pull' must be float, got 'hard'"):
+        Instruction.from_config({"fedbn.pull": "hard"}, {"pull": 0.0})
 
 
 def test_values_are_found_by_key() -> None:
@@ -132,7 +143,7 @@ def test_values_are_found_by_key() -> None:
 
 
 def test_a_later_order_to_a_rule_takes_the_place_of_the_one_before() -> None:
-    assert Instruction().with_rule(pull=1, push=3).with_rule(pull=2).to_config() == {"pull": 2, "push": 3}
+    assert Instruction().with_rule(pull=1, push=3).with_rule(pull=2).to_config() == {"fedbn.pull": 2, "fedbn.push": 3}
 
 
 def test_a_field_is_no_rules_key() -> None:

@@ -10,6 +10,8 @@ from fedbn_flwr.client.rules.base import Rule
 from fedbn_flwr.plugins import same_definition
 from fedbn_flwr.wire import Instruction, Scalar, wire_key
 
+#: the name of the proximal term's weight under Flower's own FedProx
+FLOWERS_MU = "proximal-mu"
 #: the rule behind each key
 RULES: dict[str, type[Rule]] = {}
 #: the default of each key, with which its rule is off
@@ -60,9 +62,18 @@ def rules_for(instruction: Instruction) -> list[Rule]:
     return rules
 
 
-def read_instruction(config: ConfigRecord | dict[str, Scalar]) -> Instruction:
-    """Read an instruction with the keys of all registered rules."""
-    return Instruction.from_config(config, _DEFAULTS)
+def read_instruction(config: ConfigRecord | dict[str, Scalar], flowers: bool = True) -> Instruction:
+    """Read an instruction with the keys of all registered rules, and with that of Flower's own FedProx if wanted."""
+    instruction = Instruction.from_config(config, _DEFAULTS)
+    mu = config.get(FLOWERS_MU) if flowers else None
+    return instruction.with_rule(proximal_mu=mu) if isinstance(mu, int | float) else instruction
+
+
+def obeyed_keys(instruction: Instruction) -> list[str]:
+    """Return the binding keys that a client of this process acts upon; `later` only if it knows all of its keys."""
+    known = Instruction.binding_names() | RULES.keys()
+    unknown = set(filter(None, instruction.later.split(","))) - known
+    return [key for key in instruction.binding_keys() if key != "later" or not unknown]
 
 
 def _defaults(rule: type[Rule]) -> dict[str, Scalar]:

@@ -85,8 +85,8 @@ def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = ()) 
     }
     if all(wire.LOCAL_LOSS in reply.metrics for reply in replies):
         scores["train-loss-global"] = _mean(replies, wire.LOCAL_LOSS)
-    matrix = [list(_numbers(reply.metrics, wire.DOMAIN_ACCURACY)) for reply in replies]
     if domain_names:
+        matrix = [list(_numbers(reply.metrics, wire.DOMAIN_ACCURACY)) for reply in replies]
         scores["node-domain-accuracy"] = matrix
         domains = [int(_numbers(reply.metrics, wire.DOMAIN)[0]) for reply in replies]
         # the models of the nodes that hold a domain

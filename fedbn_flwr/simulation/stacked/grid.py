@@ -58,7 +58,7 @@ class StackedGrid(PreparedGrid):
 
     def open_step(self, messages: Sequence[Message]) -> StackedLayerwiseStep | None:
         """Open the layer-wise step that these messages begin, if all of their nodes can take it in stacks."""
-        if not self._makes_clients():
+        if not self._hands_to_clients():
             return None
         for message in messages:
             identify(message)
@@ -105,11 +105,11 @@ class StackedGrid(PreparedGrid):
             identify(message)
         return messages
 
-    def _makes_clients(self) -> bool:
-        makes_clients = super()._makes_clients()
-        if not makes_clients:
-            self._log_once("the ClientApp was not made by `client_app`")
-        return makes_clients
+    def _hands_to_clients(self) -> bool:
+        answer = super()._hands_to_clients()
+        if not answer:
+            self._log_once("the ClientApp was not made by `client_app`, or has mods")
+        return answer
 
     def _train(self, messages: dict[int, Message]) -> dict[int, Message]:
         answers: dict[int, Message] = {}

@@ -4,6 +4,7 @@ from collections.abc import Hashable
 
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.rules import rules_for
+from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.simulation.prepared import Job
 
 
@@ -33,6 +34,8 @@ def why_not_stackable(job: Job) -> str:
     client, instruction = job.client, job.instruction
     if type(client) is not BNClient:
         return f"{type(client).__name__} may train in a way of its own"
+    if client.make_optimizer is not make_optimizer:
+        return "its optimizer is its own"
     for rule in rules_for(instruction):
         if not rule.stacks:
             return f"{type(rule).__name__} does not work on stacked models"

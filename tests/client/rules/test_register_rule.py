@@ -39,7 +39,7 @@ def test_a_rule_is_on_when_one_of_its_keys_is_not_at_its_default() -> None:
     (rule,) = rules_for(Instruction().with_rule(pull_strength=0.5))
     assert isinstance(rule, Pull)
     assert (rule.pull_strength, rule.pull_kind) == (0.5, "even")
-    (rule,) = rules_for(read_instruction({"pull-kind": "odd", "a-key-of-somebody": 3}))
+    (rule,) = rules_for(read_instruction({"fedbn.pull-kind": "odd", "pull-strength": 3}))
     assert isinstance(rule, Pull)
     assert (rule.pull_strength, rule.pull_kind) == (0.0, "odd")
 

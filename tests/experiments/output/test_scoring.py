@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import ArrayRecord, Context, RecordDict
 from torch import Tensor
 
 from fedbn_flwr import state, wire
@@ -60,7 +60,7 @@ def federate(
         state.to_record(toy_cnn().state_dict()),
         rounds,
         train_config=Instruction(local_steps=4, batch_size=4, lr=0.05).to_config(),
-        evaluate_config=ConfigRecord({"seed": 0, "report-local-loss": losses}),
+        evaluate_config=Instruction(seed=0, report_local_loss=losses).to_config(),
         evaluate_fn=lambda _, arrays: seen.append((arrays, scorer.score(strategy, arrays))),
     )
     arrays, scores = seen[-1]

@@ -1,6 +1,5 @@
 """Nodes in several processes: the bits of one process, and what becomes of processes that die."""
 
-import logging
 import os
 import signal
 import subprocess
@@ -43,15 +42,6 @@ def _imported_once() -> None:
 def grid() -> Iterator[WorkersGrid]:
     with WorkersGrid(partial(obeying, 5), 5, 2) as grid:
         yield grid
-
-
-@pytest.fixture
-def flower_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    # Flower's logger does not pass on to the root logger
-    logger = logging.getLogger("flwr")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 def send(grid: Grid, *words: str) -> list[Message]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from fedbn_flwr import models
 from fedbn_flwr.norm import NORMS
-from fedbn_flwr.strategies import REGISTRY, FedAvg, FedBN, FedBS, FedProx, FedWon, FixBN, Scaffold, SiloBN
+from fedbn_flwr.strategies import REGISTRY, FedAvg, FedBN, FedBS, FedProx, FedWon, FixBN, Scaffold, SiloBN, prepare
 from tests.helpers.engine_comparison import EXACT, Stacked, assert_same, both, difference, quiet, run, stacked_by
 from tests.helpers.harness import Double, make_model
 from tests.strategies.test_contract import TABLE
@@ -93,7 +93,7 @@ OPTIONS: dict[str, tuple[type[FedAvg], dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options(case: str) -> None:
     strategy, options, instruction = OPTIONS[case]
-    assert_same(lambda: quiet(strategy, **options), make_model, **instruction)
+    assert_same(lambda: quiet(strategy, **options), lambda: prepare(make_model(), strategy), **instruction)
 
 
 @pytest.mark.parametrize("strategy", [Scaffold, FedBN, SiloBN, FedAvg])

@@ -1,0 +1,71 @@
+"""Mods for Flower's ClientApp, around any handler: keep entries on the node, refuse broken models, count bytes."""
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, Context, Error, Message, MessageType
+from flwr.clientapp.typing import ClientAppCallable, Mod
+from flwr.common.constant import ErrorCode
+
+from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.state.records import array_records, data_bytes, view_array
+
+BYTES_DOWN = "bytes-down"
+BYTES_UP = "bytes-up"
+#: where a node keeps entries, in its memory
+KEPT = "kept-by-mod"
+
+
+def keep_local(*patterns: str) -> Mod:
+    """Make a mod that keeps the entries whose names match: `keep_local("*bn*", "head.*")`.
+
+    The handler trains and evaluates the node's own entries, which stay in `Context.state`. In their place the server
+    gets back what it sent, so every strategy of Flower can average the replies.
+    """
+
+    def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        memory = Memory(context.state)
+        (group, sent), *more = array_records(message.content).items()
+        if more:
+            raise ValueError(f"keep_local needs messages with one ArrayRecord; here is {more[0][0]!r}, too")
+        own: Any = dict(memory.kept(KEPT)).get("", {})
+        message.content[group] = ArrayRecord({name: own.get(name, array) for name, array in sent.items()})
+        reply = call_next(message, context)
+        if message.metadata.message_type.partition(".")[0] == MessageType.TRAIN and reply.has_content():
+            ((group, trained),) = array_records(reply.content).items()
+            stays = {name for name in trained if any(fnmatchcase(name, pattern) for pattern in patterns)}
+            memory.keep(KEPT, ArrayRecord({name: trained[name] for name in stays}))
+            shown = {name: sent[name] if name in stays else array for name, array in trained.items()}
+            reply.content[group] = ArrayRecord(shown)
+        return reply
+
+    return mod
+
+
+def guard(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Answer with an error, which names the entry, in place of a reply with numbers that are not finite."""
+    reply = call_next(message, context)
+    if not reply.has_content():
+        return reply
+    for group, record in array_records(reply.content).items():
+        for name, array in record.items():
+            values = view_array(array)
+            if np.issubdtype(values.dtype, np.inexact) and not np.isfinite(values).all():
+                reason = f"entry {name!r} of {group!r} is not finite after training"
+                return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+    return reply
+
+
+def count_bytes(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Add the bytes of the arrays that came and went to the reply's metrics: `bytes-down` and `bytes-up`."""
+    down = _bytes_of(message)
+    reply = call_next(message, context)
+    if reply.has_content():
+        for metrics in list(reply.content.metric_records.values())[:1]:
+            metrics[BYTES_DOWN], metrics[BYTES_UP] = down, _bytes_of(reply)
+    return reply
+
+
+def _bytes_of(message: Message) -> int:
+    return sum(data_bytes(array) for record in array_records(message.content).values() for array in record.values())

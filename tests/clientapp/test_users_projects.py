@@ -1,0 +1,433 @@
+"""What projects on Flower do that this one's own experiments do not: keys, mods and clients of their own."""
+
+import logging
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp as FlowerClientApp
+from flwr.clientapp.mod import arrays_size_mod, message_size_mod
+from flwr.clientapp.typing import ClientAppCallable
+from flwr.common.constant import ErrorCode
+from torch import Tensor, nn
+
+from fedbn_flwr import norm, state
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.clientapp import ClientApp, client_app, count_bytes, guard, keep_local, obey
+from fedbn_flwr.clientapp.bn_client_app import BNClientApp
+from fedbn_flwr.server.replies import CannotTrainError, NotObeyedError
+from fedbn_flwr.simulation import StackedGrid
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedBN, FedBS, FedProx, FedTAN, FixBN, Scaffold, fit_config
+from fedbn_flwr.wire import Instruction
+from tests.helpers.harness import CLASSES, INSTRUCTION, SIZES, Federation, distance, make_model, make_split, parts
+
+NODES = len(SIZES)
+
+
+def make() -> nn.Module:
+    return make_model(seed=3)
+
+
+def bn_client(context: Context, **options: Any) -> BNClient:
+    index = int(context.node_config["partition-id"])
+    known: dict[str, Any] = {"test": make_split(), "num_classes": CLASSES, "memory": context.state, "device": "cpu"}
+    return BNClient(make(), make_split(), indices=parts()[index], partition_id=index, **{**known, **options})
+
+
+def start(strategy: BaseStrategy, app: FlowerClientApp, rounds: int = 2, **config: Any) -> state.State:
+    """Run a strategy with a user's own configuration, and return the model."""
+    record = ConfigRecord({"local-steps": 2, "batch-size": 5, "lr": 0.05, **config})
+    initial = state.to_record(make().state_dict())
+    return state.from_record(strategy.start(InProcessGrid(app, NODES), initial, rounds, train_config=record).arrays)
+
+
+def foreign_app(
+    seen: list[dict[str, Any]], arrays: str = "arrays", config: str = "config", mods: Any = None
+) -> FlowerClientApp:
+    """Return an app that knows nothing of this project: it adds 1 to the first entry."""
+    app = FlowerClientApp(mods=mods)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        seen.append(dict(message.content.config_records[config]))
+        values = message.content.array_records[arrays].to_torch_state_dict()
+        values[next(iter(values))] += 1
+        content: Any = {arrays: ArrayRecord(values), "metrics": MetricRecord({"num-examples": 3, "train-loss": 1.0})}
+        return Message(RecordDict(content), reply_to=message)
+
+    @app.query("describe")
+    def describe(message: Message, context: Context) -> Message:
+        raise NotImplementedError
+
+    return app
+
+
+# ---- keys ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_users_keys_arrive_as_they_are_whatever_they_are_called() -> None:
+    seen: list[dict[str, Any]] = []
+    mine = {"freeze": "backbone", "keep-local": 7, "omit": [1, 2], "lr": 0.1, "momentum": 0.0, "proximal-mu": "mine"}
+    start(FedAvg(fraction_evaluate=0.0), foreign_app(seen), rounds=1, **mine)
+    assert {key: seen[0][key] for key in mine} == mine
+
+
+def test_a_users_freeze_freezes_nothing() -> None:
+    trained = start(FedAvg(fraction_evaluate=0.0), client_app(bn_client), freeze="both")
+    assert distance(trained, start(FedAvg(fraction_evaluate=0.0), client_app(bn_client))) == 0
+
+
+@pytest.mark.parametrize("strategy", [FedAvg, FedBN, Scaffold, lambda **options: FixBN(freeze_round=1, **options)])
+@pytest.mark.parametrize("kind", ["BNClient", "own loop", "obey"])
+def test_records_may_have_a_users_names(strategy: Callable[..., BaseStrategy], kind: str) -> None:
+    names = {"arrayrecord_key": "weights", "configrecord_key": "settings"}
+    app = {"BNClient": lambda: client_app(bn_client), "own loop": lambda: looping_app(*names.values()), "obey": obeying}
+    assert distance(start(strategy(**names), app[kind]()), start(strategy(), client_app(bn_client))) < 1e-12
+
+
+def looping_app(arrays: str, config: str) -> FlowerClientApp:
+    app = ClientApp(model=make)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model, index = make(), int(context.node_config["partition-id"])
+        model.load_state_dict(message.content.array_records[arrays].to_torch_state_dict())
+        settings: Any = message.content.config_records[config]
+        loop(model, index, settings)
+        metrics = MetricRecord({"num-examples": SIZES[index], "train-loss": 1.0})
+        return Message(RecordDict({arrays: ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        make().load_state_dict(message.content.array_records[arrays].to_torch_state_dict())
+        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
+
+    return app
+
+
+def obeying() -> FlowerClientApp:
+    app = FlowerClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model, index = make(), int(context.node_config["partition-id"])
+        with obey(model, message, context) as asked:
+            loop(model, index, asked.config)
+        return asked.reply(num_examples=SIZES[index], train_loss=1.0)
+
+    return app
+
+
+def loop(model: nn.Module, index: int, settings: Any) -> None:
+    """Train on the batches that a `BNClient` would train on."""
+    model.train()
+    client = BNClient(model, make_split(), indices=parts()[index], partition_id=index, device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings["lr"])
+    for inputs, targets in client.plan(Instruction.from_config(settings)):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def test_layerwise_strategies_refuse_other_names() -> None:
+    with pytest.raises(ValueError, match="FedTAN sends messages of its own, with 'arrays' and 'config' in them"):
+        FedTAN(arrayrecord_key="weights")
+
+
+def test_a_users_mean_of_metrics_sees_whole_replies() -> None:
+    app, contents = ClientApp(model=make), list[RecordDict]()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        metrics = MetricRecord({"num-examples": 2, "hits": [1, 2]})
+        told: Any = {"arrays": message.content["arrays"], "metrics": metrics, "told": ConfigRecord({"site": "north"})}
+        return Message(RecordDict(told), reply_to=message)
+
+    def mean(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
+        contents.extend(replies)
+        return MetricRecord({"sites": len(replies)})
+
+    strategy = FedAvg(fraction_evaluate=0.0, train_metrics_aggr_fn=mean)
+    result = strategy.start(InProcessGrid(app, 3), state.to_record(make().state_dict()), 1)
+    assert dict(result.train_metrics_clientapp[1]) == {"sites": 3}
+    assert contents[0].metric_records["metrics"]["hits"] == [1, 2]
+    assert contents[0].config_records["report"]["site"] == "north"
+
+
+# ---- what a client cannot do -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "key"),
+    [(lambda: FixBN(freeze_round=5), "freeze,omit"), (lambda: FedBS(loss="running"), "proximal-mu")],
+)
+def test_a_client_that_cannot_do_what_later_rounds_ask_for_is_refused_in_the_first(
+    strategy: Callable[[], BaseStrategy], key: str
+) -> None:
+    with pytest.raises(NotObeyedError) as refusal:
+        start(strategy(), foreign_app([]), rounds=9)
+    assert f"node 1000 did not acknowledge {key}, which later rounds ask for" in str(refusal.value)
+    assert "ClientApp(model=...)" in str(refusal.value)
+
+
+def test_a_client_without_a_rule_does_not_promise_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedbn_flwr.client.rules import registry
+
+    monkeypatch.delitem(registry.RULES, "proximal-mu")
+    with pytest.raises(NotObeyedError, match="proximal-mu, which later rounds ask for"):
+        start(FedBS(), client_app(bn_client), rounds=9)
+
+
+def test_a_run_ends_when_nobody_can_do_what_a_round_newly_asks_for() -> None:
+    """As under a client-side mod of differential privacy, which expects the whole model."""
+
+    def whole_models_only(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        reply = call_next(message, context)
+        if list(reply.content.array_records["arrays"]) == list(message.content.array_records["arrays"]):
+            return reply
+        return Message(Error(0, "keys differ"), reply_to=message)
+
+    app = client_app(bn_client, mods=[whole_models_only])
+    with pytest.raises(CannotTrainError, match=r"round 3, the first that asks for freeze, omit: .* keys differ"):
+        start(FixBN(freeze_round=2, fraction_evaluate=0.0), app, rounds=6)
+
+
+def test_a_node_that_cannot_describe_itself_is_asked_once() -> None:
+    asked: list[str] = []
+
+    def watch(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        asked.append(message.metadata.message_type)
+        return call_next(message, context)
+
+    start(FedAvg(fraction_train=0.4, fraction_evaluate=0.0), foreign_app([], mods=[watch]), rounds=4)
+    assert asked.count("query.describe") == NODES
+
+
+def test_a_mod_may_answer_in_a_nodes_place(flower_log: pytest.LogCaptureFixture) -> None:
+    def refuse(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        if message.metadata.message_type != "query.describe":
+            return call_next(message, context)
+        reply = Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, "no queries here"), reply_to=message)
+        reply.metadata.__dict__["_reply_to_message_id"] = ""
+        return reply
+
+    start(FedAvg(fraction_train=0.4, fraction_evaluate=0.0), foreign_app([], mods=[refuse]), rounds=1)
+    for node in range(1000, 1000 + NODES):
+        assert f"Node {node} cannot say who it is and is drawn by its id: no queries here" in flower_log.text
+
+
+# ---- mods ------------------------------------------------------------------------------------------------------------
+
+
+def test_flowers_own_mods_work() -> None:
+    with_mods = client_app(bn_client, mods=[message_size_mod, arrays_size_mod])
+    assert distance(start(FedBN(), with_mods), start(FedBN(), client_app(bn_client))) == 0
+    start(FedTAN(), with_mods)
+    own = ClientApp(model=make, mods=[message_size_mod])
+    assert isinstance(own, FlowerClientApp)
+
+
+def test_an_app_with_mods_is_not_bypassed() -> None:
+    app = client_app(bn_client, mods=[message_size_mod])
+    assert isinstance(app, BNClientApp)
+    seen: list[str] = []
+
+    def watch(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        seen.append(message.metadata.message_type)
+        return call_next(message, context)
+
+    initial = state.to_record(make().state_dict())
+    FedAvg(fraction_evaluate=0.0).start(StackedGrid(client_app(bn_client, mods=[watch]), NODES, {}), initial, 2)
+    assert seen == ["train"] * 2 * NODES
+
+
+def test_what_a_node_changes_in_its_message_is_its_own() -> None:
+    def spoil(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        reply = call_next(message, context)
+        message.content.config_records["config"]["lr"] = 9.0
+        del message.content.array_records["arrays"][next(iter(message.content.array_records["arrays"]))]
+        return reply
+
+    seen: list[dict[str, Any]] = []
+    start(FedAvg(fraction_evaluate=0.0), foreign_app(seen, mods=[spoil]))
+    assert {config["lr"] for config in seen} == {0.05}
+
+
+def test_keep_local_keeps_what_matches_on_the_node() -> None:
+    bn = norm.bn_keys(make())
+    assert bn
+    kept = start(FedAvg(fraction_evaluate=0.0), client_app(plain_client, mods=[keep_local(*bn)]), rounds=3)
+    wanted = Federation(make()).run(FedBN(fraction_evaluate=0.0), 3, local_steps=2, batch_size=5, lr=0.05, seed=0)
+    initial = make().state_dict()
+    for name, value in kept.items():
+        torch.testing.assert_close(value, initial[name] if name in bn else wanted[name], rtol=0, atol=1e-12)
+
+
+def plain_client(context: Context) -> BNClient:
+    """Return a client whose own memory keeps nothing: the mod does."""
+    return bn_client(context, memory=RecordDict())
+
+
+def test_guard_names_an_entry_that_is_not_finite(flower_log: pytest.LogCaptureFixture) -> None:
+    def break_first(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        reply = call_next(message, context)
+        if context.node_id == 1001:
+            values = reply.content.array_records["arrays"].to_torch_state_dict()
+            values["net.0.weight"][0] = float("nan")
+            reply.content["arrays"] = ArrayRecord(values)
+        return reply
+
+    start(FedAvg(fraction_evaluate=0.0), client_app(bn_client, mods=[guard, break_first]), rounds=1)
+    assert "Node 1001 is left out of this round: it failed: " in flower_log.text
+    assert "entry 'net.0.weight' of 'arrays' is not finite after training" in flower_log.text
+
+
+def test_count_bytes_counts_what_came_and_went() -> None:
+    model = make()
+    whole = sum(value.numpy().nbytes for value in model.state_dict().values())
+    shared = whole - sum(model.state_dict()[name].numpy().nbytes for name in norm.bn_keys(model))
+    grid = InProcessGrid(client_app(bn_client, mods=[count_bytes]), NODES)
+    result = FedBN(fraction_evaluate=0.0).start(
+        grid, state.to_record(model.state_dict()), 2, train_config=INSTRUCTION.to_config()
+    )
+    sizes = [message_bytes(array) for array in state.to_record(model.state_dict()).values()]
+    assert sum(sizes) > whole
+    for server_round, wanted in ((1, whole), (2, shared)):
+        metrics: Any = result.train_metrics_clientapp[server_round]
+        assert wanted < metrics["bytes-down"] < 2 * wanted + 5000
+    assert metrics["bytes-up"] == metrics["bytes-down"]
+
+
+def message_bytes(array: Any) -> int:
+    return len(array.data)
+
+
+# ---- clients ---------------------------------------------------------------------------------------------------------
+
+
+class Outputs(nn.Module):
+    """A model whose outputs are an object, as in other libraries."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, inputs: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.net(inputs), hidden=None)
+
+
+def test_logits_may_be_in_an_object() -> None:
+    def client(context: Context) -> BNClient:
+        made = bn_client(context)
+        made.model = Outputs(made.model)
+        return made
+
+    initial = {f"net.{name}": value for name, value in make().state_dict().items()}
+    results = [
+        FedAvg().start(
+            InProcessGrid(client_app(function), NODES), state.to_record(values), 2, train_config=INSTRUCTION.to_config()
+        )
+        for function, values in ((client, initial), (bn_client, make().state_dict()))
+    ]
+    arrays = [state.from_record(result.arrays) for result in results]
+    assert distance({name.removeprefix("net."): value for name, value in arrays[0].items()}, arrays[1]) == 0
+    assert results[0].evaluate_metrics_clientapp == results[1].evaluate_metrics_clientapp
+
+
+def test_evaluation_uses_a_clients_own_loss() -> None:
+    def half(outputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, labels) / 2
+
+    losses = []
+    for loss in (F.cross_entropy, half):
+        grid = InProcessGrid(client_app(lambda context, loss=loss: bn_client(context, loss_function=loss)), NODES)  # type: ignore[misc]
+        strategy = FedAvg()
+        result = strategy.start(grid, state.to_record(make().state_dict()), 1, train_config=ConfigRecord({"lr": 0.0}))
+        losses.append(result.evaluate_metrics_clientapp[1]["eval-loss"])
+    whole, halved = losses
+    assert halved == pytest.approx(whole / 2)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("grid", [InProcessGrid, StackedGrid])
+def test_a_client_may_bring_its_optimizer(grid: type[InProcessGrid]) -> None:
+    made: list[float] = []
+
+    def adagrad(model: nn.Module, instruction: Instruction) -> torch.optim.Optimizer:
+        made.append(instruction.lr)
+        return torch.optim.Adagrad(model.parameters(), lr=instruction.lr)
+
+    nodes = grid(client_app(lambda context: bn_client(context, make_optimizer=adagrad)), NODES, {})
+    result = FedAvg(fraction_evaluate=0.0, lr_schedule="0.5@1").start(
+        nodes, state.to_record(make().state_dict()), 2, train_config=ConfigRecord({"local-steps": 1, "lr": 0.2})
+    )
+    assert made == [0.2] * NODES + [0.1] * NODES
+    changed = [
+        not np.array_equal(array.numpy(), make().state_dict()[name].numpy()) for name, array in result.arrays.items()
+    ]
+    assert all(changed)
+
+
+# ---- Flower's older server -------------------------------------------------------------------------------------------
+
+
+class OlderServer:
+    """What Flower's older server does with NumPyClients: lists of arrays go out, and their mean comes back."""
+
+    def __init__(self, clients: Callable[[Context], BNClient], config: Callable[[int], dict[str, Any]]) -> None:
+        self._contexts = [Context(0, 1000 + index, {"partition-id": index}, RecordDict(), {}) for index in range(NODES)]
+        self._clients, self._config = clients, config
+        self.arrays = [value.numpy() for value in make().state_dict().values()]
+
+    def round(self, number: int, nodes: Iterable[int] = range(NODES)) -> None:
+        replies = [self._clients(self._contexts[node]).fit(self.arrays, self._config(number)) for node in nodes]
+        total = sum(count for _, count, _ in replies)
+        self.arrays = [
+            np.asarray(sum(array * (count / total) for array, count in column)).astype(column[0][0].dtype)
+            for column in zip(*([(array, count) for array in arrays] for arrays, count, _ in replies), strict=True)
+        ]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [FedAvg, lambda: FixBN(freeze_round=1), FedBN, lambda: FedProx(mu=0.5)],
+    ids=["avg", "fixbn", "bn", "prox"],
+)
+def test_fit_config_gives_the_older_server_a_methods_clients(strategy: Callable[[], BaseStrategy]) -> None:
+    server = OlderServer(bn_client, fit_config(strategy(), local_steps=2, batch_size=5, lr=0.05))
+    for number in (1, 2, 3):
+        server.round(number)
+    wanted = start(strategy(), client_app(bn_client), rounds=3)
+    shared = norm.bn_keys(make()) if strategy is FedBN else ()
+    pairs = zip([value for name, value in wanted.items() if name not in shared], server.arrays, strict=True)
+    for value, array in pairs:
+        if value.is_floating_point():
+            np.testing.assert_allclose(array, value.numpy(), atol=1e-12)
+
+
+def test_a_node_that_comes_late_begins_with_its_own_models_bn() -> None:
+    server = OlderServer(bn_client, fit_config(FedBN(), local_steps=2, batch_size=5, lr=0.05))
+    server.round(1, nodes=(0, 1))
+    server.round(2, nodes=(1, 2))
+    assert len(server.arrays) == len(make().state_dict()) - len(norm.bn_keys(make()))
+
+
+def test_fit_config_refuses_methods_whose_server_does_more() -> None:
+    with pytest.raises(ValueError, match="the server of Scaffold does more than average; known: FedAvg, FedBN"):
+        fit_config(Scaffold())
+
+
+def test_waiting_for_nodes_says_so(flower_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedbn_flwr.server import sampling
+
+    monkeypatch.setattr(sampling, "SAY_EVERY", 0.0)
+    counts = iter([[1], [1], [1, 2]])
+    grid: Any = SimpleNamespace(get_node_ids=lambda: next(counts))
+    with flower_log.at_level(logging.INFO):
+        assert sampling.wait_for_nodes(grid, 2, float("inf")) == [1, 2]
+    assert "Waiting for nodes: 1 of 2 are connected" in flower_log.text
