@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import Result
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
-from fedbn_flwr.server.layerwise_round import LayerwiseRound, NodesFailedError
+from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt, NodesFailedError
 from fedbn_flwr.server.message_step import MessageStep
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import Instruction
@@ -126,7 +126,7 @@ class Layerwise(FedAvg):
         """Take all nodes through a step, layer by layer, and return their replies."""
         return take_step(step, lambda: self.weigh_participants(step.participants))
 
-    def take_step_by_messages(self, attempt: LayerwiseRound) -> list[Message]:
+    def take_step_by_messages(self, attempt: LayerwiseAttempt) -> list[Message]:
         """Take all nodes through a step by messages, and return their replies."""
         return self.take_step(MessageStep(attempt))
 
@@ -180,7 +180,7 @@ class Layerwise(FedAvg):
         expected, reasons = replace(self._expected, groups=()), list[str]()
         for number in range(1, self.max_attempts + 1):
             last = number == self.max_attempts
-            attempt = LayerwiseRound(grid, contents, number, last, self.exchange_timeout, expected)
+            attempt = LayerwiseAttempt(grid, contents, number, last, self.exchange_timeout, expected)
             try:
                 replies = self.take_step_by_messages(attempt)
                 self._sent = attempt.sent

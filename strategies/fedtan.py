@@ -24,7 +24,7 @@ from typing import Annotated, Any
 from flwr.app import Message
 
 from fedbn_flwr.layerwise import Auto
-from fedbn_flwr.server.layerwise_round import LayerwiseRound
+from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt
 
 from .base_layerwise import Layerwise, parse_exchange
 from .fedtan_sweeps import parse_sweeps, take_sweeps
@@ -78,7 +78,7 @@ class FedTAN(Layerwise):
             return self.exchange
         return "sweeps" if self.sweeps else "none"
 
-    def take_step_by_messages(self, attempt: LayerwiseRound) -> list[Message]:
+    def take_step_by_messages(self, attempt: LayerwiseAttempt) -> list[Message]:
         """Take all nodes through a step layer by layer, or in sweeps."""
         if self.sweeps is None:
             return super().take_step_by_messages(attempt)

@@ -6,11 +6,11 @@ from functools import partial
 from flwr.app import Message
 
 from fedbn_flwr.layerwise import Auto, Corrections, Report, settle_corrections
-from fedbn_flwr.server.layerwise_round import Broadcast, LayerwiseRound
+from fedbn_flwr.server.layerwise_attempt import Broadcast, LayerwiseAttempt
 from fedbn_flwr.wire.layerwise import CORRECTIONS, Content, StepPosition, pack_answers
 
 
-def take_sweeps(attempt: LayerwiseRound, sweeps: int | Auto, weigh: Callable[[], Sequence[float]]) -> list[Message]:
+def take_sweeps(attempt: LayerwiseAttempt, sweeps: int | Auto, weigh: Callable[[], Sequence[float]]) -> list[Message]:
     """Take all nodes through the step under corrections, and return their replies.
 
     The corrections settle in forward sweeps (statistics), and then in backward sweeps (gradients); see
@@ -42,7 +42,7 @@ def parse_sweeps(sweeps: int | str, auto: Auto) -> int | Auto | None:
 class _Sweeps:
     """The messages of all sweeps of one attempt."""
 
-    def __init__(self, attempt: LayerwiseRound) -> None:
+    def __init__(self, attempt: LayerwiseAttempt) -> None:
         self._attempt, self._index = attempt, 0
         #: by group, each node's corrections, in the order of the participants
         self.corrections: dict[str, list[Corrections]] = {

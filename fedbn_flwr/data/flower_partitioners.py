@@ -1,4 +1,4 @@
-"""Partitioners in the form of `flwr-datasets`, for partitions that it lacks.
+"""Partitions drawn by `flwr-datasets` (`dirichlet`), and others in the form of its partitioners.
 
 Importing this module imports `flwr-datasets`, which takes seconds.
 """

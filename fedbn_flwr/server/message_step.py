@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from flwr.app import Message
 
 from fedbn_flwr.layerwise import Answer, Request
-from fedbn_flwr.server.layerwise_round import Broadcast, LayerwiseRound
+from fedbn_flwr.server.layerwise_attempt import Broadcast, LayerwiseAttempt
 from fedbn_flwr.wire.layerwise import ANSWERS, Content, StepPosition, pack_answers
 from fedbn_flwr.wire.layerwise_grid import Participant
 
@@ -20,7 +20,7 @@ class MessageStep:
     in the last exchange has no final reply, and the step ends without the node.
     """
 
-    def __init__(self, attempt: LayerwiseRound) -> None:
+    def __init__(self, attempt: LayerwiseAttempt) -> None:
         self._attempt = attempt
         #: by their number, as they travel
         self._answers: dict[str, Answer] = {}

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedbn_flwr import state, wire
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.layerwise import Exchange, Lockstep, Request, shared_statistics, take_step
-from fedbn_flwr.server.layerwise_round import LayerwiseRound
+from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt
 from fedbn_flwr.server.message_step import MessageStep
 from fedbn_flwr.server.replies import Expected
 from fedbn_flwr.simulation import StackedGrid
@@ -70,7 +70,7 @@ def contents() -> dict[int, RecordDict]:
 @contextmanager
 def message_step() -> Iterator[tuple[CountingGrid, NodesStep]]:
     grid = CountingGrid(InProcessGrid(client_app(Federation(make_model())._client), len(SIZES)))
-    yield grid, MessageStep(LayerwiseRound(grid, contents(), 1, True, 60.0, Expected((), {})))
+    yield grid, MessageStep(LayerwiseAttempt(grid, contents(), 1, True, 60.0, Expected((), {})))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from flwr.simulation import run_simulation
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.server.layerwise_round import LayerwiseRound
+from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt
 from fedbn_flwr.simulation.sequential import FIRST_NODE_ID
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid
@@ -100,7 +100,7 @@ class Noting(FedTAN):
         self.stepping[server_round], self.voting[server_round] = set(), set()
         return super().configure_train(server_round, arrays, config, grid)
 
-    def take_step_by_messages(self, attempt: LayerwiseRound) -> list[Message]:
+    def take_step_by_messages(self, attempt: LayerwiseAttempt) -> list[Message]:
         # the last attempt counts
         self.stepping[self.server_round] = {self.describe_node(node).partition for node in attempt.contents}
         return super().take_step_by_messages(attempt)

@@ -15,8 +15,8 @@ from fedbn_flwr.client.precision import autocast
 from fedbn_flwr.client.rules import Session
 from fedbn_flwr.layerwise import Exchange, OwnRandomness, shared_statistics
 from fedbn_flwr.simulation.stacked.dropout import Dropouts
-from fedbn_flwr.simulation.stacked.memory import CannotStackError
 from fedbn_flwr.simulation.stacked.model import Rows, Stack
+from fedbn_flwr.simulation.stacked.node_memories import CannotStackError
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from fedbn_flwr.client.precision import products
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Session, rules_for
 from fedbn_flwr.layerwise import Exchange
-from fedbn_flwr.simulation.stacked.memory import StackedMemory
 from fedbn_flwr.simulation.stacked.model import Stack, stacked
+from fedbn_flwr.simulation.stacked.node_memories import StackedMemory
 from fedbn_flwr.simulation.stacked.steps import StackedSteps
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import FlatState

@@ -43,7 +43,7 @@ class Broadcast:
 
 
 @dataclass
-class LayerwiseRound:
+class LayerwiseAttempt:
     """An attempt at a step, in which every node must take part until the step ends."""
 
     grid: Grid
