@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fedbn_flwr.data import PARTITIONS, Data, Split, describe, load, partition
+from fedbn_flwr.data import PARTITIONS, Data, PartitionRequest, Split, describe, load, partition, register_partition
 from fedbn_flwr.data.partition_functions import evenly, label_mixes, rotating_classes, shards, unbalanced
+from tests.helpers.registered import registries_restored
 
 
 @cache
@@ -81,6 +82,27 @@ def test_a_function_of_the_seed(spec: str, clients: int) -> None:
     assert not all(np.array_equal(one, different) for one, different in zip(first, other, strict=True))
 
 
+@pytest.mark.parametrize("spec", ["dirichlet:0.5", "label-mix:1", "shards:2", "shards-unbalanced"])
+def test_which_classes_a_client_has_depends_on_the_seed(spec: str) -> None:
+    """Not only which samples of them."""
+    data = labelled(600)
+    counts = [class_counts(partition(spec, data, 4, seed), data) for seed in range(5)]
+    for index, one in enumerate(counts):
+        assert not any(np.array_equal(one, other) for other in counts[index + 1 :])
+
+
+def test_warnings_of_a_partition_of_ones_own_are_seen() -> None:
+    with registries_restored():
+
+        @register_partition("doubtful")
+        def doubtful(request: PartitionRequest) -> list[NDArray[np.int64]]:
+            warnings.warn("nobody has tried this", UserWarning, stacklevel=1)
+            return evenly(request.samples, request.clients)
+
+        with pytest.warns(UserWarning, match="nobody has tried this"):
+            partition("doubtful", labelled(50), 5, 0)
+
+
 def test_the_same_arguments_give_the_same_arrays() -> None:
     assert partition("iid", labelled(50), 5, 0) is partition("iid", labelled(50), 5, 0)
 
@@ -122,6 +144,9 @@ def test_clients_with_label_mixes_share_all_rows_equally(class_sizes: list[int],
     assert sorted(np.concatenate(parts).tolist()) == list(range(count))
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
+    # rows of a class are dealt in the order in which they come
+    dealt = np.concatenate(parts)
+    assert all((np.diff(dealt[labels[dealt] == label]) > 0).all() for label in range(len(class_sizes)))
 
 
 @pytest.mark.parametrize("alpha", [0.5, 3.0])

@@ -114,7 +114,8 @@ def federated(
             local = copy.deepcopy(model)
             local.load_state_dict({**world, **node.kept})
             start = {name: value.detach().clone() for name, value in local.named_parameters()}
-            velocity = dict({"local": node.momentum, "global": shared_velocity, "none": {}}[momentum])
+            own = {name: value for name, value in node.momentum.items() if name in stays or momentum == "local"}
+            velocity = {} if momentum == "none" else {**shared_velocity, **own}
             mu = proximal_mu(server_round)
 
             def correct(name: str, parameter: nn.Parameter, mu: float = mu, start: State = start) -> Tensor:
@@ -133,7 +134,8 @@ def federated(
         if weigh is not None:
             weights = weigh(losses, server_round)
         world = {**world, **weighted_mean(ends, weights)}
-        shared_velocity = weighted_mean(velocities, weights)
+        if momentum == "global":
+            shared_velocity = weighted_mean(velocities, weights)
     return world
 
 

@@ -58,6 +58,10 @@ CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
         lambda: FedAvg(momentum_state="local"),
         {"instruction": {"momentum": 0.9}, "momentum": "local"},
     ),
+    "momentum global, but of what stays local": (
+        lambda: FedBN(momentum_state="global"),
+        {"instruction": {"momentum": 0.9}, "momentum": "global", "stays": stays(*EVERYTHING)},
+    ),
     "momentum global": (
         lambda: FedAvg(momentum_state="global"),
         {"instruction": {"momentum": 0.9}, "momentum": "global"},
@@ -105,6 +109,21 @@ def test_global_momentum_with_one_client_is_one_long_run() -> None:
     asked = replace(INSTRUCTION, momentum=0.9)
     expected = federated(make_model(), make_split((20,)), nodes, rounds, asked, momentum="local")
     assert distance(got, expected) < 1e-12
+
+
+@pytest.mark.parametrize("kept", ["local", "global"])
+def test_momentum_is_kept_of_parameters_whatever_their_names(kept: str) -> None:
+    """A layer's name may hold the character that parts a parameter's name from the optimizer's."""
+    ends = []
+    for name in ("layer", "a/b/layer"):
+        model = torch.nn.Sequential()
+        model.add_module("flat", torch.nn.Flatten())
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model.add_module(name, torch.nn.Linear(16, 3))
+        end = Federation(model).run(FedAvg(momentum_state=kept), momentum=0.9)
+        ends.append({key.replace("a/b/", ""): value for key, value in end.items()})
+    assert distance(*ends) == 0
 
 
 def test_standalone_moves_nothing() -> None:

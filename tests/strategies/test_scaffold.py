@@ -68,7 +68,9 @@ def test_momentum_leaves_the_optimum_where_it_is(kept: str, steps: int) -> None:
     assert ends[-1] == pytest.approx(clients.optimum([0.2] * 5), abs=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"optimizer": "adam"}, {"weight_decay": 0.1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"local_steps": 1}, {"momentum": 0.9}, {"optimizer": "adam"}, {"weight_decay": 0.1}]
+)
 def test_a_clients_variate_is_its_gradient_where_that_is_constant(options: dict[str, Any]) -> None:
     """Clients with next to no curvature: F_i(w) = -a b w with a tiny a."""
     clients = Quadratics(np.full(3, 1e-9), np.array([1e9, 2e9, -6e9]), (1, 1, 1))
