@@ -3,7 +3,8 @@
 Runs mutmut on a copy of the checkout, for the named files on the tests of their rooms. A mutant that no test kills must
 be listed in `tests/survivors.toml` with the reason why it changes nothing that counts, by itself or in a class of
 mutants; any other one is printed, and the command fails. mutmut changes functions and the defaults of their arguments,
-but neither constants of a module or a class, nor functions behind a decorator.
+but neither constants of a module or a class, nor functions behind a decorator. What runs when a module is imported
+has run before a mutant is switched on.
 """
 
 import argparse
@@ -24,8 +25,9 @@ WORDS = (r"^\s*log\(", r"^\s*f?\"[^\"]*\"\s*,?\s*$", r"raise \w+\(f?\"", r"^\s*_
 #: rooms that other rooms' tests go through, too
 ALSO_TESTED_BY = {
     "strategies": ("tests/experiments/test_method.py", "tests/test_docs.py::test_options_are_those_of_the_code"),
-    "client/rules": ("tests/strategies",),
+    "client/rules": ("tests/strategies", "tests/simulation/stacked"),
     "server": ("tests/strategies",),
+    "data": ("tests/plugins", "tests/experiments/test_plugins.py"),
     "norm": ("tests/strategies/test_norm_references.py", "tests/strategies/test_gathering.py"),
     "layerwise": ("tests/strategies/test_fedtan.py", "tests/client/test_layerwise_step.py"),
 }
@@ -63,7 +65,8 @@ def configure(copy: Path, files: Sequence[str], tests: Iterable[str]) -> None:
     }
     lines = [f"{key} = [{', '.join(map(_quoted, values))}]" for key, values in settings.items()]
     with (copy / "pyproject.toml").open("a") as file:
-        file.write("\n[tool.mutmut]\n" + "\n".join(lines) + "\n")
+        # mutmut's own 15 lets one endless loop take minutes
+        file.write("\n[tool.mutmut]\ntimeout_multiplier = 2\n" + "\n".join(lines) + "\n")
 
 
 def _quoted(text: str) -> str:
