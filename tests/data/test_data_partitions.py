@@ -505,6 +505,11 @@ def test_every_kind_is_named_as_its_form_begins() -> None:
     assert all(kind.form.split(":")[0].rstrip("[") == name for name, kind in PARTITIONS.items())
 
 
+def test_a_class_can_have_as_many_holders_as_samples() -> None:
+    data = labelled(100)
+    assert (class_counts(partition("classes:10", data, 10, 0), data) == 1).all()
+
+
 def test_describe_counts_what_each_client_has() -> None:
     inputs = torch.zeros(5, 1, 1, 1)
     split = Split(inputs, torch.tensor([0, 0, 2, 2, 2]), torch.tensor([1, 0, 0, 0, 0]))

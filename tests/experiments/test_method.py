@@ -191,6 +191,7 @@ def test_options_of_a_normalizer_that_a_strategy_brings_are_obeyed_or_refused(
     ("method", "wanted"),
     [
         ("fedwon", {}),
+        ("hbn", {}),
         ("fedwon:gain=learnable", {"gain": "learnable"}),
         ("fedwon:branch-scale=paper", {"branch_scale": "paper"}),
         ("fedwon:branch-scale=0.2:norm-options=gamma=1", {"branch_scale": 0.2, "gamma": 1}),
@@ -206,6 +207,12 @@ def test_own_options_of_a_strategy_reach_its_normalizer(
     built = options_that_build(monkeypatch, method=method)
     assert built.pop("groups") == Config.groups
     assert built == wanted
+
+
+def test_fedwon_without_standardization_has_no_normalizer_either() -> None:
+    """The ablation of its table 5."""
+    assert resolve({"method": "fedwon:wsconv=false"}).config.norm == "none"
+    assert resolve({"method": "fedwon:wsconv=true"}).config.norm == "wsconv"
 
 
 def test_an_option_of_a_normalizer_has_one_value() -> None:

@@ -52,6 +52,13 @@ def test_table_has_a_row_for_every_strategy() -> None:
     assert set(TABLE) == set(REGISTRY)
 
 
+def test_which_methods_give_every_node_a_model_of_its_own() -> None:
+    """Their nodes evaluate; HBN keeps entries on nodes, but its evaluation does not use them."""
+    personal = {name for name, strategy in REGISTRY.items() if strategy.personal}
+    assert personal == {"fedbn", "silobn", "mtfl", "fednorm", "standalone"}
+    assert {name for name, strategy in REGISTRY.items() if strategy.pooled} == {"centralized"}
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_dtypes_and_shapes_are_kept(name: str) -> None:
     before = make_model(TABLE[name][1]).state_dict()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr.strategies import CannotTrainError, FedBS
+from fedbn_flwr.strategies import CannotTrainError, FedBS, FedProx
 from tests.helpers.harness import Federation, make_model
 
 
@@ -39,6 +39,8 @@ def test_stage_two_needs_consecutive_calm_rounds() -> None:
 def test_the_papers_numbers_are_the_defaults() -> None:
     """Section IV: "epsilon = 0.1 and r = 5 for experimentation"."""
     assert (FedBS().epsilon, FedBS().patience_rounds) == (0.1, 5)
+    # FedBS's paper gives no mu; FedProx's tries 0.001, 0.01, 0.1 and 1
+    assert FedBS().mu == FedProx().mu == 0.01
 
 
 def test_one_calm_round_is_not_two() -> None:
