@@ -5,7 +5,7 @@ from logging import WARNING
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import norm, wire
@@ -50,7 +50,8 @@ class Gathering(FedAvg):
 
     def _question(self, node: int, arrays: ArrayRecord, instruction: Instruction) -> RecordDict:
         own = self.package(node, arrays)[self.arrayrecord_key]
-        return RecordDict({wire.ARRAYS: own, wire.CONFIG: instruction.to_config()})
+        config = ConfigRecord({**self.other_config, **instruction.to_config()})
+        return RecordDict({wire.ARRAYS: own, wire.CONFIG: config})
 
 
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:

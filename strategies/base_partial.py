@@ -3,13 +3,16 @@
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from logging import WARNING
 from typing import Annotated, Any, ClassVar
 
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.common import log
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.averaging import Arrays, average
-from fedbn_flwr.server.replies import NodeReply
+from fedbn_flwr.server.ask_nodes import ask_nodes
+from fedbn_flwr.server.averaging import Arrays, average, record
+from fedbn_flwr.server.replies import NodeReply, lacks_state
 from fedbn_flwr.state.records import make_record
 from fedbn_flwr.wire import Instruction
 
@@ -77,10 +80,35 @@ class PartialSharing(FedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Aggregate; a node that failed may have lost its memory, so it gets the whole state next time."""
-        result = super().aggregate_train(server_round, replies)
+        result = super().aggregate_train(server_round, self._with_those_that_lost_state(replies))
         self._served -= {message.metadata.dst_node_id for message in self._sent}
         self._served |= {reply.node for reply in self.train_replies}
         return result
+
+    def _with_those_that_lost_state(self, replies: Iterable[Message]) -> list[Message]:
+        """Let nodes that have lost their entries train from the server's, in this round; return all replies."""
+        usable, nodes = list[Message](), list[int]()
+        sent = {message.metadata.message_id: message.metadata.dst_node_id for message in self._sent}
+        for reply in replies:
+            if lacks_state(reply):
+                nodes.append(sent[reply.metadata.reply_to_message_id])
+            else:
+                usable.append(reply)
+        if not nodes:
+            return usable
+        log(WARNING, "Nodes %s have lost the entries that stay on them: they get the whole model", sorted(nodes))
+        self._served -= set(nodes)
+        again = [self._with_whole_model(message) for message in self._sent if message.metadata.dst_node_id in nodes]
+        self._sent = [message for message in self._sent if message.metadata.dst_node_id not in nodes] + again
+        assert self.grid is not None
+        return [*usable, *ask_nodes(self.grid, again, self.exchange_timeout).values()]
+
+    def _with_whole_model(self, message: Message) -> Message:
+        node, kind = message.metadata.dst_node_id, message.metadata.message_type
+        config = message.content[self.configrecord_key]
+        return Message(
+            RecordDict({**self.package(node, record(self.current)), self.configrecord_key: config}), node, kind
+        )
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Aggregate, and average what the last round's participants hold, if they have sent it."""

@@ -1,6 +1,7 @@
 """ClientApps: around a `BNClient`, or around a training loop of a user's own."""
 
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp, ClientFunction, client_app, pack, unpack
+from fedbn_flwr.clientapp.kept_states import keep_states, keep_states_in
 from fedbn_flwr.clientapp.mods import count_bytes, guard, keep_local
 from fedbn_flwr.clientapp.obey import Asked, obey
 from fedbn_flwr.clientapp.own_loop_app import ClientApp, numpy_client_app
@@ -14,6 +15,8 @@ __all__ = [
     "count_bytes",
     "guard",
     "keep_local",
+    "keep_states",
+    "keep_states_in",
     "numpy_client_app",
     "obey",
     "pack",

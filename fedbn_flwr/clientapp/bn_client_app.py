@@ -10,6 +10,7 @@ from flwr.clientapp.typing import Mod
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply, read_instruction
 from fedbn_flwr.client.layerwise_step import handle_layerwise_message
+from fedbn_flwr.client.lost_state import has_all, lacking_reply
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.wire import Instruction
 
@@ -27,19 +28,22 @@ class BNClientApp(ClientApp):
 
 
 def client_app(client_fn: ClientFunction, mods: list[Mod] | None = None) -> ClientApp:
-    """Make a ClientApp; `client_fn` builds the node's client from its Context, once a message. `mods` are Flower's.
+    """Make a ClientApp; `client_fn` builds the node's client from its Context, once a message.
 
-    The client's `memory` should be the context's `state`, which Flower keeps from message to message.
+    The client's `memory` should be the context's `state`, which Flower keeps from message to message. `mods` are
+    Flower's, such as `keep_states`.
     """
     app = BNClientApp(client_fn, mods)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        return pack(client_fn(context).train(*unpack(message)), message)
+        client, received = client_fn(context), unpack(message)
+        return pack(client.train(*received) if has_all(client, *received) else lacking_reply(), message)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        return pack(client_fn(context).test(*unpack(message)), message)
+        client, received = client_fn(context), unpack(message)
+        return pack(client.test(*received) if has_all(client, *received) else lacking_reply(), message)
 
     @app.train("gather")
     def gather(message: Message, context: Context) -> Message:

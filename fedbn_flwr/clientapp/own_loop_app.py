@@ -19,6 +19,7 @@ from torch import nn
 from fedbn_flwr import wire
 from fedbn_flwr.client import Reply
 from fedbn_flwr.client.layerwise_step import handle_layerwise_message
+from fedbn_flwr.client.lost_state import has_all, lacking_reply
 from fedbn_flwr.client.own_loop_client import Handler, OwnLoopClient
 from fedbn_flwr.clientapp.bn_client_app import pack, unpack
 
@@ -85,10 +86,12 @@ class ClientApp(FlowerClientApp):
         return OwnLoopClient(self.structure, handler, message, context, weight, self._loss_key)
 
     def _train(self, handler: Handler, message: Message, context: Context) -> Message:
-        return pack(self._client(handler, message, context).train(*unpack(message, flowers=False)), message)
+        client, received = self._client(handler, message, context), unpack(message, flowers=False)
+        return pack(client.train(*received) if has_all(client, *received) else lacking_reply(), message)
 
     def _evaluate(self, handler: Handler, message: Message, context: Context) -> Message:
-        return pack(self._client(handler, message, context).test(*unpack(message, flowers=False)), message)
+        client, received = self._client(handler, message, context), unpack(message, flowers=False)
+        return pack(client.test(*received) if has_all(client, *received) else lacking_reply(), message)
 
     def _take_step(self, handler: Handler, message: Message, context: Context) -> Message:
         return pack(

@@ -22,6 +22,8 @@ FREE = {"checkpoint-every", "data-root", "exchange-timeout", "min-nodes", "node-
 FREE |= {"results-dir", "resume", "state-dir", "timeout"}
 
 PREFIX, SERVER, NODES = "checkpoint-", "server.pt", "nodes"
+#: where the nodes of Flower's simulation keep their states
+STATES = "states"
 #: not yet, and no longer, checkpoints
 PARTIAL, OLD = f"{PREFIX}partial", f"{PREFIX}old"
 
@@ -39,6 +41,8 @@ class Checkpoint:
     #: every option, and the engine, by name
     options: Mapping[str, Any]
     engine: str
+    #: the numbers of the runs that went on with each other, where nodes keep their states themselves
+    history: str = ""
     #: the sizes of the files with nodes' states, by name; known once they are written
     nodes: Mapping[str, int] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=lambda: dict(VERSIONS))
@@ -93,6 +97,12 @@ def remove_checkpoints(run: Path, but: Path | None = None) -> None:
         if path != but:
             # first the name: half a checkpoint must not look like one
             shutil.rmtree(path if path.name == OLD else path.rename(run / OLD))
+
+
+def clear(run: Path) -> None:
+    """Remove everything that a run is resumed with."""
+    remove_checkpoints(run)
+    shutil.rmtree(run / STATES, ignore_errors=True)
 
 
 def refuse_foreign(run: Path, checkpoint: Checkpoint, options: Mapping[str, Any], engine: str) -> None:

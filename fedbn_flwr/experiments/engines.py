@@ -16,7 +16,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedbn_flwr.client import BNClient, pick_device
 from fedbn_flwr.client.layerwise_step import STEPS
-from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.clientapp import client_app, keep_states_in
+from fedbn_flwr.experiments.checkpoint import STATES
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.config import Config, UsageError
 from fedbn_flwr.experiments.method import Experiment, import_plugins
@@ -147,7 +148,9 @@ def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None =
     # otherwise Ray hides the GPU from workers that reserve no part of it
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
-    server, summaries = ServerApp(), []
+    config, server, summaries = experiment.config, ServerApp(), []
+    # Flower keeps its nodes' states out of reach
+    mods = [keep_states_in(folder.resolve() / STATES)] if config.checkpoint_every or config.resume else None
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
@@ -155,7 +158,7 @@ def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None =
 
     run_simulation(
         server,
-        client_app(bound_client_fn(experiment.to_mapping())),
+        client_app(bound_client_fn(experiment.to_mapping()), mods),
         num_supernodes=experiment.config.clients,
         backend_config={
             "init_args": {"address": cluster},

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
 from fedbn_flwr.experiments.checkpoint import (
@@ -19,6 +19,7 @@ from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.server.averaging import unpack
 from fedbn_flwr.simulation.grid import SavesStates
 from fedbn_flwr.strategies import BaseStrategy
+from fedbn_flwr.wire.history import CHECKPOINT, STATE_HISTORY, History
 
 
 def resume(given: Mapping[str, Any], engine: str | None) -> tuple[Experiment, str]:
@@ -47,6 +48,17 @@ class Recovery:
     ) -> None:
         self._folder, self._experiment, self._engine = folder, experiment, engine
         self._grid, self._strategy, self._journal = grid, strategy, journal
+        self._history, self._last = History((), str(grid.run.run_id)), 0
+        #: the configurations of messages to nodes that keep their states themselves
+        self._told: list[ConfigRecord] = []
+
+    def tell(self, config: ConfigRecord) -> ConfigRecord:
+        """Add to the configuration of messages what nodes must know that keep their states themselves."""
+        asked = self._experiment.config
+        if (asked.checkpoint_every or asked.resume) and not isinstance(self._grid, SavesStates):
+            config.update({STATE_HISTORY: self._history.to_text(), CHECKPOINT: self._last})
+            self._told.append(config)
+        return config
 
     def record(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Record a round, then write a checkpoint if it is time for one (an `evaluate_fn`)."""
@@ -62,6 +74,8 @@ class Recovery:
         nodes = {description.partition: node for node, description in descriptions.items()}
         self._strategy.load_state_dict(saved.strategy, nodes)
         self._journal.load_state_dict(saved.journal, arrays)
+        self._history = History.parse(saved.history).then(saved.server_round, self._grid.run.run_id)
+        self._last = saved.server_round
         if isinstance(self._grid, SavesStates):
             self._grid.restore_states(nodes_folder(self._folder))
 
@@ -73,7 +87,10 @@ class Recovery:
             self._journal.state_dict(),
             self._experiment.to_mapping(),
             self._engine,
+            self._history.to_text(),
         )
         write_checkpoint(
             self._folder, checkpoint, self._grid.save_states if isinstance(self._grid, SavesStates) else None
         )
+        for config in self._told:
+            config[CHECKPOINT] = server_round

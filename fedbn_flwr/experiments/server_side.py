@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import state
 from fedbn_flwr.client import pick_device
-from fedbn_flwr.experiments.checkpoint import read_checkpoint, refuse_foreign, refuse_other_model, remove_checkpoints
+from fedbn_flwr.experiments.checkpoint import clear, read_checkpoint, refuse_foreign, refuse_other_model
 from fedbn_flwr.experiments.config import Config, UsageError
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.plots import plot_curves, title_of
@@ -34,7 +34,6 @@ from fedbn_flwr.experiments.resources import (
     shared_model,
 )
 from fedbn_flwr.server.averaging import record, unpack
-from fedbn_flwr.simulation.grid import SavesStates
 from fedbn_flwr.strategies import Layerwise, wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
@@ -49,17 +48,30 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
     """Run what a Flower run configuration says, and log where the results are.
 
     A relative `results-dir` is relative to where the SuperLink was started: Flower does not tell where `flwr run` was.
-    Where `FEDBN_FLWR_RESULTS` names a folder, results go to `run_id` in it, and `results-dir` counts for nothing.
+    Where `FEDBN_FLWR_RESULTS` names a folder, results go to `run_id` in it, and `results-dir` counts for nothing;
+    `resume` is then the number of a run.
     """
     experiment = resolve(run_config)
     refuse_state_dir(experiment.config)
     refuse_workers(experiment.config)
     warn_of_small_batches(experiment)
-    kept = os.environ.get(RESULTS_VARIABLE)
-    folder = Path(kept, str(run_id)) if kept else Path(experiment.config.results_dir).expanduser().resolve()
+    folder = results_folder(experiment.config, run_id)
     summary = run(grid, experiment, folder)
     log(INFO, "Results: %s", folder)
     return summary
+
+
+def results_folder(config: Config, run_id: int) -> Path:
+    """Return where the results of a run go; the folder of a run that goes on with another one is that one's."""
+    kept = os.environ.get(RESULTS_VARIABLE)
+    if not kept:
+        return Path(config.resume or config.results_dir).expanduser().resolve()
+    folder = Path(kept, str(run_id))
+    if config.resume:
+        if not config.resume.isdecimal() or not Path(kept, config.resume).is_dir():
+            raise UsageError(f"resume must be the number of a run with results on the server, got {config.resume!r}")
+        folder.symlink_to(config.resume)
+    return folder
 
 
 def warn_of_small_batches(experiment: Experiment) -> None:
@@ -79,8 +91,6 @@ def run(
 
     With `resume` the folder holds a run of this experiment, which goes on after its last checkpoint.
     """
-    if (experiment.config.resume or experiment.config.checkpoint_every) and not isinstance(grid, SavesStates):
-        raise UsageError("checkpoints only work with the engines 'stacked' and 'inprocess'")
     check(experiment)
     nodes = count_nodes(grid, experiment.config)
     check_partition(experiment.config, nodes)
@@ -94,7 +104,7 @@ def run(
         refuse_foreign(folder, saved, experiment.to_mapping(), engine)
         refuse_other_model(folder, saved, unpack(initial))
     else:
-        remove_checkpoints(folder)
+        clear(folder)
     files = RunFolder(folder, saved.server_round if saved else 0)
     if not saved:
         files.config(experiment.to_mapping())
@@ -113,10 +123,12 @@ def run(
             config.rounds,
             rounds_done=saved.server_round if saved else 0,
             timeout=config.timeout,
-            train_config=instruction_of(config).to_config(),
-            evaluate_config=Instruction(
-                seed=config.seed, report_local_loss=config.train_loss_global and strategy.personal
-            ).to_config(),
+            train_config=recovery.tell(instruction_of(config).to_config()),
+            evaluate_config=recovery.tell(
+                Instruction(
+                    seed=config.seed, report_local_loss=config.train_loss_global and strategy.personal
+                ).to_config()
+            ),
             evaluate_fn=recovery.record,
         )
     except Exception as error:
@@ -128,7 +140,7 @@ def run(
     summary = journal.summary(experiment, nodes)
     plot_curves({config.method: [read_rounds(folder)]}, folder / "curves.png", title_of(summary))
     files.finish(summary, journal.arrays or initial)
-    remove_checkpoints(folder)
+    clear(folder)
     return summary
 
 

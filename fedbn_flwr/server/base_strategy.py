@@ -101,6 +101,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.partitions: dict[int, int] = {}
         self.ever_trained = False
         self.frozen_after: int | None = None
+        #: what the messages of the current round hold beside instructions, such as a user's own keys
+        self.other_config: dict[str, Any] = {}
         #: the current round's instruction
         self.instruction = Instruction()
         #: the global state that the current round started from
@@ -247,6 +249,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         config["server-round"] = self.server_round = server_round
         self.grid = grid
         self._refused = []
+        self.other_config = {key: value for key, value in config.items() if key not in Instruction.wire_keys()}
         if isinstance(rounds := config.get(wire.NUM_ROUNDS), int):
             self.num_rounds = rounds
         self.current = unpack(arrays)

@@ -124,6 +124,8 @@ def _read(node: int, message: Message, expected: Expected) -> NodeReply:
     if message.has_error():
         raise RefusedError(f"it failed: {message.error.reason}")
     content = message.content
+    if lacks_state(message):
+        raise RefusedError("it has lost the entries that stay on it")
     measured = [record for record in content.values() if isinstance(record, MetricRecord)]
     metrics = {key: value for record in measured for key, value in record.items()}
     records = {name: view(record) for name, record in array_records(content).items()}
@@ -147,6 +149,12 @@ def _read(node: int, message: Message, expected: Expected) -> NodeReply:
         records=records,
         content=content,
     )
+
+
+def lacks_state(message: Message) -> bool:
+    """Whether a node has lost the entries that stay on it, and asks for the whole model."""
+    report = message.content.config_records.get(wire.REPORT) if message.has_content() else None
+    return bool(report and report.get(wire.LACKS_STATE))
 
 
 def _count(metrics: Mapping[str, object], key: str) -> int:

@@ -28,6 +28,8 @@ ARRAYS = "arrays"
 CONFIG = "config"
 METRICS = "metrics"
 REPORT = "report"
+#: in a report: the node has lost the entries that stay on it, and has done nothing
+LACKS_STATE = "lacks-state"
 MOMENTUM = "momentum"
 CONTROL_VARIATES = "control-variates"
 MOMENTS = "moments"

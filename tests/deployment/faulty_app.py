@@ -16,7 +16,7 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import wire
-from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.clientapp import client_app, keep_states
 from fedbn_flwr.experiments import client_fn
 from fedbn_flwr.wire.layerwise import POSITION, StepPosition
 
@@ -98,5 +98,5 @@ def _change_array(reply: Message, change: Callable[[Any], Any]) -> None:
     reply.content[wire.ARRAYS] = ArrayRecord({**record, name: Array(change(record[name].numpy()))})
 
 
-_APP = client_app(client_fn)
+_APP = client_app(client_fn, mods=[keep_states])
 app = FaultyApp()

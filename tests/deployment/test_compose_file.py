@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fedbn_flwr.clientapp.kept_states import STATE_VARIABLE
 from fedbn_flwr.deployment.cli import main
 from fedbn_flwr.deployment.federation import Federation
 from fedbn_flwr.deployment.site import read_env
@@ -74,6 +75,14 @@ def test_flower_knows_every_option(service: Service) -> None:
             parser.parse_args(service.command[service.command.index(name) + 1 :])
             return
     assert service.command[0] == "nginx"
+
+
+@pytest.mark.parametrize("name", ["exec", "exec-gpu", *(f"{site}-exec" for site in SITES)])
+def test_apps_keep_states_in_the_sites_kit(name: str) -> None:
+    (service,) = [item for item in services() if item.name == name]
+    (volume,) = [volume for volume in service.volumes if volume.target == service.environment[STATE_VARIABLE]]
+    assert volume.source.endswith("/state")
+    assert not volume.read_only
 
 
 @pytest.mark.parametrize("name", ["superexec", "exec", "exec-gpu", *(f"{site}-exec" for site in SITES)])

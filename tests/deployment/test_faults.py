@@ -12,14 +12,14 @@ import pytest
 from fedbn_flwr.deployment.cli import main as fedbn_flwr
 from fedbn_flwr.deployment.keys import make_node_key
 from tests.helpers.checkout import ROOT
-from tests.helpers.faulty_runs import FaultyRuns, kill
-from tests.helpers.federation import await_that
+from tests.helpers.faulty_runs import FaultyRuns, kill, kill_serverapp
+from tests.helpers.federation import assert_same_results, await_that
 
 pytestmark = pytest.mark.xdist_group("deployment")
 
 #: in training, and in the middle of a step of FedTAN, before its second exchange
 HELD: dict[str, dict[str, Any]] = {"fedavg": {}, "fedtan": {"exchange": 1}}
-MOMENT = {"fedavg": "in training", "fedtan": "in a FedTAN step"}
+MOMENT = {"fedavg": "in training", "fedtan": "in a FedTAN step", "fedbn": "in training, FedBN"}
 
 moments = pytest.mark.parametrize("method", HELD)
 
@@ -57,9 +57,10 @@ def test_a_killed_clientapp(method: str, faults: FaultyRuns, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@moments
+@pytest.mark.parametrize("method", [*HELD, "fedbn"])
 def test_a_killed_supernode(method: str, faults: FaultyRuns, tmp_path: Path) -> None:
-    run = faults.submit([fault("hold", 2, **HELD[method])], method=method)
+    # the BN that FedBN's node has kept in round 1 survives, or the model would be another one
+    run = faults.submit([fault("hold", 2, **HELD.get(method, {}))], method=method)
     faults.await_held("south")
     faults.federation.services["south-node"].kill()
     faults.release("south")
@@ -166,3 +167,29 @@ def _foreign(name: str, folder: Path) -> bytes:
         return (out / "ca" / "ca.crt").read_bytes()
     make_node_key(folder / "node.key", folder / "node.pub", "nobody")
     return (folder / "node.key").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("also_nodes", [False, True])
+def test_a_run_whose_serverapp_was_killed_is_resumed(also_nodes: bool, faults: FaultyRuns, tmp_path: Path) -> None:
+    # north is held in the round after the one with the checkpoint, or in the next one, which south has trained in
+    method, held = ("scaffold", 3) if also_nodes else ("fedbn", 4)
+    options: dict[str, Any] = {"method": method, "rounds": 5, "momentum": 0.5, "momentum_state": "local"}
+    run = faults.submit([fault("hold", held, partition=0)], checkpoint_every=2, **options)
+    process = faults.await_held("north")
+    faults.await_states("south", run, held)
+    kill_serverapp(faults.federation)
+    if also_nodes:
+        for site in ("north", "south"):
+            faults.federation.services[f"{site}-node"].kill(stay_away=True)
+        faults.federation.await_online([])
+        for site in ("north", "south"):
+            faults.federation.services[f"{site}-node"].come_back()
+    kill(process)
+    faults.release("north")
+    faults.federation.await_online(["north", "south"])
+    again = faults.submit(checkpoint_every=2, resume=run.number, **options)
+    what = "ServerApp and both SuperNodes" if also_nodes else "ServerApp"
+    assert again.completes(f"{what} killed, `resume`", 3, "goes on after its checkpoint") == [2] * 5
+    run.assert_same_model(tmp_path)
+    assert_same_results(again.folder, tmp_path)

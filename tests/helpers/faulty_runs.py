@@ -20,6 +20,7 @@ from fedbn_flwr.simulation.sequential import InProcessGrid
 from tests.helpers.checkout import ROOT, copy_checkout
 from tests.helpers.federation import OPTIONS, await_that
 from tests.helpers.loopback import LoopbackFederation
+from tests.helpers.processes import processes_with
 
 #: of every run with faults; its sites are north, with partition 0, and south, with partition 1
 SITES = ("north", "south")
@@ -51,6 +52,11 @@ class FaultyRuns:
         await_that(self._held(site).exists, f"{site} is held")
         return int(self._held(site).read_text())
 
+    def await_states(self, site: str, run: "FaultyRun", server_round: int) -> None:
+        """Wait until a site has kept its state after its part in a round."""
+        folder = self.federation.kit(site) / "state" / run.number / str(SITES.index(site))
+        await_that(lambda: any(folder.glob(f"{server_round}-*.records")), f"{site} has kept its state")
+
     def release(self, site: str) -> None:
         """Let a held app go on."""
         self._held(site).unlink()
@@ -71,7 +77,7 @@ class FaultyRun:
     """One run."""
 
     def __init__(self, runs: FaultyRuns, number: str, options: Mapping[str, Any]) -> None:
-        self._runs, self._options, self._number = runs, options, number
+        self._runs, self._options, self.number = runs, options, number
         self._started = time.monotonic()
         self.folder = runs.federation.results(number)
 
@@ -109,7 +115,7 @@ class FaultyRun:
         assert (folder / "model.safetensors").read_bytes() == (self.folder / "model.safetensors").read_bytes()
 
     def _end(self, status: str) -> None:
-        assert self._runs.federation.await_end(self._number) == status
+        assert self._runs.federation.await_end(self.number) == status
 
 
 class _AttendedGrid(InProcessGrid):
@@ -128,6 +134,19 @@ class _AttendedGrid(InProcessGrid):
         for message in messages:
             self._round = int(message.content.config_records[wire.CONFIG]["server-round"])  # type: ignore[arg-type]
         return super().push_messages(messages)
+
+
+def kill_serverapp(federation: LoopbackFederation) -> None:
+    """Kill the process of the run's ServerApp with SIGKILL; it is started by the server's SuperExec."""
+    mark = federation.services["superexec"].mark
+    found = [
+        process
+        for process in processes_with(*mark)
+        if b"flwr-serverapp" in Path(f"/proc/{process}/cmdline").read_bytes()
+    ]
+    assert found
+    for process in found:
+        kill(process)
 
 
 def kill(process: int) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 from flwr.serverapp import Grid
 from torch import Tensor, nn
 
@@ -80,11 +81,12 @@ class Federation:
         sizes: Sequence[int] = SIZES,
         wrap: ClientWrapper = lambda client, _: client,
         grid: type[InProcessGrid] = InProcessGrid,
+        mods: list[Mod] | None = None,
     ) -> None:
         self.model, self.split, self.parts = model, make_split(sizes), parts(sizes)
         self.initial = state.to_record(model.state_dict())
         self._wrap = wrap
-        self.grid = grid(client_app(self._client), len(sizes))
+        self.grid = grid(client_app(self._client, mods), len(sizes))
 
     def _client(self, context: Context) -> BNClient:
         index = int(context.node_config["partition-id"])

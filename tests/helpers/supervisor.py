@@ -28,6 +28,11 @@ class Supervised(Thread):
         self._wanted, self._stopped = Event(), Event()
         self._wanted.set()
 
+    @property
+    def mark(self) -> tuple[str, str]:
+        """What the environment of the command, and of all that it starts, has."""
+        return _MARK, str(self.log)
+
     def run(self) -> None:
         """Start the command whenever it is not running."""
         while not self._stopped.is_set():

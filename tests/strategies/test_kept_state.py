@@ -36,7 +36,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 #: attributes that belong to a round, to a process, or can be asked again; what they hold no later round depends on
 PASSING = {"current", "evaluate_replies", "grid", "instruction", "measured", "partitions", "roster", "server_round"}
-PASSING |= {"train_replies", "num_rounds", "_expected", "_expected_replies", "_final", "_refused", "_sent", "_started"}
+PASSING |= {
+    "train_replies",
+    "num_rounds",
+    "other_config",
+    "_expected",
+    "_expected_replies",
+    "_final",
+    "_refused",
+    "_sent",
+    "_started",
+}
 
 
 class StopError(Exception):
