@@ -5,11 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Array, ArrayRecord
 from hypothesis import given
 from hypothesis import strategies as some
 from numpy.typing import NDArray
 
-from fedbn_flwr.server.averaging import Arrays, average, normalize, not_finite
+from fedbn_flwr.server.averaging import Arrays, average, normalize, not_finite, record, unpack, view
+from fedbn_flwr.state.flat import FlatArrays
 
 weights = some.lists(some.floats(0, 100), min_size=1, max_size=6).filter(lambda values: sum(values) > 1e-3)
 
@@ -46,6 +48,61 @@ def slow_mean(states: Sequence[Mapping[str, NDArray[Any]]], shares: Sequence[flo
     return total.astype(states[0][name].dtype)
 
 
+def drawn(generator: np.random.Generator) -> Arrays:
+    """A state of a few dtypes, with counts, a matrix in Fortran's order, a number and an array of no numbers."""
+    return {
+        "matrix": generator.normal(size=(3, 2)).astype(np.float32),
+        "count": np.asarray(generator.integers(9)),
+        "small count": np.asarray(generator.integers(9, size=3), np.int8),
+        "turned": generator.normal(size=(2, 3)).astype(np.float32).T,
+        "half": generator.normal(size=4).astype(np.float16),
+        "number": np.asarray(generator.normal(), np.float32),
+        "empty": np.zeros((0, 2), np.float32),
+        "empty double": np.zeros(0),
+        "vector": generator.normal(size=7).astype(np.float32),
+    }
+
+
+@given(weights, some.integers(0, 2**31), some.sampled_from([1, 5, 2**17]))
+def test_flat_states_are_averaged_to_the_same_bits(shares: list[float], seed: int, portion: int) -> None:
+    """States that lie in one buffer a dtype, as in-process clients send them; also beside one that does not."""
+    generator = np.random.default_rng(seed)
+    states = [drawn(generator) for _ in shares]
+    flat = [FlatArrays.copy_of(state) for state in states]
+    assert len({id(state.layout) for state in flat}) == 1
+    mixtures: list[list[Mapping[str, NDArray[Any]]]] = [[*flat], [flat[0], *states[1:]], [states[0], *flat[1:]]]
+    for mixture in mixtures:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fedbn_flwr.server.averaging._PORTION", portion)
+            got = average(mixture, shares)
+        assert list(got) == list(states[0])
+        for name in got:
+            expected = slow_mean(states, shares, name)
+            if name.endswith("count"):
+                expected = np.stack([state[name] for state in states]).max(0)
+            np.testing.assert_array_equal(got[name], expected, strict=True)
+
+
+def test_a_flat_state_of_another_layout_is_averaged_by_name() -> None:
+    one, other = ({"a": np.ones(2), "b": np.zeros(3)}, {"b": np.full(3, 4.0), "a": np.full(2, 3.0)})
+    got = average([FlatArrays.copy_of(one), FlatArrays.copy_of(other)], [1, 1])
+    assert {name: value.tolist() for name, value in got.items()} == {"a": [2.0, 2.0], "b": [2.0, 2.0, 2.0]}
+
+
+def test_records_hold_copies_and_views_do_not() -> None:
+    arrays = drawn(np.random.default_rng(0))
+    for packed in (record(arrays), ArrayRecord({name: Array(value) for name, value in arrays.items()})):
+        for read in (unpack(packed), view(packed)):
+            assert list(read) == list(arrays)
+            for name, value in arrays.items():
+                np.testing.assert_array_equal(read[name], value, strict=True)
+        copied = unpack(packed)
+        copied["matrix"][:] = 7
+        assert view(packed)["matrix"].tolist() == arrays["matrix"].tolist()
+    packed = record(arrays)
+    assert np.shares_memory(view(packed)["matrix"], view(packed)["matrix"])
+
+
 @given(weights, some.integers(0, 2**31), some.sampled_from([1, 5, 2**17]))
 def test_averaging_together_gives_the_bits_of_averaging_apart(shares: list[float], seed: int, portion: int) -> None:
     generator = np.random.default_rng(seed)
@@ -66,6 +123,7 @@ def test_averaging_together_gives_the_bits_of_averaging_apart(shares: list[float
         patch.setattr("fedbn_flwr.server.averaging._PORTION", portion)
         got = average(states, shares)
     assert list(got) == list(states[0])
+    assert got["count"] == max(int(state["count"]) for state in states)
     for name in set(got) - {"count"}:
         np.testing.assert_array_equal(got[name], slow_mean(states, shares, name), strict=True)
 
@@ -85,14 +143,20 @@ def test_arrays_of_other_shapes_are_refused_or_broadcast_as_numpy_does() -> None
         average([{"a": np.zeros(2), "b": np.zeros(3)}, {"a": np.ones(3), "b": np.ones(2)}], [1, 1])
 
 
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("portion", [1, 2**17])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["first", "small", "half"])
-def test_what_is_not_finite_is_named(bad: float, name: str) -> None:
+def test_what_is_not_finite_is_named(
+    bad: float, name: str, portion: int, flat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedbn_flwr.server.averaging._PORTION", portion)
     arrays = {"first": np.zeros((2, 2)), "count": np.asarray(3), "small": np.zeros(()), "half": np.zeros(2, np.float16)}
     assert not_finite(arrays) is None
     assert not_finite({"large": np.full(2, 1e308)}) is None
+    assert not_finite(FlatArrays.copy_of(arrays)) is None
     arrays[name] = np.full_like(arrays[name], bad)
-    assert not_finite(arrays) == name
+    assert not_finite(FlatArrays.copy_of(arrays) if flat else arrays) == name
 
 
 def test_counters_take_the_largest_and_stay_0d_integers() -> None:

@@ -50,6 +50,14 @@ def test_spaces_between_changes_do_not_matter() -> None:
     assert Schedule.parse(" 0.1@0.5 , =0.2@7 ") == Schedule.parse("0.1@0.5,=0.2@7")
 
 
+def test_a_fraction_of_a_short_run_is_its_first_round_at_the_earliest() -> None:
+    assert [Moment(fraction=0.1).after(rounds) for rounds in (3, 10, 20)] == [1, 1, 2]
+
+
+def test_a_rate_can_be_zero() -> None:
+    assert rates("=0@2", [2, 3], num_rounds=4) == [0.1, 0.0]
+
+
 def test_moments() -> None:
     assert moment("0.3") == Moment(fraction=0.3)
     assert moment("0") == Moment(rounds=0)

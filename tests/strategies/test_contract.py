@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from inspect import Parameter, signature
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,17 @@ def federation(name: str, **options: Any) -> Federation:
 
 def test_table_has_a_row_for_every_strategy() -> None:
     assert set(TABLE) == set(REGISTRY)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_without_options_a_strategy_has_its_defaults(name: str) -> None:
+    strategy = REGISTRY[name]()
+    for option, parameter in signature(REGISTRY[name]).parameters.items():
+        # options that are parsed have another type then
+        if parameter.kind is Parameter.KEYWORD_ONLY and isinstance(
+            getattr(strategy, option, None), type(parameter.default)
+        ):
+            assert getattr(strategy, option) == parameter.default
 
 
 def test_which_methods_give_every_node_a_model_of_its_own() -> None:

@@ -12,6 +12,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from torch import nn
 
 from fedbn_flwr import layerwise, models, state
+from fedbn_flwr.layerwise import Auto
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, FixBN, Scaffold
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
@@ -192,6 +193,10 @@ def test_the_rate_under_frozen_statistics(case: str) -> None:
     strategy: Any = Rates(m=2, **options)
     run(strategy, 5, local_steps=1)
     assert strategy.rates == pytest.approx(wanted)
+
+
+def test_auto_has_one_default() -> None:
+    assert FedTAN(sweeps="auto").sweeps == Auto()
 
 
 def test_auto_stops_by_itself() -> None:
