@@ -428,6 +428,6 @@ def test_waiting_for_nodes_says_so(flower_log: pytest.LogCaptureFixture, monkeyp
     monkeypatch.setattr(sampling, "SAY_EVERY", 0.0)
     counts = iter([[1], [1], [1, 2]])
     grid: Any = SimpleNamespace(get_node_ids=lambda: next(counts))
-    with flower_log.at_level(logging.INFO):
+    with flower_log.at_level(logging.INFO, logger="flwr"):
         assert sampling.wait_for_nodes(grid, 2, float("inf")) == [1, 2]
     assert "Waiting for nodes: 1 of 2 are connected" in flower_log.text
