@@ -21,7 +21,7 @@ ARG PIP_ARGS=""
 
 # what it depends on first: a layer that stays when only the code changes
 COPY pyproject.toml ./
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt \
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; print(*(n for n in p['dependencies'] + e['cli'] + e['models'] + e['data'] if not n.startswith('fedbn-flwr')), sep='\n')" > requirements.txt \
     && python -m pip install --no-cache-dir ${PIP_ARGS} -r requirements.txt
 
 COPY README.md LICENSE docker-compose.yml ./

@@ -4,6 +4,7 @@ The last beside a user's own `strategies` and `apps`. Nothing here needs a netwo
 """
 
 import json
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -23,6 +24,8 @@ WHERE = "import importlib, sys; print(*(importlib.import_module(name).__file__ f
 INSTALLED = "import site, sys; known = len(sys.path); site.addsitedir({!r}); sys.path[1:1] = sys.path[known:]; "
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 OFFLINE = ("--no-deps", "--no-index")
+#: what extras bring and the core does without; `rich` and `yaml` come with Flower
+EXTRAS = {"datasets", "flwr_datasets", "matplotlib", "ray", "safetensors", "scipy", "sklearn", "timm", "torchvision"}
 #: what a checkout and a bundle hold side by side, and a wheel one inside the other
 SOURCES = ("fedbn_flwr", "strategies")
 
@@ -133,6 +136,65 @@ def test_wheel_by_way_of_a_source_distribution_is_the_same(checkout: Path, wheel
     (unpacked,) = (tmp_path / "source").iterdir()
     again = build_wheel(unpacked, tmp_path / "wheel")
     assert contents(again) == contents(wheel)
+
+
+#: runs a program as if none of the packages of extras were installed
+WITHOUT = "import sys; sys.modules.update(dict.fromkeys({}))\n"
+
+
+def test_the_core_needs_flower_torch_and_numpy_only(tmp_path: Path) -> None:
+    program = (
+        WITHOUT.format(sorted(EXTRAS))
+        + """
+import torch
+from flwr.app import ConfigRecord
+from torch import nn
+from fedbn_flwr import models, norm, state, traffic
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.clientapp import ClientApp, client_app, numpy_client_app, obey
+from fedbn_flwr.data import Split
+from fedbn_flwr.simulation import StackedGrid
+from fedbn_flwr.strategies import FedTAN, FedWon, fit_config, prepare
+
+def client(context):
+    split = Split(torch.randn(12, 2, 6, 6), torch.arange(12) % 3)
+    return BNClient(make(), split, partition_id=context.node_config["partition-id"], memory=context.state)
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+grid = StackedGrid(client_app(client), 3, {})
+result = FedTAN(fraction_evaluate=0.0).start(
+    grid, state.to_record(make().state_dict()), 2, train_config=ConfigRecord({"lr": 0.1})
+)
+assert int(result.arrays["1.num_batches_tracked"].numpy()) > 0
+assert not norm.bn_layers(prepare(make(), FedWon))
+"""
+    )
+    run(sys.executable, "-c", program, cwd=tmp_path, env=environment())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package", "extra"),
+    [
+        (("list",), "rich", "cli"),
+        (("run", "--rounds", "1"), "sklearn", "data"),
+        (("run", "--rounds", "1", "--model", "resnet18"), "torchvision", "models"),
+        (("run", "--rounds", "1", "--engine", "ray"), "ray", "simulation"),
+    ],
+)
+def test_a_missing_extra_is_one_line_that_names_it(
+    arguments: tuple[str, ...], package: str, extra: str, tmp_path: Path
+) -> None:
+    program = WITHOUT.format([package]) + (
+        f"from fedbn_flwr.deployment.cli import main\nsys.exit(main({list(arguments)}))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    wanted = f"fedbn-flwr: {package} is not installed: pip install 'fedbn-flwr[{extra}]'"
+    assert (ended.returncode, ended.stderr.splitlines()[-1:]) == (2, [wanted])
 
 
 def contents(wheel: Path) -> dict[str, int]:

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedbn_flwr.data.splits import Data, Split, stratified
+from fedbn_flwr.plugins import extra
 from fedbn_flwr.randomness import numpy_generator
 
 #: number of digits in the test set
@@ -38,7 +39,8 @@ def _read() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         if path.exists():
             rows = np.loadtxt(path, delimiter=",")
             return rows[:, :-1], rows[:, -1].astype(np.int64)
-    from sklearn.datasets import load_digits
+    with extra("data"):
+        from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     return images, labels.astype(np.int64)

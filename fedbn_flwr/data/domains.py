@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedbn_flwr.data.digits import real_digits
 from fedbn_flwr.data.splits import Data, Split
+from fedbn_flwr.plugins import extra
 from fedbn_flwr.randomness import torch_generator
 
 SIDE = 28
@@ -59,7 +60,8 @@ def photos(originals: Tensor, generator: torch.Generator) -> Tensor:
 
     Ganin and Lempitsky, Unsupervised Domain Adaptation by Backpropagation, ICML 2015; MNIST-M has patches of BSDS500.
     """
-    from sklearn.datasets import load_sample_images
+    with extra("data"):
+        from sklearn.datasets import load_sample_images
 
     photographs = torch.from_numpy(np.stack(load_sample_images().images))  # channels last
     count, (height, width) = len(originals), photographs.shape[1:3]
@@ -97,8 +99,9 @@ DOMAINS = ("real", "fonts", "photos", "inverted", "sheared")
 
 def _glyph(font: str, digit: int) -> NDArray[np.float32]:
     """Draw one digit of a font, 22 pixels high and centred."""
-    import matplotlib
-    from PIL import Image, ImageDraw, ImageFont
+    with extra("data"):
+        import matplotlib
+        from PIL import Image, ImageDraw, ImageFont
 
     path = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{font}.ttf")
     # draw the digit large, cut it to the ink and then reduce it: fonts of one size have digits of different heights

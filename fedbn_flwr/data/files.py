@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from fedbn_flwr.data.splits import Data, Split
+from fedbn_flwr.plugins import extra
 
 #: by the name of a data set: the name of its torchvision class, and the number of classes
 TORCHVISION = {
@@ -54,7 +55,8 @@ def _read(name: str, kind: str, root: Path, role: str) -> Split:
 
 
 def _open(name: str, kind: str, root: Path, arguments: dict[str, Any]) -> Any:
-    from torchvision import datasets  # imported here because it takes seconds
+    with extra("data"):  # imported here because it takes seconds
+        from torchvision import datasets
 
     try:
         return getattr(datasets, kind)(root, **arguments, download=False)
@@ -75,7 +77,8 @@ def _folders(path: Path, having: str = "") -> list[str]:
 
 def _images(homes: list[Path], classes: list[str], side: int | None) -> Split:
     """Read the images of one folder of classes, or of one folder of classes a domain."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+    with extra("data"):
+        from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
     for home in homes:
         if unknown := sorted(set(_folders(home)) - set(classes)):
@@ -91,7 +94,8 @@ def _images(homes: list[Path], classes: list[str], side: int | None) -> Split:
 
 
 def _decode(files: list[str], side: int | None) -> torch.Tensor:
-    from PIL import Image
+    with extra("data"):
+        from PIL import Image
 
     pixels = []
     for file in files:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedbn_flwr.data import partition_functions as partition_rows
 from fedbn_flwr.data.partition_functions import Rows
 from fedbn_flwr.data.splits import Data
-from fedbn_flwr.plugins import add
+from fedbn_flwr.plugins import add, extra
 from fedbn_flwr.randomness import derive, numpy_generator
 
 #: FedBS's unbalanced case: the samples of a shard, and the largest number of shards of a client
@@ -110,7 +110,8 @@ def _dirichlet(request: PartitionRequest) -> list[Rows]:
     fewest = request.number(1, DIRICHLET_MINIMUM)
     if fewest * request.clients > request.samples:
         raise ValueError(f"{request.samples} samples cannot give {request.clients} clients {fewest} each")
-    from fedbn_flwr.data.flower_partitioners import dirichlet
+    with extra("data"):
+        from fedbn_flwr.data.flower_partitioners import dirichlet
 
     return dirichlet(request.labels, request.clients, alpha, fewest, derive(request.seed, "partition", "dirichlet"))
 

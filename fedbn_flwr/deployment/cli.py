@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fedbn_flwr.deployment.errors import DeploymentError
+from fedbn_flwr.plugins import MissingExtraError, extra
 
 #: the commands of this room, with their help
 COMMANDS = {
@@ -21,16 +22,17 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; 0 is success, 2 bad input, 1 any other failure."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] not in COMMANDS:
-        # takes seconds to import: only training pays
-        from fedbn_flwr.experiments import main as run_experiments
-
-        return run_experiments(words, others=COMMANDS)
     try:
+        if not words or words[0] not in COMMANDS:
+            # takes seconds to import: only training pays
+            with extra("cli"):
+                from fedbn_flwr.experiments import main as run_experiments
+
+            return run_experiments(words, others=COMMANDS)
         options = vars(parser().parse_args(words))
         act: Callable[..., int] = options.pop("act")
         return act(**options)
-    except DeploymentError as error:
+    except (DeploymentError, MissingExtraError) as error:
         print("fedbn-flwr:", *str(error).split(), file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -14,6 +14,7 @@ from fedbn_flwr.experiments.output.plots import plot_curves, title_of
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import as_json, read_rounds
 from fedbn_flwr.experiments.resources import check_simulation
+from fedbn_flwr.plugins import extra
 from fedbn_flwr.strategies import CannotTrainError
 
 VALIDATION_SHARE = 0.2
@@ -134,7 +135,8 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
     """The mean, the standard deviation, and half the width of the mean's 95 % interval."""
     if len(values) < 2:
         return (values[0] if values else np.nan), 0.0, 0.0
-    from scipy import stats  # takes seconds to import, and only the last table needs it
+    with extra("cli"):  # takes seconds to import, and only the last table needs it
+        from scipy import stats
 
     deviation = float(np.std(values, ddof=1))
     half_width = deviation / len(values) ** 0.5 * float(stats.t.ppf(0.975, len(values) - 1))

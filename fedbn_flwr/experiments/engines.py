@@ -33,6 +33,7 @@ from fedbn_flwr.experiments.resources import (
 )
 from fedbn_flwr.experiments.server_side import instruction_of, run
 from fedbn_flwr.experiments.workers import count_workers
+from fedbn_flwr.plugins import extra
 from fedbn_flwr.simulation.prepared import PreparedGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import preload
@@ -142,6 +143,8 @@ def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None =
     Of its own on this machine, or with `RAY_ADDRESS` in the environment on the cluster that is there.
     """
     refuse_state_dir(experiment.config)
+    with extra("simulation"):
+        import ray  # noqa: F401  # Flower's own error would name no package
     cluster = _cluster()
     from flwr.simulation import run_simulation
 

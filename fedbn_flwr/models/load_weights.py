@@ -4,9 +4,9 @@ import pickle
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from fedbn_flwr.plugins import extra
 
 _SHOWN = 3  # of a list of mismatches
 
@@ -34,13 +34,24 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"no weights to start from: there is no file {path}")
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
+            return _read_safetensors(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except (ValueError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(f"{path} is neither safetensors nor a torch state dict: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{path} does not hold a state dict (names and tensors)")
     return state
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    with extra("models"):
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
 
 
 def _first(keys: list[str]) -> str:

@@ -4,6 +4,7 @@ from torch import nn
 
 from fedbn_flwr.models.registry import register_model
 from fedbn_flwr.models.resnet import SMALL_IMAGE
+from fedbn_flwr.plugins import extra
 
 # Sandler et al., "MobileNetV2", 2018, Table 2: expansion, channels, blocks, stride of each stage; the second
 # stage's stride is 1 here, for small images.
@@ -21,7 +22,8 @@ _SMALL_IMAGE_STAGES = [
 @register_model("mobilenetv2", smallest=8)
 def mobilenetv2(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """torchvision's MobileNetV2; for small images the stem and the second stage have stride 1, 8 in all."""
-    from torchvision import models  # takes seconds to import: only who needs it pays
+    with extra("models"):  # takes seconds to import: only who needs it pays
+        from torchvision import models
 
     small = image_size < SMALL_IMAGE
     stages = _SMALL_IMAGE_STAGES if small else None

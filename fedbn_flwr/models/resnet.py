@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr.models.registry import register_model
+from fedbn_flwr.plugins import extra
 
 SMALL_IMAGE = 64  # below this, strides and pools meant for 224 x 224 leave nothing to look at
 
@@ -53,7 +54,8 @@ class ResNet20(nn.Module):
 
 
 def _stage(inputs: int, outputs: int, stride: int) -> nn.Sequential:
-    from torchvision.models.resnet import BasicBlock  # takes seconds to import: only who needs it pays
+    with extra("models"):  # takes seconds to import: only who needs it pays
+        from torchvision.models.resnet import BasicBlock
 
     shortcut = Shortcut(stride, outputs - inputs) if stride > 1 else None
     first = BasicBlock(inputs, outputs, stride, downsample=shortcut)
@@ -70,7 +72,8 @@ def resnet20(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
 @register_model("resnet18", smallest=8)
 def resnet18(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """torchvision's ResNet-18; small images get a 3x3 stem of stride 1 and no max pool."""
-    from torchvision import models  # takes seconds to import: only who needs it pays
+    with extra("models"):  # takes seconds to import: only who needs it pays
+        from torchvision import models
 
     model = models.resnet18(weights=None, num_classes=num_classes)
     if image_size < SMALL_IMAGE:

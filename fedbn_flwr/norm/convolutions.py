@@ -1,6 +1,5 @@
 """Convolutions with scaled weight standardization."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,8 +10,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 class _ScaledStd(_ConvNd):
     """A convolution with the weight gain gamma (W - mean) / (sigma sqrt(N)), a row an output, N the fan-in.
 
-    Brock et al., "Characterizing Signal Propagation", 2021. It is timm's `ScaledStdConv2d` for what that does not
-    cover: other dimensions, and padding with something else than zeros.
+    Brock et al., "Characterizing Signal Propagation", 2021; with two dimensions it is timm's `ScaledStdConv2d`.
     """
 
     def __init__(self, *arguments: Any, gamma: float = 1.0, eps: float = 1e-6, **options: Any) -> None:
@@ -69,8 +67,8 @@ def standardized(
 
 
 def _empty_like(layer: _ConvNd, gamma: float) -> nn.Module:
-    options = {} if layer.padding_mode == "zeros" else {"padding_mode": layer.padding_mode}
-    return _kind(layer)(
+    options: Any = {} if layer.padding_mode == "zeros" else {"padding_mode": layer.padding_mode}
+    return _KINDS[type(layer)](
         layer.in_channels,
         layer.out_channels,
         layer.kernel_size,
@@ -83,14 +81,6 @@ def _empty_like(layer: _ConvNd, gamma: float) -> nn.Module:
         device="meta",
         **options,
     )
-
-
-def _kind(layer: _ConvNd) -> Callable[..., nn.Module]:
-    if isinstance(layer, nn.Conv2d) and layer.padding_mode == "zeros":
-        from timm.layers import std_conv  # takes seconds to import: only who needs it pays
-
-        return std_conv.ScaledStdConv2d
-    return _KINDS[type(layer)]
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.norm.registry import register_norm
 from fedbn_flwr.norm.substitute import NORMALIZERS, substitute
+from fedbn_flwr.plugins import extra
 
 
 class Shift(nn.Module):
@@ -61,7 +62,8 @@ def fixup(model: nn.Module) -> nn.Module:
 
 
 def _residual_blocks(model: nn.Module) -> list[Any]:
-    from torchvision.models.resnet import BasicBlock, Bottleneck  # takes seconds to import: only who needs it pays
+    with extra("models"):  # takes seconds to import: only who needs it pays
+        from torchvision.models.resnet import BasicBlock, Bottleneck
 
     blocks = [layer for layer in model.modules() if isinstance(layer, BasicBlock | Bottleneck)]
     if not blocks:

@@ -60,11 +60,10 @@ def test_any_convolution_equals_one_with_the_weight_from_numpy(
     torch.testing.assert_close(new(inputs), outputs, rtol=1e-9, atol=1e-9)
 
 
-def test_two_dimensions_are_timms_and_ours_are_the_same_numbers() -> None:
-    theirs: Any = standardized("", nn.Conv2d(4, 6, 3, groups=2), gamma=1.7)
-    assert type(theirs) is TimmConv2d
-    ours = ScaledStdConv2d(4, 6, 3, groups=2, gamma=1.7)
-    ours.load_state_dict({**theirs.state_dict(), "gain": torch.ones(6, 1, 1, 1)})
+def test_in_two_dimensions_the_numbers_are_timms() -> None:
+    ours: Any = standardized("", nn.Conv2d(4, 6, 3, groups=2, padding=1, stride=2), gamma=1.7)
+    theirs = TimmConv2d(4, 6, 3, groups=2, padding=1, stride=2, gamma=1.7)
+    theirs.load_state_dict({**ours.state_dict(), "gain": torch.ones(6, 1, 1, 1)})
     inputs = torch.randn(2, 4, 5, 5)
     torch.testing.assert_close(ours(inputs), theirs(inputs))
 
@@ -75,7 +74,7 @@ def test_two_dimensions_are_timms_and_ours_are_the_same_numbers() -> None:
         (nn.Conv1d(2, 3, 3), ScaledStdConv1d),
         (nn.Conv2d(2, 3, 3, padding_mode="reflect"), ScaledStdConv2d),
         (nn.Conv3d(2, 3, 3), ScaledStdConv3d),
-        (nn.Conv2d(2, 3, 3, padding="same"), TimmConv2d),
+        (nn.Conv2d(2, 3, 3, padding="same"), ScaledStdConv2d),
     ],
 )
 def test_what_is_used_where(layer: nn.Module, kind: type[nn.Module]) -> None:

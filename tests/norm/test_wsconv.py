@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
-from timm.layers.std_conv import ScaledStdConv2d
 from torch import Tensor, nn
 from torchvision.models import densenet121, mobilenet_v2, mobilenet_v3_small, resnet18, resnet50
 
 from fedbn_flwr.models import build
 from fedbn_flwr.norm import GroupNorm, adaptive_clip, bn_layers, classifier_parameters, replace
+from fedbn_flwr.norm.convolutions import ScaledStdConv2d
 from fedbn_flwr.norm.trace import wiring
 from fedbn_flwr.norm.wsconv import activation_gain
 

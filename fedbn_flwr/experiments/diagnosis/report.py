@@ -10,6 +10,7 @@ from rich.table import Table
 
 from fedbn_flwr.diagnosis import Diagnosis, Measurement, overall
 from fedbn_flwr.experiments.output.console import console
+from fedbn_flwr.plugins import extra
 
 DISTANCES = {"mean": "means", "variance": "variances", "gradients": "gradients by them"}
 #: by what clients share: the values that are each client's own, and the method
@@ -47,7 +48,8 @@ def show_diagnosis(diagnosis: Diagnosis, title: str, advice: str, folder: Path) 
 
 def plot_diagnosis(diagnosis: Diagnosis, path: Path, title: str) -> None:
     """Draw two panels, distances by layer and errors by mismatch; what chance alone does is dotted or grey."""
-    import matplotlib  # imported here because it takes a second
+    with extra("cli"):  # imported here because it takes a second
+        import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from fedbn_flwr.plugins import extra
+
 Rows = Sequence[Mapping[str, Any]]
 
 PANELS = {"accuracy": "test accuracy", "train-loss": "training loss"}
@@ -17,7 +19,8 @@ LEGEND_COLUMNS = 6
 
 def plot_curves(runs: Mapping[str, Sequence[Rows]], path: Path, title: str = "") -> None:
     """Plot accuracy and training loss over the rounds: the mean of each method's seeds, and their range."""
-    import matplotlib  # imported here because it takes a second
+    with extra("cli"):  # imported here because it takes a second
+        import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -25,7 +25,6 @@ VERSIONED = (
     "pillow",
     "ray",
     "scikit-learn",
-    "timm",
     "torch",
     "torchvision",
 )
