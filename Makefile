@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # uv leaves it to Python to keep compiled modules: without them, an import of torch takes 3.0 s instead of 1.6
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-deploy faults check format docs bench bench-quick mutants clean
+.PHONY: demo test test-all test-deploy faults check format docs bench bench-quick mutants matrix clean
 
 demo: $(VENV)/installed
 	$(BIN)/fedbn-flwr compare --methods fedavg,fixbn,fedbn,silobn,fedprox,standalone,centralized --results-dir results/demo
@@ -51,6 +51,11 @@ bench-quick: $(VENV)/installed
 mutants: $(VENV)/installed
 	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python --editable ".[mutants]"
 	$(BIN)/python -m tests.mutants $(FILES)
+
+# the plug-in part of the wheel, without extras, under other versions of Python and Flower: make matrix CELLS="3.13:1.38.0"
+CELLS ?= 3.11:1.22.0 3.11:1.30.0 3.11:1.35.0 3.11:1.38.0 3.11:1.41.0 3.12:1.38.0 3.12:1.41.0 3.13:1.38.0 3.13:1.41.0
+matrix: $(VENV)/installed
+	$(BIN)/python -m tests.matrix $(CELLS)
 
 # uv resolves and unpacks several times faster than pip; where it cannot be had, pip does the same
 $(VENV)/installed: pyproject.toml

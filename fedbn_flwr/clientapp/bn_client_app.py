@@ -5,12 +5,12 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import Mod
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply, read_instruction
 from fedbn_flwr.client.layerwise_step import handle_layerwise_message
 from fedbn_flwr.client.lost_state import has_all, lacking_reply
+from fedbn_flwr.clientapp.mods import Mod
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.wire import Instruction
 

@@ -1,15 +1,19 @@
 """Mods for Flower's ClientApp, around any handler: keep entries on the node, refuse broken models, count bytes."""
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Error, Message, MessageType
-from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.state.records import array_records, data_bytes, view_array
+
+#: as in Flower, where the names have moved
+ClientAppCallable = Callable[[Message, Context], Message]
+Mod = Callable[[Message, Context, ClientAppCallable], Message]
 
 BYTES_DOWN = "bytes-down"
 BYTES_UP = "bytes-up"

@@ -2,15 +2,26 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from flwr.app import Message, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
 
 from fedbn_flwr.simulation.spill import SpillBuffer
+
+if TYPE_CHECKING:
+    from flwr.supercore.run import Run
+else:
+    try:
+        from flwr.supercore.run import Run
+    except ImportError:  # before Flower 1.35
+        from flwr.common.typing import Run
+
+try:
+    from flwr.supercore.task_identity import TaskIdentity
+except ImportError:  # before Flower 1.38: messages need none
+    TaskIdentity = None  # type: ignore[assignment,misc]
 
 
 class LocalGrid(Grid):
@@ -21,8 +32,9 @@ class LocalGrid(Grid):
         self._replies: dict[str, Message] = {}
         #: for the replies to the latest push
         self._spill = SpillBuffer()
-        # Flower reads these when a message is created
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = self._run.run_id, SUPERLINK_NODE_ID, 0
+        if TaskIdentity is not None:
+            # Flower reads these when a message is created
+            TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = self._run.run_id, SUPERLINK_NODE_ID, 0
 
     def set_run(self, run: Run) -> None:
         """Take the run's description."""

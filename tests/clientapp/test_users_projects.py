@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp as FlowerClientApp
 from flwr.clientapp.mod import arrays_size_mod, message_size_mod
-from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.constant import ErrorCode
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from fedbn_flwr import norm, state
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import ClientApp, client_app, count_bytes, guard, keep_local, obey
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp
+from fedbn_flwr.clientapp.mods import ClientAppCallable
 from fedbn_flwr.server.replies import CannotTrainError, NotObeyedError
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.sequential import InProcessGrid

@@ -1,0 +1,59 @@
+"""Test what plugs into Flower projects under other versions of Python and Flower: `make matrix`.
+
+For each cell PYTHON:FLOWER the wheel is installed without extras into an environment of its own, which is removed
+afterwards. Prints a row a cell, and fails if a test does. An environment takes 5 GB and half a minute.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.helpers.checkout import BIN, copy_checkout, environment, run
+
+#: tests that need no extra
+TESTS = (
+    "tests/clientapp/test_own_loop.py",
+    "tests/clientapp/test_users_projects.py",
+    "tests/wire",
+    "tests/layerwise/test_exchange.py",
+    "tests/layerwise/test_shared_statistics.py",
+    "tests/layerwise/test_suspended_step.py",
+)
+
+
+def main(cells: list[str]) -> int:
+    """Test each cell; return 1 if one failed."""
+    with TemporaryDirectory() as folder:
+        here = Path(folder)
+        checkout = copy_checkout(here / "checkout")
+        run(BIN / "uv", "build", "--quiet", "--wheel", "--out-dir", here, cwd=checkout)
+        (wheel,) = here.glob("*.whl")
+        # without the packages beside them, which would be imported in place of the wheel's
+        (here / "run").mkdir()
+        (checkout / "tests").rename(here / "run" / "tests")
+        return max(_test(cell, wheel, here / "run") for cell in cells)
+
+
+def _test(cell: str, wheel: Path, folder: Path) -> int:
+    python, _, flower = cell.partition(":")
+    with TemporaryDirectory() as place:
+        interpreter = Path(place, "bin", "python")
+        run(BIN / "uv", "venv", "--quiet", "--python", python, place)
+        needed = (f"fedbn-flwr @ {wheel.as_uri()}", f"flwr=={flower}", "pytest", "hypothesis")
+        run(BIN / "uv", "pip", "install", "--quiet", "--python", interpreter, *needed)
+        tested = subprocess.run(
+            [interpreter, "-m", "pytest", "-q", "-p", "no:warnings", "-m", "not slow", *TESTS],
+            cwd=folder,
+            env=environment(),
+            capture_output=True,
+            text=True,
+        )
+        print(f"Python {python}, Flower {flower}: {tested.stdout.splitlines()[-1]}", flush=True)
+        if tested.returncode:
+            print(tested.stdout, tested.stderr, sep="\n")
+        return min(tested.returncode, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
