@@ -14,6 +14,8 @@ class Centralized(FixBN):
     `freeze_round` below the number of rounds it is Centralized+FixBN; by default nothing is frozen.
     """
 
+    paper: ClassVar[str] = ""
+    leaves: ClassVar[str] = "all data"
     pooled: ClassVar[bool] = True
 
     def __init__(self, *, freeze_round: float = 10**9, **options: Any) -> None:

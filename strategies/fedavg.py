@@ -10,7 +10,7 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fedbn_flwr.server.averaging import Arrays, average
 from fedbn_flwr.server.base_strategy import BaseStrategy
@@ -32,6 +32,9 @@ class FedAvg(BaseStrategy):
     Floating-point entries are averaged in float64 and keep their dtype; of a counter, the largest is taken. With one
     client and E steps this is plain training.
     """
+
+    paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
+    leaves: ClassVar[str] = "everything, BN statistics included"
 
     def __init__(
         self, *, weighting: Annotated[str, "how much a client counts: examples or uniform"] = "examples", **options: Any

@@ -39,6 +39,8 @@ class FedBS(FedAvg):
     a weight: the client has none, as with a loss of 0, which is logged; if no client has one, all count equally.
     """
 
+    paper: ClassVar[str] = "Idrissi et al., ICTAI 2021"
+    leaves: ClassVar[str] = "everything, and the training loss"
     kept: ClassVar[tuple[str, ...]] = ("stage", "_calm_rounds")
 
     def __init__(

@@ -1,6 +1,6 @@
 """FedDNA: FedTAN's forward pass (Algorithm 2) without its backward pass; see `strategies/fedtan.py`."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from .base_layerwise import Layerwise, parse_exchange
 from .registry import register_strategy
@@ -23,6 +23,9 @@ class FedDNA(Layerwise):
     the other, as algorithm 2: 2L + 1 exchanges a round; `fused`, the default, for both at once: L + 1, the same
     numbers. With one client this is FedAvg.
     """
+
+    paper: ClassVar[str] = "Duan et al., 2021, as in Wang et al."
+    leaves: ClassVar[str] = "everything, and statistics of each BN layer: L + 1 exchanges (exchange=paper: 2L + 1)"
 
     def __init__(
         self,

@@ -27,6 +27,8 @@ class FedNorm(FedAvg):
     domain's BN.
     """
 
+    paper: ClassVar[str] = "Bernecker et al., 2022"
+    leaves: ClassVar[str] = "everything; BN is averaged within a domain"
     personal: ClassVar[bool] = True
     kept: ClassVar[tuple[str, ...]] = ("_by_domain",)
 

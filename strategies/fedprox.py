@@ -1,6 +1,6 @@
 """FedProx."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fedbn_flwr.wire import Instruction
 
@@ -18,6 +18,9 @@ class FedProx(FedAvg):
 
     With `mu=0` this is FedAvg.
     """
+
+    paper: ClassVar[str] = "T. Li et al., MLSys 2020"
+    leaves: ClassVar[str] = "everything"
 
     def __init__(self, *, mu: Annotated[float, "weight of the proximal term"] = 0.01, **options: Any) -> None:
         super().__init__(**options)

@@ -19,7 +19,7 @@ nodes that fail, is in `base_layerwise.py`. The client's half is `fedbn_flwr/cli
 mathematics of one layer `fedbn_flwr/layerwise/shared_batch_norm.py`.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from flwr.app import Message
 
@@ -54,6 +54,9 @@ class FedTAN(Layerwise):
     (`fresh_optimizer=True`); p_i is the share of examples, in their code 1 / N (`weighting="uniform"`); the running
     variance is corrected by n / (n - 1), n being the count over all clients, as in PyTorch.
     """
+
+    paper: ClassVar[str] = "Wang et al., 2023"
+    leaves: ClassVar[str] = "everything, and statistics of each BN layer with their gradients: 2L + 1 exchanges"
 
     def __init__(
         self,

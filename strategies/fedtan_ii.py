@@ -29,6 +29,8 @@ class FedTANII(FedTAN, FixBN):
     (`lr_schedule="=0.01@freeze"`, as in the paper) is followed as it stands.
     """
 
+    paper: ClassVar[str] = "Wang et al., 2023"
+    leaves: ClassVar[str] = "as fedtan, then as fixbn"
     replaced: ClassVar[tuple[str, ...]] = ("freeze_round",)
 
     def __init__(

@@ -31,6 +31,8 @@ class FedWon(FedAvg):
     without which the variance doubles at every block; Brock et al. take 0.2. Models without branches are the same.
     """
 
+    paper: ClassVar[str] = "Zhuang and Lyu, ICLR 2024"
+    leaves: ClassVar[str] = "everything; there is no BN"
     normalizers: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(

@@ -42,6 +42,8 @@ class FixBN(FedAvg):
     the paper counts. With `freeze_round` at or above the number of rounds this is FedAvg.
     """
 
+    paper: ClassVar[str] = "Zhong, Chen and Chao, 2023"
+    leaves: ClassVar[str] = "everything; after the freeze no statistics"
     kept_by_node: ClassVar[tuple[str, ...]] = ("watch.reports",)
 
     def __init__(

@@ -30,6 +30,8 @@ class HeteroFL(Gathering):
     FedAvg. Gathering happens in the rounds that are evaluated.
     """
 
+    paper: ClassVar[str] = "Diao, Ding and Tarokh, ICLR 2021"
+    leaves: ClassVar[str] = "parameters; statistics when the model is evaluated"
     normalizers: ClassVar[frozenset[str]] = frozenset({"StaticBatchNorm"})
 
     def __init__(

@@ -16,4 +16,6 @@ class MTFL(PartialSharing):
     On a model without affine BN this is FedAvg.
     """
 
+    paper: ClassVar[str] = "Mills, Hu and Min, TPDS 2021"
+    leaves: ClassVar[str] = "everything but BN's affine parameters"
     stays: ClassVar[str] = "affine"

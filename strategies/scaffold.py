@@ -51,6 +51,8 @@ class Scaffold(FedAvg):
     double the messages.
     """
 
+    paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
+    leaves: ClassVar[str] = "everything, and control variates: twice the bytes"
     required: ClassVar[tuple[str, ...]] = (wire.CONTROL_VARIATES,)
     kept: ClassVar[tuple[str, ...]] = ("_variate",)
 

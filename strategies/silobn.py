@@ -15,4 +15,6 @@ class SiloBN(PartialSharing):
     On a model without BN statistics this is FedAvg.
     """
 
+    paper: ClassVar[str] = "Andreux et al., DART 2020"
+    leaves: ClassVar[str] = "everything but BN statistics"
     stays: ClassVar[str] = "statistics"

@@ -13,4 +13,6 @@ class Standalone(PartialSharing):
     With one node this is plain training.
     """
 
+    paper: ClassVar[str] = ""
+    leaves: ClassVar[str] = "nothing"
     stays: ClassVar[str] = "all"

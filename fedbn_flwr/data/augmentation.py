@@ -66,9 +66,14 @@ class Crop:
         return padded
 
 
+def _no_augmentation() -> Augmentation:
+    """Images as they are."""
+    return unchanged
+
+
 #: makes an augmentation from its options
 AUGMENTATIONS: dict[str, Callable[..., Augmentation]] = {
-    "none": lambda: unchanged,
+    "none": _no_augmentation,
     "crop": partial(Crop, False),
     "crop-flip": partial(Crop, True),
 }

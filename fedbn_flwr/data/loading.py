@@ -72,22 +72,26 @@ def register_dataset(name: str) -> Callable[[R], R]:
 
 @register_dataset("digits")
 def _digits(request: DatasetRequest) -> Data:
+    """1,797 real handwritten digits of 8x8 pixels, which scikit-learn ships."""
     request.options()
     return digits()
 
 
 @register_dataset("digits-domains")
 def _digits_domains(request: DatasetRequest) -> Data:
+    """Digits in five domains: real, of fonts, before photographs, inverted, sheared."""
     request.options()
     return digits_domains()
 
 
 @register_dataset("synthetic")
 def _synthetic(request: DatasetRequest) -> Data:
+    """Random images of given number, classes and size, for timing."""
     return synthetic(**request.options(n=10_000, test=1_000, classes=10, size=8, channels=3, seed=0))
 
 
 def _torchvision(request: DatasetRequest) -> Data:
+    """torchvision's data set of this name, from files in `data-root`."""
     request.options()
     return from_torchvision(request.name, request.root)
 
@@ -98,6 +102,7 @@ for _name in TORCHVISION:
 
 @register_dataset("folder")
 def _folder(request: DatasetRequest) -> Data:
+    """Images in a folder with a folder for each class: `folder:PATH`."""
     if not request.argument:
         raise ValueError("folder: needs a path, as in folder:/data/images")
     return from_folder(Path(request.argument).expanduser(), request.image_size)

@@ -101,11 +101,13 @@ def register_partition(form: str) -> Callable[[S], S]:
 
 @register_partition("iid")
 def _iid(request: PartitionRequest) -> list[Rows]:
+    """Equal shares, drawn at random."""
     return partition_rows.evenly(request.samples, request.clients)
 
 
 @register_partition("dirichlet:ALPHA[:FEWEST-SAMPLES]")
 def _dirichlet(request: PartitionRequest) -> list[Rows]:
+    """Each class is shared out by a Dirichlet draw over the clients; sizes differ."""
     alpha = request.alpha()
     fewest = request.number(1, DIRICHLET_MINIMUM)
     if fewest * request.clients > request.samples:
@@ -118,6 +120,7 @@ def _dirichlet(request: PartitionRequest) -> list[Rows]:
 
 @register_partition("label-mix:ALPHA")
 def _label_mixes(request: PartitionRequest) -> list[Rows]:
+    """Each client draws a mix of labels, as Hsu et al.; sizes are equal."""
     generator = numpy_generator(request.seed, "partition", "label mixes")
     return partition_rows.label_mixes(
         request.labels, request.clients, request.data.num_classes, request.alpha(), generator
@@ -126,6 +129,7 @@ def _label_mixes(request: PartitionRequest) -> list[Rows]:
 
 @register_partition("classes:PER-CLIENT")
 def _classes(request: PartitionRequest) -> list[Rows]:
+    """Each client has a given number of classes, in turn."""
     per_client, classes = request.number(0), request.data.num_classes
     if per_client > classes:
         raise ValueError(f"{request.data.name} has only {classes} classes")
@@ -134,6 +138,7 @@ def _classes(request: PartitionRequest) -> list[Rows]:
 
 @register_partition("shards:PER-CLIENT")
 def _shards(request: PartitionRequest) -> list[Rows]:
+    """Samples sorted by label, cut into shards, and dealt: as many to each client."""
     per_client = request.number(0)
     if per_client * request.clients > request.samples:
         raise ValueError(f"{request.samples} samples cannot fill {per_client * request.clients} shards")
@@ -142,6 +147,7 @@ def _shards(request: PartitionRequest) -> list[Rows]:
 
 @register_partition("shards-unbalanced")
 def _shards_unbalanced(request: PartitionRequest) -> list[Rows]:
+    """FedBS's unbalanced case: from 1 to 30 shards of 50 samples a client."""
     shards = -(-request.samples // SHARD_SIZE)
     generator = numpy_generator(request.seed, "partition", "shards of each")
     return _deal(request, partition_rows.unbalanced(request.clients, shards, MOST_SHARDS, generator))
@@ -153,6 +159,7 @@ def _deal(request: PartitionRequest, counts: NDArray[np.int64]) -> list[Rows]:
 
 @register_partition("domain[:CLIENTS-PER-DOMAIN[:SPLITS]]")
 def _domain(request: PartitionRequest) -> list[Rows]:
+    """Each client has samples of one domain only."""
     column, domains = request.data.train.domains, len(request.data.domain_names)
     if column is None:
         raise ValueError(f"{request.data.name} has no domains")
@@ -168,6 +175,7 @@ def _domain(request: PartitionRequest) -> list[Rows]:
 
 @register_partition("union")
 def _union(request: PartitionRequest) -> list[Rows]:
+    """One client has all samples."""
     if request.clients != 1:
         raise ValueError(f"1 client holds everything, not {request.clients}")
     return partition_rows.evenly(request.samples, 1)

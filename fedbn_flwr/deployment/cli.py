@@ -1,6 +1,8 @@
 """The console command `fedbn-flwr`: the deployment's commands here, all others in `fedbn_flwr.experiments`."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with extra("cli"):
                 from fedbn_flwr.experiments import main as run_experiments
 
-            return run_experiments(words, others=COMMANDS)
+            code = run_experiments(words, others=COMMANDS)
+            sys.stdout.flush()
+            return code
         options = vars(parser().parse_args(words))
         act: Callable[..., int] = options.pop("act")
         return act(**options)
@@ -37,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # whoever read the output has seen enough: neither a traceback here, nor one when Python flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 class _Parser(argparse.ArgumentParser):

@@ -5,24 +5,22 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
 from fedbn_flwr.experiments.comparison import Plan, compare
 from fedbn_flwr.experiments.config import Config, UsageError, convert
 from fedbn_flwr.experiments.diagnosis.command import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, prepare
 from fedbn_flwr.experiments.method import import_plugins, resolve, split_methods
 from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_run
+from fedbn_flwr.experiments.output.listing import listing, show_listing
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.recovery import resume
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.experiments.strategy_options import all_options, owners
-from fedbn_flwr.models import MODELS
-from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
 from fedbn_flwr.wire import wire_key
 
@@ -105,6 +103,7 @@ def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     _add_shared(single, skip=("resume", "checkpoint_every"))
     names = _command(commands, "list", "show every strategy, normalizer, model, data set, partition and augmentation")
     names.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
+    names.add_argument("--json", action="store_true", help="print it for programs")
     for name, text in others.items():
         commands.add_parser(name, help=text)
     return parser
@@ -181,16 +180,11 @@ def _diagnose(options: dict[str, Any]) -> None:
     run_diagnosis(_kebab(options), count)
 
 
-def _list(_: dict[str, Any]) -> None:
-    known: dict[str, Iterable[str]] = {
-        "strategies": REGISTRY,
-        "normalizers": NORMS,
-        "models": MODELS,
-        "datasets": DATASETS,
-        "partitions": PARTITIONS,
-        "augmentations": AUGMENTATIONS,
-    }
-    print(json.dumps({kind: list(names) for kind, names in known.items()}, indent=2))
+def _list(options: dict[str, Any]) -> None:
+    if options.get("json"):
+        print(json.dumps(listing(), indent=2))
+    else:
+        show_listing()
 
 
 _COMMANDS = {"run": _run, "compare": _compare, "diagnose": _diagnose, "list": _list}

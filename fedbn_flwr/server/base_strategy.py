@@ -58,6 +58,9 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     """
 
     kept: ClassVar[tuple[str, ...]] = ("ever_trained", "frozen_after", "momentum", "obeyed_before", "server_optimizer")
+    #: the paper of the method, and what leaves a client: for lists
+    paper: ClassVar[str] = ""
+    leaves: ClassVar[str] = ""
     #: whether nodes end up with models of their own, which only they can evaluate
     personal: ClassVar[bool] = False
     #: constructor arguments of a base class that have another name here

@@ -171,7 +171,7 @@ def test_errors_are_one_line(words: tuple[str, ...], reason: str, capsys: pytest
 
 def test_other_commands_are_the_experiments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
-    assert '"fixbn"' in capsys.readouterr().out
+    assert " fixbn " in capsys.readouterr().out
     assert main(["nonsense"]) == 2
     shown = capsys.readouterr().err
     assert "'compare'" in shown

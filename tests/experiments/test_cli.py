@@ -1,6 +1,7 @@
 """The console command: exit codes, one line for each mistake, and help that names everything."""
 
 import json
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 
@@ -8,11 +9,13 @@ import pytest
 
 from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
 from fedbn_flwr.experiments import Config, main
+from fedbn_flwr.experiments.output.listing import listing
 from fedbn_flwr.experiments.strategy_options import all_options, own_options
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY
 from fedbn_flwr.wire import wire_key
+from tests.helpers.checkout import BIN, environment
 from tests.helpers.runs import command, run
 
 
@@ -155,9 +158,9 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_list_names_everything_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
+    assert main(["list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert listed == {
+    assert {kind: [row["name"] for row in rows] for kind, rows in listed.items()} == {
         "strategies": list(REGISTRY),
         "normalizers": list(NORMS),
         "models": list(MODELS),
@@ -165,6 +168,37 @@ def test_list_names_everything_there_is(capsys: pytest.CaptureFixture[str]) -> N
         "partitions": list(PARTITIONS),
         "augmentations": list(AUGMENTATIONS),
     }
+
+
+def test_everything_that_is_listed_has_a_line_about_it() -> None:
+    silent = [(kind, row["name"]) for kind, rows in listing().items() for row in rows if not row["about"]]
+    assert silent == []
+    (fixbn,) = [row for row in listing()["strategies"] if row["name"] == "fixbn"]
+    assert fixbn["leaves the client"] == "everything; after the freeze no statistics"
+    assert {"freeze-round", "freeze", "weighting"} <= set(fixbn["options"])
+
+
+def test_the_list_for_people_is_a_table_of_them_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(["list"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    first = {line[0] for line in lines}
+    assert {*REGISTRY, *NORMS, *MODELS, *DATASETS, *AUGMENTATIONS, "classes:PER-CLIENT"} <= first
+
+
+def test_a_reader_that_stops_reading_is_no_error() -> None:
+    shown = subprocess.run(
+        ["bash", "-c", f"{BIN / 'fedbn-flwr'} list --json | head -n 1; echo ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=True,
+    )
+    # whoever writes little has written all of it before the reader stops
+    assert shown.stdout.splitlines() in (["{", "141"], ["{", "0"])
+    assert shown.stderr == ""
 
 
 def test_every_option_of_a_strategy_is_explained() -> None:

@@ -61,8 +61,9 @@ def test_compare_shows_one_seed_without_a_spread(tmp_path: Path, capsys: pytest.
 
 
 def test_names_that_list_shows_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
-    listed: dict[str, list[str]] = json.loads(capsys.readouterr().out)
+    assert main(["list", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    listed = {kind: [row["name"] for row in rows] for kind, rows in shown.items()}
     for strategy in listed["strategies"]:
         resolve({"method": strategy}).make_strategy(5)
     for norm in set(listed["normalizers"]) - set(BOUND_NORMS):

@@ -61,8 +61,8 @@ def test_its_options_are_those_of_the_command(tmp_path: Path, capsys: pytest.Cap
     outside = model_of(tmp_path / "outside", plugins=TOY, method="toy", rate="0.5")
     assert furthest(inside, outside) == 0
     capsys.readouterr()
-    assert main(["list", "--plugins", TOY]) == 0
-    assert "toy" in json.loads(capsys.readouterr().out)["strategies"]
+    assert main(["list", "--json", "--plugins", TOY]) == 0
+    assert "toy" in [row["name"] for row in json.loads(capsys.readouterr().out)["strategies"]]
     with pytest.raises(SystemExit):
         run("run", "--help", plugins=TOY)
     helped = " ".join(capsys.readouterr().out.split())
