@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import WARNING
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar, Unpack
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
@@ -12,6 +12,7 @@ from flwr.serverapp.strategy import Result
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
+from fedbn_flwr.server.later_rounds import Evaluate
 from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt, NodesFailedError
 from fedbn_flwr.server.message_step import MessageStep
 from fedbn_flwr.server.replies import NodeReply
@@ -19,7 +20,7 @@ from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.layerwise import StepPosition
 from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep, Participant
 
-from .fedavg import FedAvg
+from .fedavg import FedAvg, FedAvgOptions
 
 Contents = Mapping[int, RecordDict]
 EXCHANGES = ("fused", "paper")
@@ -30,6 +31,14 @@ def parse_exchange(exchange: str) -> str:
     if exchange not in EXCHANGES:
         raise ValueError(f"unknown exchange {exchange!r}; known: {', '.join(EXCHANGES)}")
     return exchange
+
+
+class LayerwiseOptions(FedAvgOptions, total=False):
+    """The constructor's arguments."""
+
+    max_attempts: int
+    fresh_optimizer: bool
+    replay_limit: float
 
 
 class Layerwise(FedAvg):
@@ -61,7 +70,7 @@ class Layerwise(FedAvg):
             bool, "use another optimizer for the layer-wise step than for the steps after it"
         ] = False,
         replay_limit: Annotated[float, "megabytes of arrays that a node keeps to replay a suspended step"] = 16.0,
-        **options: Any,
+        **options: Unpack[FedAvgOptions],
     ) -> None:
         super().__init__(**options)
         if max_attempts < 1 or replay_limit < 0:
@@ -93,10 +102,22 @@ class Layerwise(FedAvg):
         """Return what is exchanged at a BN layer in this round."""
         return self.mode
 
-    def start(self, *arguments: Any, **options: Any) -> Result:
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Evaluate | None = None,
+        *,
+        rounds_done: int = 0,
+    ) -> Result:
         """Run; a strategy that wraps this one does not call it."""
         self._started = True
-        return super().start(*arguments, **options)
+        configs = timeout, train_config, evaluate_config, evaluate_fn
+        return super().start(grid, initial_arrays, num_rounds, *configs, rounds_done=rounds_done)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

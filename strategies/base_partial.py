@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from logging import WARNING
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar, Unpack
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
@@ -16,7 +16,13 @@ from fedbn_flwr.server.replies import NodeReply, lacks_state
 from fedbn_flwr.state.records import make_record
 from fedbn_flwr.wire import Instruction
 
-from .fedavg import FedAvg
+from .fedavg import FedAvg, FedAvgOptions
+
+
+class PartialSharingOptions(FedAvgOptions, total=False):
+    """The constructor's arguments."""
+
+    mean_personal: bool
 
 
 class PartialSharing(FedAvg):
@@ -42,7 +48,7 @@ class PartialSharing(FedAvg):
         mean_personal: Annotated[
             bool, "let nodes send the entries they keep when they evaluate, to test their mean"
         ] = False,
-        **options: Any,
+        **options: Unpack[FedAvgOptions],
     ) -> None:
         super().__init__(**options)
         self.mean_personal = mean_personal

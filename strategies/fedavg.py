@@ -10,15 +10,23 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar, Literal, Unpack, get_args
 
 from fedbn_flwr.server.averaging import Arrays, average
 from fedbn_flwr.server.base_strategy import BaseStrategy
+from fedbn_flwr.server.constructor_options import BaseOptions
 from fedbn_flwr.server.replies import NodeReply
 
 from .registry import register_strategy
 
-WEIGHTINGS = ("examples", "uniform")
+Weighting = Literal["examples", "uniform"]
+WEIGHTINGS = get_args(Weighting)
+
+
+class FedAvgOptions(BaseOptions, total=False):
+    """The constructor's arguments."""
+
+    weighting: Weighting
 
 
 @register_strategy("fedavg")
@@ -37,7 +45,10 @@ class FedAvg(BaseStrategy):
     leaves: ClassVar[str] = "everything, BN statistics included"
 
     def __init__(
-        self, *, weighting: Annotated[str, "how much a client counts: examples or uniform"] = "examples", **options: Any
+        self,
+        *,
+        weighting: Annotated[Weighting, "how much a client counts: examples or uniform"] = "examples",
+        **options: Unpack[BaseOptions],
     ) -> None:
         super().__init__(**options)
         if weighting not in WEIGHTINGS:

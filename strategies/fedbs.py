@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar, Literal, Unpack
 
 import numpy as np
 from flwr.common import log
@@ -12,7 +12,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.server.replies import CannotTrainError, NodeReply
 from fedbn_flwr.wire import Instruction
 
-from .fedavg import FedAvg
+from .fedavg import FedAvg, FedAvgOptions
 from .registry import register_strategy
 
 #: the metrics of the losses that can be weights
@@ -50,9 +50,10 @@ class FedBS(FedAvg):
         patience_rounds: Annotated[int, "consecutive rounds in which losses agree before stage 2"] = 5,
         mu: Annotated[float, "weight of the proximal term"] = 0.01,
         loss: Annotated[
-            str, "losses that are weights: local (on all local data, after training) or running (of the mini-batches)"
+            Literal["local", "running"],
+            "losses that are weights: local (on all local data, after training) or running (of the mini-batches)",
         ] = "local",
-        **options: Any,
+        **options: Unpack[FedAvgOptions],
     ) -> None:
         super().__init__(**options)
         if epsilon < 0 or mu < 0 or patience_rounds < 1:

@@ -1,8 +1,8 @@
 """FedDNA: FedTAN's forward pass (Algorithm 2) without its backward pass; see `strategies/fedtan.py`."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar, Literal, Unpack
 
-from .base_layerwise import Layerwise, parse_exchange
+from .base_layerwise import Layerwise, LayerwiseOptions, parse_exchange
 from .registry import register_strategy
 
 #: what is exchanged at a BN layer, as the wire says it
@@ -31,9 +31,9 @@ class FedDNA(Layerwise):
         self,
         *,
         exchange: Annotated[
-            str, "fused (mean and variance in one exchange) or paper (in two); the same numbers"
+            Literal["fused", "paper"], "fused (mean and variance in one exchange) or paper (in two); the same numbers"
         ] = "fused",
-        **options: Any,
+        **options: Unpack[LayerwiseOptions],
     ) -> None:
         super().__init__(**options)
         self.exchange = parse_exchange(exchange)

@@ -19,16 +19,25 @@ nodes that fail, is in `base_layerwise.py`. The client's half is `fedbn_flwr/cli
 mathematics of one layer `fedbn_flwr/layerwise/shared_batch_norm.py`.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar, Literal, Unpack
 
 from flwr.app import Message
 
 from fedbn_flwr.layerwise import Auto
 from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt
 
-from .base_layerwise import Layerwise, parse_exchange
+from .base_layerwise import Layerwise, LayerwiseOptions, parse_exchange
 from .fedtan_sweeps import parse_sweeps, take_sweeps
 from .registry import register_strategy
+
+
+class FedTANOptions(LayerwiseOptions, total=False):
+    """The constructor's arguments."""
+
+    exchange: Literal["fused", "paper"]
+    sweeps: int | Literal["auto", "none"]
+    tolerance: float
+    most_sweeps: int
 
 
 @register_strategy("fedtan")
@@ -62,12 +71,14 @@ class FedTAN(Layerwise):
         self,
         *,
         exchange: Annotated[
-            str, "fused (mean and variance in one exchange) or paper (in two); the same numbers"
+            Literal["fused", "paper"], "fused (mean and variance in one exchange) or paper (in two); the same numbers"
         ] = "fused",
-        sweeps: Annotated[int | str, "exchange all layers at once, so often each way: a number, auto or none"] = "none",
+        sweeps: Annotated[
+            int | Literal["auto", "none"], "exchange all layers at once, so often each way: a number, auto or none"
+        ] = "none",
         tolerance: Annotated[float, "sweeps=auto stops when no layer's statistics move by more than this"] = 0.01,
         most_sweeps: Annotated[int, "cap of sweeps=auto, each way"] = 10,
-        **options: Any,
+        **options: Unpack[LayerwiseOptions],
     ) -> None:
         super().__init__(**options)
         if sweeps != "none" and exchange != "fused":

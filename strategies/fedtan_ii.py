@@ -1,13 +1,17 @@
 """FedTAN-II."""
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, Unpack
 
 from fedbn_flwr.wire import Instruction
 
-from .fedtan import FedTAN
-from .fixbn import FixBN
+from .fedtan import FedTAN, FedTANOptions
+from .fixbn import FixBN, FreezeOptions
 from .registry import register_strategy
+
+
+class FedTANIIOptions(FedTANOptions, FreezeOptions, total=False):
+    """The constructor's arguments beside `m` and `frozen_lr`."""
 
 
 @register_strategy("fedtan-ii")
@@ -37,13 +41,15 @@ class FedTANII(FedTAN, FixBN):
         self,
         *,
         m: Annotated[
-            float | str,
+            float | Literal["auto"],
             "rounds of FedTAN before the statistics are frozen, or their fraction of the run, or auto",
         ] = 0.5,
         frozen_lr: Annotated[float, "largest learning rate under frozen statistics, as a share of lr"] = 0.2,
-        **options: Any,
+        **options: Unpack[FedTANIIOptions],
     ) -> None:
-        super().__init__(**{**options, "freeze_round": m})
+        # FedTAN passes on what it does not know to FixBN
+        passed: Any = {**options, "freeze_round": m}
+        super().__init__(**passed)
         if frozen_lr < 0:
             raise ValueError(f"frozen_lr must not be negative, got {frozen_lr}")
         self.frozen_lr = frozen_lr

@@ -1,11 +1,11 @@
 """FedWon."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, Unpack
 
 from fedbn_flwr.wire import Instruction
 
-from .fedavg import FedAvg
+from .fedavg import FedAvg, FedAvgOptions
 from .registry import register_strategy
 
 CLIPPING = ("auto", "on", "off")
@@ -38,14 +38,19 @@ class FedWon(FedAvg):
     def __init__(
         self,
         *,
-        agc: Annotated[str, "clip gradients: on, off, or auto, which is on from batch size 32"] = "auto",
+        agc: Annotated[
+            Literal["on", "off", "auto"], "clip gradients: on, off, or auto, which is on from batch size 32"
+        ] = "auto",
         clip_factor: Annotated[float, "largest ratio of a unit's gradient to its weights"] = 0.1,
         wsconv: Annotated[bool, "standardize convolutions; false is the ablation without"] = True,
-        gain: Annotated[str, "gain of standardized convolutions: constant or learnable"] = "constant",
+        gain: Annotated[
+            Literal["constant", "learnable"], "gain of standardized convolutions: constant or learnable"
+        ] = "constant",
         branch_scale: Annotated[
-            float | str, "gain at the end of residual branches: auto, paper (which is 1) or a number"
+            float | Literal["auto", "paper"],
+            "gain at the end of residual branches: auto, paper (which is 1) or a number",
         ] = "auto",
-        **options: Any,
+        **options: Unpack[FedAvgOptions],
     ) -> None:
         super().__init__(**options)
         if agc not in CLIPPING:

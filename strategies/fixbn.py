@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar, Literal, Unpack, get_args
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.common import log
@@ -13,10 +13,22 @@ from fedbn_flwr.server.lr_schedule import moment
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import FREEZES, Instruction
 
-from .fedavg import FedAvg
+from .fedavg import FedAvg, FedAvgOptions
 from .registry import register_strategy
 
-CHANGES = ("channels", "norm")
+Change = Literal["channels", "norm"]
+CHANGES = get_args(Change)
+Freeze = Literal["statistics", "affine", "both"]
+
+
+class FreezeOptions(FedAvgOptions, total=False):
+    """The constructor's arguments beside the freeze's round, which subclasses name otherwise."""
+
+    freeze: Freeze
+    send_frozen: bool
+    window: int
+    threshold: float
+    change: Change
 
 
 @register_strategy("fixbn")
@@ -50,16 +62,16 @@ class FixBN(FedAvg):
         self,
         *,
         freeze_round: Annotated[
-            float | str, "freeze after this many rounds, or this fraction of the run, or by the rule auto"
+            float | Literal["auto"], "freeze after this many rounds, or this fraction of the run, or by the rule auto"
         ] = 0.5,
-        freeze: Annotated[str, "what stands still after the freeze: statistics, affine or both"] = "statistics",
+        freeze: Annotated[Freeze, "what stands still after the freeze: statistics, affine or both"] = "statistics",
         send_frozen: Annotated[bool, "keep sending frozen entries, as the papers count bytes"] = False,
         window: Annotated[int, "how many rounds auto looks back"] = 10,
         threshold: Annotated[float, "variance of every client's changes of statistics below which auto freezes"] = 1.0,
         change: Annotated[
-            str, "changes that auto looks at: channels (relative to sampling noise) or norm (their L1 norm)"
+            Change, "changes that auto looks at: channels (relative to sampling noise) or norm (their L1 norm)"
         ] = "channels",
-        **options: Any,
+        **options: Unpack[FedAvgOptions],
     ) -> None:
         super().__init__(**options)
         if freeze not in FREEZES[1:]:

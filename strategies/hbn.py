@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fedbn_flwr.server.averaging import Arrays
 
 from .base_gathering import Gathering
-from .base_partial import PartialSharing
+from .base_partial import PartialSharing, PartialSharingOptions
 from .registry import register_strategy
 
 Number = NDArray[Any]
@@ -46,7 +46,7 @@ class HBN(PartialSharing, Gathering):
             float, "weight on the global statistics of the round before when new ones are gathered"
         ] = 0.0,
         fixed_mix: Annotated[float | None, "fix the share of the batch's statistics instead of learning it"] = None,
-        **options: Any,
+        **options: Unpack[PartialSharingOptions],
     ) -> None:
         super().__init__(**options)
         if gather_samples < 0 or not 0 <= average < 1:

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, Unpack
 
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.wire import Instruction
 
 from .base_gathering import Gathering
+from .fedavg import FedAvgOptions
 from .registry import register_strategy
 
 STATISTICS = ("gathered", "layer-wise", "instant")
@@ -38,9 +39,10 @@ class HeteroFL(Gathering):
         self,
         *,
         statistics: Annotated[
-            str, "source of the evaluation's statistics: gathered, layer-wise or instant"
+            Literal["gathered", "layer-wise", "instant"],
+            "source of the evaluation's statistics: gathered, layer-wise or instant",
         ] = "gathered",
-        **options: Any,
+        **options: Unpack[FedAvgOptions],
     ) -> None:
         super().__init__(**options)
         if statistics not in STATISTICS:

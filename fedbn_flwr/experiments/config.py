@@ -1,10 +1,10 @@
 """The options that all methods share, parsed once, with one clear line for a value that cannot be."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from math import isfinite
 from types import NoneType
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args, get_origin
 
 from fedbn_flwr.client.precision import PRECISIONS
 from fedbn_flwr.client.training import OPTIMIZERS
@@ -158,14 +158,24 @@ _KNOWN: dict[str, Collection[str]] = {
 
 
 def convert(key: str, value: Any, kind: Any) -> Value:
-    """Turn text or a number into what an option takes; `kind` is a type or a union of types."""
-    kinds = [part for part in get_args(kind) or (kind,) if part is not NoneType]
+    """Turn text or a number into what an option takes; `kind` is a type, literals, or a union of these."""
+    kinds = list(_types_of(kind))
     for candidate in kinds:
         try:
             return _convert(value, candidate)
         except ValueError:
             continue
     raise UsageError(f"{key} must be {' or '.join(_SPOKEN[part] for part in kinds)}, got {value!r}")
+
+
+def _types_of(kind: Any) -> Iterator[type]:
+    if get_origin(kind) is Literal:  # the constructor says which there are
+        yield from dict.fromkeys(map(type, get_args(kind)))
+    elif get_args(kind):
+        for part in get_args(kind):
+            yield from _types_of(part)
+    elif kind is not NoneType:
+        yield kind
 
 
 _SPOKEN = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import WARNING
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Unpack
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
@@ -15,9 +15,10 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import wire
 from fedbn_flwr.server.averaging import Arrays, record, unpack
+from fedbn_flwr.server.constructor_options import FlowerOptions, MomentumKind, OptimizerKind, refuse_unknown
 from fedbn_flwr.server.global_momentum import MomentumState
 from fedbn_flwr.server.kept_state import KeptState
-from fedbn_flwr.server.later_rounds import LaterRounds
+from fedbn_flwr.server.later_rounds import Evaluate, LaterRounds
 from fedbn_flwr.server.lr_schedule import Schedule
 from fedbn_flwr.server.optimizers import ServerOptimizer
 from fedbn_flwr.server.replies import (
@@ -81,14 +82,15 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         exchange_timeout: float = 600.0,
         evaluate_every: int = 1,
         momentum_state: Annotated[
-            str, "what becomes of the clients' optimizer state after a round: none, local or global"
+            MomentumKind, "what becomes of the clients' optimizer state after a round: none, local or global"
         ] = "none",
         server_optimizer: Annotated[
-            str, "treat the averaged update as a gradient: none, adam, yogi, adagrad or momentum"
+            OptimizerKind, "treat the averaged update as a gradient: none, adam, yogi, adagrad or momentum"
         ] = "none",
         server_lr: Annotated[float | None, "rate of the server optimizer [1 for momentum, else 0.1]"] = None,
-        **flower: Any,
+        **flower: Unpack[FlowerOptions],
     ) -> None:
+        refuse_unknown(type(self), flower)
         super().__init__(**flower)
         self.schedule = Schedule.parse(lr_schedule)
         self.seed = seed
@@ -159,17 +161,27 @@ class BaseStrategy(KeptState, FlowerFedAvg):
 
     # ---- Flower's interface --------------------------------------------------------------------------------------
 
-    def start(  # type: ignore[override]  # what is only passed on is not spelled out
-        self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *, rounds_done: int = 0, **options: Any
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Evaluate | None = None,
+        *,
+        rounds_done: int = 0,
     ) -> Result:
         """Run all rounds, or those after `rounds_done`; fractions of a run refer to `num_rounds`.
 
         Before going on after some rounds, `load_state_dict` takes up what `state_dict` returned after them.
         """
         self.num_rounds = num_rounds
+        configs = timeout, train_config, evaluate_config
         if rounds_done:
-            return LaterRounds(self, rounds_done).start_later(grid, initial_arrays, num_rounds, **options)
-        return super().start(grid, initial_arrays, num_rounds, **options)
+            return LaterRounds(self, rounds_done).start_later(grid, initial_arrays, num_rounds, *configs, evaluate_fn)
+        return super().start(grid, initial_arrays, num_rounds, *configs, evaluate_fn)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

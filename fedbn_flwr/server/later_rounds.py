@@ -1,7 +1,6 @@
 """A strategy whose first round is a later one: Flower's loop counts from 1."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -17,11 +16,18 @@ class LaterRounds(Strategy):
         self._strategy, self._done = strategy, rounds_done
 
     def start_later(
-        self, grid: Grid, arrays: ArrayRecord, num_rounds: int, evaluate_fn: Evaluate | None = None, **options: Any
+        self,
+        grid: Grid,
+        arrays: ArrayRecord,
+        num_rounds: int,
+        timeout: float,
+        train_config: ConfigRecord | None,
+        evaluate_config: ConfigRecord | None,
+        evaluate_fn: Evaluate | None,
     ) -> Result:
         """Run the rounds from `rounds_done` + 1 to `num_rounds`; Flower's result counts them from 1."""
         evaluate = evaluate_fn and (lambda number, state: evaluate_fn(number + self._done if number else 0, state))
-        return self.start(grid, arrays, num_rounds - self._done, evaluate_fn=evaluate, **options)
+        return self.start(grid, arrays, num_rounds - self._done, timeout, train_config, evaluate_config, evaluate)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

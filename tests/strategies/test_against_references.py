@@ -112,7 +112,7 @@ def test_global_momentum_with_one_client_is_one_long_run() -> None:
 
 
 @pytest.mark.parametrize("kept", ["local", "global"])
-def test_momentum_is_kept_of_parameters_whatever_their_names(kept: str) -> None:
+def test_momentum_is_kept_of_parameters_whatever_their_names(kept: Any) -> None:
     """A layer's name may hold the character that parts a parameter's name from the optimizer's."""
     ends = []
     for name in ("layer", "a/b/layer"):

@@ -15,7 +15,7 @@ from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.state import State
-from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg, FedBN
+from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg, FedBN, FixBN
 from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import Backwards, Federation, distance, make_model
 
@@ -275,8 +275,8 @@ def test_frozen_statistics_are_bit_identical_and_not_sent() -> None:
 
 
 @pytest.mark.parametrize("freeze", ["statistics", "affine", "both"])
-def test_what_is_frozen_stands_still_and_is_not_sent(freeze: str) -> None:
-    nodes, strategy = Federation(make_model()), REGISTRY["fixbn"](freeze_round=1, freeze=freeze)
+def test_what_is_frozen_stands_still_and_is_not_sent(freeze: Any) -> None:
+    nodes, strategy = Federation(make_model()), FixBN(freeze_round=1, freeze=freeze)
     early = Federation(make_model()).run(make("fixbn"), 1)
     late = nodes.run(strategy, 3)
     still = {"both": "bn"}.get(freeze, freeze)
@@ -290,7 +290,7 @@ def test_what_is_frozen_stands_still_and_is_not_sent(freeze: str) -> None:
 
 def test_sending_frozen_entries_changes_nothing_but_the_bytes() -> None:
     lean = Federation(make_model()).run(make("fixbn"))
-    full = Federation(make_model()).run(REGISTRY["fixbn"](freeze_round=1, send_frozen=True))
+    full = Federation(make_model()).run(FixBN(freeze_round=1, send_frozen=True))
     assert distance(lean, full) < 1e-15
 
 

@@ -23,7 +23,7 @@ def test_weights_are_losses() -> None:
 
 def test_an_unknown_loss_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown loss 'last'; known: local, running"):
-        FedBS(loss="last")
+        FedBS(loss="last")  # type: ignore[arg-type]
 
 
 def test_stage_two_needs_consecutive_calm_rounds() -> None:

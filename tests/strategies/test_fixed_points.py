@@ -1,5 +1,7 @@
 """Where FedAvg and FedProx settle on quadratic clients, from a line of algebra."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ LR, STEPS, SIZES = 0.1, 5, (1, 2, 3, 4, 10)
 
 @pytest.mark.parametrize("mu", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
-def test_settles_where_the_local_ends_average_to_the_start(mu: float, weighting: str) -> None:
+def test_settles_where_the_local_ends_average_to_the_start(mu: float, weighting: Any) -> None:
     """FedAvg is biased to flat clients' disadvantage, and a proximal term takes some of that away.
 
     K steps y <- y - lr (A (y - B) + mu (y - x)) from x end at x + (1 - (1 - lr (A + mu))^K) A / (A + mu) (B - x).

@@ -73,7 +73,7 @@ class Messages(InProcessGrid):
 
 
 @pytest.mark.parametrize(("statistics", "exchanges"), [("gathered", 1), ("layer-wise", 2), ("instant", 0)])
-def test_exchanges_that_gather(statistics: str, exchanges: int) -> None:
+def test_exchanges_that_gather(statistics: Any, exchanges: int) -> None:
     """One exchange a BN layer makes the statistics of all of them those of pooled data, and there are two layers."""
     nodes = Federation(make_model("static-bn"), grid=Messages)
     nodes.run(HeteroFL(statistics=statistics), 1)

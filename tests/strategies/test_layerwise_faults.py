@@ -76,7 +76,7 @@ def sweeps(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-def strategy(sweeps: int | str = "none", **options: Any) -> FedTAN:
+def strategy(sweeps: Any = "none", **options: Any) -> FedTAN:
     return FedTAN(sweeps=sweeps, exchange_timeout=0.05, **options)
 
 

@@ -15,7 +15,7 @@ from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make
 from tests.helpers.quadratic import Quadratics
 from tests.helpers.references import Node, scaffold
 
-ALONE = {"fraction_evaluate": 0.0, "min_train_nodes": 1}
+ALONE: Any = {"fraction_evaluate": 0.0, "min_train_nodes": 1}
 EXAMPLES = [size / sum(SIZES) for size in SIZES]
 UNIFORM = [1 / len(SIZES)] * len(SIZES)
 
@@ -61,7 +61,7 @@ def test_reaches_the_optimum_of_all_examples_with_unequal_clients() -> None:
 
 
 @pytest.mark.parametrize(("kept", "steps"), [("none", 5), ("none", 12), ("local", 5), ("global", 5)])
-def test_momentum_leaves_the_optimum_where_it_is(kept: str, steps: int) -> None:
+def test_momentum_leaves_the_optimum_where_it_is(kept: Any, steps: int) -> None:
     clients = Quadratics.draw([4] * 5)
     strategy = Scaffold(fraction_evaluate=0.0, momentum_state=kept)
     ends = clients.settle(strategy, 80, lr=0.02, momentum=0.9, local_steps=steps)
