@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -137,7 +138,8 @@ def run(files: Sequence[str], tests: Sequence[str], processes: int) -> list[Surv
         configure(copy, files, tests or [folder for file in files for folder in tests_of(file)])
         outcomes = mutate(copy, processes)
         alive = [name for name, end in outcomes.items() if end in ("survived", "no tests")]
-        left = [survivor(copy, file_of(name, files), name) for name in alive]
+        with ThreadPoolExecutor(processes) as pool:
+            left = list(pool.map(lambda name: survivor(copy, file_of(name, files), name), alive))
     known = Known.read(SURVIVORS.read_text())
     unlisted = [item for item in left if known.reason(item) is None]
     for file in files:
