@@ -125,6 +125,12 @@ class PartialSharing(FedAvg):
             self._mean = average([reply.records[wire.PERSONAL] for reply in learned], weights)
         return metrics
 
+    def untrained(self) -> list[str]:
+        """Return the entries that stay on the nodes, unless the nodes' mean is in their places."""
+        return (
+            [] if self._shared is None else [name for name in self.current if name not in {*self._shared, *self._mean}]
+        )
+
     def personal_mean(self) -> Arrays:
         """Return the mean of the entries that the last round's participants held at the last evaluation.
 

@@ -94,7 +94,12 @@ class OwnLoopClient:
 
     def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Let the handler evaluate the node's own model: the received one with the entries that live here."""
-        content = self._handler(self._seen(received, instruction), self._context).content
+        return self.reply_after_test(
+            self._handler(self._seen(received, instruction), self._context).content, instruction
+        )
+
+    def reply_after_test(self, content: RecordDict, instruction: Instruction) -> Reply:
+        """Make the reply of an evaluation from a handler's: its metrics, and kept entries if they are asked for."""
         kept = self.memory.personal(
             state.group_keys(self.model, instruction.keep_local if instruction.send_personal else "none")
         )

@@ -1,6 +1,7 @@
 """ClientApps: around a `BNClient`, or around a training loop of a user's own."""
 
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp, ClientFunction, client_app, pack, unpack
+from fedbn_flwr.clientapp.export_personal import export_personal
 from fedbn_flwr.clientapp.kept_states import keep_states, keep_states_in
 from fedbn_flwr.clientapp.mods import count_bytes, guard, keep_local
 from fedbn_flwr.clientapp.obey import Asked, obey
@@ -13,6 +14,7 @@ __all__ = [
     "ClientFunction",
     "client_app",
     "count_bytes",
+    "export_personal",
     "guard",
     "keep_local",
     "keep_states",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from torch import nn
 
 from fedbn_flwr import state, wire
@@ -23,11 +23,17 @@ class Asked:
         #: the strategy's configuration, a user's own keys included
         self.config: ConfigRecord = message.content.config_records[wire.record_names(message.content)[1]]
 
-    def reply(self, *, num_examples: int, train_loss: float, **metrics: float) -> Message:
-        """Answer the message with the trained model; call it after the block."""
-        numbers: dict[str, float] = {wire.NUM_EXAMPLES: num_examples, wire.TRAIN_LOSS: train_loss, **metrics}
-        arrays = ArrayRecord(self._client.model.state_dict())
-        content = RecordDict({wire.ARRAYS: arrays, wire.METRICS: MetricRecord(dict(numbers))})
+    def reply(self, *, num_examples: int, train_loss: float | None = None, **metrics: float) -> Message:
+        """Answer the message, with the model if it was to be trained; call this after the block.
+
+        Underscores in the names of metrics become hyphens on the wire.
+        """
+        losses = {} if train_loss is None else {wire.TRAIN_LOSS: train_loss}
+        numbers = {wire.NUM_EXAMPLES: num_examples, **losses, **{wire.wire_key(key): metrics[key] for key in metrics}}
+        content = RecordDict({wire.METRICS: MetricRecord(dict(numbers))})
+        if self._message.metadata.message_type.partition(".")[0] == MessageType.EVALUATE:
+            return pack(self._client.reply_after_test(content, self.instruction), self._message)
+        content[wire.ARRAYS] = ArrayRecord(self._client.model.state_dict())
         return pack(self._client.reply_after(self._loop, content, self.instruction), self._message)
 
 
@@ -39,6 +45,7 @@ def obey(model: nn.Module, message: Message, context: Context) -> Iterator[Asked
             ...                                             # the loop
         return asked.reply(num_examples=n, train_loss=loss)
 
+    In an evaluation handler the model is the node's own, and `asked.reply(num_examples=n, eval_loss=loss)` the answer.
     Layer-wise steps take several messages, and need the `ClientApp` of this package.
     """
     received, instruction = unpack(message, flowers=False)

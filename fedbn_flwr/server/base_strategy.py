@@ -32,6 +32,11 @@ from fedbn_flwr.server.replies import (
 from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
 from fedbn_flwr.wire import Instruction
 
+UNTRAINED = (
+    "`result.arrays` has %d entries that nobody trained, because they stay on the nodes: %s. Evaluate on the nodes; "
+    "`export_personal` of fedbn_flwr.clientapp makes a node's own model"
+)
+
 
 class BaseStrategy(KeptState, FlowerFedAvg):
     """Instruct clients, send them arrays, check their replies and let a method merge them.
@@ -159,6 +164,10 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         """Return the mean of the entries that nodes keep, or nothing if they were not sent."""
         return {}
 
+    def untrained(self) -> list[str]:
+        """Return the entries of the final model that nobody trained, because they stay on the nodes."""
+        return []
+
     # ---- Flower's interface --------------------------------------------------------------------------------------
 
     def start(
@@ -180,8 +189,12 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.num_rounds = num_rounds
         configs = timeout, train_config, evaluate_config
         if rounds_done:
-            return LaterRounds(self, rounds_done).start_later(grid, initial_arrays, num_rounds, *configs, evaluate_fn)
-        return super().start(grid, initial_arrays, num_rounds, *configs, evaluate_fn)
+            result = LaterRounds(self, rounds_done).start_later(grid, initial_arrays, num_rounds, *configs, evaluate_fn)
+        else:
+            result = super().start(grid, initial_arrays, num_rounds, *configs, evaluate_fn)
+        if names := self.untrained():
+            log(WARNING, UNTRAINED, len(names), ", ".join(names))
+        return result
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -216,6 +216,26 @@ def test_the_loop_can_also_be_written_inside_obey(method: str) -> None:
     assert distance(federation.run(METHODS[method](), ROUNDS, grid=grid, **options), wanted) < EXACT
 
 
+def test_a_handler_with_obey_evaluates_the_model_that_the_node_keeps() -> None:
+    app, split, federation, losses = explicit_app(), make_split(), Federation(make()), []
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        model = make()
+        with obey(model, message, context) as asked, torch.no_grad():
+            model.eval()
+            loss = float(F.cross_entropy(model(split.inputs), split.labels))
+        return asked.reply(num_examples=len(split), eval_loss=loss)
+
+    for grid in (federation.grid, InProcessGrid(app, len(SIZES))):
+        strategy = FedBN(fraction_evaluate=1.0)
+        federation.run(strategy, ROUNDS, grid=grid, lr=0.05)
+        losses.append([reply.metrics["eval-loss"] for reply in strategy.evaluate_replies])
+        assert not strategy.evaluate_replies[0].records.get("arrays")
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert len(set(losses[1])) == len(SIZES)
+
+
 class UsersClient(NumPyClient):
     """A client of Flower's tutorials: lists of arrays, and a loop of its own."""
 

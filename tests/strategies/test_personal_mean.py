@@ -8,7 +8,7 @@ import torch
 from flwr.app import Message
 
 from fedbn_flwr import state
-from fedbn_flwr.strategies import FedBN, SiloBN
+from fedbn_flwr.strategies import FedAvg, FedBN, SiloBN
 from tests.helpers.harness import Federation, make_model
 from tests.helpers.references import State, weighted_mean
 
@@ -87,3 +87,24 @@ def test_a_newcomer_starts_from_the_mean() -> None:
     assert means[0][1] is None
     assert not means[0][0].any()
     assert all((start == known).all() and known.any() for start, known in means[1:])
+
+
+@pytest.mark.parametrize(("strategy", "group"), [(FedBN, "bn"), (SiloBN, "statistics")])
+def test_entries_of_the_result_that_nobody_trained_are_named(
+    strategy: type[FedBN], group: str, flower_log: pytest.LogCaptureFixture
+) -> None:
+    model = make_model()
+    Federation(model).run(strategy(), 2)
+    (warning,) = {line.getMessage() for line in flower_log.records if "nobody trained" in line.getMessage()}
+    stay = state.group_keys(model, group)
+    named = warning.partition("on the nodes: ")[2].partition(". ")[0].split(", ")
+    assert named == [name for name in model.state_dict() if name in stay]
+    assert f"has {len(stay)} entries" in warning
+
+
+def test_nothing_is_named_where_the_nodes_mean_is_in_its_place_or_all_is_shared(
+    flower_log: pytest.LogCaptureFixture,
+) -> None:
+    Federation(make_model()).run(FedBN(mean_personal=True), 2)
+    Federation(make_model()).run(FedAvg(), 2)
+    assert "nobody trained" not in flower_log.text
