@@ -110,6 +110,13 @@ def test_a_run_goes_on_where_its_checkpoint_is(tmp_path: Path) -> None:
     assert results(folder) == results(tmp_path / "whole")
 
 
+def child(fatal: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own, which is killed at a moment; returns how the process ended."""
+    arguments = [sys.executable, "-m", "tests.helpers.deaths", fatal, *words]
+    threads = environment(OMP_NUM_THREADS="1")
+    return subprocess.run(arguments, cwd=ROOT, env=threads, capture_output=True, text=True, check=False)
+
+
 #: engines, and the share of a run's moments after which it is killed
 KILLED = [("nodes' BN and momentum", (), 0.75), ("layer-wise", (), 0.5)]
 MORE = [(case, engine, share) for case in CASES for engine in ((), ("--workers", "2")) for share in (0.35, 0.6, 0.9)]
@@ -121,17 +128,29 @@ def test_a_killed_process(case: str, engine: tuple[str, ...], share: float, tmp_
     with dying(0, die) as moments:
         assert main([*words(case, tmp_path / "whole"), *engine]) == 0
     folder = tmp_path / "run"
-    child = [
-        sys.executable,
-        "-m",
-        "tests.helpers.deaths",
-        str(int(share * moments.count)),
-        *words(case, folder),
-        *engine,
-    ]
-    killed = subprocess.run(child, cwd=ROOT, env=environment(OMP_NUM_THREADS="1"), capture_output=True, check=False)
+    killed = child(str(int(share * moments.count)), *words(case, folder), *engine)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (folder / "summary.json").exists()
     assert list(folder.glob("checkpoint-[0-9]*"))
     assert main(["run", "--resume", str(folder)]) == 0
     assert results(folder) == results(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_a_killed_simulation_of_flowers(tmp_path: Path) -> None:
+    # its nodes keep their states themselves, and are told the numbers of the runs, which have other lengths
+    options = {**SMALL, "method": "fedbn", "momentum": "0.9", "momentum_state": "local", "engine": "ray"}
+    whole = child("0", *command("run", results_dir=str(tmp_path / "whole"), **options))
+    assert whole.returncode == 0, whole.stderr
+    fatal = int(0.8 * int(whole.stderr.split()[-1]))
+    killed = child(str(fatal), *command("run", results_dir=str(tmp_path / "run"), **options))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (tmp_path / "run" / "checkpoint-4").exists()
+    resumed = child("0", "run", "--resume", str(tmp_path / "run"))
+    assert resumed.returncode == 0, resumed.stderr
+    one, other = results(tmp_path / "whole"), results(tmp_path / "run")
+    for record in (*one["rows"], *other["rows"], one["summary"], other["summary"]):
+        for key in [key for key in record if "wire-bytes" in key]:
+            del record[key]
+    assert other == one

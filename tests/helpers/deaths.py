@@ -76,5 +76,7 @@ def _kill() -> None:
 
 
 if __name__ == "__main__":
-    with dying(int(sys.argv[1]), _kill):
-        sys.exit(main(sys.argv[2:]))
+    with dying(int(sys.argv[1]), _kill) as moments:
+        code = main(sys.argv[2:])
+    print("moments:", moments.count, file=sys.stderr)
+    sys.exit(code)
