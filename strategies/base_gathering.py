@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from logging import WARNING
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ class Gathering(FedAvg):
 
         mean = sum n_k m_k / N,   var = sum n_k (v_k + (m_k - mean)^2) / N,   N = sum n_k
     """
+
+    beside_model: ClassVar[str] = "gathered statistics"
 
     def gather(self, state: Arrays, nodes: Sequence[int], instruction: Instruction) -> dict[str, Moments]:
         """Gather from the nodes in one exchange; nodes that fail are left out, and named in the log."""

@@ -8,11 +8,9 @@ from typing import Annotated, ClassVar, Unpack
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
-from fedbn_flwr.server.later_rounds import Evaluate
 from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt, NodesFailedError
 from fedbn_flwr.server.message_step import MessageStep
 from fedbn_flwr.server.replies import NodeReply
@@ -57,6 +55,7 @@ class Layerwise(FedAvg):
     received arrays in Flower's `Context.state`, and ask for larger ones again where a process has lost its step.
     """
 
+    beside_model: ClassVar[str] = "the statistics of layer-wise steps"
     #: what is exchanged at a BN layer: one of `fedbn_flwr.wire.LAYERWISE_MODES`
     mode: ClassVar[str] = "fused"
 
@@ -80,7 +79,6 @@ class Layerwise(FedAvg):
         if (self.arrayrecord_key, self.configrecord_key) != (wire.ARRAYS, wire.CONFIG):
             raise ValueError(f"{type(self).__name__} sends messages of its own, with 'arrays' and 'config' in them")
         self.max_attempts, self.fresh_optimizer, self.replay_limit = max_attempts, fresh_optimizer, replay_limit
-        self._started = False
         #: what the nodes said of their numbers of samples in the step
         self._expected_replies: list[NodeReply] = []
         #: what the nodes replied at the end of the step
@@ -101,23 +99,6 @@ class Layerwise(FedAvg):
     def layerwise_mode(self) -> str:
         """Return what is exchanged at a BN layer in this round."""
         return self.mode
-
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord,
-        num_rounds: int = 3,
-        timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Evaluate | None = None,
-        *,
-        rounds_done: int = 0,
-    ) -> Result:
-        """Run; a strategy that wraps this one does not call it."""
-        self._started = True
-        configs = timeout, train_config, evaluate_config, evaluate_fn
-        return super().start(grid, initial_arrays, num_rounds, *configs, rounds_done=rounds_done)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -218,7 +199,7 @@ class Layerwise(FedAvg):
 
     def _refuse_wrapper(self) -> None:
         """Refuse to run inside another strategy, which would see neither statistics nor models."""
-        if not self._started:
+        if not self.started:
             raise RuntimeError(
                 f"{type(self).__name__} must be started itself: what clients send in a layer-wise step does not pass "
                 "through a strategy around it, so that Flower's differential privacy would protect none of it"

@@ -51,6 +51,8 @@ class PartialSharing(FedAvg):
         **options: Unpack[FedAvgOptions],
     ) -> None:
         super().__init__(**options)
+        if self.privacy and mean_personal:
+            raise ValueError("privacy would not protect the entries that nodes keep: mean_personal must be False")
         self.mean_personal = mean_personal
         self._shared: AbstractSet[str] | None = None
         self._served: set[int] = set()

@@ -10,11 +10,15 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 """
 
 from collections.abc import Sequence
+from logging import WARNING
 from typing import Annotated, ClassVar, Literal, Unpack, get_args
 
-from fedbn_flwr.server.averaging import Arrays, average
+from flwr.common import log
+
+from fedbn_flwr.server.averaging import Arrays, average, is_floating
 from fedbn_flwr.server.base_strategy import BaseStrategy
 from fedbn_flwr.server.constructor_options import BaseOptions
+from fedbn_flwr.server.privacy import Privacy
 from fedbn_flwr.server.replies import NodeReply
 
 from .registry import register_strategy
@@ -27,6 +31,7 @@ class FedAvgOptions(BaseOptions, total=False):
     """The constructor's arguments."""
 
     weighting: Weighting
+    privacy: Privacy | None
 
 
 @register_strategy("fedavg")
@@ -39,21 +44,29 @@ class FedAvg(BaseStrategy):
 
     Floating-point entries are averaged in float64 and keep their dtype; of a counter, the largest is taken. With one
     client and E steps this is plain training.
+
+    `privacy` clips the nodes' updates and adds noise to their mean (see `Privacy`), under uniform weights. It stands in
+    place of Flower's wrappers, which take entries by position and add noise to variances.
     """
 
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
     leaves: ClassVar[str] = "everything, BN statistics included"
+    #: what a method shares beside the model, which `privacy` would not protect
+    beside_model: ClassVar[str] = ""
 
     def __init__(
         self,
         *,
         weighting: Annotated[Weighting, "how much a client counts: examples or uniform"] = "examples",
+        privacy: Privacy | None = None,
         **options: Unpack[BaseOptions],
     ) -> None:
         super().__init__(**options)
         if weighting not in WEIGHTINGS:
             raise ValueError(f"unknown weighting {weighting!r}; known: {', '.join(WEIGHTINGS)}")
-        self.weighting = weighting
+        self.weighting, self.privacy = weighting, privacy
+        if privacy:
+            self._require_protected()
 
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
         """Return p_k for each reply, up to a common factor."""
@@ -63,5 +76,23 @@ class FedAvg(BaseStrategy):
 
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
         """Average what clients sent; entries that nobody sent stay as they are."""
-        averaged = average([reply.arrays for reply in replies], weights)
-        return {**self.current, **self.step_server(averaged)}
+        return {**self.current, **self.step_server(self._average(replies, weights))}
+
+    def _average(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
+        states = [reply.arrays for reply in replies]
+        if self.privacy is None:
+            return average(states, weights)
+        parameters = frozenset(self.describe_node(replies[0].node).parameters)
+        if not parameters:
+            raise ValueError("privacy needs clients that say which entries are parameters (`describe`)")
+        if bare := sorted(name for name in states[0] if name not in parameters and is_floating(states[0][name])):
+            log(WARNING, "Round %d: privacy does not cover %s", self.server_round, ", ".join(bare))
+        return self.privacy.average(states, self.current, parameters, self.server_round)
+
+    def _require_protected(self) -> None:
+        """Refuse what would leave a node around clipping and noise, or give a node more weight than 1 / K."""
+        shared = self.beside_model or ("the optimizer's state" if self.momentum.kind == "global" else "")
+        if shared:
+            raise ValueError(f"privacy would not protect {shared}, which {type(self).__name__} shares")
+        if self.weighting != "uniform":
+            raise ValueError("privacy needs weighting='uniform': noise is scaled for nodes of equal weight")

@@ -29,6 +29,7 @@ class FedNorm(FedAvg):
 
     paper: ClassVar[str] = "Bernecker et al., 2022"
     leaves: ClassVar[str] = "everything; BN is averaged within a domain"
+    beside_model: ClassVar[str] = "means of BN over few nodes"
     personal: ClassVar[bool] = True
     kept: ClassVar[tuple[str, ...]] = ("_by_domain",)
 

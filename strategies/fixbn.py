@@ -81,6 +81,8 @@ class FixBN(FedAvg):
         if change not in CHANGES:
             raise ValueError(f"unknown change {change!r}; known: {', '.join(CHANGES)}")
         self.freeze_at = None if freeze_round == "auto" else moment(str(freeze_round))
+        if self.privacy and send_frozen:
+            raise ValueError("privacy would add noise to frozen entries that are sent: send_frozen must be False")
         self.freeze, self.send_frozen = freeze, send_frozen
         self.window, self.threshold, self.change = window, threshold, change
         self.watch = ChangeWatch(window)

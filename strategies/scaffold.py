@@ -53,6 +53,7 @@ class Scaffold(FedAvg):
 
     paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
     leaves: ClassVar[str] = "everything, and control variates: twice the bytes"
+    beside_model: ClassVar[str] = "control variates"
     required: ClassVar[tuple[str, ...]] = (wire.CONTROL_VARIATES,)
     kept: ClassVar[tuple[str, ...]] = ("_variate",)
 

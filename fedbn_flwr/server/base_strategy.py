@@ -107,6 +107,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.roster = Roster(exchange_timeout)
         self.grid: Grid | None = None
         self.num_rounds: int | None = None
+        #: set by `start`; a loop of your own around `configure_train` and `aggregate_train` sets it by itself
+        self.started = False
         self.server_round = 0
         self.partitions: dict[int, int] = {}
         self.ever_trained = False
@@ -127,6 +129,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         #: the binding keys of rounds that brought a model
         self.obeyed_before: set[str] = set()
         self._expected = Expected((), {})
+        #: the round whose replies have not been passed to `aggregate_train`, or 0
+        self._awaited = 0
 
     # ---- the hooks -----------------------------------------------------------------------------------------------
 
@@ -186,7 +190,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
 
         Before going on after some rounds, `load_state_dict` takes up what `state_dict` returned after them.
         """
-        self.num_rounds = num_rounds
+        self.num_rounds, self.started = num_rounds, True
         configs = timeout, train_config, evaluate_config
         if rounds_done:
             result = LaterRounds(self, rounds_done).start_later(grid, initial_arrays, num_rounds, *configs, evaluate_fn)
@@ -205,15 +209,19 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self._begin_round(server_round, arrays, config, grid)
         self.measured = {}
         self.instruction = self.instruct(_read_instruction(config, server_round))
+        if not self.started:
+            self._require_wrapper_that_fits(server_round)
         nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
         if not self.ever_trained:
             self._require_prepared(nodes[0])
+        self._awaited = server_round
         return self._make_messages(nodes, arrays, self.instruction, config, MessageType.TRAIN)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Merge the usable replies; a round without one leaves the model as it was."""
+        self._awaited = 0
         self.train_replies = self._usable_replies(replies)
         if not self.train_replies:
             self._require_progress(server_round)
@@ -302,6 +310,22 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.partitions |= {reply.node: reply.partition for reply in replies}
         require_obeyed(replies, self._expected.binding, self.instruction.later)
         return replies
+
+    def _require_wrapper_that_fits(self, server_round: int) -> None:
+        """Refuse what cannot work inside another strategy, such as Flower's for differential privacy."""
+        name, asked = type(self).__name__, self.instruction
+        if self._awaited:
+            raise CannotTrainError(
+                f"the strategy around {name} passed on no reply of round {self._awaited}: the log says why it, or the "
+                "mods of the nodes, refused them"
+            )
+        partial = asked.keep_local != "none" or asked.omit != "none" or "omit" in asked.later.split(",")
+        if partial or self.required:
+            raise RuntimeError(
+                f"{name} must be started itself: its nodes do not send exactly the model, and Flower's strategies for "
+                "differential privacy take entries by their positions; use "
+                f"{name}(weighting='uniform', privacy=Privacy(...)) in place of one"
+            )
 
     def _require_prepared(self, node: int) -> None:
         """Refuse a model with normalizers that the method replaces, with which it would silently be FedAvg."""

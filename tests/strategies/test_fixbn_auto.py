@@ -193,6 +193,7 @@ def test_bad_options_are_refused(bad: dict[str, Any]) -> None:
 
 def test_a_fraction_needs_the_number_of_rounds() -> None:
     strategy, nodes = FixBN(freeze_round=0.5), Federation(make_model())
+    strategy.started = True
     with pytest.raises(ValueError, match=r"start\(num_rounds"):
         strategy.configure_train(1, nodes.initial, INSTRUCTION.to_config(), nodes.grid)
     config = INSTRUCTION.to_config()

@@ -45,7 +45,8 @@ PASSING |= {
     "_final",
     "_refused",
     "_sent",
-    "_started",
+    "_awaited",
+    "started",
 }
 
 

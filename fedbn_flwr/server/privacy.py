@@ -1,0 +1,65 @@
+"""Differential privacy on the server, by entries' names: for parameters, and not for running statistics."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedbn_flwr.server.averaging import Arrays, average, is_floating
+
+
+@dataclass(frozen=True)
+class Privacy:
+    r"""Clip every node's update of the parameters, and add Gaussian noise to the mean.
+
+    McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018, with a fixed norm and equal
+    weights. For u_k = w_k - w over all parameters that node k sends, and K replies:
+
+        w <- w + (1 / K) sum_k min(1, C / |u_k|) u_k + N(0, (z C / K)^2)
+
+    `clipping_norm` is C, `noise_multiplier` is z. The noise differs in every run, unless a `seed` is given.
+
+    Counters and running statistics are averaged as they are: noise would make variances negative and counters
+    meaningless. Statistics that leave a node are therefore not protected, and the log names them. FedBN and SiloBN
+    send none, FixBN sends none after its freeze. Metrics, such as the training loss, are not protected either.
+    """
+
+    clipping_norm: float
+    noise_multiplier: float
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clipping_norm < np.inf or not 0 <= self.noise_multiplier < np.inf:
+            raise ValueError(
+                "clipping_norm must be positive and noise_multiplier not negative, got "
+                f"{self.clipping_norm} and {self.noise_multiplier}"
+            )
+
+    def average(
+        self,
+        states: Sequence[Mapping[str, NDArray[Any]]],
+        current: Mapping[str, NDArray[Any]],
+        parameters: Collection[str],
+        server_round: int,
+    ) -> Arrays:
+        """Return the mean of states that began from `current`, with the parameters clipped and noised."""
+        names = [name for name in states[0] if name in parameters and is_floating(states[0][name])]
+        mean = average([self._clipped(state, current, names) for state in states], [1.0] * len(states))
+        deviation = self.noise_multiplier * self.clipping_norm / len(states)
+        draw = np.random.default_rng(None if self.seed is None else [self.seed, server_round])
+        for name in names:
+            noised = mean[name] + draw.normal(0.0, deviation, mean[name].shape)
+            mean[name] = np.asarray(noised, mean[name].dtype)
+        return mean
+
+    def _clipped(
+        self, state: Mapping[str, NDArray[Any]], current: Mapping[str, NDArray[Any]], names: Sequence[str]
+    ) -> Arrays:
+        updates = {name: state[name].astype(np.float64) - current[name] for name in names}
+        length = sqrt(sum(float(np.vdot(update, update)) for update in updates.values()))
+        share = min(1.0, self.clipping_norm / length) if length else 1.0
+        moved = {name: np.asarray(current[name] + share * updates[name], state[name].dtype) for name in names}
+        return {**state, **moved}

@@ -1,0 +1,240 @@
+"""Differential privacy: by entries' names in this project's strategies, and what Flower's own wrappers and mods do."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
+from flwr.serverapp import strategy as flower
+
+from fedbn_flwr import norm, state
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.strategies import (
+    HBN,
+    BaseStrategy,
+    CannotTrainError,
+    FedAvg,
+    FedBN,
+    FedBS,
+    FedNorm,
+    FedProx,
+    FedTAN,
+    FixBN,
+    HeteroFL,
+    Privacy,
+    Scaffold,
+    SiloBN,
+)
+from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model
+
+NODES = len(SIZES)
+#: a norm that no update reaches, so that nothing is clipped
+NO_CLIPPING = 1e9
+#: strategies that share a part of the model only, in some round
+PARTIAL: dict[str, Callable[..., BaseStrategy]] = {
+    "fedbn": FedBN,
+    "silobn": SiloBN,
+    "fixbn": lambda **options: FixBN(freeze_round=1, **options),
+    "fixbn, affine": lambda **options: FixBN(freeze_round=1, freeze="both", **options),
+}
+STRATEGIES: dict[str, Callable[..., BaseStrategy]] = {
+    "fedavg": FedAvg,
+    "fedprox": lambda **options: FedProx(mu=0.5, **options),
+    **PARTIAL,
+}
+
+
+def run(strategy: BaseStrategy, rounds: int = 3) -> list[state.State]:
+    """Return the global state before and after every round."""
+    nodes, seen = Federation(make_model()), list[state.State]()
+    strategy.start(
+        nodes.grid,
+        nodes.initial,
+        rounds,
+        train_config=INSTRUCTION.to_config(),
+        evaluate_fn=lambda _, arrays: seen.append(state.from_record(arrays)),
+    )
+    return seen
+
+
+def parameters() -> list[str]:
+    return [name for name, _ in make_model().named_parameters()]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_without_noise_and_without_clipping_nothing_changes(name: str) -> None:
+    options: dict[str, Any] = {"weighting": "uniform", "fraction_evaluate": 0.0}
+    plain = run(STRATEGIES[name](**options))[-1]
+    private = run(STRATEGIES[name](**options, privacy=Privacy(NO_CLIPPING, 0.0)))[-1]
+    for entry, value in plain.items():
+        torch.testing.assert_close(private[entry], value, rtol=0, atol=1e-12)
+        assert private[entry].dtype == value.dtype
+
+
+def test_updates_are_clipped_to_the_norm_over_all_parameters() -> None:
+    """The reference: each node trains by itself, and its update is scaled to length C if it is longer."""
+    limit = 0.05
+    after = run(FedAvg(weighting="uniform", privacy=Privacy(limit, 0.0), fraction_evaluate=0.0), rounds=1)[-1]
+    before, moved = make_model().state_dict(), []
+    for index in range(NODES):
+        alone = trained_alone(index)
+        update = torch.cat([(alone[name] - before[name]).flatten() for name in parameters()])
+        assert update.norm() > limit
+        moved.append(update * limit / update.norm())
+    wanted = torch.stack(moved).mean(0)
+    found = torch.cat([(after[name] - before[name]).flatten() for name in parameters()])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    for name in norm.statistics_keys(make_model()):
+        mean = torch.stack([trained_alone(index)[name] for index in range(NODES)]).mean(0)
+        torch.testing.assert_close(after[name], mean, rtol=0, atol=1e-12)
+
+
+def trained_alone(index: int) -> state.State:
+    """Return the state of one node after a round."""
+
+    def only(client: BNClient, partition: int) -> BNClient:
+        if partition != index:
+            client.train = fail  # type: ignore[method-assign, assignment]
+        return client
+
+    return Federation(make_model(), wrap=only).run(FedAvg(fraction_evaluate=0.0), 1)
+
+
+def fail(*_: Any) -> Any:
+    raise RuntimeError("not this node")
+
+
+def test_noise_has_the_printed_deviation() -> None:
+    """Draws divided by z C / K: the deviation of 395 of them is within 15 % of 1 (four standard errors)."""
+    limit, multiplier = 0.5, 2.0
+    options: dict[str, Any] = {"weighting": "uniform", "fraction_evaluate": 0.0}
+    quiet = run(FedAvg(**options, privacy=Privacy(limit, 0.0)), rounds=1)[-1]
+    loud = run(FedAvg(**options, privacy=Privacy(limit, multiplier, seed=1)), rounds=1)[-1]
+    noise = torch.cat([(loud[name] - quiet[name]).flatten() for name in parameters()]) * NODES / (multiplier * limit)
+    assert len(noise) == sum(value.numel() for value in make_model().parameters())
+    assert float(noise.std()) == pytest.approx(1.0, abs=0.15)
+    assert abs(float(noise.mean())) < 0.2
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_counters_and_statistics_are_free_of_noise(name: str) -> None:
+    """A noise of deviation 5 would make variances negative, which are around 1."""
+    states = run(STRATEGIES[name](weighting="uniform", privacy=Privacy(1.0, 5.0 * NODES), fraction_evaluate=0.0))
+    model = make_model()
+    for before, after in pairwise(states):
+        for entry in norm.statistics_keys(model):
+            assert torch.isfinite(after[entry]).all()
+            if entry.endswith("running_var"):
+                assert (after[entry] >= 0).all()
+        for entry in norm.counter_keys(model):
+            assert after[entry].dtype == torch.int64
+            assert after[entry].shape == ()
+            assert after[entry] >= before[entry]
+    stays = {"fedbn": "bn", "silobn": "statistics"}.get(name, "none")
+    if name.startswith("fixbn"):
+        stays, states = "bn" if "affine" in name else "statistics", states[1:]
+    for entry in state.group_keys(model, stays):
+        assert all(torch.equal(later[entry], states[0][entry]) for later in states)
+    noised = [entry for entry in parameters() if entry not in state.group_keys(model, stays)]
+    assert all((states[-1][entry] - states[-2][entry]).abs().max() > 0.1 for entry in noised)
+
+
+def test_noise_differs_by_run_and_by_round_unless_a_seed_is_given() -> None:
+    def after(seed: int | None) -> list[state.State]:
+        privacy = Privacy(1e-9, 1e9, seed)
+        return run(FedAvg(weighting="uniform", privacy=privacy, fraction_evaluate=0.0), rounds=2)
+
+    name = parameters()[0]
+    one, two, first, again = after(None)[-1], after(None)[-1], after(3), after(3)
+    assert not torch.equal(one[name], two[name])
+    assert torch.equal(first[-1][name], again[-1][name])
+    initial, middle, last = (step[name] for step in first)
+    assert (middle - initial - (last - middle)).abs().max() > 0.1
+
+
+def test_statistics_that_leave_nodes_are_named(flower_log: pytest.LogCaptureFixture) -> None:
+    run(FedAvg(weighting="uniform", privacy=Privacy(1.0, 1.0), fraction_evaluate=0.0), rounds=1)
+    assert "privacy does not cover net.1.running_mean, net.1.running_var, net.4.running_mean" in flower_log.text
+    flower_log.clear()
+    run(SiloBN(weighting="uniform", privacy=Privacy(1.0, 1.0), fraction_evaluate=0.0), rounds=1)
+    assert "privacy does not cover" not in flower_log.text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shared"),
+    [
+        (Scaffold, "control variates"),
+        (FedTAN, "the statistics of layer-wise steps"),
+        (HBN, "gathered statistics"),
+        (HeteroFL, "gathered statistics"),
+        (FedBS, "losses"),
+        (FedNorm, "means of BN over few nodes"),
+        (lambda **options: FedAvg(momentum_state="global", **options), "the optimizer's state"),
+        (lambda **options: FedBN(mean_personal=True, **options), "the entries that nodes keep"),
+    ],
+)
+def test_what_it_would_not_protect_is_refused(strategy: Callable[..., BaseStrategy], shared: str) -> None:
+    with pytest.raises(ValueError, match=f"privacy would not protect {shared}"):
+        strategy(weighting="uniform", privacy=Privacy(1.0, 1.0))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="privacy needs weighting='uniform'"):
+        FedAvg(privacy=Privacy(1.0, 1.0))
+    with pytest.raises(ValueError, match="send_frozen must be False"):
+        FixBN(weighting="uniform", send_frozen=True, privacy=Privacy(1.0, 1.0))
+    for bad in ((0.0, 1.0), (1.0, -1.0), (float("inf"), 1.0), (1.0, np.nan)):
+        with pytest.raises(ValueError, match="clipping_norm must be positive and noise_multiplier not negative"):
+            Privacy(*bad)
+
+
+# ---- Flower's own ----------------------------------------------------------------------------------------------------
+
+WRAPPERS: dict[str, Callable[[BaseStrategy], flower.Strategy]] = {
+    "server, fixed": lambda inner: flower.DifferentialPrivacyServerSideFixedClipping(inner, 0.1, 1.0, NODES),
+    "server, adaptive": lambda inner: flower.DifferentialPrivacyServerSideAdaptiveClipping(inner, 0.1, NODES),
+    "client, fixed": lambda inner: flower.DifferentialPrivacyClientSideFixedClipping(inner, 0.1, 1.0, NODES),
+    "client, adaptive": lambda inner: flower.DifferentialPrivacyClientSideAdaptiveClipping(inner, 0.1, NODES),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("strategy", [*PARTIAL.values(), Scaffold])
+def test_a_wrapper_around_a_strategy_that_shares_a_part_is_refused_in_the_first_round(
+    wrapper: str, strategy: Callable[..., BaseStrategy]
+) -> None:
+    nodes = Federation(make_model())
+    with pytest.raises(RuntimeError, match=r"must be started itself: .* use \w+\(weighting='uniform', privacy=Priv"):
+        WRAPPERS[wrapper](strategy()).start(nodes.grid, nodes.initial, 3, train_config=INSTRUCTION.to_config())
+
+
+def test_flowers_wrapper_around_fedavg_works() -> None:
+    nodes, seen = Federation(make_model()), list[ArrayRecord]()
+    WRAPPERS["server, fixed"](FedAvg(fraction_evaluate=0.0)).start(
+        nodes.grid,
+        nodes.initial,
+        2,
+        train_config=INSTRUCTION.to_config(),
+        evaluate_fn=lambda _, arrays: seen.append(arrays),
+    )
+    before, after = (state.from_record(arrays) for arrays in (seen[0], seen[-1]))
+    assert not torch.equal(before["net.0.weight"], after["net.0.weight"])
+
+
+def test_a_run_in_which_a_wrapper_passes_on_no_reply_ends_with_an_error() -> None:
+    """The mod asks for a key that only the other wrapper sends, so every reply is an error."""
+    nodes = Federation(make_model(), mods=[fixedclipping_mod])
+    wrapped = WRAPPERS["server, fixed"](FedAvg(fraction_evaluate=0.0))
+    with pytest.raises(CannotTrainError, match=r"the strategy around FedAvg passed on no reply of round 1"):
+        wrapped.start(nodes.grid, nodes.initial, 3, train_config=INSTRUCTION.to_config())
+
+
+@pytest.mark.parametrize("strategy", PARTIAL.values())
+def test_a_mod_that_refuses_every_reply_ends_the_run(strategy: Callable[..., BaseStrategy]) -> None:
+    nodes = Federation(make_model(), mods=[LocalDpMod(1.0, 1.0, 1.0, 0.1)])
+    with pytest.raises(CannotTrainError, match=r"no node could train in round [12].*LocalDpMod expects the keys"):
+        nodes.run(strategy(fraction_evaluate=0.0), 3)
