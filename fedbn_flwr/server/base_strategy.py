@@ -323,8 +323,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         if partial or self.required:
             raise RuntimeError(
                 f"{name} must be started itself: its nodes do not send exactly the model, and Flower's strategies for "
-                "differential privacy take entries by their positions; use "
-                f"{name}(weighting='uniform', privacy=Privacy(...)) in place of one"
+                "differential privacy take entries by their positions; in their place, strategies take "
+                "`privacy=Privacy(...)`"
             )
 
     def _require_prepared(self, node: int) -> None:

@@ -118,7 +118,7 @@ def test_gathering_happens_only_where_it_is_evaluated() -> None:
     assert not torch.equal(early["net.1.running_mean"], fresh["net.1.running_mean"])  # the last round
     assert not torch.equal(late["net.1.running_mean"], fresh["net.1.running_mean"])
     strategy, nodes = HeteroFL(evaluate_every=10), Federation(make_model("static-bn"))
-    strategy.num_rounds = 20
+    strategy.num_rounds, strategy.started = 20, True
     messages = strategy.configure_train(1, nodes.initial, INSTRUCTION.to_config(), nodes.grid)
     merged, _ = strategy.aggregate_train(1, nodes.grid.send_and_receive(messages))
     assert merged is not None

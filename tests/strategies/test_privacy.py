@@ -208,7 +208,7 @@ def test_a_wrapper_around_a_strategy_that_shares_a_part_is_refused_in_the_first_
     wrapper: str, strategy: Callable[..., BaseStrategy]
 ) -> None:
     nodes = Federation(make_model())
-    with pytest.raises(RuntimeError, match=r"must be started itself: .* use \w+\(weighting='uniform', privacy=Priv"):
+    with pytest.raises(RuntimeError, match=r"must be started itself: .* strategies take `privacy=Privacy\("):
         WRAPPERS[wrapper](strategy()).start(nodes.grid, nodes.initial, 3, train_config=INSTRUCTION.to_config())
 
 
