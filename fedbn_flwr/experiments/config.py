@@ -168,6 +168,11 @@ def convert(key: str, value: Any, kind: Any) -> Value:
     raise UsageError(f"{key} must be {' or '.join(_SPOKEN[part] for part in kinds)}, got {value!r}")
 
 
+def is_written(kind: Any) -> bool:
+    """Whether a command line can say it: numbers, text, true or false, and not an object of Python's."""
+    return all(part in _SPOKEN for part in _types_of(kind))
+
+
 def _types_of(kind: Any) -> Iterator[type]:
     if get_origin(kind) is Literal:  # the constructor says which there are
         yield from dict.fromkeys(map(type, get_args(kind)))

@@ -6,7 +6,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from fedbn_flwr.experiments.config import Config, UsageError
+from fedbn_flwr.experiments.config import Config, UsageError, is_written
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy
 from fedbn_flwr.wire import wire_key
 
@@ -59,13 +59,14 @@ def owners(key: str) -> list[str]:
 
 
 def _declared(owner: type[BaseStrategy]) -> dict[str, StrategyOption]:
-    """Return the keyword arguments of one class's constructor, by kebab-case key."""
+    """Return the keyword arguments of one class's constructor that can be written, by kebab-case key."""
     hints = get_type_hints(owner.__init__, include_extras=True)
-    return {
-        wire_key(name): _option(name, hints.get(name, str), parameter.default)
+    options = [
+        _option(name, hints.get(name, str), parameter.default)
         for name, parameter in inspect.signature(owner.__init__).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
+    ]
+    return {wire_key(option.name): option for option in options if is_written(option.kind)}
 
 
 def _option(name: str, hint: Any, default: Any) -> StrategyOption:

@@ -32,6 +32,10 @@ def test_a_subclass_changes_the_default_and_keeps_the_help() -> None:
     assert (fixed.default, central.default) == (0.5, 10**9)
 
 
+def test_an_object_of_pythons_is_no_option() -> None:
+    assert "privacy" not in all_options()
+
+
 def test_an_option_that_a_subclass_replaces_is_not_its_own() -> None:
     assert "weighting" in own_options(Parent)
     assert "weighting" not in own_options(Child)
