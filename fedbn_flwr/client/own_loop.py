@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -131,13 +131,11 @@ class OwnLoop:
         if type(module) in self._searched:
             return None
         self._searched.add(type(module))
-        # a loop may call parts of its model only, as LightningModules do
-        for whole in gc.get_objects():
-            if (
-                isinstance(whole, nn.Module)
-                and self._is_model(whole)
-                and any(part is module for part in whole.modules())
-            ):
+        # a loop may call parts of its model only, as LightningModules do; isinstance would ask stand-ins for modules
+        # that are deprecated, which warn
+        modules = (cast(nn.Module, item) for item in gc.get_objects() if issubclass(type(item), nn.Module))
+        for whole in modules:
+            if self._is_model(whole) and any(part is module for part in whole.modules()):
                 return whole
         return None
 

@@ -94,7 +94,7 @@ def label_mixes(
     """
     left = np.bincount(labels, minlength=num_classes)
     by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(left)[:-1])
-    prior = left / len(labels)
+    prior = left / max(len(labels), 1)
     parts = []
     for share in evenly(len(labels), clients):
         counts = _fill(len(share), left, alpha * prior, generator)
