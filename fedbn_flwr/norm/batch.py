@@ -24,4 +24,4 @@ def channel_axes(inputs: Tensor) -> tuple[int, ...]:
 
 def along_channels(values: Tensor, inputs: Tensor) -> Tensor:
     """Reshape a value for each channel so that it broadcasts over the inputs."""
-    return values.reshape(1, -1, *[1] * (inputs.dim() - 2))
+    return values.reshape(-1, *[1] * (inputs.dim() - 2))

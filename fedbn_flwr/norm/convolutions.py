@@ -67,7 +67,6 @@ def standardized(
 
 
 def _empty_like(layer: _ConvNd, gamma: float) -> nn.Module:
-    options: Any = {} if layer.padding_mode == "zeros" else {"padding_mode": layer.padding_mode}
     return _KINDS[type(layer)](
         layer.in_channels,
         layer.out_channels,
@@ -76,10 +75,9 @@ def _empty_like(layer: _ConvNd, gamma: float) -> nn.Module:
         padding=layer.padding,
         dilation=layer.dilation,
         groups=layer.groups,
-        bias=layer.bias is not None,
+        padding_mode=layer.padding_mode,
         gamma=gamma,
         device="meta",
-        **options,
     )
 
 

@@ -25,7 +25,6 @@ class HybridBatchNorm(BatchNorm):
         fixed_mix: float | None = None,
     ) -> None:
         super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
-        self.fixed_mix = fixed_mix
         self.mix: Tensor
         if fixed_mix is None:
             self.mix = nn.Parameter(torch.zeros(num_features))

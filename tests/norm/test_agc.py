@@ -72,7 +72,7 @@ def test_a_learnable_gain_is_one_unit(convolution: type[nn.Module]) -> None:
     np.testing.assert_allclose(gain.grad.flatten().numpy(), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("a.weight", (3, 2, 3)), ("a.gain", (3, 1, 1)), ("a.bias", (3,))])
+@pytest.mark.parametrize(("name", "shape"), [("a.weight", (3, 2, 3)), ("a.b.gain", (3, 1, 1)), ("a.bias", (3,))])
 def test_stacked_models_are_clipped_one_by_one(name: str, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor([0.01, 1.0, 100.0]).reshape(3, *[1] * len(shape))  # the last is not clipped
@@ -87,6 +87,21 @@ def test_stacked_models_are_clipped_one_by_one(name: str, shape: tuple[int, ...]
         torch.testing.assert_close(alone.grad, together.grad[row])
     assert not torch.equal(together.grad[0], gradients[0])
     assert torch.equal(together.grad[2], gradients[2])
+
+
+def test_a_gain_is_one_unit_wherever_it_is() -> None:
+    gain = nn.Parameter(torch.tensor([3.0, 4.0]).reshape(2, 1, 1))
+    gain.grad = torch.tensor([0.1, 0.0]).reshape(2, 1, 1)
+    clip_gradients({"block.conv.gain": gain}, 0.02)
+    assert gain.grad.flatten().tolist() == pytest.approx([0.1, 0.0])
+
+
+def test_the_papers_factor_is_the_default() -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    layer.weight.data.fill_(2.0)
+    layer.weight.grad = torch.full((1, 1), 5.0)
+    adaptive_clip(layer, skip=[])
+    assert layer.weight.grad.item() == pytest.approx(0.2)
 
 
 def test_the_classifier_is_not_clipped() -> None:

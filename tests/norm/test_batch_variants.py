@@ -26,6 +26,32 @@ Layer = TypeVar("Layer", bound=BatchNorm)
 SHAPES = [(6, 3), (4, 3, 5), (4, 3, 5, 2), (2, 3, 2, 2, 2)]
 
 
+@pytest.mark.parametrize("kind", [BatchNorm, BatchRenorm, HybridBatchNorm, StaticBatchNorm])
+def test_defaults_are_torchs(kind: type[BatchNorm]) -> None:
+    layer, torchs = kind(4), nn.BatchNorm2d(4)
+    assert (layer.eps, layer.momentum, layer.affine) == (torchs.eps, torchs.momentum, torchs.affine)
+    assert not kind(4, affine=False).affine
+
+
+def test_batch_renorms_defaults_are_the_papers_limits() -> None:
+    layer = BatchRenorm(4)
+    assert (layer.r_max, layer.d_max) == (3.0, 5.0)
+
+
+@pytest.mark.parametrize("layer", [BatchRenorm(3, eps=0.7, r_max=1.0, d_max=0.0), StaticBatchNorm(3, eps=0.7)])
+def test_eps_is_that_of_the_layer(layer: BatchNorm) -> None:
+    inputs = random_inputs((4, 3, 5))
+    torch.testing.assert_close(layer.double()(inputs), nn.BatchNorm1d(3, eps=0.7).double()(inputs))
+
+
+def test_batch_renorm_without_momentum_averages_over_all_batches_as_bn_does() -> None:
+    layer, plain = BatchRenorm(3, momentum=None).double(), nn.BatchNorm1d(3, momentum=None).double()
+    for scale in (1.0, 3.0, 5.0):
+        layer(scale * random_inputs((4, 3, 5)))
+        plain(scale * random_inputs((4, 3, 5)))
+    torch.testing.assert_close(layer.state_dict(), plain.state_dict())
+
+
 def random_inputs(shape: tuple[int, ...]) -> Tensor:
     generator = torch.Generator().manual_seed(7)
     inputs = 2 * torch.randn(shape, generator=generator, dtype=torch.float64) + 1

@@ -100,6 +100,11 @@ def test_without_gamma_the_rows_have_unit_deviation() -> None:
     torch.testing.assert_close(new(inputs), F.conv1d(inputs, torch.from_numpy(ones), new.bias))
 
 
+def test_a_single_row_is_standardized_too() -> None:
+    new: Any = standardized("", nn.Conv1d(3, 1, 5), gamma=None)
+    assert (new.scale, ScaledStdConv2d(3, 4, 3).scale) == pytest.approx((1.0, 27**-0.5))
+
+
 def test_a_constant_gain_is_neither_trained_nor_sent() -> None:
     layer = nn.Conv2d(3, 4, 3)
     constant = standardized("", layer, 1.0, first_gain=0.5)

@@ -78,6 +78,11 @@ def test_a_shared_layer_is_listed_once_but_has_all_its_keys() -> None:
     assert statistics_keys(model)[-1] == "1.1.running_var"
 
 
+def test_layers_after_a_shared_one_are_found() -> None:
+    shared, last = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    assert bn_layers(nn.Sequential(shared, shared, last)) == {"0": shared, "2": last}
+
+
 def test_the_counter_stays_an_integer_without_dimensions() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2))
     (key,) = counter_keys(model)

@@ -40,6 +40,21 @@ def test_bottlenecks_have_branches_of_three() -> None:
     ratio = model.get_parameter("layer1.1.conv2.1.weight").std() / plain.get_parameter("layer1.1.conv2.weight").std()
     assert float(ratio.detach()) == pytest.approx(16 ** (-1 / 4), rel=0.02)
     assert not model.get_parameter("layer1.1.conv3.1.weight").any()
+    assert [hasattr(model.get_submodule(f"layer1.1.bn{position}"), "scale") for position in (1, 2, 3)] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_what_scalars_do() -> None:
+    shift, both = Shift(), ScaleAndShift()
+    with torch.no_grad():
+        shift.bias.fill_(2.0)
+        both.scale.fill_(3.0)
+        both.bias.fill_(4.0)
+    assert shift(torch.tensor([5.0])).tolist() == [7.0]
+    assert both(torch.tensor([5.0])).tolist() == [19.0]
 
 
 def test_shortcuts_have_no_activation_and_so_no_second_bias() -> None:

@@ -46,6 +46,22 @@ def test_frozen_statistics_stay_whatever_the_mode() -> None:
     assert not model[3].get_submodule("0").training
 
 
+class WithDropout(nn.BatchNorm1d):
+    """BN with a layer of another kind inside, as timm's."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop = nn.Dropout()
+
+
+def test_what_is_inside_a_frozen_layer_has_the_mode_that_is_asked_for() -> None:
+    layer = WithDropout(2)
+    freeze(layer)
+    for mode in (False, True):
+        layer.train(mode)
+        assert (layer.training, layer.drop.training) == (False, mode)
+
+
 def test_frozen_layers_use_the_running_statistics_and_still_learn() -> None:
     layer = nn.BatchNorm1d(2, eps=0.0)
     assert layer.running_mean is not None

@@ -117,11 +117,16 @@ def test_installing_a_single_value_does_not_divide_by_zero() -> None:
     assert layer.state_dict()["running_var"].tolist() == [0.0]
 
 
+def test_two_values_are_corrected_as_torch_does() -> None:
+    assert Moments(2, torch.zeros(1), torch.tensor([3.0])).running_variance(unbiased=True).tolist() == [6.0]
+
+
 def test_what_cannot_be_installed_is_named() -> None:
     good = Moments(2, torch.zeros(3), torch.ones(3))
     model = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.BatchNorm1d(3))
     for name in ("0", "2"):
         with pytest.raises(ValueError, match=f"no BN layer '{name}' with running statistics"):
             install(model, {name: good})
-    with pytest.raises(ValueError, match="BN layer '1' has 3 channels"):
-        install(model, {"1": Moments(2, torch.zeros(1), torch.ones(1))})
+    for mean, variance in ((torch.zeros(1), torch.ones(1)), (torch.zeros(3), torch.ones(1))):
+        with pytest.raises(ValueError, match="BN layer '1' has 3 channels"):
+            install(model, {"1": Moments(2, mean, variance)})

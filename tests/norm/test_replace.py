@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.models import mobilenet_v2, resnet18, vgg11_bn
 
 from fedbn_flwr.norm import NORMS, BatchNorm, GroupNorm, bn_layers, replace
+from fedbn_flwr.norm.substitute import swap_normalizers
 
 
 def light_vgg11_bn() -> nn.Module:
@@ -81,6 +82,35 @@ def test_bn_that_is_there_already_is_left_alone() -> None:
     before = list(model)
     replace(model, "bn")
     assert list(model) == before
+
+
+def test_timms_bn_with_an_activation_inside_is_bn_already() -> None:
+    model = nn.Sequential(BatchNormAct2d(4))
+    layer = model[0]
+    assert replace(model, "bn").get_submodule("0") is layer
+
+
+def test_eps_and_momentum_go_over() -> None:
+    assert replace(nn.Sequential(nn.BatchNorm1d(4, eps=0.3)), "gn").get_submodule("0").eps == 0.3
+    assert replace(nn.Sequential(nn.GroupNorm(2, 4)), "bn").get_submodule("0").momentum == 0.1
+
+
+def test_group_norms_defaults_are_torchs() -> None:
+    ours, torchs = GroupNorm(2, 4), nn.GroupNorm(2, 4)
+    assert (ours.eps, ours.affine) == (torchs.eps, torchs.affine)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_precision_is_the_layers_own_before_the_models(affine: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=affine).double())
+    buffer = replace(model, "brn").get_submodule("1").get_buffer("running_mean")
+    assert buffer.dtype == torch.float64
+
+
+def test_what_has_no_bias_may_stand_for_a_layer_without_one() -> None:
+    layer = nn.BatchNorm1d(4)
+    layer.register_parameter("bias", None)
+    assert isinstance(swap_normalizers(nn.Sequential(layer), lambda slot: nn.Identity())[0], nn.Identity)  # type: ignore[index]
 
 
 def test_foreign_group_and_instance_norm_become_bn() -> None:

@@ -76,6 +76,69 @@ def test_the_ends_of_residual_branches(make: Any, count: int, one: str | None) -
     assert one is None or one in ends
 
 
+class Gated(nn.Module):
+    """Features times a gate, which is computed first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.last = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        gate = torch.sigmoid(self.gate(inputs))
+        return self.last(gate.mul(F.silu(inputs)))  # type: ignore[no-any-return]
+
+
+class Joined(nn.Module):
+    """Channels of two paths side by side: the one with more convolutions is the main path, though it comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 2, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        deep = torch.tanh(self.first(inputs))
+        return self.last(torch.cat([deep, F.silu(inputs)], 1))  # type: ignore[no-any-return]
+
+
+class Sums(nn.Module):
+    """A constant, two branches of one depth, a branch, and what was added already, added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.branch, self.last = (nn.Conv2d(2, 2, 1) for _ in range(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = F.silu(inputs + 1.0)
+        both = F.silu(self.left(inputs)) + F.silu(self.right(inputs))
+        added = both + F.silu(self.branch(both))
+        return self.last(added + inputs)  # type: ignore[no-any-return]
+
+
+def test_the_path_that_feeds_a_convolution() -> None:
+    assert wiring(Gated()).activations["last"] is F.silu
+    assert wiring(Joined()).activations["last"] is torch.tanh
+
+
+def test_additions_end_paths() -> None:
+    wired = wiring(Sums())
+    assert wired.branch_ends == {"branch"}
+    assert wired.activations == {"left": F.silu, "right": F.silu}
+
+
+def test_a_single_branch_has_the_gain_that_doubles_its_variance() -> None:
+    model = replace(Residual(), "wsconv")
+    assert gains(model) == pytest.approx({"branch": math.sqrt(2)})
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Conv2d(2, 2, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.branch(inputs)  # type: ignore[no-any-return]
+
+
 def test_branches_are_scaled_such_that_the_variance_stays_bounded() -> None:
     model = build("resnet20", norm="wsconv")
     scaled = {name: gain for name, gain in gains(model).items() if gain != 1}
