@@ -130,6 +130,12 @@ def test_dirichlet_keeps_to_the_fewest_samples_without_a_warning() -> None:
         assert min(map(len, partition("dirichlet:0.1", labelled(1000), 10, 3))) >= 2
 
 
+def test_a_class_may_have_one_sample_for_each_of_its_clients() -> None:
+    parts = rotating_classes(np.array([0, 1, 0, 1]), 4, 2, 1)
+    assert sorted(np.concatenate(parts).tolist()) == [0, 1, 2, 3]
+    assert [len(part) for part in parts] == [1] * 4
+
+
 # ---- label mixes -----------------------------------------------------------------------------------------------------
 
 
