@@ -1,6 +1,6 @@
 """Several methods on the same data, model and seeds."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,20 +54,37 @@ Announce = Callable[[str], Progress | None]
 def compare(plan: Plan, engine: Engine, folder: Path, announce: Announce) -> list[Summary]:
     """Run everything; write `compare.json` and `compare.png` beside the runs' own folders."""
     summaries: list[Summary] = []
-    curves: dict[str, list[Any]] = {}
     for method in plan.methods:
-        chosen = _best_rate(plan, method, engine, folder, announce)
-        for seed in range(plan.seeds):
-            experiment = plan.experiment(method, seed, **({"lr": chosen["lr"]} if chosen else {}))
-            place = folder / f"{_folder_name(method)}-seed{experiment.config.seed}"
-            summary = _outcome(engine, experiment, place, announce(f"{method}, seed {experiment.config.seed}"))
-            summaries.append({**summary, **({"lr-grid": chosen["grid"]} if chosen else {})})
-            if "error" not in summary:
-                curves.setdefault(method, []).append(read_rounds(place))
+        for summary in run_method(plan, method, engine, folder, announce):
+            summaries.append(summary)
             (folder / "compare.json").write_text(as_json(summaries, indent=2) + "\n")
+    plot_comparison(summaries, folder)
+    return summaries
+
+
+def run_method(plan: Plan, method: str, engine: Engine, folder: Path, announce: Announce) -> Iterator[Summary]:
+    """Run one method of the plan with every seed, at its best rate if there are rates to choose from."""
+    chosen = _best_rate(plan, method, engine, folder, announce)
+    for seed in range(plan.seeds):
+        experiment = plan.experiment(method, seed, **({"lr": chosen["lr"]} if chosen else {}))
+        place = _place(folder, method, experiment.config.seed)
+        summary = _outcome(engine, experiment, place, announce(f"{method}, seed {experiment.config.seed}"))
+        yield {**summary, **({"lr-grid": chosen["grid"]} if chosen else {})}
+
+
+def plot_comparison(summaries: Sequence[Summary], folder: Path) -> None:
+    """Draw `compare.png` from the folders of the runs that finished, if any did."""
+    curves: dict[str, list[Any]] = {}
+    for summary in summaries:
+        if "error" not in summary:
+            place = _place(folder, summary["method"], summary["seed"])
+            curves.setdefault(summary["method"], []).append(read_rounds(place))
     if curves:
         plot_curves(curves, folder / "compare.png", title_of(_typical(summaries)))
-    return summaries
+
+
+def _place(folder: Path, method: str, seed: int) -> Path:
+    return folder / f"{folder_name(method)}-seed{seed}"
 
 
 def _typical(summaries: Sequence[Summary]) -> Summary:
@@ -92,7 +109,7 @@ def _best_rate(plan: Plan, method: str, engine: Engine, folder: Path, announce: 
     grid = {}
     for rate in plan.rates:
         experiment = plan.experiment(method, 0, lr=rate, validation=VALIDATION_SHARE)
-        place = folder / "lr-grid" / f"{_folder_name(method)}-lr{rate:g}"
+        place = folder / "lr-grid" / f"{folder_name(method)}-lr{rate:g}"
         summary = _outcome(engine, experiment, place, announce(f"{method}, validating lr {rate:g}"))
         grid[rate] = summary.get("accuracy", 0.0)
     return {
@@ -143,5 +160,6 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
     return float(np.mean(values)), deviation, half_width
 
 
-def _folder_name(method: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "+-=." else "_" for letter in method)
+def folder_name(text: str) -> str:
+    """Return a text as the name of a folder."""
+    return "".join(letter if letter.isalnum() or letter in "+-=." else "_" for letter in text)

@@ -1,0 +1,134 @@
+"""The commands `fedbn-flwr recipes` and `fedbn-flwr reproduce`."""
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from fedbn_flwr.experiments.config import UsageError, convert
+from fedbn_flwr.experiments.engines import ENGINES
+from fedbn_flwr.experiments.output.console import console
+from fedbn_flwr.experiments.recipes.estimate import estimate
+from fedbn_flwr.experiments.recipes.matrix import CHECKPOINT_EVERY, Cell, check_resources, plan_cells, run_matrix
+from fedbn_flwr.experiments.recipes.recipe import Recipe, check_recipe, read_recipe, recipe_names
+from fedbn_flwr.experiments.recipes.table import values_of, write_table
+from fedbn_flwr.strategies import CannotTrainError
+
+#: options of a run that may be given to all runs of a matrix
+CHANGES = ("data-root", "device", "precision")
+
+
+def add_recipe_commands(commands: Any, command: Any) -> None:
+    """Add both commands to the parser; `command` makes one."""
+    names = command(commands, "recipes", "list the papers' tables and figures that can be reproduced")
+    names.add_argument("--json", action="store_true", help="print it for programs")
+    parser: argparse.ArgumentParser = command(commands, "reproduce", "run a recipe: a table, a figure, or your matrix")
+    parser.add_argument("recipe", metavar="RECIPE", help="name, as in fixbn/table5, or a file that ends in .yaml")
+    parser.add_argument("--smoke", action="store_true", help="run the same cells in small, on embedded data")
+    parser.add_argument("--only", action="append", metavar="LABEL", help="only cells with this label; may be repeated")
+    parser.add_argument("--workers", metavar="N", help="cells that run side by side, each in a process [1]")
+    parser.add_argument("--dry-run", action="store_true", help="show what would run, how many steps, and how long")
+    parser.add_argument("--seeds", metavar="N", help="runs a method, instead of the recipe's number")
+    parser.add_argument("--results-dir", metavar="DIR", help="where results go [results/NAME]")
+    parser.add_argument("--engine", help=f"{', '.join(ENGINES)} [stacked]")
+    for key in CHANGES:
+        parser.add_argument(f"--{key}", metavar=key.upper().replace("-", "_"), help="as for `run`, for every run")
+
+
+def list_recipes(options: Mapping[str, Any]) -> None:
+    """Print every recipe, by paper and number."""
+    rows = [{"name": r.name, "place": r.place, "about": r.about} for r in map(read_recipe, recipe_names())]
+    if options.get("json"):
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True)
+    for heading in ("recipe", "in the paper", "about"):
+        table.add_column(heading, no_wrap=heading == "recipe")
+    for row in rows:
+        table.add_row(row["name"], row["place"], row["about"])
+    console.print(table)
+
+
+def reproduce(options: Mapping[str, Any]) -> None:
+    """Run a recipe, or show what it would run."""
+    full = read_recipe(str(options["recipe"]))
+    check_recipe(full)
+    recipe, small = full, bool(options.get("smoke"))
+    if small:
+        recipe = full.in_small()
+    if options.get("only"):
+        recipe = recipe.only(options["only"])
+    if "seeds" in options:
+        recipe = replace(recipe, seeds=_at_least_one("--seeds", options["seeds"]))
+    engine = str(options.get("engine", "stacked"))
+    if engine not in ENGINES:
+        raise UsageError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}")
+    folder = Path(options.get("results_dir") or Path("results", recipe.name.replace("/", "-") + "-smoke" * small))
+    changes = {key: options[key.replace("-", "_")] for key in CHANGES if key.replace("-", "_") in options}
+    cells = plan_cells(recipe, folder, engine, changes, 0 if small else CHECKPOINT_EVERY)
+    workers = _at_least_one("--workers", options.get("workers", 1))
+    if options.get("dry_run"):
+        _show_estimate(recipe, cells, workers)
+        return
+    check_resources(recipe, cells)
+    _run(recipe, full, cells, folder, workers)
+
+
+def _run(recipe: Recipe, full: Recipe, cells: Sequence[Cell], folder: Path, workers: int) -> None:
+    started, results = time.perf_counter(), None
+    for done, (cell, results) in enumerate(run_matrix(recipe, cells, folder, workers), start=1):
+        left = (time.perf_counter() - started) / done * (len(cells) - done)
+        console.print(
+            f"{done}/{len(cells)} {cell.name}: {_outcome(cell, results)}, {_duration(left)} left", markup=False
+        )
+    assert results is not None
+    setting, label = full.cells()[0]
+    text = write_table(results, values_of(results, full.experiment(setting, label).config.rounds))
+    (folder / "table.txt").write_text(text)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Results: {folder.resolve()} (table.txt, results.json, a folder a setting)", soft_wrap=True)
+    if not any(results.finished(cell.setting.name, cell.label) for cell in cells):
+        raise CannotTrainError("no cell could train")
+
+
+def _outcome(cell: Cell, results: Any) -> str:
+    key = (cell.setting.name, cell.label)
+    if key in results.errors():
+        return "failed"
+    return f"accuracy {results.finished(*key)[-1]['accuracy']:.3f}"
+
+
+def _show_estimate(recipe: Recipe, cells: Sequence[Cell], workers: int) -> None:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True, title=recipe.name)
+    for heading in ("setting", "method", "runs", "rounds", "client steps", "time"):
+        table.add_column(heading, justify="left" if heading in ("setting", "method") else "right")
+    total, steps = 0.0, 0
+    for item in estimate(cells):
+        time_text = "?" if item.seconds is None else _duration(item.seconds)
+        cell = item.cell
+        table.add_row(cell.setting.name, cell.label, str(item.runs), f"{item.rounds:,}", f"{item.steps:,}", time_text)
+        total, steps = total + (item.seconds or 0), steps + item.steps
+    console.print(table)
+    console.print(
+        f"{len(cells)} cells, {steps:,} client steps, about {_duration(total / workers)} with {workers} side by side "
+        "on this machine, by a measured step; evaluation is not in it",
+        soft_wrap=True,
+    )
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _at_least_one(name: str, value: Any) -> int:
+    number = int(convert(name, value, int))
+    if number < 1:
+        raise UsageError(f"{name} must be at least 1, got {number}")
+    return number

@@ -1,0 +1,98 @@
+"""What a recipe would run, and about how long: `fedbn-flwr reproduce NAME --dry-run`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from fedbn_flwr.experiments.config import UsageError
+from fedbn_flwr.experiments.engines import ENGINES
+from fedbn_flwr.experiments.method import Experiment, parse
+from fedbn_flwr.experiments.output.run_folder import read_rounds
+from fedbn_flwr.experiments.recipes.matrix import Cell
+from fedbn_flwr.experiments.resources import expected_steps, rounds_within_budget
+from fedbn_flwr.strategies import CannotTrainError
+
+#: training samples, classes, channels and side of the papers' data sets, for a plan where they are not there
+SHAPES = {
+    "cifar10": (50_000, 10, 3, 32),
+    "cifar100": (50_000, 100, 3, 32),
+    "mnist": (60_000, 10, 1, 28),
+    "fashion-mnist": (60_000, 10, 1, 28),
+    # 7,438 of each domain, as FedBN published them
+    "digits-five": (37_190, 10, 3, 28),
+    # FedBN's split into training and test data
+    "office-caltech-10": (2_025, 10, 3, 256),
+    "domainnet": (13_464, 10, 3, 256),
+    "tiny-imagenet": (100_000, 200, 3, 64),
+    "imagenet": (1_281_167, 1_000, 3, 224),
+}
+#: clients and rounds of a measurement; the first round does not count
+CLIENTS, ROUNDS = 2, 3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one cell costs."""
+
+    cell: Cell
+    runs: int
+    rounds: int
+    #: of all clients, in all runs
+    steps: int
+    #: None where the step could not be measured
+    seconds: float | None
+
+
+def estimate(cells: Sequence[Cell], measure: bool = True) -> Iterator[Estimate]:
+    """Return what each cell costs; the time of a step is measured once for each model, data set, batch and method."""
+    measured: dict[object, float | None] = {}
+    for cell in cells:
+        experiment = cell.plan.experiment(cell.method, 0)
+        config, runs = experiment.config, cell.plan.seeds + len(cell.plan.rates)
+        samples = SHAPES.get(config.dataset, (0,))[0]
+        try:
+            rounds = rounds_within_budget(config, config.clients, samples).rounds
+            steps = runs * expected_steps(config, samples)
+        except (ValueError, OSError, RuntimeError) as error:
+            raise UsageError(f"{cell.name} needs the data set {config.dataset!r}: {error}") from error
+        key = (cell.method, config.model, config.dataset, config.image_size, config.batch_size)
+        if key not in measured:
+            measured[key] = _step_seconds(experiment, cell.engine) if measure else None
+        time = measured[key]
+        yield Estimate(cell, runs, rounds, steps, None if time is None else time * steps)
+
+
+def _step_seconds(experiment: Experiment, engine: str) -> float | None:
+    """Return the seconds of one client's step, from a run of a few steps on data of the same shape."""
+    config = experiment.config
+    dataset, samples = config.dataset, 4 * CLIENTS * config.batch_size
+    if shape := SHAPES.get(dataset):
+        _, classes, channels, size = shape
+        size = config.image_size or size
+        dataset = (
+            f"synthetic:n={max(samples, classes)}:test={classes}:classes={classes}:size={size}:channels={channels}"
+        )
+    short = replace(
+        config,
+        dataset=dataset,
+        method=parse(config.method)[0],
+        partition="iid",
+        clients=CLIENTS,
+        fraction_train=1.0,
+        rounds=ROUNDS,
+        local_steps=1,
+        local_epochs=0,
+        budget_epochs=0.0,
+        lr_schedule="",
+        evaluate_every=ROUNDS,
+        checkpoint_every=0,
+    )
+    options = {key: value for key, value in experiment.options.items() if key not in ("freeze_round", "m")}
+    with TemporaryDirectory() as folder:
+        try:
+            ENGINES[engine](replace(experiment, config=short, options=options), Path(folder), None)
+        except (UsageError, CannotTrainError, ValueError, RuntimeError):
+            return None
+        rows = read_rounds(Path(folder))
+    return float(min(row["seconds"] for row in rows[1:])) / CLIENTS

@@ -1,0 +1,180 @@
+"""The runs of a recipe: every cell that is not finished yet, in this process or several side by side.
+
+A cell is a method in a setting, with all seeds and, where the recipe has rates to choose from, the runs of the choice.
+Each run has the folder that `fedbn-flwr run` writes. The folder of a setting is that of a comparison.
+"""
+
+import fcntl
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from fedbn_flwr.experiments.checkpoint import FREE, read_checkpoint, refuse_foreign
+from fedbn_flwr.experiments.comparison import Plan, folder_name, plot_comparison, run_method
+from fedbn_flwr.experiments.config import Config, UsageError
+from fedbn_flwr.experiments.engines import ENGINES, Engine
+from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.output.recorder import Progress, Summary
+from fedbn_flwr.experiments.output.run_folder import as_json, make_folder, read_json
+from fedbn_flwr.experiments.recipes.recipe import Recipe, Setting
+from fedbn_flwr.experiments.recipes.side_by_side import run_side_by_side
+from fedbn_flwr.experiments.resources import load_data, rounds_within_budget, shared_model
+from fedbn_flwr.strategies import CannotTrainError
+
+#: rounds between checkpoints of a run at full size
+CHECKPOINT_EVERY = 100
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method in one setting of a recipe."""
+
+    setting: Setting
+    #: the method's label and text
+    label: str
+    method: str
+    plan: Plan
+    folder: Path
+    engine: str
+
+    @property
+    def name(self) -> str:
+        """The method and the setting, by their labels."""
+        return f"{self.label} | {self.setting.name}" if self.setting.name else self.label
+
+    def run(self) -> list[Summary]:
+        """Run what is not finished; an error of a run becomes its summary."""
+        return list(run_method(self.plan, self.method, _continuing(self.engine), self.folder, lambda _: None))
+
+    def failed(self, reason: str) -> list[Summary]:
+        """Return the summary of a cell whose process ended."""
+        return [{"method": self.method, "seed": 0, "error": reason}]
+
+
+@dataclass
+class Results:
+    """The summaries of a recipe's runs, by setting and method label."""
+
+    recipe: Recipe
+    runs: dict[tuple[str, str], list[Summary]] = field(default_factory=dict)
+
+    def finished(self, setting: str, method: str) -> list[Summary]:
+        """Return the runs of a cell that came to their end."""
+        return [summary for summary in self.runs.get((setting, method), []) if "error" not in summary]
+
+    def errors(self) -> dict[tuple[str, str], str]:
+        """Return why a run of a cell failed."""
+        return {cell: run["error"] for cell, runs in self.runs.items() for run in runs if "error" in run}
+
+
+def plan_cells(recipe: Recipe, folder: Path, engine: str, changes: Mapping[str, Any], every: int) -> list[Cell]:
+    """Return the cells of a recipe; `changes` are options that the user gave, `every` rounds there is a checkpoint."""
+    cells = []
+    for setting, label in recipe.cells():
+        # cells are what runs side by side, and the number of processes of one is among what decides its bits
+        options = {"workers": 1, **setting.options, **changes, "checkpoint-every": every}
+        method = recipe.methods[label]
+        plan = Plan(options, [method], recipe.seeds, recipe.rates)
+        cells.append(Cell(setting, label, method, plan, folder / (folder_name(setting.name) or "runs"), engine))
+    return cells
+
+
+def check_resources(recipe: Recipe, cells: Sequence[Cell]) -> None:
+    """Refuse a recipe of whose data sets or models one cannot be had here; a UsageError of one line names it."""
+    seen = set()
+    for cell in cells:
+        config = replace(cell.plan.experiment(cell.method, 0).config, method="", seed=0, partition="")
+        kinds = (config.dataset, config.image_size, config.data_root, config.model)
+        if kinds in seen:
+            continue
+        seen.add(kinds)
+        small = " (--smoke runs it in small on embedded data)" if recipe.smoke else ""
+        try:
+            load_data(config)
+        except (ValueError, OSError, RuntimeError) as error:
+            raise UsageError(f"recipe {recipe.name} needs the data set {config.dataset!r}{small}: {error}") from error
+        try:
+            shared_model(config)
+        except (ValueError, OSError) as error:
+            raise UsageError(f"recipe {recipe.name} needs the model {config.model!r}{small}: {error}") from error
+
+
+def run_matrix(recipe: Recipe, cells: Sequence[Cell], folder: Path, workers: int) -> Iterator[tuple[Cell, Results]]:
+    """Run all cells; after each return the cell with the results so far, and write these into `results.json`."""
+    results = Results(recipe)
+    with _alone_in(folder):
+        pairs = run_side_by_side(cells, workers) if workers > 1 else ((cell, cell.run()) for cell in cells)
+        for cell, summaries in pairs:
+            results.runs[cell.setting.name, cell.label] = summaries
+            (folder / "results.json").write_text(as_json(_as_rows(results), indent=2) + "\n")
+            yield cell, results
+        _write_comparisons(cells, results)
+
+
+def _write_comparisons(cells: Sequence[Cell], results: Results) -> None:
+    """Write what `fedbn-flwr compare` writes, into the folder of each setting."""
+    for place in dict.fromkeys(cell.folder for cell in cells):
+        runs = (results.runs[cell.setting.name, cell.label] for cell in cells if cell.folder == place)
+        summaries = list(chain.from_iterable(runs))
+        (make_folder(place) / "compare.json").write_text(as_json(summaries, indent=2) + "\n")
+        plot_comparison(summaries, place)
+
+
+def _continuing(name: str) -> Engine:
+    """Return an engine that takes up what a run has already done, and whose failures are those of its run alone."""
+    engine = ENGINES[name]
+
+    def run(experiment: Experiment, place: Path, progress: Progress | None) -> Summary:
+        try:
+            done = _summary_of(experiment, place)
+            return done or engine(_resumed(experiment, place, name), place, progress)
+        except Exception as error:
+            raise CannotTrainError(" ".join(str(error).split()) or type(error).__name__) from error
+
+    return run
+
+
+def _summary_of(experiment: Experiment, place: Path) -> Summary | None:
+    """Return the summary of a complete run of this experiment; None if there is none."""
+    summary, config = read_json(place / "summary.json"), read_json(place / "config.json")
+    if not summary or not config or "failed" in summary:
+        return None
+    asked = _within_budget(experiment).to_mapping()
+    same = all(config["options"].get(key) == value for key, value in asked.items() if key not in FREE)
+    return summary if same else None
+
+
+def _resumed(experiment: Experiment, place: Path, engine: str) -> Experiment:
+    """Return the experiment that goes on after the run's last checkpoint, or the same if none fits."""
+    try:
+        refuse_foreign(place, read_checkpoint(place), _within_budget(experiment).to_mapping(), engine)
+    except UsageError:
+        return experiment
+    return replace(experiment, config=replace(experiment.config, resume=str(place)))
+
+
+def _within_budget(experiment: Experiment) -> Experiment:
+    config: Config = experiment.config
+    return replace(experiment, config=rounds_within_budget(config, config.clients))
+
+
+def _as_rows(results: Results) -> list[dict[str, Any]]:
+    settings = {setting.name: setting for setting in results.recipe.settings}
+    return [
+        {"labels": dict(settings[setting].labels), "label": method, "runs": summaries}
+        for (setting, method), summaries in results.runs.items()
+    ]
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold a folder of results, so that no other matrix writes into it."""
+    with (make_folder(folder) / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"another matrix is running in {folder}") from None
+        yield

@@ -1,0 +1,221 @@
+"""The schema of recipes: what a file may hold, one line for each mistake, and the papers' recipes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedbn_flwr.experiments import UsageError, main
+from fedbn_flwr.experiments.recipes.quantities import columns_of
+from fedbn_flwr.experiments.recipes.recipe import check_recipe, read_recipe, recipe_names
+from fedbn_flwr.experiments.resources import check
+
+#: a recipe with everything
+WHOLE: dict[str, Any] = {
+    "place": "Table 9, page 3",
+    "about": "three methods",
+    "options": {"dataset": "digits", "rounds": 30, "lr": 0.05},
+    "methods": {"BN": "fedavg", "GN": "fedavg+gn", "TAN": "fedtan:exchange=paper"},
+    "vary": {"partition": {"IID": "iid", "Shards": {"partition": "classes:2", "lr": 0.1}}, "local-steps": [1, 20]},
+    "leave-out": [{"methods": ["TAN"], "in": ["IID", "local-steps=20"]}],
+    "seeds": 3,
+    "lr-grid": [0.01, 0.1],
+    "reported": [{"place": "Table 9", "values": {"BN": {"IID, local-steps=1": "45.90 ± 6.39"}, "GN": {}}}],
+    "directions": [
+        {"claim": "GN > BN", "in": "Shards", "place": "page 2"},
+        {"claim": "BN @ local-steps=20 > BN @ local-steps=1"},
+    ],
+    "notes": ["a note"],
+    "smoke": {
+        "options": {"rounds": 20},
+        "methods": {"TAN": "fedtan"},
+        "vary": {"local-steps": {"local-steps=20": {"local-steps": 4}}},
+        "seeds": 2,
+    },
+}
+
+
+def write(folder: Path, content: object) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False) if not isinstance(content, str) else content)
+    return str(path)
+
+
+def test_a_setting_has_the_options_of_its_labels(tmp_path: Path) -> None:
+    recipe = read_recipe(write(tmp_path, WHOLE))
+    assert [setting.name for setting in recipe.settings] == [
+        "IID, local-steps=1",
+        "IID, local-steps=20",
+        "Shards, local-steps=1",
+        "Shards, local-steps=20",
+    ]
+    last = recipe.experiment(recipe.settings[3], "GN", seed=2).config
+    assert (last.partition, last.lr, last.local_steps, last.rounds) == ("classes:2", 0.1, 20, 30)
+    assert (last.norm, last.seed) == ("gn", 2)
+    # 4 settings x 3 methods, less the one that is left out
+    assert len(recipe.cells()) == 11
+    assert (recipe.seeds, recipe.rates) == (3, [0.01, 0.1])
+
+
+def test_in_small_the_cells_are_the_same(tmp_path: Path) -> None:
+    recipe = read_recipe(write(tmp_path, WHOLE))
+    small = recipe.in_small()
+    names = [(setting.name, method) for setting, method in recipe.cells()]
+    assert [(setting.name, method) for setting, method in small.cells()] == names
+    changed = small.experiment(small.settings[3], "TAN").config
+    # what the label stands for in small wins over what it stands for; what smoke does not name stays
+    assert (changed.local_steps, changed.rounds, changed.lr, changed.method) == (4, 20, 0.1, "fedtan")
+    assert small.experiment(small.settings[2], "BN").config.local_steps == 1
+    assert (small.seeds, small.rates) == (2, [])
+
+
+def test_only_some_labels(tmp_path: Path) -> None:
+    recipe = read_recipe(write(tmp_path, WHOLE))
+    part = recipe.only(["GN", "BN", "Shards"])
+    assert [(setting.name, method) for setting, method in part.cells()] == [
+        ("Shards, local-steps=1", "BN"),
+        ("Shards, local-steps=1", "GN"),
+        ("Shards, local-steps=20", "BN"),
+        ("Shards, local-steps=20", "GN"),
+    ]
+    with pytest.raises(UsageError, match=r"has no 'LN'; it has: BN, GN, TAN, IID, Shards, local-steps=1, "):
+        recipe.only(["LN"])
+
+
+def test_a_printed_number_keeps_its_digits(tmp_path: Path) -> None:
+    recipe = read_recipe(write(tmp_path, WHOLE))
+    number = recipe.reported[0].number("BN", "IID, local-steps=1", "accuracy")
+    assert number is not None
+    assert (number.printed, number.mean, number.deviation) == ("45.90 ± 6.39", 45.9, 6.39)
+    assert recipe.reported[0].number("GN", "IID, local-steps=1", "accuracy") is None
+
+
+MISTAKES: dict[str, tuple[object, str]] = {
+    "no mapping": ([1, 2], "recipe mine: must be a mapping of place, about, "),
+    "no YAML": ("{", "is not YAML"),
+    "unknown key": ({**WHOLE, "rates": [1]}, "recipe mine: unknown key 'rates'; known: place, "),
+    "no methods": ({}, "methods must be a list, or a mapping of labels"),
+    "unknown strategy": ({"methods": ["fedsgd"]}, "methods: fedsgd: unknown strategy 'fedsgd'; known: fedavg, "),
+    "unknown option": ({"methods": ["fedavg"], "options": {"lrate": 1}}, "options: unknown option 'lrate'; known: "),
+    "option of the matrix": ({"methods": ["fedavg"], "options": {"seed": 1}}, "options: 'seed' is set by the matrix"),
+    "two values": ({"methods": ["fedavg"], "options": {"lr": [1, 2]}}, "options: lr must be one value, got [1, 2]"),
+    "bad value": ({"methods": ["fedavg"], "options": {"lr": "fast"}}, "'fedavg': lr must be a number, got 'fast'"),
+    "axis without values": ({"methods": ["fedavg"], "vary": {"lr": []}}, "vary: lr must be a list of values"),
+    "no option of the axis": ({"methods": ["fedavg"], "vary": {"E": [1]}}, "vary: E: E=1: unknown option 'E'"),
+    "a label twice": ({"methods": {"a": "fedavg"}, "vary": {"lr": {"a": 1}}}, "label 'a' stands for two things"),
+    "nothing left": ({"methods": ["fedavg"], "leave-out": [{"methods": "fedavg"}]}, "leave-out leaves no cell"),
+    "no seeds": ({"methods": ["fedavg"], "seeds": 0}, "seeds must be at least 1, got 0"),
+    "unknown quantity": ({"methods": ["fedavg"], "quantities": ["f1"]}, "quantities: unknown 'f1'; known: accuracy, "),
+    "no place": ({"methods": ["fedavg"], "reported": [{"values": {}}]}, "reported 1: place is missing"),
+    "no number": (
+        {"methods": ["fedavg"], "reported": [{"place": "p", "values": {"fedavg": "high"}}]},
+        "values: fedavg must be a number, or a text like '45.90 ± 6.39', got 'high'",
+    ),
+    "number of another method": (
+        {"methods": ["fedavg"], "reported": [{"place": "p", "values": {"BN": 1}}]},
+        "values: unknown method 'BN'; the recipe has: fedavg",
+    ),
+    "number of another setting": (
+        {"methods": ["fedavg"], "vary": {"lr": [1]}, "reported": [{"place": "p", "values": {"fedavg": {"lr=2": 1}}}]},
+        "values: fedavg: unknown setting 'lr=2'; the recipe has: lr=1",
+    ),
+    "no claim": ({"methods": ["fedavg"], "directions": [{"claim": "good"}]}, "directions 1: claim: unknown method"),
+    "claim of another method": (
+        {"methods": ["fedavg"], "directions": [{"claim": "fedavg > BN"}]},
+        "directions 1: claim: unknown method 'BN'; the recipe has: fedavg",
+    ),
+    "claim of another label": (
+        {"methods": ["fedavg"], "directions": [{"claim": "fedavg @ IID > fedavg"}]},
+        "claim: unknown label 'IID'; the recipe has: none",
+    ),
+    "another axis in small": (
+        {"methods": ["fedavg"], "smoke": {"vary": {"lr": [1]}}},
+        "smoke: vary: unknown axis 'lr'; the recipe has: none",
+    ),
+    "another label in small": (
+        {**WHOLE, "smoke": {"vary": {"partition": {"Dirichlet": "iid"}}}},
+        "smoke: vary: partition: unknown label 'Dirichlet'; the recipe has: IID, Shards",
+    ),
+    "another method in small": ({**WHOLE, "smoke": {"methods": {"LN": "fedavg+ln"}}}, "methods: unknown label 'LN'"),
+}
+
+
+@pytest.mark.parametrize(("content", "reason"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line(
+    content: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reproduce", write(tmp_path, content), "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fedbn-flwr: recipe mine: ")
+    assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["fixbn/table99"], "unknown recipe 'fixbn/table99'; `fedbn-flwr recipes` lists them"),
+        (["nowhere.yaml"], "recipe nowhere: cannot be read"),
+        (["fixbn/table5", "--only", "LN"], "recipe fixbn/table5 has no 'LN'; it has: Centralized+BN, "),
+        (["fixbn/table5", "--workers", "0"], "--workers must be at least 1, got 0"),
+        (["fixbn/table5", "--seeds", "few"], "--seeds must be a whole number, got 'few'"),
+        (["fixbn/table5", "--engine", "spark"], "unknown engine 'spark'; known: "),
+    ],
+)
+def test_a_wrong_word_is_one_line(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert reason in line
+
+
+def test_a_recipe_without_a_small_form_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", write(tmp_path, {"methods": ["fedavg"]}), "--smoke"]) == 2
+    assert "recipe mine has no smoke" in capsys.readouterr().err
+
+
+# ---- the papers' recipes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_cell_of_a_recipe_resolves(name: str) -> None:
+    recipe = read_recipe(name)
+    check_recipe(recipe)
+    assert recipe.place
+    assert recipe.about
+    assert recipe.reported or recipe.directions
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_runs_in_small_for_20_rounds_at_least(name: str) -> None:
+    """On embedded data: the cells are checked up to the first round."""
+    small = read_recipe(name).in_small()
+    for setting, method in small.cells():
+        config = small.experiment(setting, method).config
+        assert config.dataset.partition(":")[0] in ("digits", "digits-domains", "synthetic")
+        assert config.budget_epochs == 0
+        assert config.rounds >= 20
+    for setting in small.settings:
+        check(small.experiment(setting, small.methods_of(setting)[0]))
+
+
+def test_columns_of_a_summary() -> None:
+    summary = {
+        "accuracy": 0.5,
+        "loss": None,
+        "domain-accuracy": {"a": 0.25, "b": 0.75},
+        "paper-bytes": 3 * 2**30,
+        "rounds": 3,
+        "exchanges": 12,
+    }
+    assert columns_of(summary, "accuracy", 3) == {"accuracy": 50}
+    assert columns_of(summary, "loss", 3) == {}
+    assert columns_of(summary, "domain-accuracy", 3) == {"a": 25, "b": 75, "Average": 50}
+    assert columns_of(summary, "megabytes", 3) == {"megabytes": 1024}
+    assert columns_of(summary, "gigabytes", 100) == {"gigabytes": 100}
+    assert columns_of(summary, "extra-exchanges", 3) == {"extra-exchanges": 75}
+
+
+def test_recipes_are_listed_by_paper_and_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    words = capsys.readouterr().out.split()
+    assert [word for word in words if word in recipe_names()] == recipe_names()
