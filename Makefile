@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # uv leaves it to Python to keep compiled modules: without them, an import of torch takes 3.0 s instead of 1.6
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-deploy faults check format docs bench bench-quick mutants matrix clean
+.PHONY: demo test test-all test-deploy faults smoke-all check format docs bench bench-quick mutants matrix clean
 
 demo: $(VENV)/installed
 	$(BIN)/fedbn-flwr compare --methods fedavg,fixbn,fedbn,silobn,fedprox,standalone,centralized --results-dir results/demo
@@ -27,6 +27,12 @@ test-deploy: $(VENV)/installed
 # kills and cuts real processes, and shows what becomes of the run: about 25 minutes
 faults: $(VENV)/installed
 	$(BIN)/python -m pytest -s -rs tests/deployment/test_faults.py
+
+# every table and figure of the papers in small, one after another; what is finished is not run again
+smoke-all: $(VENV)/installed
+	set -e; for name in $$($(BIN)/fedbn-flwr recipes --json | $(BIN)/python -c \
+		"import json, sys; print(*(row['name'] for row in json.load(sys.stdin)))"); \
+	do $(BIN)/fedbn-flwr reproduce $$name --smoke --workers 2; done
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .

@@ -63,6 +63,7 @@ COMMAND = (
         "training data, held out",
     ),
     ("`--batches`", "`4`", "of `diagnose`: mini-batches a client to average over"),
+    ("`--smoke`, `--only`, `--dry-run`, ...", "", "of `reproduce`: see [recipes.md](recipes.md)"),
 )
 
 

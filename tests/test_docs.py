@@ -17,6 +17,7 @@ from fedbn_flwr.deployment.cli import parser as deployment_parser
 from fedbn_flwr.experiments import resolve
 from fedbn_flwr.experiments.cli import _parser, _plugins
 from fedbn_flwr.experiments.method import import_plugins
+from fedbn_flwr.experiments.recipes.recipe import check_recipe, read_recipe, recipe_names
 from fedbn_flwr.strategies import REGISTRY
 from tests.helpers.checkout import ROOT
 from tests.helpers.registered import registries_restored
@@ -71,11 +72,23 @@ def test_commands_are_understood(page: Path) -> None:
             continue
         import_plugins(_plugins(words))
         options = vars(_parser({}).parse_args(words))
+        if words[0] == "reproduce" and words[1] in recipe_names():
+            check_recipe(read_recipe(words[1]).only(options.get("only", ())))
+        if words[0] in ("recipes", "reproduce"):
+            continue
         given = {key.replace("_", "-"): value for key, value in options.items()}
         for key in ("command", "engine", "verbose", "seeds", "lr-grid", "batches"):
             given.pop(key, None)
         for method in str(given.pop("methods", given.pop("method", "fedavg"))).split(","):
             resolve({**given, "method": method})
+
+
+@by_page
+def test_yaml_blocks_are_matrices(page: Path, tmp_path: Path) -> None:
+    for block in blocks(page, "yaml"):
+        if "methods:" in block:
+            (tmp_path / "mine.yaml").write_text(block)
+            check_recipe(read_recipe(str(tmp_path / "mine.yaml")))
 
 
 @by_page

@@ -18,6 +18,7 @@ from fedbn_flwr.experiments.method import import_plugins, resolve, split_methods
 from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_run
 from fedbn_flwr.experiments.output.listing import listing, show_listing
 from fedbn_flwr.experiments.output.run_folder import make_folder
+from fedbn_flwr.experiments.recipes.commands import add_recipe_commands, list_recipes, reproduce
 from fedbn_flwr.experiments.recovery import resume
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.experiments.strategy_options import all_options, owners
@@ -104,6 +105,7 @@ def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     names = _command(commands, "list", "show every strategy, normalizer, model, data set, partition and augmentation")
     names.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
     names.add_argument("--json", action="store_true", help="print it for programs")
+    add_recipe_commands(commands, _command)
     for name, text in others.items():
         commands.add_parser(name, help=text)
     return parser
@@ -187,7 +189,14 @@ def _list(options: dict[str, Any]) -> None:
         show_listing()
 
 
-_COMMANDS = {"run": _run, "compare": _compare, "diagnose": _diagnose, "list": _list}
+_COMMANDS = {
+    "run": _run,
+    "compare": _compare,
+    "diagnose": _diagnose,
+    "list": _list,
+    "recipes": list_recipes,
+    "reproduce": reproduce,
+}
 
 
 def _engine(name: str | None) -> Any:

@@ -54,25 +54,29 @@ def shared_model(config: Config) -> nn.Module:
     return fresh_model(config)
 
 
-def rounds_within_budget(config: Config, clients: int) -> Config:
-    """Return the number of rounds; with `budget-epochs`, enough of them to see all data so often."""
+def rounds_within_budget(config: Config, clients: int, samples: int = 0) -> Config:
+    """Return the number of rounds; with `budget-epochs`, enough of them to see all data so often.
+
+    `samples` is the number of training samples, where the data themselves need not be there.
+    """
     if not config.budget_epochs:
         return config
     taking_part = max(int(clients * config.fraction_train), 1)
     if config.local_epochs:
         epochs_a_round = config.local_epochs * taking_part / clients
     else:
-        samples = len(load_data(config).train)
+        samples = samples or len(load_data(config).train)
         epochs_a_round = config.local_steps * config.batch_size * taking_part / samples
     return replace(config, rounds=max(round(config.budget_epochs / epochs_a_round), 1))
 
 
-def expected_steps(config: Config) -> int:
-    """About how many steps all clients take in the whole run."""
+def expected_steps(config: Config, samples: int = 0) -> int:
+    """About how many steps all clients take in the whole run; `samples` as in `rounds_within_budget`."""
     taking_part = max(int(config.clients * config.fraction_train), 1)
-    an_epoch = len(load_data(config).train) // (max(config.clients, 1) * config.batch_size) + 1
+    samples = samples or len(load_data(config).train)
+    an_epoch = samples // (max(config.clients, 1) * config.batch_size) + 1
     steps = config.local_epochs * an_epoch if config.local_epochs else config.local_steps
-    return rounds_within_budget(config, config.clients).rounds * taking_part * steps
+    return rounds_within_budget(config, config.clients, samples).rounds * taking_part * steps
 
 
 def check(experiment: Experiment) -> None:

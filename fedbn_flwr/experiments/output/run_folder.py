@@ -89,6 +89,14 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
 
 
+def read_json(path: Path) -> Any:
+    """Return the content of a file; None if it is not there, or not whole."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
 def _round_of(row: bytes) -> int | None:
     try:
         return int(json.loads(row)["round"]) if row.endswith(b"\n") else None

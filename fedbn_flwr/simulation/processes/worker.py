@@ -189,7 +189,7 @@ class Service:
 def work(connection: Connection, threads: int, level: int) -> None:
     """Answer requests until the parent closes the connection, or ends: what a worker's process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     logging.getLogger("flwr").setLevel(level)
     if threads:
         torch.set_num_threads(threads)
@@ -212,7 +212,7 @@ def _respond(service: Service, name: str, payload: Any) -> tuple[str, Any]:
         return f"{type(error).__name__}: {error}", None
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this process when its parent ends, also in the middle of work: a killed parent closes no connection."""
     parent = parent_process()
     if parent is not None:
