@@ -96,6 +96,10 @@ class Layerwise(FedAvg):
             replay_limit=self.replay_limit,
         )
 
+    def exchanges(self, instruction: Instruction) -> bool:
+        """Return whether clients wait for each other in this round."""
+        return instruction.layerwise != "none"
+
     def layerwise_mode(self) -> str:
         """Return what is exchanged at a BN layer in this round."""
         return self.mode
@@ -106,9 +110,10 @@ class Layerwise(FedAvg):
         """Send the model, and take all nodes through their local steps; return no messages."""
         self._final = []
         messages = super().configure_train(server_round, arrays, config, grid)
-        if not messages or self.instruction.layerwise == "none":
+        if messages and self.instruction.layerwise != "none":
+            self._refuse_wrapper()
+        if not messages or not self.exchanges(self.instruction):
             return messages
-        self._refuse_wrapper()
         contents = {message.metadata.dst_node_id: message.content for message in messages}
         replies = self._train_on_grid(grid, contents)
         self._final = self._train_by_messages(grid, contents) if replies is None else replies
@@ -118,7 +123,7 @@ class Layerwise(FedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the models."""
-        if self.instruction.layerwise == "none":
+        if not self.exchanges(self.instruction):
             return super().aggregate_train(server_round, replies)
         result = super().aggregate_train(server_round, self._final)
         self._compare_weights(self.train_replies)

@@ -2,7 +2,8 @@
 
 from typing import Annotated, ClassVar, Literal, Unpack
 
-from .base_layerwise import Layerwise, LayerwiseOptions, parse_exchange
+from .base_carried import CarriedCorrections, CarriedOptions
+from .base_layerwise import parse_exchange
 from .registry import register_strategy
 
 #: what is exchanged at a BN layer, as the wire says it
@@ -10,7 +11,7 @@ MODES = {"fused": "forward", "paper": "forward-paper"}
 
 
 @register_strategy("feddna")
-class FedDNA(Layerwise):
+class FedDNA(CarriedCorrections):
     """BN statistics, but not their gradients, are those of all clients' mini-batches in the first local step.
 
     Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, section 6: FedAvg + algorithm 2,
@@ -22,10 +23,13 @@ class FedDNA(Layerwise):
     and backward each client goes on with its own dF_i/dmean and dF_i/dvariance. `exchange="paper"` asks for one after
     the other, as algorithm 2: 2L + 1 exchanges a round; `fused`, the default, for both at once: L + 1, the same
     numbers. With one client this is FedAvg.
+
+    `carry=True` uses corrections from earlier rounds instead (see `CarriedCorrections`): one exchange a round.
     """
 
     paper: ClassVar[str] = "Duan et al., 2021, as in Wang et al."
     leaves: ClassVar[str] = "everything, and statistics of each BN layer: L + 1 exchanges (exchange=paper: 2L + 1)"
+    carried_mode: ClassVar[str] = "carried-forward"
 
     def __init__(
         self,
@@ -33,11 +37,13 @@ class FedDNA(Layerwise):
         exchange: Annotated[
             Literal["fused", "paper"], "fused (mean and variance in one exchange) or paper (in two); the same numbers"
         ] = "fused",
-        **options: Unpack[LayerwiseOptions],
+        **options: Unpack[CarriedOptions],
     ) -> None:
         super().__init__(**options)
         self.exchange = parse_exchange(exchange)
+        if self.carry and exchange != "fused":
+            raise ValueError(f"carried corrections are always fused: exchange={exchange!r} goes without them")
 
     def layerwise_mode(self) -> str:
-        """Return the exchange."""
-        return MODES[self.exchange]
+        """Return the exchange, or corrections from earlier rounds in its place."""
+        return self.carried_mode if self.carry else MODES[self.exchange]

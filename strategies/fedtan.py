@@ -26,12 +26,13 @@ from flwr.app import Message
 from fedbn_flwr.layerwise import Auto
 from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt
 
-from .base_layerwise import Layerwise, LayerwiseOptions, parse_exchange
+from .base_carried import CarriedCorrections, CarriedOptions
+from .base_layerwise import parse_exchange
 from .fedtan_sweeps import parse_sweeps, take_sweeps
 from .registry import register_strategy
 
 
-class FedTANOptions(LayerwiseOptions, total=False):
+class FedTANOptions(CarriedOptions, total=False):
     """The constructor's arguments."""
 
     exchange: Literal["fused", "paper"]
@@ -41,7 +42,7 @@ class FedTANOptions(LayerwiseOptions, total=False):
 
 
 @register_strategy("fedtan")
-class FedTAN(Layerwise):
+class FedTAN(CarriedCorrections):
     """BN statistics and their gradients are, in the first local step, those of all clients' mini-batches together.
 
     Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, algorithms 1 to 3. In the first of
@@ -58,6 +59,9 @@ class FedTAN(Layerwise):
     `sweeps` exchanges all layers at once, so many times each way, by clients that hold nothing between messages (see
     `fedbn_flwr.layerwise.Corrected`): 2 S + 1 exchanges. S = 0 is FedAvg and S >= L is FedTAN; `auto` stops when no
     layer's statistics move by more than `tolerance`, at the latest after `most_sweeps`.
+
+    `carry=True` uses corrections from earlier rounds instead (see `CarriedCorrections`): one exchange a round, as
+    FedAvg. Together with `sweeps=S` the sweeps start from them, and not from nothing.
 
     Deviations: one optimizer for the round, where the authors' code takes the first step with one of its own
     (`fresh_optimizer=True`); p_i is the share of examples, in their code 1 / N (`weighting="uniform"`); the running
@@ -78,16 +82,20 @@ class FedTAN(Layerwise):
         ] = "none",
         tolerance: Annotated[float, "sweeps=auto stops when no layer's statistics move by more than this"] = 0.01,
         most_sweeps: Annotated[int, "cap of sweeps=auto, each way"] = 10,
-        **options: Unpack[LayerwiseOptions],
+        **options: Unpack[CarriedOptions],
     ) -> None:
         super().__init__(**options)
         if sweeps != "none" and exchange != "fused":
             raise ValueError(f"sweeps are always fused: exchange={exchange!r} goes without them")
+        if self.carry and exchange != "fused":
+            raise ValueError(f"carried corrections are always fused: exchange={exchange!r} goes without them")
         self.exchange = parse_exchange(exchange)
         self.sweeps = parse_sweeps(sweeps, Auto(tolerance, most_sweeps))
 
     def layerwise_mode(self) -> str:
-        """Return the exchange, or sweeps; nothing is exchanged in 0 sweeps."""
+        """Return the exchange, or sweeps, or in their place corrections from earlier rounds."""
+        if self.carry and not self.sweeps:
+            return self.carried_mode
         if self.sweeps is None:
             return self.exchange
         return "sweeps" if self.sweeps else "none"
@@ -96,4 +104,7 @@ class FedTAN(Layerwise):
         """Take all nodes through a step layer by layer, or in sweeps."""
         if self.sweeps is None:
             return super().take_step_by_messages(attempt)
-        return take_sweeps(attempt, self.sweeps, lambda: self.weigh_participants(attempt.participants))
+        start = self.corrections_of(attempt.contents)
+        swept = take_sweeps(attempt, self.sweeps, lambda: self.weigh_participants(attempt.participants), start)
+        self.note_reports(swept.reports if self.carry else {})
+        return swept.replies

@@ -16,6 +16,7 @@ from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import batch_plan as batches
 from fedbn_flwr.client import training
 from fedbn_flwr.client.batch_plan import BatchLoader
+from fedbn_flwr.client.carried_corrections import carried_exchange, carried_records
 from fedbn_flwr.client.device import is_on, pick_device
 from fedbn_flwr.client.evaluation import evaluate, mean_loss, shares
 from fedbn_flwr.client.modes import frozen_parts, layerwise_mode
@@ -201,14 +202,18 @@ class BNClient(NumPyClient):
         rules = rules_for(session.instruction)
         for rule in rules:
             rule.begin(session)
+        exchange = self.exchange or carried_exchange(session.received, session.instruction)
         loss = training.train(
-            planned if session.instruction.layerwise == "none" else self._first_shared(iter(planned), session),
+            planned
+            if session.instruction.layerwise == "none"
+            else self._first_shared(iter(planned), session, exchange),
             lambda batch: training.batch_loss(self.model, batch, session.instruction, self.loss_function),
             session.optimizer,
             [rule.adjust for rule in rules],
         )
         for rule in rules:
             rule.finish(session)
+        session.records |= carried_records(exchange, session.instruction)
         return float(loss)
 
     def plan(self, instruction: Instruction, structure: nn.Module | None = None) -> BatchLoader:
@@ -233,11 +238,13 @@ class BNClient(NumPyClient):
         """Whether a round will update BN statistics, whatever mode the model is in now."""
         return bool(norm.bn_layers(self.model)) and not frozen_parts(instruction.freeze)["statistics"]
 
-    def _first_shared(self, planned: Iterator[training.Batch], session: Session) -> Iterator[training.Batch]:
+    def _first_shared(
+        self, planned: Iterator[training.Batch], session: Session, exchange: Exchange | None
+    ) -> Iterator[training.Batch]:
         """Yield the batches; while the first one is trained on, BN uses the statistics of all clients."""
-        if self.exchange is None:
+        if exchange is None:
             raise ValueError(f"a layer-wise step needs messages of the kind {wire.LAYERWISE!r}")
-        with shared_statistics(self.model, self.exchange, layerwise_mode(session.instruction)):
+        with shared_statistics(self.model, exchange, layerwise_mode(session.instruction)):
             yield next(planned)
         if session.instruction.fresh_optimizer:
             session.optimizer.state.clear()

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fedbn_flwr import norm, state
+from fedbn_flwr.client.carried_corrections import carried_exchange, carried_records
 from fedbn_flwr.client.modes import frozen_parts, layerwise_mode
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.rules import Rule, Session, rules_for
@@ -32,7 +33,8 @@ class OwnLoop:
     the block, from the model's first forward pass in training mode on:
 
     - BN is frozen where the instruction says so,
-    - the first step of a layer-wise instruction has the statistics of all clients (`exchange` reaches them),
+    - the first step of a layer-wise instruction has the statistics of all clients (`exchange` reaches them, or the
+      received corrections stand for them),
     - rules begin, change gradients before each step of the optimizer, and finish at the end of the block.
 
     A loop that trains no such model, or takes no step although a rule asks for one, is a RuntimeError: the instruction
@@ -50,7 +52,8 @@ class OwnLoop:
     ) -> None:
         self._entries = list(structure.state_dict())
         self._instruction, self._received, self._memory = instruction, received, memory
-        self._exchange, self._thread = exchange, threading.get_ident()
+        self._exchange = exchange or carried_exchange(received, instruction)
+        self._thread = threading.get_ident()
         #: raised in place of the first step, where only its gradients are wanted
         self._end = only_first_pass
         self._session: Session | None = None
@@ -98,6 +101,7 @@ class OwnLoop:
                 raise RuntimeError("the loop took no step of an optimizer, so nothing of the instruction was obeyed")
             for rule in self._rules:
                 rule.finish(self._session)
+            self._session.records |= carried_records(self._exchange, self._instruction)
 
     def begin(self, model: nn.Module) -> None:
         """Begin with this model: freeze it, share its statistics, begin its rules."""

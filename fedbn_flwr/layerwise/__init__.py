@@ -8,6 +8,7 @@ The server: `take_step` answers the exchanges of all clients, through a `Layerwi
 `Lockstep` is the transport for clients in one process, and `gradients` puts everything together there.
 """
 
+from fedbn_flwr.layerwise.carried import carried_corrections
 from fedbn_flwr.layerwise.exchange import (
     Answer,
     Exchange,
@@ -65,6 +66,7 @@ __all__ = [
     "SuspendedStep",
     "Use",
     "backward_sweep",
+    "carried_corrections",
     "combine",
     "correct",
     "correction",

@@ -55,6 +55,9 @@ class Use:
     def _ask(self, kind: Kind, tensor: Tensor, count: int) -> Answer:
         rows = tensor.unflatten(-1, (self.clients or 1, -1)).movedim(-2, 0)
         answer = self.exchange(Request(kind, self.layer, rows if self.clients else rows[0], count))
+        if self.clients and answer.tensor.shape == rows.shape:
+            # an answer for each client
+            return Answer(answer.tensor.to(tensor).movedim(0, -2).flatten(-2), answer.count)
         if answer.tensor.shape != rows[0].shape:
             asked, got = tuple(rows[0].shape), tuple(answer.tensor.shape)
             raise ValueError(f"BN layer {self.layer!r}: the answer to its {kind} is {got}, not {asked}")
@@ -149,9 +152,9 @@ class SharedBatchNorm(torch.autograd.Function):
         ]
         apply: Callable[..., tuple[Tensor, ...]] = SharedBatchNorm.apply
         outputs, mean, variance, count = apply(flat, *affine, eps, replace(use, clients=clients))
-        channels = len(mean) // clients
-        every = outputs.unflatten(1, (clients, channels)), mean[:channels], variance[:channels], count
-        return every, (1, None, None, None)
+        shape = (clients, len(mean) // clients)
+        every = outputs.unflatten(1, shape), mean.view(shape), variance.view(shape), count
+        return every, (1, 0, 0, None)
 
 
 def _at_least_float32(inputs: Tensor) -> torch.dtype:

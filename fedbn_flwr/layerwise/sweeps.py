@@ -96,14 +96,14 @@ def correction(request: Request, pooled: Answer) -> Answer:
 
 
 def correct(request: Request, correction: Answer) -> Answer:
-    """Return the client's local tensor, corrected."""
+    """Return the client's local tensor, corrected; stacked clients' tensors have a row for each client."""
     if request.kind == "gradients":
-        return Answer(request.tensor + correction.tensor, correction.count)
-    mean, variance = request.tensor
-    offset, ratio = correction.tensor.to(request.tensor)
+        return Answer(request.tensor + correction.tensor.to(request.tensor), correction.count)
+    mean, variance = request.tensor.unbind(-2)
+    offset, ratio = correction.tensor.to(request.tensor).unbind(-2)
     mean = mean + offset * (variance + _FLOOR).sqrt()
     variance = ((variance + _FLOOR) * ratio - _FLOOR).clamp(min=0)
-    return Answer(torch.stack([mean, variance]), correction.count)
+    return Answer(torch.stack([mean, variance], -2), correction.count)
 
 
 def settle_corrections(
@@ -112,14 +112,15 @@ def settle_corrections(
     weigh: Callable[[], Sequence[float]],
     sweeps: int | Auto,
     observe: Observer | None = None,
+    start: Sequence[Corrections] | None = None,
 ) -> tuple[list[Corrections], int]:
     """Run the server's part of all forward (or backward) sweeps; return each client's corrections, and how many sweeps.
 
     `ask` hands every client its corrections, and returns the clients' reports. `weigh` returns the clients' weights; it
     is called after `ask`. `Auto` is for the forward sweeps; there are as many backward sweeps, on which the error of
-    the gradients depends as much.
+    the gradients depends as much. With `start`, the first sweep is under these corrections of each client.
     """
-    corrections: list[Corrections] = [{} for _ in range(clients)]
+    corrections: list[Corrections] = [{} for _ in range(clients)] if start is None else list(start)
     pooled: dict[str, Answer] = {}
     sweep = 0
     for sweep in range(1, 1 + (sweeps.most if isinstance(sweeps, Auto) else sweeps)):

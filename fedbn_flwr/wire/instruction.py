@@ -33,6 +33,7 @@ LACKS_STATE = "lacks-state"
 MOMENTUM = "momentum"
 CONTROL_VARIATES = "control-variates"
 MOMENTS = "moments"
+CARRIED = "carried"
 PERSONAL = "personal"
 
 NUM_EXAMPLES = "num-examples"
@@ -64,7 +65,9 @@ _NO_KEYS: Mapping[str, Scalar] = MappingProxyType({})
 GROUPS = ("none", "statistics", "affine", "bn", "mix", "all")
 MOMENTUM_STATES = ("none", "local", "global")
 FREEZES = ("none", "statistics", "affine", "both")
-LAYERWISE_MODES = ("none", "paper", "fused", "forward", "forward-paper", "sweeps")
+#: corrections of an ordinary training message, from values that nodes sent in earlier rounds
+CARRIED_MODES = ("carried", "carried-forward")
+LAYERWISE_MODES = ("none", "paper", "fused", "forward", "forward-paper", "sweeps", *CARRIED_MODES)
 
 
 def _binding(default: Any) -> Any:
@@ -99,7 +102,7 @@ class Instruction:
     omit: str = _binding("none")
     #: what becomes of the optimizer's state at the end of a round: one of MOMENTUM_STATES
     momentum_state: str = _binding("none")
-    #: share BN statistics with the other clients in the first step, message by message: one of LAYERWISE_MODES
+    #: share BN statistics with the other clients in the first step: one of LAYERWISE_MODES
     layerwise: str = _binding("none")
     #: forget the optimizer's state after the layer-wise step
     fresh_optimizer: bool = _binding(False)

@@ -24,6 +24,7 @@ from fedbn_flwr.strategies import (
     FedAvg,
     FedBN,
     FedBS,
+    FedDNA,
     FedProx,
     FedTAN,
     FedWon,
@@ -155,6 +156,8 @@ METHODS: dict[str, Callable[[], BaseStrategy]] = {
     "fedtan": FedTAN,
     "fedtan, paper exchange": lambda: FedTAN(exchange="paper"),
     "fedtan, sweeps": lambda: FedTAN(sweeps=2),
+    "fedtan, carried": lambda: FedTAN(carry=True),
+    "feddna, carried": lambda: FedDNA(carry=True),
     "local momentum": lambda: FedAvg(momentum_state="local"),
     "global momentum": lambda: FedAvg(momentum_state="global"),
 }
@@ -186,7 +189,7 @@ def test_a_plain_loop_obeys_every_strategy(method: str) -> None:
     assert run_both(method, plain_loop) < EXACT
 
 
-@pytest.mark.parametrize("method", ["fixbn", "scaffold", "fedtan", "local momentum"])
+@pytest.mark.parametrize("method", ["fixbn", "scaffold", "fedtan", "fedtan, carried", "local momentum"])
 @pytest.mark.parametrize("loop", [loop_with_closure, loop_over_parts])
 def test_so_do_loops_with_closures_and_loops_that_call_parts_of_the_model(method: str, loop: Loop) -> None:
     assert run_both(method, loop) < EXACT
@@ -207,7 +210,9 @@ def explicit_app() -> FlowerClientApp:
     return app
 
 
-@pytest.mark.parametrize("method", ["fixbn", "fedbn", "fedprox", "scaffold", "fedbs", "local momentum"])
+@pytest.mark.parametrize(
+    "method", ["fixbn", "fedbn", "fedprox", "scaffold", "fedbs", "fedtan, carried", "local momentum"]
+)
 def test_the_loop_can_also_be_written_inside_obey(method: str) -> None:
     federation = Federation(make())
     options: dict[str, Any] = {"lr": 0.05, "momentum": 0.9 if "momentum" in method else 0.0}

@@ -33,6 +33,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedbn:some nodes": {"fraction_train": 0.5},
     "scaffold:some nodes": {"fraction_train": 0.5},
     "hbn:average": {"average": 0.5},
+    "fedtan:carried": {"carry": True, "memory": 0.5},
+    "fedtan:carried, some nodes": {"carry": True, "fraction_train": 0.5},
+    "fedtan:carried, sweeps": {"carry": True, "sweeps": 1},
+    "feddna:carried": {"carry": True},
 }
 #: attributes that belong to a round, to a process, or can be asked again; what they hold no later round depends on
 PASSING = {"current", "evaluate_replies", "grid", "instruction", "measured", "partitions", "roster", "server_round"}
@@ -40,6 +44,7 @@ PASSING |= {
     "train_replies",
     "num_rounds",
     "other_config",
+    "_corrections",
     "_expected",
     "_expected_replies",
     "_final",
@@ -47,6 +52,7 @@ PASSING |= {
     "_sent",
     "_awaited",
     "started",
+    "_swept",
 }
 
 

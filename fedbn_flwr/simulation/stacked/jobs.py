@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 
+from fedbn_flwr import wire
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.rules import rules_for
 from fedbn_flwr.client.training import make_optimizer
@@ -25,7 +26,8 @@ def stack_key(job: Job) -> Hashable:
     remembered = tuple(sorted(name for name, _ in client.memory.kept("")))
     groups = tuple(sorted(job.received))
     # the first mini-batches of a layer-wise step meet at every layer
-    first_batch = instruction.layerwise == "none" or client.first_batch_size(instruction)
+    apart = instruction.layerwise in ("none", *wire.CARRIED_MODES)
+    first_batch = apart or client.first_batch_size(instruction)
     return id(client.model), client.loss_function, client.device, instruction, groups, remembered, first_batch
 
 

@@ -14,6 +14,7 @@ from fedbn_flwr.client.batch_plan import BatchLoader
 from fedbn_flwr.client.precision import autocast
 from fedbn_flwr.client.rules import Session
 from fedbn_flwr.layerwise import Exchange, OwnRandomness, shared_statistics
+from fedbn_flwr.simulation.stacked.carried import StackedCorrections
 from fedbn_flwr.simulation.stacked.dropout import Dropouts
 from fedbn_flwr.simulation.stacked.model import Rows, Stack
 from fedbn_flwr.simulation.stacked.node_memories import CannotStackError
@@ -37,6 +38,8 @@ class StackedSteps:
     session: Session
     plans: Sequence[BatchLoader]
     exchange: Exchange | None
+    #: the clients' own corrections, where these stand for an exchange
+    carried: StackedCorrections | None = None
     #: rows of clients that have taken all their steps; each tensor with what they had there at their end
     finished: list[tuple[slice, list[tuple[Tensor, Tensor]]]] = field(default_factory=list)
     first_step: bool = True
@@ -59,7 +62,7 @@ class StackedSteps:
                 self._retire(slice(now, active))
             active = now
             yield [self._part(rows, step) for rows in _by_size([plan.sizes[step] for plan in self.plans[:now]])]
-            if self.first_step and self.exchange and self.session.instruction.fresh_optimizer:
+            if self.first_step and (self.exchange or self.carried) and self.session.instruction.fresh_optimizer:
                 self.session.optimizer.state.clear()
             self.first_step = False
 
@@ -88,14 +91,15 @@ class StackedSteps:
         streams = [self.streams[row] for row in _numbers(part.rows)]
         with self.dropouts.drawing(streams), autocast(instruction, device):
             return self.stack.losses(
-                part.rows, (part.inputs, part.targets), self.clients[0].loss_function, self._around()
+                part.rows, (part.inputs, part.targets), self.clients[0].loss_function, self._around(part.rows)
             )
 
-    def _around(self) -> Callable[[], AbstractContextManager[Any]]:
-        if not (self.first_step and self.exchange):
+    def _around(self, rows: Rows) -> Callable[[], AbstractContextManager[Any]]:
+        exchange = self.carried.exchange(rows) if self.carried and self.first_step else self.exchange
+        if not (self.first_step and exchange):
             return nullcontext
         mode = layerwise_mode(self.session.instruction)
-        return partial(shared_statistics, self.stack.structure, self.exchange, mode)
+        return partial(shared_statistics, self.stack.structure, exchange, mode)
 
     def _part(self, rows: Rows, step: int) -> Part:
         plans = [self.plans[row] for row in _numbers(rows)]

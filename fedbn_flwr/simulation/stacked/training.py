@@ -10,6 +10,7 @@ from fedbn_flwr.client.precision import products
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Session, rules_for
 from fedbn_flwr.layerwise import Exchange
+from fedbn_flwr.simulation.stacked.carried import StackedCorrections
 from fedbn_flwr.simulation.stacked.model import Stack, stacked
 from fedbn_flwr.simulation.stacked.node_memories import StackedMemory
 from fedbn_flwr.simulation.stacked.steps import StackedSteps
@@ -85,7 +86,8 @@ def _states(
 def _learn(clients: Sequence[BNClient], stack: Stack, session: Session, exchange: Exchange | None) -> Tensor:
     instruction = session.instruction
     plans = [client.plan(instruction, stack.structure) for client in clients]
-    steps = StackedSteps(clients, stack, session, plans, exchange)
+    carried = StackedCorrections.of(session, len(clients))
+    steps = StackedSteps(clients, stack, session, plans, exchange, carried)
     session.steps = steps.steps
     rules = rules_for(instruction)
     for rule in rules:
@@ -94,4 +96,5 @@ def _learn(clients: Sequence[BNClient], stack: Stack, session: Session, exchange
     steps.restore()
     for rule in rules:
         rule.finish(session)
+    session.records |= carried.records() if carried else {}
     return losses

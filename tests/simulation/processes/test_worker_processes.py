@@ -144,6 +144,7 @@ STRATEGIES: dict[str, Callable[[], FedAvg]] = {
     "momentum": lambda: FedAvg(momentum_state="local"),
     "fedtan": FedTAN,
     "fedtan in sweeps": lambda: FedTAN(sweeps=1),
+    "fedtan, carried": lambda: FedTAN(carry=True),
 }
 
 

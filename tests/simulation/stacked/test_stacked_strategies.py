@@ -7,7 +7,20 @@ from torch import nn
 
 from fedbn_flwr import models
 from fedbn_flwr.norm import NORMS
-from fedbn_flwr.strategies import REGISTRY, FedAvg, FedBN, FedBS, FedProx, FedWon, FixBN, Scaffold, SiloBN, prepare
+from fedbn_flwr.strategies import (
+    REGISTRY,
+    FedAvg,
+    FedBN,
+    FedBS,
+    FedDNA,
+    FedProx,
+    FedTAN,
+    FedWon,
+    FixBN,
+    Scaffold,
+    SiloBN,
+    prepare,
+)
 from tests.helpers.engine_comparison import EXACT, Stacked, assert_same, both, difference, quiet, run, stacked_by
 from tests.helpers.harness import Double, make_model
 from tests.strategies.test_contract import TABLE
@@ -69,6 +82,13 @@ OPTIONS: dict[str, tuple[type[FedAvg], dict[str, Any], dict[str, Any]]] = {
     "kept momentum of plain SGD": (FedAvg, {"momentum_state": "local"}, {}),
     "a server optimizer": (FedAvg, {"server_optimizer": "momentum", "server_lr": 0.5}, {}),
     "uniform weights": (FedAvg, {"weighting": "uniform"}, {}),
+    "carried corrections": (FedTAN, {"carry": True, "memory": 0.5}, {"momentum": 0.9}),
+    "carried corrections of ragged batches, uniform": (
+        FedTAN,
+        {"carry": True, "weighting": "uniform", "fresh_optimizer": True},
+        {"batch_size": 8, "local_steps": 0, "local_epochs": 2, "momentum": 0.9},
+    ),
+    "carried statistics": (FedDNA, {"carry": True}, {"local_steps": 1}),
     "frozen statistics": (FixBN, {"freeze_round": 1, "freeze": "statistics"}, {}),
     "frozen parameters": (FixBN, {"freeze_round": 1, "freeze": "affine"}, {"momentum": 0.9}),
     "all of BN frozen": (FixBN, {"freeze_round": 1, "freeze": "both"}, {"local_steps": 0, "local_epochs": 1}),
@@ -96,10 +116,11 @@ def test_options(case: str) -> None:
     assert_same(lambda: quiet(strategy, **options), lambda: prepare(make_model(), strategy), **instruction)
 
 
-@pytest.mark.parametrize("strategy", [Scaffold, FedBN, SiloBN, FedAvg])
+@pytest.mark.parametrize("strategy", [Scaffold, FedBN, SiloBN, FedAvg, FedTAN])
 def test_first_timers_meet_veterans(strategy: type[FedAvg]) -> None:
     """Half of the nodes at a time: those with a memory are stacked apart from those without one."""
     options: dict[str, Any] = {"fraction_train": 0.5, "momentum_state": "local", "seed": 1}
+    options |= {"carry": True} if strategy is FedTAN else {}
     sizes = (7, 12, 20, 5, 6, 9, 4, 8)
     alone, together = both(lambda: quiet(strategy, **options), rounds=5, momentum=0.9, nodes={"sizes": sizes})
     assert difference(alone, together) < EXACT

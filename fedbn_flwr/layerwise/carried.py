@@ -1,0 +1,56 @@
+r"""Corrections carried from round to round: what every client used last time takes the place of exchanges.
+
+A sweep (see `Corrected`) needs nothing of a client but its local values of every layer. They travel with the client's
+ordinary reply, and the corrections made of them with the next round's ordinary message. A round is then one sweep of a
+fixed-point iteration that goes on over the rounds, while the model moves a little in between. In the first local step
+of round t, client k uses in every layer, with the local values m_k, v_k, a_k, b_k of this very pass,
+
+    mean = m_k + o_k sqrt(v_k),   variance = v_k q_k,   A = a_k + alpha_k,   B = b_k + beta_k
+
+    o_k = (m - m_k') / sqrt(v_k'),   q_k = v / v_k',   alpha_k = a - a_k',   beta_k = b - b_k'
+
+where m_k', v_k', a_k', b_k' are the client's last values, and m, v, a, b their pool over the participants S of round t:
+
+    m = sum_S p_k m_k',   v = sum_S p_k (v_k' + (m_k' - m)^2),   a = sum_S p_k a_k',   b = sum_S p_k b_k'
+
+Over S and not over all clients: by SharedBatchNorm's derivation the mean of the clients' gradients is
+
+    sum_S p_k (gamma r_k g_k + (a_k + alpha_k + 2 (b_k + beta_k) (x - mean_k)) / n_k)
+
+and is that of one loss only if what the corrections add is zero in sum, sum_S p_k alpha_k = sum_S p_k beta_k = 0: they
+move gradients between clients and create none. With the pool of S this is an identity, whatever the age of the values.
+With any other pool it is not, and the sum is a force on every layer that is the same in every round.
+
+The corrections of means and variances stay in a trust region, |o| <= c and 1 / c <= q <= c, as r and d of batch
+renormalization (Ioffe, Batch Renormalization, NeurIPS 2017) do for the same reason: values of another model may be far
+from today's. Those of gradients stay as they are, because to bound each client's alone would break their sum.
+
+Fixed points. One client, or clients with equal data: o = alpha = beta = 0 and q = 1, FedAvg. A model that stands still
+and full batches: after l rounds the statistics of l layers are exact, after L of all, then in as many rounds the
+gradients from the last layer to the first, so that from round 2 L + 1 on the gradient is FedTAN's, unless the trust
+region cuts it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fedbn_flwr.layerwise.exchange import Answer, Request, respond
+from fedbn_flwr.layerwise.sweeps import correction
+
+
+def carried_corrections(requests: Sequence[Request], weights: Sequence[float], trust: float) -> list[Answer]:
+    """Return each participant's corrections from all participants' last values of one kind.
+
+    Channels of several layers may stand side by side in a request. Without a `trust` above 1 the region is unbounded.
+    """
+    pooled = respond(requests, weights)
+    answers = [correction(request, pooled) for request in requests]
+    if requests[0].kind == "gradients" or trust <= 1:
+        return answers
+    return [Answer(_trusted(answer.tensor, trust), answer.count) for answer in answers]
+
+
+def _trusted(correction: torch.Tensor, trust: float) -> torch.Tensor:
+    offset, ratio = correction.unbind()
+    return torch.stack([offset.clamp(-trust, trust), ratio.clamp(1 / trust, trust)])

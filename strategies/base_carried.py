@@ -1,0 +1,121 @@
+"""Base of the layer-wise strategies that can do with corrections from earlier rounds; no method by itself."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, ClassVar, Unpack
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+
+from fedbn_flwr import wire
+from fedbn_flwr.layerwise import Corrections, Report
+from fedbn_flwr.server.averaging import Arrays, record
+from fedbn_flwr.server.carried_values import CarriedValues, Examples
+from fedbn_flwr.server.replies import NodeReply
+from fedbn_flwr.wire import Instruction
+from fedbn_flwr.wire.carried import pack_values, read_corrections
+
+from .base_layerwise import Layerwise, LayerwiseOptions
+
+
+class CarriedOptions(LayerwiseOptions, total=False):
+    """The constructor's arguments."""
+
+    carry: bool
+    memory: float
+    trust: float
+    carry_limit: float
+
+
+class CarriedCorrections(Layerwise):
+    """`Layerwise`, or with `carry=True` one exchange a round: first steps use corrections from earlier rounds.
+
+    The server keeps each node's last local values of every BN layer. From those of a round's participants it makes the
+    corrections that go with their models in that round's ordinary training message, and their replies bring new values.
+    `fedbn_flwr.layerwise.carried` derives it. A node that was never heard goes without corrections, and is not in the
+    pool. Messages carry 4 numbers a BN channel more, each way (2 without gradients), and one for each layer. Nodes
+    remember nothing.
+
+    With `memory` M > 0 a node's values are averaged over the rounds in which the node takes part. Corrections of
+    statistics are cut to `trust` standard deviations, and to variance ratios between 1 / `trust` and `trust`; 0 leaves
+    them as they are. What the server keeps has at most `carry_limit` megabytes. With one client this is FedAvg.
+    """
+
+    kept_by_node: ClassVar[tuple[str, ...]] = ("carried.by_node",)
+    #: the mode of the first step under carried corrections: one of `fedbn_flwr.wire.CARRIED_MODES`
+    carried_mode: ClassVar[str] = "carried"
+
+    def __init__(
+        self,
+        *,
+        carry: Annotated[
+            bool, "use corrections from earlier rounds in place of exchanges: one exchange a round"
+        ] = False,
+        memory: Annotated[float, "how much of the earlier values carry=true keeps when a node sends new ones"] = 0.0,
+        trust: Annotated[
+            float, "bound of carried corrections, in standard deviations and as ratio of variances; 0 is none"
+        ] = 3.0,
+        carry_limit: Annotated[float, "megabytes of nodes' values that the server keeps for carry=true"] = 256.0,
+        **options: Unpack[LayerwiseOptions],
+    ) -> None:
+        super().__init__(**options)
+        if not 0 <= memory < 1:
+            raise ValueError(f"memory must be at least 0 and less than 1, got {memory}")
+        if trust != 0 and trust <= 1:
+            raise ValueError(f"trust must be 0 or more than 1, got {trust}")
+        if carry_limit <= 0:
+            raise ValueError(f"carry_limit must be positive, got {carry_limit}")
+        self.carry = carry
+        self.carried = CarriedValues(memory, trust, carry_limit)
+        self._corrections: Mapping[int, Arrays] = {}
+        #: by node, the values of the last sweeps of the current round
+        self._swept: dict[int, Arrays] = {}
+
+    def exchanges(self, instruction: Instruction) -> bool:
+        """Return whether clients wait for each other in this round."""
+        return super().exchanges(instruction) and instruction.layerwise not in wire.CARRIED_MODES
+
+    def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
+        """Add the node's corrections, if there are some."""
+        groups = super().package(node, arrays)
+        if node in self._corrections:
+            groups[wire.CARRIED] = record(self._corrections[node])
+        return groups
+
+    def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
+        """Keep the nodes' values, and average the models."""
+        for reply in replies:
+            values = self._swept.get(reply.node) or reply.records.get(wire.CARRIED)
+            if self.carry and values is not None:
+                self.carried.hear(reply.node, reply.num_examples, values)
+        return super().merge(replies, weights)
+
+    def corrections_of(self, nodes: Iterable[int]) -> dict[int, tuple[Corrections, Corrections]]:
+        """Return the nodes' corrections of statistics and gradients, by layer; nothing without `carry`."""
+        entries = self._correct(nodes) if self.carry else {}
+        return {
+            node: read_corrections({name: torch.from_numpy(value) for name, value in values.items()})
+            for node, values in entries.items()
+        }
+
+    def note_reports(self, reports: Mapping[int, Mapping[str, Report]]) -> None:
+        """Note what nodes said in sweeps, in place of values in their replies."""
+        self._swept = {
+            node: {name: value.numpy() for name, value in pack_values(report).items()}
+            for node, report in reports.items()
+        }
+
+    def _make_messages(
+        self, nodes: list[int], arrays: ArrayRecord, instruction: Instruction, config: ConfigRecord, kind: str
+    ) -> list[Message]:
+        carried = kind == MessageType.TRAIN and instruction.layerwise in wire.CARRIED_MODES
+        self._corrections, self._swept = (self._correct(nodes) if carried else {}), {}
+        return super()._make_messages(nodes, arrays, instruction, config, kind)
+
+    def _correct(self, nodes: Iterable[int]) -> Mapping[int, Arrays]:
+        """Sums run in the order of partitions, because the nodes' ids are random."""
+        ordered = sorted(nodes, key=lambda node: (self.partitions.get(node, -1), node))
+        return self.carried.corrections(ordered, self._weigh_examples)
+
+    def _weigh_examples(self, examples: Examples) -> list[float]:
+        """Return the weights that the nodes' models will have."""
+        return self.weigh([NodeReply(node, 0, count, {}, {}, RecordDict()) for node, count in examples.items()])

@@ -1,0 +1,332 @@
+"""Carried corrections: against the equations, at their fixed points, and where nodes come and go. In float64."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
+
+from fedbn_flwr import state, wire
+from fedbn_flwr.server.carried_values import CarriedValues
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.state.records import payload_bytes
+from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
+from fedbn_flwr.traffic.counting_grid import CountingGrid
+from tests.helpers.carried_reference import Server, carried_run
+from tests.helpers.harness import INSTRUCTION, SIZES, Backwards, Federation, distance, make_model, make_split, parts
+from tests.helpers.references import Node
+
+#: BN layers of the harness's model, and their channels together
+LAYERS, CHANNELS = 2, 8
+ROUNDS = 4
+ALONE: dict[str, Any] = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
+
+
+def run(strategy: FedAvg, rounds: int = ROUNDS, sizes: tuple[int, ...] = SIZES, **options: Any) -> state.State:
+    return Federation(make_model(), sizes).run(strategy, rounds, **options)
+
+
+class Drawn(FedTAN):
+    """Notes which partitions take part."""
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        result = super().aggregate_train(server_round, replies)
+        self.__dict__.setdefault("drawn", []).append([reply.partition for reply in self.train_replies])
+        return result
+
+
+CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
+    "carried": (lambda: FedTAN(carry=True), {}),
+    "unbounded": (lambda: FedTAN(carry=True, trust=0.0), {"trust": 0.0}),
+    "a narrow region": (lambda: FedTAN(carry=True, trust=1.1), {"trust": 1.1}),
+    "averaged": (lambda: FedTAN(carry=True, memory=0.5), {"memory": 0.5}),
+    "statistics only": (lambda: FedDNA(carry=True), {"forward_only": True}),
+    "no sweeps": (lambda: FedTAN(carry=True, sweeps=0), {}),
+}
+
+
+def by_hand(drawn: list[list[int]], steps: int, **options: Any) -> state.State:
+    nodes = [Node(index, samples) for index, samples in enumerate(parts())]
+    asked = replace(INSTRUCTION, local_steps=steps)
+    return carried_run(make_model(), make_split(), nodes, asked, drawn, Server(**options)).state_dict()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_what_the_equations_say(case: str, steps: int) -> None:
+    make, options = CASES[case]
+    found = run(make(), local_steps=steps)
+    assert distance(found, by_hand([[0, 1, 2, 3]] * ROUNDS, steps, **options)) < 1e-10
+
+
+def test_the_cases_differ() -> None:
+    """All but the usual region, which cuts nothing here, and 0 sweeps."""
+    cases = [options for case, (_, options) in CASES.items() if case not in ("unbounded", "no sweeps")]
+    runs = [by_hand([[0, 1, 2, 3]] * ROUNDS, 1, **options) for options in cases]
+    runs += [run(FedAvg(), local_steps=1), run(FedTAN(), local_steps=1)]
+    for index, one in enumerate(runs):
+        for other in runs[index + 1 :]:
+            assert distance(one, other) > 1e-6
+
+
+def test_with_half_of_the_nodes_the_pool_is_that_of_the_participants() -> None:
+    strategy: Any = Drawn(carry=True, fraction_train=0.5)
+    found = run(strategy, 8)
+    # some meet for the first time, and some again
+    assert len({tuple(nodes) for nodes in strategy.drawn}) > 2
+    assert distance(found, by_hand(strategy.drawn, 3)) < 1e-10
+
+
+# ---- fixed points ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [FedTAN, FedDNA])
+def test_one_client_is_fedavg(make: type[FedTAN] | type[FedDNA]) -> None:
+    one, plain = (run(each, sizes=(9,), momentum=0.9) for each in (make(carry=True, **ALONE), FedAvg(**ALONE)))
+    assert distance(one, plain) < 1e-12
+
+
+def test_clients_with_equal_data_are_fedavg() -> None:
+    def equal(strategy: FedAvg) -> state.State:
+        nodes = Federation(make_model(), (6, 6, 6))
+        nodes.parts = [nodes.parts[0]] * 3
+        # whole data sets, so that all clients have equal mini-batches; their order does not matter
+        return nodes.run(strategy, 6, batch_size=6)
+
+    one = equal(FedTAN(carry=True))
+    assert distance(one, equal(FedAvg())) < 1e-3
+    parameters = [name for name in one if "running" not in name]
+    plain = equal(FedAvg())
+    assert distance({name: one[name] for name in parameters}, {name: plain[name] for name in parameters}) < 1e-12
+
+
+WHOLE: dict[str, Any] = {"batch_size": 50, "local_steps": 1}
+
+
+@pytest.mark.parametrize(("still", "exact"), [(2 * LAYERS, True), (2 * LAYERS - 1, False), (1, False)])
+def test_a_model_that_stands_still_ends_with_fedtans_gradient(still: int, exact: bool) -> None:
+    """With whole data sets as mini-batches: 2 L rounds without a rate, then one with a rate."""
+    schedule: dict[str, Any] = {"lr_schedule": f"=0.5@{still}"}
+    carry: dict[str, Any] = {"carry": True, "trust": 0.0}
+    carried, wanted = (run(FedTAN(**{**options, **schedule}), still + 1, lr=0.0, **WHOLE) for options in (carry, {}))
+    parameters = [name for name in carried if "running" not in name and "tracked" not in name]
+    start = make_model().state_dict()
+    assert distance(start, wanted) > 1e-2
+    gap = distance({name: carried[name] for name in parameters}, {name: wanted[name] for name in parameters})
+    assert (gap < 1e-12) == exact
+
+
+@pytest.mark.parametrize("options", [{}, {"fraction_train": 0.5}, {"weighting": "uniform"}, {"memory": 0.5}])
+def test_as_many_sweeps_as_layers_are_fedtan_in_every_round(options: dict[str, Any]) -> None:
+    plain = {name: value for name, value in options.items() if name != "memory"}
+    assert distance(run(FedTAN(carry=True, sweeps=LAYERS, **options)), run(FedTAN(**plain))) < 1e-10
+
+
+def test_sweeps_start_from_the_rounds_before() -> None:
+    one, other = run(FedTAN(carry=True, sweeps=1)), run(FedTAN(sweeps=1))
+    assert distance(one, other) > 1e-4
+    # in the first round there is nothing to start from
+    assert distance(run(FedTAN(carry=True, sweeps=1), 1), run(FedTAN(sweeps=1), 1)) == 0
+
+
+def test_sweeps_under_carried_corrections_reach_the_gradient_of_a_still_model_sooner() -> None:
+    """Two layers: a sweep each way in two rounds without a rate, and the third round's are exact."""
+    schedule: dict[str, Any] = {"lr_schedule": "=0.5@3"}
+    sweeping: dict[str, Any] = {"carry": True, "sweeps": 1, "trust": 0.0}
+    carried, wanted = (run(FedTAN(**{**options, **schedule}), 4, lr=0.0, **WHOLE) for options in (sweeping, {}))
+    names = [name for name in carried if "running" not in name]
+    assert distance({name: carried[name] for name in names}, {name: wanted[name] for name in names}) < 1e-12
+
+
+# ---- what travels ----------------------------------------------------------------------------------------------------
+
+
+class Traffic(InProcessGrid):
+    """Keeps all messages, both ways."""
+
+    sent: list[Message]
+    back: list[Message]
+
+    def push_messages(self, messages: Any) -> Any:
+        messages = list(messages)
+        self.__dict__.setdefault("sent", []).extend(messages)
+        return super().push_messages(messages)
+
+    def pull_messages(self, message_ids: Any) -> list[Message]:
+        found = list(super().pull_messages(message_ids))
+        self.__dict__.setdefault("back", []).extend(found)
+        return found
+
+
+@pytest.mark.parametrize(("make", "numbers"), [(FedTAN, 4), (FedDNA, 2)])
+def test_a_message_carries_four_numbers_a_channel_more_each_way(
+    make: type[FedTAN] | type[FedDNA], numbers: int
+) -> None:
+    def traffic(strategy: FedAvg) -> tuple[int, int, int]:
+        nodes = Federation(make_model())
+        grid = CountingGrid(nodes.grid)
+        nodes.run(strategy, ROUNDS, grid=grid)
+        return grid.training.exchanges, grid.training.payload_down, grid.training.payload_up
+
+    (rounds, down, up), (_, plain_down, plain_up) = traffic(make(carry=True)), traffic(FedAvg())
+    assert rounds == ROUNDS
+    group = 8 * (numbers * CHANNELS + LAYERS)
+    assert up - plain_up == ROUNDS * len(SIZES) * group
+    # in the first round the server knows nothing
+    assert down - plain_down == (ROUNDS - 1) * len(SIZES) * group
+
+
+def test_messages_are_ordinary_and_nodes_remember_nothing() -> None:
+    nodes = Federation(make_model(), grid=Traffic)
+    nodes.run(FedTAN(carry=True, fraction_evaluate=0.0), 2)
+    grid: Any = nodes.grid
+    assert {message.metadata.message_type for message in grid.sent} == {"train"}
+    assert all(not nodes.grid.context(node).state for node in nodes.grid.get_node_ids())
+    (up,) = {sum(map(payload_bytes, message.content[wire.CARRIED].values())) for message in grid.back}
+    assert up == 8 * (4 * CHANNELS + LAYERS)
+
+
+def test_evaluations_bring_no_corrections() -> None:
+    nodes = Federation(make_model(), grid=Traffic)
+    nodes.run(FedTAN(carry=True), 3)
+    grid: Any = nodes.grid
+    evaluations = [message for message in grid.sent if message.metadata.message_type == "evaluate"]
+    assert evaluations
+    assert all(wire.CARRIED not in message.content for message in evaluations)
+
+
+def test_corrections_of_gradients_sum_to_zero_under_the_weights() -> None:
+    nodes = Federation(make_model(), grid=Traffic)
+    strategy = FedTAN(carry=True, fraction_train=0.75, fraction_evaluate=0.0)
+    nodes.run(strategy, 6)
+    grid: Any = nodes.grid
+    training = [message for message in grid.sent if message.metadata.message_type == "train"]
+    last = [message for message in training if message.content[wire.CONFIG]["server-round"] == 6]
+    assert len(last) == 3
+    groups = [state.from_record(message.content[wire.CARRIED]) for message in last]
+    sizes = [SIZES[strategy.partitions[message.metadata.dst_node_id]] for message in last]
+    for name in groups[0]:
+        if name.startswith("gradients/"):
+            terms = torch.stack([size * group[name] for size, group in zip(sizes, groups, strict=True)])
+            assert float(terms.abs().max()) > 1e-4
+            assert float(terms.sum(0).abs().max()) < 1e-12
+
+
+# ---- what the server keeps -------------------------------------------------------------------------------------------
+
+
+def values(mean: float, variance: float = 1.0, layers: int = 1) -> dict[str, np.ndarray]:
+    entries = {f"statistics/{layer}": np.array([[mean], [variance]]) for layer in range(layers)}
+    return {**entries, "counts": np.full(layers, 4)}
+
+
+def test_corrections_by_hand() -> None:
+    carried = CarriedValues(memory=0.0, trust=3.0, limit=1.0)
+    carried.hear(7, 10, {**values(0.0), "gradients/0": np.array([[1.0], [4.0]])})
+    carried.hear(8, 30, {**values(4.0), "gradients/0": np.array([[5.0], [0.0]])})
+    found = carried.corrections([6, 7, 8], lambda examples: [float(count) for count in examples.values()])
+    # mean 3, variance 1 + (9 + 3) / 4 = 4; gradients 4 and 1
+    assert found.keys() == {7, 8}
+    np.testing.assert_allclose(found[7]["statistics/0"], [[3], [3]], rtol=1e-4)
+    np.testing.assert_allclose(found[8]["statistics/0"], [[-1], [3]], rtol=1e-4)
+    np.testing.assert_allclose(found[7]["gradients/0"], [[3], [-3]])
+    np.testing.assert_allclose(found[8]["gradients/0"], [[-1], [1]])
+    assert found[7]["counts"].tolist() == [8]
+
+
+def test_values_are_averaged_over_rounds() -> None:
+    carried = CarriedValues(memory=0.75, trust=0.0, limit=1.0)
+    for mean in (0.0, 4.0, 8.0):
+        carried.hear(7, 10, values(mean))
+    # 0, then 0.25 * 4 = 1, then 0.75 * 1 + 0.25 * 8
+    assert carried.by_node[7]["statistics/0"][0] == pytest.approx(2.75)
+
+
+def test_the_oldest_values_are_forgotten() -> None:
+    # a node's values are 2 + 1 + 1 numbers of 8 bytes
+    carried = CarriedValues(memory=0.0, trust=3.0, limit=3 * 32 / 2**20)
+    for node in (1, 2, 3, 1, 4):
+        carried.hear(node, 10, values(0.0))
+    assert list(carried.by_node) == [3, 1, 4]
+
+
+FAULTY: dict[str, dict[str, np.ndarray]] = {
+    "a negative variance": values(0.0, -1.0),
+    "not a number": values(float("nan")),
+    "no counts": {"statistics/0": np.ones((2, 1))},
+    "another number of counts": {**values(0.0), "counts": np.ones(2)},
+    "no count": {**values(0.0), "counts": np.zeros(1)},
+    "another shape": {**values(0.0), "statistics/0": np.ones((3, 1))},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("case", FAULTY)
+def test_faulty_values_are_not_kept(case: str) -> None:
+    carried = CarriedValues(memory=0.0, trust=3.0, limit=1.0)
+    carried.hear(7, 10, values(0.0))
+    carried.hear(7, 10, FAULTY[case])
+    assert not carried.by_node
+
+
+def test_a_node_with_other_layers_goes_without_corrections() -> None:
+    carried = CarriedValues(memory=0.0, trust=3.0, limit=1.0)
+    for node, layers in ((1, 2), (2, 1), (3, 1)):
+        carried.hear(node, 10, values(float(node), layers=layers))
+    assert carried.corrections([1, 2, 3], lambda examples: [1.0] * len(examples)).keys() == {2, 3}
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"fraction_train": 0.5}, {"sweeps": 1}])
+def test_order_and_ids_of_nodes_do_not_matter(options: dict[str, Any]) -> None:
+    one, other = (
+        Federation(make_model(), grid=grid).run(FedTAN(carry=True, **options), ROUNDS)
+        for grid in (InProcessGrid, Backwards)
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_after_the_freeze_nothing_is_carried() -> None:
+    nodes = Federation(make_model(), grid=Traffic)
+    strategy = FedTANII(carry=True, m=2, fraction_evaluate=0.0)
+    nodes.run(strategy, 4)
+    grid: Any = nodes.grid
+    rounds = {message.content[wire.CONFIG]["server-round"] for message in grid.sent if wire.CARRIED in message.content}
+    assert rounds == {2}
+    assert distance(run(FedTANII(carry=True, m=4)), run(FedTAN(carry=True))) == 0
+
+
+def test_the_optimizer_of_the_first_step_is_forgotten_on_request() -> None:
+    one, other = (run(FedTAN(carry=True, fresh_optimizer=fresh), momentum=0.9) for fresh in (False, True))
+    assert distance(one, other) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"memory": 1.0}, "memory must be at least 0 and less than 1, got 1.0"),
+        ({"trust": 1.0}, "trust must be 0 or more than 1, got 1.0"),
+        ({"carry_limit": 0.0}, "carry_limit must be positive"),
+        ({"carry": True, "exchange": "paper"}, "carried corrections are always fused"),
+    ],
+)
+@pytest.mark.parametrize("make", [FedTAN, FedDNA])
+def test_bad_options_are_named(make: type[FedAvg], options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make(**options)
+
+
+def test_it_refuses_to_run_inside_a_wrapper() -> None:
+    """Differential privacy would protect the models, and not the statistics beside them."""
+    nodes = Federation(make_model())
+    wrapped = DifferentialPrivacyServerSideFixedClipping(
+        FedTAN(carry=True), noise_multiplier=0.0, clipping_norm=1e-3, num_sampled_clients=len(SIZES)
+    )
+    with pytest.raises(RuntimeError, match=r"must be started itself: .*differential privacy"):
+        wrapped.start(nodes.grid, nodes.initial, 1, train_config=INSTRUCTION.to_config())
