@@ -115,8 +115,7 @@ class Layerwise(FedAvg):
         if not messages or not self.exchanges(self.instruction):
             return messages
         contents = {message.metadata.dst_node_id: message.content for message in messages}
-        replies = self._train_on_grid(grid, contents)
-        self._final = self._train_by_messages(grid, contents) if replies is None else replies
+        self._final = self._train(grid, contents)
         return []
 
     def aggregate_train(
@@ -160,37 +159,13 @@ class Layerwise(FedAvg):
                 )
                 return
 
-    def _train_on_grid(self, grid: Grid, contents: Contents) -> list[Message] | None:
-        """Return the replies if the grid takes its nodes through a step without messages, and no node fails.
-
-        A failed step leaves the nodes as before. It is then taken by messages, which find out which node failed.
-        """
-        if not isinstance(grid, LayerwiseGrid) or self.instruction.layerwise == "sweeps":
-            return None
-        position = StepPosition("exchange", 1).pack()
-        self._sent = [
-            Message(RecordDict({**content, **position}), node, wire.LAYERWISE) for node, content in contents.items()
-        ]
-        step = grid.open_step(self._sent)
-        if step is None:
-            return None
-        try:
-            return self.take_step(step)
-        except Exception as error:
-            failed = "Round %d: the nodes' common step failed, it is taken by messages: %s"
-            log(WARNING, failed, self.server_round, error)
-            return None
-
-    def _train_by_messages(self, grid: Grid, contents: Contents) -> list[Message]:
+    def _train(self, grid: Grid, contents: Contents) -> list[Message]:
         """Return the replies of the nodes that do not fail; none after `max_attempts`."""
-        # only the last of a step's replies holds more than requests
-        expected, reasons = replace(self._expected, groups=()), list[str]()
+        reasons, takes = list[str](), [self._take_on_grid, self._take_by_messages]
         for number in range(1, self.max_attempts + 1):
-            last = number == self.max_attempts
-            attempt = LayerwiseAttempt(grid, contents, number, last, self.exchange_timeout, expected)
             try:
-                replies = self.take_step_by_messages(attempt)
-                self._sent = attempt.sent
+                while (replies := takes[0](grid, contents, number)) is None:
+                    del takes[0]
                 return replies
             except NodesFailedError as failure:
                 reasons = failure.reasons
@@ -201,6 +176,37 @@ class Layerwise(FedAvg):
         log(WARNING, skipped, self.server_round, number, "; ".join(reasons))
         self._refused += reasons
         return []
+
+    def _take_on_grid(self, grid: Grid, contents: Contents, number: int) -> list[Message] | None:
+        """Take an attempt without messages for exchanges, and return the replies; None if the grid cannot do it.
+
+        A failed step leaves the nodes as before. Unless the failure names nodes, it is then taken by messages, which
+        find out which node failed.
+        """
+        if not isinstance(grid, LayerwiseGrid) or self.instruction.layerwise == "sweeps":
+            return None
+        position = StepPosition("exchange", number).pack()
+        self._sent = [
+            Message(RecordDict({**content, **position}), node, wire.LAYERWISE) for node, content in contents.items()
+        ]
+        try:
+            step = grid.open_step(self._sent)
+            return None if step is None else self.take_step(step)
+        except NodesFailedError:
+            raise
+        except Exception as error:
+            failed = "Round %d: the nodes' common step failed, it is taken by messages: %s"
+            log(WARNING, failed, self.server_round, error)
+            return None
+
+    def _take_by_messages(self, grid: Grid, contents: Contents, number: int) -> list[Message]:
+        """Take an attempt by messages, and return the replies."""
+        # only the last of a step's replies holds more than requests
+        expected, is_last = replace(self._expected, groups=()), number == self.max_attempts
+        attempt = LayerwiseAttempt(grid, contents, number, is_last, self.exchange_timeout, expected)
+        replies = self.take_step_by_messages(attempt)
+        self._sent = attempt.sent
+        return replies
 
     def _refuse_wrapper(self) -> None:
         """Refuse to run inside another strategy, which would see neither statistics nor models."""

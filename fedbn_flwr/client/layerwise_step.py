@@ -13,21 +13,28 @@ from weakref import WeakKeyDictionary
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from fedbn_flwr import wire
+from fedbn_flwr import state, wire
 from fedbn_flwr.client.bn_client import BNClient
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.own_loop_client import OwnLoopClient
 from fedbn_flwr.client.reply import Reply
 from fedbn_flwr.client.rules import read_instruction
+from fedbn_flwr.client.side_channel import AttemptOverError, SideChannelExchange, UnreachableError
 from fedbn_flwr.client.step_log import StepLog
 from fedbn_flwr.layerwise import Answer, Corrected, Exchange, OwnRandomness, Request, StepCache, SuspendedStep
 from fedbn_flwr.state import State
+from fedbn_flwr.state.records import array_records
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.layerwise import (
+    ADDRESS,
     ANSWERS,
     CORRECTIONS,
     LACKS_ARRAYS,
+    OVER,
     REQUESTS,
+    SIDE_CHANNEL,
+    TOKEN,
+    UNREACHABLE,
     StepPosition,
     read_answers,
     request_report,
@@ -49,6 +56,9 @@ def handle_layerwise_message(content: RecordDict, context: Context, make_client:
     # the fields alone: to make the client may import the module that registers a rule
     instruction = Instruction.from_config(config)
     log = StepLog(Memory(context.state), f"{instruction.server_round}.{position.attempt}")
+    if SIDE_CHANNEL in content:
+        log.clear()
+        return _step_over_channel(content, partial(make_client, context))
     node = context.run_id, context.node_id
     held = _take_held(node, (log.attempt, position.index - 1))
     if position.phase == "abandon":
@@ -73,6 +83,27 @@ def handle_layerwise_message(content: RecordDict, context: Context, make_client:
     held.place = log.attempt, position.index
     STEPS.keep(node, held)
     return report_requests(held.client.reply({}, read_instruction(config), {}), [outcome])
+
+
+def _step_over_channel(content: RecordDict, make_client: Callable[[], LayerwiseClient]) -> Reply:
+    """Take the whole step, and all other steps of the round, while a side channel is open for the exchanges."""
+    record: Any = content[SIDE_CHANNEL]
+    config: Any = content[wire.CONFIG]
+    received = {name: state.from_record(arrays) for name, arrays in array_records(content).items()}
+    try:
+        with SideChannelExchange(record[ADDRESS], record[TOKEN]) as exchange:
+            client, instruction = make_client(), read_instruction(config)
+
+            def introduce() -> tuple[int, int]:
+                return client.partition_id, client.reply({}, instruction, {}).num_examples
+
+            exchange.introduce = introduce
+            with OwnRandomness(client.step_seed(instruction)).drawing():
+                return _train(client, received, instruction, exchange)
+    except UnreachableError as error:
+        return Reply(0, {}, report={UNREACHABLE: str(error)})
+    except AttemptOverError:
+        return Reply(0, {}, report={OVER: True})
 
 
 def _take_held(node: tuple[int, int], place: tuple[str, int]) -> "HeldStep | None":

@@ -19,6 +19,7 @@ from fedbn_flwr.state.record_files import sync
 VERSIONS = {"fedbn-flwr": __version__, "torch": str(torch.__version__)}
 #: options that change neither a bit of the model nor what is measured
 FREE = {"checkpoint-every", "data-root", "exchange-timeout", "min-nodes", "node-timeout"}
+FREE |= {"connect-timeout", "exchange-address", "exchange-port"}
 FREE |= {"results-dir", "resume", "state-dir", "timeout"}
 
 PREFIX, SERVER, NODES = "checkpoint-", "server.pt", "nodes"

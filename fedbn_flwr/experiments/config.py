@@ -80,6 +80,13 @@ class Config:
     )
     timeout: float = option(3600.0, "seconds that clients have to answer in a round")
     exchange_timeout: float = option(0.0, "seconds that clients have for one exchange of a layer-wise step; 0: timeout")
+    exchange_port: int = option(
+        -1,
+        "port on which the ServerApp takes the exchanges of layer-wise steps; 0: none, they go by messages; "
+        "-1: FEDBN_FLWR_EXCHANGE_PORT in its environment, or none",
+    )
+    exchange_address: str = option("", "HOST:PORT by which nodes reach exchange-port, where its environment has none")
+    connect_timeout: float = option(120.0, "seconds that nodes have to connect to exchange-port, once a round")
     node_timeout: float = option(300.0, "seconds to wait for nodes to connect, at the start and before each round")
     results_dir: str = option("results", "where results go")
     checkpoint_every: int = option(0, "write a checkpoint every so many rounds, for --resume; 0: none")
@@ -147,6 +154,8 @@ _SMALLEST: dict[str, float] = {
     "chunk": 0,
     "timeout": 0,
     "exchange_timeout": 0,
+    "exchange_port": -1,
+    "connect_timeout": 0,
     "checkpoint_every": 0,
     "node_timeout": 0,
 }

@@ -34,6 +34,7 @@ from fedbn_flwr.experiments.resources import (
     shared_model,
 )
 from fedbn_flwr.server.averaging import record, unpack
+from fedbn_flwr.server.channel_grid import ChannelGrid, ChannelOptions
 from fedbn_flwr.strategies import Layerwise, wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
@@ -56,7 +57,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
     refuse_workers(experiment.config)
     warn_of_small_batches(experiment)
     folder = results_folder(experiment.config, run_id)
-    summary = run(grid, experiment, folder)
+    summary = run(with_side_channel(grid, experiment), experiment, folder)
     log(INFO, "Results: %s", folder)
     return summary
 
@@ -72,6 +73,19 @@ def results_folder(config: Config, run_id: int) -> Path:
             raise UsageError(f"resume must be the number of a run with results on the server, got {config.resume!r}")
         folder.symlink_to(config.resume)
     return folder
+
+
+def with_side_channel(grid: Grid, experiment: Experiment) -> Grid:
+    """Return the grid with a side channel for the exchanges of layer-wise steps, if the run is to have one."""
+    config = experiment.config
+    if not issubclass(experiment.strategy_class, Layerwise):
+        return grid
+    waits = config.connect_timeout, config.exchange_timeout or config.timeout
+    try:
+        options = ChannelOptions.of(config.exchange_port, config.exchange_address, *waits)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return grid if options is None else ChannelGrid(grid, options)
 
 
 def warn_of_small_batches(experiment: Experiment) -> None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -34,6 +34,16 @@ class Answer:
 
 #: sends one request, and returns the answer, which may take days
 Exchange = Callable[[Request], Answer]
+
+
+@runtime_checkable
+class FinishedExchange(Protocol):
+    """An exchange that is told when the step is taken, and no request will follow."""
+
+    def finish(self) -> None:
+        """Take note."""
+
+
 #: is called with every exchange: for each client its requests, of one layer or (in a sweep) of all layers
 Observer = Callable[[Sequence[Sequence[Request]]], None]
 

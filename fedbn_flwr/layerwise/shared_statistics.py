@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
-from fedbn_flwr.layerwise.exchange import Exchange
+from fedbn_flwr.layerwise.exchange import Exchange, FinishedExchange
 from fedbn_flwr.layerwise.shared_batch_norm import Mode, SharedBatchNorm, Use
 from fedbn_flwr.norm import bn_layers
 
@@ -25,8 +25,8 @@ def shared_statistics(model: nn.Module, exchange: Exchange, mode: Mode = "fused"
     after it. At the end the layers are as before, and the running statistics move once for each use, by torch's update
     with the global mean and the global variance times n / (n - 1), n being the count over all clients. They stay after
     an exception (if the step was abandoned, for instance), and if the pass is not `final`, but only gathers the
-    clients' local values. A model takes part in one step at a time. Inside `torch.func.vmap` the model is that of
-    stacked clients, and a request has a row for each client.
+    clients' local values. An exchange with `finish` is told of the end. A model takes part in one step at a time.
+    Inside `torch.func.vmap` the model is that of stacked clients, and a request has a row for each client.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"unknown exchange {mode!r}; known: {', '.join(get_args(Mode))}")
@@ -46,6 +46,8 @@ def shared_statistics(model: nn.Module, exchange: Exchange, mode: Mode = "fused"
     if final:
         for stand_in in stand_ins:
             stand_in.move_running_statistics()
+        if isinstance(exchange, FinishedExchange):
+            exchange.finish()
 
 
 @dataclass

@@ -12,7 +12,7 @@ class LayerwiseStep(Protocol[ReplyT]):
     """A layer-wise step of several clients, seen from the server; a transport implements it.
 
     Transports: `Lockstep` (clients of this process), `StackedLayerwiseStep` (stacked clients), `WorkersStep` (clients
-    in several processes), `MessageStep` (Flower's messages). A step is taken once.
+    in several processes), `MessageStep` (Flower's messages), `ChannelStep` (a side channel). A step is taken once.
     """
 
     def advance(self, answer: Answer | None = None) -> Sequence[Request]:

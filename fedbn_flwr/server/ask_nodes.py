@@ -20,7 +20,7 @@ def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: flo
     deadline = time.monotonic() + timeout
     while nodes:
         for reply in grid.pull_messages(list(nodes)):
-            replies[nodes.pop(_question_of(reply, nodes))] = reply
+            replies[nodes.pop(question_of(reply, nodes))] = reply
         if not nodes or time.monotonic() > deadline:
             break
         time.sleep(poll)
@@ -28,7 +28,7 @@ def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: flo
     return replies
 
 
-def _question_of(reply: Message, nodes: dict[str, int]) -> str:
+def question_of(reply: Message, nodes: dict[str, int]) -> str:
     """Return the id of the message that was answered; a node's own mod may have answered without saying it."""
     answered = reply.metadata.reply_to_message_id
     if answered in nodes:

@@ -84,10 +84,10 @@ class LayerwiseAttempt:
     def final_replies(self, replies: Replies) -> list[Message]:
         """Return the replies with models, and errors; a node without is left out, as in plain training."""
         for node in self.contents.keys() - replies.keys():
-            _leave_out(node, "it did not answer in time")
+            leave_out(node, "it did not answer in time")
         for node, reply in replies.items():
             if reply.has_content() and REQUESTS in reply.content:
-                _leave_out(node, "it is at a BN layer where the others are at their end")
+                leave_out(node, "it is at a BN layer where the others are at their end")
         return [reply for reply in replies.values() if reply.has_error() or REQUESTS not in reply.content]
 
     def read_requests(self, replies: Replies) -> dict[int, Report]:
@@ -96,14 +96,14 @@ class LayerwiseAttempt:
         NodesFailedError names the nodes whose requests are missing, cannot be read, or cannot be combined with those
         of the others.
         """
-        reasons = [_leave_out(node, "it did not answer in time") for node in self.contents.keys() - replies.keys()]
+        reasons = [leave_out(node, "it did not answer in time") for node in self.contents.keys() - replies.keys()]
         usable, refused = parse_replies(replies.values(), self._nodes(), self.expected)
         requests: dict[int, Report] = {}
         for reply in usable:
             try:
                 requests[reply.node] = read_requests(reply.content)
             except ValueError as error:
-                reasons.append(_leave_out(reply.node, str(error)))
+                reasons.append(leave_out(reply.node, str(error)))
         if missing := self.contents.keys() - requests.keys():
             self.fail(missing, [*reasons, *refused])
         self._refuse_faulty(requests)
@@ -125,17 +125,8 @@ class LayerwiseAttempt:
 
     def _refuse_faulty(self, requests: Mapping[int, Report]) -> None:
         """Fail if requests cannot be combined, and name all nodes that are in the way of it."""
-        sound, reasons = dict(requests), {}
-        while sound:
-            try:
-                pool(list(sound.values()), [1.0] * len(sound))
-                break
-            except ExchangeError as error:
-                node = list(sound)[error.client]
-                reasons[node] = _leave_out(node, str(error).partition(": ")[2])
-                del sound[node]
-        if reasons:
-            self.fail(reasons, reasons.values())
+        if reasons := faulty_nodes(requests):
+            self.fail(reasons, [leave_out(node, reason) for node, reason in reasons.items()])
 
     def _messages(self, broadcast: Broadcast, nodes: Iterable[int], whole: bool = False) -> list[Message]:
         return [
@@ -155,6 +146,21 @@ class LayerwiseAttempt:
         return {message.metadata.message_id: message.metadata.dst_node_id for message in self.sent}
 
 
-def _leave_out(node: int, reason: str) -> str:
+def faulty_nodes(requests: Mapping[int, Report]) -> dict[int, str]:
+    """Return why requests cannot be combined, for every node that is in the way of it."""
+    sound, reasons = dict(requests), {}
+    while sound:
+        try:
+            pool(list(sound.values()), [1.0] * len(sound))
+            break
+        except ExchangeError as error:
+            node = list(sound)[error.client]
+            reasons[node] = str(error).partition(": ")[2]
+            del sound[node]
+    return reasons
+
+
+def leave_out(node: int, reason: str) -> str:
+    """Say in the log why a node is left out, and return it."""
     log(WARNING, "Node %d is left out of this round: %s", node, reason)
     return f"node {node}: {reason}"

@@ -1,4 +1,4 @@
-"""The base of this project's grids: what Flower's `Grid` requires of every one."""
+"""The base of the grids whose nodes are on this machine."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -69,41 +69,3 @@ class SavesStates(Protocol):
 
     def restore_states(self, folder: Path) -> None:
         """Give the nodes the states of a folder."""
-
-
-class PassingGrid(Grid):
-    """A grid in front of another one, which may change: what is not overridden is passed on."""
-
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
-
-    def set_run(self, run: Run) -> None:
-        """Pass on."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """Pass on."""
-        return self._grid.run
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        """Pass on."""
-        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Pass on."""
-        return self._grid.get_node_ids()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Pass on."""
-        return self._grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pass on."""
-        return self._grid.pull_messages(message_ids)
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Pass on."""
-        return self._grid.send_and_receive(messages, timeout=timeout)

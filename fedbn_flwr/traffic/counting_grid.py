@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.simulation.grid import PassingGrid
+from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.state.records import payload_bytes
 from fedbn_flwr.traffic.layerwise import CountedStep
 from fedbn_flwr.traffic.sizes import (

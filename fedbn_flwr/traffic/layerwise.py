@@ -17,7 +17,7 @@ from fedbn_flwr.simulation.sequential import identify
 from fedbn_flwr.traffic.sizes import Head, Sizes, empty_message, head_of, message_sizes, size_class
 from fedbn_flwr.traffic.tally import Tally
 from fedbn_flwr.wire.layerwise import ANSWERS, StepPosition, pack_answers
-from fedbn_flwr.wire.layerwise_grid import NodesStep, Participant
+from fedbn_flwr.wire.layerwise_grid import FramedStep, NodesStep, Participant
 
 #: counts messages to nodes, and their replies, as one exchange
 CountExchange = Callable[[Sequence[Message], Sequence[Message]], None]
@@ -25,6 +25,8 @@ CountExchange = Callable[[Sequence[Message], Sequence[Message]], None]
 
 class CountedStep:
     """A `NodesStep`, counted as if every exchange had taken a message to and from each node.
+
+    Bytes on the wire are those of the frames instead, if exchanges travel in frames.
 
     The length of such a message depends on shapes, names and the lengths of whole numbers. One message is made for each
     of these, and its length is looked up afterwards.
@@ -39,6 +41,8 @@ class CountedStep:
         self._attempt, self._config = StepPosition.of(content).attempt, _config_of(content)
         self._obeyed = tuple(obeyed_keys(read_instruction(content[wire.CONFIG])))
         self._exchanges = 0
+        #: whether what travels at an exchange would be Flower's messages
+        self._by_messages = not isinstance(step, FramedStep)
 
     @property
     def participants(self) -> Sequence[Participant]:
@@ -53,6 +57,10 @@ class CountedStep:
         else:
             self._count_answer(answer)
         self._count_requests(requests)
+        if isinstance(self._step, FramedStep):
+            down, up = self._step.take_traffic()
+            self._tally.wire_down += down
+            self._tally.wire_up += up
         self._exchanges += 1
         return requests
 
@@ -64,7 +72,7 @@ class CountedStep:
         tally = self._tally
         tally.exchanges += 1
         tally.payload_down += sum(each.payload for each in sizes)
-        tally.wire_down += sum(each.wire for each in sizes)
+        tally.wire_down += sum(each.wire for each in sizes) if self._by_messages else 0
         # what goes to several nodes counts once
         tally.paper += sizes[0].paper
 
@@ -77,7 +85,7 @@ class CountedStep:
             sizes = _request_sizes(self._heads[participant.node], *client, request.kind, request.layer, form)
             tally.payload_up += sizes.payload
             tally.paper += sizes.paper
-            tally.wire_up += sizes.wire
+            tally.wire_up += sizes.wire if self._by_messages else 0
 
     def replies(self) -> list[Message]:
         """Return the nodes' replies, and count them."""

@@ -7,13 +7,17 @@ A message holds
 - ConfigRecord `position`: `phase`, `attempt`, `index` (see `StepPosition`),
 - ArrayRecord `answers`, in the phase `exchange`: by their number, the answers that the node does not have yet,
 - ArrayRecords `statistics` and `gradients`, in sweeps: by layer, the node's corrections,
-- with each of these three a ConfigRecord `...-counts`: how many values are behind an answer.
+- with each of these three a ConfigRecord `...-counts`: how many values are behind an answer,
+- ConfigRecord `side-channel`, where the whole step is taken over one (see `frames.py`): its `address` and the node's
+  `token`. The one reply is that of the end of the step.
 
 At the end of the step, a reply is that of plain training. Before, a reply holds
 
 - ArrayRecord `requests`: by layer, the tensor of the client's request, and ConfigRecord `report` with the `kind`, the
   `layers` (in their order) and the `counts` of the requests,
-- or nothing but `lacks-arrays` in the report: the message must be sent again, with the arrays and all answers.
+- or nothing but `lacks-arrays` in the report: the message must be sent again, with the arrays and all answers,
+- or nothing but `unreachable` in the report: why the node cannot use the side channel,
+- or nothing but `over` in the report: the server has ended the attempt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,6 +35,9 @@ ANSWERS = "answers"
 CORRECTIONS = ("statistics", "gradients")
 REQUESTS = "requests"
 LACKS_ARRAYS = "lacks-arrays"
+SIDE_CHANNEL = "side-channel"
+ADDRESS, TOKEN = "address", "token"
+UNREACHABLE, OVER = "unreachable", "over"
 
 #: wait at an exchange; a sweep, forward or backward; the step under settled corrections; forget the step
 PHASES = ("exchange", "forward", "backward", "step", "abandon")

@@ -13,7 +13,7 @@ from fedbn_flwr.clientapp import client_app, keep_states_in
 from fedbn_flwr.experiments import UsageError, serve
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.server_side import RESULTS_VARIABLE
-from fedbn_flwr.simulation.grid import PassingGrid
+from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from tests.helpers.deaths import Death
 from tests.helpers.runs import OPTIONS

@@ -1,0 +1,214 @@
+"""The server's end of a side channel: one gRPC stream a node, there for one attempt at a layer-wise step.
+
+A node is admitted by a token, which it has from an ordinary Flower message. A token opens one stream, and is worth
+nothing when the attempt has ended.
+
+Both ends say `alive`, in place of gRPC's keepalive. There, what counts is not `grpc.keepalive_timeout_ms` but
+`grpc.http2.ping_timeout_ms`, a minute unless it is set (gRPC 1.85: a cut connection was noticed after 60 s with 4 s and
+2 s asked for, after 2 s with this option); and a proxy answers pings for a node that is gone.
+"""
+
+import hashlib
+import hmac
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from logging import DEBUG
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import grpc
+from flwr.common import log
+
+from fedbn_flwr.wire.frames import (
+    BEAT,
+    METHOD,
+    SERVICE,
+    SILENCE,
+    TOKEN,
+    TRANSPORT_LIMIT,
+    Alive,
+    Done,
+    Failed,
+    FrameError,
+    NodeRequest,
+    pack_frame,
+    read_frame,
+)
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", TRANSPORT_LIMIT),
+    ("grpc.max_metadata_size", 8192),
+    # otherwise a second server would share the port, and get half of the nodes
+    ("grpc.so_reuseport", 0),
+]
+
+
+class NodeLink:
+    """One node of an attempt: what it has said, and what it is to be told."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self.is_connected, self.is_done = False, False
+        #: its request since the last answer
+        self.request: NodeRequest | None = None
+        #: why it cannot go on
+        self.failure = ""
+        self._heard = 0.0
+        #: bytes of requests and answers
+        self.received, self.sent = 0, 0
+        self.outgoing: SimpleQueue[bytes | None] = SimpleQueue()
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether nothing more is to be expected from it before the next answer."""
+        return self.is_done or self.request is not None or bool(self.failure)
+
+    def connect(self) -> None:
+        """Take note that its stream is there."""
+        with self._changed:
+            self.is_connected, self._heard = True, time.monotonic()
+            self._changed.notify_all()
+
+    def hear(self, content: bytes) -> None:
+        """Take a frame; FrameError if it is not one that a node may send now."""
+        frame = read_frame(content)
+        with self._changed:
+            self._heard = time.monotonic()
+            match frame:
+                case Alive():
+                    return
+                case NodeRequest() if not (self.request or self.is_done):
+                    self.request = frame
+                    self.received += len(content)
+                case Done() if not self.request:
+                    self.is_done = True
+                case Failed(reason):
+                    self.fail(f"it failed: {reason}")
+                case _:
+                    raise FrameError(f"it sent a frame of the type {type(frame).__name__} where none is due")
+            self._changed.notify_all()
+
+    def answer(self, content: bytes) -> None:
+        """Send the node the answer to its request."""
+        with self._changed:
+            self.request = None
+            self.sent += len(content)
+        self.outgoing.put(content)
+
+    def fail(self, reason: str) -> None:
+        """Note why the node cannot go on, and end its stream; only the first reason counts, and none after its end."""
+        with self._changed:
+            if not (self.failure or self.is_done):
+                self.failure = reason
+                self._changed.notify_all()
+        self.outgoing.put(None)
+
+    def fail_if_silent(self) -> None:
+        """Give the node up if nothing has come from it for too long."""
+        if self.is_connected and time.monotonic() - self._heard > SILENCE:
+            self.fail(f"its side channel was silent for {SILENCE:g} s")
+
+
+class SideChannel:
+    """Listens on a port, and admits the nodes of one attempt; without certificates it speaks no TLS.
+
+    RuntimeError if the port cannot be had.
+    """
+
+    def __init__(self, nodes: Sequence[int], address: str, certificates: tuple[bytes, bytes] | None) -> None:
+        self._changed = threading.Condition()
+        self.links = {node: NodeLink(self._changed) for node in nodes}
+        self.tokens = {node: secrets.token_urlsafe(32) for node in nodes}
+        #: by the digests of their tokens, the nodes that have not come yet
+        self._awaited = {_digest(token): self.links[node] for node, token in self.tokens.items()}
+        self._is_open = True
+        # a few more, for peers that are not admitted
+        streams = len(nodes) + 16
+        self._server = grpc.server(
+            ThreadPoolExecutor(streams, "side-channel"), options=_OPTIONS, maximum_concurrent_rpcs=streams
+        )
+        handler = grpc.stream_stream_rpc_method_handler(self._serve)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+        if certificates is None:
+            self.port: int = self._server.add_insecure_port(address)
+        else:
+            self.port = self._server.add_secure_port(address, grpc.ssl_server_credentials([certificates]))
+        self._server.start()
+
+    def wait(self, is_over: Callable[[NodeLink], bool], seconds: float, meanwhile: Callable[[], None]) -> None:
+        """Wait until it is over for every node or the seconds have passed; nodes that fall silent fail."""
+        deadline = time.monotonic() + seconds
+        poll = 0.25
+        while True:
+            with self._changed:
+                left = max(deadline - time.monotonic(), 0)
+                if self._changed.wait_for(lambda: all(map(is_over, self.links.values())), min(poll, left)):
+                    return
+            for link in self.links.values():
+                link.fail_if_silent()
+            meanwhile()
+            if time.monotonic() >= deadline:
+                return
+            poll = min(2 * poll, 2.0)
+
+    def close(self) -> None:
+        """End every stream, and stop listening; a node that is not done learns that the attempt is over."""
+        with self._changed:
+            self._awaited, self._is_open = {}, False
+        for link in self.links.values():
+            link.outgoing.put(None)
+        self._server.stop(1).wait()
+
+    def _admit(self, token: object) -> NodeLink | None:
+        """Return the node that a token belongs to, once."""
+        digest = _digest(str(token))
+        with self._changed:
+            # all of them are compared, so that the time says nothing
+            matching = [known for known in self._awaited if hmac.compare_digest(known, digest)]
+            return self._awaited.pop(matching[0]) if matching else None
+
+    def _serve(self, frames: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Take a node's stream: its frames in a thread of their own, answers in this one."""
+        link = self._admit(dict(context.invocation_metadata()).get(TOKEN, ""))
+        if link is None:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is unknown, used, or of an earlier attempt")
+        assert link is not None
+        if not context.add_callback(lambda: link.fail("its side channel broke")):
+            link.fail("its side channel broke")
+        # now the node knows that it is admitted
+        context.send_initial_metadata(())
+        link.connect()
+        threading.Thread(target=_listen, args=(link, frames), daemon=True).start()
+        while (frame := _next(link.outgoing)) is not None:
+            yield frame
+        if not link.is_done:
+            context.abort(grpc.StatusCode.ABORTED, link.failure or "the attempt is over")
+
+
+def _listen(link: NodeLink, frames: Iterator[bytes]) -> None:
+    """Take all frames of a node."""
+    try:
+        for content in frames:
+            link.hear(content)
+            if link.is_done:
+                link.outgoing.put(None)
+    except FrameError as error:
+        link.fail(str(error))
+    except Exception:
+        log(DEBUG, "A side channel ended", exc_info=True)
+    link.fail("its side channel broke")
+
+
+def _next(outgoing: "SimpleQueue[bytes | None]") -> bytes | None:
+    """Return the next frame that is to be sent, `alive` if there is none for a while, None at the end."""
+    with suppress(Empty):
+        return outgoing.get(timeout=BEAT)
+    return pack_frame(Alive())
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="replace")).digest()

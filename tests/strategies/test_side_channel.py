@@ -1,0 +1,411 @@
+"""Layer-wise steps over a side channel: the bits of a run in process, and rounds of the other nodes when one fails."""
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedbn_flwr import state
+from fedbn_flwr.client import side_channel
+from fedbn_flwr.client.side_channel import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE, SideChannelExchange
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.deployment.cli import main as fedbn_flwr
+from fedbn_flwr.layerwise import Answer, Request
+from fedbn_flwr.server.channel_grid import ChannelGrid, ChannelOptions
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
+from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.traffic.tally import Tally
+from fedbn_flwr.wire.layerwise import SIDE_CHANNEL
+from tests.helpers.checkout import ROOT
+from tests.helpers.concurrent_nodes import ConcurrentNodes, Site
+from tests.helpers.faults import FAULTY
+from tests.helpers.federation import free_ports
+from tests.helpers.harness import SIZES, Federation
+from tests.helpers.process_per_message import dropout_model, make_client
+
+CASES: dict[str, Callable[..., FedAvg]] = {
+    "FedTAN": FedTAN,
+    "FedTAN, mean and variance one after the other": lambda **options: FedTAN(exchange="paper", **options),
+    "FedDNA": FedDNA,
+    "FedDNA, mean and variance one after the other": lambda **options: FedDNA(exchange="paper", **options),
+    "FedTAN-II": lambda **options: FedTANII(m=1, **options),
+    "momentum of the server": lambda **options: FedTAN(momentum_state="global", **options),
+    "momentum of the node": lambda **options: FedTAN(momentum_state="local", **options),
+}
+#: uses of BN layers, and the exchanges at them in a round of FedTAN
+LAYERS = 2
+EXCHANGES = 2 * LAYERS
+#: the partition of the node that fails
+PARTITION = FAULTY - 1000
+#: seconds that healthy nodes always keep to
+ENOUGH = 120.0
+
+
+def options(**changes: Any) -> ChannelOptions:
+    """Return options of a channel without TLS, with deadlines that nobody misses."""
+    (port,) = free_ports(1)
+    return replace(ChannelOptions(port, f"localhost:{port}", None, ENOUGH, ENOUGH), **changes)
+
+
+def run(grid: Grid, strategy: FedAvg, rounds: int = 1) -> tuple[state.State, Tally]:
+    counted = CountingGrid(grid)
+    return Federation(dropout_model()).run(
+        strategy, rounds, grid=counted, momentum=0.9, augmentation="crop-flip"
+    ), counted.training
+
+
+@contextmanager
+def concurrent(sites: Mapping[int, Site] | None = None) -> Iterator[ConcurrentNodes]:
+    nodes = ConcurrentNodes(len(SIZES), sites)
+    try:
+        yield nodes
+    finally:
+        nodes.close()
+
+
+def in_process(strategy: FedAvg, rounds: int = 1, without: int | None = None) -> tuple[state.State, Tally]:
+    class Nodes(InProcessGrid):
+        def get_node_ids(self) -> list[int]:
+            return [node for node in super().get_node_ids() if node != without]
+
+    return run(Nodes(client_app(make_client), len(SIZES)), strategy, rounds)
+
+
+def same(one: state.State, other: state.State) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_and_counts_are_those_in_process(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    with concurrent() as nodes:
+        after, counted = run(ChannelGrid(nodes, options()), CASES[case](fraction_evaluate=0.0), 2)
+        assert len(nodes.processes()) == 2 * len(SIZES), "one message a node and round"
+    here, wanted = in_process(CASES[case](fraction_evaluate=0.0), 2)
+    assert same(after, here)
+    assert (counted.exchanges, counted.payload, counted.paper) == (wanted.exchanges, wanted.payload, wanted.paper)
+    # a frame has less around its numbers than a message, but it has something
+    assert counted.payload < counted.wire < wanted.wire
+    assert not [text for text in caplog.messages if "left out" in text or "by messages" in text]
+
+
+# ---- nodes that fail ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AtExchange:
+    """A fault of a node's process, at one exchange of a step; after the last one it is at the end of the step."""
+
+    what: Callable[[SideChannelExchange, Request | None], Request | None]
+    index: int
+
+    def __call__(self, message: Message) -> None:
+        numbers, ask, finish = count(), SideChannelExchange.__call__, SideChannelExchange.finish
+
+        def spoiled(exchange: SideChannelExchange, request: Request) -> Answer:
+            changed = self.what(exchange, request) if next(numbers) == self.index else request
+            assert changed is not None
+            return ask(exchange, changed)
+
+        def spoiled_end(exchange: SideChannelExchange) -> None:
+            if next(numbers) == self.index:
+                self.what(exchange, None)
+            finish(exchange)
+
+        SideChannelExchange.__call__, SideChannelExchange.finish = spoiled, spoiled_end  # type: ignore[method-assign]
+
+
+def dies(exchange: SideChannelExchange, request: Request | None) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raises(exchange: SideChannelExchange, request: Request | None) -> None:
+    raise ArithmeticError("no more of this")
+
+
+def waits(exchange: SideChannelExchange, request: Request | None) -> None:
+    time.sleep(1000)
+
+
+def freezes(exchange: SideChannelExchange, request: Request | None) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def not_a_number(exchange: SideChannelExchange, request: Request | None) -> Request:
+    assert request is not None
+    return replace(request, tensor=request.tensor * torch.nan)
+
+
+def another_shape(exchange: SideChannelExchange, request: Request | None) -> Request:
+    assert request is not None
+    return replace(request, tensor=torch.cat([request.tensor, request.tensor], dim=-1))
+
+
+def another_layer(exchange: SideChannelExchange, request: Request | None) -> Request:
+    assert request is not None
+    return replace(request, layer="another")
+
+
+def says(content: bytes) -> Callable[[SideChannelExchange, Request | None], Request | None]:
+    def fault(exchange: SideChannelExchange, request: Request | None) -> Request | None:
+        exchange._outgoing.put(content)
+        return request
+
+    return fault
+
+
+def too_much(exchange: SideChannelExchange, request: Request | None) -> Request | None:
+    return says(bytes(2**21))(exchange, request)
+
+
+def far_too_much(exchange: SideChannelExchange, request: Request | None) -> Request | None:
+    return says(bytes(2**24))(exchange, request)
+
+
+def nonsense(exchange: SideChannelExchange, request: Request | None) -> Request | None:
+    return says(b"\0\0\0\2[]")(exchange, request)
+
+
+#: what a node does, and what the log says of it
+FAULTS: dict[str, tuple[Any, str]] = {
+    "dies": (dies, "side channel broke"),
+    "raises": (raises, "it failed: ArithmeticError: no more of this"),
+    "sends NaN": (not_a_number, "is not finite"),
+    "sends another shape": (another_shape, "the others' is"),
+    "is at another layer": (another_layer, "is at another of the exchange"),
+    "sends a large frame": (too_much, "a frame of 2097152 bytes; at most 1056768"),
+    "sends a huge frame": (far_too_much, "side channel broke"),
+    "sends nonsense": (nonsense, "a frame that cannot be read"),
+}
+
+
+def assert_left_out(caplog: pytest.LogCaptureFixture, reason: str) -> None:
+    """Check that the node was named once, with the reason, and nothing went by messages."""
+    named = [text for text in caplog.messages if "is left out of this round" in text]
+    assert len(named) == 1
+    assert re.match(rf"Node {FAULTY} is left out of this round: .*({reason})", named[0])
+    assert not [text for text in caplog.messages if "by messages" in text]
+
+
+@pytest.fixture(scope="module")
+def survivors() -> state.State:
+    return in_process(FedTAN(fraction_evaluate=0.0), without=FAULTY)[0]
+
+
+@pytest.mark.parametrize("index", [0, EXCHANGES - 1])
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_fault_leaves_the_round_to_the_others(
+    case: str, index: int, survivors: state.State, caplog: pytest.LogCaptureFixture
+) -> None:
+    fault, reason = FAULTS[case]
+    with concurrent({PARTITION: Site(fault=AtExchange(fault, index))}) as nodes:
+        after, _ = run(ChannelGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
+        # the others started again, without it
+        assert len(nodes.processes()) == 2 * len(SIZES) - 1
+    assert same(after, survivors)
+    assert_left_out(caplog, reason)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, EXCHANGES - 1])
+@pytest.mark.parametrize("case", ["waits", "freezes"])
+def test_a_node_that_is_late_or_silent(
+    case: str, index: int, survivors: state.State, caplog: pytest.LogCaptureFixture
+) -> None:
+    fault, reason, timeout = {
+        "waits": (waits, "it did not say what its next BN layer sees within 20 s", 20.0),
+        "freezes": (freezes, "its side channel was silent for 15 s", ENOUGH),
+    }[case]
+    with concurrent({PARTITION: Site(fault=AtExchange(fault, index))}) as nodes:
+        after, _ = run(ChannelGrid(nodes, options(exchange_timeout=timeout)), FedTAN(fraction_evaluate=0.0))
+    assert same(after, survivors)
+    assert_left_out(caplog, reason)
+
+
+@pytest.mark.parametrize("fault", [dies, raises])
+def test_a_node_that_fails_after_the_last_answer_costs_it_its_vote(
+    fault: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = FedTAN(fraction_evaluate=0.0)
+    with concurrent({PARTITION: Site(fault=AtExchange(fault, EXCHANGES))}) as nodes:
+        run(ChannelGrid(nodes, options()), strategy)
+        assert len(nodes.processes()) == len(SIZES)
+    assert [reply.node for reply in strategy.train_replies] == [1000, 1002, 1003]
+    assert_left_out(caplog, "")
+
+
+def stops_after_the_step(message: Message) -> None:
+    """Raise once the step is taken, in what is left of the round."""
+
+    def finish(exchange: SideChannelExchange) -> None:
+        exchange._outgoing.put(side_channel.pack_frame(side_channel.Done()))
+        raise ArithmeticError("no more steps")
+
+    SideChannelExchange.finish = finish  # type: ignore[method-assign]
+
+
+def test_a_node_that_fails_in_its_other_steps_costs_it_its_vote(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = FedTAN(fraction_evaluate=0.0)
+    with concurrent({PARTITION: Site(fault=stops_after_the_step)}) as nodes:
+        run(ChannelGrid(nodes, options()), strategy)
+    assert [reply.node for reply in strategy.train_replies] == [1000, 1002, 1003]
+    assert_left_out(caplog, "it failed: ArithmeticError: no more steps")
+
+
+def test_several_nodes_fail_one_after_the_other_until_the_round_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    sites = {0: Site(fault=AtExchange(dies, 0)), 1: Site(fault=AtExchange(raises, 1))}
+    strategy = FedTAN(fraction_evaluate=0.0, max_attempts=2)
+    # the second node is only reached where the first one is gone
+    with concurrent(sites) as nodes, pytest.raises(Exception, match="no node could train in round 1"):
+        run(ChannelGrid(nodes, options()), strategy)
+    named = [text for text in caplog.messages if "is left out of this round" in text]
+    assert [text.split()[1] for text in named] == ["1000", "1001"]
+    assert any("is skipped, its layer-wise step failed 2 times" in text for text in caplog.messages)
+
+
+# ---- nodes that do not come ---------------------------------------------------------------------------------------
+
+
+def soon(message: Message) -> None:
+    """Give up early, where nobody can be reached in any case."""
+    side_channel.PATIENCE = 0.5
+
+
+def away() -> Site:
+    """Return a site whose firewall refuses connections to the channel."""
+    (closed,) = free_ports(1)
+    return Site({CERTIFICATES_VARIABLE: "none", ADDRESS_VARIABLE: f"127.0.0.1:{closed}"}, soon)
+
+
+def test_a_node_that_cannot_reach_the_channel(survivors: state.State, caplog: pytest.LogCaptureFixture) -> None:
+    with concurrent({PARTITION: away()}) as nodes:
+        after, _ = run(ChannelGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
+    assert same(after, survivors)
+    assert_left_out(caplog, "it cannot use the side channel: 127.0.0.1:.* cannot be reached within 0.5 s: .*refused")
+
+
+def raises_at_once(message: Message) -> None:
+    if SIDE_CHANNEL in message.content:
+        raise FileNotFoundError("no data")
+
+
+def never_comes(message: Message) -> None:
+    time.sleep(1000)
+
+
+def test_a_node_whose_app_fails_before_it_connects(survivors: state.State, caplog: pytest.LogCaptureFixture) -> None:
+    with concurrent({PARTITION: Site(fault=raises_at_once)}) as nodes:
+        after, _ = run(ChannelGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
+    assert same(after, survivors)
+    assert_left_out(caplog, "it failed: ")
+
+
+@pytest.mark.slow
+def test_a_node_that_never_connects(survivors: state.State, caplog: pytest.LogCaptureFixture) -> None:
+    with concurrent({PARTITION: Site(fault=never_comes)}) as nodes:
+        after, _ = run(ChannelGrid(nodes, options(connect_timeout=30.0)), FedTAN(fraction_evaluate=0.0))
+    assert same(after, survivors)
+    assert_left_out(caplog, "it did not connect to the side channel within 30 s")
+
+
+def test_where_no_node_reaches_the_channel_rounds_go_by_messages(caplog: pytest.LogCaptureFixture) -> None:
+    with concurrent({number: away() for number in range(len(SIZES))}) as nodes:
+        after, _ = run(ChannelGrid(nodes, options()), FedDNA(fraction_evaluate=0.0), 2)
+    assert same(after, in_process(FedDNA(fraction_evaluate=0.0), 2)[0])
+    (named,) = [text for text in caplog.messages if "by messages" in text]
+    assert all(f"node {1000 + number}: it cannot use the side channel" in named for number in range(len(SIZES)))
+    assert not [text for text in caplog.messages if "left out" in text]
+
+
+def test_where_the_port_is_taken_rounds_go_by_messages(caplog: pytest.LogCaptureFixture) -> None:
+    taken = socket.create_server(("", 0))
+    port = taken.getsockname()[1]
+    with taken:
+        after, _ = run(
+            ChannelGrid(InProcessGrid(client_app(make_client), len(SIZES)), options(port=port)),
+            FedTAN(fraction_evaluate=0.0),
+            2,
+        )
+    assert same(after, in_process(FedTAN(fraction_evaluate=0.0), 2)[0])
+    (named,) = [text for text in caplog.messages if "by messages" in text]
+    assert named.endswith(f"port {port} cannot be had")
+
+
+def test_the_port_is_open_in_a_step_only() -> None:
+    channel = options()
+
+    class Strategy(FedTAN):
+        def configure_train(self, *arguments: Any) -> Any:
+            before = is_open(channel.port)
+            messages = super().configure_train(*arguments)
+            opened.append((before, is_open(channel.port)))
+            return messages
+
+        def take_step(self, step: Any) -> Any:
+            opened.append(is_open(channel.port))
+            return super().take_step(step)
+
+    opened: list[object] = []
+    with concurrent() as nodes:
+        run(ChannelGrid(nodes, channel), Strategy(fraction_evaluate=0.0))
+    assert opened == [True, (False, False)]
+
+
+def is_open(port: int) -> bool:
+    try:
+        socket.create_connection(("localhost", port), timeout=10).close()
+    except OSError:
+        return False
+    return True
+
+
+# ---- TLS ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return the folders of two federations' servers."""
+    outs = [tmp_path_factory.mktemp(name) / "federation" for name in ("one", "another")]
+    for out in outs:
+        assert fedbn_flwr(["provision", str(ROOT / "federation.example.yaml"), "--out", str(out)]) == 0
+    return outs[0] / "server", outs[1] / "server"
+
+
+def test_tls_with_the_deployments_certificates(
+    folders: tuple[Path, Path], survivors: state.State, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, other = folders
+    certificates = (own / "server.key").read_bytes(), (own / "server.crt").read_bytes()
+    sites = {number: Site({CERTIFICATES_VARIABLE: str(own / "ca.crt")}) for number in range(len(SIZES))}
+    sites[PARTITION] = Site({CERTIFICATES_VARIABLE: str(other / "ca.crt")}, soon)
+    with concurrent(sites) as nodes:
+        after, _ = run(ChannelGrid(nodes, options(certificates=certificates)), FedTAN(fraction_evaluate=0.0))
+    assert same(after, survivors)
+    assert_left_out(caplog, "cannot be reached within 0.5 s: .*CERTIFICATE_VERIFY_FAILED")
+
+
+def test_an_address_of_the_sites_own_must_have_the_servers_certificate(
+    folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    own, _ = folders
+    certificates = (own / "server.key").read_bytes(), (own / "server.crt").read_bytes()
+    channel = options(certificates=certificates)
+    # by another way than the server says, to a server that has the name that it says
+    through = {CERTIFICATES_VARIABLE: str(own / "ca.crt"), ADDRESS_VARIABLE: f"127.0.0.1:{channel.port}"}
+    for address, is_let in ((f"fl.example.org:{channel.port}", True), (f"example.net:{channel.port}", False)):
+        caplog.clear()
+        with concurrent({number: Site(through, None if is_let else soon) for number in range(len(SIZES))}) as nodes:
+            run(ChannelGrid(nodes, replace(channel, address=address)), FedTAN(fraction_evaluate=0.0))
+        assert is_let is not any("by messages" in text for text in caplog.messages)
