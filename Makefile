@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # uv leaves it to Python to keep compiled modules: without them, an import of torch takes 3.0 s instead of 1.6
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-deploy faults smoke-all check format docs bench bench-quick mutants matrix clean
+.PHONY: demo test test-all test-deploy faults smoke-all check format docs bench bench-deploy bench-quick mutants matrix clean
 
 demo: $(VENV)/installed
 	$(BIN)/fedbn-flwr compare --methods fedavg,fixbn,fedbn,silobn,fedprox,standalone,centralized --results-dir results/demo
@@ -52,6 +52,10 @@ bench: $(VENV)/installed
 
 bench-quick: $(VENV)/installed
 	$(BIN)/python -m benchmarks.bench --quick
+
+# rounds of real processes on the loopback, behind relays that delay; messages take minutes a round
+bench-deploy: $(VENV)/installed
+	$(BIN)/python -m benchmarks.deploy
 
 # change named files one line at a time, to see whether a test notices: make mutants FILES="strategies/fedbs.py"
 mutants: $(VENV)/installed

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from ipaddress import ip_address
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +32,8 @@ class Federation:
     port: int = 8443
     #: the port for the operator, which listens on the server's loopback only
     operator_port: int = 8444
+    #: the port that is open to the sites for exchanges of layer-wise steps
+    exchange_port: int = 8445
     #: days for which a server certificate is valid
     days: int = 365
 
@@ -48,19 +51,30 @@ class Federation:
                 raise DeploymentError(f"site {site!r} is listed twice")
         if not self.sites:
             raise DeploymentError("sites must list at least one site")
-        for key in ("port", "operator_port"):
+        ports = ("port", "operator_port", "exchange_port")
+        for key in ports:
             if not 1024 <= getattr(self, key) <= 65535:
                 raise DeploymentError(f"{_kebab(key)} must be between 1024 and 65535, got {getattr(self, key)}")
-        if self.port == self.operator_port:
-            raise DeploymentError(f"port and operator-port must differ, both are {self.port}")
+        for one, other in combinations(ports, 2):
+            if getattr(self, one) == getattr(self, other):
+                number = getattr(self, one)
+                raise DeploymentError(f"{_kebab(one)} and {_kebab(other)} must differ, both are {number}")
         if self.days < 1:
             raise DeploymentError(f"days must be at least 1, got {self.days}")
 
     @property
     def address(self) -> str:
         """The server as a site's SuperNode names it."""
-        host = f"[{self.server}]" if ":" in self.server else self.server
-        return f"{host}:{self.port}"
+        return f"{self._host}:{self.port}"
+
+    @property
+    def exchange_address(self) -> str:
+        """The server's side channel as a site names it."""
+        return f"{self._host}:{self.exchange_port}"
+
+    @property
+    def _host(self) -> str:
+        return f"[{self.server}]" if ":" in self.server else self.server
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -111,6 +111,10 @@ def _provision_server(federation: Federation, out: Path, superlink: str) -> None
         "PORT": federation.port,
         "OPERATOR_PORT": federation.operator_port,
         "SUPERLINK": superlink,
+        "EXCHANGE_PORT": federation.exchange_port,
+        "EXCHANGE": federation.exchange_address,
+        # where the ServerApp listens: in the container of the server's SuperExec, or beside the SuperLink
+        "SERVERAPP": f"{superlink.rpartition(':')[0] if _is_address(superlink) else 'superexec'}:8445",
         "RESOLVER": "" if _is_address(superlink) else _DOCKER_RESOLVER,
         "USER": user_of(server),
         "OUT": out.resolve(),
@@ -146,6 +150,7 @@ def _provision_site(federation: Federation, out: Path, site: str, number: int) -
         "SITE": site,
         "SERVER": federation.address,
         "PORT": federation.port,
+        "EXCHANGE": federation.exchange_address,
         "PARTITION": number,
         "SITES": len(federation.sites),
         "VERSIONS": f"fedbn-flwr={__version__},flwr={version('flwr')}",

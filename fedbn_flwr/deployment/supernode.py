@@ -2,6 +2,9 @@
 
 Flower's own command lives on without its loop or its heartbeat after an unexpected error: the process is alive and the
 node offline for ever. Takes the arguments of `flower-supernode`.
+
+Where `FEDBN_EXCHANGE` names the server's side channel, the apps of the site reach it through this process, the only one
+of a site that talks to the server.
 """
 
 import os
@@ -10,6 +13,10 @@ import threading
 import traceback
 from importlib.metadata import entry_points
 
+from fedbn_flwr.deployment.relay import start_relay
+
+#: the address of the server's side channel, HOST:PORT
+EXCHANGE_VARIABLE = "FEDBN_EXCHANGE"
 #: the exit code when the SuperNode stopped taking part
 STOPPED = 1
 
@@ -17,11 +24,19 @@ STOPPED = 1
 def main() -> None:
     """Run a SuperNode until it is told to end, or has failed."""
     threading.excepthook = _end
+    if target := os.environ.get(EXCHANGE_VARIABLE):
+        start_relay(_host(sys.argv), target)
     (command,) = entry_points(group="console_scripts", name="flower-supernode")
     command.load()()
     # only reached when the loop has ended by an error: whoever stops a SuperNode does so by a signal
     print("the SuperNode has lost its loop: ending its process", file=sys.stderr, flush=True)
     os._exit(STOPPED)
+
+
+def _host(arguments: list[str]) -> str:
+    """Return where the SuperNode listens for the apps of its site."""
+    named = [word.partition("=")[2] for word in arguments if word.startswith("--host=")]
+    return named[-1] if named else "127.0.0.1"
 
 
 def _end(failure: threading.ExceptHookArgs) -> None:

@@ -5,9 +5,12 @@ The client's half is `fedbn_flwr.client.side_channel`.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from logging import INFO
+from statistics import median
 from typing import Any
 
 from flwr.app import Message
+from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
@@ -42,6 +45,8 @@ class ChannelStep:
         #: the nodes whose failure is in the log, and what is said there
         self._named: dict[int, str] = {}
         self._counted = 0, 0
+        #: from an answer to the next requests, each time
+        self._seconds: list[float] = []
 
     def connect(self, seconds: float) -> None:
         """Send the messages and wait until every node's stream is there; UnreachableError if none comes."""
@@ -56,12 +61,14 @@ class ChannelStep:
 
     def advance(self, answer: Answer | None = None) -> list[Request]:
         """Send every node the answer, and return the nodes' next requests."""
-        links = self._channel.links
+        links, began = self._channel.links, time.perf_counter()
         if answer is not None:
             frame = pack_frame(answer)
             for link in links.values():
                 link.answer(frame)
         self._wait(lambda link: link.has_spoken, self._timeout, "say what its next BN layer sees")
+        if answer is not None:
+            self._seconds.append(time.perf_counter() - began)
         done = [link for link in links.values() if link.is_done]
         asking = [link for link in links.values() if link.request and not link.failure]
         is_at_end = len(done) >= max(len(asking), 1)
@@ -83,6 +90,9 @@ class ChannelStep:
     def replies(self) -> list[Message]:
         """Return the replies of the nodes that have taken the step; errors too."""
         self._channel.close()
+        if spent := self._seconds:
+            text = "%d exchanges over the side channel in %.3f s, the median of them in %.2f ms"
+            log(INFO, text, len(spent), sum(spent), 1000 * median(spent))
         wanted = {node for node, link in self._channel.links.items() if not link.failure}
         deadline, poll = time.monotonic() + self._timeout, 0.02
         while not wanted <= self._replies.keys() and time.monotonic() < deadline:

@@ -98,9 +98,9 @@ def test_data_and_keys_are_read_only_and_only_state_and_results_are_not() -> Non
     assert writable == {"/srv/state", "/srv/results"}
 
 
-def test_only_the_sites_port_is_open_beyond_the_machine() -> None:
+def test_only_the_sites_ports_are_open_beyond_the_machine() -> None:
     ports = {port for service in services() for port in service.ports}
-    assert ports == {"8443:8443", "127.0.0.1:8444:8444"}
+    assert ports == {"8443:8443", "8445:8445", "127.0.0.1:8444:8444"}
 
 
 def test_the_sites_of_one_machine_are_those_of_the_example() -> None:

@@ -57,11 +57,13 @@ def deployment() -> Iterator[Deployment]:
     folder.chmod(0o755)
     try:
         example = yaml.safe_load((ROOT / "federation.example.yaml").read_text())
-        ports = dict(zip(("port", "operator-port"), free_ports(2), strict=True))
+        ports = dict(zip(("port", "operator-port", "exchange-port"), free_ports(3), strict=True))
         federation = Federation(folder, {**example, **ports})
         logs = folder / "logs"
         logs.mkdir()
         with Containers(read_compose("all", read_env(federation.out)), ROOT, logs) as containers:
+            for site in federation.sites:
+                containers.shut(site, "fleet", ports["port"], ports["exchange-port"])
             try:
                 federation.register()
                 yield federation, containers
@@ -87,6 +89,20 @@ def test_a_site_reaches_the_fleet_api_and_nothing_else(deployment: Deployment) -
     # without the signature of a registered key
     assert _ask(containers, "north", "/v1/fleet/pull-messages") == "401"
     assert re.search(r"TLSv1.3 POST /v1/control/list-runs 403", containers.running["proxy"].text())
+
+
+def test_sites_are_behind_firewalls_that_drop_all_but_two_ports(deployment: Deployment) -> None:
+    _, containers = deployment
+    # the server's operator port, and the SuperNode of another site, by the network that they share
+    for url in (
+        f"https://proxy:{containers.services['proxy'].ports[2].split(':')[1]}/health",
+        "http://south:9094/health",
+    ):
+        assert _status(containers, "north", "--insecure", "--max-time", "5", url) == "000"
+    # nothing gets into a site
+    assert _status(containers, "proxy", "--max-time", "5", "http://north:9094/health") == "000"
+    exchange = f"https://proxy:{containers.services['proxy'].ports[1].split(':')[0]}/"
+    assert _status(containers, "north", "--cacert", "/srv/kit/ca.crt", exchange) == "403"
 
 
 def test_apps_of_a_site_reach_nothing_but_their_supernode(deployment: Deployment) -> None:
@@ -125,11 +141,16 @@ def test_preflight_at_a_site(deployment: Deployment) -> None:
 
 @pytest.mark.parametrize("method", ["fedtan", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_run_has_the_bits_of_one_in_process(method: str, deployment: Deployment, tmp_path: Path) -> None:
-    federation, _ = deployment
+    federation, containers = deployment
     there, here = federation.both({**OPTIONS, **METHODS[method], "method": method}, tmp_path)
     command("status", "--operator", federation.home)
     command("fetch", there.name, "--operator", federation.home, "--out", tmp_path / "fetched")
     assert_same_results(tmp_path / "fetched" / there.name, here)
+    if method == "fedtan":
+        # mean and variance at once, and gradients, of the one BN layer
+        shown = containers.running["superexec"].text()
+        assert re.search(r"2 exchanges over the side channel", shown)
+        assert "by messages" not in shown
 
 
 @pytest.mark.slow

@@ -19,16 +19,21 @@ def test_the_example_has_three_sites() -> None:
 
 def test_the_address_of_an_ipv6_server_is_bracketed() -> None:
     assert Federation.from_mapping({**GOOD, "server": "fd00::1"}).address == "[fd00::1]:8443"
+    assert Federation.from_mapping({**GOOD, "server": "fd00::1"}).exchange_address == "[fd00::1]:8445"
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"servers": "x"}, "unknown key 'servers'; known: name, server, sites, also, port, operator-port, days"),
+        (
+            {"servers": "x"},
+            "unknown key 'servers'; known: name, server, sites, also, port, operator-port, exchange-port, days",
+        ),
         ({"port": "8443"}, "port must be a whole number, got '8443'"),
         ({"port": True}, "port must be a whole number, got True"),
         ({"port": 80}, "port must be between 1024 and 65535, got 80"),
         ({"port": 8444}, "port and operator-port must differ, both are 8444"),
+        ({"port": 8445}, "port and exchange-port must differ, both are 8445"),
         ({"sites": "north"}, "sites must be a list of texts, got 'north'"),
         ({"sites": []}, "sites must list at least one site"),
         ({"sites": ["north", "north"]}, "site 'north' is listed twice"),

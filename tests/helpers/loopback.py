@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from fedbn_flwr.deployment.site import read_env
+from fedbn_flwr.server.channel_grid import PORT_VARIABLE
 from tests.helpers.checkout import environment
 from tests.helpers.compose import Service, image_environment, read_compose
 from tests.helpers.federation import Federation, free_ports
@@ -30,15 +31,17 @@ class LoopbackFederation(Federation):
     """A federation whose services run as processes of this machine while the context is open."""
 
     def __init__(self, folder: Path, sites: tuple[str, ...]) -> None:
-        self.port, operator_port = free_ports(2)
+        self.port, operator_port, exchange_port, self._serverapp_port = free_ports(4)
         self._superlink = _ADDRESS.format(1)
         hosts = {"server": "127.0.0.1", "also": [self._superlink], "sites": list(sites)}
-        ports = {"port": self.port, "operator-port": operator_port}
+        ports = {"port": self.port, "operator-port": operator_port, "exchange-port": exchange_port}
         super().__init__(folder, {"name": "hospitals", **hosts, **ports}, f"{self._superlink}:8000")
         if not has_proxy():
             self._reach_superlink(operator_port)
         target = ("127.0.0.1", self.port) if has_proxy() else (self._superlink, 8000)
         self.relays = {site: Relay(0, target) for site in sites}
+        #: what leads each site to the server's side channel
+        self.exchange_relays = {site: Relay(0, ("127.0.0.1", exchange_port)) for site in sites}
         self.services: dict[str, Supervised] = {}
         self._add_services()
 
@@ -52,7 +55,7 @@ class LoopbackFederation(Federation):
         """End every process."""
         for service in self.services.values():
             service.stop()
-        for relay in self.relays.values():
+        for relay in (*self.relays.values(), *self.exchange_relays.values()):
             relay.close()
 
     def _add_services(self) -> None:
@@ -63,6 +66,7 @@ class LoopbackFederation(Federation):
             self._add(service.name, service, self.out / "server", dict.fromkeys(server, self._superlink))
         for number, site in enumerate(self.sites):
             env = {**read_env(self.kit(site)), "FEDBN_SERVER": f"127.0.0.1:{self.relays[site].port}"}
+            env["FEDBN_EXCHANGE"] = f"127.0.0.1:{self.exchange_relays[site].port}"
             services = read_compose("site", env)
             for service in services.values():
                 addresses = dict.fromkeys(services, _ADDRESS.format(number + 2))
@@ -76,11 +80,16 @@ class LoopbackFederation(Federation):
         words = [_replaced(word, places) for word in service.command]
         if words[0] == "nginx":
             config = folder / "nginx.conf"
-            config.write_text(config.read_text().replace("/srv/home", str(home)))
+            # the ServerApp's port is one that no other test run of this machine has
+            serverapp = f"{self._superlink}:{self._serverapp_port}"
+            text = config.read_text().replace("/srv/home", str(home))
+            config.write_text(text.replace(f"{self._superlink}:8445", serverapp))
             # as root, workers would be nobody, who may not enter a test's folder
             words[-1] += " user root;" if os.geteuid() == 0 else ""
         image = {key: value.replace("/srv/home", str(home)) for key, value in image_environment().items()}
         given = {key: _replaced(value, places) for key, value in service.environment.items()}
+        if PORT_VARIABLE in given:
+            given[PORT_VARIABLE] = str(self._serverapp_port)
         self.services[name] = Supervised(words, logs / f"{name}.log", environment(**image, **given))
 
     def _reach_superlink(self, operator_port: int) -> None:

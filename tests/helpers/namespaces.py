@@ -94,6 +94,23 @@ class Containers:
         words = self._inside(self.services[service], command)
         return subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=PATIENCE)
 
+    def shut(self, service: str, network: str, *ports: int) -> None:
+        """Drop everything that leaves a service towards a network, but what goes to these TCP ports of it.
+
+        Nothing comes in from there, either: what would answer is dropped.
+        """
+        rules = (
+            "-n",
+            self._namespace(service),
+            "rule",
+            "add",
+            "to",
+            f"{self._subnet(self._networks.index(network))}.0/24",
+        )
+        for port in ports:
+            _ip(*rules, "pref", "100", "ipproto", "tcp", "dport", str(port), "lookup", "main")
+        _ip(*rules, "pref", "200", "blackhole")
+
     def _namespace(self, service: str) -> str:
         return f"{self._mark}-{service}"
 

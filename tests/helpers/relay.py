@@ -1,7 +1,9 @@
-"""A port of the loopback that leads to another address: a container's published port, or a cable that can be cut."""
+"""A port of the loopback that leads to another address: a published port, a cable that can be cut, or a long way."""
 
 import socket
+import time
 from contextlib import suppress
+from queue import SimpleQueue
 from threading import Event, Thread
 
 #: seconds for a connection on this machine
@@ -13,6 +15,8 @@ class Relay:
 
     def __init__(self, port: int, target: tuple[str, int]) -> None:
         self._target = target
+        #: seconds that data take, each way
+        self.delay = 0.0
         self._whole = Event()
         self._whole.set()
         self._listener = socket.create_server(("127.0.0.1", port))
@@ -53,10 +57,28 @@ class Relay:
                     Thread(target=self._pump, args=(source, sink), daemon=True).start()
 
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        on_its_way: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
+        Thread(target=self._send, args=(on_its_way, source, sink), daemon=True).start()
+        data = b"-"
+        while data:
+            try:
+                data = source.recv(65536)
+            except OSError:
+                data = b""
+            on_its_way.put((time.monotonic() + self.delay, data))
+
+    def _send(self, on_its_way: "SimpleQueue[tuple[float, bytes]]", source: socket.socket, sink: socket.socket) -> None:
+        """Send what has come, each piece when it is due; the last one is empty."""
         with suppress(OSError):
-            while data := source.recv(65536):
+            while data := self._next(on_its_way):
                 self._whole.wait()
                 sink.sendall(data)
         for end in (source, sink):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+    def _next(self, on_its_way: "SimpleQueue[tuple[float, bytes]]") -> bytes:
+        due, data = on_its_way.get()
+        time.sleep(max(due - time.monotonic(), 0))
+        return data

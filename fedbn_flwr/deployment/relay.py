@@ -1,0 +1,46 @@
+"""A port that leads to the server's side channel, for apps of a site that reach nothing but their SuperNode."""
+
+import asyncio
+import sys
+import threading
+from contextlib import suppress
+
+#: the port that the apps of a site know, beside that of their SuperNode
+PORT = 9095
+#: seconds for a connection to the server
+_CONNECT_TIMEOUT = 10.0
+
+
+def start_relay(host: str, target: str, port: int = PORT) -> int:
+    """Pass every connection to a port of this machine on to the target, HOST:PORT; returns the port.
+
+    What passes is encrypted between the app and the server: the relay reads none of it. OSError if the port is taken.
+    """
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(asyncio.start_server(lambda *ends: _pass_on(*ends, target), host, port))
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return int(server.sockets[0].getsockname()[1])
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: str) -> None:
+    host, _, port = target.rpartition(":")
+    try:
+        connecting = asyncio.open_connection(host.strip("[]"), int(port))
+        far_reader, far_writer = await asyncio.wait_for(connecting, _CONNECT_TIMEOUT)
+    except OSError as error:
+        print(f"the server's side channel {target} cannot be reached: {error}", file=sys.stderr, flush=True)
+        writer.close()
+        return
+    # the end of one connection is the end of the other: both ends learn of it at once
+    ways = [asyncio.create_task(_pump(reader, far_writer)), asyncio.create_task(_pump(far_reader, writer))]
+    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    for end in (writer, far_writer):
+        end.close()
+    await asyncio.wait(ways)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
