@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,8 @@ from tests.helpers.processes import processes_with
 #: of every run with faults; its sites are north, with partition 0, and south, with partition 1
 SITES = ("north", "south")
 SHARED: dict[str, Any] = {**OPTIONS, "method": "fedavg", "rounds": 3, "evaluate-every": 100, "lr-schedule": ""}
-SHARED |= {"clients": len(SITES), "min-nodes": 1}
+# by messages, unless a run asks for the side channel
+SHARED |= {"clients": len(SITES), "min-nodes": 1, "exchange-port": 0}
 
 
 class FaultyRuns:
@@ -66,6 +68,7 @@ class FaultyRuns:
         for site in SITES:
             self._held(site).unlink(missing_ok=True)
             self.federation.relays[site].mend()
+            self.federation.exchange_relays[site].mend()
             self.federation.services[f"{site}-node"].come_back()
         self.federation.await_online(SITES)
 
@@ -79,6 +82,7 @@ class FaultyRun:
     def __init__(self, runs: FaultyRuns, number: str, options: Mapping[str, Any]) -> None:
         self._runs, self._options, self.number = runs, options, number
         self._started = time.monotonic()
+        self._log_before = len(runs.federation.services["superexec"].text())
         self.folder = runs.federation.results(number)
 
     def completes(self, fault: str, faulty_round: int, outcome: str) -> list[int]:
@@ -99,6 +103,11 @@ class FaultyRun:
     def nodes(self) -> list[int]:
         """Return how many nodes took part in each round."""
         return [row["nodes"] for row in read_rounds(self.folder)]
+
+    def reasons(self) -> list[str]:
+        """Return why nodes were left out of rounds, as the ServerApp's log says."""
+        shown = self._runs.federation.services["superexec"].text()[self._log_before :]
+        return re.findall(r"Node \d+ is left out of this round: (.*)", shown)
 
     def summary(self) -> dict[str, Any]:
         """Return the run's summary."""
