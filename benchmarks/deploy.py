@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import make_folder, write
-from fedbn_flwr.experiments.output.run_folder import read_rounds
+from benchmarks.results import write
+from fedbn_flwr.experiments.output.run_folder import make_folder, read_rounds
 from tests.helpers.loopback import LoopbackFederation, has_proxy
 
 #: FedTAN over the side channel, by messages, and a round without exchanges, for comparison

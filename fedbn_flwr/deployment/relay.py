@@ -16,8 +16,12 @@ def start_relay(host: str, target: str, port: int = PORT) -> int:
 
     What passes is encrypted between the app and the server: the relay reads none of it. OSError if the port is taken.
     """
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _pass_on(reader, writer, target)
+
     loop = asyncio.new_event_loop()
-    server = loop.run_until_complete(asyncio.start_server(lambda *ends: _pass_on(*ends, target), host, port))
+    server = loop.run_until_complete(asyncio.start_server(pass_on, host, port))
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return int(server.sockets[0].getsockname()[1])
 

@@ -28,6 +28,7 @@ from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.traffic.tally import Tally
+from fedbn_flwr.wire.frames import Done, pack_frame
 from fedbn_flwr.wire.layerwise import SIDE_CHANNEL
 from tests.helpers.checkout import ROOT
 from tests.helpers.concurrent_nodes import ConcurrentNodes, Site
@@ -249,8 +250,8 @@ def test_a_node_that_fails_after_the_last_answer_costs_it_its_vote(
 def stops_after_the_step(message: Message) -> None:
     """Raise once the step is taken, in what is left of the round."""
 
-    def finish(exchange: SideChannelExchange) -> None:
-        exchange._outgoing.put(side_channel.pack_frame(side_channel.Done()))
+    def finish(self: SideChannelExchange) -> None:
+        self._outgoing.put(pack_frame(Done()))
         raise ArithmeticError("no more steps")
 
     SideChannelExchange.finish = finish  # type: ignore[method-assign]
