@@ -12,6 +12,7 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message
@@ -98,7 +99,7 @@ def _hold_in_step(partition: int, message: Message) -> None:
             hold(partition)
         return ask(exchange, request)
 
-    SideChannelExchange.__call__ = held  # type: ignore[method-assign]
+    patch.object(SideChannelExchange, "__call__", held).start()
 
 
 def _listed() -> list[dict[str, Any]]:

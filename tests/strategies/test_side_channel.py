@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -125,7 +126,8 @@ class AtExchange:
                 self.what(exchange, None)
             finish(exchange)
 
-        SideChannelExchange.__call__, SideChannelExchange.finish = spoiled, spoiled_end  # type: ignore[method-assign]
+        patch.object(SideChannelExchange, "__call__", spoiled).start()
+        patch.object(SideChannelExchange, "finish", spoiled_end).start()
 
 
 def dies(exchange: SideChannelExchange, request: Request | None) -> None:
@@ -250,11 +252,11 @@ def test_a_node_that_fails_after_the_last_answer_costs_it_its_vote(
 def stops_after_the_step(message: Message) -> None:
     """Raise once the step is taken, in what is left of the round."""
 
-    def finish(self: SideChannelExchange) -> None:
-        self._outgoing.put(pack_frame(Done()))
+    def finish(exchange: SideChannelExchange) -> None:
+        exchange._outgoing.put(pack_frame(Done()))
         raise ArithmeticError("no more steps")
 
-    SideChannelExchange.finish = finish  # type: ignore[method-assign]
+    patch.object(SideChannelExchange, "finish", finish).start()
 
 
 def test_a_node_that_fails_in_its_other_steps_costs_it_its_vote(caplog: pytest.LogCaptureFixture) -> None:
