@@ -28,7 +28,9 @@ SHAPES = {
     "imagenet": (1_281_167, 1_000, 3, 224),
 }
 #: clients and rounds of a measurement; the first round does not count
-CLIENTS, ROUNDS = 2, 3
+CLIENTS, ROUNDS = 2, 2
+#: classes of a measurement, at most: evaluation needs an image of each, and the last layer takes little of a step
+CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Estimate:
 
 
 def estimate(cells: Sequence[Cell], measure: bool = True) -> Iterator[Estimate]:
-    """Return what each cell costs; the time of a step is measured once for each model, data set, batch and method."""
+    """Return what each cell costs; a step is measured once for each strategy, normalizer, model, data set and batch."""
     measured: dict[object, float | None] = {}
     for cell in cells:
         experiment = cell.plan.experiment(cell.method, 0)
@@ -56,7 +58,7 @@ def estimate(cells: Sequence[Cell], measure: bool = True) -> Iterator[Estimate]:
             steps = runs * expected_steps(config, samples)
         except (ValueError, OSError, RuntimeError) as error:
             raise UsageError(f"{cell.name} needs the data set {config.dataset!r}: {error}") from error
-        key = (cell.method, config.model, config.dataset, config.image_size, config.batch_size)
+        key = (experiment.strategy, config.norm, config.model, config.dataset, config.image_size, config.batch_size)
         if key not in measured:
             measured[key] = _step_seconds(experiment, cell.engine) if measure else None
         time = measured[key]
@@ -66,13 +68,11 @@ def estimate(cells: Sequence[Cell], measure: bool = True) -> Iterator[Estimate]:
 def _step_seconds(experiment: Experiment, engine: str) -> float | None:
     """Return the seconds of one client's step, from a run of a few steps on data of the same shape."""
     config = experiment.config
-    dataset, samples = config.dataset, 4 * CLIENTS * config.batch_size
+    dataset, samples = config.dataset, max(CLIENTS * config.batch_size, CLASSES)
     if shape := SHAPES.get(dataset):
         _, classes, channels, size = shape
-        size = config.image_size or size
-        dataset = (
-            f"synthetic:n={max(samples, classes)}:test={classes}:classes={classes}:size={size}:channels={channels}"
-        )
+        classes, size = min(classes, CLASSES), config.image_size or size
+        dataset = f"synthetic:n={samples}:test={classes}:classes={classes}:size={size}:channels={channels}"
     short = replace(
         config,
         dataset=dataset,

@@ -42,6 +42,9 @@ def _extra_exchanges(summary: Mapping[str, Any], _: int) -> dict[str, float]:
     return {"extra-exchanges": 100 * (1 - summary["rounds"] / summary["exchanges"])}
 
 
+#: columns that are counted and not measured: every printed digit says something
+COUNTED = ("megabytes", "gigabytes", "extra-exchanges")
+
 #: accuracies and shares in percent
 QUANTITIES: dict[str, Read] = {
     "accuracy": _percent("accuracy"),

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedbn_flwr.experiments.recipes.matrix import Results
-from fedbn_flwr.experiments.recipes.quantities import columns_of
+from fedbn_flwr.experiments.recipes.quantities import COUNTED, columns_of
 from fedbn_flwr.experiments.recipes.recipe import Setting
 from fedbn_flwr.experiments.recipes.reported import Direction, Number, Reported, Side
 
@@ -33,7 +33,11 @@ class Value:
     seeds: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.2f} ± {self.deviation:.2f}" if self.seeds > 1 else f"{self.mean:.2f}"
+        return self.text(2)
+
+    def text(self, digits: int) -> str:
+        """Return the number with so many digits after the point."""
+        return f"{self.mean:.{digits}f}" + (f" ± {self.deviation:.{digits}f}" if self.seeds > 1 else "")
 
 
 def values_of(results: Results, rounds: int) -> dict[Key, Value]:
@@ -77,7 +81,9 @@ def _table(results: Results, values: dict[Key, Value]) -> Table:
             here = values.get((setting.name, method, column))
             printed = [_printed(place.number(method, setting.name, column)) for place in recipe.reported]
             name = setting.name if setting.name != before else ""
-            table.add_row(name, method, column if several else "", failed or str(here or ""), *printed)
+            digits = max([2, *(len(text.partition(" ")[0].partition(".")[2]) for text in printed)])
+            number = failed or (here.text(digits) if here else "")
+            table.add_row(name, method, column if several else "", number, *printed)
             before = setting.name
     return table
 
@@ -120,7 +126,8 @@ def _ordered(
     if not (first and second and mine and its):
         return None
     difference = first.mean - second.mean
-    if abs(difference) <= max(first.deviation + second.deviation, TOLD_APART):
+    least = 0.0 if column in COUNTED else TOLD_APART
+    if abs(difference) <= max(first.deviation + second.deviation, least):
         return None
     if (mine.mean - its.mean) * difference > 0:
         return ""

@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from fedbn_flwr.experiments import main
+from fedbn_flwr.experiments.recipes.quantities import columns_of
+from fedbn_flwr.experiments.recipes.recipe import read_recipe
 from tests.helpers.checkout import BIN, environment
 from tests.helpers.runs import OPTIONS
 
@@ -115,7 +117,7 @@ def test_a_plan_says_how_many_steps(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_side_by_side_is_the_same(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    content = {**MATRIX, "vary": {"partition": ["iid", "classes:9"]}, "seeds": 1}
+    content = {**MATRIX, "methods": ["fedavg"], "vary": {"partition": ["iid", "classes:9"]}}
     assert reproduce(tmp_path / "one", content) == 0
     assert reproduce(tmp_path / "two", content, "--workers", "2") == 0
     assert without_times(tmp_path / "two") == without_times(tmp_path / "one")
@@ -160,3 +162,68 @@ def test_killed_and_started_again_ends_with_the_same_table(tmp_path: Path) -> No
     assert (second / "rounds.jsonl").read_text().splitlines()[:100] == first_rows
     assert without_times(tmp_path / "killed") == without_times(tmp_path / "whole")
     assert (tmp_path / "killed/out/table.txt").read_text() == (tmp_path / "whole/out/table.txt").read_text()
+
+
+# ---- recipes of the papers in small ----------------------------------------------------------------------------------
+
+
+def columns(folder: Path, column: str, recipe: str) -> dict[str, float]:
+    """The numbers of a column by method, read again from the runs' own summaries."""
+    rows = json.loads((folder / "out/results.json").read_text())
+    full = read_recipe(recipe)
+    rounds = full.experiment(full.settings[0], next(iter(full.methods))).config.rounds
+    return {row["label"]: columns_of(row["runs"][0], column, rounds)[column] for row in rows}
+
+
+def smoke(folder: Path, recipe: str, *words: str) -> str:
+    assert main(["reproduce", recipe, "--smoke", "--results-dir", str(folder / "out"), "--device", "cpu", *words]) == 0
+    return (folder / "out/table.txt").read_text()
+
+
+def test_exchanges_of_fedtan_ii_in_small_are_those_of_its_table_5(tmp_path: Path) -> None:
+    """The share of exchanges beyond one a round does not depend on the data, and M has the same share of the rounds."""
+    table = smoke(tmp_path, "fedtan/table5")
+    shares = columns(tmp_path, "extra-exchanges", "fedtan/table5")
+    assert {label: round(value, 2) for label, value in shares.items()} == {
+        "FedTAN-II (M=10)": 5.66,
+        "FedTAN-II (M=50)": 23.08,
+        "FedTAN-II (M=100)": 37.5,
+        "FedTAN": 75,
+    }
+    # bits are not bytes: the printed column is eight times too large, and says so
+    assert "Note: The column is headed GB and cannot be" in table
+
+
+@pytest.mark.slow
+def test_bytes_in_small_are_those_of_fedtans_tables_3_and_4(tmp_path: Path) -> None:
+    smoke(tmp_path, "fedtan/table3")
+    assert {label: round(value, 4) for label, value in columns(tmp_path, "megabytes", "fedtan/table3").items()} == {
+        "FedTAN": 6.2679,
+        "FedAvg+BN": 6.2049,
+        "FedAvg+GN": 6.1734,
+    }
+    assert "6.2679  " in (tmp_path / "out/table.txt").read_text()
+    (tmp_path / "four").mkdir()
+    smoke(tmp_path / "four", "fedtan/table4", "--only", "FedTAN-II (M=1000)", "--only", "FedTAN")
+    shares = columns(tmp_path / "four", "extra-exchanges", "fedtan/table4")
+    assert {label: round(value, 2) for label, value in shares.items()} == {"FedTAN-II (M=1000)": 85.07, "FedTAN": 98.28}
+    # the paper computes with megabytes of four decimals
+    totals = columns(tmp_path / "four", "gigabytes", "fedtan/table4")
+    assert totals == pytest.approx({"FedTAN-II (M=1000)": 60.6563, "FedTAN": 61.21}, abs=5e-4)
+
+
+@pytest.mark.slow
+def test_gn_is_above_bn_with_one_local_step_and_two_classes_a_client(tmp_path: Path) -> None:
+    table = smoke(tmp_path, "fixbn/table1", "--only", "GN", "--only", "BN")
+    assert "Direction: GN > BN (page 4): agrees: " in table
+    # the centralized runs are not among them
+    assert "Direction: Centralized BN > BN (page 4): not run" in table
+
+
+def test_a_papers_recipe_without_its_data_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["reproduce", "fedwon/table4", "--data-root", str(tmp_path), "--results-dir", str(tmp_path / "out")]) == 2
+    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fedbn-flwr: recipe fedwon/table4 needs the data set 'office-caltech-10' (--smoke runs ")
+    assert not (tmp_path / "out").exists()
