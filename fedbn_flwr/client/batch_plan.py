@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.client import training
-from fedbn_flwr.data import Split, augment
+from fedbn_flwr.data import Split, parse_augmentation
+from fedbn_flwr.data.image_augmentation import Edits, ImageAugmentation, draw_seeds
 from fedbn_flwr.wire import Instruction
 
 
@@ -119,9 +120,54 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[training.Batch]:
         """Load and augment one mini-batch after another."""
-        for inputs, targets in self.split.batches(self.samples, self.sizes, self.device):
+        for inputs, targets in self.edited():
             yield self.augmented(inputs), targets
 
+    def edited(self) -> Iterator[training.Batch]:
+        """Load one mini-batch after another, with only those augmentations that change single images."""
+        return self.split.batches(self.samples, self.sizes, self.device, self.edits())
+
+    def edits(self) -> Edits | None:
+        """Draw a seed for each sample, if the augmentation changes single images before they are in a batch."""
+        augmentation = parse_augmentation(self.augmentation)
+        if not isinstance(augmentation, ImageAugmentation):
+            return None
+        # batch by batch: the first batch has the same seeds by itself as with the others
+        return Edits(augmentation, torch.cat([draw_seeds(size, self.generator) for size in self.sizes]))
+
     def augmented(self, inputs: Tensor) -> Tensor:
-        """Augment one mini-batch."""
-        return augment(self.augmentation, inputs, self.generator, self.split.mean, self.split.std)
+        """Augment one mini-batch, unless its images were changed one by one."""
+        augmentation = parse_augmentation(self.augmentation)
+        if isinstance(augmentation, ImageAugmentation):
+            return inputs
+        return augmentation(inputs, self.generator, self.split.mean, self.split.std)
+
+
+def load_groups(
+    loaders: Sequence[BatchLoader], groups: Sequence[tuple[Sequence[int], int]]
+) -> Iterator[training.Batch]:
+    """Load mini-batches of several clients, those of a group as one batch.
+
+    A group is the positions of some loaders, and the number of the mini-batch that each of them loads. Groups have the
+    mini-batches of a loader in their order. Batches are `edited`, but not `augmented`.
+    """
+    first = loaders[0]
+    if any(loader.split is not first.split for loader in loaders):
+        return _load_apart([loader.edited() for loader in loaders], [rows for rows, _ in groups])
+    members = [(row, step) for rows, step in groups for row in rows]
+    sizes = [sum(loaders[row].sizes[step] for row in rows) for rows, step in groups]
+    samples = torch.cat([loaders[row].chosen[step] for row, step in members])
+    edits = [loader.edits() for loader in loaders]
+    if edits[0] is None:
+        return first.split.batches(samples, sizes, first.device)
+    seeds = [own.seeds.split(loader.sizes) for own, loader in zip(edits, loaders, strict=True) if own]
+    joined = Edits(edits[0].augmentation, torch.cat([seeds[row][step] for row, step in members]))
+    return first.split.batches(samples, sizes, first.device, joined)
+
+
+def _load_apart(
+    loaded: Sequence[Iterator[training.Batch]], groups: Sequence[Sequence[int]]
+) -> Iterator[training.Batch]:
+    for rows in groups:
+        inputs, targets = zip(*(next(loaded[row]) for row in rows), strict=True)
+        yield torch.cat(inputs), torch.cat(targets)

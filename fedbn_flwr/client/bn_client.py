@@ -122,9 +122,8 @@ class BNClient(NumPyClient):
         generator = torch_generator(instruction.seed, "gather", *self._stream(instruction))
         chosen = torch.from_numpy(self.indices)[torch.randperm(len(self.indices), generator=generator)]
         chosen = chosen[: instruction.gather_samples or None]
-        inputs = (
-            self.train_split.batch(part, self.device)[0] for part in batches.chunks(chosen, instruction.batch_size)
-        )
+        sizes = [len(part) for part in batches.chunks(chosen, instruction.batch_size)]
+        inputs = (inputs for inputs, _ in self.train_split.batches(chosen, sizes, self.device))
         seen = norm.gather(self.model, inputs, normalize_with=instruction.gather_with)
         return self.reply({}, instruction, {wire.MOMENTS: moments.pack(self.model, seen)})
 

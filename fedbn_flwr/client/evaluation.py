@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from fedbn_flwr.client.training import LossFunction, logits_of, model_loss
 from fedbn_flwr.data import Split
 
+#: values of a batch of images in an evaluation: 500 images of 64 x 64 pixels
+MOST_VALUES = 500 * 3 * 64 * 64
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -51,12 +54,8 @@ def evaluate(
     was_training, everything = model.training, np.arange(len(split))
     model.eval()
     try:
-        logits = torch.cat(
-            [
-                logits_of(model(split.batch(indices, device)[0])).float().cpu()
-                for indices in torch.from_numpy(everything).split(batch_size)
-            ]
-        )
+        batches = split.batches(torch.from_numpy(everything), batch_sizes(split, everything, batch_size), device)
+        logits = torch.cat([logits_of(model(inputs)).float().cpu() for inputs, _ in batches])
     finally:
         model.train(was_training)
     result = score(logits, split, num_classes, num_domains)
@@ -78,12 +77,19 @@ def mean_loss(
     was_training, total = model.training, 0.0
     model.eval()
     try:
-        for chosen in torch.from_numpy(indices).split(batch_size):
-            inputs, targets = split.batch(chosen, device)
-            total += float(model_loss(model, inputs, targets, loss_function)) * len(chosen)
+        sizes = batch_sizes(split, indices, batch_size)
+        for inputs, targets in split.batches(torch.from_numpy(indices), sizes, device):
+            total += float(model_loss(model, inputs, targets, loss_function)) * len(targets)
     finally:
         model.train(was_training)
     return total / len(indices)
+
+
+def batch_sizes(split: Split, indices: np.ndarray, most: int) -> list[int]:
+    """Return sizes of batches of at most `most` samples; of large images fewer, so that a batch has 25 MB."""
+    values = max(split.inputs[:1].numel(), 1)
+    size = min(most, max(MOST_VALUES // values, 1))
+    return [len(part) for part in torch.from_numpy(indices).split(size)]
 
 
 def score(logits: Tensor, split: Split, num_classes: int, num_domains: int = 0) -> Evaluation:

@@ -5,7 +5,8 @@ array of indices a client.
 """
 
 from fedbn_flwr.data.augmentation import AUGMENTATIONS, augment, parse_augmentation
-from fedbn_flwr.data.loading import DATASETS, DatasetRequest, load, register_dataset
+from fedbn_flwr.data.dataset_registry import DATASETS, DatasetRequest, register_dataset
+from fedbn_flwr.data.loading import load
 from fedbn_flwr.data.partition import PARTITIONS, PartitionRequest, describe, partition, register_partition
 from fedbn_flwr.data.splits import Data, Split
 

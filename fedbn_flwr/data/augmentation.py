@@ -1,4 +1,7 @@
-"""Augmentation of a whole batch, on the batch's device; an explicit generator makes every random choice."""
+"""Augmentations by name, and those of a whole batch on the batch's device.
+
+An explicit generator makes every random choice. Augmentations of single images are in `image_augmentation`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedbn_flwr.data.image_augmentation import FlipRotate, RandomCrop, ResizedCropFlip
 from fedbn_flwr.data.pixels import Channels, normalize
 
 #: batch N x C x H x W, generator, and the channels' mean and standard deviation that the batch was normalized with
@@ -76,6 +80,9 @@ AUGMENTATIONS: dict[str, Callable[..., Augmentation]] = {
     "none": _no_augmentation,
     "crop": partial(Crop, False),
     "crop-flip": partial(Crop, True),
+    "resized-crop-flip": ResizedCropFlip,
+    "flip-rotate": FlipRotate,
+    "random-crop": RandomCrop,
 }
 
 
@@ -90,18 +97,18 @@ def augment(spec: str, inputs: Tensor, generator: torch.Generator, mean: Channel
 
 @lru_cache(maxsize=64)
 def parse_augmentation(spec: str) -> Augmentation:
-    """Read `NAME[:padding=PIXELS][:fill=VALUE]`; a name or option that does not exist is a ValueError."""
+    """Read `NAME[:option=VALUE]...`; a name or option that does not exist is a ValueError."""
     name, *items = spec.split(":")
     if name not in AUGMENTATIONS:
         raise ValueError(f"unknown augmentation {name!r}; there are: {', '.join(AUGMENTATIONS)}")
-    options: dict[str, Any] = {}
+    known, options = _OPTIONS.get(name, {}), dict[str, Any]()
     for item in items:
         key, _, value = item.partition("=")
-        if name == "none" or key not in _OPTIONS:
-            there_are = "it has none" if name == "none" else f"there are: {', '.join(_OPTIONS)}"
+        if key not in known:
+            there_are = f"there are: {', '.join(known)}" if known else "it has none"
             raise ValueError(f"augmentation {name!r}: unknown option {key!r}; {there_are}")
         try:
-            options[key] = _OPTIONS[key](value)
+            options[key] = known[key](value)
         except ValueError as error:
             raise ValueError(f"augmentation {name!r}: {key} must be {error}, not {value!r}") from None
     return AUGMENTATIONS[name](**options)
@@ -114,16 +121,32 @@ def _parse_padding(text: str) -> int:
 
 
 def _parse_fill(text: str) -> float | None:
-    allowed = "'mean' or a number from 0 to 1"
-    if text == "mean":
-        return None
+    return None if text == "mean" else _number(text, 0, 1, "'mean' or a number from 0 to 1")
+
+
+def _parse_scale(text: str) -> float:
+    return _number(text, 1e-6, 1, "a number above 0 and at most 1")
+
+
+def _parse_degrees(text: str) -> float:
+    return _number(text, 0, 180, "a number from 0 to 180")
+
+
+def _number(text: str, low: float, high: float, allowed: str) -> float:
     try:
-        fill = float(text)
+        value = float(text)
     except ValueError:
         raise ValueError(allowed) from None
-    if not 0 <= fill <= 1:
+    if not low <= value <= high:
         raise ValueError(allowed)
-    return fill
+    return value
 
 
-_OPTIONS: dict[str, Callable[[str], Any]] = {"padding": _parse_padding, "fill": _parse_fill}
+_CROP: dict[str, Callable[[str], Any]] = {"padding": _parse_padding, "fill": _parse_fill}
+#: the options of each augmentation, with their parsers
+_OPTIONS: dict[str, dict[str, Callable[[str], Any]]] = {
+    "crop": _CROP,
+    "crop-flip": _CROP,
+    "resized-crop-flip": {"scale": _parse_scale},
+    "flip-rotate": {"degrees": _parse_degrees},
+}

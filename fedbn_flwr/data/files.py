@@ -1,13 +1,19 @@
 """Data sets in files: the data sets of torchvision, and images in a folder per class."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from fedbn_flwr.data.decoding import Fit, fitted, read_image
+from fedbn_flwr.data.sets.listing import FileList, folders
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.plugins import extra
+
+#: decoded bytes of images in folders up to which they are all kept in memory
+MOST_IN_MEMORY = 2**28
 
 #: by the name of a data set: the name of its torchvision class, and the number of classes
 TORCHVISION = {
@@ -29,18 +35,34 @@ def from_torchvision(name: str, root: Path) -> Data:
     return Data(name, _read(name, kind, root, "train"), _read(name, kind, root, "test"), num_classes)
 
 
-def from_folder(path: Path, side: int | None) -> Data:
+def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
     """Read RGB images in `train/CLASS/` and `test/CLASS/`, or, with domains, `DOMAIN/train/CLASS/` and so on.
 
-    Classes and domains are numbered in alphabetical order. Images of different sizes need a `side`.
+    Classes and domains are numbered in alphabetical order. Images of different sizes need a `side`. Images that take
+    more than `MOST_IN_MEMORY` bytes stay in their files, which `workers` processes decode.
     """
-    domains = [] if (path / "train").is_dir() else _folders(path, having="train")
-    homes = [path / domain for domain in domains] or [path]
-    classes = sorted({name for home in homes for name in _folders(home / "train")})
+    train, test, classes, domains = list_folder(path)
+    first = read_image(train.path(0))
+    pixels = side * side if side else first.width * first.height
+    if 3 * pixels * (len(train) + len(test)) <= MOST_IN_MEMORY:
+        splits = [_decode(listed, side) for listed in (train, test)]
+    else:
+        if side is None and first.width != first.height:
+            raise ValueError(_odd_size(train.path(0)))
+        fit: Fit = "squash" if side else "exact"
+        splits = [listed.split(side or first.width, fit, workers=workers) for listed in (train, test)]
+    return Data(path.name, splits[0], splits[1], len(classes), tuple(domains))
+
+
+def list_folder(path: Path) -> tuple[FileList, FileList, list[str], list[str]]:
+    """List the files of both splits, the classes, and the domains if there are several."""
+    domains = [] if (path / "train").is_dir() else [name for name in folders(path) if (path / name / "train").is_dir()]
+    homes = domains or ["."]
+    classes = sorted({name for home in homes for name in folders(path / home / "train")})
     if not classes:
         raise ValueError(f"folder:{path}: found neither train/CLASS/ nor DOMAIN/train/CLASS/ in it")
-    train, test = (_images([home / role for home in homes], classes, side) for role in ("train", "test"))
-    return Data(path.name, train, test, len(classes), tuple(domains) if len(domains) > 1 else ())
+    train, test = (_list(path, [os.path.join(home, role) for home in homes], classes) for role in ("train", "test"))
+    return train, test, classes, domains if len(domains) > 1 else []
 
 
 def _read(name: str, kind: str, root: Path, role: str) -> Split:
@@ -69,39 +91,37 @@ def _open(name: str, kind: str, root: Path, arguments: dict[str, Any]) -> Any:
         raise FileNotFoundError(f"{name} is not in {root} and cannot be downloaded: {reason}") from error
 
 
-def _folders(path: Path, having: str = "") -> list[str]:
-    """Return the sorted names of the folders in a folder; with `having`, of those that have a folder of this name."""
-    entries = path.iterdir() if path.is_dir() else []
-    return sorted(entry.name for entry in entries if (entry / having).is_dir())
-
-
-def _images(homes: list[Path], classes: list[str], side: int | None) -> Split:
-    """Read the images of one folder of classes, or of one folder of classes a domain."""
+def _list(path: Path, homes: list[str], classes: list[str]) -> FileList:
+    """List the images of one folder of classes, or of one folder of classes a domain."""
     with extra("data"):
         from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
+    listed, numbers = FileList(path), {name: number for number, name in enumerate(classes)}
     for home in homes:
-        if unknown := sorted(set(_folders(home)) - set(classes)):
-            raise ValueError(f"{home} has a class that no training folder has: {', '.join(unknown)}")
-    numbers = {name: number for number, name in enumerate(classes)}
-    images = [make_dataset(home, numbers, IMG_EXTENSIONS, allow_empty=True) for home in homes]
-    if empty := [str(home) for home, files in zip(homes, images, strict=True) if not files]:
-        raise ValueError(f"no image in {', '.join(empty)}")
-    inputs = _decode([file for files in images for file, _ in files], side)
-    labels = torch.tensor([label for files in images for _, label in files])
-    domains = torch.arange(len(homes)).repeat_interleave(torch.tensor([len(files) for files in images]))
-    return Split(inputs, labels, domains if len(homes) > 1 else None)
+        if unknown := sorted(set(folders(path / home)) - set(classes)):
+            raise ValueError(f"{path / home} has a class that no training folder has: {', '.join(unknown)}")
+    for domain, home in enumerate(homes):
+        files = make_dataset(path / home, numbers, IMG_EXTENSIONS, allow_empty=True)
+        if not files:
+            raise ValueError(f"no image in {path / home}")
+        names = [os.path.relpath(file, path) for file, _ in files]
+        listed.add(names, [label for _, label in files], domain if len(homes) > 1 else None)
+    return listed
 
 
-def _decode(files: list[str], side: int | None) -> torch.Tensor:
-    with extra("data"):
-        from PIL import Image
-
+def _decode(listed: FileList, side: int | None) -> Split:
+    """Decode all images, into memory."""
     pixels = []
-    for file in files:
-        with Image.open(file) as image:
-            colour = image.convert("RGB")
-        pixels.append(np.asarray(colour.resize((side, side), Image.Resampling.BILINEAR) if side else colour))
+    for number in range(len(listed)):
+        file = listed.path(number)
+        image = read_image(file)
+        pixels.append(np.asarray(fitted(image, file, (side, side), "squash") if side else image))
         if pixels[-1].shape != pixels[0].shape or pixels[0].shape[0] != pixels[0].shape[1]:
-            raise ValueError(f"{file} is not square or not of the size of the others: give an image size")
-    return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
+            raise ValueError(_odd_size(file))
+    inputs = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
+    domains = torch.tensor(listed.domains) if listed.domains else None
+    return Split(inputs, torch.tensor(listed.labels), domains)
+
+
+def _odd_size(file: str) -> str:
+    return f"{file} is not square or not of the size of the others: give an image size"

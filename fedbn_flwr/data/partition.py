@@ -160,9 +160,7 @@ def _deal(request: PartitionRequest, counts: NDArray[np.int64]) -> list[Rows]:
 @register_partition("domain[:CLIENTS-PER-DOMAIN[:SPLITS]]")
 def _domain(request: PartitionRequest) -> list[Rows]:
     """Each client has samples of one domain only."""
-    column, domains = request.data.train.domains, len(request.data.domain_names)
-    if column is None:
-        raise ValueError(f"{request.data.name} has no domains")
+    column, domains = _domains(request)
     per_domain = request.number(0, default=1)
     splits = request.number(1, default=per_domain)
     if per_domain > splits:
@@ -170,7 +168,25 @@ def _domain(request: PartitionRequest) -> list[Rows]:
     if request.clients != domains * per_domain:
         needed = f"{domains} domains with {per_domain} each need {domains * per_domain} clients"
         raise ValueError(f"{needed}, not {request.clients}")
-    return partition_rows.domain_parts(column.numpy(force=True)[request.order], domains, per_domain, splits)
+    return partition_rows.domain_parts(column, domains, per_domain, splits)
+
+
+@register_partition("city")
+def _city(request: PartitionRequest) -> list[Rows]:
+    """Each client has all samples of one city, or other domain, as FixBN divides Cityscapes."""
+    column, domains = _domains(request)
+    if request.clients != domains:
+        raise ValueError(f"{domains} cities need {domains} clients, not {request.clients}")
+    return partition_rows.domain_parts(column, domains, 1, 1)
+
+
+def _domains(request: PartitionRequest) -> tuple[Rows, int]:
+    """Return the domain of every row, and the number of domains; those without training samples are left out."""
+    column = request.data.train.domains
+    if column is None:
+        raise ValueError(f"{request.data.name} has no domains")
+    present, numbers = np.unique(column.numpy(force=True)[request.order], return_inverse=True)
+    return numbers, len(present)
 
 
 @register_partition("union")

@@ -1,4 +1,7 @@
-"""A data set in memory: tensors that all clients of a process share, and load their batches from."""
+"""A data set in memory: tensors that all clients of a process share, and load their batches from.
+
+`file_split` has the same for images that stay in files.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbn_flwr.data.image_augmentation import Edits
 from fedbn_flwr.data.pixels import Channels, gather, measure, normalize, resize
 from fedbn_flwr.randomness import numpy_generator
 
@@ -16,6 +20,9 @@ from fedbn_flwr.randomness import numpy_generator
 MOST_NORMALIZED = 2**26
 #: largest number of values that are gathered together for several batches: 4 MB in float32
 MOST_TOGETHER = 2**20
+
+#: inputs and targets
+Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +53,7 @@ class Split:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def batch(self, indices: Tensor, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Tensor, device: torch.device | str = "cpu") -> Batch:
         """Return the chosen samples on a device: normalized float32 inputs, and labels.
 
         Bytes travel to a GPU as bytes, from pinned memory and without blocking, and become floats there.
@@ -60,15 +67,31 @@ class Split:
         return inputs, gather(self.labels, indices, device)
 
     def batches(
-        self, indices: Tensor, sizes: Sequence[int], device: torch.device | str = "cpu"
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Load batches of these sizes, as `batch` does; small ones are gathered together, as views of one tensor."""
+        self,
+        indices: Tensor,
+        sizes: Sequence[int],
+        device: torch.device | str = "cpu",
+        edits: Edits | None = None,
+    ) -> Iterator[Batch]:
+        """Load batches of these sizes, as `batch` does; small ones are gathered together, as views of one tensor.
+
+        With `edits`, one seed for each index, images are changed one by one before they are normalized.
+        """
         start = 0
         for portion in _portions(sizes, MOST_TOGETHER // max(self.inputs[:1].numel(), 1)):
             end = start + sum(portion)
-            inputs, labels = self.batch(indices[start:end], device)
+            chosen = indices[start:end]
+            inputs, labels = (
+                self.batch(chosen, device) if edits is None else self._edited(chosen, device, edits[start:end])
+            )
             yield from zip(inputs.split(portion), labels.split(portion), strict=True)
             start = end
+
+    def _edited(self, indices: Tensor, device: torch.device | str, edits: Edits) -> Batch:
+        images = gather(self.inputs, indices, torch.device("cpu")).unbind()
+        size = self.inputs.shape[-2], self.inputs.shape[-1]
+        edited = torch.stack(edits.augmentation.edit(images, edits.seeds.tolist(), size)).to(device)
+        return normalize(edited, self.mean, self.std), gather(self.labels, indices, torch.device(device))
 
     def select(self, indices: NDArray[np.int64]) -> "Split":
         """Return a new split with copies of the chosen samples."""
@@ -80,6 +103,14 @@ class Split:
         """Return the split on a device, which then gathers its batches there."""
         domains = None if self.domains is None else self.domains.to(device)
         return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device), domains=domains)
+
+    def resized(self, side: int) -> "Split":
+        """Return the split with images of another size."""
+        return replace(self, inputs=resize(self.inputs, side))
+
+    def measured(self) -> tuple[Channels, Channels]:
+        """Return mean and standard deviation of every channel, for pixels from 0 to 1."""
+        return measure(self.inputs)
 
 
 def _portions(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
@@ -156,12 +187,11 @@ class Data:
 
     def resized(self, side: int) -> "Data":
         """Return the data with images of another size."""
-        train, test = (replace(split, inputs=resize(split.inputs, side)) for split in (self.train, self.test))
-        return replace(self, train=train, test=test)
+        return replace(self, train=self.train.resized(side), test=self.test.resized(side))
 
     def standardized(self) -> "Data":
         """Return the data normalized by the training split's mean and standard deviation; tensors are shared."""
-        mean, std = measure(self.train.inputs)
+        mean, std = self.train.measured()
         train, test = (replace(split, mean=mean, std=std) for split in (self.train, self.test))
         return replace(self, train=train, test=test)
 

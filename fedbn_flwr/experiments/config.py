@@ -36,6 +36,9 @@ class Config:
     dataset: str = option("digits", "data set, synthetic:n=..., folder:PATH, or package.module:function")
     image_size: int = option(0, "resize images to this side; 0 keeps the data set's own")
     data_root: str = option("", "folder of data sets on disk")
+    image_workers: int = option(
+        2, "processes that decode image files ahead of training; 0: none, the one that trains decodes them"
+    )
     partition: str = option("classes:2", "how training data are spread: iid, dirichlet:0.1, classes:2, domain:1, ...")
     clients: int = option(5, "number of clients; 0 means one for every node of the federation")
     min_nodes: int = option(0, "start a round only with so many connected nodes; 0: all that the run began with")
@@ -48,7 +51,9 @@ class Config:
     batch_size: int = option(32, "samples in a mini-batch")
     replacement: bool = option(False, "draw mini-batches with replacement")
     augmentation: str = option(
-        "none", "augmentation of training images: none, crop or crop-flip[:padding=PIXELS][:fill=VALUE]"
+        "none",
+        "augmentation of training images: none, crop or crop-flip[:padding=PIXELS][:fill=VALUE], "
+        "resized-crop-flip[:scale=SHARE], flip-rotate[:degrees=DEGREES], random-crop",
     )
     optimizer: str = option("sgd", "sgd or adam")
     lr: float = option(0.1, "local learning rate")
@@ -138,6 +143,7 @@ class Config:
 _SMALLEST: dict[str, float] = {
     "groups": 1,
     "image_size": 0,
+    "image_workers": 0,
     "clients": 0,
     "min_nodes": 0,
     "rounds": 1,

@@ -23,7 +23,12 @@ VALIDATION_SEED = 0
 
 def load_data(config: Config) -> data.Data:
     """The data set, or with `validation` the training data with a part held out in place of the test data."""
-    loaded = data.load(config.dataset, image_size=config.image_size or None, root=config.data_root or None)
+    loaded = data.load(
+        config.dataset,
+        image_size=config.image_size or None,
+        root=config.data_root or None,
+        image_workers=config.image_workers,
+    )
     return loaded.validation_split(config.validation, VALIDATION_SEED) if config.validation else loaded
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.client import BNClient, layerwise_mode
-from fedbn_flwr.client.batch_plan import BatchLoader
+from fedbn_flwr.client.batch_plan import BatchLoader, load_groups
 from fedbn_flwr.client.precision import autocast
 from fedbn_flwr.client.rules import Session
 from fedbn_flwr.layerwise import Exchange, OwnRandomness, shared_statistics
@@ -55,13 +55,13 @@ class StackedSteps:
 
     def batches(self) -> Iterator[list[Part]]:
         """Iterate over the steps: for each, the batches of those clients that take it."""
-        active = len(self.plans)
+        active, loaded = len(self.plans), self._loaded()
         for step in range(len(self.plans[0])):
             now = sum(len(plan) > step for plan in self.plans)
             if now < active:
                 self._retire(slice(now, active))
             active = now
-            yield [self._part(rows, step) for rows in _by_size([plan.sizes[step] for plan in self.plans[:now]])]
+            yield [self._part(rows, *next(loaded)) for rows in self._groups(step)]
             if self.first_step and (self.exchange or self.carried) and self.session.instruction.fresh_optimizer:
                 self.session.optimizer.state.clear()
             self.first_step = False
@@ -101,16 +101,19 @@ class StackedSteps:
         mode = layerwise_mode(self.session.instruction)
         return partial(shared_statistics, self.stack.structure, exchange, mode)
 
-    def _part(self, rows: Rows, step: int) -> Part:
+    def _groups(self, step: int) -> list[Rows]:
+        """Return the rows that take a step, those with batches of one size together."""
+        return _by_size([plan.sizes[step] for plan in self.plans if len(plan) > step])
+
+    def _loaded(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Load the batches of every group of every step, one after another; files are decoded ahead."""
+        steps = range(len(self.plans[0]))
+        return load_groups(self.plans, [(_numbers(rows), step) for step in steps for rows in self._groups(step)])
+
+    def _part(self, rows: Rows, inputs: Tensor, targets: Tensor) -> Part:
         plans = [self.plans[row] for row in _numbers(rows)]
-        first, size = plans[0], plans[0].sizes[step]
-        if all(plan.split is first.split for plan in plans):
-            chosen = torch.cat([plan.chosen[step] for plan in plans])
-            inputs, targets = first.split.batch(chosen, first.device)
-        else:
-            each = [plan.split.batch(plan.chosen[step], first.device) for plan in plans]
-            inputs, targets = (torch.cat(parts) for parts in zip(*each, strict=True))
-        inputs, targets = inputs.unflatten(0, (len(plans), size)), targets.unflatten(0, (len(plans), size))
+        shape = len(plans), len(targets) // len(plans)
+        inputs, targets = inputs.unflatten(0, shape), targets.unflatten(0, shape)
         if self.session.instruction.augmentation != "none":
             inputs = torch.stack([plan.augmented(own) for own, plan in zip(inputs, plans, strict=True)])
         return Part(rows, inputs, targets)

@@ -1,0 +1,121 @@
+"""From an image file to pixels: what one mini-batch asks for, and how it is decoded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbn_flwr.data.image_augmentation import IGNORED, ImageAugmentation, Size
+from fedbn_flwr.plugins import extra
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+#: a file, or the bytes of one
+Source = str | bytes
+
+#: how an image gets its size: `squash` scales both sides, `center` scales the short side to 8/7 of it and cuts the
+#: middle out (PyTorch's 256 and 224 for ImageNet), `window` cuts the middle out unscaled, `exact` expects the size
+Fit = Literal["squash", "center", "window", "exact"]
+
+
+class UnreadableImageError(ValueError):
+    """An image that cannot be decoded."""
+
+
+@dataclass(frozen=True)
+class DecodeRequest:
+    """A mini-batch to be decoded, with everything that it takes: any process may do it."""
+
+    sources: Sequence[Source]
+    size: Size
+    fit: Fit
+    augmentation: ImageAugmentation | None = None
+    #: one for each image if there is an augmentation
+    seeds: Sequence[int] = ()
+    #: the label map of each image, where there are any
+    maps: Sequence[Source] = ()
+    #: the class of each value of a label map
+    classes: Tensor | None = None
+
+    def decode(self) -> tuple[Tensor, Tensor | None]:
+        """Return the images, N x 3 x H x W bytes, and the label maps, N x H x W int64."""
+        raw = self.augmentation is not None and self.augmentation.sizes
+        samples: list[tuple[Tensor, ...]] = [(self._image(source, raw),) for source in self.sources]
+        if self.maps:
+            samples = [(*image, self._map(source, raw)) for image, source in zip(samples, self.maps, strict=True)]
+        if self.augmentation is not None:
+            samples = self.augmentation.edit_together(samples, self.seeds, self.size)
+        images, *maps = (torch.stack(parts) for parts in zip(*samples, strict=True))
+        return images.contiguous(), maps[0].as_subclass(Tensor) if maps else None
+
+    def _image(self, source: Source, raw: bool) -> Tensor:
+        image = read_image(source)
+        return pixels(image if raw else fitted(image, source, self.size, self.fit))
+
+    def _map(self, source: Source, raw: bool) -> Tensor:
+        from torchvision import tv_tensors
+
+        image = _opened(source)
+        assert self.classes is not None
+        values = np.asarray(image if raw else fitted(image, source, self.size, self.fit, smooth=False))
+        classes: Tensor = tv_tensors.Mask(self.classes[torch.from_numpy(values.astype(np.int64))])
+        return classes
+
+
+def read_image(source: Source) -> "Image":
+    """Decode an image as RGB; one that cannot be is an UnreadableImageError of one line, which names the file."""
+    image = _opened(source)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _opened(source: Source) -> "Image":
+    with extra("data"):
+        from PIL import Image
+
+    try:
+        with Image.open(BytesIO(source) if isinstance(source, bytes) else source) as image:
+            image.load()
+            return image
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        reason = " ".join(str(error).split())
+        raise UnreadableImageError(f"{name_of(source)} cannot be decoded: {reason}") from None
+
+
+def name_of(source: Source) -> str:
+    """Return a file's path, or a description of bytes."""
+    return f"an image of {len(source)} bytes" if isinstance(source, bytes) else source
+
+
+def pixels(image: "Image") -> Tensor:
+    """Return an RGB image as bytes, 3 x H x W."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def fitted(image: "Image", source: Source, size: Size, fit: Fit, smooth: bool = True) -> "Image":
+    """Return the image at a size; without `smooth` no value is mixed from several."""
+    from PIL.Image import Resampling
+
+    height, width = size
+    if image.size == (width, height):
+        return image
+    how: Any = Resampling.BILINEAR if smooth else Resampling.NEAREST
+    if fit == "exact":
+        raise UnreadableImageError(
+            f"{name_of(source)} is not square or not of the size of the others: give an image size"
+        )
+    if fit == "squash":
+        return image.resize((width, height), how)
+    if fit == "center":
+        factor = max(height * 8 / 7 / image.height, width * 8 / 7 / image.width)
+        scaled = max(round(image.width * factor), width), max(round(image.height * factor), height)
+        image = image.resize(scaled, how)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
+
+
+__all__ = ["IGNORED", "DecodeRequest", "Fit", "Source", "UnreadableImageError", "fitted", "pixels", "read_image"]

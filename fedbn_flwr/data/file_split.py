@@ -1,0 +1,166 @@
+"""A split whose images stay in files, and are decoded mini-batch by mini-batch."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbn_flwr.data.decoding import DecodeRequest, Fit, Source
+from fedbn_flwr.data.image_augmentation import Edits, Size
+from fedbn_flwr.data.pixels import Channels, gather, measure_bytes, normalize
+from fedbn_flwr.data.prefetch import decode
+from fedbn_flwr.data.splits import Batch, Split
+from fedbn_flwr.randomness import numpy_generator
+
+#: processes that decode ahead, unless an option says otherwise
+WORKERS = 2
+#: images of a training split that its mean and deviation are measured on
+MEASURED = 1024
+
+
+class Images(Protocol):
+    """Images that are read when they are needed."""
+
+    def __len__(self) -> int: ...
+
+    def sources(self, indices: NDArray[np.int64]) -> Sequence[Source]:
+        """Return the chosen images' files, or their bytes."""
+
+    def select(self, indices: NDArray[np.int64]) -> "Images":
+        """Return the chosen images."""
+
+
+class ImageFiles:
+    """Files in one folder and below. Only their names are kept, 38 MB for ImageNet's 1.28 million."""
+
+    def __init__(self, root: Path, names: Iterable[str] | NDArray[np.bytes_]) -> None:
+        self._root = root
+        self._names = names if isinstance(names, np.ndarray) else np.array([os.fsencode(name) for name in names])
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def sources(self, indices: NDArray[np.int64]) -> list[Source]:
+        """Return the chosen images' paths."""
+        return [os.path.join(self._root, os.fsdecode(name)) for name in self._names[indices].tolist()]
+
+    def select(self, indices: NDArray[np.int64]) -> "ImageFiles":
+        """Return the chosen images."""
+        return ImageFiles(self._root, self._names[indices])
+
+
+@dataclass(frozen=True, eq=False)
+class FileSplit(Split):
+    """A split that holds files. Its `inputs` have a shape and a type, but no values (they are on the device `meta`).
+
+    Where there are label `maps`, one for each image, a batch's targets are these, N x H x W; `classes` says which class
+    a value of a map is.
+    """
+
+    images: Images = field(kw_only=True)
+    fit: Fit = field(default="squash", kw_only=True)
+    maps: Images | None = field(default=None, kw_only=True)
+    classes: Tensor | None = field(default=None, kw_only=True)
+    #: processes that decode ahead
+    workers: int = field(default=WORKERS, kw_only=True)
+
+    @classmethod
+    def of(
+        cls,
+        images: Images,
+        labels: Tensor | Sequence[int],
+        size: int | Size,
+        *,
+        domains: Tensor | Sequence[int] | None = None,
+        mean: Channels = (),
+        std: Channels = (),
+        fit: Fit = "squash",
+        maps: Images | None = None,
+        classes: Tensor | None = None,
+    ) -> Self:
+        """Make a split of RGB images of a size (a side, or height and width)."""
+        inputs = _placeholder(len(images), size)
+        rows = None if domains is None else torch.as_tensor(domains, dtype=torch.int64)
+        labels = torch.as_tensor(labels, dtype=torch.int64)
+        return cls(inputs, labels, rows, mean, std, images=images, fit=fit, maps=maps, classes=classes)
+
+    @property
+    def size(self) -> Size:
+        """Height and width."""
+        return self.inputs.shape[-2], self.inputs.shape[-1]
+
+    def batch(self, indices: Tensor, device: torch.device | str = "cpu") -> Batch:
+        """Decode the chosen samples, in this process."""
+        return next(replace(self, workers=0).batches(indices, [len(indices)], device))
+
+    def batches(
+        self,
+        indices: Tensor,
+        sizes: Sequence[int],
+        device: torch.device | str = "cpu",
+        edits: Edits | None = None,
+    ) -> Iterator[Batch]:
+        """Decode batches of these sizes, a few ahead of the one that is used."""
+        chosen, device = indices.split(list(sizes)), torch.device(device)
+        seeds = [()] * len(chosen) if edits is None else edits.seeds.split(list(sizes))
+        requests = (self._request(part, edits, own) for part, own in zip(chosen, seeds, strict=True))
+        for part, (pixels, maps) in zip(chosen, decode(requests, self.workers), strict=True):
+            targets = gather(self.labels, part, device) if maps is None else maps.to(device)
+            yield normalize(pixels.to(device), self.mean, self.std), targets
+
+    def select(self, indices: NDArray[np.int64]) -> "FileSplit":
+        """Return a new split of the chosen samples."""
+        chosen = torch.from_numpy(indices)
+        return replace(
+            self,
+            inputs=self.inputs[chosen],
+            labels=self.labels[chosen],
+            domains=None if self.domains is None else self.domains[chosen],
+            images=self.images.select(indices),
+            maps=None if self.maps is None else self.maps.select(indices),
+        )
+
+    def to(self, device: torch.device | str) -> "FileSplit":
+        """Return the split with its labels on a device; images are decoded on the CPU."""
+        domains = None if self.domains is None else self.domains.to(device)
+        return replace(self, labels=self.labels.to(device), domains=domains)
+
+    def resized(self, side: int) -> "FileSplit":
+        """Return the split with images of another size."""
+        fit = "squash" if self.fit == "exact" else self.fit
+        return replace(self, inputs=_placeholder(len(self), side), fit=fit)
+
+    def with_workers(self, workers: int) -> "FileSplit":
+        """Return the split with another number of processes that decode ahead."""
+        return replace(self, workers=workers)
+
+    def measured(self) -> tuple[Channels, Channels]:
+        """Return mean and standard deviation of every channel, on at most `MEASURED` random images."""
+        order = numpy_generator(0, "moments").permutation(len(self))[:MEASURED]
+        parts = torch.from_numpy(np.sort(order)).split(16)
+        requests = (self._request(part) for part in parts)
+        return measure_bytes(images for images, _ in decode(requests, self.workers))
+
+    def _request(self, part: Tensor, edits: Edits | None = None, seeds: Tensor | Sequence[int] = ()) -> DecodeRequest:
+        rows = part.numpy(force=True)
+        maps = () if self.maps is None else self.maps.sources(rows)
+        return DecodeRequest(
+            self.images.sources(rows),
+            self.size,
+            self.fit,
+            None if edits is None else edits.augmentation,
+            seeds.tolist() if isinstance(seeds, Tensor) else seeds,
+            maps,
+            self.classes,
+        )
+
+
+def _placeholder(count: int, size: int | Size) -> Tensor:
+    height, width = (size, size) if isinstance(size, int) else size
+    return torch.empty((count, 3, height, width), dtype=torch.uint8, device="meta")

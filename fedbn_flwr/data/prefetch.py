@@ -1,0 +1,101 @@
+"""Processes that decode mini-batches ahead of training: the workers of one `torch.utils.data.DataLoader`."""
+
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from fedbn_flwr.data.decoding import DecodeRequest, UnreadableImageError
+
+#: mini-batches that each worker decodes ahead
+AHEAD = 2
+
+Decoded = tuple[Tensor, Tensor | None]
+
+
+def decode(requests: Iterable[DecodeRequest], workers: int) -> Iterator[Decoded]:
+    """Decode mini-batches in their order, with so many workers or (0) in this process.
+
+    All of a process's splits share its workers, one stream at a time: a stream that begins while another is under way,
+    as in suspended steps, is decoded in this process. So is every stream in a worker process of an engine, which may
+    have no processes of its own; there are as many of these as cores.
+    """
+    if workers and not multiprocessing.current_process().daemon and _POOL.lock.acquire(blocking=False):
+        try:
+            yield from _POOL.decode(requests, workers)
+        finally:
+            _POOL.lock.release()
+    else:
+        for request in requests:
+            yield request.decode()
+
+
+class _Decoder(Dataset[Decoded | UnreadableImageError]):
+    """Takes whole requests for indices, so that workers need to know of no data set."""
+
+    def __getitem__(self, request: DecodeRequest) -> Decoded | UnreadableImageError:
+        try:
+            return request.decode()
+        except UnreadableImageError as error:  # a loader would put a traceback into its message
+            return error
+
+
+class _Requests:
+    """The sampler of the pool's loader: what the present stream asks for."""
+
+    def __init__(self) -> None:
+        self.present: Iterable[DecodeRequest] = ()
+
+    def __iter__(self) -> Iterator[DecodeRequest]:
+        return iter(self.present)
+
+
+class _Pool:
+    """A loader whose workers stay: to start two takes 30 ms or more, and a client's round has few mini-batches."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self._requests = _Requests()
+        self._loader: DataLoader[Any] | None = None
+        self._key = 0, 0
+
+    def decode(self, requests: Iterable[DecodeRequest], workers: int) -> Iterator[Decoded]:
+        """Decode one stream of mini-batches."""
+        self._requests.present = requests
+        try:
+            for decoded in self._open(workers):
+                if isinstance(decoded, UnreadableImageError):
+                    raise decoded
+                yield decoded
+        except RuntimeError:  # a worker has died: the next stream starts others
+            self._loader = None
+            raise
+        finally:
+            self._requests.present = ()
+
+    def _open(self, workers: int) -> "DataLoader[Any]":
+        if self._loader is None or self._key != (os.getpid(), workers):
+            self._key = os.getpid(), workers
+            self._loader = DataLoader(
+                _Decoder(),
+                sampler=self._requests,
+                batch_size=None,
+                num_workers=workers,
+                collate_fn=_unchanged,
+                prefetch_factor=AHEAD,
+                persistent_workers=True,
+                generator=torch.Generator(),  # else it draws from the global stream
+            )
+        return self._loader
+
+
+def _unchanged(decoded: Any) -> Any:
+    return decoded
+
+
+_POOL = _Pool()

@@ -1,0 +1,104 @@
+"""The data sets that there are: each registered name with the function that reads it."""
+
+from pathlib import Path
+
+from fedbn_flwr.data.dataset_registry import DatasetRequest, register_dataset
+from fedbn_flwr.data.digits import digits
+from fedbn_flwr.data.domains import digits_domains
+from fedbn_flwr.data.files import TORCHVISION, from_folder, from_torchvision
+from fedbn_flwr.data.sets.cityscapes import cityscapes
+from fedbn_flwr.data.sets.digits_five import SAMPLES, digits_five
+from fedbn_flwr.data.sets.domain_lists import DOMAINNET, OFFICE, Lists, read_domains
+from fedbn_flwr.data.sets.hugging_face import Choice, hugging_face
+from fedbn_flwr.data.sets.imagenet import imagenet, tiny_imagenet
+from fedbn_flwr.data.splits import Data
+from fedbn_flwr.data.synthetic import synthetic
+
+
+@register_dataset("digits")
+def _digits(request: DatasetRequest) -> Data:
+    """1,797 real handwritten digits of 8x8 pixels, which scikit-learn ships."""
+    request.options()
+    return digits()
+
+
+@register_dataset("digits-domains")
+def _digits_domains(request: DatasetRequest) -> Data:
+    """Digits in five domains: real, of fonts, before photographs, inverted, sheared."""
+    request.options()
+    return digits_domains()
+
+
+@register_dataset("synthetic")
+def _synthetic(request: DatasetRequest) -> Data:
+    """Random images of given number, classes and size, for timing."""
+    return synthetic(**request.options(n=10_000, test=1_000, classes=10, size=8, channels=3, seed=0))
+
+
+def _torchvision(request: DatasetRequest) -> Data:
+    """torchvision's data set of this name, from files in `data-root`."""
+    request.options()
+    return from_torchvision(request.name, request.root)
+
+
+for _name in TORCHVISION:
+    register_dataset(_name)(_torchvision)
+
+
+@register_dataset("folder")
+def _folder(request: DatasetRequest) -> Data:
+    """Images in a folder with a folder for each class: `folder:PATH`."""
+    if not request.argument:
+        raise ValueError("folder: needs a path, as in folder:/data/images")
+    return from_folder(Path(request.argument).expanduser(), request.image_size, request.image_workers)
+
+
+@register_dataset("digits-five")
+def _digits_five(request: DatasetRequest) -> Data:
+    """MNIST, SVHN, USPS, SynthDigits and MNIST-M as domains, in FedBN's archive or as they were published."""
+    options = request.options_after_path(samples=SAMPLES)
+    return digits_five(request.home("digits-five", "."), request.image_size or 28, **options)
+
+
+def _register_domains(lists: Lists) -> None:
+    def read(request: DatasetRequest) -> Data:
+        options = request.options_after_path(samples=0)
+        home = request.home(lists.folder)
+        return read_domains(lists, home, request.image_size or 256, request.image_workers, **options)
+
+    read.__doc__ = f"{lists.about} with FedBN's lists of files, from `{lists.folder}` in `data-root`."
+    register_dataset(lists.name)(read)
+
+
+_register_domains(OFFICE)
+_register_domains(DOMAINNET)
+
+
+@register_dataset("imagenet")
+def _imagenet(request: DatasetRequest) -> Data:
+    """ImageNet-1K, from `imagenet` in `data-root`."""
+    request.options_after_path()
+    return imagenet(request.home("imagenet"), request.image_size or 224, request.image_workers)
+
+
+@register_dataset("tiny-imagenet")
+def _tiny_imagenet(request: DatasetRequest) -> Data:
+    """Tiny-ImageNet, from `tiny-imagenet-200` in `data-root`."""
+    request.options_after_path()
+    return tiny_imagenet(request.home("tiny-imagenet-200"), request.image_size or 64, request.image_workers)
+
+
+@register_dataset("cityscapes")
+def _cityscapes(request: DatasetRequest) -> Data:
+    """Street scenes with label maps by city, from `cityscapes` in `data-root`; not for classification."""
+    request.options_after_path()
+    return cityscapes(request.home("cityscapes"), request.image_size or 768, request.image_workers)
+
+
+@register_dataset("hf")
+def _hugging_face(request: DatasetRequest) -> Data:
+    """A data set of images of the Hugging Face Hub, or saved from there: `hf:NAME`."""
+    name, options = request.path, request.texts_after_path(*Choice.__dataclass_fields__)
+    if not name:
+        raise ValueError("hf: needs a name, as in hf:uoft-cs/cifar10")
+    return hugging_face(name, request.root, request.image_size, request.image_workers, Choice(**options))

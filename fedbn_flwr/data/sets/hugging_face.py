@@ -1,0 +1,139 @@
+"""Image data sets of the Hugging Face Hub, by name, through `flwr-datasets`; or ones that were saved to disk.
+
+Images stay encoded in the memory-mapped files of the data set until a mini-batch needs them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedbn_flwr.data.decoding import Fit, Source
+from fedbn_flwr.data.file_split import FileSplit
+from fedbn_flwr.data.sets.listing import DataFilesError
+from fedbn_flwr.data.splits import Data
+from fedbn_flwr.plugins import extra
+
+#: names of splits that serve for testing, the first that a data set has
+TEST_SPLITS = ("test", "validation", "valid", "val")
+
+
+class ArrowImages:
+    """The images of one column of a data set, as the bytes or paths that it holds."""
+
+    def __init__(self, rows: Any, column: str) -> None:
+        self._rows, self._column = rows, column
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def sources(self, indices: NDArray[np.int64]) -> list[Source]:
+        """Return the chosen images, encoded."""
+        cells: Sequence[Mapping[str, Any]] = self._rows[indices.tolist()][self._column]
+        return [cell["bytes"] or cell["path"] for cell in cells]
+
+    def select(self, indices: NDArray[np.int64]) -> "ArrowImages":
+        """Return the chosen images."""
+        return ArrowImages(self._rows.select(indices), self._column)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which splits, columns and configuration to use; where empty, the usual ones."""
+
+    train: str = "train"
+    test: str = ""
+    image: str = ""
+    label: str = ""
+    subset: str = ""
+
+
+#: returns a split; one that there is not is a ValueError
+LoadSplit = Callable[[str], Any]
+
+
+def hugging_face(
+    name: str, root: Path, side: int | None = None, workers: int = 0, choice: Choice | None = None
+) -> Data:
+    """Read a data set by its name on the Hub, or from a folder that `save_to_disk` wrote.
+
+    By default the test split is the first of `TEST_SPLITS` that there is, images are in the only column of images, and
+    labels in the column `label` or the only column of classes.
+    """
+    choice = choice or Choice()
+    load = _open(name, root, choice.subset)
+    train, test = _load(name, load, choice.train), _load(name, load, *([choice.test] if choice.test else TEST_SPLITS))
+    image = choice.image or _column(name, train, "image", "Image")
+    label = choice.label or _column(name, train, "label", "ClassLabel")
+    for column in (image, label):
+        if column not in train.column_names:
+            raise DataFilesError(f"hf: {name} has no column {column!r}; there are: {', '.join(train.column_names)}")
+    size = side or _side(name, train, image)
+    splits = [_split(rows, image, label, size, "squash" if side else "exact", workers) for rows in (train, test)]
+    classes = getattr(train.features[label], "num_classes", None) or int(splits[0].labels.max()) + 1
+    if empty := sorted(set(range(classes)) - set(splits[0].labels.tolist())):
+        raise DataFilesError(f"hf: {name}: no training image of class {', '.join(map(str, empty))}")
+    return Data(name, splits[0], splits[1], classes)
+
+
+def _split(rows: Any, image: str, label: str, side: int, fit: Fit, workers: int) -> FileSplit:
+    from datasets import Image
+
+    encoded = rows.select_columns([image]).cast_column(image, Image(decode=False))
+    labels = np.asarray(rows.with_format("arrow")[label][:], dtype=np.int64)
+    return FileSplit.of(ArrowImages(encoded, image), labels.tolist(), side, fit=fit).with_workers(workers)
+
+
+def _open(name: str, root: Path, subset: str) -> LoadSplit:
+    with extra("data"):
+        from datasets import DatasetDict
+        from flwr_datasets import FederatedDataset
+
+    for home in (Path(name).expanduser(), root / name):
+        if (home / "dataset_dict.json").exists():
+            saved = DatasetDict.load_from_disk(str(home))
+            return lambda split: saved[split]
+    # not shuffled: partitions are drawn later, by the seed
+    load: LoadSplit = FederatedDataset(dataset=name, subset=subset or None, partitioners={}, shuffle=False).load_split
+    return load
+
+
+def _load(name: str, load: LoadSplit, *splits: str) -> Any:
+    """Return the first of some splits that there is."""
+    for split in splits:
+        try:
+            return load(split)
+        except KeyError:
+            continue
+        except ValueError as error:
+            if "not present in the dataset's splits" not in str(error):
+                raise DataFilesError(f"hf: {name} cannot be loaded: {_line(error)}") from None
+        except Exception as error:  # the Hub cannot be reached, or knows no such data set
+            raise DataFilesError(
+                f"hf: {name} is not on this machine and cannot be downloaded: {_line(error)}"
+            ) from None
+    raise DataFilesError(f"hf: {name} has no split {' or '.join(splits)}")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _column(name: str, rows: Any, usual: str, kind: str) -> str:
+    """Return the column of a kind; of several, the usual one."""
+    columns = [column for column, feature in rows.features.items() if type(feature).__name__ == kind]
+    if usual in columns or (usual == "label" and usual in rows.column_names):
+        return usual
+    if len(columns) != 1:
+        raise DataFilesError(f"hf: {name} has {len(columns)} columns of type {kind}; name one: {usual}=COLUMN")
+    return str(columns[0])
+
+
+def _side(name: str, rows: Any, image: str) -> int:
+    first = rows[0][image]
+    if first.width != first.height:
+        raise DataFilesError(f"hf: images of {name} are not square: give an image size")
+    return int(first.width)

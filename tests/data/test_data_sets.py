@@ -1,0 +1,328 @@
+"""The papers' data sets, from tiny files in the format in which each is published."""
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedbn_flwr.data import Data, load, partition
+from fedbn_flwr.data.file_split import FileSplit
+from fedbn_flwr.data.image_augmentation import IGNORED
+from fedbn_flwr.data.sets.domain_lists import DOMAINNET, OFFICE
+from tests.helpers.image_sets import (
+    paint,
+    write_cityscapes,
+    write_digits_archive,
+    write_digits_originals,
+    write_domain_lists,
+    write_imagenet,
+    write_tiny_imagenet,
+)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny file passes for the real one, whose checksum it cannot have."""
+    monkeypatch.setattr("torchvision.datasets.svhn.check_integrity", lambda path, md5=None: os.path.isfile(path))
+
+
+def unnormalized(data: Data, index: int) -> torch.Tensor:
+    """One training image as bytes, 3 x H x W."""
+    inputs, _ = data.train.batch(torch.tensor([index]))
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (data.train.mean, data.train.std))
+    return ((inputs[0] * std + mean) * 255).round().to(torch.uint8)
+
+
+def test_imagenet(tmp_path: Path) -> None:
+    home = write_imagenet(tmp_path / "imagenet")
+    data = load("imagenet", root=tmp_path, image_size=7)
+    assert isinstance(data.train, FileSplit)
+    assert (len(data.train), len(data.test), data.num_classes, data.image_size) == (12, 6, 3, 7)
+    assert data.train.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert data.train.mean == (0.485, 0.456, 0.406)
+    # 16 x 12 pixels become 11 x 8, of which the middle 7 x 7 stay: PyTorch's Resize(8) and CenterCrop(7)
+    with Image.open(home / "train" / "n00000001" / "n00000001_2.JPEG") as image:
+        wanted = np.asarray(image.resize((11, 8), Image.Resampling.BILINEAR))[0:7, 2:9]
+    assert np.array_equal(unnormalized(data, 6).permute(1, 2, 0).numpy(), wanted)
+    assert load(f"imagenet:{home}").image_size == 224
+
+
+def test_imagenet_as_in_kaggles_archive(tmp_path: Path) -> None:
+    inner = write_imagenet(tmp_path / "ILSVRC" / "Data" / "CLS-LOC")
+    rows = ["ImageId,PredictionString"]
+    for image in sorted((inner / "val").rglob("*.JPEG")):
+        rows.append(f"{image.stem},{image.parent.name} 1 2 3 4 {image.parent.name} 5 6 7 8")
+        image.rename(inner / "val" / image.name)
+    for folder in [path for path in (inner / "val").iterdir() if path.is_dir()]:
+        folder.rmdir()
+    with pytest.raises(ValueError, match=r"^\S*LOC_val_solution\.csv is missing: the classes of the images in \S*val$"):
+        load(f"imagenet:{tmp_path}")
+    (tmp_path / "LOC_val_solution.csv").write_text("\n".join(rows) + "\n")
+    data = load(f"imagenet:{tmp_path}", image_size=8)
+    assert data.test.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert len(data.train) == 12
+
+
+def test_tiny_imagenet(tmp_path: Path) -> None:
+    home = write_tiny_imagenet(tmp_path / "tiny-imagenet-200")
+    data = load("tiny-imagenet", root=tmp_path)
+    assert (len(data.train), len(data.test), data.num_classes, data.image_size) == (6, 2, 2, 64)
+    # the names are n00000009 and n00000008, so that the first in the list has the label 1
+    assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert data.test.labels.tolist() == [1, 0]
+    with Image.open(home / "train" / "n00000008" / "images" / "n00000008_1.JPEG") as image:
+        assert np.array_equal(unnormalized(data, 1).permute(1, 2, 0).numpy(), np.asarray(image))
+
+
+@pytest.mark.parametrize("lists", [OFFICE, DOMAINNET], ids=["office", "domainnet"])
+def test_fedbns_lists(tmp_path: Path, lists: object) -> None:
+    assert lists in (OFFICE, DOMAINNET)
+    chosen = OFFICE if lists is OFFICE else DOMAINNET
+    home = write_domain_lists(tmp_path, chosen.folder, chosen.domains, chosen.classes)
+    data = load(chosen.name, root=tmp_path)
+    domains = len(chosen.domains)
+    assert (len(data.train), len(data.test), data.num_classes, data.image_size) == (20 * domains, 10 * domains, 10, 256)
+    assert data.domain_names == chosen.domains
+    assert data.train.domains is not None
+    assert data.train.domains.tolist() == [number for number in range(domains) for _ in range(20)]
+    assert data.train.labels.tolist() == [label for label in range(10) for _ in range(2)] * domains
+    inputs, _ = data.train.batch(torch.tensor([3]))
+    assert 0 <= float(inputs.min()) < float(inputs.max()) <= 1  # not normalized
+    first = load(f"{chosen.name}:{home}:samples=4", image_size=16)
+    assert (
+        torch.bincount(first.train.domains if first.train.domains is not None else torch.zeros(0)).tolist()
+        == [4] * domains
+    )
+    assert len(first.test) == 10 * domains
+    assert [len(part) for part in partition("domain:1", data, domains, 0)] == [20] * domains
+
+
+def test_digits_five_from_fedbns_archive(tmp_path: Path) -> None:
+    write_digits_archive(tmp_path / "digits-five")
+    data = load("digits-five", root=tmp_path)
+    assert (len(data.train), len(data.test), data.num_classes, data.image_size) == (250, 50, 10, 28)
+    assert data.domain_names == ("mnist", "svhn", "usps", "synth", "mnist-m")
+    with (tmp_path / "digits-five" / "MNIST" / "partitions" / "train_part1.pkl").open("rb") as file:
+        images, labels = pickle.load(file)
+    assert np.array_equal(data.train.inputs[7, 1].numpy(), images[2])  # one channel becomes three
+    assert data.train.labels[5:10].tolist() == labels.tolist()
+    with (tmp_path / "digits-five" / "MNIST_M" / "test.pkl").open("rb") as file:
+        images, _ = pickle.load(file)
+    assert np.array_equal(data.test.inputs[45].permute(1, 2, 0).numpy(), images[5])
+    assert data.test.labels.tolist() == list(range(10)) * 5
+    assert data.train.mean == data.train.std == (0.5, 0.5, 0.5)
+    few = load(f"digits-five:{tmp_path / 'digits-five'}:samples=30")
+    assert (len(few.train), len(few.test)) == (150, 50)
+
+
+def test_digits_five_as_it_was_published(tmp_path: Path) -> None:
+    write_digits_originals(tmp_path)
+    data = load("digits-five", root=tmp_path)
+    assert (len(data.train), len(data.test), data.image_size) == (100, 50, 28)
+    assert data.train.labels.tolist() == list(range(10)) * 10
+    assert data.train.domains is not None
+    assert torch.bincount(data.train.domains).tolist() == [20] * 5
+    # SVHN and SynthDigits hold the same images here
+    assert torch.equal(data.train.inputs[20:40], data.train.inputs[60:80])
+    with Image.open(tmp_path / "mnist_m" / "mnist_m_test" / "00000003.png") as image:
+        small = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
+    wanted = torch.nn.functional.interpolate(small, size=(28, 28), mode="bilinear", antialias=True)
+    assert torch.equal(data.test.inputs[43], wanted[0])
+
+
+def test_cityscapes(tmp_path: Path) -> None:
+    write_cityscapes(tmp_path / "cityscapes")
+    data = load("cityscapes", root=tmp_path, image_size=32)
+    assert (len(data.train), len(data.test), data.num_classes) == (3, 2, 19)
+    assert data.domain_names == ("aachen", "bochum", "frankfurt")
+    inputs, maps = data.train.batch(torch.tensor([2, 0]))
+    assert inputs.shape == (2, 3, 32, 32)
+    # the middle 32 columns of 64: 16 of the value 7, the class 0, and 16 of the value 33, the class 18
+    assert torch.equal(maps, torch.tensor([0] * 16 + [18] * 16).expand(2, 32, 32))
+    inputs, maps = data.test.batch(torch.tensor([0]))
+    assert inputs.shape == (1, 3, 1024, 2048)
+    assert maps.shape == (1, 1024, 2048)
+    assert maps.unique().tolist() == [IGNORED, 0, 18]
+    assert [part.tolist() for part in partition("city", data, 2, 0)] == [[0, 1], [2]]
+    assert [part.tolist() for part in partition("domain:1", data, 2, 0)] == [[0, 1], [2]]
+    with pytest.raises(ValueError, match="2 cities need 2 clients, not 3"):
+        partition("city", data, 3, 0)
+
+
+def test_a_random_crop_cuts_image_and_label_map_at_the_same_place(tmp_path: Path) -> None:
+    from fedbn_flwr.data.image_augmentation import Edits, RandomCrop
+
+    home = write_cityscapes(tmp_path)
+    for path in (home / "leftImg8bit").rglob("*.png"):
+        pixels = np.zeros((32, 64, 3), dtype=np.uint8)
+        pixels[:, 32:] = 255
+        Image.fromarray(pixels).save(path)
+    data = load(f"cityscapes:{home}", image_size=24)
+    seeds = torch.arange(40)
+    ((inputs, maps),) = data.train.batches(torch.zeros(40, dtype=torch.int64), [40], edits=Edits(RandomCrop(), seeds))
+    right = inputs[:, 0] > 0
+    known = maps != IGNORED
+    assert torch.equal(right[known], maps[known] == 18)
+    assert len({int(image.sum()) for image in right}) > 10  # at many places
+
+
+def test_a_hugging_face_data_set(tmp_path: Path) -> None:
+    import datasets
+
+    pixels = [np.full((8, 8), 10 * number, dtype=np.uint8) for number in range(6)]
+    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    columns = {"img": [Image.fromarray(image) for image in pixels], "label": [0, 1, 0, 1, 1, 1]}
+    rows = datasets.Dataset.from_dict(columns, features=features)
+    both = datasets.DatasetDict({"train": rows, "validation": rows.select([1, 0])})
+    both.save_to_disk(str(tmp_path / "me" / "saved"))
+    (tmp_path / "files").mkdir()
+    for name, split in both.items():
+        split.to_parquet(str(tmp_path / "files" / f"{name}.parquet"))
+    specs = ["hf:me/saved", f"hf:{tmp_path / 'files'}", f"hf:{tmp_path / 'files'}:image=img:label=label:test=train"]
+    for spec, test in zip(specs, (2, 2, 6), strict=True):
+        data = load(spec, root=tmp_path, image_workers=0)
+        assert (len(data.train), len(data.test), data.num_classes, data.image_size) == (6, test, 2, 8)
+        assert data.train.labels.tolist() == [0, 1, 0, 1, 1, 1]
+        assert unnormalized(data, 4).unique().tolist() == [40]
+    streamed = load("hf:me/saved", root=tmp_path, image_workers=2, image_size=4)
+    assert [len(labels) for _, labels in streamed.train.batches(torch.arange(6), [4, 2])] == [4, 2]
+    with pytest.raises(ValueError, match=r"^hf: me/saved has no split valid$"):
+        load("hf:me/saved:test=valid", root=tmp_path)
+    with pytest.raises(ValueError, match=r"^hf: me/saved has no column 'fine'; there are: img, label$"):
+        load("hf:me/saved:label=fine", root=tmp_path)
+    with pytest.raises(
+        ValueError, match=r"^hf: unknown option 'config'; there are: train, test, image, label, subset$"
+    ):
+        load("hf:me/saved:config=a", root=tmp_path)
+    with pytest.raises(ValueError, match="hf: needs a name"):
+        load("hf:", root=tmp_path)
+
+
+def imagenet(root: Path) -> Path:
+    return write_imagenet(root / "imagenet")
+
+
+def tiny(root: Path) -> Path:
+    return write_tiny_imagenet(root / "tiny-imagenet-200")
+
+
+def office(root: Path) -> Path:
+    return write_domain_lists(root, OFFICE.folder, OFFICE.domains, OFFICE.classes)
+
+
+def archive(root: Path) -> Path:
+    return write_digits_archive(root / "digits-five")
+
+
+def originals(root: Path) -> Path:
+    return write_digits_originals(root / "digits-five")
+
+
+def streets(root: Path) -> Path:
+    return write_cityscapes(root / "cityscapes")
+
+
+def remove(path: Path) -> None:
+    for inner in sorted(path.rglob("*"), reverse=True) if path.is_dir() else []:
+        inner.rmdir() if inner.is_dir() else inner.unlink()
+    path.rmdir() if path.is_dir() else path.unlink()
+
+
+FAULTS: dict[str, tuple[str, Callable[[Path], Path], str, str]] = {
+    # data set, how it is written, what is removed, the message
+    "no val": ("imagenet", imagenet, "val", r"val is missing: a folder of validation images"),
+    "no train": ("imagenet", imagenet, "train", r"train is missing: a folder of training images with a folder for"),
+    "empty class": ("imagenet", imagenet, "train/n00000001/*", r"train/n00000001: no image of class n00000001"),
+    "no list": ("tiny-imagenet", tiny, "wnids.txt", r"wnids.txt is missing: the names of the classes, one a line"),
+    "no annotations": ("tiny-imagenet", tiny, "val/val_annotations.txt", r"val_annotations.txt is missing: file and"),
+    "tiny empty class": ("tiny-imagenet", tiny, "train/n00000008/images/*", r"images: no image of class n00000008"),
+    "no test list": ("office-caltech-10", office, "dslr_test.pkl", r"dslr_test.pkl is missing: FedBN's list of test"),
+    "no folder": ("office-caltech-10", office, ".", r"office_caltech_10 is missing: the folder office_caltech_10 with"),
+    "no test part": ("digits-five", archive, "SVHN/test.pkl", r"SVHN/test.pkl is missing: a test part of FedBN's"),
+    "no synth": ("digits-five", originals, "SynthDigits/*test*", r"synth_test_32x32.mat is missing: SynthDigits"),
+    "no usps": ("digits-five", originals, "USPS", r"no USPS in \S*USPS: "),
+    "no mnist-m": ("digits-five", originals, "mnist_m/*train_labels.txt", r"mnist_m_train_labels.txt is missing: "),
+    "no label maps": ("cityscapes", streets, "gtFine/val", r"gtFine/val is missing: a folder of label maps for each"),
+    "no label map": ("cityscapes", streets, "gtFine/train/bochum/*", r"labelIds.png is missing: the label map of"),
+    "empty city": ("cityscapes", streets, "leftImg8bit/train/bochum/*", r"bochum: no image of city bochum"),
+}
+
+
+@pytest.mark.parametrize(("name", "write", "gone", "message"), FAULTS.values(), ids=FAULTS)
+def test_what_is_missing_is_one_line(
+    tmp_path: Path, name: str, write: Callable[[Path], Path], gone: str, message: str
+) -> None:
+    home = write(tmp_path)
+    load(name, root=tmp_path, image_size=9)
+    for path in [home] if gone == "." else list(home.glob(gone)):
+        remove(path)
+    with pytest.raises(ValueError, match=message) as error:
+        load(name, root=tmp_path, image_size=10)
+    assert "\n" not in str(error.value)
+
+
+def test_a_class_without_an_image_in_a_list(tmp_path: Path) -> None:
+    home = office(tmp_path)
+    files = [f"{OFFICE.folder}/webcam/{name}/train_0.jpg" for name in OFFICE.classes if name != "mug"]
+    names = [name for name in OFFICE.classes if name != "mug"]
+    (home / "webcam_train.pkl").write_bytes(pickle.dumps((files, names)))
+    with pytest.raises(ValueError, match=r"^\S*webcam_train.pkl: no image of class mug$"):
+        load("office-caltech-10", root=tmp_path)
+    (home / "webcam_train.pkl").write_bytes(pickle.dumps((files, ["cup"] * len(files))))
+    with pytest.raises(ValueError, match=r"webcam_train.pkl has the unknown class 'cup'; there are: back_pack"):
+        load("office-caltech-10", root=tmp_path)
+    (home / "webcam_train.pkl").write_bytes(pickle.dumps((files, names[:-1])))
+    with pytest.raises(ValueError, match=r"webcam_train.pkl has 9 images and 8 labels"):
+        load("office-caltech-10", root=tmp_path)
+
+
+def test_a_digit_that_a_domain_lacks(tmp_path: Path) -> None:
+    home = archive(tmp_path)
+    images, labels = np.zeros((9, 16, 16), dtype=np.uint8), np.arange(9)
+    (home / "USPS" / "test.pkl").write_bytes(pickle.dumps((images, labels)))
+    with pytest.raises(ValueError, match=r"^digits-five: no test image of class 9 in usps$"):
+        load("digits-five", root=tmp_path)
+
+
+class Harmful:
+    """Runs something when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return os.mkdir, (os.environ["HARM"],)
+
+
+def test_a_pickle_file_can_only_hold_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HARM", str(tmp_path / "harm"))
+    path = archive(tmp_path) / "USPS" / "test.pkl"
+    path.write_bytes(pickle.dumps((Harmful(), [1])))
+    with pytest.raises(
+        ValueError, match=r"test.pkl is not a pickle file of images and labels: it asks for posix.mkdir"
+    ):
+        load("digits-five", root=tmp_path)
+    assert not (tmp_path / "harm").exists()
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(ValueError, match=r"test.pkl is not a pickle file of images and labels: "):
+        load("digits-five", root=tmp_path)
+
+
+def test_a_corrupted_image_is_one_line_when_it_is_needed(tmp_path: Path) -> None:
+    home = imagenet(tmp_path)
+    path = home / "train" / "n00000000" / "n00000000_1.JPEG"
+    path.write_bytes(path.read_bytes()[:150])
+    data = load("imagenet", root=tmp_path)
+    data.train.batch(torch.tensor([0, 2]))
+    with pytest.raises(ValueError, match=r"^\S*n00000000_1.JPEG cannot be decoded: [^\n]+$"):
+        data.train.batch(torch.tensor([0, 1]))
+    originals(tmp_path)
+    (tmp_path / "digits-five" / "SynthDigits" / "synth_train_32x32.mat").write_bytes(b"MATLAB 5.0 MAT-file, but no")
+    with pytest.raises(ValueError, match=r"^\S*synth_train_32x32.mat cannot be read: [^\n]+$"):
+        load("digits-five", root=tmp_path)
+    paint(tmp_path / "folder" / "train" / "a" / "1.png")
+    (paint(tmp_path / "folder" / "test" / "a" / "1.png")).write_text("no image")
+    with pytest.raises(ValueError, match=r"^\S*1.png cannot be decoded: cannot identify image file[^\n]+$"):
+        load(f"folder:{tmp_path / 'folder'}")

@@ -1,0 +1,128 @@
+"""Tiny image files in the layouts of published data sets."""
+
+import bz2
+import pickle
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import scipy.io
+from PIL import Image
+
+
+def paint(path: Path, seed: int = 0, size: tuple[int, int] = (8, 8), grey: int | None = None) -> Path:
+    """Write an image (width x height) of random colours, or of one grey."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    if grey is not None:
+        pixels[:] = grey
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def write_imagenet(home: Path, classes: int = 3, images: int = 4, size: tuple[int, int] = (16, 12)) -> Path:
+    """Write `train/CLASS/*.JPEG` and two validation images a class."""
+    for label in range(classes):
+        name = f"n{label:08d}"
+        for number in range(images):
+            paint(home / "train" / name / f"{name}_{number}.JPEG", 100 * label + number, size)
+        for number in range(2):
+            paint(
+                home / "val" / name / f"ILSVRC2012_val_{2 * label + number:08d}.JPEG", 100 * label + 50 + number, size
+            )
+    return home
+
+
+def write_tiny_imagenet(home: Path, classes: int = 2, images: int = 3) -> Path:
+    """Write the folders and lists of `tiny-imagenet-200`, with few classes."""
+    names = [f"n{9 - label:08d}" for label in range(classes)]  # the published list is not in alphabetical order
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "wnids.txt").write_text("\n".join(names) + "\n")
+    lines = []
+    for label, name in enumerate(names):
+        for number in range(images):
+            paint(home / "train" / name / "images" / f"{name}_{number}.JPEG", 10 * label + number, (64, 64))
+        paint(home / "val" / "images" / f"val_{label}.JPEG", 90 + label, (64, 64))
+        lines.append(f"val_{label}.JPEG\t{name}\t0\t0\t62\t62")
+    (home / "val" / "val_annotations.txt").write_text("\n".join(lines) + "\n")
+    return home
+
+
+def write_domain_lists(root: Path, folder: str, domains: Sequence[str], classes: Sequence[str]) -> Path:
+    """Write FedBN's lists and their images: two training images a class and domain, and one for testing."""
+    home = root / folder
+    for number, domain in enumerate(domains):
+        for role, count in (("train", 2), ("test", 1)):
+            files, names = [], []
+            for label, name in enumerate(classes):
+                for image in range(count):
+                    file = f"{folder}/{domain}/{name}/{role}_{image}.jpg"
+                    paint(root / file, 100 * number + 10 * label + image, (10, 12))
+                    files.append(file)
+                    names.append(name)
+            # as NumPy arrays and as lists: both are published
+            columns = (np.array(files), np.array(names)) if role == "train" else (files, names)
+            (home / f"{domain}_{role}.pkl").write_bytes(pickle.dumps(columns))
+    return home
+
+
+#: shape of an image in FedBN's archive
+ARCHIVE = {"MNIST": (28, 28), "SVHN": (32, 32, 3), "USPS": (16, 16), "SynthDigits": (32, 32, 3), "MNIST_M": (28, 28, 3)}
+
+
+def write_digits_archive(home: Path) -> Path:
+    """Write FedBN's archive: ten parts of five training digits a domain, and ten for testing."""
+    for number, (folder, shape) in enumerate(ARCHIVE.items()):
+        generator = np.random.default_rng(number)
+        (home / folder / "partitions").mkdir(parents=True)
+        for part in range(10):
+            images = generator.integers(0, 256, (5, *shape), dtype=np.uint8)
+            labels = (np.arange(5) + 5 * part) % 10
+            (home / folder / "partitions" / f"train_part{part}.pkl").write_bytes(pickle.dumps((images, labels)))
+        images = generator.integers(0, 256, (10, *shape), dtype=np.uint8)
+        (home / folder / "test.pkl").write_bytes(pickle.dumps((images, np.arange(10)[:, None])))
+    return home
+
+
+def write_digits_originals(home: Path) -> Path:
+    """Write the five data sets as they were published: twenty training digits each, and ten for testing."""
+    for role, count in (("train", 20), ("test", 10)):
+        labels, generator = np.arange(count) % 10, np.random.default_rng(count)
+        grey = generator.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        raw, prefix = home / "MNIST" / "raw", {"train": "train", "test": "t10k"}[role]
+        raw.mkdir(parents=True, exist_ok=True)
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(struct.pack(">4i", 2051, count, 28, 28) + grey.tobytes())
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, count) + bytes(labels.tolist()))
+        colour = generator.integers(0, 256, (32, 32, 3, count), dtype=np.uint8)
+        for folder, file in (("SVHN", f"{role}_32x32.mat"), ("SynthDigits", f"synth_{role}_32x32.mat")):
+            (home / folder).mkdir(exist_ok=True)
+            digits = np.where((labels == 0) & (folder == "SVHN"), 10, labels)  # SVHN calls the digit 0 ten
+            scipy.io.savemat(home / folder / file, {"X": colour, "y": digits[:, None].astype(np.uint8)})
+        values = " ".join(f"{position + 1}:{-1 if position % 2 else 1}" for position in range(256))
+        text = "".join(f"{label + 1} {values} \n" for label in labels)
+        (home / "USPS").mkdir(exist_ok=True)
+        (home / "USPS" / {"train": "usps.bz2", "test": "usps.t.bz2"}[role]).write_bytes(bz2.compress(text.encode()))
+        lines = []
+        for number, label in enumerate(labels):
+            paint(home / "mnist_m" / f"mnist_m_{role}" / f"{number:08d}.png", number, (32, 32))
+            lines.append(f"{number:08d}.png {label}")
+        (home / "mnist_m" / f"mnist_m_{role}_labels.txt").write_text("\n".join(lines) + "\n")
+    return home
+
+
+def write_cityscapes(home: Path, size: tuple[int, int] = (64, 32)) -> Path:
+    """Write two cities for training and one for validation: the map's value is 7 on the left and 33 on the right."""
+    cities = {"train": {"aachen": 2, "bochum": 1}, "val": {"frankfurt": 2}, "test": {"berlin": 1}}
+    values = np.full((size[1], size[0]), 7, dtype=np.uint8)
+    values[:, size[0] // 2 :] = 33
+    values[0, 0] = 3  # outside of the region of interest
+    for role, counts in cities.items():
+        for city, count in counts.items():
+            for number in range(count):
+                name = f"{city}_{number:06d}_000019"
+                paint(home / "leftImg8bit" / role / city / f"{name}_leftImg8bit.png", number, size)
+                path = home / "gtFine" / role / city / f"{name}_gtFine_labelIds.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(values).save(path)
+    return home
