@@ -26,13 +26,14 @@ TORCHVISION = {
 }
 
 
-def from_torchvision(name: str, root: Path) -> Data:
-    """Read a data set in the folders and formats of torchvision, which downloads it if it is absent.
+def from_torchvision(name: str, root: Path, download: bool = True) -> Data:
+    """Read a data set in the folders and formats of torchvision, which downloads it if it is absent and it may.
 
     A data set that is absent and cannot be downloaded is a FileNotFoundError.
     """
     kind, num_classes = TORCHVISION[name]
-    return Data(name, _read(name, kind, root, "train"), _read(name, kind, root, "test"), num_classes)
+    train, test = (_read(name, kind, root, role, download) for role in ("train", "test"))
+    return Data(name, train, test, num_classes)
 
 
 def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
@@ -65,8 +66,8 @@ def list_folder(path: Path) -> tuple[FileList, FileList, list[str], list[str]]:
     return train, test, classes, domains if len(domains) > 1 else []
 
 
-def _read(name: str, kind: str, root: Path, role: str) -> Split:
-    dataset = _open(name, kind, root, {"split": role} if kind == "SVHN" else {"train": role == "train"})
+def _read(name: str, kind: str, root: Path, role: str, download: bool) -> Split:
+    dataset = _open(name, kind, root, {"split": role} if kind == "SVHN" else {"train": role == "train"}, download)
     inputs = torch.as_tensor(dataset.data)
     if inputs.dim() == 3:  # one channel
         inputs = inputs.unsqueeze(1)
@@ -76,14 +77,15 @@ def _read(name: str, kind: str, root: Path, role: str) -> Split:
     return Split(inputs.contiguous(), torch.as_tensor(labels, dtype=torch.int64))
 
 
-def _open(name: str, kind: str, root: Path, arguments: dict[str, Any]) -> Any:
+def _open(name: str, kind: str, root: Path, arguments: dict[str, Any], download: bool) -> Any:
     with extra("data"):  # imported here because it takes seconds
         from torchvision import datasets
 
     try:
         return getattr(datasets, kind)(root, **arguments, download=False)
-    except (RuntimeError, FileNotFoundError):
-        pass  # torchvision raises these where the data set is absent
+    except (RuntimeError, FileNotFoundError) as error:  # torchvision raises these where the data set is absent
+        if not download:
+            raise FileNotFoundError(f"{name} is not in {root}, or broken: {' '.join(str(error).split())}") from None
     try:
         return getattr(datasets, kind)(root, **arguments, download=True)
     except (RuntimeError, OSError) as error:

@@ -5,13 +5,14 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fedbn_flwr.experiments.comparison import Plan, compare
 from fedbn_flwr.experiments.config import Config, UsageError, convert
+from fedbn_flwr.experiments.data_command import add_data_command, check_data
 from fedbn_flwr.experiments.diagnosis.command import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, prepare
 from fedbn_flwr.experiments.method import import_plugins, resolve, split_methods
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
         options = vars(_parser(others or {}).parse_args(arguments))
         command = options.pop("command")
         _quiet(verbose=options.pop("verbose", False))
-        _COMMANDS[command](options)
+        return _COMMANDS[command](options) or 0
     except UsageError as error:
         print("fedbn-flwr:", *str(error).split(), file=sys.stderr)  # in one line, whatever a library says
         return 2
@@ -53,7 +54,6 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 def _quiet(verbose: bool) -> None:
@@ -106,6 +106,7 @@ def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     names.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
     names.add_argument("--json", action="store_true", help="print it for programs")
     add_recipe_commands(commands, _command)
+    add_data_command(commands, _Parser)
     for name, text in others.items():
         commands.add_parser(name, help=text)
     return parser
@@ -189,13 +190,14 @@ def _list(options: dict[str, Any]) -> None:
         show_listing()
 
 
-_COMMANDS = {
+_COMMANDS: dict[str, Callable[[dict[str, Any]], int | None]] = {
     "run": _run,
     "compare": _compare,
     "diagnose": _diagnose,
     "list": _list,
     "recipes": list_recipes,
     "reproduce": reproduce,
+    "data": check_data,
 }
 
 

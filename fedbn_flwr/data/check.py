@@ -1,0 +1,122 @@
+"""A check of a data set's files before anything is trained: what is missing, broken or has a wrong checksum."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from fedbn_flwr.data.dataset_registry import DATASETS, DatasetRequest
+from fedbn_flwr.data.decoding import UnreadableImageError, read_image
+from fedbn_flwr.data.file_split import FileSplit
+from fedbn_flwr.data.files import TORCHVISION, from_torchvision
+from fedbn_flwr.data.sets.catalog import CATALOG, OR
+from fedbn_flwr.data.splits import Data, Split
+
+#: lists of checksums that `md5sum` and `sha256sum` write, and that are checked where they are found
+SUM_FILES = {"MD5SUMS": "md5", "SHA256SUMS": "sha256"}
+#: images of a split that are decoded, unless more are asked for
+IMAGES = 100
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a check."""
+
+    verdict: Literal["ok", "missing", "bad"]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.verdict:8}{self.text}"
+
+
+def check_dataset(name: str, path: str, images: int = IMAGES) -> Iterator[Finding]:
+    """Check a data set in a folder: required paths, checksums, the lists of files, and `images` images of each split.
+
+    With `images` of 0 all are decoded. An unknown name is a ValueError.
+    """
+    if name not in CATALOG:
+        raise ValueError(f"data check: unknown data set {name!r}; there are: {', '.join(CATALOG)}")
+    home = Path(path).expanduser()
+    missing = False
+    for finding in _check_needs(name, home):
+        missing = True
+        yield finding
+    yield from _check_sums(name, home)
+    if missing:
+        return
+    try:
+        data = _read(name, path)
+    except (ValueError, OSError) as error:
+        yield Finding("bad", " ".join(str(error).split()))
+        return
+    for role, split in (("train", data.train), ("test", data.test)):
+        yield Finding("ok", f"{role}: {_describe(split, data)}")
+        if isinstance(split, FileSplit):
+            yield from _check_images(role, split, images)
+
+
+def where_to_get(name: str) -> list[str]:
+    """Return lines about the licence of a data set and where it is to be had."""
+    published = CATALOG[name]
+    return [f"licence: {published.licence}", *published.sources]
+
+
+def _check_needs(name: str, home: Path) -> Iterator[Finding]:
+    for need in CATALOG[name].needs:
+        ways = need.split(OR)
+        if not any((home / way).exists() for way in ways):
+            yield Finding("missing", " or ".join(str(home / way) for way in ways))
+
+
+def _check_sums(name: str, home: Path) -> Iterator[Finding]:
+    sums = [(home / file, "md5", digest) for file, digest in CATALOG[name].md5.items() if (home / file).exists()]
+    for list_name, algorithm in SUM_FILES.items():
+        if (home / list_name).exists():
+            rows = [line.split(maxsplit=1) for line in (home / list_name).read_text().splitlines()]
+            sums += [(home / row[1].lstrip("*"), algorithm, row[0]) for row in rows if len(row) == 2]
+    for file, algorithm, digest in sums:
+        if not file.exists():
+            yield Finding("missing", f"{file}, which a list of checksums names")
+        elif (actual := _digest(file, algorithm)) != digest.lower():
+            yield Finding("bad", f"{file} has the {algorithm} sum {actual}, not {digest}: it is to be downloaded again")
+        else:
+            yield Finding("ok", f"{file} has the expected {algorithm} sum")
+
+
+def _digest(file: Path, algorithm: str) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, algorithm).hexdigest()
+
+
+def _read(name: str, path: str) -> Data:
+    if name in TORCHVISION:
+        return from_torchvision(name, Path(path).expanduser(), download=False)
+    return DATASETS[name](DatasetRequest(name, path, None, Path(path).expanduser(), image_workers=0))
+
+
+def _describe(split: Split, data: Data) -> str:
+    counts = torch.bincount(split.labels, minlength=data.num_classes)
+    text = f"{len(split)} images in {int((counts > 0).sum())} of {data.num_classes} classes"
+    if split.domains is None:
+        return text
+    shares = torch.bincount(split.domains, minlength=len(data.domain_names)).tolist()
+    return f"{text}; " + ", ".join(f"{domain} {count}" for domain, count in zip(data.domain_names, shares, strict=True))
+
+
+def _check_images(role: str, split: FileSplit, most: int) -> Iterator[Finding]:
+    count = min(most or len(split), len(split))
+    chosen = np.linspace(0, len(split) - 1, count).round().astype(np.int64)
+    broken = 0
+    for images in filter(None, (split.images, split.maps)):
+        for number in chosen:
+            try:
+                read_image(images.sources(np.array([number]))[0])
+            except UnreadableImageError as error:
+                broken += 1
+                yield Finding("bad", str(error))
+    if not broken:
+        yield Finding("ok", f"{role}: {count} of {len(split)} images decoded")

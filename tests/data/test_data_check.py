@@ -1,0 +1,141 @@
+"""`fedbn-flwr data check` names what is missing, broken or has a wrong checksum, each in one line."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.data import DATASETS
+from fedbn_flwr.data.check import Finding, check_dataset
+from fedbn_flwr.data.sets.catalog import CATALOG
+from fedbn_flwr.data.sets.domain_lists import OFFICE
+from fedbn_flwr.experiments import main
+from tests.helpers.image_sets import (
+    paint,
+    write_cityscapes,
+    write_digits_archive,
+    write_domain_lists,
+    write_imagenet,
+    write_tiny_imagenet,
+)
+
+#: data sets that are no files
+MADE = {"digits", "digits-domains", "synthetic"}
+
+
+def test_every_data_set_of_files_is_in_the_catalog() -> None:
+    assert set(CATALOG) == set(DATASETS) - MADE
+    assert all(published.licence and published.sources for published in CATALOG.values())
+
+
+def office(root: Path) -> Path:
+    return write_domain_lists(root, OFFICE.folder, OFFICE.domains, OFFICE.classes)
+
+
+WHOLE: dict[str, tuple[str, Callable[[Path], Path], list[str]]] = {
+    "imagenet": (
+        "imagenet",
+        write_imagenet,
+        ["train: 12 images in 3 of 3 classes", "test: 6 images in 3 of 3 classes"],
+    ),
+    "tiny": ("tiny-imagenet", write_tiny_imagenet, ["train: 6 images in 2 of 2 classes"]),
+    "office": ("office-caltech-10", office, ["train: 80 images in 10 of 10 classes; amazon 20, caltech 20, dslr 20, "]),
+    "digits": (
+        "digits-five",
+        write_digits_archive,
+        ["test: 50 images in 10 of 10 classes; mnist 10, svhn 10, usps 10"],
+    ),
+    "streets": ("cityscapes", write_cityscapes, ["aachen 2, bochum 1, frankfurt 0"]),
+}
+
+
+@pytest.mark.parametrize(("name", "write", "texts"), WHOLE.values(), ids=WHOLE)
+def test_whole_files(tmp_path: Path, name: str, write: Callable[[Path], Path], texts: list[str]) -> None:
+    found = list(check_dataset(name, str(write(tmp_path / "home"))))
+    assert {finding.verdict for finding in found} == {"ok"}
+    for text in texts:
+        assert any(text in finding.text for finding in found)
+
+
+def faults(name: str, home: Path, images: int = 100) -> list[Finding]:
+    found = list(check_dataset(name, str(home), images))
+    assert all("\n" not in str(finding) for finding in found)
+    return [finding for finding in found if finding.verdict != "ok"]
+
+
+def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
+    home = office(tmp_path)
+    (home / "dslr_test.pkl").unlink()
+    (home / "amazon_train.pkl").unlink()
+    missing = [str(home / "amazon_train.pkl"), str(home / "dslr_test.pkl")]
+    assert faults("office-caltech-10", home) == [Finding("missing", path) for path in missing]
+    assert faults("digits-five", tmp_path)[0].text == f"{tmp_path / 'MNIST/test.pkl'} or {tmp_path / 'MNIST/raw'}"
+
+
+def test_a_corrupted_file_is_found_among_all_or_a_sample(tmp_path: Path) -> None:
+    home = write_imagenet(tmp_path)
+    path = home / "train" / "n00000001" / "n00000001_1.JPEG"
+    path.write_bytes(path.read_bytes()[:200])
+    (fault,) = faults("imagenet", home, images=0)
+    assert fault.verdict == "bad"
+    assert fault.text.startswith(f"{path} cannot be decoded: ")
+    assert faults("imagenet", home, images=2) == []  # the first and the last of each split
+    label_map = next((write_cityscapes(tmp_path / "streets") / "gtFine" / "val").rglob("*.png"))
+    label_map.write_bytes(b"none")
+    (fault,) = faults("cityscapes", tmp_path / "streets")
+    assert fault.text.startswith(f"{label_map} cannot be decoded: ")
+
+
+def test_an_empty_class_and_a_missing_split(tmp_path: Path) -> None:
+    home = write_imagenet(tmp_path)
+    for path in (home / "val" / "n00000002").iterdir():
+        path.unlink()
+    assert faults("imagenet", home) == [Finding("bad", f"{home / 'val' / 'n00000002'}: no image of class n00000002")]
+    (home / "val").rename(home / "validation")
+    wanted = f"{home / 'val'} or {home / 'ILSVRC/Data/CLS-LOC/val'}"
+    assert faults("imagenet", home) == [Finding("missing", wanted)]
+
+
+def test_a_wrong_checksum(tmp_path: Path) -> None:
+    home = write_tiny_imagenet(tmp_path / "tiny-imagenet-200")
+    archive = tmp_path / "tiny-imagenet-200.zip"
+    archive.write_bytes(b"half of it")
+    (fault,) = faults("tiny-imagenet", home)
+    assert fault.text == (
+        f"{home / '../tiny-imagenet-200.zip'} has the md5 sum {hashlib.md5(b'half of it').hexdigest()}, not "
+        "90528d7ca1a48142e341f4ef8d21d0de: it is to be downloaded again"
+    )
+    archive.unlink()
+    digest = hashlib.sha256((home / "wnids.txt").read_bytes()).hexdigest()
+    (home / "SHA256SUMS").write_text(f"{digest}  wnids.txt\n")
+    assert faults("tiny-imagenet", home) == []
+    (home / "SHA256SUMS").write_text(f"{digest.replace(digest[0], 'x')}  wnids.txt\n{digest}  words.txt\n")
+    wrong, absent = faults("tiny-imagenet", home)
+    assert wrong.text.startswith(f"{home / 'wnids.txt'} has the sha256 sum {digest}, not x")
+    assert absent == Finding("missing", f"{home / 'words.txt'}, which a list of checksums names")
+
+
+def test_the_sets_of_torchvision_are_not_downloaded(tmp_path: Path) -> None:
+    (fault,) = faults("fashion-mnist", tmp_path)
+    assert fault.text.startswith(f"fashion-mnist is not in {tmp_path}, or broken: Dataset not found")
+    assert [finding.verdict for finding in faults("svhn", tmp_path)] == ["missing", "missing"]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = write_imagenet(tmp_path / "imagenet")
+    assert main(["data", "check", "imagenet", str(home)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "ok      train: 12 images in 3 of 3 classes"
+    assert all(line.startswith("ok ") for line in lines)
+    (home / "val").rename(home / "test")
+    assert main(["data", "check", "imagenet", str(home)]) == 1
+    missing, licence, *sources = capsys.readouterr().out.splitlines()
+    assert missing.startswith(f"missing {home / 'val'} or ")
+    assert licence.startswith("licence: non-commercial research")
+    assert any("https://image-net.org/download.php" in source for source in sources)
+    assert main(["data", "check", "imagnet", str(home)]) == 2
+    assert "unknown data set 'imagnet'; there are: mnist, " in capsys.readouterr().err
+    paint(tmp_path / "own" / "train" / "a" / "1.png")
+    assert main(["data", "check", "folder", str(tmp_path / "own")]) == 1
+    assert "bad     no image in" in capsys.readouterr().out
