@@ -169,37 +169,39 @@ def test_edits_change_images_in_memory_before_they_are_normalized() -> None:
     assert sorted(set(inputs.flatten().tolist())) == [-2.0, 2.0]
 
 
-PEAK = """
-import resource, sys
+HELD = r"""
+import re, sys
 import torch
 from fedbn_flwr.data import files, load
 files.MOST_IN_MEMORY = int(sys.argv[2])
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def held():  # without pages of libraries, of which the system maps as many as it likes
+    sizes = re.findall(r"Rss(?:Anon|Shmem):\s+(\d+)", open("/proc/self/status").read())
+    return sum(map(int, sizes)) / 1024
 import PIL.Image, torchvision.datasets.folder
-before = peak()
+before = held()
 data = load("folder:" + sys.argv[1], image_workers=int(sys.argv[3]))
-order = torch.arange(len(data.train))
+most, order = held(), torch.arange(len(data.train))
 for inputs, targets in data.train.batches(order, [10] * (len(order) // 10)):
+    most = max(most, held())
     assert inputs.shape == (10, 3, 448, 448)
-print(peak() - before)
+print(most - before)
 """
 
 
 @pytest.mark.slow
 def test_memory_is_bounded_by_batches_and_not_by_the_data(tmp_path: Path) -> None:
-    """300 images of 448 x 448 pixels take 181 MB decoded. A batch of ten takes 6 MB, as floats 24."""
-    for number in range(300):
+    """500 images of 448 x 448 pixels take 301 MB decoded. A batch of ten takes 6 MB, as floats 24."""
+    for number in range(500):
         paint(tmp_path / "train" / "a" / f"{number}.png", grey=number % 256, size=(448, 448))
     paint(tmp_path / "test" / "a" / "0.png", grey=0, size=(448, 448))
 
     def grown(most: int, workers: int) -> float:
-        words = [sys.executable, "-c", PEAK, str(tmp_path), str(most), str(workers)]
+        words = [sys.executable, "-c", HELD, str(tmp_path), str(most), str(workers)]
         return float(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 
-    assert grown(2**28, 0) > 181
+    assert grown(2**29, 0) > 301
     for workers in (0, 2):
-        assert grown(0, workers) < 120
+        assert grown(0, workers) < 150
 
 
 def test_a_folder_of_many_pixels_stays_in_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

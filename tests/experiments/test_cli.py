@@ -31,7 +31,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
 MISTAKES = {
     "unknown strategy": (["--method", "fedsgd"], "unknown strategy 'fedsgd'; known: fedavg, "),
     "unknown normalizer": (["--method", "fedavg+bnn"], "unknown normalizer 'bnn'; known: bn, "),
-    "unknown data set": (["--dataset", "imagenet"], "unknown data set 'imagenet'; there are: digits, "),
+    "unknown data set": (["--dataset", "imagenette"], "unknown data set 'imagenette'; there are: digits, "),
     "data set that is not there": (["--dataset", "folder:/nowhere"], "/nowhere"),
     "unknown partition": (["--partition", "halves"], "unknown partition 'halves'; there are: iid, "),
     "impossible partition": (["--partition", "classes:9"], "classes:9"),
