@@ -106,7 +106,8 @@ def test_what_an_option_cannot_take_is_named(value: Any, kind: Any, spoken: str)
         ({"precision": "fp8"}, "unknown precision 'fp8'; known: float32, tf32, bf16"),
         (
             {"augmentation": "mixup"},
-            "unknown augmentation 'mixup'; there are: none, crop, crop-flip, resized-crop-flip, flip-rotate, random-crop",
+            "unknown augmentation 'mixup'; there are: none, crop, crop-flip, resized-crop-flip, flip-rotate, "
+            "random-crop",
         ),
         ({"augmentation": "crop:fill=2"}, "augmentation 'crop': fill must be 'mean' or a number from 0 to 1, not '2'"),
     ],
