@@ -32,14 +32,12 @@ Row = dict[str, Any]
 
 def measure(federation: LoopbackFederation, options: Row, rounds: int) -> Row:
     """Run some rounds; return the medians of a round's seconds, and of an exchange's milliseconds if the log tells."""
-    log = federation.services["superexec"]
-    before = len(log.text())
     number = federation.submit({**_OPTIONS, **options, "rounds": rounds, "clients": len(federation.sites)})
     status = federation.await_end(number)
     if status != "finished:completed":
-        return {"error": f"{status}: see {log.log}"}
+        return {"error": status}
     seconds = [row["seconds"] for row in read_rounds(federation.results(number))]
-    found = [float(match[2]) for match in _EXCHANGES.finditer(log.text()[before:])]
+    found = [float(match[2]) for match in _EXCHANGES.finditer(federation.log(number))]
     return {
         "ms-per-exchange": statistics.median(found) if found else None,
         "seconds-per-round": round(statistics.median(seconds), 2),

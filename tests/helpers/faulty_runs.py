@@ -82,7 +82,6 @@ class FaultyRun:
     def __init__(self, runs: FaultyRuns, number: str, options: Mapping[str, Any]) -> None:
         self._runs, self._options, self.number = runs, options, number
         self._started = time.monotonic()
-        self._log_before = len(runs.federation.services["superexec"].text())
         self.folder = runs.federation.results(number)
 
     def completes(self, fault: str, faulty_round: int, outcome: str) -> list[int]:
@@ -106,7 +105,7 @@ class FaultyRun:
 
     def reasons(self) -> list[str]:
         """Return why nodes were left out of rounds, as the ServerApp's log says."""
-        shown = self._runs.federation.services["superexec"].text()[self._log_before :]
+        shown = self._runs.federation.log(self.number)
         return re.findall(r"Node \d+ is left out of this round: (.*)", shown)
 
     def summary(self) -> dict[str, Any]:

@@ -82,6 +82,11 @@ class Federation:
         """Return the state of a run."""
         return next(str(item["status"]) for item in self.operator.runs() if str(item["run-id"]) == number)
 
+    def log(self, number: str) -> str:
+        """Return what the ServerApp of a run has said so far."""
+        words = ("log", number, self.operator.name, "--show")
+        return run(BIN / "flwr", *words, cwd=self.folder, env=environment(FLWR_HOME=str(self.home)))
+
     def await_end(self, number: str) -> str:
         """Wait until a run has ended, and return how."""
         summary, looks = self.results(number) / "summary.json", count()

@@ -323,6 +323,7 @@ def test_a_node_that_never_connects(survivors: state.State, caplog: pytest.LogCa
     assert_left_out(caplog, "it did not connect to the side channel within 30 s")
 
 
+@pytest.mark.slow
 def test_where_no_node_reaches_the_channel_rounds_go_by_messages(caplog: pytest.LogCaptureFixture) -> None:
     with concurrent({number: away() for number in range(len(SIZES))}) as nodes:
         after, _ = run(ChannelGrid(nodes, options()), FedDNA(fraction_evaluate=0.0), 2)
@@ -399,6 +400,7 @@ def test_tls_with_the_deployments_certificates(
     assert_left_out(caplog, "cannot be reached within 0.5 s: .*CERTIFICATE_VERIFY_FAILED")
 
 
+@pytest.mark.slow
 def test_an_address_of_the_sites_own_must_have_the_servers_certificate(
     folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
