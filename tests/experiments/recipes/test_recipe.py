@@ -30,7 +30,7 @@ WHOLE: dict[str, Any] = {
     "smoke": {
         "options": {"rounds": 20},
         "methods": {"TAN": "fedtan"},
-        "vary": {"local-steps": {"local-steps=20": {"local-steps": 4}}},
+        "vary": {"local-steps": {"local-steps=20": {"local-steps": 4, "rounds": 25}}},
         "seeds": 2,
     },
 }
@@ -64,9 +64,10 @@ def test_in_small_the_cells_are_the_same(tmp_path: Path) -> None:
     names = [(setting.name, method) for setting, method in recipe.cells()]
     assert [(setting.name, method) for setting, method in small.cells()] == names
     changed = small.experiment(small.settings[3], "TAN").config
-    # what the label stands for in small wins over what it stands for; what smoke does not name stays
-    assert (changed.local_steps, changed.rounds, changed.lr, changed.method) == (4, 20, 0.1, "fedtan")
-    assert small.experiment(small.settings[2], "BN").config.local_steps == 1
+    # what the label stands for in small wins over everything; what smoke does not name stays
+    assert (changed.local_steps, changed.rounds, changed.lr, changed.method) == (4, 25, 0.1, "fedtan")
+    other = small.experiment(small.settings[2], "BN").config
+    assert (other.local_steps, other.rounds) == (1, 20)
     assert (small.seeds, small.rates) == (2, [])
 
 
