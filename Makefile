@@ -11,7 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test test-all test-deploy faults smoke-all check format docs bench bench-deploy bench-quick mutants matrix clean
 
 demo: $(VENV)/installed
-	$(BIN)/fedbn-flwr compare --methods fedavg,fixbn,fedbn,silobn,fedprox,standalone,centralized --results-dir results/demo
+	$(BIN)/fedbn-flwr compare --methods fedavg,fedavg+gn,fixbn,fedbn,fedtan,fedtan:carry=true,centralized \
+		--model small-cnn --local-steps 1 --rounds 200 --results-dir results/demo
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup

@@ -7,7 +7,7 @@ from typing import Any
 from fedbn_flwr.experiments.method import Experiment, resolve
 
 MODELS = ("small-cnn", "resnet20")
-METHODS = ("fedavg", "fixbn:freeze-round=1", "fedtan", "fedtan:exchange=paper")
+METHODS = ("fedavg", "fixbn:freeze-round=1", "fedtan:carry=true", "fedtan", "fedtan:exchange=paper")
 CLIENTS = (10, 100, 1_000)
 LOCAL_STEPS, BATCH_SIZE = 5, 20
 #: also measured with one local step, and few clients: most of their round is not training
@@ -50,7 +50,7 @@ class Case:
     @property
     def layerwise(self) -> bool:
         """Whether clients wait for each other at every BN layer."""
-        return self.method.startswith("fedtan")
+        return self.method.startswith("fedtan") and "carry" not in self.method
 
     @property
     def warm_up(self) -> int:

@@ -125,8 +125,9 @@ class SharedBatchNorm(torch.autograd.Function):
             local = torch.stack([-scale * grad_bias, -0.5 * scale * r * grad_weight])
             n = inputs.numel() // inputs.shape[1]
             a, b = ctx.use.gradients(local, n).unbind()
-            grad_inputs = grad * along_channels(scale, inputs) + centered * along_channels(2 * b / n, inputs)
-            grad_inputs = (grad_inputs + along_channels(a / n, inputs)).to(inputs.dtype)
+            grad_inputs = grad * along_channels(scale, inputs)
+            grad_inputs += centered.mul_(along_channels(2 * b / n, inputs))
+            grad_inputs = grad_inputs.add_(along_channels(a / n, inputs)).to(inputs.dtype)
         if weight is None:
             return grad_inputs, None, None, None, None
         return grad_inputs, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None
@@ -163,4 +164,4 @@ def _at_least_float32(inputs: Tensor) -> torch.dtype:
 
 def _variance(inputs: Tensor, mean: Tensor) -> Tensor:
     """Around a given mean. In two passes: faster on a CPU than `torch.var_mean`, and as exact."""
-    return (inputs - along_channels(mean, inputs)).square().mean(channel_axes(inputs))
+    return (inputs - along_channels(mean, inputs)).square_().mean(channel_axes(inputs))

@@ -1,0 +1,122 @@
+"""Draws the picture of docs/fedtan.md: the error of the mean gradient over the rounds of a run.
+
+python docs/carried_errors.py docs/carried.png
+"""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedbn_flwr import data, models
+from fedbn_flwr.layerwise import (
+    Answer,
+    Corrected,
+    Corrections,
+    Request,
+    carried_corrections,
+    gradients,
+    shared_statistics,
+)
+
+CLIENTS, BATCH, ROUNDS, RATE, TRUST = 5, 32, 100, 0.1, 3.0
+#: of what a running mean over rounds keeps from round to round: about the last 20 rounds count
+KEPT = 0.95
+WEIGHTS = [1 / CLIENTS] * CLIENTS
+Batch = tuple[Tensor, Tensor]
+Said = dict[str, dict[str, Request]]
+
+
+def client_batches() -> list[list[Batch]]:
+    """Every round's mini-batches, two classes of the digits a client."""
+    digits = data.load("digits")
+    generator = torch.Generator().manual_seed(0)
+    rounds: list[list[Batch]] = [[] for _ in range(ROUNDS)]
+    for indices in data.partition("classes:2", digits, CLIENTS, 0):
+        for batches in rounds:
+            chosen = torch.from_numpy(indices)[torch.randperm(len(indices), generator=generator)[:BATCH]]
+            inputs, labels = digits.train.batch(chosen)
+            batches.append((inputs.double(), labels))
+    return rounds
+
+
+def mean_of(found: Sequence[dict[str, Tensor]]) -> Tensor:
+    """The mean of the clients' gradients, as one vector."""
+    return torch.stack([torch.cat([part.flatten() for part in each.values()]) for each in found]).mean(0)
+
+
+def corrections(said: Sequence[Said], kind: str) -> list[Corrections]:
+    """Every client's corrections of one kind, from what all said in the round before."""
+    found: list[dict[str, Answer]] = [{} for _ in said]
+    for layer in said[0][kind]:
+        answers = carried_corrections([each[kind][layer] for each in said], WEIGHTS, TRUST)
+        for own, answer in zip(found, answers, strict=True):
+            own[layer] = answer
+    return list(found)
+
+
+def carried_step(model: nn.Module, batches: Sequence[Batch], said: Sequence[Said]) -> tuple[Tensor, list[Said]]:
+    """The mean gradient under carried corrections, and what the clients say this time."""
+    statistics, derivatives = (
+        corrections(said, kind) if said else [{}] * CLIENTS for kind in ("statistics", "gradients")
+    )
+    found, now = [], []
+    for (inputs, labels), s, g in zip(batches, statistics, derivatives, strict=True):
+        exchange = Corrected(s, g)
+        with shared_statistics(model, exchange, final=False):
+            values = torch.autograd.grad(F.cross_entropy(model(inputs), labels), list(model.parameters()))
+        found.append({str(number): value for number, value in enumerate(values)})
+        now.append(exchange.requests)
+    return mean_of(found), now
+
+
+def errors(name: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """The relative errors of a run that follows the carried gradient: of each round, and of the mean over rounds."""
+    torch.set_num_threads(1)
+    model = models.build(name, in_channels=1, image_size=8, seed=0).double().train()
+    found: dict[str, list[float]] = {"FedAvg": [], "one sweep": [], "two sweeps": [], "carried": []}
+    over_rounds: dict[str, list[float]] = {way: [] for way in found}
+    means: dict[str, Tensor] = {}
+    said: list[Said] = []
+    for batches in client_batches():
+        exact = mean_of(gradients(model, batches, WEIGHTS, F.cross_entropy))
+        carried, said = carried_step(model, batches, said)
+        ways = [mean_of(gradients(model, batches, WEIGHTS, F.cross_entropy, sweeps=number)) for number in (0, 1, 2)]
+        means["exact"] = KEPT * means.get("exact", 0 * exact) + exact
+        for way, gradient in zip(found, [*ways, carried], strict=True):
+            found[way].append(float((gradient - exact).norm() / exact.norm()))
+            means[way] = KEPT * means.get(way, 0 * exact) + gradient - exact
+            over_rounds[way].append(float(means[way].norm() / means["exact"].norm()))
+        with torch.no_grad():
+            start = 0
+            for parameter in model.parameters():
+                end = start + parameter.numel()
+                parameter.sub_(RATE * carried[start:end].view_as(parameter))
+                start = end
+    return found, over_rounds
+
+
+def main() -> None:
+    """Draw, and print the medians over the second half of the run."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    titles = "of each round's gradient", "of the mean over about 20 rounds"
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    for panel, title, found in zip(panels, titles, errors("small-cnn"), strict=True):
+        for way, values in found.items():
+            panel.plot(range(1, ROUNDS + 1), values, label=way)
+            half = sorted(values[ROUNDS // 2 :])
+            print(f"{title}, {way}: median {half[len(half) // 2]:.2g}, round 2 {values[1]:.2g}", flush=True)
+        panel.set(xlabel="round", title=title, yscale="log")
+    panels[0].set(ylabel="relative error")
+    panels[0].legend()
+    figure.savefig(sys.argv[1], dpi=100)
+
+
+if __name__ == "__main__":
+    main()
