@@ -2,10 +2,11 @@
 
 Server and sites are the processes of docker-compose.yml, over TLS, with the proxy in between, and each site reaches its
 server by a relay that holds data back for half a round trip, each way. A process of a site starts for every message.
+`--transports streams` does without Flower's services, and is over in a minute.
 """
 
 import argparse
-import re
+import itertools
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import write
+from benchmarks.streams import EXCHANGES, measure_streams
 from fedbn_flwr.experiments.output.run_folder import make_folder, read_rounds
 from tests.helpers.loopback import LoopbackFederation, has_proxy
 
@@ -22,10 +24,11 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     "messages": {"method": "fedtan", "exchange-port": 0},
     "fedavg": {"method": "fedavg"},
 }
-#: what the ServerApp's log says of each round over the side channel
-_EXCHANGES = re.compile(r"\d+ exchanges over the side channel in ([\d.]+) s, the median of them in ([\d.]+) ms")
 #: as in the measurements of a single machine
 _OPTIONS: dict[str, Any] = {"partition": "iid", "local-steps": 5, "batch-size": 32, "evaluate-every": 1000}
+
+#: FedTAN over the side channel, with a process a node in place of Flower's services
+STREAMS = "streams"
 
 Row = dict[str, Any]
 
@@ -37,7 +40,7 @@ def measure(federation: LoopbackFederation, options: Row, rounds: int) -> Row:
     if status != "finished:completed":
         return {"error": status}
     seconds = [row["seconds"] for row in read_rounds(federation.results(number))]
-    found = [float(match[2]) for match in _EXCHANGES.finditer(federation.log(number))]
+    found = [float(match[2]) for match in EXCHANGES.finditer(federation.log(number))]
     return {
         "ms-per-exchange": statistics.median(found) if found else None,
         "seconds-per-round": round(statistics.median(seconds), 2),
@@ -47,7 +50,13 @@ def measure(federation: LoopbackFederation, options: Row, rounds: int) -> Row:
 
 def rows_of(options: argparse.Namespace) -> Iterator[Row]:
     """Measure every combination; a federation is made once for each number of nodes."""
-    for nodes in options.nodes:
+    if STREAMS in options.transports:
+        for nodes, rtt, model in itertools.product(options.nodes, options.rtt, options.models):
+            asked = {**_OPTIONS, "method": "fedtan", "model": model, "rounds": options.rounds}
+            case = {"transport": STREAMS, "model": model, "nodes": nodes, "rtt-ms": rtt}
+            yield {**case, **measure_streams(asked, nodes, rtt)}
+    deployed = [transport for transport in options.transports if transport in TRANSPORTS]
+    for nodes in options.nodes if deployed else ():
         with tempfile.TemporaryDirectory(prefix="fedbn-bench-") as folder:
             sites = tuple(f"site-{number}" for number in range(nodes))
             with LoopbackFederation(Path(folder), sites) as federation:
@@ -56,7 +65,7 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
                     for relay in (*federation.relays.values(), *federation.exchange_relays.values()):
                         relay.delay = rtt / 2000
                     for model in options.models:
-                        for transport in options.transports:
+                        for transport in deployed:
                             case = {"transport": transport, "model": model, "nodes": nodes, "rtt-ms": rtt}
                             asked = {**TRANSPORTS[transport], "model": model}
                             yield {**case, **measure(federation, asked, options.rounds)}
@@ -82,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=_numbers, default=[2, 3, 8], help="numbers of sites [2,3,8]")
     parser.add_argument("--rtt", type=_numbers, default=[0, 1, 20, 100], help="round trips in ms [0,1,20,100]")
     parser.add_argument("--models", type=_names, default=["resnet20"], help="models [resnet20]")
-    parser.add_argument("--transports", type=_names, default=[*TRANSPORTS], help=f"of {','.join(TRANSPORTS)} [all]")
+    parser.add_argument("--transports", type=_names, default=[STREAMS, *TRANSPORTS], help="[all]")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of each run [2]")
     parser.add_argument("--results-dir", default="results", help="folder for bench-deploy.json [results]")
     return parser

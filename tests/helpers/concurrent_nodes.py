@@ -17,6 +17,7 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
+from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.side_channel import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.simulation.sequential import InProcessGrid, identify
@@ -34,6 +35,7 @@ class Site:
     #: what the node's processes have in their environment
     environment: Mapping[str, str] = field(default_factory=lambda: {CERTIFICATES_VARIABLE: "none"})
     fault: Fault | None = None
+    make_client: Callable[[Context], BNClient] = make_client
 
 
 class ConcurrentNodes(InProcessGrid):
@@ -114,7 +116,7 @@ def _work(connection: Connection, packed: bytes) -> None:
     answer: Any
     kept: Context = context
     try:
-        answer = client_app(make_client)(message, context)
+        answer = client_app(site.make_client)(message, context)
     except Exception as error:
         answer, kept = f"{type(error).__name__}: {error}", pickle.loads(packed)[1]
     connection.send_bytes(pickle.dumps((answer, kept)))
