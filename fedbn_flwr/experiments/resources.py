@@ -13,6 +13,7 @@ from torch import nn
 
 from fedbn_flwr import data, models
 from fedbn_flwr.client import pick_device
+from fedbn_flwr.data.file_split import FileSplit
 from fedbn_flwr.experiments.config import Config, UsageError
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.norm_options import parse_norm_options
@@ -89,12 +90,19 @@ def check(experiment: Experiment) -> None:
     config = experiment.config
     try:
         pick_device(config.device)
+        refuse_label_maps(load_data(config))
         shared_model(config)
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     if config.clients:
         check_partition(config, config.clients)
     experiment.make_strategy(config.clients)
+
+
+def refuse_label_maps(loaded: data.Data) -> None:
+    """Refuse images with label maps, on which a classifier cannot be trained."""
+    if isinstance(loaded.train, FileSplit) and loaded.train.maps is not None:
+        raise UsageError(f"{loaded.name} has a label map for each image: this command trains classifiers only")
 
 
 def check_partition(config: Config, clients: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.helpers.image_sets import write_imagenet
+from tests.helpers.image_sets import write_cityscapes, write_imagenet
 from tests.helpers.runs import run
 
 
@@ -50,3 +50,11 @@ def test_a_broken_image_is_named_where_the_run_ends(tmp_path: Path, capsys: pyte
     options = {"dataset": f"imagenet:{home}", "image-size": "8", "model": "mlp", "workers": "1"}
     assert run("run", **options, results_dir=str(tmp_path / "results")) == 1
     assert "JPEG cannot be decoded: " in capsys.readouterr().err
+
+
+def test_label_maps_are_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = write_cityscapes(tmp_path / "streets")
+    options = {"dataset": f"cityscapes:{home}", "image-size": "16", "partition": "city"}
+    assert run("run", **options, results_dir=str(tmp_path / "results")) == 2
+    assert "cityscapes has a label map for each image: this command trains classifiers only" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
