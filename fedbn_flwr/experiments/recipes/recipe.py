@@ -91,7 +91,8 @@ class Recipe:
             for setting in self.settings
         ]
         methods = {**self.methods, **small.methods}
-        return replace(self, settings=settings, methods=methods, seeds=small.seeds, rates=small.rates)
+        notes = [*self.notes, small.describe()]
+        return replace(self, settings=settings, methods=methods, seeds=small.seeds, rates=small.rates, notes=notes)
 
     def only(self, labels: Sequence[str]) -> "Recipe":
         """Return the part with these methods and labels of axes; an axis of which none is named stays whole."""
@@ -115,6 +116,13 @@ class Smoke:
     methods: Mapping[str, str]
     seeds: int
     rates: Sequence[float]
+
+    def describe(self) -> str:
+        """Return a sentence about what was run in place of the recipe."""
+        parts = [_listed(self.options)]
+        parts += [f"{label}: {_listed(part)}" for values in self.vary.values() for label, part in values.items()]
+        parts += [f"{label}: {text}" for label, text in self.methods.items()]
+        return f"Run in small, with {'; '.join(filter(None, parts))}. This says nothing about the paper's data."
 
     def options_of(self, setting: Setting) -> dict[str, Any]:
         """Return what a setting's labels stand for in small."""
@@ -210,6 +218,10 @@ def _smoke(recipe: Fields, methods: Mapping[str, str], axes: Mapping[str, Mappin
         given.refuse(f"methods: unknown label {unknown[0]!r}; the recipe has: {', '.join(methods)}")
     options = given.options("options", MATRIX_OPTIONS)
     return Smoke(options, vary, other, given.whole("seeds", 1), given.numbers("lr-grid"))
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in options.items())
 
 
 def _order(name: str) -> tuple[str, str, int, str]:

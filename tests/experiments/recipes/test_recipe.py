@@ -69,6 +69,9 @@ def test_in_small_the_cells_are_the_same(tmp_path: Path) -> None:
     other = small.experiment(small.settings[2], "BN").config
     assert (other.local_steps, other.rounds) == (1, 20)
     assert (small.seeds, small.rates) == (2, [])
+    assert small.notes[-1].startswith(
+        "Run in small, with rounds 20; local-steps=20: local-steps 4, rounds 25; TAN: fedtan."
+    )
 
 
 def test_only_some_labels(tmp_path: Path) -> None:
