@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, ClassVar, Unpack
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import Corrections, Report
@@ -111,7 +111,8 @@ class CarriedCorrections(Layerwise):
     def _make_messages(
         self, nodes: list[int], arrays: ArrayRecord, instruction: Instruction, config: ConfigRecord, kind: str
     ) -> list[Message]:
-        carried = kind == MessageType.TRAIN and instruction.layerwise in wire.CARRIED_MODES
+        # evaluations are instructed without it
+        carried = instruction.layerwise in wire.CARRIED_MODES
         self._corrections, self._swept = (self._correct(nodes) if carried else {}), {}
         return super()._make_messages(nodes, arrays, instruction, config, kind)
 
