@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from fedbn_flwr import wire
 from fedbn_flwr.client.node_memory import NAMESPACE
+from fedbn_flwr.clientapp.mods import ClientAppCallable, Mod
 from fedbn_flwr.state.record_files import SUFFIX, pack_records, read_records, write_bytes
 from fedbn_flwr.wire.history import CHECKPOINT, STATE_HISTORY, History
 

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import Mod
 from flwr.serverapp import Grid
 from torch import Tensor, nn
 
 from fedbn_flwr import norm, state
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.clientapp.mods import Mod
 from fedbn_flwr.data import Split
 from fedbn_flwr.simulation.sequential import Config, InProcessGrid
 from fedbn_flwr.strategies import BaseStrategy
