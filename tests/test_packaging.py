@@ -204,5 +204,5 @@ def contents(wheel: Path) -> dict[str, int]:
 
 
 def python_files(root: Path) -> set[str]:
-    found = [path for folder in (*SOURCES, "apps") for path in (root / folder).rglob("*.py")]
+    found = [path for folder in SOURCES for path in (root / folder).rglob("*.py")] + list((root / "apps").glob("*.py"))
     return {path.relative_to(root).as_posix() for path in found}

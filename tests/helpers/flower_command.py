@@ -1,0 +1,71 @@
+"""Flower's command line with a home, ports and a working directory of its own."""
+
+import json
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers.checkout import BIN, environment, run
+from tests.helpers.processes import kill_processes
+from tests.helpers.waiting import wait_until
+
+
+@dataclass(frozen=True)
+class FlowerCommand:
+    """The program `flwr` of an environment."""
+
+    program: Path
+    home: Path
+    env: dict[str, str]
+
+    @classmethod
+    def prepare(cls, home: Path, bin_folder: Path = BIN) -> "FlowerCommand":
+        """Make the home. Nothing runs yet: the first `flwr run` starts a local SuperLink."""
+        home.mkdir()
+        ports = _free_ports(2)
+        env = environment(
+            FLWR_HOME=str(home),
+            FLWR_LOCAL_SUPERLINK_HTTP_API_PORT=str(ports[0]),
+            FLWR_LOCAL_CONTROL_API_PORT=str(ports[1]),
+            FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION="1",
+            FLWR_TELEMETRY_ENABLED="0",
+            OMP_NUM_THREADS="1",
+        )
+        return cls(bin_folder / "flwr", home, {**env, "PATH": f"{bin_folder}:{env['PATH']}"})
+
+    def stop(self) -> None:
+        """End the SuperLink, which `flwr run` leaves running, and whatever else was started here."""
+        kill_processes("FLWR_HOME", str(self.home))
+
+    def run(self, app: Path, *options: str, **run_config: object) -> tuple[str, str]:
+        """`flwr run`; what was shown, and the status of the run, which the exit code does not tell."""
+        config = " ".join(f"{key.replace('_', '-')}={json.dumps(value)}" for key, value in run_config.items())
+        shown = self("run", str(app), "--stream", "--run-config", config, *options)
+        (run_id,) = re.findall(r"Successfully started run (\d+)", shown)
+        return shown, self.status(run_id)
+
+    def status(self, run_id: str) -> str:
+        """How a run ended; its log ends before its status says so."""
+        seen: list[str] = []
+
+        def finished() -> bool:
+            shown = self("list", "--run-id", run_id, "--format", "json")
+            seen.append(str(json.loads(shown)["runs"][0]["status"]))
+            return seen[-1].startswith("finished")
+
+        wait_until(finished)
+        return seen[-1]
+
+    def __call__(self, *arguments: str) -> str:
+        return run(self.program, *arguments, cwd=self.home, env=self.env)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for item in sockets:
+        item.bind(("127.0.0.1", 0))
+    ports = [item.getsockname()[1] for item in sockets]
+    for item in sockets:
+        item.close()
+    return ports
