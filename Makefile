@@ -45,8 +45,12 @@ format: $(VENV)/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# writes pages from the code, and the site into the folder `site`
 docs: $(VENV)/installed
 	$(BIN)/python docs/make_options.py
+	$(BIN)/python docs/make_projects.py
+	$(BIN)/python docs/make_wire.py
+	$(BIN)/mkdocs build --quiet --strict
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.bench
@@ -64,7 +68,7 @@ mutants: $(VENV)/installed
 	$(BIN)/python -m tests.mutants $(FILES)
 
 # the plug-in part of the wheel, without extras, under other versions of Python and Flower: make matrix CELLS="3.13:1.38.0"
-CELLS ?= 3.11:1.22.0 3.11:1.30.0 3.11:1.35.0 3.11:1.38.0 3.11:1.41.0 3.12:1.38.0 3.12:1.41.0 3.13:1.38.0 3.13:1.41.0
+CELLS ?= 3.11:1.22.0 3.11:1.30.0 3.11:1.35.0 3.11:1.38.0 3.11:1.41.0 3.12:1.22.0 3.12:1.38.0 3.12:1.41.0 3.13:1.38.0 3.13:1.41.0
 matrix: $(VENV)/installed
 	$(BIN)/python -m tests.matrix $(CELLS)
 

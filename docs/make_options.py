@@ -125,7 +125,12 @@ def documentation(strategy: type[BaseStrategy]) -> str:
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Return a Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(map(escaped, line))} |" for line in lines)
+
+
+def escaped(cell: str) -> str:
+    """Return the text of a cell, in which nothing is the edge of a cell or a link."""
+    return cell.replace("|", r"\|").replace("][", r"]\[")
 
 
 def code(value: object) -> str:

@@ -6,6 +6,7 @@ from typing import TypeVar
 from fedbn_flwr.plugins import add
 from fedbn_flwr.server.base_strategy import BaseStrategy
 
+#: the strategies by name; `register_strategy` adds one
 REGISTRY: dict[str, type[BaseStrategy]] = {}
 
 S = TypeVar("S", bound=BaseStrategy)

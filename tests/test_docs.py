@@ -19,7 +19,7 @@ from fedbn_flwr.experiments.cli import _parser, _plugins
 from fedbn_flwr.experiments.method import import_plugins
 from fedbn_flwr.experiments.recipes.recipe import check_recipe, read_recipe, recipe_names
 from fedbn_flwr.strategies import REGISTRY
-from tests.helpers.checkout import ROOT
+from tests.helpers.checkout import BIN, ROOT, environment, run
 from tests.helpers.registered import registries_restored
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -115,9 +115,19 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_options_are_those_of_the_code() -> None:
-    written = runpy.run_path(str(ROOT / "docs" / "make_options.py"))["page"]()
-    assert (ROOT / "docs" / "options.md").read_text() == written, "run `make docs`"
+@pytest.mark.parametrize("name", ["options", "projects", "wire"])
+def test_a_page_that_is_written_from_the_code_is_up_to_date(name: str) -> None:
+    written = runpy.run_path(str(ROOT / "docs" / f"make_{name}.py"))["page"]()
+    assert (ROOT / "docs" / f"{name}.md").read_text() == written, "run `make docs`"
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    options = ("--strict", "--quiet", "--site-dir", tmp_path / "site")
+    run(BIN / "mkdocs", "build", *options, env=environment(NO_MKDOCS_2_WARNING="1"))
+    for page in PAGES:
+        if page.parent.name == "docs" and page.stem != "index":
+            assert (tmp_path / "site" / page.stem / "index.html").exists()
 
 
 def test_the_run_configuration_is_that_of_the_code() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from fedbn_flwr.state import State
 
+#: numbers that a client measured, by name
 Metrics = dict[str, float | list[float]]
 
 

@@ -14,6 +14,7 @@ from fedbn_flwr.clientapp.mods import Mod
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.wire import Instruction
 
+#: makes the client of a node from its Context, for each message
 ClientFunction = Callable[[Context], BNClient]
 
 

@@ -73,6 +73,7 @@ class DatasetRequest:
 
 #: reads a data set
 Read = Callable[[DatasetRequest], Data]
+#: the data sets by name; `register_dataset` adds one
 DATASETS: dict[str, Read] = {}
 
 R = TypeVar("R", bound=Read)

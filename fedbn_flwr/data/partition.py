@@ -73,6 +73,7 @@ class Kind:
     share: Share
 
 
+#: the kinds of partitions by name; `register_partition` adds one
 PARTITIONS: dict[str, Kind] = {}
 
 S = TypeVar("S", bound=Share)

@@ -8,6 +8,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+#: what an exchange averages
 Kind = Literal["mean", "variance", "statistics", "gradients"]
 
 

@@ -33,6 +33,7 @@ class Entry:
         return f"of {self.smallest}x{self.smallest} only"
 
 
+#: the models by name; `register_model` adds one
 MODELS: dict[str, Entry] = {}
 
 M = TypeVar("M", bound=Make)

@@ -9,6 +9,7 @@ from fedbn_flwr.plugins import add
 
 #: takes a model, and options as keyword arguments; returns the model's root
 Swap = Callable[..., nn.Module]
+#: the normalizers by name; `register_norm` adds one
 NORMS: dict[str, Swap] = {}
 
 S = TypeVar("S", bound=Swap)

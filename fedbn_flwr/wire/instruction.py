@@ -58,15 +58,20 @@ LAYERWISE = "train.layerwise"
 #: before the wire names of what changes the method
 NAMESPACE = "fedbn."
 
+#: a value of a key on the wire
 Scalar = bool | int | float | str
 
 _NO_KEYS: Mapping[str, Scalar] = MappingProxyType({})
 
+#: groups of a state's entries, which `fedbn_flwr.state.group_keys` finds in a model
 GROUPS = ("none", "statistics", "affine", "bn", "mix", "all")
+#: values of `momentum_state`
 MOMENTUM_STATES = ("none", "local", "global")
+#: values of `freeze`
 FREEZES = ("none", "statistics", "affine", "both")
 #: corrections of an ordinary training message, from values that nodes sent in earlier rounds
 CARRIED_MODES = ("carried", "carried-forward")
+#: values of `layerwise`
 LAYERWISE_MODES = ("none", "paper", "fused", "forward", "forward-paper", "sweeps", *CARRIED_MODES)
 
 
@@ -199,4 +204,5 @@ def _typed(key: str, value: Any, default: Any) -> Any:
     return value
 
 
+#: what Flower's messages hold
 Record = ArrayRecord | ConfigRecord | MetricRecord

@@ -1,0 +1,90 @@
+"""What is public is stated, documented, and in the API reference."""
+
+import re
+from functools import cache
+
+import griffe
+import pytest
+
+from tests.helpers.checkout import ROOT
+
+REFERENCE = ROOT / "docs" / "reference"
+#: packages by the pages that show them
+PAGES = {
+    found[1]: page
+    for page in sorted(REFERENCE.glob("*.md"))
+    if (found := re.search(r"^::: (\S+)$", page.read_text(), re.M))
+}
+#: rooms that users import nothing from
+INTERNAL = {"deployment", "experiments", "plugins", "server", "traffic"}
+by_package = pytest.mark.parametrize("package", PAGES)
+
+
+@cache
+def loaded(package: str) -> griffe.Object | griffe.Alias:
+    loader = griffe.GriffeLoader(search_paths=[ROOT])
+    for root in ("strategies", "fedbn_flwr"):
+        loader.load(root)
+    loader.resolve_aliases()
+    module: griffe.Object | griffe.Alias = loader.modules_collection[package]
+    return module
+
+
+def public(package: str) -> list[griffe.Object | griffe.Alias]:
+    """Return what a package names in `__all__`."""
+    module = loaded(package)
+    assert module.exports is not None, f"{package} has no __all__"
+    return [module[str(name)] for name in module.exports]
+
+
+def is_documented(item: griffe.Object | griffe.Alias) -> bool:
+    """Return whether there is a docstring; for an alias of a type, or a constant, a comment `#:` above it."""
+    target = item.final_target if isinstance(item, griffe.Alias) else item
+    if target.has_docstring or not target.is_attribute:
+        return target.has_docstring
+    assert target.lineno is not None
+    path = target.filepath
+    assert not isinstance(path, list)
+    # or it is a name on the wire, which docs/wire.md explains
+    return path.read_text().splitlines()[target.lineno - 2].startswith("#:") or f"`{name_of(target)}`" in WIRE
+
+
+def name_of(constant: griffe.Object) -> str:
+    """Return the text that a constant stands for."""
+    return str(getattr(constant, "value", "")).strip("'\"")
+
+
+WIRE = (ROOT / "docs" / "wire.md").read_text()
+
+
+@by_package
+def test_every_public_name_is_documented(package: str) -> None:
+    assert [item.path for item in public(package) if not is_documented(item)] == []
+
+
+@by_package
+def test_public_methods_are_documented(package: str) -> None:
+    bare = []
+    for item in public(package):
+        target = item.final_target if isinstance(item, griffe.Alias) else item
+        if target.is_class and target.path.startswith(("fedbn_flwr", "strategies")):
+            bare += [
+                member.path
+                for name, member in target.members.items()
+                if not name.startswith("_") and not member.is_alias and member.is_function and not member.has_docstring
+            ]
+    assert bare == []
+
+
+def test_every_room_is_in_the_reference_or_internal() -> None:
+    rooms = {path.parent.name for path in (ROOT / "fedbn_flwr").glob("*/__init__.py")}
+    shown = {package.removeprefix("fedbn_flwr.") for package in PAGES}
+    assert rooms | {"strategies"} == shown | INTERNAL
+
+
+def test_the_index_names_every_package() -> None:
+    index = (REFERENCE / "index.md").read_text()
+    for package, page in PAGES.items():
+        name = package if package.startswith("fedbn_flwr") else f"fedbn_flwr.{package}"
+        assert f"| `{name}` | [" in index
+        assert f"({page.name})" in index
