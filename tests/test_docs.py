@@ -58,8 +58,11 @@ def folder(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @by_page
 @pytest.mark.usefixtures("folder")
 def test_python_blocks_run(page: Path) -> None:
-    names = {"__name__": page.stem}
+    names: dict[str, object] = {}
     for block in blocks(page, "python"):
+        # what a page shows as a module, and imports further down, is defined once
+        module = re.match(r"# (\w+)\.py\n", block)
+        names["__name__"] = module[1] if module else page.stem
         exec(compile(block, page.name, "exec"), names)
 
 
