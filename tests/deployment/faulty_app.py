@@ -1,29 +1,24 @@
 """A ClientApp with faults, which takes the place of `apps/client.py` in a copy of the app.
 
 `faults.json` in the folder `FOLDER` lists the faults of a run, each with its name and the `partition`, the `round` and,
-in a layer-wise step by messages, the `exchange` in which it happens. With `answer`, the app is held in a step over the
-side channel, before it asks for this answer.
+in a layer-wise step, the `exchange` in which it happens.
 """
 
 import json
 import os
 import time
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import wire
-from fedbn_flwr.client.side_channel import SideChannelExchange
 from fedbn_flwr.clientapp import client_app, keep_states
 from fedbn_flwr.experiments import client_fn
-from fedbn_flwr.layerwise import Answer, Request
-from fedbn_flwr.wire.layerwise import POSITION, SIDE_CHANNEL, StepPosition
+from fedbn_flwr.wire.layerwise import POSITION, StepPosition
 
 FOLDER = Path("@FOLDER@")
 #: bytes of an array that nobody asked for
@@ -78,28 +73,10 @@ class FaultyApp(ClientApp):
         due = {fault["name"] for fault in _listed() if fault["partition"] == partition and _is_due(fault, message)}
         if "hold" in due:
             hold(partition)
-        if SIDE_CHANNEL in message.content:
-            _hold_in_step(partition, message)
         reply = _APP(message, context)
         for name in due - {"hold"}:
             _SPOILED[name](reply)
         return reply
-
-
-def _hold_in_step(partition: int, message: Message) -> None:
-    """Let the side channel hold the app where a fault of this node and round says so."""
-    now = message.content.config_records[wire.CONFIG]["server-round"]
-    due = [
-        fault for fault in _listed() if "answer" in fault and (fault["partition"], fault["round"]) == (partition, now)
-    ]
-    numbers, ask = count(), SideChannelExchange.__call__
-
-    def held(exchange: SideChannelExchange, request: Request) -> Answer:
-        if next(numbers) in [fault["answer"] for fault in due]:
-            hold(partition)
-        return ask(exchange, request)
-
-    patch.object(SideChannelExchange, "__call__", held).start()
 
 
 def _listed() -> list[dict[str, Any]]:
@@ -108,7 +85,7 @@ def _listed() -> list[dict[str, Any]]:
 
 
 def _is_due(fault: dict[str, Any], message: Message) -> bool:
-    if message.metadata.message_type not in ("train", wire.LAYERWISE) or "answer" in fault:
+    if message.metadata.message_type not in ("train", wire.LAYERWISE):
         return False
     exchange = StepPosition.of(message.content).index if POSITION in message.content else None
     now = message.content.config_records[wire.CONFIG]["server-round"], exchange

@@ -14,7 +14,6 @@ from fedbn_flwr.deployment.keys import make_node_key
 from tests.helpers.checkout import ROOT
 from tests.helpers.faulty_runs import FaultyRuns, kill, kill_serverapp
 from tests.helpers.federation import assert_same_results, await_that
-from tests.helpers.loopback import has_proxy
 
 pytestmark = pytest.mark.xdist_group("deployment")
 
@@ -68,29 +67,6 @@ def test_a_killed_supernode(method: str, faults: FaultyRuns, tmp_path: Path) -> 
     nodes = run.completes(
         f"SuperNode killed {MOMENT[method]}", 2, "the site misses the round, and comes back by itself"
     )
-    assert nodes[:2] == [2, 1]
-    run.assert_same_model(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not has_proxy(), reason="nginx is not installed")
-@pytest.mark.parametrize("what", ["ClientApp killed", "SuperNode killed", "network cut"])
-def test_a_site_that_goes_away_in_a_step_over_the_side_channel(what: str, faults: FaultyRuns, tmp_path: Path) -> None:
-    run = faults.submit([fault("hold", 2, answer=1)], method="fedtan", exchange_port=-1)
-    process, relay = faults.await_held("south"), faults.federation.exchange_relays["south"]
-    reason = "its side channel broke"
-    if what == "ClientApp killed":
-        kill(process)
-    elif what == "SuperNode killed":
-        faults.federation.services["south-node"].kill()
-    else:
-        relay.cut()
-        reason = "its side channel was silent for 15 s"
-    await_that(lambda: run.reasons() != [], "the log names the site")
-    assert run.reasons() == [reason]
-    relay.mend()
-    faults.release("south")
-    nodes = run.completes(f"{what} in a FedTAN step over the side channel", 2, "the site misses the round")
     assert nodes[:2] == [2, 1]
     run.assert_same_model(tmp_path)
 

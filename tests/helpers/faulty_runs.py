@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,11 +101,6 @@ class FaultyRun:
     def nodes(self) -> list[int]:
         """Return how many nodes took part in each round."""
         return [row["nodes"] for row in read_rounds(self.folder)]
-
-    def reasons(self) -> list[str]:
-        """Return why nodes were left out of rounds, as the ServerApp's log says."""
-        shown = self._runs.federation.log(self.number)
-        return re.findall(r"Node \d+ is left out of this round: (.*)", shown)
 
     def summary(self) -> dict[str, Any]:
         """Return the run's summary."""
