@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # uv leaves it to Python to keep compiled modules: without them, an import of torch takes 3.0 s instead of 1.6
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-deploy faults smoke-all check format docs bench bench-deploy bench-quick mutants matrix clean
+.PHONY: demo test test-all test-deploy faults smoke-all check format docs dist bench bench-deploy bench-quick mutants matrix clean
 
 demo: $(VENV)/installed
 	$(BIN)/fedbn-flwr compare --methods fedavg,fedavg+gn,fixbn,fedbn,fedtan,fedtan:carry=true,centralized \
@@ -51,6 +51,11 @@ docs: $(VENV)/installed
 	$(BIN)/python docs/make_projects.py
 	$(BIN)/python docs/make_wire.py
 	$(BIN)/mkdocs build --quiet --strict
+
+# a source distribution and a wheel in `dist`, checked as a package index would
+dist: $(VENV)/installed
+	$(BIN)/python -m uv tool run --from build pyproject-build --installer uv .
+	$(BIN)/python -m uv tool run twine check --strict dist/*
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.bench

@@ -1,7 +1,7 @@
 """What projects on Flower do that this one's own experiments do not: keys, mods and clients of their own."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import ClientApp, client_app, count_bytes, guard, keep_local, obey
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp
 from fedbn_flwr.clientapp.mods import ClientAppCallable
-from fedbn_flwr.server.replies import CannotTrainError, NotObeyedError
+from fedbn_flwr.server.replies import CannotTrainError, NodeReply, NotObeyedError
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedBN, FedBS, FedProx, FedTAN, FixBN, Scaffold, fit_config
@@ -431,3 +431,24 @@ def test_waiting_for_nodes_says_so(flower_log: pytest.LogCaptureFixture, monkeyp
     with flower_log.at_level(logging.INFO, logger="flwr"):
         assert sampling.wait_for_nodes(grid, 2, float("inf")) == [1, 2]
     assert "Waiting for nodes: 1 of 2 are connected" in flower_log.text
+
+
+# ---- a method of one's own -------------------------------------------------------------------------------------------
+
+
+class GentleFixBN(FixBN):
+    """FixBN whose nodes weigh by the square roots of their examples."""
+
+    def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
+        return [weight**0.5 for weight in super().weigh(replies)]
+
+
+def test_a_subclass_with_one_hook_overridden_is_the_method_with_that_change() -> None:
+    strategy = GentleFixBN(freeze_round=5, fraction_evaluate=0.0)
+    after = start(strategy, client_app(bn_client), rounds=1)
+    shares = np.sqrt(SIZES) / np.sqrt(SIZES).sum()
+    replies = strategy.train_replies
+    assert len(replies) == NODES
+    for name in ("net.0.weight", "net.1.running_var"):
+        wanted = sum(share * reply.arrays[name] for share, reply in zip(shares, replies, strict=True))
+        np.testing.assert_allclose(after[name].numpy(), wanted, rtol=0, atol=1e-12)
