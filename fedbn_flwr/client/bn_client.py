@@ -132,8 +132,10 @@ class BNClient(NumPyClient):
         if self.test_split is None:
             raise ValueError("this client was given no test split to evaluate on")
         self._load(received[wire.ARRAYS], instruction)
-        domains = self._num_domains()
-        result = evaluate(self.model, self.test_split, self.num_classes, self.device, 500, domains, self.loss_function)
+        domains, wanted = self._num_domains(), instruction.class_metrics.split(",") if instruction.class_metrics else ()
+        result = evaluate(
+            self.model, self.test_split, self.num_classes, self.device, 500, domains, self.loss_function, wanted
+        )
         metrics: Metrics = {
             wire.EVAL_LOSS: result.loss,
             wire.ACCURACY: result.accuracy,
@@ -142,6 +144,7 @@ class BNClient(NumPyClient):
             ),
             wire.DOMAIN_ACCURACY: result.domain_accuracy,
             wire.DOMAIN: self.domain,
+            **{wire.CLASS + name: values for name, values in result.by_class.items()},
             **self.local_loss(self.model, instruction),
         }
         sent = state.group_keys(self.model, instruction.keep_local if instruction.send_personal else "none")

@@ -1,12 +1,14 @@
 """Accuracy by domain and class, from which every accuracy of the papers follows."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedbn_flwr.client.class_metrics import class_metrics
 from fedbn_flwr.client.training import LossFunction, logits_of, model_loss
 from fedbn_flwr.data import Split
 
@@ -20,6 +22,8 @@ class Evaluation:
 
     loss: float
     confusion: Tensor
+    #: further metrics by name, each with a number for every class
+    by_class: Mapping[str, list[float]] = field(default_factory=dict)
 
     @property
     def accuracy(self) -> float:
@@ -49,8 +53,9 @@ def evaluate(
     batch_size: int = 500,
     num_domains: int = 0,
     loss_function: LossFunction = F.cross_entropy,
+    metrics: Sequence[str] = (),
 ) -> Evaluation:
-    """Evaluate with the running statistics that the model holds."""
+    """Evaluate with the running statistics that the model holds; `metrics` are some of `CLASS_METRICS`."""
     was_training, everything = model.training, np.arange(len(split))
     model.eval()
     try:
@@ -58,7 +63,8 @@ def evaluate(
         logits = torch.cat([logits_of(model(inputs)).float().cpu() for inputs, _ in batches])
     finally:
         model.train(was_training)
-    result = score(logits, split, num_classes, num_domains)
+    by_class = class_metrics(metrics, logits, split.labels.cpu(), num_classes)
+    result = replace(score(logits, split, num_classes, num_domains), by_class=by_class)
     if loss_function is F.cross_entropy:
         return result
     return replace(result, loss=mean_loss(model, split, everything, device, loss_function, batch_size))

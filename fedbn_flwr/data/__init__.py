@@ -4,8 +4,9 @@ A data set is a training and a test split in memory, loaded once a process and s
 array of indices a client.
 """
 
+from fedbn_flwr.data.adapt import normalized, renumbered, without_domains
 from fedbn_flwr.data.augmentation import AUGMENTATIONS, augment, parse_augmentation
-from fedbn_flwr.data.dataset_registry import DATASETS, DatasetRequest, register_dataset
+from fedbn_flwr.data.dataset_registry import DATASETS, SITES, DatasetRequest, register_dataset
 from fedbn_flwr.data.loading import load
 from fedbn_flwr.data.partition import PARTITIONS, PartitionRequest, describe, partition, register_partition
 from fedbn_flwr.data.splits import Data, Split
@@ -14,6 +15,7 @@ __all__ = [
     "AUGMENTATIONS",
     "DATASETS",
     "PARTITIONS",
+    "SITES",
     "Data",
     "DatasetRequest",
     "PartitionRequest",
@@ -21,8 +23,11 @@ __all__ = [
     "augment",
     "describe",
     "load",
+    "normalized",
     "parse_augmentation",
     "partition",
     "register_dataset",
     "register_partition",
+    "renumbered",
+    "without_domains",
 ]

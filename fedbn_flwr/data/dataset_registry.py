@@ -11,6 +11,10 @@ from fedbn_flwr.data.splits import Data
 from fedbn_flwr.plugins import add
 
 
+#: the data set of a run for which every site of a deployment has data of its own
+SITES = "sites"
+
+
 @dataclass(frozen=True)
 class DatasetRequest:
     """The parts of a spec `name[:argument]`, and where and how to read the data set."""

@@ -52,7 +52,7 @@ def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
             raise ValueError(_odd_size(train.path(0)))
         fit: Fit = "squash" if side else "exact"
         splits = [listed.split(side or first.width, fit, workers=workers) for listed in (train, test)]
-    return Data(path.name, splits[0], splits[1], len(classes), tuple(domains))
+    return Data(path.name, splits[0], splits[1], len(classes), tuple(domains), tuple(classes))
 
 
 def list_folder(path: Path) -> tuple[FileList, FileList, list[str], list[str]]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fedbn_flwr.data.dataset_registry import DatasetRequest, register_dataset
+from fedbn_flwr.data.dataset_registry import SITES, DatasetRequest, register_dataset
 from fedbn_flwr.data.digits import digits
 from fedbn_flwr.data.domains import digits_domains
 from fedbn_flwr.data.files import TORCHVISION, from_folder, from_torchvision
@@ -43,6 +43,12 @@ def _torchvision(request: DatasetRequest) -> Data:
 
 for _name in TORCHVISION:
     register_dataset(_name)(_torchvision)
+
+
+@register_dataset(SITES)
+def _sites(request: DatasetRequest) -> Data:
+    """Data that the sites of a deployment have, each its own."""
+    raise ValueError(f"the data set {SITES!r} is at the sites of a deployment; there is none here")
 
 
 @register_dataset("folder")

@@ -159,15 +159,21 @@ class _NormalizedInputs:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """A training and a test split of one task; a domain's number is its position in `domain_names`."""
+    """A training and a test split of one task.
+
+    A domain's number is its position in `domain_names`. `class_names` is empty, or a class's number is its position.
+    """
 
     name: str
     train: Split
     test: Split
     num_classes: int
     domain_names: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if len(self.class_names) not in (0, self.num_classes):
+            raise ValueError(f"{self.name}: {len(self.class_names)} names for {self.num_classes} classes")
         for split in (self.train, self.test):
             _check_range(f"{self.name}: labels", split.labels, self.num_classes)
             if (split.domains is None) == bool(self.domain_names):

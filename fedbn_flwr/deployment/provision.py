@@ -5,7 +5,7 @@ ca/        ca.key                                the CA's private key: needed to
 server/    .env docker-compose.yml nginx.conf ca.crt server.crt server.key superexec.secret state/ results/
 operator/  config.toml ca.crt                    Flower's own configuration (FLWR_HOME), and who is registered
 .env       for all of it on one machine
-sites/S/   .env docker-compose.yml ca.crt *.service state/      the kit of site S
+sites/S/   .env docker-compose.yml ca.crt *.service state/ models/ log/      the kit of site S
 ```
 
 A folder that exists is completed: new sites get their kits, and no file is overwritten.
@@ -88,7 +88,7 @@ def fill(template: str, values: Mapping[str, object]) -> str:
 
 
 def _make_folders(federation: Federation, out: Path) -> None:
-    inner = [f"sites/{site}{state}" for site in federation.sites for state in ("", "/state")]
+    inner = [f"sites/{site}{part}" for site in federation.sites for part in ("", "/state", "/models", "/log")]
     try:
         for name in ("", "ca", "operator", "server", "server/state", "server/results", "sites", *inner):
             (out / name).mkdir(mode=0o755 if name in ("", "sites") else 0o700, parents=True, exist_ok=True)

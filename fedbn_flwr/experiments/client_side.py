@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedbn_flwr.client import BNClient, pick_device
-from fedbn_flwr.data import Data
+from fedbn_flwr.data import Data, without_domains
 from fedbn_flwr.data.loading import ROOT_VARIABLE
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.resources import load_data, make_partition, set_threads, shared_model
+from fedbn_flwr.experiments.sites.own_data import DATA_KEY, at_site
 
 #: options as they were given, hashable: 1, 1.0 and True are three values
 Given = tuple[tuple[str, type, Any], ...]
@@ -43,16 +44,17 @@ def bound_client_fn(run_config: Mapping[str, Any]) -> Callable[[Context], BNClie
 
 
 def _client(given: Given, context: Context) -> BNClient:
-    """The client of one node; its partition is the node's `partition-id`."""
+    """The client of one node; its partition is the node's `partition-id`, or all data of its own."""
     partition_id, nodes = _place(context)
-    shared = _resources(given, nodes, os.environ.get(ROOT_VARIABLE))
+    own_data = str(context.node_config.get(DATA_KEY, ""))
+    shared = _resources(given, nodes, os.environ.get(ROOT_VARIABLE), own_data)
     set_threads(shared.config)
     return BNClient(
         shared.model,
         shared.data.train,
         test=shared.data.test,
         num_classes=shared.data.num_classes,
-        indices=shared.partition[partition_id],
+        indices=shared.partition[0 if own_data else partition_id],
         partition_id=partition_id,
         memory=context.state,
         device=shared.device,
@@ -64,15 +66,16 @@ def _given(run_config: Mapping[str, Any]) -> Given:
 
 
 @lru_cache(maxsize=2)
-def _resources(given: Given, nodes: int, root: str | None) -> Resources:
+def _resources(given: Given, nodes: int, root: str | None, own_data: str) -> Resources:
     """Made once a process: to resolve options and look everything up takes as long as a step of training.
 
     `root` is where data are looked for that name no place of their own.
     """
-    config = resolve({key: value for key, _, value in given}).config
+    config = at_site(resolve({key: value for key, _, value in given}).config, own_data)
     set_threads(config)
     partition = make_partition(config, config.clients or nodes)
-    return Resources(config, load_data(config), partition, shared_model(config), str(pick_device(config.device)))
+    data = without_domains(load_data(config)) if own_data else load_data(config)
+    return Resources(config, data, partition, shared_model(config), str(pick_device(config.device)))
 
 
 def _place(context: Context) -> tuple[int, int]:

@@ -6,9 +6,11 @@ from math import isfinite
 from types import NoneType
 from typing import Any, Literal, Self, get_args, get_origin
 
+from fedbn_flwr.client.class_metrics import CLASS_METRICS
 from fedbn_flwr.client.precision import PRECISIONS
 from fedbn_flwr.client.training import OPTIMIZERS
 from fedbn_flwr.data import parse_augmentation
+from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.wire import wire_key
 
 Value = bool | int | float | str
@@ -33,7 +35,10 @@ class Config:
     norm_options: str = option("", "options of the normalizer, e.g. r_max=3,d_max=5 for brn")
     groups: int = option(2, "number of groups of group normalization")
     model: str = option("small-cnn", "model, or package.module:function")
-    dataset: str = option("digits", "data set, synthetic:n=..., folder:PATH, or package.module:function")
+    dataset: str = option("digits", "data set, synthetic:n=..., folder:PATH, package.module:function, or sites")
+    classes: str = option("", "comma-separated names of the classes, in the order of their numbers")
+    mean: str = option("", "normalize with this mean, one number from 0 to 1 a channel; empty: of the training data")
+    std: str = option("", "normalize with this standard deviation, one number a channel; given together with mean")
     image_size: int = option(0, "resize images to this side; 0 keeps the data set's own")
     data_root: str = option("", "folder of data sets on disk")
     image_workers: int = option(
@@ -66,6 +71,9 @@ class Config:
     evaluate_every: int = option(10, "evaluate on the test data every so many rounds, and after the last")
     train_loss_global: bool = option(
         False, "also report the model's loss on all training data, in the rounds that are evaluated"
+    )
+    class_metrics: str = option(
+        "", "per-class metrics of every site's test data, for the data set sites: f1, auc, precision, recall"
     )
     target_accuracy: float = option(0.0, "also report the rounds, exchanges and bytes until this accuracy")
     seed: int = option(0, "seed of everything: model, partition, batches, sampling")
@@ -114,6 +122,8 @@ class Config:
             parse_augmentation(self.augmentation)
         except ValueError as error:
             raise UsageError(str(error)) from None
+        for name in ("class_names", "metric_names", "normalization"):
+            getattr(self, name)  # refuses what it cannot read
         for name in ("fraction_train", "fraction_evaluate", "validation", "target_accuracy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UsageError(f"{wire_key(name)} must be between 0 and 1, got {getattr(self, name)}")
@@ -123,6 +133,32 @@ class Config:
             raise UsageError("fraction-train must be above 0")
         if not (self.local_steps or self.local_epochs):
             raise UsageError("one of local-steps and local-epochs must be above 0")
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the classes by their numbers; empty if the data decide."""
+        names = _listed(self.classes)
+        if doubled := [name for name in names if names.count(name) > 1]:
+            raise UsageError(f"classes names {doubled[0]!r} twice")
+        return names
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The per-class metrics that are asked for."""
+        names = _listed(self.class_metrics)
+        if unknown := [name for name in names if name not in CLASS_METRICS]:
+            raise UsageError(f"unknown metric {unknown[0]!r} in class-metrics; known: {', '.join(CLASS_METRICS)}")
+        return names
+
+    @property
+    def normalization(self) -> tuple[Channels, Channels] | None:
+        """Mean and standard deviation of every channel; None if the data decide."""
+        mean, std = (_numbers(name, getattr(self, name)) for name in ("mean", "std"))
+        if bool(mean) != bool(std) or any(number <= 0 for number in std):
+            raise UsageError(
+                f"mean and std go together, and std is above 0, got mean={self.mean!r} and std={self.std!r}"
+            )
+        return (mean, std) if mean else None
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
@@ -170,6 +206,20 @@ _KNOWN: dict[str, Collection[str]] = {
     "optimizer": OPTIMIZERS,
     "precision": PRECISIONS,
 }
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (part.strip() for part in text.split(","))))
+
+
+def _numbers(name: str, text: str) -> Channels:
+    try:
+        numbers = tuple(float(part) for part in _listed(text))
+    except ValueError:
+        numbers = (float("nan"),)
+    if not all(map(isfinite, numbers)):
+        raise UsageError(f"{name} must be numbers with commas between, got {text!r}")
+    return numbers
 
 
 def convert(key: str, value: Any, kind: Any) -> Value:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.config import Config, UsageError, Value, convert
 from fedbn_flwr.experiments.norm_options import add_norm_options
 from fedbn_flwr.experiments.strategy_options import all_options, own_options
@@ -32,7 +33,7 @@ class Experiment:
     def make_strategy(self, nodes: int) -> BaseStrategy:
         """The strategy for a federation of so many nodes."""
         config, personal = self.config, self.strategy_class.personal
-        evaluating = 1.0 if personal else config.fraction_evaluate
+        evaluating = 1.0 if personal or config.dataset == SITES else config.fraction_evaluate
         try:
             return self.strategy_class(
                 lr_schedule=config.lr_schedule,
@@ -45,19 +46,20 @@ class Experiment:
                 min_train_nodes=1,
                 min_evaluate_nodes=1 if evaluating else 0,
                 min_available_nodes=config.min_nodes or nodes,
-                **{**_diagnostics(self.strategy_class), **self.options},
+                **{**self._diagnostics(), **self.options},
             )
         except ValueError as error:
             raise UsageError(f"method {config.method!r}: {error}") from None
 
+    def _diagnostics(self) -> dict[str, bool]:
+        """Report every accuracy, also that of the mean of what nodes keep; sites are not asked to send it."""
+        strategy, at_sites = self.strategy_class, self.config.dataset == SITES
+        reported = strategy.personal and "mean-personal" in own_options(strategy) and not at_sites
+        return {"mean_personal": True} if reported else {}
+
     def to_mapping(self) -> dict[str, Value]:
         """Return every option by its kebab-case key; the method as it was written."""
         return {**self.config.to_mapping(), **{wire_key(name): value for name, value in self.options.items()}}
-
-
-def _diagnostics(strategy: type[BaseStrategy]) -> dict[str, bool]:
-    """Experiments report every accuracy, also that of the mean of what nodes keep, which takes sending it."""
-    return {"mean_personal": True} if strategy.personal and "mean-personal" in own_options(strategy) else {}
 
 
 def resolve(values: Mapping[str, Any]) -> Experiment:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,12 +14,21 @@ from torch import nn
 from fedbn_flwr import data, models
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.data.file_split import FileSplit
+from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.experiments.config import Config, UsageError
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.norm_options import parse_norm_options
 
 #: the share of the training data and the draw of the validation split are the same for every seed
 VALIDATION_SEED = 0
+
+
+class Form(NamedTuple):
+    """What a model must know of the data."""
+
+    num_classes: int
+    in_channels: int
+    image_size: int
 
 
 def load_data(config: Config) -> data.Data:
@@ -30,7 +39,23 @@ def load_data(config: Config) -> data.Data:
         root=config.data_root or None,
         image_workers=config.image_workers,
     )
+    loaded = _adapted(loaded, config.class_names, config.normalization)
     return loaded.validation_split(config.validation, VALIDATION_SEED) if config.validation else loaded
+
+
+@lru_cache(maxsize=8)
+def _adapted(
+    loaded: data.Data, class_names: tuple[str, ...], normalization: tuple[Channels, Channels] | None
+) -> data.Data:
+    """Number the classes and normalize as the options say; the same arguments give the same object."""
+    numbered = data.renumbered(loaded, class_names) if class_names else loaded
+    return data.normalized(numbered, *normalization) if normalization else numbered
+
+
+def form_of(config: Config) -> Form:
+    """Return what a model must know of the experiment's data."""
+    loaded = load_data(config)
+    return Form(loaded.num_classes, loaded.in_channels, loaded.image_size)
 
 
 def make_partition(config: Config, clients: int) -> list[NDArray[np.int64]]:
@@ -38,14 +63,14 @@ def make_partition(config: Config, clients: int) -> list[NDArray[np.int64]]:
     return data.partition(config.partition, load_data(config), clients, config.seed)
 
 
-def fresh_model(config: Config) -> nn.Module:
-    """The model of an experiment in its initial state."""
-    loaded = load_data(config)
+def fresh_model(config: Config, form: Form | None = None) -> nn.Module:
+    """The model of an experiment in its initial state; for data of this form, if they are not here."""
+    form = form or form_of(config)
     return models.build(
         config.model,
-        num_classes=loaded.num_classes,
-        in_channels=loaded.in_channels,
-        image_size=loaded.image_size,
+        num_classes=form.num_classes,
+        in_channels=form.in_channels,
+        image_size=form.image_size,
         norm=config.norm,
         seed=config.seed,
         init_from=config.init_from or None,
@@ -90,10 +115,15 @@ def check(experiment: Experiment) -> None:
     config = experiment.config
     try:
         pick_device(config.device)
-        refuse_label_maps(load_data(config))
-        shared_model(config)
+        if config.dataset != data.SITES:
+            refuse_label_maps(load_data(config))
+            shared_model(config)
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
+    if config.dataset == data.SITES and experiment.strategy_class.pooled:
+        raise UsageError(f"method {config.method!r} unites all data, and those of the data set 'sites' stay there")
+    if config.metric_names and config.dataset != data.SITES:
+        raise UsageError("class-metrics are measured by sites: they need the data set 'sites'")
     if config.clients:
         check_partition(config, config.clients)
     experiment.make_strategy(config.clients)
@@ -107,6 +137,8 @@ def refuse_label_maps(loaded: data.Data) -> None:
 
 def check_partition(config: Config, clients: int) -> None:
     """Find a partition that cannot be, once the number of clients is known."""
+    if config.dataset == data.SITES:
+        return
     try:
         make_partition(config, clients)
     except ValueError as error:
@@ -115,6 +147,8 @@ def check_partition(config: Config, clients: int) -> None:
 
 def check_simulation(experiment: Experiment) -> None:
     """Check a run that brings its own nodes, and so must know how many."""
+    if experiment.config.dataset == data.SITES:
+        raise UsageError("the data set 'sites' is at the sites of a deployment: submit the run with `flwr run`")
     if not experiment.config.clients:
         raise UsageError("clients must be at least 1: only a federation that is already there knows its own number")
     check(experiment)

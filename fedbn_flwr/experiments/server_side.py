@@ -7,32 +7,21 @@ from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from flwr.app import ConfigRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import state
-from fedbn_flwr.client import pick_device
+from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import clear, read_checkpoint, refuse_foreign, refuse_other_model
 from fedbn_flwr.experiments.config import Config, UsageError
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.plots import plot_curves, title_of
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
-from fedbn_flwr.experiments.output.scoring import Scorer
 from fedbn_flwr.experiments.recovery import Recovery
-from fedbn_flwr.experiments.resources import (
-    check,
-    check_partition,
-    fresh_model,
-    load_data,
-    make_partition,
-    refuse_state_dir,
-    refuse_workers,
-    rounds_within_budget,
-    set_threads,
-    shared_model,
-)
+from fedbn_flwr.experiments.resources import check, fresh_model, refuse_state_dir, refuse_workers
+from fedbn_flwr.experiments.task import make_task
 from fedbn_flwr.server.averaging import record, unpack
 from fedbn_flwr.server.channel_grid import ChannelGrid, ChannelOptions
 from fedbn_flwr.strategies import Layerwise, wait_for_nodes
@@ -107,25 +96,21 @@ def run(
     """
     check(experiment)
     nodes = count_nodes(grid, experiment.config)
-    check_partition(experiment.config, nodes)
-    config = rounds_within_budget(experiment.config, nodes)
+    saved = read_checkpoint(folder) if experiment.config.resume else None
+    task = make_task(grid, experiment.config, nodes, saved.options if saved else {})
+    config, grid = task.config, task.grid
     experiment = replace(experiment, config=config)
-    set_threads(config)
-    initial = state.to_record(fresh_model(config).state_dict())
-    saved = None
-    if config.resume:
-        saved = read_checkpoint(folder)
+    initial = state.to_record(fresh_model(config, task.form).state_dict())
+    if saved:
         refuse_foreign(folder, saved, experiment.to_mapping(), engine)
         refuse_other_model(folder, saved, unpack(initial))
     else:
         clear(folder)
     files = RunFolder(folder, saved.server_round if saved else 0)
     if not saved:
-        files.config(experiment.to_mapping())
+        files.config(experiment.to_mapping(), task.sites)
     strategy, counted = experiment.make_strategy(nodes), CountingGrid(grid)
-    trained = np.concatenate(make_partition(config, nodes)) if config.train_loss_global else None
-    scorer = Scorer(shared_model(config), load_data(config), pick_device(config.device), trained)
-    journal = Journal(files, strategy, counted, scorer, config, progress)
+    journal = Journal(files, strategy, counted, task.scorer, config, progress)
     recovery = Recovery(folder, experiment, engine, grid, strategy, journal)
     if saved:
         initial = record(saved.model)
@@ -137,12 +122,8 @@ def run(
             config.rounds,
             rounds_done=saved.server_round if saved else 0,
             timeout=config.timeout,
-            train_config=recovery.tell(instruction_of(config).to_config()),
-            evaluate_config=recovery.tell(
-                Instruction(
-                    seed=config.seed, report_local_loss=config.train_loss_global and strategy.personal
-                ).to_config()
-            ),
+            train_config=recovery.tell(ConfigRecord({**instruction_of(config).to_config(), **task.told})),
+            evaluate_config=recovery.tell(ConfigRecord({**evaluation_of(experiment).to_config(), **task.told})),
             evaluate_fn=recovery.record,
         )
     except Exception as error:
@@ -172,6 +153,17 @@ def instruction_of(config: Config) -> Instruction:
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         precision=config.precision,
+    )
+
+
+def evaluation_of(experiment: Experiment) -> Instruction:
+    """Return the instruction to clients that evaluate."""
+    config = experiment.config
+    by_nodes = experiment.strategy_class.personal or config.dataset == SITES
+    return Instruction(
+        seed=config.seed,
+        report_local_loss=config.train_loss_global and by_nodes,
+        class_metrics=",".join(config.metric_names),
     )
 
 

@@ -46,6 +46,8 @@ ACCURACY = "accuracy"
 ACCURACY_PERSONAL = "accuracy-personal"
 DOMAIN_ACCURACY = "domain-accuracy"
 DOMAIN = "domain"
+#: before the name of a per-class metric
+CLASS = "class-"
 OBEYED = "obeyed"
 PARAMETERS = "parameters"
 BN_ENTRIES = "bn-entries"
@@ -121,6 +123,8 @@ class Instruction:
     send_personal: bool = _binding(False)
     #: after training, or in an evaluation, also report the model's loss on all local training data
     report_local_loss: bool = _binding(False)
+    #: per-class metrics, with commas between, that an evaluation also reports
+    class_metrics: str = ""
     #: binding keys, with commas between, that later rounds ask for: who does not know them is refused at once
     later: str = _binding("")
     #: what clients' rules are asked for: wire keys and values, sorted by key; see `with_rule`

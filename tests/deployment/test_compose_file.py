@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from flwr.common.config import parse_config_args
 
 from fedbn_flwr.clientapp.kept_states import STATE_VARIABLE
 from fedbn_flwr.deployment.cli import main
@@ -85,6 +86,16 @@ def test_apps_keep_states_in_the_sites_kit(name: str) -> None:
     assert not volume.read_only
 
 
+@pytest.mark.parametrize("name", ["exec", "exec-gpu", *(f"{site}-exec" for site in SITES)])
+def test_apps_cannot_reach_the_log_of_what_leaves_the_site(name: str) -> None:
+    (service,) = [item for item in services() if item.name == name]
+    assert "/srv/log" not in {volume.target for volume in service.volumes}
+    (node,) = [item for item in services() if item.name == service.raw["depends_on"][0]][:1]
+    (volume,) = [volume for volume in node.volumes if volume.target == "/srv/log"]
+    assert node.environment["FEDBN_SITE_LOG"] == "/srv/log/sent.jsonl"
+    assert volume.source.endswith("/log")
+
+
 @pytest.mark.parametrize("name", ["superexec", "exec", "exec-gpu", *(f"{site}-exec" for site in SITES)])
 def test_apps_see_no_private_key_and_no_way_out(name: str) -> None:
     (service, *_) = [service for service in services() if service.name == name]
@@ -95,7 +106,7 @@ def test_apps_see_no_private_key_and_no_way_out(name: str) -> None:
 
 def test_data_and_keys_are_read_only_and_only_state_and_results_are_not() -> None:
     writable = {volume.target for service in services() for volume in service.volumes if not volume.read_only}
-    assert writable == {"/srv/state", "/srv/results"}
+    assert writable == {"/srv/state", "/srv/results", "/srv/models", "/srv/log"}
 
 
 def test_only_the_sites_ports_are_open_beyond_the_machine() -> None:
@@ -128,6 +139,46 @@ def test_a_provisioned_kit_and_server_fill_in_every_variable(tmp_path: Path) -> 
     assert (out / "sites" / "south" / "docker-compose.yml").read_text() == COMPOSE.read_text()
 
 
+@pytest.mark.parametrize("unit", [False, True])
+@pytest.mark.parametrize(
+    ("given", "data"),
+    [
+        ({}, {}),
+        ({"FEDBN_DATA": "/data/chest x-rays"}, {"data": "folder:{}"}),
+        ({"FEDBN_DATA": "/data", "FEDBN_READ": "clinic.images:read"}, {"data": "clinic.images:read"}),
+    ],
+)
+def test_a_site_names_its_data_in_its_node_configuration(
+    unit: bool, given: dict[str, str], data: dict[str, str], tmp_path: Path
+) -> None:
+    env = {"FEDBN_PARTITION": "1", "FEDBN_SITES": "3", **given}
+    if unit:
+        option = _option_of_unit(tmp_path, env)
+    else:
+        (option,) = [word for word in read_compose("site", env)["node"].command if word.startswith("--node-config=")]
+    # in a container the folder has another name
+    folder = given.get("FEDBN_DATA", "") if unit else "/srv/data"
+    expected = {key: value.format(folder) for key, value in data.items()}
+    config = parse_config_args([option.removeprefix("--node-config=")])
+    assert config == {"partition-id": 1, "num-partitions": 3, **expected}
+
+
+def _option_of_unit(folder: Path, env: dict[str, str]) -> str:
+    """Return what the systemd unit's command line gives the SuperNode as node configuration."""
+    text = (ROOT / "fedbn_flwr/deployment/templates/fedbn-node.service").read_text().replace("\\\n", " ")
+    (line,) = re.findall("(?m)^ExecStart=(.*)$", text)
+    # systemd: quotes, backslashes and doubled dollars; it replaces ${NAME} itself, so there must be none
+    assert not re.search(r"(?<!\$)\$\{", line)
+    shell, dash_c, script = re.fullmatch(r"(\S+) (\S+) '(.*)'", line.replace("$$", "$")).groups()  # type: ignore[union-attr]
+    script = script.encode().decode("unicode_escape")
+    print_words = folder / "print_words"
+    print_words.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    print_words.chmod(0o755)
+    shown = run(shell, dash_c, script.replace("/opt/fedbn/bin/python", str(print_words)), env=env)
+    (option,) = [word for word in shown.splitlines() if word.startswith("--node-config=")]
+    return str(option)
+
+
 def test_interpolation_is_that_of_compose() -> None:
-    text = "${A:-x} ${B:-y} ${C:-} ${A}"
-    assert interpolate(text, {"A": "1", "B": ""}) == "1 y  1"
+    text = "${A:-x} ${B:-y} ${C:-} ${A} ${A:+${D:-z}!} ${B:+no} ${D:+no}"
+    assert interpolate(text, {"A": "1", "B": ""}) == "1 y  1 z!  "

@@ -66,7 +66,7 @@ def test_the_ca_signs_the_server_and_cannot_make_further_cas(out: Path) -> None:
 def test_no_kit_holds_a_private_key_or_secret(out: Path) -> None:
     for kit in (out / "sites").iterdir():
         assert {path.name for path in kit.iterdir()} == {
-            *(".env", "ca.crt", "docker-compose.yml", "state"),
+            *(".env", "ca.crt", "docker-compose.yml", "state", "models", "log"),
             *("fedbn-node.service", "fedbn-exec.service"),
         }
         assert not [path for path in kit.iterdir() if path.is_file() and b"PRIVATE" in path.read_bytes()]

@@ -13,7 +13,8 @@ import yaml
 from tests.helpers.checkout import ROOT
 
 COMPOSE = ROOT / "docker-compose.yml"
-_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+#: without another one inside
+_VARIABLE = re.compile(r"\$\{(\w+)(?::([-+])([^{}]*))?\}")
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,18 @@ def read_compose(profile: str, variables: Mapping[str, str], path: Path = COMPOS
 
 
 def interpolate(text: str, variables: Mapping[str, str]) -> str:
-    """Replace `${NAME}` and `${NAME:-default}`; the latter counts for an empty variable, too."""
-    return _VARIABLE.sub(lambda match: variables.get(match[1]) or match[2] or "", text)
+    """Replace `${NAME}`, `${NAME:-default}` and `${NAME:+replacement}`, the innermost first.
+
+    An empty variable has the default, and no replacement.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        given, other = variables.get(match[1], ""), match[3] or ""
+        return (other if given else "") if match[2] == "+" else given or other
+
+    while (replaced := _VARIABLE.sub(value, text)) != text:
+        text = replaced
+    return text
 
 
 def _service(name: str, raw: Mapping[str, Any]) -> Service:

@@ -1,5 +1,6 @@
 """A federation that is provisioned with the project's own commands, as its operator sees it."""
 
+import hashlib
 import json
 import re
 import socket
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from flwr.cli.build import build_fab_from_disk
 
 from fedbn_flwr.deployment.cli import main as fedbn_flwr
 from fedbn_flwr.deployment.errors import DeploymentError
@@ -120,6 +122,11 @@ class Federation:
         except DeploymentError:
             return False
         return True
+
+
+def app_hash(app: Path) -> str:
+    """Return the hash by which Flower knows an app: that of the bundle which `flwr build` makes."""
+    return hashlib.sha256(build_fab_from_disk(app)).hexdigest()
 
 
 def command(*words: object) -> None:

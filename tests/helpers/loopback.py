@@ -14,7 +14,7 @@ from fedbn_flwr.deployment.site import read_env
 from fedbn_flwr.server.channel_grid import PORT_VARIABLE
 from tests.helpers.checkout import environment
 from tests.helpers.compose import Service, image_environment, read_compose
-from tests.helpers.federation import Federation, free_ports
+from tests.helpers.federation import Federation, app_hash, free_ports
 from tests.helpers.relay import Relay
 from tests.helpers.supervisor import Supervised
 
@@ -28,9 +28,19 @@ def has_proxy() -> bool:
 
 
 class LoopbackFederation(Federation):
-    """A federation whose services run as processes of this machine while the context is open."""
+    """A federation whose services run as processes of this machine while the context is open.
 
-    def __init__(self, folder: Path, sites: tuple[str, ...]) -> None:
+    Sites may have folders of data of their own, and allow no app but the project's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sites: tuple[str, ...],
+        data: Mapping[str, Path] | None = None,
+        only_own_app: bool = False,
+    ) -> None:
+        self._data, self._only_own_app = dict(data or {}), only_own_app
         self.port, operator_port, exchange_port, self._serverapp_port = free_ports(4)
         self._superlink = _ADDRESS.format(1)
         hosts = {"server": "127.0.0.1", "also": [self._superlink], "sites": list(sites)}
@@ -67,6 +77,11 @@ class LoopbackFederation(Federation):
         for number, site in enumerate(self.sites):
             env = {**read_env(self.kit(site)), "FEDBN_SERVER": f"127.0.0.1:{self.relays[site].port}"}
             env["FEDBN_EXCHANGE"] = f"127.0.0.1:{self.exchange_relays[site].port}"
+            if site in self._data:
+                # the SuperNode names the folder as its apps see it
+                env |= {"FEDBN_DATA": str(self._data[site]), "FEDBN_READ": f"folder:{self._data[site]}"}
+            if self._only_own_app:
+                env["FEDBN_APPS"] = f"{'0' * 64},{app_hash(self.app)}"
             services = read_compose("site", env)
             for service in services.values():
                 addresses = dict.fromkeys(services, _ADDRESS.format(number + 2))

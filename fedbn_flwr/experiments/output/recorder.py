@@ -11,6 +11,7 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.output.scoring import Score, Scorer
+from fedbn_flwr.experiments.output.site_scoring import SiteScorer
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.traffic.tally import Tally
@@ -32,7 +33,7 @@ class Journal:
         files: RunFolder,
         strategy: BaseStrategy,
         grid: CountingGrid,
-        scorer: Scorer,
+        scorer: Scorer | SiteScorer,
         config: Config,
         progress: Progress | None = None,
     ) -> None:

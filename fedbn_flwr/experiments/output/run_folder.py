@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
@@ -42,12 +42,13 @@ class RunFolder:
         for stale in ("summary.json", "model.safetensors", "curves.png"):
             (path / stale).unlink(missing_ok=True)
 
-    def config(self, options: Mapping[str, Any]) -> None:
-        """Write the options, versions and hardware, which are needed to repeat the run."""
+    def config(self, options: Mapping[str, Any], sites: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Write the options, versions and hardware, which are needed to repeat the run, and what sites' data are."""
         versions = {name: version(name) for name in VERSIONED}
         versions |= {"fedbn-flwr": __version__, "python": platform.python_version()}
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
-        self._write("config.json", {"options": dict(options), "versions": versions, "hardware": device})
+        content = {"options": dict(options), "versions": versions, "hardware": device}
+        self._write("config.json", {**content, "sites": list(sites)} if sites else content)
 
     def round(self, row: Mapping[str, Any]) -> None:
         """Append the row of one round."""

@@ -1,0 +1,145 @@
+"""The server's half: what sites say of their data, checked before round 1, and what follows for all of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from logging import INFO
+from typing import Any
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.common import log
+from flwr.serverapp import Grid
+
+from fedbn_flwr import wire
+from fedbn_flwr.experiments.config import Config, UsageError
+from fedbn_flwr.experiments.resources import Form
+from fedbn_flwr.server.ask_nodes import ask_nodes
+from fedbn_flwr.wire.site_data import DATA_MEAN, DATA_SHAPE, DATA_STD, SITE_DATA, SiteData
+
+#: descriptions by node, or why there is none
+Answers = Mapping[int, SiteData | str]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all sites of a run have in common."""
+
+    #: the run's options, with the normalization
+    config: Config
+    shape: tuple[int, ...]
+    #: the descriptions by node, of the sites that were there before round 1
+    sites: Mapping[int, SiteData]
+
+    @property
+    def form(self) -> Form:
+        """What a model must know of the data."""
+        return Form(len(self.config.class_names), self.shape[0], self.shape[-1])
+
+    @property
+    def samples(self) -> int:
+        """The number of training samples of all sites."""
+        return sum(sum(site.train) for site in self.sites.values())
+
+    def to_config(self) -> ConfigRecord:
+        """Return what every message tells a site."""
+        return ConfigRecord({DATA_MEAN: self.config.mean, DATA_STD: self.config.std, DATA_SHAPE: list(self.shape)})
+
+    def objection(self, site: SiteData) -> str | None:
+        """Return why a site cannot take part, or None if it can."""
+        if unknown := [name for name in site.class_names if name not in self.config.class_names]:
+            return f"its class {unknown[0]!r} is none of the run's: {', '.join(self.config.class_names)}"
+        if site.shape != self.shape:
+            return (
+                f"its images are {_times(site.shape)}, and not {_times(self.shape)} as at the first site "
+                "(image-size makes images of one size)"
+            )
+        return None
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return a row about each site, for the results."""
+        return [_row(site) for site in sorted(self.sites.values(), key=lambda site: site.site)]
+
+
+def ask_sites(grid: Grid, nodes: Sequence[int], timeout: float) -> Answers:
+    """Ask nodes what their data are."""
+    question = RecordDict({wire.CONFIG: ConfigRecord()})
+    messages = [Message(question, dst_node_id=node, message_type=SITE_DATA) for node in nodes]
+    replies = ask_nodes(grid, messages, timeout)
+    return {node: _read(replies.get(node), timeout) for node in nodes}
+
+
+def agree(config: Config, answers: Answers) -> Agreement:
+    """Return what the sites agree on; a UsageError names the first site that cannot take part, and why."""
+    sites: dict[int, SiteData] = {}
+    for node, answer in answers.items():
+        if isinstance(answer, str):
+            raise UsageError(f"node {node}: {answer}")
+        if other := holder(answer.site, sites):
+            raise UsageError(f"nodes {other} and {node} both have the site number {answer.site}: give each its own")
+        sites[node] = answer
+    if not config.class_names:
+        names = sorted({name for site in sites.values() for name in site.class_names})
+        raise UsageError(
+            f"the data set 'sites' needs classes, in the order of their numbers; there are: {','.join(names)}"
+        )
+    first = min(sites.values(), key=lambda site: site.site)
+    agreement = Agreement(config, first.shape, sites)
+    for node, site in sites.items():
+        if reason := agreement.objection(site):
+            raise UsageError(f"site {site.site} (node {node}): {reason}")
+        log(INFO, "Site %d (node %d): %s", site.site, node, spoken(site))
+    return replace(agreement, config=_normalized(config, list(sites.values())))
+
+
+def holder(number: int, sites: Mapping[int, SiteData]) -> int | None:
+    """Return the node that has a site number."""
+    return next((node for node, site in sites.items() if site.site == number), None)
+
+
+def spoken(site: SiteData) -> str:
+    """Return a line about a site's data."""
+    counts = ", ".join(f"{name} {count}" for name, count in zip(site.class_names, site.train, strict=True))
+    return f"{sum(site.train)} training and {sum(site.test)} test images of {_times(site.shape)}; {counts}"
+
+
+def _normalized(config: Config, sites: Sequence[SiteData]) -> Config:
+    """Return the options with mean and standard deviation: those that are given, or of all sites' images together.
+
+    mean = sum n_k m_k / N,   variance = sum n_k (v_k + (m_k - mean)^2) / N,   N = sum n_k
+    """
+    if config.normalization:
+        return config
+    counts = [sum(site.train) for site in sites]
+    total, means, deviations = sum(counts), [], []
+    for channel in range(len(sites[0].mean)):
+        moments = [
+            (count, site.mean[channel], site.variance[channel]) for count, site in zip(counts, sites, strict=True)
+        ]
+        mean = sum(count * center for count, center, _ in moments) / total
+        variance = sum(count * (width + (center - mean) ** 2) for count, center, width in moments) / total
+        means.append(mean)
+        deviations.append(variance**0.5 or 1.0)
+    return replace(config, mean=_text(means), std=_text(deviations))
+
+
+def _text(numbers: Sequence[float]) -> str:
+    return ",".join(map(repr, numbers))
+
+
+def _times(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _row(site: SiteData) -> dict[str, Any]:
+    train, test = (dict(zip(site.class_names, counts, strict=True)) for counts in (site.train, site.test))
+    return {"site": site.site, "shape": list(site.shape), "train": train, "test": test}
+
+
+def _read(reply: Message | None, timeout: float) -> SiteData | str:
+    if reply is None:
+        return f"it has not said what its data are within {timeout:g} seconds"
+    if reply.has_error():
+        return f"it cannot say what its data are: {reply.error.reason}"
+    try:
+        return SiteData.read(reply.content)
+    except ValueError as error:
+        return str(error)

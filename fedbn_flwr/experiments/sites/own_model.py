@@ -1,0 +1,85 @@
+"""A site's own model in a file: what it has evaluated, with the entries that never leave the site."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flwr.app import Context, Message, MessageType
+from flwr.clientapp.typing import ClientAppCallable
+from torch import nn
+
+from fedbn_flwr import state, wire
+from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.clientapp.bn_client_app import unpack
+from fedbn_flwr.experiments.method import resolve
+from fedbn_flwr.experiments.resources import Form, fresh_model
+from fedbn_flwr.plugins import extra
+from fedbn_flwr.server.replies import lacks_state
+from fedbn_flwr.state.record_files import write_bytes
+from fedbn_flwr.wire.history import STATE_HISTORY, History
+from fedbn_flwr.wire.site_data import DATA_SHAPE
+
+#: where a site names the folder: in its SuperNode's node configuration, or in the environment of its ClientApps
+NODE_KEY, MODELS_VARIABLE = "models-dir", "FEDBN_FLWR_MODELS"
+SUFFIX = ".safetensors"
+
+
+class OwnModel(NamedTuple):
+    """A model from a file, and what it was trained under."""
+
+    model: nn.Module
+    #: every option of the run; `mean` and `std` normalize the model's inputs, `classes` names its outputs
+    options: Mapping[str, Any]
+    #: the run, the round, the site and the shape of an image
+    about: Mapping[str, Any]
+
+
+def export_model(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Write the model that the site evaluates to `FOLDER/RUN/SITE.safetensors`: a mod for the ClientApp.
+
+    With FedBN and its like it is the site's own, with the BN that stays here. Each evaluation replaces the file as a
+    whole; the last one follows the last round. Does nothing where the site names no folder.
+    """
+    folder = str(context.node_config.get(NODE_KEY) or os.environ.get(MODELS_VARIABLE, ""))
+    kind = message.metadata.message_type.partition(".")[0]
+    if not folder or kind != MessageType.EVALUATE:
+        return call_next(message, context)
+    received, instruction = unpack(message)
+    config: Any = message.content[wire.record_names(message.content)[1]]
+    reply = call_next(message, context)
+    if reply.has_content() and not lacks_state(reply):
+        own = Memory(context.state).recall(wire.PERSONAL) if instruction.keep_local != "none" else {}
+        run = History.parse(str(config.get(STATE_HISTORY) or context.run_id)).first
+        site = str(context.node_config.get("partition-id", context.node_id))
+        about = {"run": run, "round": instruction.server_round, "site": site, "shape": config.get(DATA_SHAPE, [])}
+        options = resolve(context.run_config).to_mapping()
+        path = Path(folder, run, f"{site}{SUFFIX}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, _pack({**received[wire.ARRAYS], **own}, {"options": options, "about": about}))
+    return reply
+
+
+def load_own_model(path: str | Path) -> OwnModel:
+    """Return the model of a file that `export_model` has written, in evaluation mode."""
+    with extra("models"):
+        from safetensors import safe_open
+
+    with safe_open(str(path), "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+        options, about = (json.loads(file.metadata()[key]) for key in ("options", "about"))
+    config, shape = replace(resolve(options).config, init_from=""), about["shape"]
+    form = Form(len(config.class_names), shape[0], shape[-1]) if shape else None
+    model = fresh_model(config, form).eval()
+    state.load(model, tensors)
+    return OwnModel(model, options, about)
+
+
+def _pack(model: state.State, metadata: Mapping[str, Any]) -> bytes:
+    with extra("models"):
+        from safetensors.torch import save
+
+    texts = {key: json.dumps(value) for key, value in metadata.items()}
+    return bytes(save({name: value.contiguous() for name, value in model.items()}, texts))

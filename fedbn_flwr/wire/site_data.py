@@ -1,0 +1,65 @@
+"""What a site says of its own data before round 1, and what it is told that all sites have agreed on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
+
+from fedbn_flwr.wire.instruction import METRICS, PARTITION_ID, REPORT
+
+#: the kind of message that asks a site, and the name of its handler
+SITE_DATA = "query.data"
+#: in a report: why the site's data cannot be used
+PROBLEM = "problem"
+#: in the configuration of messages: the numbers that images are normalized with, as text, and an image's shape
+DATA_MEAN, DATA_STD, DATA_SHAPE = "data-mean", "data-std", "data-shape"
+
+_CLASS_NAMES, _TRAIN, _TEST, _SHAPE, _MEAN, _VARIANCE = (
+    *("class-names", "train-counts", "test-counts"),
+    *("image-shape", "pixel-mean", "pixel-variance"),
+)
+
+
+@dataclass(frozen=True)
+class SiteData:
+    """A site's description of its data."""
+
+    #: the site's number: its `partition-id`
+    site: int
+    class_names: tuple[str, ...]
+    #: the number of samples of each class
+    train: tuple[int, ...]
+    test: tuple[int, ...]
+    #: channels, height and width of an image
+    shape: tuple[int, ...]
+    #: of every channel of the training images, for pixels from 0 to 1; the biased variance
+    mean: tuple[float, ...]
+    variance: tuple[float, ...]
+
+    def pack(self) -> RecordDict:
+        """Return the content of the site's answer."""
+        numbers = {_TRAIN: list(self.train), _TEST: list(self.test), _SHAPE: list(self.shape)}
+        moments = {_MEAN: list(self.mean), _VARIANCE: list(self.variance)}
+        metrics: dict[str, Any] = {PARTITION_ID: self.site, **numbers, **moments}
+        return RecordDict(
+            {METRICS: MetricRecord(metrics), REPORT: ConfigRecord({_CLASS_NAMES: list(self.class_names)})}
+        )
+
+    @classmethod
+    def read(cls, content: RecordDict) -> Self:
+        """Read an answer; a ValueError says why a site's data cannot be used."""
+        report: Mapping[str, Any] = content.config_records.get(REPORT) or {}
+        if PROBLEM in report:
+            raise ValueError(str(report[PROBLEM]))
+        metrics: Mapping[str, Any] = content.metric_records.get(METRICS) or {}
+        try:
+            numbers = [tuple(metrics[key]) for key in (_TRAIN, _TEST, _SHAPE, _MEAN, _VARIANCE)]
+            return cls(int(metrics[PARTITION_ID]), tuple(report[_CLASS_NAMES]), *numbers)
+        except (KeyError, TypeError) as error:
+            raise ValueError("its app does not say what its data are") from error
+
+
+def problem(reason: str) -> RecordDict:
+    """Return the content of the answer of a site whose data cannot be used."""
+    return RecordDict({REPORT: ConfigRecord({PROBLEM: reason})})

@@ -1,0 +1,112 @@
+"""Sites that come after round 1: asked, numbered, and hidden from the strategy if their data do not fit."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from flwr.app import Context, Message, RecordDict
+
+from fedbn_flwr.experiments import Config, UsageError
+from fedbn_flwr.experiments.sites.agreement import agree
+from fedbn_flwr.experiments.sites.grid import SitesGrid
+from fedbn_flwr.experiments.sites.own_data import use_agreed
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.wire import CONFIG
+from fedbn_flwr.wire.site_data import SITE_DATA, SiteData, problem
+
+NORTH = SiteData(0, ("ill", "well"), (3, 1), (1, 1), (1, 8, 8), (0.25,), (0.01,))
+SOUTH = replace(NORTH, site=1, train=(8, 4), mean=(0.75,), variance=(0.09,))
+CONFIG_OF_RUN = Config(dataset="sites", classes="ill,well")
+
+
+class Answering(InProcessGrid):
+    """Nodes that answer with a description, or the reason why there is none; only some are connected."""
+
+    def __init__(self, *sites: SiteData | str) -> None:
+        self.sites, self.connected = list(sites), set[int]()
+        self.asked: list[int] = []
+        super().__init__(lambda message, context: self._describe(message, context), len(sites))  # type: ignore[arg-type]
+
+    def get_node_ids(self) -> Iterable[int]:
+        return sorted(self.connected)
+
+    def _describe(self, message: Message, context: Context) -> Message:
+        assert message.metadata.message_type == SITE_DATA
+        self.asked.append(context.node_id)
+        site = self.sites[context.node_id - 1000]
+        return Message(problem(site) if isinstance(site, str) else site.pack(), reply_to=message)
+
+
+def warnings(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in log.records if record.levelno == logging.WARNING]
+
+
+def test_a_description_survives_its_journey() -> None:
+    assert SiteData.read(NORTH.pack()) == NORTH
+
+
+def test_normalization_is_that_of_all_images_together() -> None:
+    # 4 images of mean 1/4 and variance 1/100, 12 of mean 3/4 and variance 9/100
+    config = agree(CONFIG_OF_RUN, {1: NORTH, 2: SOUTH}).config
+    mean = (4 * 0.25 + 12 * 0.75) / 16
+    assert float(config.mean) == mean
+    spread = 4 * (0.01 + (0.25 - mean) ** 2) + 12 * (0.09 + (0.75 - mean) ** 2)
+    assert float(config.std) == pytest.approx((spread / 16) ** 0.5, rel=1e-15)
+    # a channel without any spread is not divided by 0
+    assert agree(CONFIG_OF_RUN, {1: replace(NORTH, variance=(0.0,))}).config.std == "1.0"
+
+
+def test_a_node_that_does_not_answer_is_named() -> None:
+    with pytest.raises(UsageError, match="node 7: its disk is full"):
+        agree(CONFIG_OF_RUN, {1: NORTH, 7: "its disk is full"})
+
+
+def test_later_sites_are_asked_once_and_shown_if_they_fit(caplog: pytest.LogCaptureFixture) -> None:
+    nodes = Answering(NORTH, SOUTH, replace(SOUTH, site=2, class_names=("dead", "well")), replace(NORTH, site=1))
+    grid = SitesGrid(nodes, agree(CONFIG_OF_RUN, {1000: NORTH}))
+    nodes.connected = {1000}
+    assert list(grid.get_node_ids()) == [1000]
+    nodes.connected = {1000, 1001, 1002}
+    assert [list(grid.get_node_ids()) for _ in range(2)] == [[1000, 1001]] * 2
+    assert nodes.asked == [1001, 1002]
+    # the number of a site that is there, and of one that has gone
+    nodes.connected = {1000, 1001, 1003}
+    assert list(grid.get_node_ids()) == [1000, 1001]
+    nodes.connected = {1000}
+    assert list(grid.get_node_ids()) == [1000]
+    nodes.connected = {1000, 1003}
+    assert list(grid.get_node_ids()) == [1000, 1003]
+    assert warnings(caplog) == [
+        "Node 1002 cannot take part: its class 'dead' is none of the run's: ill, well",
+        "Node 1003 cannot take part: node 1001 has its site number 1",
+    ]
+
+
+def test_a_refused_site_is_asked_again_when_it_comes_back() -> None:
+    nodes = Answering(NORTH, "the folder is empty")
+    grid = SitesGrid(nodes, agree(CONFIG_OF_RUN, {1000: NORTH}))
+    nodes.connected = {1000, 1001}
+    assert list(grid.get_node_ids()) == [1000]
+    nodes.sites[1] = SOUTH
+    assert list(grid.get_node_ids()) == [1000]
+    nodes.connected = {1000}
+    assert list(grid.get_node_ids()) == [1000]
+    nodes.connected = {1000, 1001}
+    assert list(grid.get_node_ids()) == [1000, 1001]
+
+
+def test_the_normalization_of_a_message_is_an_option_for_its_client_only() -> None:
+    context = Context(1, 1, {}, RecordDict(), {"mean": "", "std": "", "seed": 7})
+    agreement = agree(CONFIG_OF_RUN, {1: NORTH})
+    seen = []
+
+    def client(message: Message, context: Context) -> Message:
+        seen.append(dict(context.run_config))
+        raise OSError("the disk is full")
+
+    message = Message(RecordDict({CONFIG: agreement.to_config()}), 1, "train")
+    with pytest.raises(OSError, match="the disk is full"):
+        use_agreed(message, context, client)
+    assert seen == [{"mean": "0.25", "std": repr(0.01**0.5), "seed": 7}]
+    assert context.run_config == {"mean": "", "std": "", "seed": 7}

@@ -1,0 +1,261 @@
+"""Runs on data that sites have in folders of their own, in process."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.supercore.run import Run
+from safetensors.torch import load_file
+from sklearn.metrics import f1_score, roc_auc_score
+
+from apps.client import app
+from fedbn_flwr import data, state
+from fedbn_flwr.clientapp.kept_states import STATE_VARIABLE
+from fedbn_flwr.experiments import Config, UsageError, serve, task
+from fedbn_flwr.experiments.output.recorder import Journal
+from fedbn_flwr.experiments.sites.agreement import Agreement, Answers, agree
+from fedbn_flwr.models import build
+from fedbn_flwr.simulation.sequential import InProcessGrid
+from tests.helpers.deaths import Death
+from tests.helpers.site_folders import CLASSES, SitesInProcess, images, write_images, write_sites
+
+TRAIN, TEST = images(48, 1), images(24, 2)
+OPTIONS: dict[str, Any] = {
+    "clients": 0,
+    "node-timeout": 20,
+    "model": "small-cnn",
+    "rounds": 2,
+    "local-steps": 2,
+    "batch-size": 4,
+    "momentum": 0.5,
+    "evaluate-every": 1,
+    "device": "cpu",
+    "seed": 3,
+}
+PARTITION = "dirichlet:0.5"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """All images in one folder, and in three by the clients of the partition."""
+    return write_sites(tmp_path_factory.mktemp("sites"), PARTITION, 3, OPTIONS["seed"])
+
+
+@pytest.fixture
+def whole(folders: tuple[Path, list[Path]]) -> Path:
+    return folders[0]
+
+
+@pytest.fixture
+def sites(folders: tuple[Path, list[Path]]) -> list[str]:
+    return [f"folder:{folder}" for folder in folders[1]]
+
+
+def run_at_sites(folder: Path, sites: list[str], **options: Any) -> dict[str, Any]:
+    """Run with data at the sites; returns the summary."""
+    given = {**OPTIONS, "dataset": "sites", "classes": ",".join(CLASSES), "results-dir": str(folder), **options}
+    return serve(SitesInProcess(sites, given), given)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fixbn:freeze-round=1", "fedbn:mean-personal=false", "fedtan"])
+def test_models_have_the_bits_of_runs_on_shared_data(
+    method: str, whole: Path, sites: list[str], tmp_path: Path
+) -> None:
+    run_at_sites(tmp_path / "sites", sites, method=method)
+    shared = {**OPTIONS, "dataset": f"folder:{whole}", "partition": PARTITION, "method": method}
+    shared["results-dir"] = str(tmp_path / "shared")
+    serve(InProcessGrid(app, 3, shared), shared)
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("sites", "shared"))
+    assert one == other
+    losses = [_column(tmp_path / name, "train-loss") for name in ("sites", "shared")]
+    assert losses[0] == losses[1]
+
+
+def test_sites_score_the_model_on_their_own_test_data(sites: list[str], tmp_path: Path) -> None:
+    summary = run_at_sites(tmp_path, sites, **{"class-metrics": "f1,auc"})
+    options = json.loads((tmp_path / "config.json").read_text())["options"]
+    mean, std = (torch.tensor([float(part) for part in options[key].split(",")]) for key in ("mean", "std"))
+    # pooled of all sites: of all training images
+    everything = TRAIN.inputs.double() / 255
+    assert torch.allclose(mean.double(), everything.mean((0, 2, 3)), atol=1e-7)
+    assert torch.allclose(std.double(), everything.std((0, 2, 3), correction=0), atol=1e-7)
+    model = build("small-cnn", num_classes=3, in_channels=3, image_size=8, seed=0)
+    state.load(model, load_file(tmp_path / "model.safetensors"))
+    model.eval()
+    scores = []
+    for site in range(3):
+        chosen = slice(site * 8, site * 8 + 8)
+        inputs = (TEST.inputs[chosen] / 255 - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
+        with torch.no_grad():
+            shares = model(inputs).softmax(1)
+        labels = TEST.labels[chosen]
+        row = summary["sites"][str(site)]
+        assert row["accuracy"] == float((shares.argmax(1) == labels).double().mean())
+        f1 = f1_score(labels, shares.argmax(1), average=None, labels=[0, 1, 2], zero_division=0)
+        auc = [roc_auc_score(labels == number, shares[:, number]) for number in range(3)]
+        assert row["f1"] == pytest.approx(dict(zip(CLASSES, f1, strict=True)), abs=1e-6)
+        assert row["auc"] == pytest.approx(dict(zip(CLASSES, auc, strict=True)), abs=1e-6)
+        scores.append(row)
+    assert summary["accuracy"] == pytest.approx(sum(row["accuracy"] for row in scores) / 3)
+    for name in CLASSES:
+        assert summary["class-f1"][name] == pytest.approx(sum(row["f1"][name] for row in scores) / 3)
+
+
+def test_the_order_of_classes_decides_their_numbers(sites: list[str], tmp_path: Path) -> None:
+    # another order renames outputs: the same scores by name, as the model treats its outputs alike but for its draw
+    run_at_sites(tmp_path / "one", sites, classes="covid,normal,pneumonia")
+    run_at_sites(tmp_path / "other", sites, classes="pneumonia,covid,normal")
+    tables = [json.loads((tmp_path / name / "config.json").read_text())["sites"] for name in ("one", "other")]
+    assert tables[0] == tables[1]
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
+    last = [name for name in one if name.endswith("bias")][-1]
+    assert not torch.equal(one[last], other[last])
+
+
+def test_a_class_may_be_missing_at_a_site(sites: list[str], tmp_path: Path) -> None:
+    lacking = tmp_path / "lacking"
+    normal = [number for number in range(24) if TRAIN.labels[number] == 1]
+    write_images(TRAIN, lacking / "train", [*normal, 0, 3, 6])
+    write_images(TEST, lacking / "test", [1, 4, 0])
+    options = {"class-metrics": "f1,auc", "classes": "normal,other,pneumonia,covid"}
+    summary = run_at_sites(tmp_path / "results", [sites[0], f"folder:{lacking}"], **options)
+    assert set(summary["sites"]["1"]["f1"]) == {"normal", "covid"}
+    # a class that no site has
+    assert set(summary["class-f1"]) == {"normal", "pneumonia", "covid"}
+    assert not any(math.isnan(value) for value in summary["class-auc"].values())
+
+
+def test_given_normalization_is_used(sites: list[str], tmp_path: Path) -> None:
+    own = {"mean": "0.5,0.25,0.125", "std": "0.5,0.5,0.25"}
+    run_at_sites(tmp_path / "given", sites, **own)
+    run_at_sites(tmp_path / "pooled", sites)
+    options = json.loads((tmp_path / "given" / "config.json").read_text())["options"]
+    assert {key: options[key] for key in own} == own
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("given", "pooled"))
+    assert one != other
+
+
+def test_personal_entries_stay_at_the_sites(sites: list[str], tmp_path: Path) -> None:
+    given = {**OPTIONS, "dataset": "sites", "classes": ",".join(CLASSES), "method": "fedbn"}
+    given["results-dir"] = str(tmp_path)
+    sent: set[str] = set()
+
+    class Watched(SitesInProcess):
+        def _answer(self, message: Any) -> Any:
+            reply = super()._answer(message)
+            for record in reply.content.array_records.values():
+                sent.update(record)
+            return reply
+
+    serve(Watched(sites, given), given)
+    model = build("small-cnn", num_classes=3, in_channels=3, image_size=8, seed=0)
+    assert sent == set(model.state_dict()) - state.group_keys(model, "bn")
+
+
+def test_a_run_goes_on_with_what_the_sites_agreed_on(
+    sites: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"method": "fedbn", "momentum-state": "local", "rounds": 3, "checkpoint-every": 2}
+    given = {
+        **OPTIONS,
+        "dataset": "sites",
+        "classes": ",".join(CLASSES),
+        **options,
+        "results-dir": str(tmp_path / "run"),
+    }
+    record = Journal.record
+
+    def die(journal: Journal, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if server_round == 3:
+            raise Death
+        return record(journal, server_round, arrays)
+
+    for name in ("whole", "run"):
+        monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / f"{name}-states"))
+        if name == "whole":
+            run_at_sites(tmp_path / name, sites, **options)
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "record", die)
+        with pytest.raises(Death):
+            serve(SitesInProcess(sites, given), given)
+    agreed = json.loads((tmp_path / "run" / "config.json").read_text())["options"]
+    later = SitesInProcess(sites, given)
+    later.set_run(Run.create_empty(run_id=2))
+    seen: list[Config] = []
+
+    def noting(config: Config, answers: Answers) -> Agreement:
+        seen.append(config)
+        return agree(config, answers)
+
+    monkeypatch.setattr(task, "agree", noting)
+    serve(later, {**given, "resume": str(tmp_path / "run")})
+    assert [(config.mean, config.std) for config in seen] == [(agreed["mean"], agreed["std"])]
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "run"))
+    assert one == other
+
+
+def _column(folder: Path, key: str) -> list[Any]:
+    return [json.loads(line)[key] for line in (folder / "rounds.jsonl").read_text().splitlines()]
+
+
+def test_a_run_on_shared_data_is_refused_by_a_site_with_its_own(sites: list[str], tmp_path: Path) -> None:
+    options = {**OPTIONS, "dataset": "digits", "partition": "iid", "results-dir": str(tmp_path)}
+    with pytest.raises(RuntimeError, match="this site trains on its own data only: the run must have dataset='sites'"):
+        serve(SitesInProcess(sites, options), options)
+
+
+REFUSED = [
+    ("classes", "covid,normal", r"site \d \(node \d+\): its class 'pneumonia' is none of the run's: covid, normal"),
+    ("classes", "", "needs classes, in the order of their numbers; there are: covid,normal,pneumonia"),
+    ("method", "centralized:clients=3", "method 'centralized:clients=3' unites all data"),
+    ("mean", "0.5", "mean and std go together"),
+    ("class-metrics", "f2", "unknown metric 'f2' in class-metrics; known: f1, auc, precision, recall"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "reason"), REFUSED)
+def test_what_cannot_be_ends_the_run_before_round_1(
+    option: str, value: str, reason: str, sites: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=reason):
+        run_at_sites(tmp_path / "results", sites, **{option: value})
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_site_number_is_given_once(sites: list[str], tmp_path: Path) -> None:
+    given = {**OPTIONS, "dataset": "sites", "classes": ",".join(CLASSES), "results-dir": str(tmp_path / "results")}
+    grid = SitesInProcess(sites, given)
+    grid.changed[2] = {"partition-id": 0}
+    with pytest.raises(UsageError, match="nodes 1000 and 1002 both have the site number 0: give each its own"):
+        serve(grid, given)
+
+
+BAD_DATA = [
+    ("", 'this site names no data: its SuperNode needs data="folder:/PATH" in --node-config'),
+    ("folder:images", "the site's data must be an absolute path, as in folder:/data, not 'folder:images'"),
+    ("folder:/nowhere/at/all", "found neither train/CLASS/ nor DOMAIN/train/CLASS/ in it"),
+    ("digits", "the site's data 'digits' have no class names"),
+    ("no.such.module:function", "unknown data set 'no.such.module:function'"),
+]
+
+
+@pytest.mark.parametrize(("spec", "reason"), BAD_DATA)
+def test_data_are_checked_at_the_site(spec: str, reason: str, sites: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="node 1001: ") as error:
+        run_at_sites(tmp_path / "results", [sites[0], spec])
+    assert reason in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_images_of_another_size_are_refused_or_made_equal(sites: list[str], tmp_path: Path) -> None:
+    large = tmp_path / "large"
+    for role, split in (("train", TRAIN), ("test", TEST)):
+        write_images(data.Split(split.inputs[:9].repeat(1, 1, 2, 2), split.labels[:9]), large / role, range(9))
+    both = [sites[0], f"folder:{large}"]
+    with pytest.raises(UsageError, match=r"site 1 \(node 1001\): its images are 3x16x16, and not 3x8x8"):
+        run_at_sites(tmp_path / "refused", both)
+    run_at_sites(tmp_path / "equal", both, **{"image-size": 8})
