@@ -82,6 +82,8 @@ def _add_site(site: argparse.ArgumentParser) -> None:
         ("renew", "make a new key and set the old one aside", _site_renew),
     ):
         _command(actions, name, text, act).add_argument("kit", type=Path, metavar="KIT", help="the site's kit")
+    show = _command(actions, "log", "show for each round what has left the site, and which app has run", _site_log)
+    show.add_argument("kit", type=Path, metavar="KIT", help="the site's kit")
     register = _command(actions, "register", "let the owner of a key take part", _site_register)
     register.add_argument("keys", type=Path, nargs="+", metavar="SITE.pub", help="public halves, by the sites' names")
     _add_operator(register)
@@ -129,6 +131,17 @@ def _site_renew(kit: Path) -> int:
 
     public, old = renew_site(kit)
     print(f"give {public} to the operator, who revokes this site and registers it again; the old key is {old}")
+    return 0
+
+
+def _site_log(kit: Path) -> int:
+    from fedbn_flwr.deployment.sent_log import read_log, rows_of
+
+    path = kit / "log" / "sent.jsonl"
+    if not path.exists():
+        raise DeploymentError(f"there is no {path}: nothing has left {kit} yet, or its SuperNode logs elsewhere")
+    for row in rows_of(read_log(path)):
+        print(row)
     return 0
 
 

@@ -1,19 +1,26 @@
 """Flower's SuperNode, which ends when it can no longer take part; a restart policy then brings it back.
 
-Flower's own command lives on without its loop or its heartbeat after an unexpected error: the process is alive and the
-node offline for ever. Takes the arguments of `flower-supernode`.
+It records what it sends in the file `FEDBN_SITE_LOG`. Where `FEDBN_APPS` names hashes, no other apps run. Flower's own
+command lives on without its loop or its heartbeat after an unexpected error: the process is alive and the node offline
+for ever. Takes the arguments of `flower-supernode`.
 
 Where `FEDBN_EXCHANGE` names the server's side channel, the apps of the site reach it through this process, the only one
 of a site that talks to the server.
 """
 
+import importlib
 import os
+import re
 import sys
 import threading
 import traceback
 from importlib.metadata import entry_points
+from pathlib import Path
 
+from fedbn_flwr.deployment.errors import DeploymentError
+from fedbn_flwr.deployment.guarded import guard
 from fedbn_flwr.deployment.relay import start_relay
+from fedbn_flwr.deployment.sent_log import SentLog
 
 #: the address of the server's side channel, HOST:PORT
 EXCHANGE_VARIABLE = "FEDBN_EXCHANGE"
@@ -21,9 +28,18 @@ EXCHANGE_VARIABLE = "FEDBN_EXCHANGE"
 STOPPED = 1
 
 
+LOG_VARIABLE, APPS_VARIABLE = "FEDBN_SITE_LOG", "FEDBN_APPS"
+#: the SHA-256 of an app's bundle
+_HASH = re.compile("[0-9a-f]{64}")
+
+
 def main() -> None:
     """Run a SuperNode until it is told to end, or has failed."""
     threading.excepthook = _end
+    try:
+        _guard()
+    except DeploymentError as error:
+        sys.exit(f"the SuperNode does not start: {error}")
     if target := os.environ.get(EXCHANGE_VARIABLE):
         start_relay(_host(sys.argv), target)
     (command,) = entry_points(group="console_scripts", name="flower-supernode")
@@ -37,6 +53,16 @@ def _host(arguments: list[str]) -> str:
     """Return where the SuperNode listens for the apps of its site."""
     named = [word.partition("=")[2] for word in arguments if word.startswith("--host=")]
     return named[-1] if named else "127.0.0.1"
+
+
+def _guard() -> None:
+    """Wrap Flower's functions as the environment says."""
+    log, apps = os.environ.get(LOG_VARIABLE, ""), os.environ.get(APPS_VARIABLE, "").replace(",", " ").split()
+    if wrong := [app for app in apps if not _HASH.fullmatch(app)]:
+        raise DeploymentError(f"{APPS_VARIABLE} must be hashes of 64 hexadecimal digits, got {wrong[0]!r}")
+    if log or apps:
+        module = importlib.import_module("flwr.supernode.start_client_internal")
+        guard(module, SentLog(Path(log) if log else None), apps)
 
 
 def _end(failure: threading.ExceptHookArgs) -> None:

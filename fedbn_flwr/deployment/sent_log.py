@@ -1,0 +1,130 @@
+"""A site's record of what leaves it: a line of JSON for each message that its SuperNode sends.
+
+The SuperNode keeps it, so no app can change it or leave something out; a message that cannot be recorded is not sent.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.supercore.inflatable.inflatable_object import (
+    get_object_type_from_object_content,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+#: in the configuration of a message
+_ROUND = "server-round"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A message that the site has received."""
+
+    kind: str
+    #: the round that it belongs to; 0 for none
+    server_round: int
+    #: the hash of the run's app
+    app: str
+
+
+class SentLog:
+    """Appends to a file; without a file it records nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        #: what is not answered yet, by the message's id
+        self.asked: dict[str, Asked] = {}
+
+    def record(self, message: Message, contents: Mapping[str, bytes]) -> None:
+        """Write a line about a message that is about to be sent; `contents` are its objects, by their ids."""
+        asked = self.asked.pop(message.metadata.reply_to_message_id, Asked(message.metadata.message_type, 0, ""))
+        if self._path is None:
+            return
+        row = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "run": str(message.metadata.run_id),
+            "round": asked.server_round,
+            "message": asked.kind,
+            "app": asked.app,
+            "bytes": sum(map(len, contents.values())),
+            **_described(message, contents),
+        }
+        with self._path.open("a") as file:
+            file.write(json.dumps(row, default=str) + "\n")
+
+
+def wait_for_contents(store: Any, message: Message, poll: float = 0.1) -> dict[str, bytes]:
+    """Return a message's objects by their ids, as soon as its app has handed over all of them."""
+    contents = {}
+    for tree in iterate_object_tree(store.get_object_tree(message.metadata.message_id)):
+        while (content := store.get(tree.object_id)) == b"":
+            time.sleep(poll)
+        if content is not None:
+            contents[tree.object_id] = content
+    return contents
+
+
+def round_of(object_id: str, content: bytes) -> int:
+    """Return the round that an object of a received message names, if it is the configuration; else 0."""
+    if get_object_type_from_object_content(content) != ConfigRecord.__name__:
+        return 0
+    config = inflate_object_from_contents(object_id, {object_id: content})
+    number = config.get(_ROUND) if isinstance(config, ConfigRecord) else None
+    return number if isinstance(number, int) else 0
+
+
+def read_log(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a log; the last one may be in the making."""
+    with path.open() as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def _described(message: Message, contents: Mapping[str, bytes]) -> dict[str, Any]:
+    if message.has_error():
+        return {"error": message.error.reason}
+    sent = inflate_object_from_contents(message.metadata.message_id, dict(contents))
+    assert isinstance(sent, Message)
+    content: RecordDict = sent.content
+    arrays = {
+        group: {
+            "count": len(record),
+            "bytes": sum(len(array.data) for array in record.values()),
+            "names": list(record),
+        }
+        for group, record in content.array_records.items()
+    }
+    numbers: dict[str, MetricRecord | ConfigRecord] = {**content.metric_records, **content.config_records}
+    return {"arrays": arrays, **{name: dict(record.items()) for name, record in numbers.items()}}
+
+
+def rows_of(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a line about each round of each run: messages, arrays, bytes, names of metrics, and the app's hash."""
+    rounds: dict[tuple[str, int, str], list[Mapping[str, Any]]] = {}
+    for line in lines:
+        rounds.setdefault((line["run"], line["round"], line["app"]), []).append(line)
+    return [_spoken(run, number, app, rows) for (run, number, app), rows in rounds.items()]
+
+
+def _spoken(run: str, number: int, app: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    arrays = sum(group["count"] for row in rows for group in row.get("arrays", {}).values())
+    names = sorted({name for row in rows for name in row.get("metrics", {})})
+    errors = [str(row["error"]) for row in rows if row.get("error")]
+    parts = [
+        f"run {run}",
+        f"round {number}",
+        f"messages {len(rows)}",
+        f"arrays {arrays}",
+        f"bytes {sum(row['bytes'] for row in rows)}",
+        f"metrics {', '.join(names) or 'none'}",
+        *(f"error {error.splitlines()[0]}" for error in errors[:1]),
+        f"app {app or 'unknown'}",
+    ]
+    return "  ".join(parts)

@@ -1,0 +1,162 @@
+"""What a SuperNode records of what it sends, and which apps its site allows: around Flower's own two functions."""
+
+import hashlib
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.run import Run
+from flwr.supernode.nodestate import NodeStateFactory
+
+from fedbn_flwr.deployment.errors import DeploymentError
+from fedbn_flwr.deployment.guarded import guard
+from fedbn_flwr.deployment.sent_log import SentLog, read_log, rows_of
+from fedbn_flwr.simulation.grid import LocalGrid
+
+MODULE = importlib.import_module("flwr.supernode.start_client_internal")
+APP = b"an app"
+HASH = hashlib.sha256(APP).hexdigest()
+
+
+class SuperNode:
+    """Flower's functions around a node state and an object store, guarded, without a network."""
+
+    def __init__(self, log: Path | None, *allowed: str) -> None:
+        objects = ObjectStoreFactory()
+        self.store, self.state = objects.store(), NodeStateFactory(objectstore_factory=objects).state()
+        self.state.set_node_id(7)
+        self.module = ModuleType("guarded")
+        for name in ("_pull_and_store_message", "_push_messages", "_insert_message"):
+            setattr(self.module, name, getattr(MODULE, name))
+        guard(self.module, SentLog(log), allowed)
+        self.sent: list[Message] = []
+        self.on_send: Callable[[], None] = lambda: None
+
+    def receive(self, content: RecordDict, kind: str = "train") -> Message:
+        message = Message(content, dst_node_id=7, message_type=kind)
+        message.metadata.__dict__["_run_id"] = 5
+        message.metadata.__dict__["_message_id"] = message.object_id
+        objects = {key: item.deflate() for key, item in get_all_nested_objects(message).items()}
+        self.module._pull_and_store_message(
+            state=self.state,
+            object_store=self.store,
+            node_config={},
+            receive=lambda: (message, get_object_tree(message)),
+            get_run=lambda run_id: Run.create_empty(run_id),
+            get_fab=lambda hash_text, run_id: Fab(HASH, APP, {}),
+            pull_object=lambda run_id, object_id: objects[object_id],
+            confirm_message_received=lambda run_id, object_id: None,
+            trusted_entities=None,
+        )
+        return message
+
+    def reply(self, message: Message, content: RecordDict) -> None:
+        MODULE._insert_message(Message(content, reply_to=message), self.state, self.store)
+        self.push()
+
+    def push(self) -> None:
+        self.module._push_messages(
+            state=self.state, object_store=self.store, send=self._send, push_object=lambda *_: None
+        )
+
+    def _send(self, message: Message, tree: Any, seconds: float) -> tuple[set[str], str]:
+        self.on_send()
+        self.sent.append(message)
+        return set(), "session"
+
+
+@pytest.fixture(autouse=True)
+def a_process_of_flowers(monkeypatch: pytest.MonkeyPatch) -> None:
+    LocalGrid.__init__(object.__new__(_Grid))  # Flower reads the identity of a process when it creates a message
+    monkeypatch.setattr(MODULE, "get_fused_config_from_fab", lambda content, run: {})
+
+
+class _Grid(LocalGrid):
+    def get_node_ids(self) -> Any: ...
+
+    def push_messages(self, messages: Any) -> Any: ...
+
+
+def model() -> RecordDict:
+    config = ConfigRecord({"server-round": 4, "lr": 0.1})
+    return RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(3, np.float32))}), "config": config})
+
+
+def test_a_line_says_what_left_for_which_round_and_app(tmp_path: Path) -> None:
+    log, seen = tmp_path / "sent.jsonl", []
+    node = SuperNode(log)
+    node.on_send = lambda: seen.append(log.read_text().count("\n"))
+    arrays = {"w": Array(np.zeros((2, 3), np.float32)), "bn.count": Array(np.array(5, np.int64))}
+    metrics: dict[str, Any] = {"num-examples": 12, "train-loss": 0.5}
+    content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": MetricRecord(metrics)})
+    node.reply(node.receive(model()), content)
+    (row,) = read_log(log)
+    assert {key: row[key] for key in ("run", "round", "message", "app")} == {
+        "run": "5",
+        "round": 4,
+        "message": "train",
+        "app": HASH,
+    }
+    named = row["arrays"]["arrays"]
+    assert named["names"] == ["w", "bn.count"]
+    # Flower's arrays are files of NumPy, whose headers take 128 bytes
+    assert named["bytes"] == 2 * 128 + 2 * 3 * 4 + 8
+    assert row["bytes"] > named["bytes"]
+    assert row["metrics"] == metrics
+    # the line is there before the message leaves
+    assert seen == [1]
+
+
+def test_a_message_that_cannot_be_recorded_is_not_sent(tmp_path: Path) -> None:
+    node = SuperNode(tmp_path / "no" / "folder" / "sent.jsonl")
+    node.reply(node.receive(model()), RecordDict())
+    assert node.sent == []
+
+
+def test_without_a_file_messages_are_sent_all_the_same() -> None:
+    node = SuperNode(None)
+    node.reply(node.receive(model()), RecordDict())
+    assert len(node.sent) == 1
+
+
+def test_an_app_that_the_site_does_not_allow_never_runs(tmp_path: Path) -> None:
+    log = tmp_path / "sent.jsonl"
+    node = SuperNode(log, "0" * 64)
+    node.receive(model())
+    # nothing was stored that a process for apps could fetch
+    assert node.state.get_run(5) is None
+    node.push()
+    (sent,) = node.sent
+    assert sent.error.reason == f"this site does not allow the app {HASH}"
+    (row,) = read_log(log)
+    assert (row["app"], row["error"]) == (HASH, sent.error.reason)
+
+
+def test_an_app_that_the_site_allows_runs(tmp_path: Path) -> None:
+    node = SuperNode(tmp_path / "sent.jsonl", "0" * 64, HASH)
+    node.reply(node.receive(model()), RecordDict())
+    assert [message.has_error() for message in node.sent] == [False]
+
+
+def test_another_version_of_flower_is_refused() -> None:
+    with pytest.raises(DeploymentError, match="has no _pull_and_store_message: nothing could be recorded"):
+        guard(ModuleType("other"), SentLog(None), ())
+
+
+def test_rounds_are_added_up(tmp_path: Path) -> None:
+    log = tmp_path / "sent.jsonl"
+    node = SuperNode(log)
+    for kind in ("train", "evaluate"):
+        content = RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(1))}), "metrics": MetricRecord({kind: 1.0})})
+        node.reply(node.receive(model(), kind), content)
+    total = sum(row["bytes"] for row in read_log(log))
+    (line,) = rows_of(read_log(log))
+    assert line == f"run 5  round 4  messages 2  arrays 2  bytes {total}  metrics evaluate, train  app {HASH}"
