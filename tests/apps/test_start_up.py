@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fedbn_flwr.experiments import serve
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from tests.helpers.checkout import ROOT, environment
+from tests.helpers.site_folders import CLASSES, SitesInProcess, write_sites
 
 OPTIONS: dict[str, Any] = {
     "clients": 2,
@@ -38,8 +40,8 @@ import torch
 before = set(sys.modules)
 from apps.client import app
 from flwr.app import Context, RecordDict
-messages, options = pickle.load(open(sys.argv[1], "rb"))
-context = Context(1, 1, {"partition-id": 0, "num-partitions": 2}, RecordDict(), options)
+messages, options, place = pickle.load(open(sys.argv[1], "rb"))
+context = Context(1, 1, {"partition-id": 0, "num-partitions": 2, **place}, RecordDict(), options)
 for message in messages:
     app(message, context)
 print(json.dumps(sorted(set(sys.modules) - before)))
@@ -51,7 +53,10 @@ class Recording(InProcessGrid):
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(client_app(bound_client_fn(options)), 2)
-        self.sent: list[bytes] = []
+
+    @cached_property
+    def sent(self) -> list[bytes]:
+        return []
 
     def _answer_all(self, messages: Sequence[Message]) -> list[Message]:
         first = min(self._contexts)
@@ -59,16 +64,40 @@ class Recording(InProcessGrid):
         return super()._answer_all(messages)
 
 
+class RecordingSites(Recording, SitesInProcess):
+    """The same of sites with folders of data."""
+
+    def __init__(self, data: Sequence[str], options: dict[str, Any]) -> None:
+        SitesInProcess.__init__(self, data, options)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_messages_import_nothing_that_takes_seconds(method: str, tmp_path: Path) -> None:
     options = {**OPTIONS, "method": method, "results-dir": str(tmp_path / "results")}
     grid = Recording(options)
     serve(grid, options)
-    messages = [pickle.loads(sent) for sent in grid.sent]
+    modules = imported(grid.sent, options, {}, tmp_path)
+    assert {name for name in foreign(modules) if not name.startswith("_")} <= ALLOWED
+
+
+def test_messages_to_a_site_with_images_do_not_either(tmp_path: Path) -> None:
+    _, folders = write_sites(tmp_path / "images", "iid", 2, 0)
+    given = {"dataset": "sites", "classes": ",".join(CLASSES), "results-dir": str(tmp_path / "results")}
+    options = {**OPTIONS, **given, "partition": ""}
+    data = [f"folder:{folder}" for folder in folders]
+    grid = RecordingSites(data, options)
+    serve(grid, options)
+    modules = imported(grid.sent, options, {"data": data[0]}, tmp_path)
+    assert {name for name in foreign(modules) if not name.startswith("_")} <= {*ALLOWED, "PIL"}
+
+
+def imported(sent: Sequence[bytes], options: dict[str, Any], place: dict[str, Any], folder: Path) -> list[str]:
+    """Return the modules that a fresh process imports for messages; `place` is added to its node configuration."""
+    messages = [pickle.loads(item) for item in sent]
     assert {message.metadata.message_type.partition(".")[0] for message in messages} >= {"train"}
-    (tmp_path / "messages").write_bytes(pickle.dumps((messages, options)))
+    (folder / "messages").write_bytes(pickle.dumps((messages, options, place)))
     done = subprocess.run(
-        [sys.executable, "-c", CODE, tmp_path / "messages"],
+        [sys.executable, "-c", CODE, folder / "messages"],
         cwd=ROOT,
         env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
@@ -76,7 +105,11 @@ def test_messages_import_nothing_that_takes_seconds(method: str, tmp_path: Path)
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    modules = json.loads(done.stdout.splitlines()[-1])
+    modules: list[str] = json.loads(done.stdout.splitlines()[-1])
     assert not [name for name in modules if name.startswith(("torch._dynamo", "torch._inductor"))]
-    foreign = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {"torch", "flwr", "numpy"}
-    assert {name for name in foreign if not name.startswith("_")} <= ALLOWED
+    return modules
+
+
+def foreign(modules: Sequence[str]) -> set[str]:
+    """Return the packages beside Python's own, Flower's and PyTorch's."""
+    return {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {"torch", "flwr", "numpy"}

@@ -15,8 +15,10 @@ import scipy.io
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from fedbn_flwr.data import load
+from fedbn_flwr.data.files import _files
 
 Pixels = NDArray[np.uint8]
 
@@ -204,3 +206,11 @@ def test_a_folder_without_test_images_or_with_a_strange_class(tmp_path: Path, fi
     paint(tmp_path / "more" / "test" / "bird" / "a.png", 1)
     with pytest.raises(ValueError, match="has a class that no training folder has: bird"):
         load(f"folder:{tmp_path / 'more'}")
+
+
+def test_images_are_those_that_torchvision_finds(tmp_path: Path) -> None:
+    for name in ("b/2.png", "b/10.JPG", "b/sub/1.jpeg", "b/sub/0.webp", "a/x.tif", "a/.png", "b/notes.txt", "c/1.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    expected = make_dataset(tmp_path, {"a": 0, "b": 1}, IMG_EXTENSIONS)
+    assert [(str(path), label) for path, label in _files(tmp_path, ["a", "b"])] == expected
