@@ -44,16 +44,25 @@ class SentLog:
     def record(self, message: Message, contents: Mapping[str, bytes]) -> None:
         """Write a line about a message that is about to be sent; `contents` are its objects, by their ids."""
         asked = self.asked.pop(message.metadata.reply_to_message_id, Asked(message.metadata.message_type, 0, ""))
+        size = sum(map(len, contents.values()))
+        run = str(message.metadata.run_id)
+        self._write(run, asked, size, **_described(message, contents))
+
+    def record_stream(self, event: str, count: int) -> None:
+        """Write a line about a connection of the side channel, of which only the bytes are known."""
+        self._write("unknown", Asked(f"side channel {event}", 0, ""), count)
+
+    def _write(self, run: str, asked: Asked, size: int, **more: Any) -> None:
         if self._path is None:
             return
         row = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "run": str(message.metadata.run_id),
+            "run": run,
             "round": asked.server_round,
             "message": asked.kind,
             "app": asked.app,
-            "bytes": sum(map(len, contents.values())),
-            **_described(message, contents),
+            "bytes": size,
+            **more,
         }
         with self._path.open("a") as file:
             file.write(json.dumps(row, default=str) + "\n")

@@ -26,8 +26,7 @@ from fedbn_flwr.deployment.sent_log import SentLog
 EXCHANGE_VARIABLE = "FEDBN_EXCHANGE"
 #: the exit code when the SuperNode stopped taking part
 STOPPED = 1
-
-
+#: the file for what leaves the site, and the hashes of the apps that may run here
 LOG_VARIABLE, APPS_VARIABLE = "FEDBN_SITE_LOG", "FEDBN_APPS"
 #: the SHA-256 of an app's bundle
 _HASH = re.compile("[0-9a-f]{64}")
@@ -36,12 +35,13 @@ _HASH = re.compile("[0-9a-f]{64}")
 def main() -> None:
     """Run a SuperNode until it is told to end, or has failed."""
     threading.excepthook = _end
+    log = SentLog(Path(os.environ[LOG_VARIABLE]) if os.environ.get(LOG_VARIABLE) else None)
     try:
-        _guard()
+        _guard(log)
     except DeploymentError as error:
         sys.exit(f"the SuperNode does not start: {error}")
     if target := os.environ.get(EXCHANGE_VARIABLE):
-        start_relay(_host(sys.argv), target)
+        start_relay(_host(sys.argv), target, record=log.record_stream)
     (command,) = entry_points(group="console_scripts", name="flower-supernode")
     command.load()()
     # only reached when the loop has ended by an error: whoever stops a SuperNode does so by a signal
@@ -55,14 +55,13 @@ def _host(arguments: list[str]) -> str:
     return named[-1] if named else "127.0.0.1"
 
 
-def _guard() -> None:
-    """Wrap Flower's functions as the environment says."""
-    log, apps = os.environ.get(LOG_VARIABLE, ""), os.environ.get(APPS_VARIABLE, "").replace(",", " ").split()
+def _guard(log: SentLog) -> None:
+    """Let Flower's functions keep the log, and refuse apps as the environment says."""
+    apps = os.environ.get(APPS_VARIABLE, "").replace(",", " ").split()
     if wrong := [app for app in apps if not _HASH.fullmatch(app)]:
         raise DeploymentError(f"{APPS_VARIABLE} must be hashes of 64 hexadecimal digits, got {wrong[0]!r}")
-    if log or apps:
-        module = importlib.import_module("flwr.supernode.start_client_internal")
-        guard(module, SentLog(Path(log) if log else None), apps)
+    if apps or os.environ.get(LOG_VARIABLE):
+        guard(importlib.import_module("flwr.supernode.start_client_internal"), log, apps)
 
 
 def _end(failure: threading.ExceptHookArgs) -> None:

@@ -2,7 +2,9 @@
 
 import hashlib
 import importlib
+import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,8 +20,10 @@ from flwr.supernode.nodestate import NodeStateFactory
 
 from fedbn_flwr.deployment.errors import DeploymentError
 from fedbn_flwr.deployment.guarded import guard
+from fedbn_flwr.deployment.relay import start_relay
 from fedbn_flwr.deployment.sent_log import SentLog, read_log, rows_of
 from fedbn_flwr.simulation.grid import LocalGrid
+from tests.helpers.waiting import PATIENCE, wait_until
 
 MODULE = importlib.import_module("flwr.supernode.start_client_internal")
 APP = b"an app"
@@ -149,6 +153,25 @@ def test_an_app_that_the_site_allows_runs(tmp_path: Path) -> None:
 def test_another_version_of_flower_is_refused() -> None:
     with pytest.raises(DeploymentError, match="has no _pull_and_store_message: nothing could be recorded"):
         guard(ModuleType("other"), SentLog(None), ())
+
+
+def test_the_side_channel_leaves_its_bytes_in_the_log(tmp_path: Path) -> None:
+    log = SentLog(tmp_path / "sent.jsonl")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = start_relay("127.0.0.1", f"127.0.0.1:{server.getsockname()[1]}", 0, log.record_stream)
+        with socket.create_connection(("127.0.0.1", port)) as app:
+            far, _ = server.accept()
+            app.sendall(bytes(70_000))
+            with far:
+                received = 0
+                while received < 70_000:
+                    received += len(far.recv(65536))
+                far.sendall(bytes(3))
+                assert app.recv(3)
+    lines = partial(read_log, tmp_path / "sent.jsonl")
+    assert wait_until(lambda: len(list(lines())) == 2, 0.05, PATIENCE)
+    rows = [(row["message"], row["bytes"]) for row in lines()]
+    assert rows == [("side channel opened", 0), ("side channel closed", 70_000)]
 
 
 def test_rounds_are_added_up(tmp_path: Path) -> None:
