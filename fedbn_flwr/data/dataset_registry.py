@@ -10,7 +10,6 @@ from fedbn_flwr.data.file_split import WORKERS
 from fedbn_flwr.data.splits import Data
 from fedbn_flwr.plugins import add
 
-
 #: the data set of a run for which every site of a deployment has data of its own
 SITES = "sites"
 

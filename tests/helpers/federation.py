@@ -100,12 +100,6 @@ class Federation:
         await_that(ended, f"run {number} ends", LONGEST_RUN)
         return self.status(number)
 
-    def log(self, number: str) -> str:
-        """Return what a run's ServerApp has logged, on one line."""
-        words = ("log", number, self.operator.name, "--show")
-        shown = run(BIN / "flwr", *words, cwd=self.folder, env=environment(FLWR_HOME=str(self.home)))
-        return " ".join(shown.split())
-
     def results(self, number: str) -> Path:
         """Return the folder of a run's results on the server."""
         return self.out / "server" / "results" / number
