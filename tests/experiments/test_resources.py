@@ -118,7 +118,7 @@ def test_a_partition_is_a_function_of_the_seed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dataset": "imagenet"}, "unknown data set 'imagenet'; there are: digits, "),
+        ({"dataset": "imagined"}, "unknown data set 'imagined'; there are: digits, "),
         ({"dataset": "synthetic:m=5"}, "unknown option 'm'; there are: n, test, "),
         ({"partition": "halves"}, "unknown partition 'halves'; there are: iid, "),
         ({"partition": "classes:5"}, "classes:5"),
