@@ -70,7 +70,8 @@ def _service(name: str, raw: Mapping[str, Any]) -> Service:
     return Service(
         name,
         tuple(str(word) for word in (*raw.get("entrypoint", ()), *raw.get("command", ()))),
-        {key: str(value) for key, value in raw.get("environment", {}).items()},
+        # compose puts values into what it has parsed, so that an empty one is an empty text
+        {key: "" if value is None else str(value) for key, value in raw.get("environment", {}).items()},
         tuple(Volume(source, target, mode == ["ro"]) for source, target, *mode in volumes),
         tuple(raw["networks"]),
         tuple(raw.get("ports", ())),
