@@ -27,6 +27,7 @@ RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['p
 COPY README.md LICENSE docker-compose.yml ./
 COPY fedbn_flwr fedbn_flwr
 COPY strategies strategies
+COPY recipes recipes
 RUN python -m pip install --no-cache-dir --no-deps .
 
 # whichever user the services run as

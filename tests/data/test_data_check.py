@@ -21,7 +21,7 @@ from tests.helpers.image_sets import (
 )
 
 #: data sets that are no files
-MADE = {"digits", "digits-domains", "synthetic"}
+MADE = {"digits", "digits-domains", "synthetic", "sites"}
 
 
 def test_every_data_set_of_files_is_in_the_catalog() -> None:
