@@ -3,8 +3,7 @@
 import os
 import platform
 import time
-from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from benchmarks.cases import Case
 from benchmarks.driver import Measured
 from fedbn_flwr import __version__
-from fedbn_flwr.experiments.output.run_folder import VERSIONED, as_json
+from fedbn_flwr.experiments.output.run_folder import VERSIONED, as_json, installed_versions
 
 Row = dict[str, Any]
 
@@ -64,7 +63,11 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "load-at-start": os.getloadavg()[0],
         "started": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "versions": {"fedbn-flwr": __version__, "python": platform.python_version(), **_versions()},
+        "versions": {
+            "fedbn-flwr": __version__,
+            "python": platform.python_version(),
+            **installed_versions((*VERSIONED, "pfl")),
+        },
     }
 
 
@@ -106,18 +109,6 @@ def _interquartile_range(values: Sequence[float]) -> float | None:
         return None
     low, _, high = quantiles(values, n=4, method="inclusive")
     return high - low
-
-
-def _versions() -> dict[str, str]:
-    return dict(_installed((*VERSIONED, "pfl")))
-
-
-def _installed(names: Iterable[str]) -> Iterable[tuple[str, str]]:
-    for name in names:
-        try:
-            yield name, version(name)
-        except PackageNotFoundError:
-            continue
 
 
 def _processor() -> str:

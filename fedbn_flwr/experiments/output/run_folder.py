@@ -2,8 +2,8 @@
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,7 @@ class RunFolder:
 
     def config(self, options: Mapping[str, Any], sites: Sequence[Mapping[str, Any]] = ()) -> None:
         """Write the options, versions and hardware, which are needed to repeat the run, and what sites' data are."""
-        versions = {name: version(name) for name in VERSIONED}
-        versions |= {"fedbn-flwr": __version__, "python": platform.python_version()}
+        versions = installed_versions(VERSIONED) | {"fedbn-flwr": __version__, "python": platform.python_version()}
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
         content = {"options": dict(options), "versions": versions, "hardware": device}
         self._write("config.json", {**content, "sites": list(sites)} if sites else content)
@@ -69,6 +68,17 @@ class RunFolder:
 
     def _write(self, name: str, content: object) -> None:
         write_bytes(self.path / name, (as_json(content, indent=2) + "\n").encode())
+
+
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of packages; those that are not installed, such as extras, are left out."""
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
 
 
 def as_json(content: object, indent: int | None = None) -> str:

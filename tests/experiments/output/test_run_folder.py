@@ -2,6 +2,7 @@
 
 import json
 import math
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from fedbn_flwr import norm
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.experiments import Config, UsageError
+from fedbn_flwr.experiments.output import run_folder
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
 from fedbn_flwr.experiments.resources import fresh_model, load_data
 from fedbn_flwr.state import to_record
@@ -41,6 +43,19 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 def test_a_run_leaves_one_folder_of_files(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == FILES
+
+
+def test_a_package_that_is_not_installed_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_ray(name: str) -> str:
+        if name == "ray":
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(run_folder, "version", without_ray)
+    RunFolder(tmp_path).config({})
+    versions = json.loads((tmp_path / "config.json").read_text())["versions"]
+    assert "ray" not in versions
+    assert versions["torch"] == version("torch")
 
 
 def test_the_summary_tells_the_whole_run(folder: Path) -> None:
