@@ -57,17 +57,21 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate with the running statistics that the model holds; `metrics` are some of `CLASS_METRICS`."""
     was_training, everything = model.training, np.arange(len(split))
+    # the loss of logits is in their score
+    is_own, own_loss, parts = loss_function is not F.cross_entropy, 0.0, list[Tensor]()
     model.eval()
     try:
-        batches = split.batches(torch.from_numpy(everything), batch_sizes(split, everything, batch_size), device)
-        logits = torch.cat([logits_of(model(inputs)).float().cpu() for inputs, _ in batches])
+        sizes = batch_sizes(split, everything, batch_size)
+        for inputs, targets in split.batches(torch.from_numpy(everything), sizes, device):
+            outputs = model(inputs)
+            parts.append(logits_of(outputs).float().cpu())
+            own_loss += float(loss_function(outputs, targets)) * len(targets) if is_own else 0.0
     finally:
         model.train(was_training)
+    logits = torch.cat(parts)
     by_class = class_metrics(metrics, logits, split.labels.cpu(), num_classes)
     result = replace(score(logits, split, num_classes, num_domains), by_class=by_class)
-    if loss_function is F.cross_entropy:
-        return result
-    return replace(result, loss=mean_loss(model, split, everything, device, loss_function, batch_size))
+    return replace(result, loss=own_loss / len(split)) if is_own else result
 
 
 @torch.no_grad()
