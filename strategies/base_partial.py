@@ -129,9 +129,10 @@ class PartialSharing(FedAvg):
 
     def untrained(self) -> list[str]:
         """Return the entries that stay on the nodes, unless the nodes' mean is in their places."""
-        return (
-            [] if self._shared is None else [name for name in self.current if name not in {*self._shared, *self._mean}]
-        )
+        if self._shared is None:
+            return []
+        known = {*self._shared, *self._mean}
+        return [name for name in self.current if name not in known]
 
     def personal_mean(self) -> Arrays:
         """Return the mean of the entries that the last round's participants held at the last evaluation.
