@@ -51,9 +51,10 @@ def corrections(said: Sequence[Said], kind: str) -> list[Corrections]:
     """Every client's corrections of one kind, from what all said in the round before."""
     found: list[dict[str, Answer]] = [{} for _ in said]
     for layer in said[0][kind]:
-        answers = carried_corrections([each[kind][layer] for each in said], WEIGHTS, TRUST)
-        for own, answer in zip(found, answers, strict=True):
-            own[layer] = answer
+        requests = [each[kind][layer] for each in said]
+        count = sum(request.count for request in requests)
+        for own, tensor in zip(found, carried_corrections(requests, WEIGHTS, TRUST), strict=True):
+            own[layer] = Answer(tensor, count)
     return list(found)
 
 

@@ -32,25 +32,24 @@ region cuts it.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from fedbn_flwr.layerwise.exchange import Answer, Request, respond
+from fedbn_flwr.layerwise.exchange import Request, respond
 from fedbn_flwr.layerwise.sweeps import correction
 
 
-def carried_corrections(requests: Sequence[Request], weights: Sequence[float], trust: float) -> list[Answer]:
-    """Return each participant's corrections from all participants' last values of one kind.
+def carried_corrections(requests: Sequence[Request], weights: Sequence[float], trust: float) -> torch.Tensor:
+    """Return the participants' corrections, a row for each, from all participants' last values of one kind.
 
     Channels of several layers may stand side by side in a request. Without a `trust` above 1 the region is unbounded.
     """
     pooled = respond(requests, weights)
-    answers = [correction(request, pooled) for request in requests]
-    if requests[0].kind == "gradients" or trust <= 1:
-        return answers
-    return [Answer(_trusted(answer.tensor, trust), answer.count) for answer in answers]
-
-
-def _trusted(correction: torch.Tensor, trust: float) -> torch.Tensor:
-    offset, ratio = correction.unbind()
-    return torch.stack([offset.clamp(-trust, trust), ratio.clamp(1 / trust, trust)])
+    everyone = replace(requests[0], tensor=torch.stack([request.tensor for request in requests]))
+    corrections = correction(everyone, pooled).tensor
+    if everyone.kind == "statistics" and trust > 1:
+        offsets, ratios = corrections.unbind(1)
+        offsets.clamp_(-trust, trust)
+        ratios.clamp_(1 / trust, trust)
+    return corrections

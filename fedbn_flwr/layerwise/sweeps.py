@@ -86,13 +86,16 @@ def pool(reports: Sequence[Report], weights: Sequence[float]) -> dict[str, Answe
 
 
 def correction(request: Request, pooled: Answer) -> Answer:
-    """Return what takes the client's local tensor to the global tensor; the inverse of `correct`."""
+    """Return what takes the client's local tensor to the global tensor; the inverse of `correct`.
+
+    Several clients' tensors may have a row each.
+    """
     if request.kind == "gradients":
         return Answer(pooled.tensor - request.tensor, pooled.count)
-    local, shared = request.tensor, pooled.tensor
-    deviation = (local[1] + _FLOOR).sqrt()
-    offset, ratio = (shared[0] - local[0]) / deviation, (shared[1] + _FLOOR) / (local[1] + _FLOOR)
-    return Answer(torch.stack([offset, ratio]), pooled.count)
+    (mean, variance), shared = request.tensor.unbind(-2), pooled.tensor
+    offset = (shared[0] - mean) / (variance + _FLOOR).sqrt()
+    ratio = (shared[1] + _FLOOR) / (variance + _FLOOR)
+    return Answer(torch.stack([offset, ratio], -2), pooled.count)
 
 
 def correct(request: Request, correction: Answer) -> Answer:

@@ -54,8 +54,9 @@ class CarriedValues:
         """
         heard = {node: self.by_node[node] for node in nodes if node in self.by_node}
         # a node whose forward pass went another way has other layers
-        common = Counter(map(_form, heard.values())).most_common(1)
-        heard = {node: values for node, values in heard.items() if _form(values) == common[0][0]}
+        forms = {node: _form(values) for node, values in heard.items()}
+        common = Counter(forms.values()).most_common(1)
+        heard = {node: values for node, values in heard.items() if forms[node] == common[0][0]}
         weights = weigh({node: int(values[_EXAMPLES]) for node, values in heard.items()}) if heard else []
         if not sum(weights) > 0:
             return {}
@@ -74,11 +75,10 @@ class CarriedValues:
             return [{} for _ in values]
         rows = [np.concatenate([each[name] for name in names], axis=1) for each in values]
         requests = [Request(kind, "", torch.from_numpy(row), 1) for row in rows]
+        corrections = carried_corrections(requests, weights, self.trust).numpy()
         ends = list(accumulate(values[0][name].shape[1] for name in names))[:-1]
-        return [
-            dict(zip(names, np.split(answer.tensor.numpy(), ends, axis=1), strict=True))
-            for answer in carried_corrections(requests, weights, self.trust)
-        ]
+        layers = np.split(corrections, ends, axis=2)
+        return [dict(zip(names, entries, strict=True)) for entries in zip(*layers, strict=True)]
 
 
 def _form(values: Mapping[str, np.ndarray]) -> frozenset[tuple[str, tuple[int, ...]]]:
