@@ -13,11 +13,19 @@ from fedbn_flwr.layerwise.exchange import Exchange, FinishedExchange
 from fedbn_flwr.layerwise.shared_batch_norm import Mode, SharedBatchNorm, Use
 from fedbn_flwr.norm import bn_layers
 
+#: what computes a layer's outputs, mean, biased variance and count
+Apply = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 _PLAIN_FORWARDS = (_BatchNorm.forward, SyncBatchNorm.forward)
 
 
 @contextmanager
-def shared_statistics(model: nn.Module, exchange: Exchange, mode: Mode = "fused", final: bool = True) -> Iterator[None]:
+def shared_statistics(
+    model: nn.Module,
+    exchange: Exchange,
+    mode: Mode = "fused",
+    final: bool = True,
+    apply: Apply = SharedBatchNorm.apply,
+) -> Iterator[None]:
     """Let BN layers use the statistics of all clients in place of their mini-batch's, inside the block.
 
     Every BN layer takes part, by type (SyncBN as BN). A layer with frozen statistics (eval mode) computes what it
@@ -26,12 +34,13 @@ def shared_statistics(model: nn.Module, exchange: Exchange, mode: Mode = "fused"
     with the global mean and the global variance times n / (n - 1), n being the count over all clients. They stay after
     an exception (if the step was abandoned, for instance), and if the pass is not `final`, but only gathers the
     clients' local values. An exchange with `finish` is told of the end. A model takes part in one step at a time.
-    Inside `torch.func.vmap` the model is that of stacked clients, and a request has a row for each client.
+    Inside `torch.func.vmap` the model is that of stacked clients, and a request has a row for each client. `apply`
+    takes the inputs, weight, bias and eps of a layer, and its `Use`, through `SharedBatchNorm`.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"unknown exchange {mode!r}; known: {', '.join(get_args(Mode))}")
     stand_ins = [
-        _SharedForward(layer, layer.forward, name, exchange, mode, final)
+        _SharedForward(layer, layer.forward, name, exchange, mode, final, apply)
         for name, layer in _plain_layers(model).items()
     ]
     before = [stand_in.layer.__dict__.get("forward") for stand_in in stand_ins]
@@ -60,6 +69,7 @@ class _SharedForward:
     exchange: Exchange
     mode: Mode
     final: bool
+    apply: Apply
     uses: int = 0
     seen: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
@@ -71,8 +81,7 @@ class _SharedForward:
         self.uses += 1
         name = self.name if self.uses == 1 else f"{self.name}#{self.uses}"
         use = Use(name, self.exchange, self.mode, self.final)
-        apply: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = SharedBatchNorm.apply
-        outputs, *statistics = apply(inputs, layer.weight, layer.bias, layer.eps, use)
+        outputs, *statistics = self.apply(inputs, layer.weight, layer.bias, layer.eps, use)
         if layer.training and layer.track_running_stats and layer.running_mean is not None:
             self.seen.append((statistics[0], statistics[1], statistics[2]))
         return outputs

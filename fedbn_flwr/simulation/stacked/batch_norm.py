@@ -5,7 +5,7 @@ way back. Without this, a round takes 7 to 8 % longer with small-cnn and 17 % wi
 autograd function with a `vmap` of its own would be public, and lose in Python what that gains.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.layerwise.shared_batch_norm import SharedBatchNorm, Use
 from fedbn_flwr.norm import bn_layers
 
 try:
     from torch._C import _functorch
+    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 except ImportError:  # private: some version of torch may not have it
     _functorch = None  # type: ignore[assignment]
 
@@ -94,3 +96,37 @@ class StackedBatchNorm:
         finally:
             for layer in layers:
                 del layer.__dict__["forward"]
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """What an autograd function's `vmap` is told."""
+
+    batch_size: int
+
+
+def apply_shared(
+    inputs: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, use: Use
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Take a layer of all clients through `SharedBatchNorm`, inside `vmap`: what its `apply` does, in half the time.
+
+    `vmap` takes .4 ms to find and prepare the function of a layer, which is a tenth of a carried ResNet-20 round.
+    """
+    if not StackedBatchNorm.available():
+        alone: tuple[Tensor, Tensor, Tensor, Tensor] = SharedBatchNorm.apply(inputs, weight, bias, eps, use)
+        return alone
+    level = _functorch.maybe_current_level() or 0
+    values, dims = zip(*(_unwrapped(value, level) for value in (inputs, weight, bias)), strict=True)
+    batch = _Stacked(values[0].shape[dims[0] or 0])
+    rule: Callable[..., tuple[tuple[Tensor, ...], tuple[int | None, ...]]] = SharedBatchNorm.vmap
+    with temporarily_pop_interpreter_stack():
+        results, places = rule(batch, (*dims, None, None), *values, eps, use)
+    outputs, mean, variance, count = (
+        value if dim is None else _functorch._add_batch_dim(value, dim, level)
+        for value, dim in zip(results, places, strict=True)
+    )
+    return outputs, mean, variance, count
+
+
+def _unwrapped(value: Tensor | None, level: int) -> tuple[Tensor | None, int | None]:
+    return (None, None) if value is None else _functorch._unwrap_batched(value, level)

@@ -14,6 +14,7 @@ from fedbn_flwr.client.batch_plan import BatchLoader, load_groups
 from fedbn_flwr.client.precision import autocast
 from fedbn_flwr.client.rules import Session
 from fedbn_flwr.layerwise import Exchange, OwnRandomness, shared_statistics
+from fedbn_flwr.simulation.stacked.batch_norm import apply_shared
 from fedbn_flwr.simulation.stacked.carried import StackedCorrections
 from fedbn_flwr.simulation.stacked.dropout import Dropouts
 from fedbn_flwr.simulation.stacked.model import Rows, Stack
@@ -99,7 +100,7 @@ class StackedSteps:
         if not (self.first_step and exchange):
             return nullcontext
         mode = layerwise_mode(self.session.instruction)
-        return partial(shared_statistics, self.stack.structure, exchange, mode)
+        return partial(shared_statistics, self.stack.structure, exchange, mode, apply=apply_shared)
 
     def _groups(self, step: int) -> list[Rows]:
         """Return the rows that take a step, those with batches of one size together."""

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedbn_flwr.layerwise import Answer, Request
+from fedbn_flwr.layerwise.shared_batch_norm import SharedBatchNorm, Use
+from fedbn_flwr.simulation.stacked.batch_norm import apply_shared
 from fedbn_flwr.simulation.stacked.model import Stack
 from tests.helpers.engine_comparison import assert_as_alone
 from tests.helpers.toys import random_state
@@ -138,6 +141,31 @@ def test_all_clients_are_in_one_call() -> None:
 def test_a_torch_without_what_is_needed_does_it_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedbn_flwr.simulation.stacked.batch_norm._functorch", None)
     assert channels_normalized(*images(nn.BatchNorm2d(4))) == [4]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_shared_layer_is_what_torchs_own_vmap_makes_of_it(affine: bool) -> None:
+    inputs, seen = torch.randn(CLIENTS, SIZE, 4, 3, 3, dtype=torch.float64), torch.randn(CLIENTS, SIZE, 4, 3, 3)
+    weight, bias = torch.rand(2, CLIENTS, 4, dtype=torch.float64) if affine else (None, None)
+    leaves = [value.requires_grad_() for value in (inputs, weight, bias) if value is not None]
+
+    def outcome(apply: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+        asked: list[Tensor] = []
+
+        def exchange(request: Request) -> Answer:
+            asked.append(request.tensor)
+            return Answer(request.tensor * 1.5, request.count * 7)
+
+        def layer(values: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+            return apply(values, *(parameters or (None, None)), 1e-3, Use("layer", exchange, "fused"))
+
+        places: Any = (0, 0, 0, None)
+        outputs, *statistics = torch.func.vmap(layer, out_dims=places)(*leaves)
+        return [outputs, *statistics, *torch.autograd.grad((outputs * seen).sum(), leaves), *asked]
+
+    here, there = outcome(apply_shared), outcome(SharedBatchNorm.apply)
+    assert len(here) == len(there) == 6 + len(leaves)
+    assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
 
 
 def test_other_layers_and_other_stand_ins_are_left_alone() -> None:
