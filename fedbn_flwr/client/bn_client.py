@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from flwr.app import RecordDict
 from flwr.client import NumPyClient
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from fedbn_flwr.client.batch_plan import BatchLoader
 from fedbn_flwr.client.carried_corrections import carried_exchange, carried_records
 from fedbn_flwr.client.device import is_on, pick_device
 from fedbn_flwr.client.evaluation import evaluate, mean_loss, shares
+from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask
 from fedbn_flwr.client.modes import frozen_parts, layerwise_mode
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.precision import autocast, products
@@ -43,8 +44,9 @@ class BNClient(NumPyClient):
     """A client that can be used with every strategy of this project, and with Flower's own.
 
     `memory` is the node's `Context.state`, and all that lasts from one message to the next. The clients of a process
-    may share one model, because every message overwrites its whole state. `loss_function` takes what the model returns,
-    and the labels. `make_optimizer` takes the model and the instruction, whose `lr` is the round's.
+    may share one model, because every message overwrites its whole state. `loss_function`, in place of the task's,
+    takes what the model returns, and the labels. `make_optimizer` takes the model and the instruction, whose `lr` is
+    the round's.
     """
 
     def __init__(
@@ -58,7 +60,8 @@ class BNClient(NumPyClient):
         partition_id: int = 0,
         memory: RecordDict | None = None,
         device: str = "auto",
-        loss_function: training.LossFunction = F.cross_entropy,
+        task: LearningTask = CLASSIFICATION,
+        loss_function: training.LossFunction | None = None,
         make_optimizer: training.MakeOptimizer = training.make_optimizer,
     ) -> None:
         self.device = pick_device(device)
@@ -67,7 +70,8 @@ class BNClient(NumPyClient):
         self.indices = np.arange(len(train)) if indices is None else indices
         self.partition_id = partition_id
         self.memory = Memory(RecordDict() if memory is None else memory)
-        self.loss_function, self.make_optimizer = loss_function, make_optimizer
+        self.task = replace(task, loss=loss_function) if loss_function else task
+        self.loss_function, self.make_optimizer = self.task.loss, make_optimizer
         #: set by the transport of a layer-wise step: exchanges statistics with the other clients, and seeds dropout
         self.exchange: Exchange | None = None
 
@@ -133,9 +137,7 @@ class BNClient(NumPyClient):
             raise ValueError("this client was given no test split to evaluate on")
         self._load(received[wire.ARRAYS], instruction)
         domains, wanted = self._num_domains(), instruction.class_metrics.split(",") if instruction.class_metrics else ()
-        result = evaluate(
-            self.model, self.test_split, self.num_classes, self.device, 500, domains, self.loss_function, wanted
-        )
+        result = evaluate(self.model, self.test_split, self.num_classes, self.device, 500, domains, self.task, wanted)
         metrics: Metrics = {
             wire.EVAL_LOSS: result.loss,
             wire.ACCURACY: result.accuracy,
@@ -145,6 +147,7 @@ class BNClient(NumPyClient):
             wire.DOMAIN_ACCURACY: result.domain_accuracy,
             wire.DOMAIN: self.domain,
             **{wire.CLASS + name: values for name, values in result.by_class.items()},
+            **{wire.SCORE + name: value for name, value in result.scores.items()},
             **self.local_loss(self.model, instruction),
         }
         sent = state.group_keys(self.model, instruction.keep_local if instruction.send_personal else "none")

@@ -1,7 +1,7 @@
-"""Accuracy by domain and class, from which every accuracy of the papers follows."""
+"""Predictions by domain and class, from which every accuracy of the papers follows, and the mean IoU."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr.client.class_metrics import class_metrics
-from fedbn_flwr.client.training import LossFunction, logits_of, model_loss
+from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask
+from fedbn_flwr.client.training import LossFunction, logits_of, loss_of, model_loss
 from fedbn_flwr.data import Split
+from fedbn_flwr.data.image_augmentation import IGNORED
 
 #: values of a batch of images in an evaluation: 500 images of 64 x 64 pixels
 MOST_VALUES = 500 * 3 * 64 * 64
@@ -18,16 +20,21 @@ MOST_VALUES = 500 * 3 * 64 * 64
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss, and one confusion matrix (true class x predicted class) a domain."""
+    """The mean loss, and one confusion matrix (true class x predicted class) a domain.
+
+    It counts predictions: one for each image in classification, one for each pixel with a class in segmentation.
+    """
 
     loss: float
     confusion: Tensor
     #: further metrics by name, each with a number for every class
     by_class: Mapping[str, list[float]] = field(default_factory=dict)
+    #: scores of the task beside the accuracy
+    scores: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def accuracy(self) -> float:
-        """The share of correct predictions among all samples."""
+        """The share of correct predictions among all."""
         return _accuracy(self.confusion.sum(0))
 
     @property
@@ -38,7 +45,11 @@ class Evaluation:
     def accuracy_for(self, domain_share: Tensor, class_share: Tensor) -> float:
         """The expected accuracy on a node's own distribution: of its domains, or without domains of its classes."""
         if len(domain_share) > 1:
-            return float(torch.tensor(self.domain_accuracy, dtype=torch.float64) @ domain_share)
+            tested = domain_share * (self.confusion.sum((1, 2)) > 0)
+            if not tested.any():  # as in Cityscapes, whose test cities are others
+                return self.accuracy
+            accuracies = torch.tensor(self.domain_accuracy, dtype=torch.float64)
+            return float(accuracies @ tested / (tested.sum() / domain_share.sum()))
         matrix = self.confusion.sum(0).double()
         recall = matrix.diagonal() / matrix.sum(1).clamp(min=1)
         return float(recall @ class_share)
@@ -52,26 +63,31 @@ def evaluate(
     device: torch.device | str,
     batch_size: int = 500,
     num_domains: int = 0,
-    loss_function: LossFunction = F.cross_entropy,
+    task: LearningTask = CLASSIFICATION,
     metrics: Sequence[str] = (),
 ) -> Evaluation:
-    """Evaluate with the running statistics that the model holds; `metrics` are some of `CLASS_METRICS`."""
-    was_training, everything = model.training, np.arange(len(split))
-    # the loss of logits is in their score
-    is_own, own_loss, parts = loss_function is not F.cross_entropy, 0.0, list[Tensor]()
+    """Evaluate with the running statistics that the model holds; `metrics` are some of `CLASS_METRICS`.
+
+    There may be more domains than the split has samples of.
+    """
+    domains = torch.zeros(len(split), dtype=torch.int64) if split.domains is None else split.domains.cpu()
+    confusion = torch.zeros(max(int(domains.max()) + 1, num_domains), num_classes, num_classes, dtype=torch.int64)
+    was_training, loss, kept = model.training, 0.0, list[Tensor]()
     model.eval()
     try:
-        sizes = batch_sizes(split, everything, batch_size)
-        for inputs, targets in split.batches(torch.from_numpy(everything), sizes, device):
+        sizes = batch_sizes(split, np.arange(len(split)), batch_size)
+        batches = split.batches(torch.arange(len(split)), sizes, device)
+        for (inputs, targets), rows in zip(batches, domains.split(sizes), strict=True):
             outputs = model(inputs)
-            parts.append(logits_of(outputs).float().cpu())
-            own_loss += float(loss_function(outputs, targets)) * len(targets) if is_own else 0.0
+            logits = logits_of(outputs).float()
+            loss += float(loss_of(outputs, targets, task.loss)) * len(targets)
+            confusion += _confusion(logits.argmax(1).cpu(), targets.cpu(), rows, confusion)
+            kept += [logits.cpu()] if metrics else []
     finally:
         model.train(was_training)
-    logits = torch.cat(parts)
-    by_class = class_metrics(metrics, logits, split.labels.cpu(), num_classes)
-    result = replace(score(logits, split, num_classes, num_domains), by_class=by_class)
-    return replace(result, loss=own_loss / len(split)) if is_own else result
+    by_class = class_metrics(metrics, torch.cat(kept), split.labels.cpu(), num_classes) if metrics else {}
+    scores = {name: measure(confusion.sum(0)) for name, measure in task.measures.items()}
+    return Evaluation(loss / len(split), confusion, by_class, scores)
 
 
 @torch.no_grad()
@@ -102,15 +118,11 @@ def batch_sizes(split: Split, indices: np.ndarray, most: int) -> list[int]:
     return [len(part) for part in torch.from_numpy(indices).split(size)]
 
 
-def score(logits: Tensor, split: Split, num_classes: int, num_domains: int = 0) -> Evaluation:
-    """Compare logits with a split's labels; there may be more domains than the split has samples of."""
-    labels = split.labels.cpu()
-    domains = torch.zeros_like(labels) if split.domains is None else split.domains.cpu()
-    count = max(int(domains.max()) + 1, num_domains)
-    cell = (domains * num_classes + labels) * num_classes + logits.argmax(1)
-    confusion = torch.bincount(cell, minlength=count * num_classes**2)
-    loss = float(F.cross_entropy(logits, labels))
-    return Evaluation(loss, confusion.reshape(count, num_classes, num_classes))
+def _confusion(predicted: Tensor, targets: Tensor, domains: Tensor, like: Tensor) -> Tensor:
+    """Count a batch's predictions by domain, class and predicted class; targets that are `IGNORED` do not count."""
+    classes, places = like.shape[1], domains.view(-1, *[1] * (targets.dim() - 1))
+    cell = (places * classes + targets) * classes + predicted
+    return torch.bincount(cell[targets != IGNORED], minlength=like.numel()).view_as(like)
 
 
 def shares(split: Split, indices: np.ndarray, num_classes: int, num_domains: int = 0) -> tuple[Tensor, Tensor]:

@@ -123,8 +123,7 @@ def model_loss(
 ) -> Tensor:
     """The loss; where BN cannot take the batch, an error that says so."""
     try:
-        outputs = model(inputs)
-        return loss_function(logits_of(outputs) if loss_function is F.cross_entropy else outputs, targets)
+        return loss_of(model(inputs), targets, loss_function)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
@@ -133,6 +132,11 @@ def model_loss(
             f"batch normalization cannot train on a mini-batch of {len(targets)} sample(s) that leaves one value a "
             f"channel: use a larger batch-size, frozen statistics or another normalizer ({error})"
         ) from error
+
+
+def loss_of(outputs: Any, targets: Tensor, loss_function: LossFunction) -> Tensor:
+    """Return the loss of what the model returned; torch's cross entropy takes the logits among it."""
+    return loss_function(logits_of(outputs) if loss_function is F.cross_entropy else outputs, targets)
 
 
 def logits_of(outputs: Any) -> Tensor:

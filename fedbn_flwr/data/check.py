@@ -8,9 +8,10 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedbn_flwr.data.dataset_registry import DATASETS, DatasetRequest
-from fedbn_flwr.data.decoding import UnreadableImageError, read_image
+from fedbn_flwr.data.decoding import UnreadableImageError, read_image, read_map
 from fedbn_flwr.data.file_split import FileSplit
 from fedbn_flwr.data.files import TORCHVISION, from_torchvision
 from fedbn_flwr.data.sets.catalog import CATALOG, OR
@@ -57,6 +58,7 @@ def check_dataset(name: str, path: str, images: int = IMAGES) -> Iterator[Findin
         yield Finding("ok", f"{role}: {_describe(split, data)}")
         if isinstance(split, FileSplit):
             yield from _check_images(role, split, images)
+            yield from _check_maps(role, split, data, images)
 
 
 def where_to_get(name: str) -> list[str]:
@@ -101,6 +103,8 @@ def _read(name: str, path: str) -> Data:
 def _describe(split: Split, data: Data) -> str:
     counts = torch.bincount(split.labels, minlength=data.num_classes)
     text = f"{len(split)} images in {int((counts > 0).sum())} of {data.num_classes} classes"
+    if data.task == "segmentation":
+        text = f"{len(split)} images with label maps"
     if split.domains is None:
         return text
     shares = torch.bincount(split.domains, minlength=len(data.domain_names)).tolist()
@@ -108,15 +112,40 @@ def _describe(split: Split, data: Data) -> str:
 
 
 def _check_images(role: str, split: FileSplit, most: int) -> Iterator[Finding]:
-    count = min(most or len(split), len(split))
-    chosen = np.linspace(0, len(split) - 1, count).round().astype(np.int64)
-    broken = 0
-    for images in filter(None, (split.images, split.maps)):
-        for number in chosen:
-            try:
-                read_image(images.sources(np.array([number]))[0])
-            except UnreadableImageError as error:
-                broken += 1
-                yield Finding("bad", str(error))
+    chosen, broken = _chosen(split, most), 0
+    for source in split.images.sources(chosen):
+        try:
+            read_image(source)
+        except UnreadableImageError as error:
+            broken += 1
+            yield Finding("bad", str(error))
     if not broken:
-        yield Finding("ok", f"{role}: {count} of {len(split)} images decoded")
+        yield Finding("ok", f"{role}: {len(chosen)} of {len(split)} images decoded")
+
+
+def _check_maps(role: str, split: FileSplit, data: Data, most: int) -> Iterator[Finding]:
+    """Decode label maps; a class that no map has is a fault if all maps are read."""
+    if split.maps is None or split.classes is None:
+        return
+    chosen, broken, seen = _chosen(split, most), 0, set[int]()
+    for source in split.maps.sources(chosen):
+        try:
+            seen |= set(split.classes[torch.from_numpy(read_map(source))].unique().tolist())
+        except UnreadableImageError as error:
+            broken += 1
+            yield Finding("bad", str(error))
+    empty = [name for number, name in enumerate(data.class_names) if number not in seen]
+    if broken:
+        return
+    text = (
+        f"{role}: {len(chosen)} of {len(split)} label maps decoded, with {len(data.class_names) - len(empty)} classes"
+    )
+    yield Finding("ok", text)
+    if empty and len(chosen) == len(split):
+        yield Finding("bad", f"{role}: no pixel of class {', '.join(empty)}")
+
+
+def _chosen(split: FileSplit, most: int) -> NDArray[np.int64]:
+    """Return the positions of `most` images, evenly spaced; of all with 0."""
+    count = min(most or len(split), len(split))
+    return np.linspace(0, len(split) - 1, count).round().astype(np.int64)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbn_flwr.data.image_augmentation import IGNORED, ImageAugmentation, Size
@@ -73,6 +74,14 @@ def read_image(source: Source) -> "Image":
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
+def read_map(source: Source) -> NDArray[np.int64]:
+    """Decode a label map, H x W; one that cannot be is an UnreadableImageError of one line, which names the file."""
+    values = np.asarray(_opened(source)).astype(np.int64)
+    if values.ndim != 2:
+        raise UnreadableImageError(f"{name_of(source)} is not a label map: it has colours")
+    return values
+
+
 def _opened(source: Source) -> "Image":
     with extra("data"):
         from PIL import Image
@@ -118,4 +127,14 @@ def fitted(image: "Image", source: Source, size: Size, fit: Fit, smooth: bool = 
     return image.crop((left, top, left + width, top + height))
 
 
-__all__ = ["IGNORED", "DecodeRequest", "Fit", "Source", "UnreadableImageError", "fitted", "pixels", "read_image"]
+__all__ = [
+    "IGNORED",
+    "DecodeRequest",
+    "Fit",
+    "Source",
+    "UnreadableImageError",
+    "fitted",
+    "pixels",
+    "read_image",
+    "read_map",
+]

@@ -55,6 +55,24 @@ class ImageFiles:
         return ImageFiles(self._root, self._names[indices])
 
 
+class EncodedImages:
+    """Images in memory as the bytes of files."""
+
+    def __init__(self, encoded: Sequence[bytes]) -> None:
+        self._encoded = encoded
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+    def sources(self, indices: NDArray[np.int64]) -> list[Source]:
+        """Return the chosen images' bytes."""
+        return [self._encoded[index] for index in indices]
+
+    def select(self, indices: NDArray[np.int64]) -> "EncodedImages":
+        """Return the chosen images."""
+        return EncodedImages([self._encoded[index] for index in indices])
+
+
 @dataclass(frozen=True, eq=False)
 class FileSplit(Split):
     """A split that holds files. Its `inputs` have a shape and a type, but no values (they are on the device `meta`).

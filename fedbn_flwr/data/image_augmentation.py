@@ -93,7 +93,8 @@ class ResizedCropFlip(ImageAugmentation):
 class FlipRotate(ImageAugmentation):
     """Mirrors half of the images and rotates all by up to `degrees` each way; added corners are black.
 
-    As FedBN's published code for Office-Caltech-10 and DomainNet, whose setting FedTAN and FedWon take over.
+    As FedBN's published code for Office-Caltech-10 and DomainNet, whose setting FedTAN and FedWon take over. Corners of
+    a label map are `IGNORED`.
     """
 
     degrees: float = 30.0
@@ -101,7 +102,7 @@ class FlipRotate(ImageAugmentation):
     def transform(self, size: Size, fill: Sequence[float]) -> Any:
         """Return RandomHorizontalFlip and RandomRotation."""
         v2 = _transforms()
-        return v2.Compose([v2.RandomHorizontalFlip(), v2.RandomRotation(self.degrees, fill=fill)])
+        return v2.Compose([v2.RandomHorizontalFlip(), v2.RandomRotation(self.degrees, fill=_by_kind(fill))])
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,18 @@ class RandomCrop(ImageAugmentation):
 
     def transform(self, size: Size, fill: Sequence[float]) -> Any:
         """Return RandomCrop; an image smaller than the window is padded with black, its label map with `IGNORED`."""
-        from torchvision import tv_tensors
-
-        padding = {Tensor: fill, tv_tensors.Mask: IGNORED}
-        return _transforms().RandomCrop(size, pad_if_needed=True, fill=padding)
+        return _transforms().RandomCrop(size, pad_if_needed=True, fill=_by_kind(fill))
 
 
 #: the label of pixels without a class, which torch's cross entropy leaves out
 IGNORED = -100
+
+
+def _by_kind(fill: Sequence[float]) -> dict[type, Any]:
+    """Return the value of added pixels in an image and in a label map."""
+    from torchvision import tv_tensors
+
+    return {Tensor: fill, tv_tensors.Mask: IGNORED}
 
 
 def _transforms() -> Any:

@@ -35,7 +35,9 @@ class PartitionRequest:
 
     @property
     def labels(self) -> Rows:
-        """The label of every row."""
+        """The label of every row; images with label maps have none of their own."""
+        if self.data.task == "segmentation":
+            raise ValueError(f"{self.data.name} has label maps and no labels: take iid, city, domain or union")
         return self.data.train.labels.numpy(force=True)[self.order]
 
     @property

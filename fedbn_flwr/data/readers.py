@@ -12,6 +12,7 @@ from fedbn_flwr.data.sets.domain_lists import DOMAINNET, OFFICE, Lists, read_dom
 from fedbn_flwr.data.sets.hugging_face import Choice, hugging_face
 from fedbn_flwr.data.sets.imagenet import imagenet, tiny_imagenet
 from fedbn_flwr.data.splits import Data
+from fedbn_flwr.data.streets import SIDE, streets
 from fedbn_flwr.data.synthetic import synthetic
 
 
@@ -33,6 +34,12 @@ def _digits_domains(request: DatasetRequest) -> Data:
 def _synthetic(request: DatasetRequest) -> Data:
     """Random images of given number, classes and size, for timing."""
     return synthetic(**request.options(n=10_000, test=1_000, classes=10, size=8, channels=3, seed=0))
+
+
+@register_dataset("streets")
+def _streets(request: DatasetRequest) -> Data:
+    """Drawn streets with label maps by city, for segmentation."""
+    return streets(request.image_size or SIDE, **request.options(cities=6, images=32, test=8, seed=0))
 
 
 def _torchvision(request: DatasetRequest) -> Data:
@@ -96,7 +103,7 @@ def _tiny_imagenet(request: DatasetRequest) -> Data:
 
 @register_dataset("cityscapes")
 def _cityscapes(request: DatasetRequest) -> Data:
-    """Street scenes with label maps by city, from `cityscapes` in `data-root`; not for classification."""
+    """Street scenes with label maps by city, from `cityscapes` in `data-root`, for segmentation."""
     request.options_after_path()
     return cityscapes(request.home("cityscapes"), request.image_size or 768, request.image_workers)
 

@@ -162,6 +162,7 @@ class Data:
     """A training and a test split of one task.
 
     A domain's number is its position in `domain_names`. `class_names` is empty, or a class's number is its position.
+    `task` is what the targets are for: `classification`, `segmentation` or one that is registered.
     """
 
     name: str
@@ -170,6 +171,7 @@ class Data:
     num_classes: int
     domain_names: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
+    task: str = "classification"
 
     def __post_init__(self) -> None:
         if len(self.class_names) not in (0, self.num_classes):

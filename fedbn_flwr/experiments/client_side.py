@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedbn_flwr.client import BNClient, pick_device
+from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.data import Data, without_domains
 from fedbn_flwr.data.loading import ROOT_VARIABLE
 from fedbn_flwr.experiments.config import Config
@@ -58,6 +59,7 @@ def _client(given: Given, context: Context) -> BNClient:
         partition_id=partition_id,
         memory=context.state,
         device=shared.device,
+        task=task_of(shared.data.task),
     )
 
 

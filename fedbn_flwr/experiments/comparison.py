@@ -103,7 +103,7 @@ def _outcome(engine: Engine, experiment: Experiment, place: Path, progress: Prog
 
 
 def _best_rate(plan: Plan, method: str, engine: Engine, folder: Path, announce: Announce) -> dict[str, Any]:
-    """The rate with the best accuracy on a validation split of the training data, at the first seed."""
+    """The rate with the best score on a validation split of the training data, at the first seed."""
     if not plan.rates or "lr" in parse(method)[2]:
         return {}
     grid = {}
@@ -111,7 +111,7 @@ def _best_rate(plan: Plan, method: str, engine: Engine, folder: Path, announce: 
         experiment = plan.experiment(method, 0, lr=rate, validation=VALIDATION_SHARE)
         place = folder / "lr-grid" / f"{folder_name(method)}-lr{rate:g}"
         summary = _outcome(engine, experiment, place, announce(f"{method}, validating lr {rate:g}"))
-        grid[rate] = summary.get("accuracy", 0.0)
+        grid[rate] = summary.get(metric_of(summary), 0.0)
     return {
         "lr": max(grid, key=lambda rate: grid[rate]),
         "grid": {f"{rate:g}": value for rate, value in grid.items()},
@@ -131,8 +131,14 @@ class Line:
     summary: Summary
 
 
-def lines(summaries: Sequence[Summary], key: str = "accuracy") -> list[Line]:
-    """Return a line for each method; differences are paired by seed."""
+def metric_of(summary: Summary) -> str:
+    """Return the score by which the methods of a comparison are compared."""
+    return str(summary.get("metric", "accuracy"))
+
+
+def lines(summaries: Sequence[Summary], key: str = "") -> list[Line]:
+    """Return a line for each method, by default of what they are compared by; differences are paired by seed."""
+    key = key or metric_of(summaries[0])
     by_method: dict[str, dict[int, Summary]] = {}
     for summary in summaries:
         by_method.setdefault(summary["method"], {})[summary["seed"]] = summary

@@ -13,7 +13,7 @@ from torch import nn
 
 from fedbn_flwr import data, models
 from fedbn_flwr.client import pick_device
-from fedbn_flwr.data.file_split import FileSplit
+from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.experiments.config import Config, UsageError
 from fedbn_flwr.experiments.method import Experiment
@@ -116,7 +116,7 @@ def check(experiment: Experiment) -> None:
     try:
         pick_device(config.device)
         if config.dataset != data.SITES:
-            refuse_label_maps(load_data(config))
+            check_task(config)
             shared_model(config)
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
@@ -129,10 +129,16 @@ def check(experiment: Experiment) -> None:
     experiment.make_strategy(config.clients)
 
 
-def refuse_label_maps(loaded: data.Data) -> None:
-    """Refuse images with label maps, on which a classifier cannot be trained."""
-    if isinstance(loaded.train, FileSplit) and loaded.train.maps is not None:
-        raise UsageError(f"{loaded.name} has a label map for each image: this command trains classifiers only")
+def check_task(config: Config) -> None:
+    """Refuse a model or an augmentation that is not for the data set's task."""
+    loaded = load_data(config)
+    task_of(loaded.task).check_augmentation(config.augmentation)
+    entry = models.MODELS.get(config.model)
+    if entry is not None and entry.task != loaded.task:
+        able = ", ".join(name for name, other in models.MODELS.items() if other.task == loaded.task)
+        raise UsageError(
+            f"model {config.model!r} is for {entry.task}, {loaded.name} for {loaded.task}; there are: {able}"
+        )
 
 
 def check_partition(config: Config, clients: int) -> None:

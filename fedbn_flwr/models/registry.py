@@ -20,11 +20,12 @@ Make = Callable[[int, int, int], nn.Module]
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered model: the function that makes it, and the square images that it can take."""
+    """A registered model: the function that makes it, the square images that it can take, and what it is for."""
 
     make: Make
     smallest: int
     largest: int | None = None
+    task: str = "classification"
 
     def sizes(self) -> str:
         """Return the sizes in words."""
@@ -39,19 +40,21 @@ MODELS: dict[str, Entry] = {}
 M = TypeVar("M", bound=Make)
 
 
-def register_model(name: str, *, smallest: int = 1, largest: int | None = None) -> Callable[[M], M]:
+def register_model(
+    name: str, *, smallest: int = 1, largest: int | None = None, task: str = "classification"
+) -> Callable[[M], M]:
     """Register a function that makes a model, under the name that `--model` takes; used as a decorator.
 
         @register_model("tiny", smallest=8)
         def tiny(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
             return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
 
-    `smallest` and `largest` bound the side of the square images that the model can take. A name that another model has
-    is a ValueError.
+    `smallest` and `largest` bound the side of the square images that the model can take. `task` is the task of data
+    (`Data.task`) that the model is for. A name that another model has is a ValueError.
     """
 
     def register(make: M) -> M:
-        add(MODELS, "model", name, Entry(make, smallest, largest), source=lambda entry: entry.make)
+        add(MODELS, "model", name, Entry(make, smallest, largest, task), source=lambda entry: entry.make)
         return make
 
     return register

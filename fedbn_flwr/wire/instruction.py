@@ -48,6 +48,8 @@ DOMAIN_ACCURACY = "domain-accuracy"
 DOMAIN = "domain"
 #: before the name of a per-class metric
 CLASS = "class-"
+#: before the name of a score of the task beside the accuracy
+SCORE = "score-"
 OBEYED = "obeyed"
 PARAMETERS = "parameters"
 BN_ENTRIES = "bn-entries"

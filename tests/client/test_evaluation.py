@@ -8,23 +8,23 @@ from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_confusion_matrix
 
 from fedbn_flwr import state
-from fedbn_flwr.client.evaluation import Evaluation, evaluate, score, shares
+from fedbn_flwr.client.evaluation import Evaluation, evaluate, shares
 from fedbn_flwr.data import Split
 from tests.helpers.toys import CLASSES, assert_same_state, toy_cnn, toy_split
 
 
 def random_task(count: int = 60, domains: int = 3) -> tuple[Tensor, Split]:
-    """Logits that mean nothing, and labels and domains to compare them with."""
+    """Logits that mean nothing, as the inputs of a model that only flattens, with labels and domains."""
     generator = torch.Generator().manual_seed(0)
     labels, places = (torch.randint(high, (count,), generator=generator) for high in (CLASSES, domains))
-    split = Split(torch.zeros(count, 1, 1, 1), labels, places if domains > 1 else None)
-    return torch.randn(count, CLASSES, generator=generator), split
+    logits = torch.randn(count, CLASSES, generator=generator)
+    return logits, Split(logits[:, :, None, None], labels, places if domains > 1 else None)
 
 
 def test_all_of_it_agrees_with_torchmetrics() -> None:
     logits, split = random_task()
     assert split.domains is not None
-    result = score(logits, split, CLASSES)
+    result = evaluate(nn.Flatten(), split, CLASSES, "cpu")
     predicted = logits.argmax(1)
     assert result.accuracy == pytest.approx(
         float(multiclass_accuracy(predicted, split.labels, CLASSES, average="micro"))
@@ -45,7 +45,7 @@ def test_accuracies_are_exact_fractions() -> None:
 
 def test_without_domains_there_is_one_matrix() -> None:
     logits, split = random_task(domains=1)
-    result = score(logits, split, CLASSES)
+    result = evaluate(nn.Flatten(), split, CLASSES, "cpu")
     wanted = multiclass_confusion_matrix(logits.argmax(1), split.labels, CLASSES)
     assert torch.equal(result.confusion, wanted[None])
     assert result.domain_accuracy == [result.accuracy]
@@ -94,6 +94,14 @@ def test_a_nodes_own_accuracy_weighs_domains_by_its_share_of_them() -> None:
     classes = torch.tensor([1.0, 0.0], dtype=torch.float64)  # does not count where there are domains
     mostly_first = torch.tensor([0.8, 0.2], dtype=torch.float64)
     assert result.accuracy_for(mostly_first, classes) == pytest.approx(0.8 * 3 / 4 + 0.2 * 1 / 2)
+
+
+def test_a_nodes_domains_without_test_samples_do_not_count() -> None:
+    # domain 0: 3 of 4 correct; domain 1: none tested; domain 2: 1 of 2
+    confusion = torch.tensor([[[2, 0], [1, 1]], [[0, 0], [0, 0]], [[1, 0], [1, 0]]])
+    result, classes = Evaluation(loss=0.0, confusion=confusion), torch.zeros(2)
+    assert result.accuracy_for(torch.tensor([0.2, 0.6, 0.2]).double(), classes) == pytest.approx((3 / 4 + 1 / 2) / 2)
+    assert result.accuracy_for(torch.tensor([0.0, 1.0, 0.0]).double(), classes) == pytest.approx(4 / 6)
 
 
 def test_without_domains_it_weighs_classes_by_its_share_of_them() -> None:

@@ -4,7 +4,9 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from fedbn_flwr.data import DATASETS
 from fedbn_flwr.data.check import Finding, check_dataset
@@ -17,11 +19,12 @@ from tests.helpers.image_sets import (
     write_digits_archive,
     write_domain_lists,
     write_imagenet,
+    write_streets,
     write_tiny_imagenet,
 )
 
 #: data sets that are no files
-MADE = {"digits", "digits-domains", "synthetic", "sites"}
+MADE = {"digits", "digits-domains", "synthetic", "sites", "streets"}
 
 
 def test_every_data_set_of_files_is_in_the_catalog() -> None:
@@ -46,7 +49,11 @@ WHOLE: dict[str, tuple[str, Callable[[Path], Path], list[str]]] = {
         write_digits_archive,
         ["test: 50 images in 10 of 10 classes; mnist 10, svhn 10, usps 10"],
     ),
-    "streets": ("cityscapes", write_cityscapes, ["aachen 2, bochum 1, frankfurt 0"]),
+    "streets": (
+        "cityscapes",
+        write_streets,
+        ["aachen 2, bochum 1, frankfurt 0", "test: 2 of 2 label maps decoded, with 19 classes"],
+    ),
 }
 
 
@@ -81,7 +88,7 @@ def test_a_corrupted_file_is_found_among_all_or_a_sample(tmp_path: Path) -> None
     assert fault.verdict == "bad"
     assert fault.text.startswith(f"{path} cannot be decoded: ")
     assert faults("imagenet", home, images=2) == []  # the first and the last of each split
-    label_map = next((write_cityscapes(tmp_path / "streets") / "gtFine" / "val").rglob("*.png"))
+    label_map = next((write_streets(tmp_path / "streets") / "gtFine" / "val").rglob("*.png"))
     label_map.write_bytes(b"none")
     (fault,) = faults("cityscapes", tmp_path / "streets")
     assert fault.text.startswith(f"{label_map} cannot be decoded: ")
@@ -95,6 +102,20 @@ def test_an_empty_class_and_a_missing_split(tmp_path: Path) -> None:
     (home / "val").rename(home / "validation")
     wanted = f"{home / 'val'} or {home / 'ILSVRC/Data/CLS-LOC/val'}"
     assert faults("imagenet", home) == [Finding("missing", wanted)]
+
+
+def test_classes_that_no_label_map_has_are_named_if_all_are_read(tmp_path: Path) -> None:
+    home = write_cityscapes(tmp_path, others=range(8, 33))
+    for path in (home / "gtFine" / "val").rglob("*.png"):
+        values = np.array(Image.open(path))
+        values[values == 26] = 7
+        values[values == 33] = 7
+        Image.fromarray(values).save(path)
+    assert faults("cityscapes", home) == [Finding("bad", "test: no pixel of class car, bicycle")]
+    assert faults("cityscapes", home, images=1) == []  # others may have them
+    colours = next((home / "gtFine" / "train").rglob("*.png"))
+    paint(colours, 0, (64, 32))
+    assert Finding("bad", f"{colours} is not a label map: it has colours") in faults("cityscapes", home)
 
 
 def test_a_wrong_checksum(tmp_path: Path) -> None:

@@ -52,9 +52,36 @@ def test_a_broken_image_is_named_where_the_run_ends(tmp_path: Path, capsys: pyte
     assert "JPEG cannot be decoded: " in capsys.readouterr().err
 
 
-def test_label_maps_are_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_classifier_is_refused_for_label_maps_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     home = write_cityscapes(tmp_path / "streets")
     options = {"dataset": f"cityscapes:{home}", "image-size": "16", "partition": "city"}
     assert run("run", **options, results_dir=str(tmp_path / "results")) == 2
-    assert "cityscapes has a label map for each image: this command trains classifiers only" in capsys.readouterr().err
+    text = "model 'small-cnn' is for classification, cityscapes for segmentation; there are: small-fcn, deeplabv3plus-"
+    assert text in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
+
+
+def test_a_run_on_cityscapes_files_streams_them_and_reports_the_mean_iou(tmp_path: Path) -> None:
+    home = write_cityscapes(tmp_path / "streets")
+    options = {"dataset": f"cityscapes:{home}", "image-size": "16", "partition": "city", "clients": "2"}
+    how = {"model": "small-fcn", "augmentation": "random-crop", "optimizer": "adam", "image-workers": "1"}
+    assert run("run", **options, **how, results_dir=str(tmp_path / "results")) == 0
+    summary = json.loads((tmp_path / "results" / "summary.json").read_text())
+    assert 0 < summary["mean-iou"] < summary["accuracy"] < 1
+    assert list(summary["domain-accuracy"]) == ["frankfurt"]  # the cities of training are not tested
+
+
+def test_stacked_clients_segment_streets_as_each_does_alone(tmp_path: Path) -> None:
+    options = {"dataset": "streets:cities=3:images=8", "partition": "city", "clients": "3", "model": "small-fcn"}
+    how = {"augmentation": "random-crop", "rounds": "2", "batch-size": "4", "method": "fixbn:freeze-round=1"}
+    models, scores = [], []
+    for engine in ("inprocess", "stacked"):
+        folder = tmp_path / engine
+        assert run("run", **options, **how, engine=engine, results_dir=str(folder)) == 0
+        models.append(load_file(folder / "model.safetensors"))
+        scores.append(json.loads((folder / "summary.json").read_text())["mean-iou"])
+    for name, value in models[0].items():
+        np.testing.assert_allclose(models[1][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert scores[0] == pytest.approx(scores[1], abs=0.01)

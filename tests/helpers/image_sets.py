@@ -111,12 +111,21 @@ def write_digits_originals(home: Path) -> Path:
     return home
 
 
-def write_cityscapes(home: Path, size: tuple[int, int] = (64, 32)) -> Path:
-    """Write two cities for training and one for validation: the map's value is 7 on the left and 33 on the right."""
+def write_streets(home: Path) -> Path:
+    """Write Cityscapes with a pixel of every class."""
+    return write_cityscapes(home, others=(8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32))
+
+
+def write_cityscapes(home: Path, size: tuple[int, int] = (64, 32), others: Sequence[int] = ()) -> Path:
+    """Write two cities for training and one for validation: the map's value is 7 on the left and 33 on the right.
+
+    The `others` are values of single pixels.
+    """
     cities = {"train": {"aachen": 2, "bochum": 1}, "val": {"frankfurt": 2}, "test": {"berlin": 1}}
     values = np.full((size[1], size[0]), 7, dtype=np.uint8)
     values[:, size[0] // 2 :] = 33
     values[0, 0] = 3  # outside of the region of interest
+    values[1, 1 : 1 + len(others)] = others
     for role, counts in cities.items():
         for city, count in counts.items():
             for number in range(count):

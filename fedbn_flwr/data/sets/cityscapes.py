@@ -6,6 +6,7 @@ are the domains; those of the test split (the published validation split) are ot
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +21,28 @@ from fedbn_flwr.data.splits import Data
 
 #: height and width of all images
 FULL_SIZE = 1024, 2048
-#: the values of label maps that are evaluated, in the order of the classes 0 to 18
-EVALUATED = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
+#: the values of label maps that are evaluated, in the order of the classes 0 to 18, by the classes' published names
+CLASSES = {
+    "road": 7,
+    "sidewalk": 8,
+    "building": 11,
+    "wall": 12,
+    "fence": 13,
+    "pole": 17,
+    "traffic light": 19,
+    "traffic sign": 20,
+    "vegetation": 21,
+    "terrain": 22,
+    "sky": 23,
+    "person": 24,
+    "rider": 25,
+    "car": 26,
+    "truck": 27,
+    "bus": 28,
+    "train": 31,
+    "motorcycle": 32,
+    "bicycle": 33,
+}
 IMAGE, LABELS = "_leftImg8bit.png", "_gtFine_labelIds.png"
 
 
@@ -33,13 +54,13 @@ def cityscapes(home: Path, side: int = 768, workers: int = 0) -> Data:
     """
     train, test, cities = list_cityscapes(home)
     splits = _split(train, (side, side), "window", workers), _split(test, FULL_SIZE, "squash", workers)
-    return Data("cityscapes", *splits, len(EVALUATED), tuple(cities))
+    return Data("cityscapes", *splits, len(CLASSES), tuple(cities), tuple(CLASSES), "segmentation")
 
 
 def _split(listed: FileList, size: Size, fit: Fit, workers: int) -> FileSplit:
     split = listed.split(size, fit, MEAN, STD, workers)
     maps = ImageFiles(listed.root, [label_map(name) for name in listed.names])
-    return replace(split, maps=maps, classes=class_of_value())
+    return replace(split, maps=maps, classes=class_of_value([*CLASSES.values()]))
 
 
 def list_cityscapes(home: Path) -> tuple[FileList, FileList, list[str]]:
@@ -67,8 +88,11 @@ def label_map(name: str) -> str:
     return name.replace("leftImg8bit", "gtFine", 1).removesuffix(IMAGE) + LABELS
 
 
-def class_of_value() -> torch.Tensor:
-    """Return the class of each value of a label map; the licence plate's is -1, which a byte holds as 255."""
+def class_of_value(values: Sequence[int]) -> torch.Tensor:
+    """Return the class of each byte of a label map, where these are the values of the classes; others are `IGNORED`.
+
+    The licence plate's value is -1, which a byte holds as 255.
+    """
     classes = torch.full((256,), IGNORED)
-    classes[torch.tensor(EVALUATED)] = torch.arange(len(EVALUATED))
+    classes[torch.tensor(values)] = torch.arange(len(values))
     return classes

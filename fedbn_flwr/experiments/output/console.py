@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedbn_flwr.experiments.comparison import Line, lines
+from fedbn_flwr.experiments.comparison import Line, lines, metric_of
 from fedbn_flwr.experiments.output.recorder import Progress as Callback
 from fedbn_flwr.experiments.output.recorder import Summary
 
@@ -19,7 +19,7 @@ console = Console()
 
 
 class Bars:
-    """A progress bar over all runs, with the present run and its last accuracy."""
+    """A progress bar over all runs, with the present run and the last score of its model."""
 
     def __init__(self, runs: int) -> None:
         self._progress = Progress(
@@ -46,8 +46,8 @@ class Bars:
         """Start the next run, and return the function to call after each of its rounds."""
         before, self._done = self._done, self._done + 1
 
-        def advance(server_round: int, rounds: int, accuracy: float | None) -> None:
-            text = f"{label}: accuracy {accuracy:.3f}" if accuracy is not None else label
+        def advance(server_round: int, rounds: int, score: float | None) -> None:
+            text = f"{label}: {score:.3f}" if score is not None else label
             total = rounds * max(self._runs, self._done)
             self._progress.update(self._task, total=total, completed=before * rounds + server_round, description=text)
 
@@ -84,7 +84,7 @@ def _show_accuracies(summaries: Sequence[Summary]) -> None:
     first = next((run for run in summaries if run["partition"] != "union"), summaries[0])
     table = _table(f"{first['dataset']}, {first['model']}, {first['partition']}, {first['rounds']} rounds")
     columns: dict[str, Callable[[Line], str]] = {
-        "accuracy": lambda line: f"{line.mean:.3f}" + (f" ± {line.deviation:.3f}" if several else ""),
+        metric_of(first): lambda line: f"{line.mean:.3f}" + (f" ± {line.deviation:.3f}" if several else ""),
         "personal": lambda line: _mean(summaries, line.method, "accuracy-personal"),
         "mean BN": lambda line: _mean(summaries, line.method, "accuracy-mean-bn"),
         f"vs {baseline}": lambda line: "" if line is compared[0] else _difference(line, several),

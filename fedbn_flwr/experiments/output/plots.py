@@ -1,4 +1,4 @@
-"""Plots of accuracy and training loss over the rounds."""
+"""Plots of accuracy (or mean IoU) and training loss over the rounds."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,9 @@ from fedbn_flwr.plugins import extra
 
 Rows = Sequence[Mapping[str, Any]]
 
-PANELS = {"accuracy": "test accuracy", "train-loss": "training loss"}
+#: what models are compared by, the first that rows have
+SCORES = {"mean-iou": "test mean IoU", "accuracy": "test accuracy"}
+LOSS = {"train-loss": "training loss"}
 STROKES = ("solid", "dashed", "dashdot", "dotted")
 #: line widths of the first and the last method; where curves coincide, the wider one below stays visible
 WIDTHS = (3.0, 1.2)
@@ -18,16 +20,19 @@ LEGEND_COLUMNS = 6
 
 
 def plot_curves(runs: Mapping[str, Sequence[Rows]], path: Path, title: str = "") -> None:
-    """Plot accuracy and training loss over the rounds: the mean of each method's seeds, and their range."""
+    """Plot accuracy (or mean IoU) and training loss over the rounds: each method's mean over seeds, and the range."""
     with extra("cli"):  # imported here because it takes a second
         import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    rows = [row for seeds in runs.values() for seed in seeds for row in seed]
+    score = next((key for key in SCORES if any(key in row for row in rows)), "accuracy")
+    panels = {score: SCORES[score], **LOSS}
     legend_rows = -(-len(runs) // LEGEND_COLUMNS)
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(11, 4.3 + 0.2 * legend_rows), layout="constrained")
-    for panel, (key, label) in zip(axes, PANELS.items(), strict=True):
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(11, 4.3 + 0.2 * legend_rows), layout="constrained")
+    for panel, (key, label) in zip(axes, panels.items(), strict=True):
         widths = np.linspace(*WIDTHS, len(runs))
         for index, (method, seeds) in enumerate(runs.items()):
             _line(panel, method, seeds, key, linestyle=STROKES[index % len(STROKES)], linewidth=widths[index])

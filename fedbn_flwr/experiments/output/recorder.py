@@ -16,7 +16,7 @@ from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.traffic.tally import Tally
 
-#: called after every round with the round, the number of rounds, and the latest accuracy if there is one
+#: called after every round with the round, the number of rounds, and the latest accuracy (or mean IoU) if there is one
 Progress = Callable[[int, int, float | None], None]
 Summary = dict[str, Any]
 #: the attributes of a Journal that a run which is resumed must find as they were
@@ -76,7 +76,7 @@ class Journal:
         score = self._scored(server_round, arrays)
         self._files.round({**row, **score})
         if self._progress:
-            self._progress(server_round, self._config.rounds, self._score.get("accuracy"))
+            self._progress(server_round, self._config.rounds, self._score.get(self._scorer.metric))
         self._last = time.perf_counter()
         return MetricRecord({key: value for key, value in score.items() if isinstance(value, float)})
 
@@ -95,6 +95,7 @@ class Journal:
             "seed": config.seed,
             "lr": config.lr,
             "batch-size": config.batch_size,
+            "metric": self._scorer.metric,
             **self._score,
             "train-loss": self._train_loss,
             "exchanges": sent.exchanges,
@@ -118,7 +119,7 @@ class Journal:
         score = self._scorer.score(self._strategy, arrays)
         self._score = score or self._score
         target = self._config.target_accuracy
-        if target and not self._target and score.get("accuracy", 0.0) >= target:
+        if target and not self._target and score.get(self._scorer.metric, 0.0) >= target:
             sent = self._grid.training
             self._target = {
                 "rounds": server_round,

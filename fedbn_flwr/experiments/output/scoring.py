@@ -11,6 +11,7 @@ from torch import nn
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.evaluation import evaluate, mean_loss
+from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.data import Data
 from fedbn_flwr.strategies import BaseStrategy, NodeReply
 
@@ -21,7 +22,8 @@ class Scorer:
     """Computes the accuracies of a round, each under a name of its own.
 
     - `accuracy`: of the global model on the whole test set; where nodes have models of their own, the mean of the
-      models' accuracies on the whole test set (FedTAN).
+      models' accuracies on the whole test set (FedTAN). In segmentation it is the share of pixels.
+    - `mean-iou`, in segmentation: the mean over classes of intersection over union, of the same models (FixBN).
     - `accuracy-personal`: the mean of the nodes' accuracies on their own domain or label distribution (FedBN, FedWon).
     - `accuracy-mean-bn`: of one model with the mean of the entries that stay on the nodes, over the nodes that took
       part in the last round (FedBS).
@@ -36,6 +38,9 @@ class Scorer:
         self, model: nn.Module, data: Data, device: torch.device, trained: NDArray[np.int64] | None = None
     ) -> None:
         self._model, self._data, self._device = model.to(device), data, device
+        self._task = task_of(data.task)
+        #: the score by which methods are compared
+        self.metric = self._task.metric
         #: the training samples of all clients, if the loss on them is asked for
         self._trained = trained
 
@@ -61,17 +66,21 @@ class Scorer:
             self._data.num_classes,
             self._device,
             num_domains=len(self._data.domain_names),
+            task=self._task,
         )
-        scores: Score = {"accuracy": result.accuracy, "loss": result.loss}
+        scores: Score = {"accuracy": result.accuracy, **result.scores, "loss": result.loss}
         if self._data.domain_names:
-            scores["domain-accuracy"] = dict(zip(self._data.domain_names, result.domain_accuracy, strict=True))
+            tested = (result.confusion.sum((1, 2)) > 0).tolist()
+            by_name = zip(self._data.domain_names, result.domain_accuracy, tested, strict=True)
+            scores["domain-accuracy"] = {name: accuracy for name, accuracy, there in by_name if there}
         return scores
 
     def _train_loss(self, values: state.State) -> Score:
         if self._trained is None:
             return {}
         state.load(self._model, values)
-        return {"train-loss-global": mean_loss(self._model, self._data.train, self._trained, self._device)}
+        loss = mean_loss(self._model, self._data.train, self._trained, self._device, self._task.loss)
+        return {"train-loss-global": loss}
 
 
 def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = ()) -> Score:
@@ -81,6 +90,7 @@ def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = ()) 
     scores: Score = {
         "accuracy": _mean(replies, wire.ACCURACY),
         "accuracy-personal": _mean(replies, wire.ACCURACY_PERSONAL),
+        **{key.removeprefix(wire.SCORE): _mean(replies, key) for key in _task_scores(replies)},
         "loss": _mean(replies, wire.EVAL_LOSS),
     }
     if all(wire.LOCAL_LOSS in reply.metrics for reply in replies):
@@ -96,6 +106,10 @@ def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = ()) 
             if index in domains
         }
     return scores
+
+
+def _task_scores(replies: Sequence[NodeReply]) -> list[str]:
+    return [key for key in replies[0].metrics if key.startswith(wire.SCORE)]
 
 
 def _mean(replies: Sequence[NodeReply], key: str) -> float:

@@ -20,6 +20,9 @@ class SiteScorer:
     - `class-f1`, `class-auc`, ...: by class the mean over the sites whose test data have the class.
     """
 
+    #: the score by which methods are compared
+    metric = "accuracy"
+
     def __init__(self, class_names: Sequence[str], metrics: Sequence[str]) -> None:
         self._class_names, self._metrics = class_names, metrics
 

@@ -12,6 +12,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from fedbn_flwr.experiments.comparison import metric_of
 from fedbn_flwr.experiments.config import UsageError, convert
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.output.console import console
@@ -102,7 +103,8 @@ def _outcome(cell: Cell, results: Any) -> str:
     key = (cell.setting.name, cell.label)
     if key in results.errors():
         return "failed"
-    return f"accuracy {results.finished(*key)[-1]['accuracy']:.3f}"
+    last = results.finished(*key)[-1]
+    return f"{metric_of(last)} {last[metric_of(last)]:.3f}"
 
 
 def _show_estimate(recipe: Recipe, cells: Sequence[Cell], workers: int) -> None:

@@ -48,6 +48,7 @@ COUNTED = ("megabytes", "gigabytes", "extra-exchanges")
 #: accuracies and shares in percent
 QUANTITIES: dict[str, Read] = {
     "accuracy": _percent("accuracy"),
+    "mean-iou": _percent("mean-iou"),
     "accuracy-personal": _percent("accuracy-personal"),
     "accuracy-mean-bn": _percent("accuracy-mean-bn"),
     # of every domain, and the mean over domains

@@ -195,7 +195,7 @@ def test_every_recipe_runs_in_small_for_20_rounds_at_least(name: str) -> None:
     small = read_recipe(name).in_small()
     for setting, method in small.cells():
         config = small.experiment(setting, method).config
-        assert config.dataset.partition(":")[0] in ("digits", "digits-domains", "synthetic")
+        assert config.dataset.partition(":")[0] in ("digits", "digits-domains", "streets", "synthetic")
         assert rounds_within_budget(config, config.clients).rounds >= 20
     for setting in small.settings:
         check(small.experiment(setting, small.methods_of(setting)[0]))

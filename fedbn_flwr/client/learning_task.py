@@ -1,0 +1,97 @@
+"""What a data set is learnt for: the loss, what models are compared by, and which augmentations its targets allow.
+
+A data set names its task (`Data.task`). Training, evaluation and scoring ask the task, and know no data set.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedbn_flwr.client.training import LossFunction, logits_of
+from fedbn_flwr.data.augmentation import AUGMENTATIONS, parse_augmentation, unchanged
+from fedbn_flwr.data.image_augmentation import IGNORED, ImageAugmentation
+from fedbn_flwr.plugins import add, extra
+
+#: of a confusion matrix, true class x predicted class
+Measure = Callable[[Tensor], float]
+
+
+@dataclass(frozen=True)
+class LearningTask:
+    """A task: its loss, its scores, and whether a target is a picture that moves with the image.
+
+    Accuracy, the share of predictions that are correct, is reported in every task: of images in classification, of
+    pixels in segmentation.
+    """
+
+    #: of what the model returns and the targets
+    loss: LossFunction = F.cross_entropy
+    #: scores beside the accuracy, by name
+    measures: Mapping[str, Measure] = field(default_factory=dict)
+    #: the score by which models are compared
+    metric: str = "accuracy"
+    #: whether targets have the places of the image, so that an augmentation must change both together
+    placed: bool = False
+
+    def check_augmentation(self, spec: str) -> None:
+        """Refuse an augmentation that would change the images and leave their targets where they were."""
+        if not self.placed or _changes_together(spec):
+            return
+        able = ", ".join(name for name in AUGMENTATIONS if _changes_together(name))
+        raise ValueError(f"augmentation {spec!r} would move the images and not their label maps; there are: {able}")
+
+
+#: the tasks by name; `register_task` adds one
+TASKS: dict[str, LearningTask] = {}
+
+
+def register_task(name: str, task: LearningTask) -> LearningTask:
+    """Register a task under the name that `Data.task` takes; a name that another task has is a ValueError."""
+    add(TASKS, "task", name, task)
+    return task
+
+
+def task_of(name: str) -> LearningTask:
+    """Return a task by its name."""
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}; there are: {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy of the pixels that have a class; 0 if all are `IGNORED`.
+
+    Outputs are N x classes x H x W, targets N x H x W. Without operations that `torch.func.vmap` has no rule for.
+    """
+    counted = targets != IGNORED
+    chosen = targets.where(counted, 0).unsqueeze(1)
+    losses = -logits_of(outputs).log_softmax(1).gather(1, chosen).squeeze(1)
+    return losses.where(counted, 0.0).sum() / counted.sum().clamp(min=1)
+
+
+def mean_iou(confusion: Tensor) -> float:
+    """Return the mean over classes of intersection over union, by torchmetrics; classes without a pixel do not count.
+
+    The pixels are those of the whole test set, as the Cityscapes benchmark counts.
+    """
+    with extra("cli"):
+        from torchmetrics.classification import MulticlassJaccardIndex  # imported here because it takes seconds
+
+    metric, nothing = MulticlassJaccardIndex(len(confusion)), torch.zeros(0, dtype=torch.int64)
+    metric.update(nothing, nothing)  # one that has never been updated warns
+    metric.merge_state({"confmat": confusion})
+    return float(metric.compute())
+
+
+CLASSIFICATION = register_task("classification", LearningTask())
+SEGMENTATION = register_task(
+    "segmentation", LearningTask(pixel_cross_entropy, {"mean-iou": mean_iou}, metric="mean-iou", placed=True)
+)
+
+
+def _changes_together(spec: str) -> bool:
+    augmentation = parse_augmentation(spec)
+    return augmentation is unchanged or isinstance(augmentation, ImageAugmentation)

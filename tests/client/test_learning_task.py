@@ -1,0 +1,119 @@
+"""Tasks: the pixel-wise loss and the mean IoU against torch and torchmetrics, and what a task refuses."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics.functional.classification import multiclass_accuracy, multiclass_jaccard_index
+
+from fedbn_flwr.client.evaluation import evaluate, mean_loss
+from fedbn_flwr.client.learning_task import (
+    CLASSIFICATION,
+    SEGMENTATION,
+    TASKS,
+    LearningTask,
+    mean_iou,
+    pixel_cross_entropy,
+    register_task,
+    task_of,
+)
+from fedbn_flwr.data import load
+from fedbn_flwr.data.image_augmentation import IGNORED
+
+CLASSES = 4
+
+
+def pictures(images: int = 3, ignored: float = 0.3) -> tuple[Tensor, Tensor]:
+    """Logits and targets of small pictures, of which a share has no class."""
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(CLASSES, (images, 5, 6), generator=generator)
+    targets[torch.rand(targets.shape, generator=generator) < ignored] = IGNORED
+    return torch.randn(images, CLASSES, 5, 6, generator=generator, dtype=torch.float64), targets
+
+
+def test_the_pixel_loss_is_torchs_cross_entropy_with_an_ignored_label() -> None:
+    logits, targets = pictures()
+    wanted, own = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    F.cross_entropy(wanted, targets, ignore_index=IGNORED).backward()
+    loss = pixel_cross_entropy(own, targets)
+    loss.backward()
+    assert float(loss) == pytest.approx(float(F.cross_entropy(logits, targets, ignore_index=IGNORED)), rel=1e-12)
+    assert wanted.grad is not None
+    assert own.grad is not None
+    torch.testing.assert_close(own.grad, wanted.grad)
+
+
+def test_pictures_without_a_class_cost_nothing_and_teach_nothing() -> None:
+    logits, targets = pictures()
+    logits.requires_grad_()
+    loss = pixel_cross_entropy(logits, torch.full_like(targets, IGNORED))
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert logits.grad is not None
+    assert logits.grad.count_nonzero() == 0
+
+
+def test_the_mean_iou_is_that_of_torchmetrics_on_all_pixels() -> None:
+    logits, targets = pictures(images=9)
+    counted = targets != IGNORED
+    predicted = logits.argmax(1)
+    cells = (targets * CLASSES + predicted)[counted]
+    confusion = torch.bincount(cells, minlength=CLASSES**2).view(CLASSES, CLASSES)
+    wanted = multiclass_jaccard_index(predicted, targets, CLASSES, ignore_index=IGNORED)
+    assert mean_iou(confusion) == pytest.approx(float(wanted), rel=1e-6)
+
+
+def test_a_class_that_nowhere_is_does_not_count() -> None:
+    # IoU by hand: 5 / (6 + 7 - 5), 3 / (5 + 4 - 3), no pixel of the third
+    assert mean_iou(torch.tensor([[5, 1, 0], [2, 3, 0], [0, 0, 0]])) == pytest.approx((5 / 8 + 3 / 6) / 2)
+
+
+class Grey(nn.Module):
+    """Gives the logits of classes by fixed thresholds of brightness."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        brightness = inputs.mean(1, keepdim=True)
+        return torch.cat([-(brightness - place).abs() for place in (-1.0, 0.5, -0.5, 1.0, 0.0)], 1)
+
+
+@pytest.mark.parametrize("batch_size", [3, 500])
+def test_an_evaluation_counts_pixels_by_city(batch_size: int) -> None:
+    data = load("streets:cities=2:images=2:test=4")
+    result = evaluate(Grey(), data.test, 5, "cpu", batch_size, task=SEGMENTATION)
+    inputs, targets = data.test.batch(torch.arange(8))
+    predicted = Grey()(inputs).argmax(1)
+    micro = multiclass_accuracy(predicted, targets, 5, average="micro", ignore_index=IGNORED)
+    assert result.accuracy == pytest.approx(float(micro))
+    wanted = multiclass_jaccard_index(predicted, targets, 5, ignore_index=IGNORED)
+    assert result.scores == {"mean-iou": pytest.approx(float(wanted), rel=1e-5)}
+    for city in range(2):
+        here = slice(4 * city, 4 * city + 4)
+        own = multiclass_accuracy(predicted[here], targets[here], 5, average="micro", ignore_index=IGNORED)
+        assert result.domain_accuracy[city] == pytest.approx(float(own))
+    assert int(result.confusion.sum()) == int((targets != IGNORED).sum()) < targets.numel()
+    assert result.loss == pytest.approx(
+        mean_loss(Grey(), data.test, np.arange(8), "cpu", SEGMENTATION.loss, batch_size)
+    )
+
+
+def test_an_augmentation_that_leaves_label_maps_where_they_were_is_refused() -> None:
+    for spec in ("none", "random-crop", "flip-rotate:degrees=10", "resized-crop-flip"):
+        SEGMENTATION.check_augmentation(spec)
+    with pytest.raises(
+        ValueError, match="'crop-flip' would move the images and not their label maps; there are: none,"
+    ):
+        SEGMENTATION.check_augmentation("crop-flip")
+    CLASSIFICATION.check_augmentation("crop-flip")
+
+
+def test_a_registered_task_is_found_by_its_name() -> None:
+    task = register_task("of-a-test", LearningTask(measures={"cells": lambda confusion: float(confusion.sum())}))
+    try:
+        assert task_of("of-a-test") is task
+        with pytest.raises(ValueError, match="task 'of-a-test' is there already"):
+            register_task("of-a-test", LearningTask())
+    finally:
+        del TASKS["of-a-test"]
+    with pytest.raises(ValueError, match="unknown task 'of-a-test'; there are: classification, segmentation"):
+        task_of("of-a-test")
