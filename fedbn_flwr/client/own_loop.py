@@ -20,6 +20,7 @@ from fedbn_flwr import norm, state
 from fedbn_flwr.client.carried_corrections import carried_exchange, carried_records
 from fedbn_flwr.client.modes import frozen_parts, layerwise_mode
 from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Rule, Session, rules_for
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.state import State
@@ -74,7 +75,7 @@ class OwnLoop:
         return self._session.records if self._session else {}
 
     @property
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """The metrics that rules add to the reply, after the block."""
         return self._session.metrics if self._session else {}
 

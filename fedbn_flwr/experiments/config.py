@@ -72,6 +72,11 @@ class Config:
     train_loss_global: bool = option(
         False, "also report the model's loss on all training data, in the rounds that are evaluated"
     )
+    record_dynamics: int = option(
+        0,
+        "write dynamics.jsonl: each BN layer's statistics from round to round, far from the global ones, and their "
+        "variance over so many rounds; 0: do not",
+    )
     class_metrics: str = option(
         "", "per-class metrics of every site's test data, for the data set sites: f1, auc, precision, recall"
     )
@@ -199,6 +204,7 @@ _SMALLEST: dict[str, float] = {
     "exchange_port": -1,
     "connect_timeout": 0,
     "checkpoint_every": 0,
+    "record_dynamics": 0,
     "node_timeout": 0,
 }
 

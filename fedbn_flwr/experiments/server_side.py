@@ -153,6 +153,7 @@ def instruction_of(config: Config) -> Instruction:
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         precision=config.precision,
+        dynamics_window=config.record_dynamics,
     )
 
 

@@ -39,6 +39,8 @@ PERSONAL = "personal"
 NUM_EXAMPLES = "num-examples"
 PARTITION_ID = "partition-id"
 STATISTICS_CHANGE = "statistics-change-variance"
+#: before the name of a BN layer: its change, its distance from the global statistics, its variance in a window
+DYNAMICS = "dynamics-"
 TRAIN_LOSS = "train-loss"
 LOCAL_LOSS = "local-loss"
 EVAL_LOSS = "eval-loss"
@@ -127,6 +129,8 @@ class Instruction:
     report_local_loss: bool = _binding(False)
     #: per-class metrics, with commas between, that an evaluation also reports
     class_metrics: str = ""
+    #: report how every BN layer's mini-batch statistics move, with the variance over so many rounds; 0: do not
+    dynamics_window: int = 0
     #: binding keys, with commas between, that later rounds ask for: who does not know them is refused at once
     later: str = _binding("")
     #: what clients' rules are asked for: wire keys and values, sorted by key; see `with_rule`

@@ -33,7 +33,7 @@ class Session:
     structure: nn.Module | None = None
     #: what rules add to the reply
     records: dict[str, State] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | list[float]] = field(default_factory=dict)
 
     def learned(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by name."""

@@ -1,15 +1,14 @@
 """The change of a client's mini-batch statistics from round to round. The server's half is `strategies/fixbn.py`."""
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedbn_flwr import norm, wire
+from fedbn_flwr import wire
+from fedbn_flwr.client.batch_statistics import BatchStatistics
 from fedbn_flwr.client.rules.base import Rule, Session
 from fedbn_flwr.client.rules.registry import register_rule
-from fedbn_flwr.norm.batch import channel_axes
 from fedbn_flwr.state import State
 
 
@@ -45,21 +44,14 @@ class StatisticsChange(Rule):
 
     def begin(self, session: Session) -> None:
         """Start to record."""
-        self._sums: dict[str, Tensor] = {}
-        self._calls: dict[str, int] = {}
-        self._handles = [
-            layer.register_forward_pre_hook(self._recorder(name))
-            for name, layer in norm.bn_layers(session.model).items()
-        ]
+        self._statistics = BatchStatistics(session.model)
 
     def finish(self, session: Session) -> None:
         """Stop, add this round's change to the window, and report."""
-        for handle in self._handles:
-            handle.remove()
-        if not self._sums:
+        now = {f"last/{name}": values for name, values in self._statistics.stop().items()}
+        if not now:
             return
         server_round = session.instruction.server_round
-        now = {f"last/{name}": self._mean(name) for name in self._sums}
         kept = session.memory.recall(wire.STATISTICS_CHANGE)
         rounds, window = _window(kept, server_round - self.change_window)
         if kept:
@@ -71,32 +63,6 @@ class StatisticsChange(Rule):
             session.metrics[wire.STATISTICS_CHANGE] = variance
         changes = {name.replace("last/", "window/"): values for name, values in window.items()}
         session.memory.store(wire.STATISTICS_CHANGE, {"first": first, "rounds": rounds, **now, **changes})
-
-    def _mean(self, name: str) -> Tensor:
-        """Return variance, mean and their squared standard errors over the round's mini-batches, (4, C)."""
-        calls = self._calls[name]
-        statistics, errors = (self._sums[name] / calls).cpu().double().chunk(2)
-        return torch.cat([statistics, errors / calls])
-
-    def _recorder(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def record(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            values = inputs[0].detach()
-            row = _statistics(values)
-            self._sums[name] = self._sums.get(name, torch.zeros_like(row)) + row
-            self._calls[name] = self._calls.get(name, 0) + 1
-
-        return record
-
-
-def _statistics(values: Tensor) -> Tensor:
-    """Return a mini-batch's variance, mean, and their squared standard errors: samples are independent, (4, C)."""
-    variance, mean = torch.var_mean(values, dim=channel_axes(values), correction=0, keepdim=True)
-    positions = tuple(range(2, values.dim()))
-    squares, means = (values - mean).square(), values
-    if positions:
-        squares, means = squares.mean(positions), means.mean(positions)
-    errors = torch.stack([squares, means]).var(1, correction=1) / len(values)
-    return torch.cat([torch.stack([variance.flatten(), mean.flatten()]), errors])
 
 
 def _window(kept: State, after: int) -> tuple[Tensor, State]:

@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from fedbn_flwr import wire
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.output.dynamics import DynamicsTable
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.output.scoring import Score, Scorer
 from fedbn_flwr.experiments.output.site_scoring import SiteScorer
@@ -45,6 +46,7 @@ class Journal:
         self._train_loss: float | None = None
         self._target: dict[str, int] = {}
         self._round = 0
+        self._dynamics = DynamicsTable()
         #: the model after the last finished round
         self.arrays: ArrayRecord | None = None
 
@@ -65,16 +67,21 @@ class Journal:
         self._before = self._grid.training.copy()
         self._started -= state["seconds"]
         self.arrays = arrays
+        self._dynamics.begin(arrays)
 
     def record(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Write a row about a round; score its arrays if the strategy evaluates this round."""
         if server_round == 0:
+            self._dynamics.begin(arrays)
             self._last = time.perf_counter()
             return None
         self._round, self.arrays = server_round, arrays
         row = {"round": server_round, **self._training(), **self._traffic(), **self._strategy.measured}
         score = self._scored(server_round, arrays)
         self._files.round({**row, **score})
+        if self._config.record_dynamics:
+            rows = self._dynamics.rows(server_round, arrays, self._strategy.train_replies, row["train-loss"])
+            self._files.dynamics(rows)
         if self._progress:
             self._progress(server_round, self._config.rounds, self._score.get(self._scorer.metric))
         self._last = time.perf_counter()

@@ -31,13 +31,18 @@ VERSIONED = (
 
 
 class RunFolder:
-    """Folder with `config.json`, `rounds.jsonl`, `summary.json`, `model.safetensors` and `curves.png` of one run."""
+    """Folder with `config.json`, `rounds.jsonl`, `summary.json`, `model.safetensors` and `curves.png` of one run.
+
+    A run that records its dynamics also has `dynamics.jsonl`, with rows for every BN layer in every round.
+    """
 
     def __init__(self, path: Path, rounds_done: int = 0) -> None:
         """With `rounds_done` the folder is that of a run that goes on after so many rounds."""
         self.path = make_folder(path)
         self._rounds = path / "rounds.jsonl"
+        self._dynamics = path / "dynamics.jsonl"
         self._keep_rounds(rounds_done)
+        self._keep_dynamics(rounds_done)
         # if this run fails, its folder must not show the results of an earlier run
         for stale in ("summary.json", "model.safetensors", "curves.png"):
             (path / stale).unlink(missing_ok=True)
@@ -54,6 +59,12 @@ class RunFolder:
         with self._rounds.open("a") as file:
             file.write(as_json(row) + "\n")
 
+    def dynamics(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append the rows of one round about the BN layers."""
+        if lines := [as_json(row) + "\n" for row in rows]:
+            with self._dynamics.open("a") as file:
+                file.writelines(lines)
+
     def finish(self, summary: Mapping[str, Any], arrays: ArrayRecord) -> None:
         """Write the model and the summary; the summary last, as the sign that the run is complete."""
         save_file(from_record(arrays), str(self.path / "model.safetensors"))
@@ -65,6 +76,15 @@ class RunFolder:
         if [_round_of(row) for row in rows] != list(range(1, count + 1)):
             raise UsageError(f"{self._rounds} does not have the rows of the first {count} rounds")
         write_bytes(self._rounds, b"".join(rows))
+
+    def _keep_dynamics(self, count: int) -> None:
+        """Cut the rows after so many rounds."""
+        rows = self._dynamics.read_bytes().splitlines(keepends=True) if count and self._dynamics.exists() else []
+        kept = [row for row in rows if (_round_of(row) or count + 1) <= count]
+        if kept:
+            write_bytes(self._dynamics, b"".join(kept))
+        else:
+            self._dynamics.unlink(missing_ok=True)
 
     def _write(self, name: str, content: object) -> None:
         write_bytes(self.path / name, (as_json(content, indent=2) + "\n").encode())

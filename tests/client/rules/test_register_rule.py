@@ -25,6 +25,7 @@ def test_the_rules_of_this_project_and_their_keys() -> None:
         "control-variates": "ControlVariates",
         "change-window": "StatisticsChange",
         "change-norm": "StatisticsChange",
+        "dynamics-window": "Dynamics",
     }
 
 

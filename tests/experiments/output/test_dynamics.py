@@ -1,0 +1,103 @@
+"""`dynamics.jsonl` against the definitions of FixBN's Figure 3, by hand from the clients' batches."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.client.rules.dynamics import Dynamics
+from fedbn_flwr.wire import ARRAYS, DYNAMICS, Instruction
+from tests.helpers.runs import run
+from tests.helpers.toys import CLASSES, toy_split
+
+
+def rows_of(folder: Path, **options: str) -> list[dict[str, Any]]:
+    shared = {"record-dynamics": "2", "rounds": "4", "model": "mlp", "workers": "1", "results-dir": str(folder)}
+    assert run("run", **{**shared, **options}) == 0
+    return [json.loads(line) for line in (folder / "dynamics.jsonl").read_text().splitlines()]
+
+
+def only_bn() -> nn.Module:
+    """BN sees the data themselves, so that its mini-batch statistics are those of the batch."""
+    return nn.Sequential(nn.BatchNorm2d(1, affine=False), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, CLASSES))
+
+
+def l1(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().sum())
+
+
+def test_a_client_reports_what_the_figure_defines() -> None:
+    split, model = toy_split(12), only_bn()
+    client = BNClient(model, split, num_classes=CLASSES, device="cpu")
+    received = {name: value.clone() for name, value in model.state_dict().items()}
+    received["0.running_mean"] += 0.5
+    seen, reports = [], list[list[float]]()
+    for server_round in (1, 2, 3, 5):
+        instruction = Instruction(server_round=server_round, batch_size=4, local_steps=1, dynamics_window=3)
+        ((inputs, _),) = client.plan(instruction)
+        variance, mean = torch.var_mean(inputs.double(), dim=(0, 2, 3), correction=0)
+        seen.append(torch.stack([variance, mean]))
+        report = client.train({ARRAYS: received}, instruction).metrics[f"{DYNAMICS}0"]
+        assert isinstance(report, list)
+        reports.append(report)
+    start = torch.stack([received["0.running_var"], received["0.running_mean"]]).double()
+    for number, (change, distance, _) in enumerate(reports):
+        assert distance == pytest.approx(l1(seen[number], start), rel=1e-5)
+        assert number == 0 or change == pytest.approx(l1(seen[number], seen[number - 1]), rel=1e-5)
+    assert math.isnan(reports[0][0])
+    assert math.isnan(reports[0][2])
+    # the window of round 3 has the rounds 1 to 3, that of round 5 has 3 and 5
+    assert reports[2][2] == pytest.approx(float(torch.stack(seen[:3]).var(0, correction=0).sum()), rel=1e-5)
+    assert reports[3][2] == pytest.approx(float(torch.stack(seen[2:]).var(0, correction=0).sum()), rel=1e-5)
+
+
+def test_a_run_has_a_row_for_each_layer_and_round(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, model="small-cnn")
+    assert [row["round"] for row in rows] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+    assert [row["layer"] for row in rows[:3]] == ["1", "4", "7"]
+    losses = [json.loads(line)["train-loss"] for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows[::3]] == losses
+    assert all(row["batch-change"] is None and row["window-variance"] is None for row in rows[:3])
+    numbers = ("global-change", "batch-change", "local-distance", "window-variance")
+    assert all(row[name] > 0 for row in rows[3:] for name in numbers)
+
+
+def test_recording_changes_no_bit_of_the_model(tmp_path: Path) -> None:
+    rows_of(tmp_path / "with", engine="inprocess")
+    shared = {"rounds": "4", "model": "mlp", "workers": "1", "engine": "inprocess"}
+    assert run("run", **shared, results_dir=str(tmp_path / "without")) == 0
+    assert not (tmp_path / "without" / "dynamics.jsonl").exists()
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("with", "without")]
+    assert models[0] == models[1]
+
+
+def test_frozen_statistics_stand_still_on_the_server(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, method="fixbn:freeze-round=2")
+    assert [row["global-change"] > 0 for row in rows] == [True, True, False, False]
+    assert all(row["local-distance"] > 0 for row in rows)
+
+
+def test_rows_after_a_checkpoint_are_written_again(tmp_path: Path) -> None:
+    from fedbn_flwr.experiments.output.run_folder import RunFolder
+
+    folder = RunFolder(tmp_path)
+    for server_round in (1, 2, 3):
+        folder.round({"round": server_round})
+        folder.dynamics([{"round": server_round, "layer": name} for name in "ab"])
+    RunFolder(tmp_path, rounds_done=2)
+    kept = [json.loads(line)["round"] for line in (tmp_path / "dynamics.jsonl").read_text().splitlines()]
+    assert kept == [1, 1, 2, 2]
+    RunFolder(tmp_path)
+    assert not (tmp_path / "dynamics.jsonl").exists()
+
+
+def test_nothing_is_recorded_without_the_key() -> None:
+    assert Dynamics().dynamics_window == 0
+    client = BNClient(only_bn(), toy_split(12), num_classes=CLASSES, device="cpu")
+    reply = client.train({ARRAYS: client.model.state_dict()}, Instruction(batch_size=4, local_steps=1))
+    assert not any(key.startswith(DYNAMICS) for key in reply.metrics)
