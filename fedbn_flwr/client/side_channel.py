@@ -6,7 +6,6 @@ The server's end is `fedbn_flwr.server.side_channel`.
 import os
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -16,7 +15,6 @@ import grpc
 
 from fedbn_flwr.layerwise import Answer, Request
 from fedbn_flwr.wire.frames import (
-    BEAT,
     METHOD,
     SERVICE,
     SILENCE,
@@ -27,6 +25,7 @@ from fedbn_flwr.wire.frames import (
     Failed,
     Frame,
     NodeRequest,
+    frames_to_send,
     pack_frame,
     read_frame,
 )
@@ -67,7 +66,7 @@ class SideChannelExchange:
         try:
             _await_ready(self._channel, target)
             stream = self._channel.stream_stream(f"/{SERVICE}/{METHOD}")
-            self._call = stream(iter(self._next, None), metadata=((TOKEN, token),))
+            self._call = stream(frames_to_send(self._outgoing), metadata=((TOKEN, token),))
             _await_admission(self._call, target)
         except BaseException:
             self._channel.close()
@@ -114,12 +113,6 @@ class SideChannelExchange:
     def _end(self, frame: Frame) -> None:
         self._outgoing.put(pack_frame(frame))
         self._outgoing.put(None)
-
-    def _next(self) -> bytes | None:
-        """Return the next frame that is to be sent, `alive` if there is none for a while, None at the end."""
-        with suppress(Empty):
-            return self._outgoing.get(timeout=BEAT)
-        return pack_frame(Alive())
 
     def _listen(self) -> None:
         """Take all frames of the server."""

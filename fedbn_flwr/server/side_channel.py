@@ -15,16 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from logging import DEBUG
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
 from flwr.common import log
 
 from fedbn_flwr.wire.frames import (
-    BEAT,
     METHOD,
     SERVICE,
     SILENCE,
@@ -35,7 +33,7 @@ from fedbn_flwr.wire.frames import (
     Failed,
     FrameError,
     NodeRequest,
-    pack_frame,
+    frames_to_send,
     read_frame,
 )
 
@@ -183,8 +181,7 @@ class SideChannel:
         context.send_initial_metadata(())
         link.connect()
         threading.Thread(target=_listen, args=(link, frames), daemon=True).start()
-        while (frame := _next(link.outgoing)) is not None:
-            yield frame
+        yield from frames_to_send(link.outgoing)
         if not link.is_done:
             context.abort(grpc.StatusCode.ABORTED, link.failure or "the attempt is over")
 
@@ -201,13 +198,6 @@ def _listen(link: NodeLink, frames: Iterator[bytes]) -> None:
     except Exception:
         log(DEBUG, "A side channel ended", exc_info=True)
     link.fail("its side channel broke")
-
-
-def _next(outgoing: "SimpleQueue[bytes | None]") -> bytes | None:
-    """Return the next frame that is to be sent, `alive` if there is none for a while, None at the end."""
-    with suppress(Empty):
-        return outgoing.get(timeout=BEAT)
-    return pack_frame(Alive())
 
 
 def _digest(token: str) -> bytes:

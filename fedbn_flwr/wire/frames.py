@@ -15,8 +15,10 @@ length in it is believed: a frame that is not exactly what its head says is a Fr
 
 import json
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from queue import Empty, SimpleQueue
 from typing import Any, get_args
 
 import numpy as np
@@ -75,6 +77,18 @@ class Alive:
 
 
 Frame = NodeRequest | Answer | Done | Failed | Alive
+
+
+def frames_to_send(outgoing: "SimpleQueue[bytes | None]") -> Iterator[bytes]:
+    """Iterate over the frames of a queue until there is None, with `alive` wherever none comes for a while."""
+    while True:
+        try:
+            frame = outgoing.get(timeout=BEAT)
+        except Empty:
+            frame = pack_frame(Alive())
+        if frame is None:
+            return
+        yield frame
 
 
 def pack_frame(frame: Frame) -> bytes:

@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Mapping
+from queue import SimpleQueue
 from typing import Any, get_args
 
 import pytest
@@ -20,6 +21,7 @@ from fedbn_flwr.wire.frames import (
     Frame,
     FrameError,
     NodeRequest,
+    frames_to_send,
     pack_frame,
     read_frame,
 )
@@ -175,3 +177,15 @@ def test_what_is_too_large_is_not_packed() -> None:
 def test_numbers_of_another_type_are_not_packed() -> None:
     with pytest.raises(FrameError, match="int64 cannot be exchanged"):
         pack_frame(request(torch.zeros(2, dtype=torch.int64)))
+
+
+def test_an_end_that_has_nothing_to_say_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedbn_flwr.wire.frames.BEAT", 0.01)
+    queue: SimpleQueue[bytes | None] = SimpleQueue()
+    sent = frames_to_send(queue)
+    assert isinstance(read_frame(next(sent)), Alive)
+    queue.put(b"frame")
+    queue.put(None)
+    said = list(sent)
+    assert said[-1] == b"frame"
+    assert all(isinstance(read_frame(frame), Alive) for frame in said[:-1])
