@@ -21,6 +21,7 @@ from fedbn_flwr.experiments.output.listing import listing, show_listing
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.recipes.commands import add_recipe_commands, list_recipes, reproduce
 from fedbn_flwr.experiments.recovery import resume
+from fedbn_flwr.experiments.reports.command import add_report_command, report
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.experiments.strategy_options import all_options, owners
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
@@ -106,6 +107,7 @@ def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     names.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
     names.add_argument("--json", action="store_true", help="print it for programs")
     add_recipe_commands(commands, _command)
+    add_report_command(commands, _command)
     add_data_command(commands, _Parser)
     for name, text in others.items():
         commands.add_parser(name, help=text)
@@ -197,6 +199,7 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int | None]] = {
     "list": _list,
     "recipes": list_recipes,
     "reproduce": reproduce,
+    "report": report,
     "data": check_data,
 }
 

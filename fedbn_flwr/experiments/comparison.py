@@ -67,7 +67,7 @@ def run_method(plan: Plan, method: str, engine: Engine, folder: Path, announce: 
     chosen = _best_rate(plan, method, engine, folder, announce)
     for seed in range(plan.seeds):
         experiment = plan.experiment(method, seed, **({"lr": chosen["lr"]} if chosen else {}))
-        place = _place(folder, method, experiment.config.seed)
+        place = run_folder(folder, method, experiment.config.seed)
         summary = _outcome(engine, experiment, place, announce(f"{method}, seed {experiment.config.seed}"))
         yield {**summary, **({"lr-grid": chosen["grid"]} if chosen else {})}
 
@@ -77,13 +77,14 @@ def plot_comparison(summaries: Sequence[Summary], folder: Path) -> None:
     curves: dict[str, list[Any]] = {}
     for summary in summaries:
         if "error" not in summary:
-            place = _place(folder, summary["method"], summary["seed"])
+            place = run_folder(folder, summary["method"], summary["seed"])
             curves.setdefault(summary["method"], []).append(read_rounds(place))
     if curves:
         plot_curves(curves, folder / "compare.png", title_of(_typical(summaries)))
 
 
-def _place(folder: Path, method: str, seed: int) -> Path:
+def run_folder(folder: Path, method: str, seed: int) -> Path:
+    """Return the folder of one run inside that of its comparison."""
     return folder / f"{folder_name(method)}-seed{seed}"
 
 

@@ -1,7 +1,10 @@
 """The folder of one run's results, written during the run."""
 
 import json
+import os
 import platform
+import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
@@ -48,10 +51,11 @@ class RunFolder:
             (path / stale).unlink(missing_ok=True)
 
     def config(self, options: Mapping[str, Any], sites: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Write the options, versions and hardware, which are needed to repeat the run, and what sites' data are."""
+        """Write the options, versions, command and machine, which are needed to repeat the run, and sites' data."""
         versions = installed_versions(VERSIONED) | {"fedbn-flwr": __version__, "python": platform.python_version()}
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
-        content = {"options": dict(options), "versions": versions, "hardware": device}
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+        machine = {"hardware": device, "cores": os.cpu_count(), "system": platform.platform()}
+        content = {"options": dict(options), "versions": versions, **machine, "command": command_line()}
         self._write("config.json", {**content, "sites": list(sites)} if sites else content)
 
     def round(self, row: Mapping[str, Any]) -> None:
@@ -101,6 +105,11 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
     return versions
 
 
+def command_line() -> str:
+    """Return the command of this process as typed, without the folder of its program."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
 def as_json(content: object, indent: int | None = None) -> str:
     """Return JSON; a number that is not finite, such as the loss of a run that diverged, is null."""
     return json.dumps(_finite(content), indent=indent, allow_nan=False)
@@ -126,6 +135,16 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+def _processor() -> str:
+    """Return the name of the processor, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.processor()) or "cpu"
 
 
 def _round_of(row: bytes) -> int | None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from fedbn_flwr.experiments.comparison import metric_of
 from fedbn_flwr.experiments.config import UsageError, convert
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.output.console import console
+from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.recipes.estimate import estimate
+from fedbn_flwr.experiments.recipes.findings import findings
 from fedbn_flwr.experiments.recipes.matrix import CHECKPOINT_EVERY, Cell, check_resources, plan_cells, run_matrix
-from fedbn_flwr.experiments.recipes.recipe import Recipe, check_recipe, read_recipe, recipe_names
+from fedbn_flwr.experiments.recipes.recipe import Recipe, check_recipe, read_recipe, recipe_names, recipe_path
+from fedbn_flwr.experiments.recipes.record import MatrixRecord
 from fedbn_flwr.experiments.recipes.table import values_of, write_table
 from fedbn_flwr.strategies import CannotTrainError
 
@@ -79,19 +83,24 @@ def reproduce(options: Mapping[str, Any]) -> None:
         _show_estimate(recipe, cells, workers)
         return
     check_resources(recipe, cells)
-    _run(recipe, full, cells, folder, workers)
+    setting, label = full.cells()[0]
+    rounds = full.experiment(setting, label).config.rounds
+    only = options.get("only") or ()
+    record = MatrixRecord(full.name, small, only, recipe.seeds, workers, rounds, command_line())
+    _run(recipe, cells, folder, record, recipe_path(str(options["recipe"])))
 
 
-def _run(recipe: Recipe, full: Recipe, cells: Sequence[Cell], folder: Path, workers: int) -> None:
+def _run(recipe: Recipe, cells: Sequence[Cell], folder: Path, record: MatrixRecord, source: Path) -> None:
     started, results = time.perf_counter(), None
-    for done, (cell, results) in enumerate(run_matrix(recipe, cells, folder, workers), start=1):
+    matrix = run_matrix(recipe, cells, folder, record.workers, partial(record.write, source=source))
+    for done, (cell, results) in enumerate(matrix, start=1):
         left = (time.perf_counter() - started) / done * (len(cells) - done)
         console.print(
             f"{done}/{len(cells)} {cell.name}: {_outcome(cell, results)}, {_duration(left)} left", markup=False
         )
     assert results is not None
-    setting, label = full.cells()[0]
-    text = write_table(results, values_of(results, full.experiment(setting, label).config.rounds))
+    values = values_of(results, record.rounds)
+    text = write_table(results, values, [line for item in findings(results, values) for line in item.lines()])
     (folder / "table.txt").write_text(text)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Results: {folder.resolve()} (table.txt, results.json, a folder a setting)", soft_wrap=True)

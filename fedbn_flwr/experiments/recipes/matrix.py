@@ -5,7 +5,7 @@ Each run has the folder that `fedbn-flwr run` writes. The folder of a setting is
 """
 
 import fcntl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -78,8 +78,13 @@ def plan_cells(recipe: Recipe, folder: Path, engine: str, changes: Mapping[str, 
         options = {"workers": 1, **setting.options, **changes, "checkpoint-every": every}
         method = recipe.methods[label]
         plan = Plan(options, [method], recipe.seeds, recipe.rates)
-        cells.append(Cell(setting, label, method, plan, folder / (folder_name(setting.name) or "runs"), engine))
+        cells.append(Cell(setting, label, method, plan, setting_folder(folder, setting), engine))
     return cells
+
+
+def setting_folder(folder: Path, setting: Setting) -> Path:
+    """Return the folder of a setting's runs inside that of the matrix."""
+    return folder / (folder_name(setting.name) or "runs")
 
 
 def check_resources(recipe: Recipe, cells: Sequence[Cell]) -> None:
@@ -102,10 +107,17 @@ def check_resources(recipe: Recipe, cells: Sequence[Cell]) -> None:
             raise UsageError(f"recipe {recipe.name} needs the model {config.model!r}{small}: {error}") from error
 
 
-def run_matrix(recipe: Recipe, cells: Sequence[Cell], folder: Path, workers: int) -> Iterator[tuple[Cell, Results]]:
-    """Run all cells; after each return the cell with the results so far, and write these into `results.json`."""
+def run_matrix(
+    recipe: Recipe, cells: Sequence[Cell], folder: Path, workers: int, record: Callable[[Path], None]
+) -> Iterator[tuple[Cell, Results]]:
+    """Run all cells; after each return the cell with the results so far, and write these into `results.json`.
+
+    `record` writes into the folder what the matrix is, before the first cell runs.
+    """
     results = Results(recipe)
     with _alone_in(folder):
+        record(folder)
+        (folder / "results.json").write_text("[]\n")
         pairs = run_side_by_side(cells, workers) if workers > 1 else ((cell, cell.run()) for cell in cells)
         for cell, summaries in pairs:
             results.runs[cell.setting.name, cell.label] = summaries

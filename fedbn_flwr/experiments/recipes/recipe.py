@@ -145,13 +145,19 @@ def recipe_names() -> list[str]:
     return sorted((f"{path.parent.name}/{path.stem}" for path in paths), key=_order)
 
 
+def recipe_path(name: str) -> Path:
+    """Return the file of a paper's recipe, or of a user's own, which is named by its path."""
+    if name.endswith(SUFFIXES):
+        return Path(name).expanduser()
+    if name not in recipe_names():
+        raise UsageError(f"unknown recipe {name!r}; `fedbn-flwr recipes` lists them; a file of your own ends in .yaml")
+    return recipes_folder() / f"{name}.yaml"
+
+
 def read_recipe(name: str) -> Recipe:
     """Read a recipe of a paper by its name, or one of a user's own by the path of its file."""
-    own = name.endswith(SUFFIXES)
-    path = Path(name).expanduser() if own else recipes_folder() / f"{name}.yaml"
-    if not own and name not in recipe_names():
-        raise UsageError(f"unknown recipe {name!r}; `fedbn-flwr recipes` lists them; a file of your own ends in .yaml")
-    name = path.stem if own else name
+    path = recipe_path(name)
+    name = path.stem if name.endswith(SUFFIXES) else name
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as error:

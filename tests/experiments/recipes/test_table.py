@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from fedbn_flwr.experiments.recipes.findings import findings
 from fedbn_flwr.experiments.recipes.matrix import Results
 from fedbn_flwr.experiments.recipes.recipe import read_recipe
 from fedbn_flwr.experiments.recipes.table import values_of, write_table
@@ -54,7 +55,8 @@ def text(tmp_path: Path) -> str:
             ("Shards, E=9", "GN"): [{"seed": 0, "error": "the loss is not finite"}],
         },
     )
-    return write_table(results, values_of(results, 10))
+    values = values_of(results, 10)
+    return write_table(results, values, [line for item in findings(results, values) for line in item.lines()])
 
 
 def row(text: str, *words: str) -> str:

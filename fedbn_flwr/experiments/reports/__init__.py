@@ -1,0 +1,1 @@
+"""Reports: finished and running results as one page with tables and pictures."""

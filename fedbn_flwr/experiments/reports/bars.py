@@ -1,0 +1,182 @@
+"""Pictures of final numbers: bars by domain, bytes, accuracy by the round of the freeze, and the GN minus BN map."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedbn_flwr.experiments.method import parse
+from fedbn_flwr.experiments.recipes.quantities import AVERAGE, COUNTED
+from fedbn_flwr.experiments.recipes.recipe import Recipe
+from fedbn_flwr.experiments.recipes.table import Key, Value
+from fedbn_flwr.experiments.reports.sources import Source
+from fedbn_flwr.experiments.reports.style import SIZE, Picture, bar_style, draw, line_style
+
+#: settings of which a report draws bars
+SETTINGS = 12
+UNITS = {"megabytes": "MB a round", "gigabytes": "GB in all rounds", "extra-exchanges": "share of extra exchanges, %"}
+
+
+def bars(source: Source, values: Mapping[Key, Value]) -> Iterator[Picture]:
+    """Draw what the final numbers allow."""
+    if "domain-accuracy" in source.recipe.quantities:
+        for setting in source.recipe.settings[:SETTINGS]:
+            yield from _domains(source, setting.name, values)
+    for column in COUNTED:
+        if column in source.recipe.quantities and source.record:
+            yield from _counted(source, column, values)
+    yield from _freeze_rounds(source, values)
+    yield from maps(source, values)
+
+
+def maps(source: Source, values: Mapping[Key, Value]) -> Iterator[Picture]:
+    """Draw accuracy with GN minus that with BN over local steps and another axis, as in FixBN's Figure 2."""
+    recipe, pair = source.recipe, _normalizers(source.recipe)
+    steps = next((axis for axis in _axes(recipe) if _is_local_steps(recipe, axis)), "")
+    others = sorted((axis for axis in _axes(recipe) if axis != steps), key=lambda axis: -len(_axes(recipe)[axis]))
+    if not pair or not steps:
+        return
+    down, rest = (others[0] if others else ""), others[1:]
+    columns, rows = _axes(recipe)[steps], _axes(recipe).get(down, [""])
+    for fixed in dict.fromkeys(tuple(s.labels[axis] for axis in rest) for s in recipe.settings):
+        table = np.full((len(rows), len(columns)), np.nan)
+        for setting in recipe.settings:
+            if tuple(setting.labels[axis] for axis in rest) == fixed:
+                gn, bn = (values.get((setting.name, label, "accuracy")) for label in pair)
+                if gn and bn:
+                    at = rows.index(setting.labels.get(down, "")), columns.index(setting.labels[steps])
+                    table[at] = gn.mean - bn.mean
+        if np.isfinite(table).any():
+            where = f" in {', '.join(fixed)}" if fixed else ""
+            yield _map(
+                table, rows, columns, f"Accuracy with {pair[0]} minus {pair[1]}, in points{where}", "-".join(fixed)
+            )
+
+
+def _map(table: Any, rows: Sequence[str], columns: Sequence[str], caption: str, name: str) -> Picture:
+    limit = max(np.nanmax(np.abs(table)), 0.1)
+
+    def paint(axes: Any) -> None:
+        # purple and orange differ for all kinds of colour vision, and the numbers say the same
+        axes.imshow(np.ma.masked_invalid(table), cmap="PuOr", vmin=-limit, vmax=limit, aspect="auto")
+        for (row, column), value in np.ndenumerate(table):
+            if np.isfinite(value):
+                colour = "white" if abs(value) > 0.7 * limit else "black"
+                axes.text(column, row, f"{value:+.1f}", ha="center", va="center", color=colour, fontsize=10)
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_yticks(range(len(rows)), rows, fontsize=9)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+
+    return draw(_file(f"gn-minus-bn-{name}"), caption, paint, height=1.2 + 0.42 * len(rows))
+
+
+def _domains(source: Source, setting: str, values: Mapping[Key, Value]) -> Iterator[Picture]:
+    methods = [label for label in source.recipe.methods if (setting, label, AVERAGE) in values]
+    domains = dict.fromkeys(key[2] for key in values if key[0] == setting and (setting, key[1], AVERAGE) in values)
+    order = [name for name in domains if name != AVERAGE and not name.startswith("accuracy")]
+    if not methods or not order:
+        return
+    order = [name for name in [*order, AVERAGE] if all((setting, label, name) in values for label in methods)]
+
+    def paint(axes: Any) -> None:
+        _grouped(axes, {m: [values[setting, m, name] for name in order] for m in methods})
+        axes.set_xticks(range(len(order)), order, rotation=20 if len(order) > 4 else 0)
+        axes.set_ylabel("accuracy, %")
+
+    caption = f"Accuracy by domain{f' in {setting}' if setting else ''}; whiskers: standard deviation of the runs"
+    yield draw(_file(f"domains-{setting}"), caption, paint)
+
+
+def _grouped(axes: Any, groups: Mapping[str, Sequence[Value]]) -> None:
+    """Draw groups of bars side by side, a bar a method."""
+    width = 0.84 / len(groups)
+    for index, (label, numbers) in enumerate(groups.items()):
+        at = np.arange(len(numbers)) + (index - (len(groups) - 1) / 2) * width
+        deviations = [value.deviation for value in numbers] if any(value.deviation for value in numbers) else None
+        means = [value.mean for value in numbers]
+        axes.bar(at, means, width, yerr=deviations, label=label, error_kw={"elinewidth": 1}, **bar_style(index))
+    axes.grid(alpha=0.3, axis="y")
+    axes.set_axisbelow(True)
+
+
+def _counted(source: Source, column: str, values: Mapping[Key, Value]) -> Iterator[Picture]:
+    """Draw bytes or exchanges beside the paper's, as horizontal bars."""
+    cells = [(s.name, label) for s, label in source.recipe.cells() if (s.name, label, column) in values]
+    if not cells:
+        return
+    places = [place for place in source.recipe.reported if any(place.number(m, s, column) for s, m in cells)]
+
+    def paint(axes: Any) -> None:
+        height, positions = 0.8 / (1 + len(places)), np.arange(len(cells))
+        here = [values[setting, method, column].mean for setting, method in cells]
+        axes.barh(positions, here, height, label="here", **bar_style(0))
+        for index, place in enumerate(places, start=1):
+            numbers = [place.number(method, setting, column) for setting, method in cells]
+            printed = [number.mean if number else 0 for number in numbers]
+            axes.barh(positions + index * height, printed, height, label=place.place, **bar_style(index))
+        names = [", ".join(filter(None, (method, setting))) for setting, method in cells]
+        axes.set_yticks(positions + height * len(places) / 2, names, fontsize=9)
+        axes.invert_yaxis()
+        axes.set_xlabel(UNITS[column])
+        axes.grid(alpha=0.3, axis="x")
+        axes.set_axisbelow(True)
+
+    caption = f"{UNITS[column]}, as papers count".replace("share", "Share")
+    yield draw(column, caption, paint, height=max(SIZE[1], 1.4 + 0.3 * len(cells)))
+
+
+def _freeze_rounds(source: Source, values: Mapping[Key, Value]) -> Iterator[Picture]:
+    """Draw accuracy over the round of the freeze, as in FixBN's Figure 3 (d), where methods differ in it."""
+    shares = {label: _freeze_round(text) for label, text in source.recipe.methods.items()}
+    for setting in source.recipe.settings:
+        points = {share: values.get((setting.name, m, "accuracy")) for m, share in shares.items() if share is not None}
+        known = sorted((share, value) for share, value in points.items() if value)
+        if len(known) > 2:
+            yield _freeze_picture(setting.name, known)
+
+
+def _freeze_picture(setting: str, points: Sequence[tuple[float, Value]]) -> Picture:
+    def paint(axes: Any) -> None:
+        means, deviations = [value.mean for _, value in points], [value.deviation for _, value in points]
+        axes.errorbar([share for share, _ in points], means, deviations, capsize=3, **line_style(0, 1))
+        axes.set(xlabel="round of the freeze, as a share of all (or as given)", ylabel="accuracy, %")
+        axes.grid(alpha=0.3)
+
+    where = f" in {setting}" if setting else ""
+    return draw(_file(f"freeze-{setting}"), f"Final accuracy over the round of the freeze{where}", paint)
+
+
+def _freeze_round(method: str) -> float | None:
+    _, _, options = parse(method)
+    try:
+        return float(options["freeze-round"])
+    except (KeyError, ValueError):
+        return None
+
+
+def _normalizers(recipe: Recipe) -> tuple[str, str] | None:
+    """Return the labels of FedAvg with GN and with BN; None if the matrix lacks one."""
+    kinds = {}
+    for label, text in recipe.methods.items():
+        strategy, norm, options = parse(text)
+        if strategy == "fedavg" and not options:
+            kinds[norm or "bn"] = label
+    return (kinds["gn"], kinds["bn"]) if {"gn", "bn"} <= kinds.keys() else None
+
+
+def _axes(recipe: Recipe) -> dict[str, list[str]]:
+    """Return the labels of every axis."""
+    axes: dict[str, dict[str, None]] = {}
+    for setting in recipe.settings:
+        for axis, label in setting.labels.items():
+            axes.setdefault(axis, {})[label] = None
+    return {axis: list(labels) for axis, labels in axes.items()}
+
+
+def _is_local_steps(recipe: Recipe, axis: str) -> bool:
+    return axis == "local-steps" and len(_axes(recipe)[axis]) > 1
+
+
+def _file(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in name).strip("-")

@@ -1,0 +1,63 @@
+"""The command `fedbn-flwr report`."""
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedbn_flwr.experiments.config import UsageError, convert
+from fedbn_flwr.experiments.output.console import console
+from fedbn_flwr.experiments.recipes.record import is_matrix
+from fedbn_flwr.experiments.reports.page import write_report
+from fedbn_flwr.experiments.reports.progress import Progress
+from fedbn_flwr.experiments.reports.sources import read_sources
+
+#: seconds between two looks at a running matrix
+EVERY = 15
+
+
+def add_report_command(commands: Any, command: Any) -> None:
+    """Add the command to the parser; `command` makes one."""
+    parser: argparse.ArgumentParser = command(commands, "report", "write a page with tables and pictures of results")
+    parser.add_argument("runs", nargs="+", metavar="RUNS", help="folders of `run`, `compare` or `reproduce`")
+    parser.add_argument("--out", metavar="DIR", help="where the page goes [RUNS/report, or results/report for several]")
+    parser.add_argument("--watch", action="store_true", help="write it again while a matrix runs, until it has ended")
+    parser.add_argument("--every", metavar="SECONDS", help=f"seconds between two looks of --watch [{EVERY}]")
+
+
+def report(options: Mapping[str, Any]) -> None:
+    """Write the page once, or until a matrix has ended."""
+    folders = [Path(name).expanduser() for name in options["runs"]]
+    out = options.get("out")
+    folder = Path(out).expanduser() if out else folders[0] / "report" if len(folders) == 1 else Path("results/report")
+    every = int(convert("--every", options.get("every", EVERY), int))
+    if every < 1:
+        raise UsageError(f"--every must be at least 1, got {every}")
+    if options.get("watch"):
+        watch(folders, folder, every)
+    else:
+        page = write_report(read_sources(folders), folder)
+        console.print(f"Report: {page.resolve()} (and its pictures as PNG files)", soft_wrap=True, markup=False)
+
+
+def watch(folders: Sequence[Path], out: Path, every: int) -> None:
+    """Write the page whenever a running matrix has come further; return when it has ended."""
+    for folder in folders:
+        if folder.is_dir() and not is_matrix(folder):
+            raise UsageError(f"--watch needs the folder of `fedbn-flwr reproduce`, and {folder} is none")
+    before = ""
+    while True:
+        sources = read_sources(folders)
+        progress = [Progress.of(source) for source in sources]
+        complete = all(item.complete for item in progress)
+        now = "; ".join(item.text for item in progress) + str([len(run.rows) for s in sources for run in s.runs])
+        if now != before:
+            page = write_report(sources, out, refresh=0 if complete else every)
+            for source, item in zip(sources, progress, strict=True):
+                console.print(f"{source.title}: {item.text}", soft_wrap=True, markup=False)
+            before = now
+        if complete:
+            console.print(f"Report: {page.resolve()} (and its pictures as PNG files)", soft_wrap=True, markup=False)
+            return
+        time.sleep(every)

@@ -1,0 +1,69 @@
+"""How far runs have come, and the time that is left."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import fmean
+
+from fedbn_flwr.experiments.reports.sources import Run, Source
+from fedbn_flwr.experiments.reports.tables import counts
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of one source."""
+
+    #: whether nothing is left to run
+    complete: bool
+    #: share of the work that is done, by time
+    share: float
+    #: seconds that are left; None before the first round has ended
+    left: float | None
+    text: str
+
+    @classmethod
+    def of(cls, source: Source) -> "Progress":
+        """Estimate the progress from the seconds of the rounds that have ended."""
+        states = counts(source.runs)
+        if _complete(source):
+            return cls(True, 1.0, 0.0, states)
+        spent = sum(map(_spent, source.runs))
+        totals = [_total(run, source.runs) for run in source.runs if run.state in ("unfinished", "waiting")]
+        if not spent or None in totals:
+            return cls(False, 0.0, None, f"{states}; the time left is not known yet")
+        open_runs = [run for run in source.runs if run.state in ("unfinished", "waiting")]
+        left = sum(max((total or 0.0) - _spent(run), 0.0) for run, total in zip(open_runs, totals, strict=True))
+        share = spent / (spent + left) if left else 1.0
+        workers = source.record.workers if source.record else 1
+        text = f"{states}; about {timedelta(seconds=round(left / workers))} left if it goes on with {workers} at a time"
+        return cls(False, share, left / workers, text)
+
+
+def _complete(source: Source) -> bool:
+    """Whether every cell of a matrix has its result; other runs are as complete as they are."""
+    if source.record is None:
+        return not any(run.state == "unfinished" for run in source.runs)
+    return all((setting.name, label) in source.results.runs for setting, label in source.recipe.cells())
+
+
+def _spent(run: Run) -> float:
+    return sum(float(row.get("seconds") or 0.0) for row in run.rows)
+
+
+def _total(run: Run, others: Sequence[Run]) -> float | None:
+    """Return the seconds of a whole run: by its own rounds, or as runs of its method or setting, or as any run."""
+    if run.rows and run.rounds:
+        return _spent(run) / len(run.rows) * run.rounds
+    known = [(other, total) for other in others if other.rows and (total := _total_of_begun(other)) is not None]
+    for alike in (
+        [total for other, total in known if other.label == run.label],
+        [total for other, total in known if other.setting == run.setting],
+        [total for _, total in known],
+    ):
+        if alike:
+            return fmean(alike)
+    return None
+
+
+def _total_of_begun(run: Run) -> float | None:
+    return _spent(run) / len(run.rows) * run.rounds if run.rounds else None

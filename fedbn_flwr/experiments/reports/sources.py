@@ -1,0 +1,187 @@
+"""The results that a report shows: run folders, comparison folders and matrix folders, also unfinished ones."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedbn_flwr.experiments.comparison import run_folder
+from fedbn_flwr.experiments.config import UsageError
+from fedbn_flwr.experiments.output.plots import title_of
+from fedbn_flwr.experiments.output.run_folder import read_json
+from fedbn_flwr.experiments.recipes.matrix import Results, setting_folder
+from fedbn_flwr.experiments.recipes.quantities import QUANTITIES, columns_of
+from fedbn_flwr.experiments.recipes.recipe import Recipe, Setting
+from fedbn_flwr.experiments.recipes.record import MatrixRecord, is_matrix, read_matrix
+
+Row = Mapping[str, Any]
+#: options in which the seeds of one method differ
+OF_SEEDS = ("seed", "results-dir", "resume", "checkpoint-every", "device", "workers")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as far as its files are written."""
+
+    setting: str
+    #: the method's label
+    label: str
+    seed: int
+    folder: Path
+    config: Mapping[str, Any]
+    #: a row a round
+    rows: Sequence[Row]
+    #: a row a round and layer; empty if training dynamics were not recorded
+    dynamics: Sequence[Row]
+    #: None until the run has ended
+    summary: Mapping[str, Any] | None
+    #: why the run failed; empty if it did not
+    error: str = ""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options of the run; empty before it began."""
+        options: Mapping[str, Any] = self.config.get("options", {})
+        return options
+
+    @property
+    def rounds(self) -> int | None:
+        """The number of rounds that the run is to have; None before it began."""
+        return self.options.get("rounds")
+
+    @property
+    def state(self) -> str:
+        """One of failed, finished, unfinished (it runs, or was interrupted) and waiting."""
+        if self.error:
+            return "failed"
+        if self.summary is not None:
+            return "finished"
+        return "unfinished" if self.rows else "waiting"
+
+    @property
+    def metric(self) -> str:
+        """The score by which methods are compared."""
+        return str((self.summary or {}).get("metric", "accuracy"))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A part of the report: one matrix, one comparison, or runs given one by one."""
+
+    title: str
+    #: the results in the form of a matrix; without a paper's numbers if no recipe stands behind them
+    results: Results
+    runs: Sequence[Run]
+    #: None if this is no matrix
+    record: MatrixRecord | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe, or one that stands for runs without a recipe."""
+        return self.results.recipe
+
+    def runs_of(self, setting: str, label: str) -> list[Run]:
+        """Return the runs of one method in one setting."""
+        return [run for run in self.runs if (run.setting, run.label) == (setting, label)]
+
+
+def read_sources(folders: Sequence[Path]) -> list[Source]:
+    """Read folders of results; run folders become one part. A UsageError names a folder that holds no results."""
+    sources, single = [], []
+    for folder in dict.fromkeys(folders):
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is not a folder of results")
+        if is_matrix(folder):
+            sources.append(_matrix(folder))
+        elif (folder / "compare.json").is_file():
+            sources.append(_comparison(folder))
+        elif (folder / "config.json").is_file():
+            single.append(folder)
+        else:
+            raise UsageError(f"{folder} holds no results of `fedbn-flwr run`, `compare` or `reproduce`")
+    return [*sources, _single(single)] if single else sources
+
+
+def _matrix(folder: Path) -> Source:
+    record, results = read_matrix(folder)
+    recipe, runs = results.recipe, list[Run]()
+    for setting, label in recipe.cells():
+        done = {run.get("seed"): run for run in results.runs.get((setting.name, label), [])}
+        for seed in range(recipe.seeds):
+            place = run_folder(setting_folder(folder, setting), recipe.methods[label], seed)
+            runs.append(_run(place, setting.name, label, seed, done.get(seed)))
+    return Source(recipe.name, results, runs, record)
+
+
+def _comparison(folder: Path) -> Source:
+    summaries = read_json(folder / "compare.json")
+    if not isinstance(summaries, list) or not all(isinstance(item, dict) and "method" in item for item in summaries):
+        raise UsageError(f"{folder / 'compare.json'} is not the result of a comparison")
+    runs = []
+    for summary in summaries:
+        method, seed = summary["method"], summary.get("seed", 0)
+        runs.append(_run(run_folder(folder, method, seed), "", method, seed, summary))
+    return _without_recipe(folder.resolve().name, runs)
+
+
+def _single(folders: Sequence[Path]) -> Source:
+    runs = [_run(folder, "", "", 0) for folder in folders]
+    methods = [str(run.options.get("method", "")) for run in runs]
+    kinds = {
+        (method, json.dumps({key: value for key, value in run.options.items() if key not in OF_SEEDS}))
+        for method, run in zip(methods, runs, strict=True)
+    }
+    seeds = {(method, _seed(run)) for method, run in zip(methods, runs, strict=True)}
+    # runs of one method are its seeds only if nothing else differs
+    alike = all(methods) and len(kinds) == len(set(methods)) and len(seeds) == len(runs)
+    labels = methods if alike else [folder.resolve().name for folder in folders]
+    named = [_run(folder, "", label, _seed(run)) for folder, label, run in zip(folders, labels, runs, strict=True)]
+    return _without_recipe("Runs" if len(folders) > 1 else folders[0].resolve().name, named)
+
+
+def _without_recipe(title: str, runs: Sequence[Run]) -> Source:
+    """Return results without a paper's numbers as those of a matrix with one setting."""
+    done: dict[tuple[str, str], list[Any]] = {}
+    for run in runs:
+        entry = {"seed": run.seed, "error": run.error} if run.error else run.summary
+        done.setdefault(("", run.label), []).extend([entry] if entry else [])
+    finished = [run.summary for run in runs if run.state == "finished" and run.summary]
+    about = title_of(finished[0]) if finished and "partition" in finished[0] else ""
+    quantities = [name for name in QUANTITIES if any(columns_of(summary, name, 0) for summary in finished)]
+    methods = {run.label: str(run.options.get("method", run.label)) for run in runs}
+    seeds = max(sum(run.label == label for run in runs) for label in methods)
+    quantities = [name for name in quantities if name not in ("gigabytes",)]
+    recipe = Recipe(title, "", about, methods, [Setting({}, {})], [], seeds, [], quantities, [], [], [])
+    return Source(title, Results(recipe, done), runs)
+
+
+def _run(place: Path, setting: str, label: str, seed: int, summary: Mapping[str, Any] | None = None) -> Run:
+    """Read one run; `summary` is that of its matrix or comparison, else its own if it has ended."""
+    own = summary or read_json(place / "summary.json")
+    own = own if isinstance(own, dict) else None
+    config = read_json(place / "config.json")
+    error = str((own or {}).get("error") or (own or {}).get("failed") or "")
+    rows, dynamics = _rows(place / "rounds.jsonl"), _rows(place / "dynamics.jsonl")
+    return Run(setting, label, seed, place, config if isinstance(config, dict) else {}, rows, dynamics, own, error)
+
+
+def _rows(path: Path) -> list[Row]:
+    """Return the whole rows of a file that may be written just now."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+    rows = list[Row]()
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("round"), int):
+            rows.append(row)
+    return rows
+
+
+def _seed(run: Run) -> int:
+    return int(run.options.get("seed", 0))

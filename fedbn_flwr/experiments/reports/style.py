@@ -1,0 +1,102 @@
+"""The look of the report's pictures: legible in print and on a phone, without relying on colours."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+from fedbn_flwr.plugins import extra
+
+#: colours that differ for all kinds of colour vision (Okabe and Ito), dark enough for lines on white
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#8A8A00")
+STROKES = ("solid", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
+MARKERS = "osD^vPX*"
+HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
+#: inches: on a phone's 390 points, 11-point text stays 11 pixels high
+SIZE = (5.2, 3.9)
+DPI = 200
+FONT: dict[Any, Any] = {
+    "font.size": 11,
+    "axes.titlesize": 11,
+    "legend.fontsize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of the report."""
+
+    name: str
+    caption: str
+    png: bytes
+
+
+def draw(name: str, caption: str, paint: Callable[[Any], None], height: float = SIZE[1]) -> Picture:
+    """Return the picture that `paint` draws onto the axes that it is given."""
+    with extra("cli"):  # imported here because it takes a second
+        import matplotlib
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(FONT):
+        figure = Figure(figsize=(SIZE[0], height), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        paint(axes)
+        handles, labels = axes.get_legend_handles_labels()
+        if len(labels) > 1:
+            columns = 1 if max(map(len, labels)) > 24 else 2 if max(map(len, labels)) > 14 else 3
+            figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        file = BytesIO()
+        figure.savefig(file, format="png", dpi=DPI)
+    return Picture(name, caption, file.getvalue())
+
+
+def line_style(index: int, count: int) -> dict[str, Any]:
+    """Return how the line of the method with this index is drawn; lines that coincide stay visible by their widths."""
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": STROKES[index % len(STROKES)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "linewidth": 2.6 - 1.4 * index / max(count - 1, 1),
+        "markersize": 6.5,
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.6,
+    }
+
+
+def bar_style(index: int) -> dict[str, Any]:
+    """Return how the bars of the method with this index are drawn."""
+    colour, hatch = COLOURS[index % len(COLOURS)], HATCHES[index % len(HATCHES)]
+    return {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
+
+
+def marked(index: int, points: int) -> tuple[int, int]:
+    """Return the first point with a marker and the step to the next; neighbouring lines have theirs elsewhere."""
+    step = max(1, points // 8)
+    return index % step, step
+
+
+def finite(values: Sequence[Any]) -> list[float]:
+    """Return values for a line: NaN, which leaves a gap, where there is no number."""
+    numbers = []
+    for value in values:
+        number = float("nan")
+        with suppress(TypeError, ValueError):
+            number = float(value)
+        numbers.append(number)
+    return numbers
+
+
+def logarithmic(axes: Any) -> None:
+    """Make the x axis logarithmic, with plain numbers at 1, 2 and 5 times each power of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())

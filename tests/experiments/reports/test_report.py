@@ -1,0 +1,270 @@
+"""The page of a report: what it says of finished, failed and unfinished results, and that it stands alone."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from fedbn_flwr.experiments import main
+from tests.helpers.matrix_files import ROUNDS, round_row, write_matrix, write_run
+from tests.helpers.runs import run
+
+ALL = {
+    ("IID, E=1", "BN"): (0.9, 0.8),
+    ("IID, E=1", "GN"): (0.7, 0.7),
+    ("Shards, E=1", "BN"): (0.5, 0.5),
+    ("Shards, E=1", "GN"): (0.75, 0.75),
+    ("IID, E=9", "BN"): (0.9, 0.9),
+    ("IID, E=9", "GN"): (0.8, 0.8),
+    ("Shards, E=9", "BN"): (0.6, 0.6),
+    ("Shards, E=9", "GN"): (0.5, 0.5),
+}
+
+
+class Page(HTMLParser):
+    """The tables, pictures and words of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.numbers: dict[str, list[list[str | None]]] = {}
+        self.pictures: list[str] = []
+        self.addresses: list[str] = []
+        self.text = ""
+        self._table, self._cell = "", False
+        self.feed(path.read_text())
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action")]
+        if tag == "table":
+            self._table = given["class"] or ""
+            self.tables[self._table], self.numbers[self._table] = [], []
+        if tag == "tr":
+            self.tables[self._table].append([])
+            self.numbers[self._table].append([])
+        if tag in ("td", "th"):
+            self.tables[self._table][-1].append("")
+            self.numbers[self._table][-1].append(given.get("data-number"))
+            self._cell = True
+        if tag == "img":
+            self.pictures.append(given["alt"] or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._cell = self._cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._cell:
+            self.tables[self._table][-1][-1] += data
+
+    def cell(self, table: str, heading: str, *begin: str) -> str:
+        """The text in a column, of the only row that begins with these cells."""
+        rows = self.tables[table]
+        (found,) = [row for row in rows[1:] if row[: len(begin)] == list(begin)]
+        return found[rows[0].index(heading)]
+
+
+def write_page(*folders: Path, out: Path) -> Page:
+    assert main(["report", *map(str, folders), "--out", str(out)]) == 0
+    return Page(out / "report.html")
+
+
+def test_a_matrix_stands_beside_the_papers_numbers(tmp_path: Path) -> None:
+    page = write_page(write_matrix(tmp_path, ALL), out=tmp_path / "page")
+    cell = ("IID, E=1", "BN", "accuracy")
+    assert page.cell("results", "here", *cell) == "85.00"
+    # of 90 and 80: the sample's
+    assert page.cell("results", "deviation", *cell) == "± 7.07"
+    assert page.cell("results", "page 7", *cell) == "90.10 ± 0.40"
+    # paired by seed, 70 - 90 and 70 - 80; t of one degree of freedom is 12.706
+    assert page.cell("results", "difference", "IID, E=1", "GN", "accuracy") == "-15.00 ± 63.53"
+    assert page.cell("results", "difference", *cell) == "baseline"
+    assert page.cell("results", "page 7", "Shards, E=9", "BN", "accuracy") == ""
+    assert page.cell("costs", "MB a round, as papers count", "IID, E=1", "GN") == "1.00"
+    assert "8 finished" not in page.text
+    assert "16 runs: 16 finished" in page.text
+    assert "torch 2.9" in page.text
+    assert "fedbn-flwr reproduce mine.yaml" in page.text
+
+
+def test_a_report_says_where_the_paper_does_not_hold(tmp_path: Path) -> None:
+    page = write_page(write_matrix(tmp_path, ALL), out=tmp_path / "page")
+    against, _, rest = page.text.partition("Does not hold here (2)")[2].partition("Results")
+    assert "BN > GN in Shards, E=1, accuracy: printed 80.0 and 40.0, here 50.00 ± 0.00 and 75.00 ± 0.00" in against
+    assert "Direction: GN > BN in E=1: does not agree in 1 of 2 settings" in against
+    assert "seen in <small> only" in rest
+
+
+def test_pictures_are_in_the_page_and_beside_it(tmp_path: Path) -> None:
+    page = write_page(write_matrix(tmp_path, ALL), out=tmp_path / "page")
+    for start in (
+        "Accuracy with GN minus BN",
+        "Accuracy by domain in IID, E=1",
+        "MB a round, as papers count",
+        "Accuracy against rounds in Shards, E=9",
+        "Accuracy against exchanges in",
+        "Accuracy against bytes in",
+        "Training loss in",
+    ):
+        assert [alt for alt in page.pictures if alt.startswith(start)], start
+    files = list((tmp_path / "page").glob("*.png"))
+    assert len(files) == len(page.pictures) == len(set(page.pictures))
+    for path in files:
+        with Image.open(path) as image:
+            # sharp in print, and not too wide for a phone
+            assert image.width == 1040
+
+
+def test_the_page_stands_alone(tmp_path: Path) -> None:
+    page = write_page(write_matrix(tmp_path, ALL), out=tmp_path / "page")
+    assert page.addresses
+    assert all(address.startswith(("data:", "#")) for address in page.addresses)
+    text = (tmp_path / "page/report.html").read_text()
+    assert not re.findall(r"@import|url\(|https?:", text)
+    # a paper's words are text and no markup
+    assert "<and steps>" not in text
+    assert "GN & BN over partitions <and steps>" in page.text
+
+
+def test_failed_unfinished_and_waiting_cells_are_named(tmp_path: Path) -> None:
+    matrix = write_matrix(tmp_path, {("IID, E=1", "BN"): (0.9, 0.8)})
+    rows = json.loads((matrix / "results.json").read_text())
+    failed = {"method": "fedavg+gn", "seed": 0, "error": "the loss is <nan>"}
+    rows.append({"labels": {"partition": "IID", "local-steps": "E=1"}, "label": "GN", "runs": [failed]})
+    (matrix / "results.json").write_text(json.dumps(rows))
+    write_run(matrix / "Shards__E=1/fedavg-seed0", [round_row(1, 0.3)])
+    with (matrix / "Shards__E=1/fedavg-seed0/rounds.jsonl").open("a") as file:
+        file.write('{"round": 2, "acc')  # a row that is written just now
+    page = write_page(matrix, out=tmp_path / "page")
+    assert page.cell("results", "here", "IID, E=1", "GN") == "failed"
+    assert page.cell("results", "here", "Shards, E=1", "BN") == "unfinished"
+    assert page.cell("results", "here", "Shards, E=9", "GN") == "waiting"
+    assert "Failed: GN | IID, E=1: the loss is <nan>" in page.text
+    assert page.cell("runs", "rounds done", "Shards, E=1", "BN", "0") == "1"
+    assert page.cell("runs", "of", "Shards, E=1", "BN", "0") == str(ROUNDS)
+    assert "Accuracy against rounds in Shards, E=1" in page.pictures
+
+
+def test_a_matrix_before_its_first_round(tmp_path: Path) -> None:
+    page = write_page(write_matrix(tmp_path, {}), out=tmp_path / "page")
+    assert "16 runs: 16 waiting; the time left is not known yet" in page.text
+    assert page.pictures == []
+
+
+def test_the_time_left_follows_from_the_rounds_that_ended(tmp_path: Path) -> None:
+    # 2 runs of 4 rounds of half a second have ended, and one round of a third: 14 of 16 runs are left
+    matrix = write_matrix(tmp_path, {("IID, E=1", "BN"): (0.9, 0.8)})
+    write_run(matrix / "IID__E=1/fedavg+gn-seed0", [round_row(1, 0.3, seconds=1.0)])
+    page = write_page(matrix, out=tmp_path / "page")
+    # GN: 3 rounds of 1 s and 7 runs of 4 s; BN: 6 runs of 2 s
+    assert "about 0:00:43 left if it goes on with 1 at a time" in page.text
+
+
+def test_what_single_methods_record_is_drawn(tmp_path: Path) -> None:
+    rows = [round_row(n, 0.5, **{"fedbs-stage": 1 + (n > 2), "loss-deviation": 1 / n}) for n in range(1, 5)]
+    write_run(tmp_path / "one", rows)
+    keys = ("global-change", "batch-change", "local-distance", "window-variance", "loss")
+    lines = [{"round": n, "layer": f"bn{m}", **dict.fromkeys(keys, 1.0 / n)} for n in range(1, 5) for m in (1, 2)]
+    (tmp_path / "one/dynamics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_page(tmp_path / "one", out=tmp_path / "page")
+    assert "Standard deviation of the clients' losses and the round of stage 2" in page.pictures
+    assert [alt[:3] for alt in page.pictures if alt.endswith("mean of all layers")] == [
+        "(a)",
+        "(a)",
+        "(a)",
+        "(b)",
+        "(c)",
+    ]
+
+
+def test_accuracy_over_the_round_of_the_freeze(tmp_path: Path) -> None:
+    methods = {f"T*={share}": f"fixbn:freeze-round={share}" for share in (0.1, 0.5, 0.9)}
+    changes = {"methods": methods, "vary": {}, "reported": [], "directions": []}
+    matrix = write_matrix(tmp_path, {("", label): (0.5, 0.6) for label in methods}, **changes)
+    page = write_page(matrix, out=tmp_path / "page")
+    assert "Final accuracy over the round of the freeze" in page.pictures
+
+
+def test_runs_and_comparisons_in_one_page(tmp_path: Path) -> None:
+    assert run("run", method="fedavg", results_dir=str(tmp_path / "one")) == 0
+    assert run("compare", "--methods", "fedavg,fixbn", "--seeds", "2", results_dir=str(tmp_path / "both")) == 0
+    first = tmp_path / "both/fedavg-seed0"
+    page = write_page(tmp_path / "both", tmp_path / "one", first, out=tmp_path / "page")
+    assert "2 results" in page.text
+    assert "6 runs: 6 finished" in page.text
+    # both are fedavg with one seed: the folders tell them apart
+    assert page.cell("results", "runs", "one", "accuracy") == "1"
+    assert page.cell("results", "runs", "fedavg-seed0", "accuracy") == "1"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "out is not a folder of results"),
+        ({}, "holds no results of `fedbn-flwr run`, `compare` or `reproduce`"),
+        ({"matrix.json": "{"}, "matrix.json is not the record of a matrix"),
+        ({"matrix.json": "[1]"}, "matrix.json is not the record of a matrix"),
+        ({"compare.json": "{}"}, "compare.json is not the result of a comparison"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: dict[str, str] | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "out").mkdir()
+        for name, text in content.items():
+            (tmp_path / "out" / name).write_text(text)
+    assert main(["report", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_watch_ends_with_the_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    matrix = write_matrix(tmp_path, ALL)
+    assert main(["report", "--watch", str(matrix)]) == 0
+    assert "16 runs: 16 finished" in capsys.readouterr().out
+    assert 'http-equiv="refresh"' not in (matrix / "report/report.html").read_text()
+
+
+def test_watch_refreshes_while_cells_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = {cell: values for cell, values in ALL.items() if cell[1] == "BN"}
+    matrix = write_matrix(tmp_path, part)
+    pages = []
+
+    def go_on(seconds: float) -> None:
+        pages.append((matrix / "report/report.html").read_text())
+        # a second look would fail here
+        (tmp_path / "rest").mkdir()
+        other = write_matrix(tmp_path / "rest", ALL)
+        (matrix / "results.json").write_text((other / "results.json").read_text())
+
+    monkeypatch.setattr("fedbn_flwr.experiments.reports.command.time.sleep", go_on)
+    assert main(["report", "--watch", str(matrix), "--every", "7"]) == 0
+    assert len(pages) == 1
+    assert '<meta http-equiv="refresh" content="7">' in pages[0]
+    assert "8 finished, 8 waiting" in pages[0]
+
+
+def test_watch_is_interrupted_cleanly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedbn_flwr.experiments.reports.command.time.sleep", interrupt)
+    matrix = write_matrix(tmp_path, {})
+    assert main(["report", "--watch", str(matrix)]) == 130
+    assert capsys.readouterr().err == ""
+    assert (matrix / "report/report.html").is_file()
+
+
+def test_watch_needs_a_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "one", [round_row(1, 0.3)])
+    assert main(["report", "--watch", str(tmp_path / "one")]) == 2
+    assert "--watch needs the folder of `fedbn-flwr reproduce`" in capsys.readouterr().err
