@@ -80,7 +80,7 @@ def test_commands_are_understood(page: Path) -> None:
         if words[0] in ("recipes", "reproduce", "data"):
             continue
         given = {key.replace("_", "-"): value for key, value in options.items()}
-        for key in ("command", "engine", "verbose", "seeds", "lr-grid", "batches"):
+        for key in ("command", "engine", "verbose", "seeds", "lr-grid", "batches", "action", "grid"):
             given.pop(key, None)
         for method in str(given.pop("methods", given.pop("method", "fedavg"))).split(","):
             resolve({**given, "method": method})

@@ -19,11 +19,12 @@ from fedbn_flwr.experiments.method import import_plugins, resolve, split_methods
 from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_run
 from fedbn_flwr.experiments.output.listing import listing, show_listing
 from fedbn_flwr.experiments.output.run_folder import make_folder
-from fedbn_flwr.experiments.recipes.commands import add_recipe_commands, list_recipes, reproduce
+from fedbn_flwr.experiments.recipes.commands import add_recipe_commands, at_least_one, list_recipes, reproduce
 from fedbn_flwr.experiments.recovery import resume
 from fedbn_flwr.experiments.reports.command import add_report_command, report
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.experiments.strategy_options import all_options, owners
+from fedbn_flwr.experiments.tune import GRID, candidates, check, search, write_tuning
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
 from fedbn_flwr.wire import wire_key
 
@@ -103,6 +104,7 @@ def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     single = _command(commands, "diagnose", "measure what the clients' data do to the BN of a model, without training")
     single.add_argument("--batches", default="4", metavar="N", help="mini-batches a client to average over [4]")
     _add_shared(single, skip=("resume", "checkpoint_every"))
+    _add_tune(commands)
     names = _command(commands, "list", "show every strategy, normalizer, model, data set, partition and augmentation")
     names.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
     names.add_argument("--json", action="store_true", help="print it for programs")
@@ -112,6 +114,18 @@ def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     for name, text in others.items():
         commands.add_parser(name, help=text)
     return parser
+
+
+def _add_tune(commands: Any) -> None:
+    text = "find the value of an option on held-out training data"
+    actions = commands.add_parser("tune", help=text).add_subparsers(dest="action", required=True, parser_class=_Parser)
+    freeze = _command(actions, "freeze-round", "find when to freeze: FixBN's window rule, and a small search")
+    freeze.add_argument(
+        "--grid", default=GRID, help=f"comma-separated shares of the rounds, or rounds, to freeze after [{GRID}]"
+    )
+    freeze.add_argument("--seeds", default="1", metavar="N", help="runs a value, with seeds from --seed on [1]")
+    _add_engine(freeze)
+    _add_shared(freeze, skip=("resume", "checkpoint_every", "validation"))
 
 
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -164,9 +178,7 @@ def _compare(options: dict[str, Any]) -> None:
         raise UsageError("--methods names no method")
     if twice := [method for method in methods if methods.count(method) > 1]:
         raise UsageError(f"--methods names {twice[0]!r} twice")
-    seeds = int(convert("--seeds", options.pop("seeds"), int))
-    if seeds < 1:
-        raise UsageError(f"--seeds must be at least 1, got {seeds}")
+    seeds = at_least_one("--seeds", options.pop("seeds"))
     rates = [float(convert("--lr-grid", rate, float)) for rate in str(options.pop("lr_grid")).split(",") if rate]
     plan = Plan(_kebab(options), methods, seeds, rates)
     for method in methods:
@@ -178,6 +190,22 @@ def _compare(options: dict[str, Any]) -> None:
     show_comparison(summaries, folder)
     if all("error" in summary for summary in summaries):
         raise CannotTrainError("no method could train")
+
+
+def _tune(options: dict[str, Any]) -> None:
+    option, engine, grid = options.pop("action"), _engine(options.pop("engine", None)), str(options.pop("grid"))
+    if option.replace("-", "_") in options:
+        raise UsageError(f"--{option} is what is tuned: give what is to be tried with --grid")
+    method = str(options.pop("method", "fixbn"))
+    seeds = at_least_one("--seeds", options.pop("seeds"))
+    plan = Plan(_kebab(options), list(candidates(method, grid).values()), seeds)
+    check(plan)
+    config = plan.experiment(plan.methods[0], 0).config
+    prepare(engine, config)
+    folder = make_folder(Path(config.results_dir))
+    with Bars(len(plan.methods) * seeds) as bars:
+        found = list(search(plan, engine, folder, bars.announce))
+    write_tuning(found, method, folder, f"{config.dataset}, {config.model}, {config.partition}, {config.rounds} rounds")
 
 
 def _diagnose(options: dict[str, Any]) -> None:
@@ -196,6 +224,7 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int | None]] = {
     "run": _run,
     "compare": _compare,
     "diagnose": _diagnose,
+    "tune": _tune,
     "list": _list,
     "recipes": list_recipes,
     "reproduce": reproduce,

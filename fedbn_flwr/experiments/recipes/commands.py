@@ -71,14 +71,14 @@ def reproduce(options: Mapping[str, Any]) -> None:
     if options.get("only"):
         recipe = recipe.only(options["only"])
     if "seeds" in options:
-        recipe = replace(recipe, seeds=_at_least_one("--seeds", options["seeds"]))
+        recipe = replace(recipe, seeds=at_least_one("--seeds", options["seeds"]))
     engine = str(options.get("engine", "stacked"))
     if engine not in ENGINES:
         raise UsageError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}")
     folder = Path(options.get("results_dir") or Path("results", recipe.name.replace("/", "-") + "-smoke" * small))
     changes = {key: options[key.replace("-", "_")] for key in CHANGES if key.replace("-", "_") in options}
     cells = plan_cells(recipe, folder, engine, changes, 0 if small else CHECKPOINT_EVERY)
-    workers = _at_least_one("--workers", options.get("workers", 1))
+    workers = at_least_one("--workers", options.get("workers", 1))
     if options.get("dry_run"):
         _show_estimate(recipe, cells, workers)
         return
@@ -138,7 +138,8 @@ def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def _at_least_one(name: str, value: Any) -> int:
+def at_least_one(name: str, value: Any) -> int:
+    """Return a whole number from 1 on; anything else is a UsageError."""
     number = int(convert(name, value, int))
     if number < 1:
         raise UsageError(f"{name} must be at least 1, got {number}")

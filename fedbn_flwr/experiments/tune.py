@@ -1,0 +1,165 @@
+"""The command `fedbn-flwr tune freeze-round`: when to freeze, by FixBN's window rule and by a small search.
+
+FixBN's appendix B.6 names both: a sliding window, here a run with `freeze-round=auto`, and cross-validation, here runs
+that freeze after given shares of the rounds. All are scored on held-out training data, and never on the test data.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Announce, Plan, folder_name, metric_of
+from fedbn_flwr.experiments.config import UsageError
+from fedbn_flwr.experiments.engines import Engine
+from fedbn_flwr.experiments.method import Experiment, parse
+from fedbn_flwr.experiments.output.console import console
+from fedbn_flwr.experiments.output.run_folder import as_json, read_rounds
+from fedbn_flwr.experiments.resources import check_simulation
+from fedbn_flwr.experiments.strategy_options import owners
+from fedbn_flwr.plugins import extra
+from fedbn_flwr.server.lr_schedule import Moment, moment
+
+#: shares of the rounds, or numbers of rounds, that are tried, unless others are given
+GRID = "0.1,0.3,0.5,0.7,0.9"
+AUTO, OPTION = "auto", "freeze-round"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One value of `freeze-round`: the rounds after which its runs froze, and their scores, by seed."""
+
+    freeze_round: str
+    #: None where the rule never fired: that run was FedAvg
+    frozen_after: Sequence[int | None]
+    scores: Sequence[float]
+
+    @property
+    def score(self) -> float:
+        """The mean over the seeds."""
+        return fmean(self.scores)
+
+    @property
+    def after(self) -> float | None:
+        """The median round of the freeze; None if some seed never froze."""
+        known = [after for after in self.frozen_after if after is not None]
+        return median(known) if len(known) == len(self.frozen_after) else None
+
+
+def candidates(method: str, grid: str) -> dict[str, str]:
+    """Return value of `freeze-round` -> method, the rule first; a UsageError if the method does not freeze so."""
+    name, _, given = parse(method)
+    if name not in owners(OPTION):
+        raise UsageError(f"method {method!r} has no {OPTION} to tune; those that have: {', '.join(owners(OPTION))}")
+    if OPTION in given:
+        raise UsageError(f"method {method!r} says its {OPTION}, which is what is tuned")
+    values = [value.strip() for value in grid.split(",") if value.strip()]
+    if wrong := [value for value in values if not _is_moment(value)]:
+        raise UsageError(f"--grid has shares of the rounds, as 0.3, or numbers of rounds, as 30, got {wrong[0]!r}")
+    return {value: f"{method}:{OPTION}={value}" for value in [AUTO, *values]}
+
+
+def check(plan: Plan) -> None:
+    """Find every usage error before the first run."""
+    for method in plan.methods:
+        check_simulation(_experiment(plan, method, 0))
+
+
+def search(plan: Plan, engine: Engine, folder: Path, announce: Announce) -> Iterator[Candidate]:
+    """Run every method of the plan with every seed, and return what became of it."""
+    for method in plan.methods:
+        runs = []
+        for seed in range(plan.seeds):
+            experiment = _experiment(plan, method, seed)
+            place = folder / f"{folder_name(method)}-seed{experiment.config.seed}"
+            summary = engine(experiment, place, announce(f"{method}, seed {experiment.config.seed}"))
+            runs.append((frozen_after(experiment, summary, place), float(summary[metric_of(summary)])))
+        yield Candidate(parse(method)[2][OPTION], *zip(*runs, strict=True))
+
+
+def frozen_after(experiment: Experiment, summary: Mapping[str, Any], folder: Path) -> int | None:
+    """Return the last round of a run with statistics of its own; None if that is the run's last one."""
+    rounds = int(summary["rounds"])
+    strategy = experiment.make_strategy(int(summary["clients"]))
+    freeze_at: Moment | None = getattr(strategy, "freeze_at", None)
+    if freeze_at is not None:
+        after = freeze_at.after(rounds)
+    else:
+        after = next((row["frozen-after"] for row in read_rounds(folder) if "frozen-after" in row), None)
+    return None if after is None or after >= rounds else int(after)
+
+
+def best(found: Sequence[Candidate]) -> Candidate:
+    """Return the best by held-out data; of equals the one that freezes first, as statistics then cease to travel."""
+    return max(found, key=lambda candidate: (candidate.score, -(candidate.after or float("inf"))))
+
+
+def advice(found: Sequence[Candidate], method: str) -> str:
+    """Return the recommendation in words."""
+    chosen = best(found)
+    if chosen.after is None:
+        return "Recommended: no freeze. The best run on held-out data never froze."
+    return f"Recommended: --method {method}:{OPTION}={chosen.after:.0f}, the best on held-out training data."
+
+
+def write_tuning(found: Sequence[Candidate], method: str, folder: Path, title: str) -> None:
+    """Write `tune.json` and `tune.png`, and print the table."""
+    rows = [
+        {"freeze-round": c.freeze_round, "frozen-after": list(c.frozen_after), "scores": list(c.scores)} for c in found
+    ]
+    content = {"method": method, "candidates": rows, "recommended": best(found).after}
+    (folder / "tune.json").write_text(as_json(content, indent=2) + "\n")
+    plot_tuning(found, folder / "tune.png", title)
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for heading in ("freeze-round", "frozen after", "score on held-out data"):
+        table.add_column(heading, justify="right")
+    for c in found:
+        spread = f" ({min(c.scores):.3f} to {max(c.scores):.3f})" if len(c.scores) > 1 else ""
+        mark = " *" if c is best(found) else ""
+        table.add_row(c.freeze_round, "never" if c.after is None else f"{c.after:g}", f"{c.score:.3f}{spread}{mark}")
+    console.print(table)
+    console.print(advice(found, method), soft_wrap=True)
+    console.print(f"Results: {folder.resolve()} (tune.json, tune.png, one folder a run)", soft_wrap=True)
+
+
+def plot_tuning(found: Sequence[Candidate], path: Path, title: str) -> None:
+    """Plot the score over the round of the freeze, as FixBN's Figure 3 (d), and where the window rule fires."""
+    with extra("cli"):  # imported here because it takes a second
+        import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(6.5, 4), layout="constrained")
+    searched = sorted((c for c in found if c.freeze_round != AUTO and c.after), key=lambda c: c.after or 0)
+    places, scores = [c.after or 0 for c in searched], [c.score for c in searched]
+    panel.fill_between(
+        places, [min(c.scores) for c in searched], [max(c.scores) for c in searched], alpha=0.15, linewidth=0
+    )
+    panel.plot(places, scores, marker="o", label="frozen after a given round")
+    for rule in (c for c in found if c.freeze_round == AUTO):
+        if rule.after is None:
+            panel.axhline(rule.score, color="C1", linestyle="dashed", label="the window rule never fires")
+        else:
+            panel.axvline(rule.after, color="C1", linestyle="dotted")
+            panel.plot([rule.after], [rule.score], "s", color="C1", label="where the window rule fires")
+    panel.set(xlabel="round of the freeze", ylabel="score on held-out training data", title=title)
+    panel.grid(alpha=0.3)
+    panel.legend()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _is_moment(value: str) -> bool:
+    try:
+        return moment(value) != Moment()
+    except ValueError:
+        return False
+
+
+def _experiment(plan: Plan, method: str, seed: int) -> Experiment:
+    return plan.experiment(method, seed, validation=VALIDATION_SHARE)
