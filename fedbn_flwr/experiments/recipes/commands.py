@@ -120,8 +120,9 @@ def _show_estimate(recipe: Recipe, cells: Sequence[Cell], workers: int) -> None:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True, title=recipe.name)
     for heading in ("setting", "method", "runs", "rounds", "client steps", "time"):
         table.add_column(heading, justify="left" if heading in ("setting", "method") else "right")
-    total, steps = 0.0, 0
+    total, steps, unknown = 0.0, 0, False
     for item in estimate(cells):
+        unknown |= item.seconds is None
         time_text = "?" if item.seconds is None else _duration(item.seconds)
         cell = item.cell
         table.add_row(cell.setting.name, cell.label, str(item.runs), f"{item.rounds:,}", f"{item.steps:,}", time_text)
@@ -129,7 +130,7 @@ def _show_estimate(recipe: Recipe, cells: Sequence[Cell], workers: int) -> None:
     console.print(table)
     console.print(
         f"{len(cells)} cells, {steps:,} client steps, about {_duration(total / workers)} with {workers} side by side "
-        "on this machine, by a measured step; evaluation is not in it",
+        f"on this machine, by a measured step; evaluation is not in it{', nor what has no time' * unknown}",
         soft_wrap=True,
     )
 

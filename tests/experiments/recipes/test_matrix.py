@@ -229,3 +229,11 @@ def test_a_papers_recipe_without_its_data_is_one_line(tmp_path: Path, capsys: py
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("fedbn-flwr: recipe fedwon/table4 needs the data set 'office-caltech-10' (--smoke runs ")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_of_steps_that_cannot_be_measured_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "fixbn/table3", "--dry-run", "--only", "GN", "--only", "MobileNet-v2"]) == 0
+    shown = capsys.readouterr().out
+    # 5 epochs of 21 batches, 9 cities a round, 100 rounds, 3 seeds and 2 rates
+    assert "472,500" in shown
+    assert "nor what has no time" in shown
