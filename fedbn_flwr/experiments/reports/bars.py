@@ -84,7 +84,9 @@ def _domains(source: Source, setting: str, values: Mapping[Key, Value]) -> Itera
         axes.set_xticks(range(len(order)), order, rotation=20 if len(order) > 4 else 0)
         axes.set_ylabel("accuracy, %")
 
-    caption = f"Accuracy by domain{f' in {setting}' if setting else ''}; whiskers: standard deviation of the runs"
+    caption = f"Accuracy by domain{f' in {setting}' if setting else ''}"
+    if any(values[setting, label, name].seeds > 1 for label in methods for name in order):
+        caption += "; whiskers: standard deviation of the runs"
     yield draw(_file(f"domains-{setting}"), caption, paint)
 
 

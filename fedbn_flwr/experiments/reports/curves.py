@@ -70,10 +70,10 @@ def _picture(
     log: bool = False,
     stages: Mapping[str, float] | None = None,
 ) -> Iterator[Picture]:
-    """Draw lines, if there are any: the mean of a method's runs, and their range."""
+    """Draw lines, if one has two points: the mean of a method's runs, and their range."""
     drawn = {label: [line for line in runs if _has_points(line)] for label, runs in lines.items()}
     drawn = {label: runs for label, runs in drawn.items() if runs}
-    if not drawn:
+    if all(len(x) < 2 for runs in drawn.values() for x, _ in runs):
         return
     styles = {label: line_style(index, len(lines)) for index, label in enumerate(lines)}
     values = [value for runs in drawn.values() for _, line in runs for value in line if np.isfinite(value)]

@@ -137,17 +137,20 @@ def test_failed_unfinished_and_waiting_cells_are_named(tmp_path: Path) -> None:
     failed = {"method": "fedavg+gn", "seed": 0, "error": "the loss is <nan>"}
     rows.append({"labels": {"partition": "IID", "local-steps": "E=1"}, "label": "GN", "runs": [failed]})
     (matrix / "results.json").write_text(json.dumps(rows))
-    write_run(matrix / "Shards__E=1/fedavg-seed0", [round_row(1, 0.3)])
+    write_run(matrix / "Shards__E=1/fedavg-seed0", [round_row(1, 0.3), round_row(2, 0.4)])
     with (matrix / "Shards__E=1/fedavg-seed0/rounds.jsonl").open("a") as file:
-        file.write('{"round": 2, "acc')  # a row that is written just now
+        file.write('{"round": 3, "acc')  # a row that is written just now
     page = write_page(matrix, out=tmp_path / "page")
     assert page.cell("results", "here", "IID, E=1", "GN") == "failed"
     assert page.cell("results", "here", "Shards, E=1", "BN") == "unfinished"
     assert page.cell("results", "here", "Shards, E=9", "GN") == "waiting"
     assert "Failed: GN | IID, E=1: the loss is <nan>" in page.text
-    assert page.cell("runs", "rounds done", "Shards, E=1", "BN", "0") == "1"
+    assert page.cell("runs", "rounds done", "Shards, E=1", "BN", "0") == "2"
     assert page.cell("runs", "of", "Shards, E=1", "BN", "0") == str(ROUNDS)
     assert "Accuracy against rounds in Shards, E=1" in page.pictures
+    # one round is a point, and no curve
+    (matrix / "Shards__E=1/fedavg-seed0/rounds.jsonl").write_text(json.dumps(round_row(1, 0.3)))
+    assert "Accuracy against rounds in Shards, E=1" not in write_page(matrix, out=tmp_path / "again").pictures
 
 
 def test_a_matrix_before_its_first_round(tmp_path: Path) -> None:
