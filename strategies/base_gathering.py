@@ -13,7 +13,7 @@ from fedbn_flwr import norm, wire
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.averaging import Arrays, record
-from fedbn_flwr.server.replies import Expected, parse_replies
+from fedbn_flwr.server.replies import CannotTrainError, Expected, parse_replies
 from fedbn_flwr.wire import Instruction, moments
 
 from .fedavg import FedAvg
@@ -29,6 +29,7 @@ class Gathering(FedAvg):
     """
 
     beside_model: ClassVar[str] = "gathered statistics"
+    _has_gathered: bool = False
 
     def gather(self, state: Arrays, nodes: Sequence[int], instruction: Instruction) -> dict[str, Moments]:
         """Gather from the nodes in one exchange; nodes that fail are left out, and named in the log."""
@@ -40,7 +41,10 @@ class Gathering(FedAvg):
         ]
         answers = ask_nodes(self.grid, messages, self.exchange_timeout)
         sent = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
-        replies, _ = parse_replies(answers.values(), sent, Expected((), {}))
+        replies, refused = parse_replies(answers.values(), sent, Expected((), {}))
+        if not replies and not self._has_gathered:
+            raise CannotTrainError(f"no node could gather BN statistics: {refused[0] if refused else 'none answered'}")
+        self._has_gathered = True
         seen = [reply.records[wire.MOMENTS] for reply in replies if wire.MOMENTS in reply.records]
         return norm.pool(moments.unpack(_tensors(values)) for values in seen)
 

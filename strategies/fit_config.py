@@ -7,6 +7,7 @@ from typing import Any
 from fedbn_flwr.server.base_strategy import BaseStrategy
 from fedbn_flwr.wire import Instruction, Scalar
 
+from .fixbn import FixBN
 from .registry import REGISTRY
 
 #: methods whose server only averages
@@ -23,14 +24,27 @@ def fit_config(strategy: BaseStrategy, **options: Any) -> Callable[[int], dict[s
     if type(strategy) not in known:
         names = ", ".join(kind.__name__ for kind in known)
         raise ValueError(f"the server of {type(strategy).__name__} does more than average; known: {names}")
+    if more := _server_side(strategy):
+        raise ValueError(f"the server of Flower's FedAvg only averages, which leaves out {more}")
     config = Instruction.from_config(_as_keys(options))
 
     def config_of(server_round: int) -> dict[str, Any]:
         # this server takes lists of arrays, in which nothing may be missing but what stays with clients
         asked = replace(strategy.instruct(replace(config, server_round=server_round)), omit="none")
-        return {**_as_keys(options), **asked.to_config()}
+        return {**_as_keys(options), **asked.to_config(always=_as_keys(options))}
 
     return config_of
+
+
+def _server_side(strategy: BaseStrategy) -> str:
+    """Return the option for which a server would have to do more than average."""
+    asked = {
+        "freeze_round='auto'": isinstance(strategy, FixBN) and strategy.freeze_at is None,
+        "server_optimizer": strategy.server_optimizer is not None,
+        "momentum_state='global'": strategy.instruct(Instruction()).momentum_state == "global",
+        "privacy": getattr(strategy, "privacy", None) is not None,
+    }
+    return next((name for name, is_asked in asked.items() if is_asked), "")
 
 
 def _as_keys(options: Mapping[str, Any]) -> dict[str, Scalar]:

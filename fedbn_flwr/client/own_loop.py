@@ -123,10 +123,11 @@ class OwnLoop:
     def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if threading.get_ident() != self._thread or not module.training:
             return
-        if not self.first_batch_size:
-            self.first_batch_size = next((len(value) for value in inputs if isinstance(value, torch.Tensor)), 0)
         if self._session is None and (model := self._find_model(module)) is not None:
             self.begin(model)
+        # modules of the data's transforms may run before the model does
+        if self._session is not None and not self.first_batch_size:
+            self.first_batch_size = next((len(value) for value in inputs if isinstance(value, torch.Tensor)), 0)
 
     def _find_model(self, module: nn.Module) -> nn.Module | None:
         """Return the model that this module is, or is a part of, if its entries are those of the structure."""

@@ -8,6 +8,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Context, Error, Message, MessageType
 from flwr.common.constant import ErrorCode
 
+from fedbn_flwr import wire
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.state.records import array_records, data_bytes, view_array
 
@@ -29,6 +30,10 @@ def keep_local(*patterns: str) -> Mod:
     """
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        if not message.content.array_records:
+            return call_next(message, context)
+        if message.metadata.message_type == wire.LAYERWISE:
+            raise ValueError("keep_local cannot serve a layer-wise method, whose nodes take steps together")
         memory = Memory(context.state)
         (group, sent), *more = array_records(message.content).items()
         if more:

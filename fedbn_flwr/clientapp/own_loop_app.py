@@ -150,9 +150,12 @@ def _named(arrays: list[np.ndarray], sent: ArrayRecord) -> ArrayRecord:
 
 
 def _metric_records(values: dict[str, Any], count: int) -> dict[str, MetricRecord | ConfigRecord]:
-    numbers = {key: value for key, value in values.items() if isinstance(value, int | float) and value is not True}
+    values = {key: value.item() if isinstance(value, np.generic) else value for key, value in values.items()}
+    numbers = {
+        key: value for key, value in values.items() if isinstance(value, int | float) and not isinstance(value, bool)
+    }
     others = {key: value for key, value in values.items() if key not in numbers}
-    return {wire.METRICS: MetricRecord({**numbers, wire.NUM_EXAMPLES: count}), "others": ConfigRecord(others)}
+    return {wire.METRICS: MetricRecord({**numbers, wire.NUM_EXAMPLES: int(count)}), "others": ConfigRecord(others)}
 
 
 def _no_handler(message: Message, context: Context) -> Message:

@@ -211,6 +211,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.instruction = self.instruct(_read_instruction(config, server_round))
         if not self.started:
             self._require_wrapper_that_fits(server_round)
+            self._require_variances()
         nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
         if not self.ever_trained:
             self._require_prepared(nodes[0])
@@ -326,6 +327,15 @@ class BaseStrategy(KeptState, FlowerFedAvg):
                 "differential privacy take entries by their positions; in their place, strategies take "
                 "`privacy=Privacy(...)`"
             )
+
+    def _require_variances(self) -> None:
+        """Refuse a model whose variances a strategy around this one has made negative."""
+        for name, value in self.current.items():
+            if name.endswith("running_var") and (value < 0).any():
+                raise RuntimeError(
+                    f"entry {name!r} has negative variances, made by the strategy around {type(self).__name__}; "
+                    "in place of Flower's strategies for differential privacy, strategies take `privacy=Privacy(...)`"
+                )
 
     def _require_prepared(self, node: int) -> None:
         """Refuse a model with normalizers that the method replaces, with which it would silently be FedAvg."""

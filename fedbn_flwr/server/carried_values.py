@@ -31,7 +31,7 @@ class CarriedValues:
         #: as they travel, and the node's number of samples; the most recent last
         self.by_node: dict[int, Arrays] = {}
 
-    def hear(self, node: int, num_examples: int, values: Mapping[str, np.ndarray]) -> None:
+    def hear(self, node: int, num_examples: float, values: Mapping[str, np.ndarray]) -> None:
         """Keep a node's values; those that are no values of BN layers are dropped with what is known of the node."""
         before = self.by_node.pop(node, {})
         if not _is_sound(values):

@@ -35,7 +35,8 @@ class NodeReply:
 
     node: int
     partition: int
-    num_examples: int
+    #: or what the metric `weighted_by_key` says
+    num_examples: float
     metrics: Mapping[str, Any]
     records: Mapping[str, Mapping[str, np.ndarray]]
     content: RecordDict
@@ -157,11 +158,11 @@ def lacks_state(message: Message) -> bool:
     return bool(report and report.get(wire.LACKS_STATE))
 
 
-def _count(metrics: Mapping[str, object], key: str) -> int:
+def _count(metrics: Mapping[str, object], key: str) -> float:
     count = metrics.get(key)
     if not isinstance(count, int | float) or not np.isfinite(count) or count < 0:
         raise RefusedError(f"its {key!r} is {count!r}")
-    return int(count)
+    return count
 
 
 def _integer(value: object) -> int:

@@ -15,7 +15,7 @@ class Participant:
 
     partition: int
     node: int
-    num_examples: int
+    num_examples: float
 
 
 class NodesStep(LayerwiseStep[Message], Protocol):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -257,7 +258,8 @@ class UsersClient(NumPyClient):
         loss = plain_loop(self.model, batches, float(config["lr"]), float(config.get("momentum", 0.0)))
         # a client may well lose the dtype of a counter
         arrays = [value.numpy().astype(float) for value in self.model.state_dict().values()]
-        return arrays, SIZES[self.part], {"train_loss": loss, "note": "trained"}
+        metrics = {"train_loss": loss, "note": "trained", "stopped": False, "steps": np.int64(3)}
+        return arrays, np.int64(SIZES[self.part]), metrics  # type: ignore[return-value]  # as users do
 
 
 @pytest.mark.parametrize("method", ["fixbn", "fedbn", "scaffold", "fedbs", "fedtan"])
@@ -305,6 +307,17 @@ def test_a_step_is_replayed_where_the_process_has_lost_it() -> None:
 def test_weights_of_a_step_that_are_not_those_of_the_average_are_named(caplog: pytest.LogCaptureFixture) -> None:
     """Without `num_examples` a node's weight in the step is the size of its first mini-batch: here 4, and 5."""
     grid = InProcessGrid(own_app(plain_loop, make), len(SIZES))
+    with caplog.at_level("WARNING", logger="flwr"):
+        Federation(make()).run(FedTAN(), 1, grid=grid, lr=0.05)
+    assert "node 1000 counted 4 of 17 samples in the layer-wise step, but 7 of 44" in caplog.text
+
+
+def test_the_first_mini_batch_is_that_of_the_model_and_not_of_a_transform(caplog: pytest.LogCaptureFixture) -> None:
+    def transformed(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+        scale = nn.Identity()
+        return plain_loop(model, ((torch.stack([scale(x) for x in inputs]), y) for inputs, y in batches), lr, momentum)
+
+    grid = InProcessGrid(own_app(transformed, make), len(SIZES))
     with caplog.at_level("WARNING", logger="flwr"):
         Federation(make()).run(FedTAN(), 1, grid=grid, lr=0.05)
     assert "node 1000 counted 4 of 17 samples in the layer-wise step, but 7 of 44" in caplog.text

@@ -23,7 +23,21 @@ from fedbn_flwr.clientapp.mods import ClientAppCallable
 from fedbn_flwr.server.replies import CannotTrainError, NodeReply, NotObeyedError
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.sequential import InProcessGrid
-from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedBN, FedBS, FedProx, FedTAN, FixBN, Scaffold, fit_config
+from fedbn_flwr.strategies import (
+    HBN,
+    BaseStrategy,
+    FedAvg,
+    FedBN,
+    FedBS,
+    FedProx,
+    FedTAN,
+    FixBN,
+    HeteroFL,
+    Privacy,
+    Scaffold,
+    fit_config,
+    prepare,
+)
 from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import CLASSES, INSTRUCTION, SIZES, Federation, distance, make_model, make_split, parts
 
@@ -269,6 +283,34 @@ def test_keep_local_keeps_what_matches_on_the_node() -> None:
         torch.testing.assert_close(value, initial[name] if name in bn else wanted[name], rtol=0, atol=1e-12)
 
 
+def test_keep_local_lets_pass_what_has_no_arrays_and_refuses_layer_wise_steps() -> None:
+    app = client_app(plain_client, mods=[keep_local("head.*")])
+    start(FedAvg(fraction_evaluate=0.0, server_optimizer="momentum"), app)
+    with pytest.raises(CannotTrainError, match="keep_local cannot serve a layer-wise method"):
+        start(FedTAN(fraction_evaluate=0.0), app)
+
+
+@pytest.mark.parametrize("strategy", [HBN, HeteroFL])
+def test_a_client_that_cannot_gather_statistics_ends_the_run(strategy: type[BaseStrategy]) -> None:
+    app = ClientApp(model=lambda: prepare(make(), strategy))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = prepare(make(), strategy)
+        model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+        optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1)
+        model(torch.randn(8, 1, 4, 4)).sum().backward()
+        optimizer.step()
+        metrics = MetricRecord({"num-examples": 8, "train-loss": 0.0})
+        return Message(
+            RecordDict({"arrays": state.to_record(model.state_dict()), "metrics": metrics}), reply_to=message
+        )
+
+    initial = state.to_record(prepare(make(), strategy).state_dict())
+    with pytest.raises(CannotTrainError, match=r"no node could gather BN statistics: .*gather"):
+        strategy(fraction_evaluate=0.0).start(InProcessGrid(app, NODES), initial, 1)
+
+
 def plain_client(context: Context) -> BNClient:
     """Return a client whose own memory keeps nothing: the mod does."""
     return bn_client(context, memory=RecordDict())
@@ -420,6 +462,27 @@ def test_a_node_that_comes_late_begins_with_its_own_models_bn() -> None:
 def test_fit_config_refuses_methods_whose_server_does_more() -> None:
     with pytest.raises(ValueError, match="the server of Scaffold does more than average; known: FedAvg, FedBN"):
         fit_config(Scaffold())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "named"),
+    [
+        (lambda: FixBN(freeze_round="auto"), "freeze_round='auto'"),
+        (lambda: FedAvg(server_optimizer="adam"), "server_optimizer"),
+        (lambda: FedAvg(momentum_state="global"), "momentum_state='global'"),
+        (lambda: FedAvg(weighting="uniform", privacy=Privacy(1.0, 1.0)), "privacy"),
+    ],
+)
+def test_fit_config_refuses_options_for_which_the_server_does_more(
+    strategy: Callable[[], BaseStrategy], named: str
+) -> None:
+    with pytest.raises(ValueError, match=f"only averages, which leaves out {named}"):
+        fit_config(strategy())
+
+
+def test_fit_config_sends_a_rate_that_falls_to_the_default() -> None:
+    config_of = fit_config(FedAvg(lr_schedule="0.1@2"), lr=1.0)
+    assert [config_of(number)["lr"] for number in (1, 2, 3, 4)] == pytest.approx([1.0, 1.0, 0.1, 0.1])
 
 
 def test_waiting_for_nodes_says_so(flower_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

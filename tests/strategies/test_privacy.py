@@ -225,6 +225,13 @@ def test_flowers_wrapper_around_fedavg_works() -> None:
     assert not torch.equal(before["net.0.weight"], after["net.0.weight"])
 
 
+def test_variances_that_a_wrapper_makes_negative_end_the_run() -> None:
+    nodes = Federation(make_model())
+    wrapped = flower.DifferentialPrivacyServerSideFixedClipping(FedAvg(fraction_evaluate=0.0), 5.0, 5.0, NODES)
+    with pytest.raises(RuntimeError, match=r"has negative variances, made by the strategy around FedAvg; .*privacy="):
+        wrapped.start(nodes.grid, nodes.initial, 3, train_config=INSTRUCTION.to_config())
+
+
 def test_a_run_in_which_a_wrapper_passes_on_no_reply_ends_with_an_error() -> None:
     """The mod asks for a key that only the other wrapper sends, so every reply is an error."""
     nodes = Federation(make_model(), mods=[fixedclipping_mod])
