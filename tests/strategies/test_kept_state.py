@@ -48,6 +48,7 @@ PASSING |= {
     "_expected",
     "_expected_replies",
     "_final",
+    "_has_gathered",
     "_refused",
     "_sent",
     "_awaited",

@@ -1,9 +1,9 @@
 """The command `fedbn-flwr report`."""
 
 import argparse
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from fedbn_flwr.experiments.config import UsageError, convert
@@ -60,4 +60,4 @@ def watch(folders: Sequence[Path], out: Path, every: int) -> None:
         if complete:
             console.print(f"Report: {page.resolve()} (and its pictures as PNG files)", soft_wrap=True, markup=False)
             return
-        time.sleep(every)
+        sleep(every)

@@ -247,7 +247,7 @@ def test_watch_refreshes_while_cells_are_left(tmp_path: Path, monkeypatch: pytes
         other = write_matrix(tmp_path / "rest", ALL)
         (matrix / "results.json").write_text((other / "results.json").read_text())
 
-    monkeypatch.setattr("fedbn_flwr.experiments.reports.command.time.sleep", go_on)
+    monkeypatch.setattr("fedbn_flwr.experiments.reports.command.sleep", go_on)
     assert main(["report", "--watch", str(matrix), "--every", "7"]) == 0
     assert len(pages) == 1
     assert '<meta http-equiv="refresh" content="7">' in pages[0]
@@ -260,7 +260,7 @@ def test_watch_is_interrupted_cleanly(
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedbn_flwr.experiments.reports.command.time.sleep", interrupt)
+    monkeypatch.setattr("fedbn_flwr.experiments.reports.command.sleep", interrupt)
     matrix = write_matrix(tmp_path, {})
     assert main(["report", "--watch", str(matrix)]) == 130
     assert capsys.readouterr().err == ""
