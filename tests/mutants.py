@@ -30,7 +30,12 @@ ALSO_TESTED_BY = {
     "server": ("tests/strategies",),
     "data": ("tests/plugins", "tests/experiments/test_plugins.py"),
     "norm": ("tests/strategies/test_norm_references.py", "tests/strategies/test_gathering.py"),
-    "layerwise": ("tests/strategies/test_fedtan.py", "tests/client/test_layerwise_step.py"),
+    "layerwise": (
+        "tests/strategies/test_fedtan.py",
+        "tests/strategies/test_carried.py",
+        "tests/client/test_layerwise_step.py",
+        "tests/simulation/stacked/test_stacked_batch_norm.py",
+    ),
 }
 SURVIVORS = ROOT / "tests" / "survivors.toml"
 
