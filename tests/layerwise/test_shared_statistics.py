@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedbn_flwr.layerwise import Answer, OrderError, Request, combine, gradients, shared_statistics
+from fedbn_flwr.layerwise import (
+    Answer,
+    OrderError,
+    Request,
+    SharedBatchNorm,
+    Use,
+    combine,
+    gradients,
+    shared_statistics,
+)
 from fedbn_flwr.norm import bn_layers
 from tests.helpers.layerwise_references import (
     Batch,
@@ -26,6 +35,8 @@ from tests.helpers.layerwise_references import (
     small_network,
     weighted_gradients,
 )
+
+Apply = Callable[..., tuple[Tensor, ...]]
 
 
 def alone(request: Request) -> Answer:
@@ -290,6 +301,44 @@ def test_stacked_clients() -> None:
     for client, wanted in enumerate(gradients(model, batches, weights, F.cross_entropy)):
         found = {name: each.grad[client] for name, each in rows.items() if each.grad is not None}
         assert relative_error(found, wanted) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("inputs_at", "weight_at", "bias_at"),
+    [(0, 0, 0), (1, 0, 0), (2, 1, 0), (0, None, 0), (3, 1, None), (1, None, None)],
+)
+def test_stacked_along_any_axis_is_one_client_after_another(
+    inputs_at: int, weight_at: int | None, bias_at: int | None
+) -> None:
+    torch.manual_seed(0)
+    inputs, (weight, bias) = torch.randn(3, 5, 2, 4, dtype=torch.float64), torch.rand(2, 3, 2, dtype=torch.float64)
+    weights = weight if weight_at is not None else weight[:1].expand(3, 2)
+    biases = bias if bias_at is not None else bias[:1].expand(3, 2)
+
+    def layer(inputs: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        apply: Apply = SharedBatchNorm.apply
+        return apply(inputs, weight, bias, 1e-3, Use("layer", alone, "fused", final=False))
+
+    each = [layer(*values) for values in zip(inputs, weights, biases, strict=True)]
+    values = (
+        inputs.movedim(0, inputs_at),
+        weight[0] if weight_at is None else weight.movedim(0, weight_at),
+        bias[0] if bias_at is None else bias.movedim(0, bias_at),
+    )
+    places: Any = (0, 0, 0, None)
+    outputs, mean, variance, count = vmap(layer, (inputs_at, weight_at, bias_at), places)(*values)
+    for found, wanted in zip((outputs, mean, variance), zip(*(one[:3] for one in each), strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-12, atol=1e-12)
+    assert count == 5 * 4
+
+
+def test_stacked_clients_without_data_of_their_own_are_refused() -> None:
+    def layer(weight: Tensor) -> Tensor:
+        apply: Apply = SharedBatchNorm.apply
+        return apply(torch.ones(4, 2), weight, None, 1e-3, Use("first", alone, "fused"))[0]
+
+    with pytest.raises(RuntimeError, match="what clients say of BN layer 'first' does not depend on their data"):
+        vmap(layer)(torch.ones(3, 2))
 
 
 def test_stacked_clients_of_a_layer_that_works_in_place() -> None:

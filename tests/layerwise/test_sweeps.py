@@ -178,6 +178,7 @@ def test_movement_by_hand() -> None:
     assert movement(one(0, 4), one(1, 4)) == pytest.approx(0.5, rel=1e-4)
     assert movement(one(1, 3), one(1, 4)) == pytest.approx(0.25, rel=1e-4)
     assert movement({}, one(1, 4)) == float("inf")
+    assert movement(one(1, 0), one(1, 0)) == 0  # a channel that is the same everywhere
 
 
 def test_pooling_checks_what_was_said() -> None:
