@@ -90,7 +90,7 @@ class Scaffold(FedAvg):
         if len(nodes) == len(replies):
             return 1.0
         examples = [node.num_examples for node in self.describe(self.grid, nodes).values()]
-        # a node that cannot describe itself does not say how many examples it has
-        if self.weighting == "uniform" or not all(examples):
+        # a node describes itself by its number of examples only, and may not be able to
+        if self.weighting == "uniform" or self.weighted_by_key != wire.NUM_EXAMPLES or not all(examples):
             return len(replies) / len(nodes)
         return sum(reply.num_examples for reply in replies) / sum(examples)

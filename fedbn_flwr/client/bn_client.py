@@ -184,14 +184,14 @@ class BNClient(NumPyClient):
                 f"{sorted(set(reply.records) - {wire.ARRAYS})} cannot travel in a list of arrays: use client_app"
             )
         arrays = [value.cpu().numpy() for value in reply.records[wire.ARRAYS].values()]
-        return arrays, reply.num_examples, {**reply.metrics, wire.OBEYED: ",".join(reply.report[wire.OBEYED])}
+        return arrays, len(self.indices), {**reply.metrics, wire.OBEYED: ",".join(reply.report[wire.OBEYED])}
 
     def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Evaluate on the client's test split."""
         instruction = read_instruction(config)
         reply = self.test({wire.ARRAYS: self._named(parameters, instruction)}, instruction)
         metrics = {key: value for key, value in reply.metrics.items() if not isinstance(value, list)}
-        return float(metrics[wire.EVAL_LOSS]), reply.num_examples, metrics
+        return float(metrics[wire.EVAL_LOSS]), len(self.indices), metrics
 
     # ---- the parts -----------------------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ def _step_over_channel(content: RecordDict, make_client: Callable[[], LayerwiseC
             client, instruction = make_client(), read_instruction(config)
 
             def introduce() -> tuple[int, int]:
-                return client.partition_id, client.reply({}, instruction, {}).num_examples
+                return client.partition_id, client.reply({}, instruction, {}).num_examples or 0
 
             exchange.introduce = introduce
             with OwnRandomness(client.step_seed(instruction)).drawing():

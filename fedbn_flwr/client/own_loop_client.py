@@ -151,14 +151,10 @@ class OwnLoopClient:
         return trained
 
     def _reply_of(self, content: RecordDict, instruction: Instruction, records: Mapping[str, State]) -> Reply:
+        # what the strategy weighs by is the server's to ask for: `weighted_by_key` may be any of these
         metrics: dict[str, Any] = {
             key: value for record in content.metric_records.values() for key, value in record.items()
         }
-        if wire.NUM_EXAMPLES not in metrics:
-            raise ValueError(
-                f"the handler's metrics lack {wire.NUM_EXAMPLES!r}; they are {', '.join(metrics) or 'none'}"
-            )
-        count = int(metrics.pop(wire.NUM_EXAMPLES))
         metrics[wire.PARTITION_ID] = self.partition_id
         report = {key: value for record in content.config_records.values() for key, value in record.items()}
-        return Reply(count, metrics, dict(records), {**report, wire.OBEYED: obeyed_keys(instruction)})
+        return Reply(None, metrics, dict(records), {**report, wire.OBEYED: obeyed_keys(instruction)})

@@ -16,7 +16,8 @@ class Reply:
     The reply owns its tensors: nothing changes them any more.
     """
 
-    num_examples: int
+    #: None where the metrics say it, as far as they do
+    num_examples: int | None
     metrics: Metrics
     records: dict[str, State] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)

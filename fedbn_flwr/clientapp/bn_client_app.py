@@ -85,7 +85,8 @@ def unpack(
 def pack(reply: Reply, message: Message, copy: bool = True) -> Message:
     """Answer a message. With `copy=False` the message shares the reply's memory, which nobody may change any more."""
     content = RecordDict({name: state.to_record(values, copy=copy) for name, values in reply.records.items()})
-    content[wire.METRICS] = MetricRecord({wire.NUM_EXAMPLES: reply.num_examples, **_not_empty(reply.metrics)})
+    counted = {} if reply.num_examples is None else {wire.NUM_EXAMPLES: reply.num_examples}
+    content[wire.METRICS] = MetricRecord({**counted, **_not_empty(reply.metrics)})
     content[wire.REPORT] = ConfigRecord(_not_empty(reply.report))
     return Message(content, reply_to=message)
 

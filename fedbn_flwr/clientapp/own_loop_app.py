@@ -104,17 +104,24 @@ class ClientApp(FlowerClientApp):
 
 
 def numpy_client_app(
-    client_fn: Callable[[Context], NumPyClient | Client], model: Callable[[], nn.Module], **options: Any
+    client_fn: Callable[[Context], NumPyClient], model: Callable[[], nn.Module], **options: Any
 ) -> ClientApp:
     """Make a ClientApp of a `client_fn` for Flower's NumPyClient; names and dtypes of the model's entries are kept.
 
-    `client_fn` may return a NumPyClient or what its `to_client` returns. `options` are those of `ClientApp`.
+    `client_fn` returns a NumPyClient; what its `to_client` returns is taken, too. `options` are those of `ClientApp`.
+    A `Client` with messages of its own, which has no lists of arrays, is a TypeError.
     """
     app = ClientApp(model=model, **options)
 
-    def make(context: Context) -> Any:
+    def make(context: Context) -> NumPyClient:
         client = client_fn(context)
-        return getattr(client, "numpy_client", client)
+        inner: NumPyClient = getattr(client, "numpy_client", client)
+        if isinstance(inner, Client):
+            raise TypeError(
+                f"client_fn returned a {type(inner).__name__}, which is a flwr.client.Client; numpy_client_app takes a "
+                "NumPyClient: make it one, or train in a handler of ClientApp(model=...)"
+            )
+        return inner
 
     @app.train()
     def train(message: Message, context: Context) -> Message:

@@ -214,7 +214,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             self._require_variances()
         nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
         if not self.ever_trained:
-            self._require_prepared(nodes[0])
+            self._require_prepared(grid, nodes)
         self._awaited = server_round
         return self._make_messages(nodes, arrays, self.instruction, config, MessageType.TRAIN)
 
@@ -337,16 +337,28 @@ class BaseStrategy(KeptState, FlowerFedAvg):
                     "in place of Flower's strategies for differential privacy, strategies take `privacy=Privacy(...)`"
                 )
 
-    def _require_prepared(self, node: int) -> None:
-        """Refuse a model with normalizers that the method replaces, with which it would silently be FedAvg."""
+    def _require_prepared(self, grid: Grid, nodes: list[int]) -> None:
+        """Refuse a model with normalizers that the method replaces, with which it would silently be FedAvg.
+
+        Nodes that cannot say what their models hold are believed only if there are no running statistics: entries of
+        the same names may be those of another kind of BN.
+        """
         if self.normalizers is None:
             return
-        if foreign := sorted(set(self.describe_node(node).normalizers) - self.normalizers):
-            name = type(self).__name__
-            raise CannotTrainError(
-                f"{name} brings a normalizer of its own, and the model of node {node} has {', '.join(foreign)}: make "
-                f"the model with `prepare(model, {name})` of fedbn_flwr.strategies, on the server and on the nodes"
-            )
+        name, statistics = type(self).__name__, [entry for entry in self.current if entry.endswith("running_var")]
+        for node, description in self.roster.describe_answering(grid, nodes).items():
+            remedy = f"`prepare(model, {name})` of fedbn_flwr.strategies, on the server and on the nodes"
+            if foreign := sorted(set(description.normalizers) - self.normalizers):
+                raise CannotTrainError(
+                    f"{name} brings a normalizer of its own, and the model of node {node} has {', '.join(foreign)}: "
+                    f"make the model with {remedy}"
+                )
+            if statistics and not description.knows_its_model:
+                raise CannotTrainError(
+                    f"{name} brings a normalizer of its own, and node {node} cannot say which one {statistics[0]!r} "
+                    f"belongs to: make its app with `ClientApp(model=...)` of fedbn_flwr.clientapp, and the model with "
+                    f"{remedy}"
+                )
 
     def _require_progress(self, server_round: int) -> None:
         reason = self._refused[0] if self._refused else "no node answered"

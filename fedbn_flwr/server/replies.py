@@ -159,10 +159,16 @@ def lacks_state(message: Message) -> bool:
 
 
 def _count(metrics: Mapping[str, object], key: str) -> float:
-    count = metrics.get(key)
+    if key not in metrics:
+        raise RefusedError(f"its metrics lack {key!r}, which the strategy weighs by; they are {_names(metrics)}")
+    count = metrics[key]
     if not isinstance(count, int | float) or not np.isfinite(count) or count < 0:
         raise RefusedError(f"its {key!r} is {count!r}")
     return count
+
+
+def _names(metrics: Mapping[str, object]) -> str:
+    return ", ".join(sorted(metrics.keys() - {wire.PARTITION_ID})) or "none"
 
 
 def _integer(value: object) -> int:

@@ -1,7 +1,7 @@
 """The choice of nodes: a finite wait, and a draw that does not depend on Flower's random node ids."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from logging import INFO, WARNING
@@ -44,6 +44,11 @@ class Node:
     #: the classes of the model's BN layers
     normalizers: tuple[str, ...] = ()
 
+    @property
+    def knows_its_model(self) -> bool:
+        """Whether the description says what is in the model."""
+        return bool(self.parameters or self.normalizers)
+
 
 def wait_for_nodes(grid: Grid, wanted: int, patience: float, fewest: int | None = None) -> list[int]:
     """Return the connected nodes as soon as there are `wanted`, or after `patience` seconds if there are `fewest`.
@@ -80,22 +85,35 @@ class Roster:
 
         A node whose app cannot answer is known by its id only. Raises `CannotTrainError` if nodes do not answer.
         """
-        new = [node for node in nodes if node not in self._known]
-        for start in range(0, len(new), ASKED_AT_ONCE):
-            self._ask(grid, new[start : start + ASKED_AT_ONCE])
+        for some in self._new_among(nodes):
+            self._require_answers(some, self._ask(grid, some))
         return {node: self._known[node] for node in nodes}
 
-    def _ask(self, grid: Grid, nodes: list[int]) -> None:
+    def describe_answering(self, grid: Grid, nodes: list[int]) -> Mapping[int, Node]:
+        """Return the descriptions of the nodes that answer, now or before; nodes that stay silent are left out."""
+        for some in self._new_among(nodes):
+            self._ask(grid, some)
+        return {node: self._known[node] for node in nodes if node in self._known}
+
+    def _new_among(self, nodes: list[int]) -> Iterator[list[int]]:
+        """Yield the nodes that were not asked yet, so many at a time."""
+        new = [node for node in nodes if node not in self._known]
+        for start in range(0, len(new), ASKED_AT_ONCE):
+            yield new[start : start + ASKED_AT_ONCE]
+
+    def _ask(self, grid: Grid, nodes: list[int]) -> Mapping[int, Message]:
         content = RecordDict({wire.CONFIG: ConfigRecord()})
         questions = [Message(content, dst_node_id=node, message_type=wire.DESCRIBE) for node in nodes]
         answers = ask_nodes(grid, questions, self._timeout)
-        self._require_answers(nodes, answers)
         for node, answer in answers.items():
+            if _was_lost(answer):
+                continue
             if answer.has_error():
                 log(WARNING, "Node %d cannot say who it is and is drawn by its id: %s", node, answer.error.reason)
                 self._known[node] = Node(node, node)
             else:
                 self._known[node] = _read(node, answer)
+        return answers
 
     def _require_answers(self, nodes: list[int], answers: Mapping[int, Message]) -> None:
         silent = [f"{node} (no answer)" for node in nodes if node not in answers]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.client import NumPyClient
+from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp as FlowerClientApp
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_pre_hooks
@@ -101,7 +101,12 @@ def loop_over_parts(model: nn.Module, batches: Iterator[Batch], lr: float, momen
 
 
 def own_app(
-    loop: Loop, make: Callable[[], nn.Module], loss_name: str = "train-loss", **options: Any
+    loop: Loop,
+    make: Callable[[], nn.Module],
+    loss_name: str = "train-loss",
+    weight_name: str = "num-examples",
+    factor: int = 1,
+    **options: Any,
 ) -> FlowerClientApp:
     """Return a user's app: it loads, trains by the loop, and replies, and knows nothing of this project's methods.
 
@@ -117,7 +122,7 @@ def own_app(
         batches = batches_of(message, context, make)
         loss = loop(model, batches, config["lr"], config.get("momentum", 0.0))
         part = int(context.node_config["partition-id"])
-        metrics = MetricRecord({"num-examples": SIZES[part], loss_name: loss})
+        metrics = MetricRecord({weight_name: factor * SIZES[part], loss_name: loss})
         content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
         return Message(content, reply_to=message)
 
@@ -128,7 +133,7 @@ def own_app(
         model.eval()
         with torch.no_grad():
             loss = F.cross_entropy(model(split.inputs), split.labels)
-        metrics = MetricRecord({"num-examples": len(split), "eval-loss": float(loss)})
+        metrics = MetricRecord({weight_name: len(split), "eval-loss": float(loss)})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     return app
@@ -266,8 +271,13 @@ class UsersClient(NumPyClient):
 def test_a_numpy_client_obeys_too(method: str) -> None:
     federation = Federation(make())
     wanted = federation.run(METHODS[method](), ROUNDS, lr=0.05)
+
+    def client_fn(context: Context) -> Any:
+        client = UsersClient(int(context.node_config["partition-id"]))
+        return client if method == "fedbn" else client.to_client()
+
     app = numpy_client_app(
-        lambda context: UsersClient(int(context.node_config["partition-id"])).to_client(),
+        client_fn,
         make,
         num_examples=lambda context: SIZES[int(context.node_config["partition-id"])],
         loss_key="train_loss",
@@ -275,6 +285,16 @@ def test_a_numpy_client_obeys_too(method: str) -> None:
     result = federation.run(METHODS[method](), ROUNDS, grid=InProcessGrid(app, len(SIZES)), lr=0.05)
     assert distance(result, wanted) < EXACT
     assert {name: value.dtype for name, value in result.items()} == {name: v.dtype for name, v in wanted.items()}
+
+
+def test_a_client_with_messages_of_its_own_is_refused_with_the_remedy() -> None:
+    def client_fn(context: Context) -> Any:
+        return Client()
+
+    grid = InProcessGrid(numpy_client_app(client_fn, make), len(SIZES))
+    reason = reason_of(lambda: Federation(make()).run(FedAvg(), 1, grid=grid, lr=0.05))
+    assert "client_fn returned a Client, which is a flwr.client.Client; numpy_client_app takes a NumPyClient" in reason
+    assert "train in a handler of ClientApp(model=...)" in reason
 
 
 def test_a_node_evaluates_the_model_that_it_keeps() -> None:
@@ -323,6 +343,39 @@ def test_the_first_mini_batch_is_that_of_the_model_and_not_of_a_transform(caplog
     assert "node 1000 counted 4 of 17 samples in the layer-wise step, but 7 of 44" in caplog.text
 
 
+@pytest.mark.parametrize("strategy", [FedAvg, FedBN, FedTAN, lambda **options: FedTAN(sweeps=1, **options)])
+def test_a_strategy_may_weigh_by_any_metric_and_then_needs_no_other(strategy: Callable[..., BaseStrategy]) -> None:
+    options: dict[str, Any] = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}
+    wanted = Federation(make()).run(strategy(), 2, lr=0.05)
+    grid = InProcessGrid(own_app(plain_loop, make, weight_name="samples", **options), len(SIZES))
+    strategy_by_samples = strategy(weighted_by_key="samples")
+    assert distance(Federation(make()).run(strategy_by_samples, 2, grid=grid, lr=0.05), wanted) < EXACT
+    assert len(strategy_by_samples.evaluate_replies) == len(SIZES)
+
+
+def test_the_metric_that_a_strategy_weighs_by_is_named_where_it_is_missing() -> None:
+    grid = InProcessGrid(own_app(plain_loop, make), len(SIZES))
+    reason = reason_of(lambda: Federation(make()).run(FedAvg(weighted_by_key="samples"), 1, grid=grid, lr=0.05))
+    assert "its metrics lack 'samples', which the strategy weighs by; they are num-examples, train-loss" in reason
+
+
+def test_scaffolds_share_of_the_clients_compares_numbers_of_one_kind() -> None:
+    """Nodes describe themselves by their examples; if other numbers are their weights, the share is that of nodes."""
+    ten_times: dict[str, Any] = {"weight_name": "pixels", "factor": 10}
+    describing: dict[str, Any] = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}
+    runs: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {}), (ten_times, {"weighted_by_key": "pixels"})]
+    models = [
+        Federation(make()).run(
+            Scaffold(fraction_train=0.5, fraction_evaluate=0.0, **options),
+            ROUNDS,
+            grid=InProcessGrid(own_app(plain_loop, make, **app, **(describing if app else {})), len(SIZES)),
+            lr=0.05,
+        )
+        for app, options in runs
+    ]
+    assert distance(*models) < EXACT
+
+
 def reason_of(run: Callable[[], object]) -> str:
     """Return the reason of a run that must fail."""
     with pytest.raises(CannotTrainError) as failure:
@@ -364,7 +417,7 @@ def test_a_loop_without_a_step_is_an_error_where_a_rule_is_asked_for() -> None:
 def test_fedbs_names_the_loss_that_a_handler_does_not_report() -> None:
     grid = InProcessGrid(own_app(plain_loop, make), len(SIZES))
     reason = reason_of(lambda: Federation(make()).run(FedBS(), 1, grid=grid, lr=0.05))
-    assert "lack 'local-loss'; they are partition-id, train-loss" in reason
+    assert "lack 'local-loss'; they are num-examples, partition-id, train-loss" in reason
     silent = InProcessGrid(own_app(plain_loop, make, loss_name="my-loss"), len(SIZES))
     reason = reason_of(lambda: Federation(make()).run(FedBS(loss="running"), 1, grid=silent, lr=0.05))
     assert "weighs by the metric 'train-loss', which no node sent; node 1000 sent my-loss" in reason

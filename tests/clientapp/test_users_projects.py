@@ -31,6 +31,7 @@ from fedbn_flwr.strategies import (
     FedBS,
     FedProx,
     FedTAN,
+    FedWon,
     FixBN,
     HeteroFL,
     Privacy,
@@ -188,6 +189,51 @@ def test_a_client_that_cannot_do_what_later_rounds_ask_for_is_refused_in_the_fir
         start(strategy(), foreign_app([]), rounds=9)
     assert f"node 1000 did not acknowledge {key}, which later rounds ask for" in str(refusal.value)
     assert "ClientApp(model=...)" in str(refusal.value)
+
+
+def test_a_client_that_cannot_say_what_its_model_holds_is_refused_where_the_model_has_bn() -> None:
+    """Without clipping, FedWon asks for nothing that a client must acknowledge: only the model tells it from FedAvg."""
+    with pytest.raises(CannotTrainError) as refusal:
+        start(FedWon(agc="off", fraction_evaluate=0.0), foreign_app([]), rounds=1)
+    assert "node 1000 cannot say which one 'net.1.running_var' belongs to" in str(refusal.value)
+    assert "`ClientApp(model=...)` of fedbn_flwr.clientapp, and the model with `prepare(model, Fed" in str(
+        refusal.value
+    )
+    seen: list[dict[str, Any]] = []
+    prepared = state.to_record(prepare(make(), FedWon).state_dict())
+    FedWon(agc="off", fraction_evaluate=0.0).start(InProcessGrid(foreign_app(seen), NODES), prepared, 1)
+    assert len(seen) == NODES
+
+
+def test_every_node_of_the_first_round_is_asked_for_its_normalizers() -> None:
+    """Static BN has the entries of BN, so that nothing else tells them apart."""
+
+    def some(context: Context) -> BNClient:
+        known: Any = {"train": make_split(), "memory": context.state, "device": "cpu"}
+        last = context.node_config["partition-id"] == NODES - 1
+        return BNClient(make() if last else prepare(make(), HeteroFL), **known)
+
+    strategy = HeteroFL(statistics="instant", fraction_evaluate=0.0)
+    with pytest.raises(CannotTrainError, match=f"the model of node {999 + NODES} has BatchNorm2d: make the model with"):
+        start(strategy, client_app(some), rounds=1)
+
+
+class WithoutTheFirst(InProcessGrid):
+    """A grid whose first node is gone."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        replies = list(super().pull_messages(message_ids))
+        return [reply for reply in replies if reply.metadata.src_node_id != 1000]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        return list(super().send_and_receive([each for each in messages if each.metadata.dst_node_id != 1000]))
+
+
+def test_a_silent_node_does_not_keep_the_others_from_a_model_of_the_methods_own() -> None:
+    strategy = FedWon(agc="off", fraction_evaluate=0.0, exchange_timeout=0.0)
+    prepared = state.to_record(prepare(make(), FedWon).state_dict())
+    strategy.start(WithoutTheFirst(foreign_app([]), NODES), prepared, 1)
+    assert [reply.node for reply in strategy.train_replies] == [*range(1001, 1000 + NODES)]
 
 
 def test_a_client_without_a_rule_does_not_promise_it(monkeypatch: pytest.MonkeyPatch) -> None:
