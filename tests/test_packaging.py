@@ -183,6 +183,9 @@ assert not norm.bn_layers(prepare(make(), FedWon))
         (("run", "--rounds", "1"), "sklearn", "data"),
         (("run", "--rounds", "1", "--model", "resnet18"), "torchvision", "models"),
         (("run", "--rounds", "1", "--engine", "ray"), "ray", "simulation"),
+        (("run", "--rounds", "1", "--log-to", "tensorboard"), "tensorboard", "tensorboard"),
+        (("compare", "--methods", "fedavg", "--rounds", "1", "--log-to", "wandb"), "wandb", "wandb"),
+        (("reproduce", "fedbs/figure2", "--smoke", "--log-to", "wandb"), "wandb", "wandb"),
     ],
 )
 def test_a_missing_extra_is_one_line_that_names_it(

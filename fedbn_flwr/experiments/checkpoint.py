@@ -18,7 +18,7 @@ from fedbn_flwr.state.record_files import sync
 #: what the code that goes on must have in common with the code that wrote the checkpoint
 VERSIONS = {"fedbn-flwr": __version__, "torch": str(torch.__version__)}
 #: options that change neither a bit of the model nor what is measured
-FREE = {"checkpoint-every", "data-root", "exchange-timeout", "min-nodes", "node-timeout"}
+FREE = {"checkpoint-every", "data-root", "exchange-timeout", "log-to", "min-nodes", "node-timeout"}
 FREE |= {"connect-timeout", "exchange-address", "exchange-port"}
 FREE |= {"results-dir", "resume", "state-dir", "timeout"}
 

@@ -103,7 +103,7 @@ def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     _add_shared(several, skip=("method", "resume"))
     single = _command(commands, "diagnose", "measure what the clients' data do to the BN of a model, without training")
     single.add_argument("--batches", default="4", metavar="N", help="mini-batches a client to average over [4]")
-    _add_shared(single, skip=("resume", "checkpoint_every"))
+    _add_shared(single, skip=("resume", "checkpoint_every", "log_to"))
     _add_tune(commands)
     names = _command(commands, "list", "show every strategy, normalizer, model, data set, partition and augmentation")
     names.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")

@@ -14,6 +14,8 @@ from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.wire import wire_key
 
 Value = bool | int | float | str
+#: values of `log-to`
+SINKS = ("tensorboard", "wandb")
 
 
 class UsageError(ValueError):
@@ -77,6 +79,7 @@ class Config:
         "write dynamics.jsonl: each BN layer's statistics from round to round, far from the global ones, and their "
         "variance over so many rounds; 0: do not",
     )
+    log_to: str = option("", "also write each round's numbers to tensorboard, wandb (Weights & Biases), or both")
     class_metrics: str = option(
         "", "per-class metrics of every site's test data, for the data set sites: f1, auc, precision, recall"
     )
@@ -127,7 +130,7 @@ class Config:
             parse_augmentation(self.augmentation)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        for name in ("class_names", "metric_names", "normalization"):
+        for name in ("class_names", "metric_names", "sink_names", "normalization"):
             getattr(self, name)  # refuses what it cannot read
         for name in ("fraction_train", "fraction_evaluate", "validation", "target_accuracy"):
             if not 0 <= getattr(self, name) <= 1:
@@ -150,10 +153,12 @@ class Config:
     @property
     def metric_names(self) -> tuple[str, ...]:
         """The per-class metrics that are asked for."""
-        names = _listed(self.class_metrics)
-        if unknown := [name for name in names if name not in CLASS_METRICS]:
-            raise UsageError(f"unknown metric {unknown[0]!r} in class-metrics; known: {', '.join(CLASS_METRICS)}")
-        return names
+        return _known_names(self.class_metrics, "metric", CLASS_METRICS, "class-metrics")
+
+    @property
+    def sink_names(self) -> tuple[str, ...]:
+        """The sinks that also take the numbers of each round."""
+        return _known_names(self.log_to, "sink", SINKS, "log-to")
 
     @property
     def normalization(self) -> tuple[Channels, Channels] | None:
@@ -216,6 +221,13 @@ _KNOWN: dict[str, Collection[str]] = {
 
 def _listed(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (part.strip() for part in text.split(","))))
+
+
+def _known_names(text: str, what: str, known: Collection[str], option_name: str) -> tuple[str, ...]:
+    names = _listed(text)
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"unknown {what} {unknown[0]!r} in {option_name}; known: {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
 
 
 def _numbers(name: str, text: str) -> Channels:

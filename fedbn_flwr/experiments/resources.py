@@ -18,6 +18,7 @@ from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.experiments.config import Config, UsageError
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.norm_options import parse_norm_options
+from fedbn_flwr.experiments.output.sinks import check_sinks
 
 #: the share of the training data and the draw of the validation split are the same for every seed
 VALIDATION_SEED = 0
@@ -113,6 +114,7 @@ def expected_steps(config: Config, samples: int = 0) -> int:
 def check(experiment: Experiment) -> None:
     """Find what cannot work before anything is started: device, data, partition, model and strategy."""
     config = experiment.config
+    check_sinks(config.sink_names)
     try:
         pick_device(config.device)
         if config.dataset != data.SITES:

@@ -19,6 +19,7 @@ from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.plots import plot_curves, title_of
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
+from fedbn_flwr.experiments.output.sinks import open_sinks
 from fedbn_flwr.experiments.recovery import Recovery
 from fedbn_flwr.experiments.resources import check, fresh_model, refuse_state_dir, refuse_workers
 from fedbn_flwr.experiments.task import make_task
@@ -106,32 +107,34 @@ def run(
         refuse_other_model(folder, saved, unpack(initial))
     else:
         clear(folder)
-    files = RunFolder(folder, saved.server_round if saved else 0)
+    rounds_done = saved.server_round if saved else 0
+    files = RunFolder(folder, rounds_done)
     if not saved:
         files.config(experiment.to_mapping(), task.sites)
     strategy, counted = experiment.make_strategy(nodes), CountingGrid(grid)
-    journal = Journal(files, strategy, counted, task.scorer, config, progress)
-    recovery = Recovery(folder, experiment, engine, grid, strategy, journal)
-    if saved:
-        initial = record(saved.model)
-        recovery.restore(saved, initial)
-    try:
-        strategy.start(
-            counted,
-            initial,
-            config.rounds,
-            rounds_done=saved.server_round if saved else 0,
-            timeout=config.timeout,
-            train_config=recovery.tell(ConfigRecord({**instruction_of(config).to_config(), **task.told})),
-            evaluate_config=recovery.tell(ConfigRecord({**evaluation_of(experiment).to_config(), **task.told})),
-            evaluate_fn=recovery.record,
-        )
-    except Exception as error:
-        if journal.arrays is not None:
-            summary = journal.summary_of_failure(experiment, nodes, error)
-            files.finish(summary, journal.arrays)
-            log(ERROR, "The run ended after round %d, its last model is in %s", summary["rounds-done"], folder)
-        raise
+    with open_sinks(config.sink_names, folder, experiment.to_mapping(), rounds_done) as sink:
+        journal = Journal(files, strategy, counted, task.scorer, config, sink, progress)
+        recovery = Recovery(folder, experiment, engine, grid, strategy, journal)
+        if saved:
+            initial = record(saved.model)
+            recovery.restore(saved, initial)
+        try:
+            strategy.start(
+                counted,
+                initial,
+                config.rounds,
+                rounds_done=rounds_done,
+                timeout=config.timeout,
+                train_config=recovery.tell(ConfigRecord({**instruction_of(config).to_config(), **task.told})),
+                evaluate_config=recovery.tell(ConfigRecord({**evaluation_of(experiment).to_config(), **task.told})),
+                evaluate_fn=recovery.record,
+            )
+        except Exception as error:
+            if journal.arrays is not None:
+                summary = journal.summary_of_failure(experiment, nodes, error)
+                files.finish(summary, journal.arrays)
+                log(ERROR, "The run ended after round %d, its last model is in %s", summary["rounds-done"], folder)
+            raise
     summary = journal.summary(experiment, nodes)
     plot_curves({config.method: [read_rounds(folder)]}, folder / "curves.png", title_of(summary))
     files.finish(summary, journal.arrays or initial)

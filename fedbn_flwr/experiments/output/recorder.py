@@ -12,6 +12,7 @@ from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.dynamics import DynamicsTable
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.output.scoring import Score, Scorer
+from fedbn_flwr.experiments.output.sinks import Sink
 from fedbn_flwr.experiments.output.site_scoring import SiteScorer
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.traffic.counting_grid import CountingGrid
@@ -36,10 +37,11 @@ class Journal:
         grid: CountingGrid,
         scorer: Scorer | SiteScorer,
         config: Config,
+        sink: Sink,
         progress: Progress | None = None,
     ) -> None:
         self._files, self._strategy, self._grid, self._scorer = files, strategy, grid, scorer
-        self._config, self._progress = config, progress
+        self._config, self._sink, self._progress = config, sink, progress
         self._started = self._last = time.perf_counter()
         self._before = grid.training.copy()
         self._score: Score = {}
@@ -79,6 +81,7 @@ class Journal:
         row = {"round": server_round, **self._training(), **self._traffic(), **self._strategy.measured}
         score = self._scored(server_round, arrays)
         self._files.round({**row, **score})
+        self._sink({**row, **score})
         if self._config.record_dynamics:
             rows = self._dynamics.rows(server_round, arrays, self._strategy.train_replies, row["train-loss"])
             self._files.dynamics(rows)

@@ -18,6 +18,7 @@ from fedbn_flwr.experiments.config import UsageError, convert
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.output.run_folder import command_line
+from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.experiments.recipes.estimate import estimate
 from fedbn_flwr.experiments.recipes.findings import findings
 from fedbn_flwr.experiments.recipes.matrix import CHECKPOINT_EVERY, Cell, check_resources, plan_cells, run_matrix
@@ -27,7 +28,7 @@ from fedbn_flwr.experiments.recipes.table import values_of, write_table
 from fedbn_flwr.strategies import CannotTrainError
 
 #: options of a run that may be given to all runs of a matrix
-CHANGES = ("data-root", "device", "precision")
+CHANGES = ("data-root", "device", "precision", "log-to")
 
 
 def add_recipe_commands(commands: Any, command: Any) -> None:
@@ -83,6 +84,7 @@ def reproduce(options: Mapping[str, Any]) -> None:
         _show_estimate(recipe, cells, workers)
         return
     check_resources(recipe, cells)
+    check_sinks(cells[0].plan.experiment(cells[0].method, 0).config.sink_names)
     setting, label = full.cells()[0]
     rounds = full.experiment(setting, label).config.rounds
     only = options.get("only") or ()

@@ -1,0 +1,163 @@
+"""`--log-to`: TensorBoard's and Weights & Biases' own files, read back, have the numbers of `rounds.jsonl`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fedbn_flwr.experiments import main
+from fedbn_flwr.experiments.config import SINKS
+from fedbn_flwr.experiments.engines import run_in_process
+from fedbn_flwr.experiments.method import resolve
+from fedbn_flwr.experiments.output.sinks import MODULES, OPENERS, numbers_of
+from tests.helpers.deaths import Death, dying
+from tests.helpers.runs import OPTIONS, command, run
+
+SMALL = {"model": "mlp", "rounds": "5", "engine": "inprocess", "log_to": "tensorboard"}
+BLOCK, FIRST = 32 * 1024, 7
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return name -> (round, value) as TensorBoard shows them."""
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+
+
+def columns(folder: Path) -> dict[str, list[tuple[int, Any]]]:
+    """Return the numbers of `rounds.jsonl` as (round, approximate value); TensorBoard's are of single precision."""
+    found: dict[str, list[tuple[int, Any]]] = {}
+    for row in rows_of(folder):
+        for name, value in row.items():
+            found.setdefault(name, []).append((row["round"], pytest.approx(value, rel=1e-6)))
+    return found
+
+
+def test_tensorboard_has_the_numbers_of_every_round(tmp_path: Path) -> None:
+    assert run("run", **SMALL, results_dir=str(tmp_path)) == 0
+    assert scalars(tmp_path) == columns(tmp_path)
+    # rounds 2 and 4 are evaluated, and the last
+    assert [number for number, _ in scalars(tmp_path)["accuracy"]] == [2, 4, 5]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (text,) = events.Tensors("options/text_summary")
+    assert b"method: fedavg\n" in text.tensor_proto.string_val[0]
+
+
+def test_a_round_is_there_when_it_has_ended(tmp_path: Path) -> None:
+    seen = []
+
+    def look(done: int, total: int, accuracy: float | None) -> None:
+        seen.append((done, scalars(tmp_path)["train-loss"][-1][0]))
+
+    run_in_process(resolve({**OPTIONS, "model": "mlp", "log-to": "tensorboard"}), tmp_path, look)
+    assert seen == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_a_run_that_goes_on_has_each_round_once(tmp_path: Path) -> None:
+    arguments = command("run", **SMALL, checkpoint_every="3", results_dir=str(tmp_path))
+    die_at_the_end(arguments)
+    # rounds 4 and 5 are repeated
+    assert (tmp_path / "checkpoint-3").exists()
+    assert [number for number, _ in scalars(tmp_path)["train-loss"]] == [1, 2, 3, 4, 5]
+    assert main(["run", "--resume", str(tmp_path)]) == 0
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    assert scalars(tmp_path) == columns(tmp_path)
+
+
+def test_a_run_may_be_logged_from_its_checkpoint_on(tmp_path: Path) -> None:
+    arguments = command("run", **{**SMALL, "log_to": ""}, checkpoint_every="2", results_dir=str(tmp_path))
+    die_at_the_end(arguments)
+    assert main(["run", "--resume", str(tmp_path), "--log-to", "tensorboard"]) == 0
+    assert [number for number, _ in scalars(tmp_path)["train-loss"]] == [5]
+
+
+def die_at_the_end(arguments: Sequence[str]) -> None:
+    """Run twice, and let the second run die in its last tenth."""
+    with dying(0, die) as whole:
+        assert main(arguments) == 0
+    with dying(int(0.9 * whole.count), die), pytest.raises(Death):
+        main(arguments)
+
+
+def die() -> None:
+    raise Death
+
+
+def test_a_run_in_the_folder_of_another_replaces_it(tmp_path: Path) -> None:
+    for rounds in ("5", "3"):
+        assert run("run", **{**SMALL, "rounds": rounds}, results_dir=str(tmp_path)) == 0
+    assert scalars(tmp_path) == columns(tmp_path)
+
+
+def test_a_matrix_logs_every_run(tmp_path: Path) -> None:
+    content = {"about": "mine", "options": {**OPTIONS, "model": "mlp"}, "methods": ["fedavg", "fedbn"], "seeds": 1}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
+    words = ["--results-dir", str(tmp_path / "out"), "--log-to", "tensorboard"]
+    assert main(["reproduce", str(tmp_path / "mine.yaml"), *words]) == 0
+    places = sorted(path.parent for path in (tmp_path / "out").rglob("tensorboard"))
+    assert [path.name for path in places] == ["fedavg-seed0", "fedbn-seed0"]
+    assert all(scalars(place) == columns(place) for place in places)
+
+
+def test_weights_and_biases_has_the_numbers_of_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    assert run("run", **{**SMALL, "log_to": "wandb"}, results_dir=str(tmp_path)) == 0
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    records = list(records_of(file))
+    (begun,) = [record.run for record in records if record.HasField("run")]
+    assert (begun.project, begun.run_group, begun.display_name) == ("fedbn-flwr", "fedavg", "fedavg, seed 0")
+    assert json.loads(next(item.value_json for item in begun.config.update if item.key == "rounds")) == 5
+    steps = [record.history for record in records if record.HasField("history")]
+    assert [step.step.num for step in steps] == [1, 2, 3, 4, 5]
+    assert [numbers(step.item) for step in steps] == rows_of(tmp_path)
+    (end,) = [record.exit for record in records if record.HasField("exit")]
+    assert end.exit_code == 0
+
+
+def numbers(items: Sequence[Any]) -> Mapping[str, float]:
+    """Return the numbers of a step, without those that the library adds."""
+    values = {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in items}
+    return {name: value for name, value in values.items() if not name.startswith("_")}
+
+
+def records_of(file: Path) -> Any:
+    """Read a file of Weights & Biases: a log as LevelDB's, in blocks, of protocol buffers."""
+    parse = import_module("wandb.proto.wandb_internal_pb2").Record.FromString
+    content, position, record = file.read_bytes(), FIRST, b""
+    while position < len(content):
+        if BLOCK - position % BLOCK < FIRST:  # no room for a header: the rest of the block is zeros
+            position += BLOCK - position % BLOCK
+            continue
+        length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+        record += content[position + FIRST : position + FIRST + length]
+        position += FIRST + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parse(record)
+            record = b""
+
+
+def test_only_numbers_are_logged_and_those_of_a_mapping_under_its_name() -> None:
+    row = {"round": 3, "accuracy": 0.5, "loss": None, "stage": "one", "done": True, "f1": {"a": {"x": 1.0}, "b": 2}}
+    assert numbers_of(row) == {"round": 3, "accuracy": 0.5, "f1/a/x": 1.0, "f1/b": 2}
+
+
+@pytest.mark.parametrize("names", [SINKS, tuple(MODULES), tuple(OPENERS)])
+def test_every_sink_is_known_everywhere(names: tuple[str, ...]) -> None:
+    assert names == ("tensorboard", "wandb")
+
+
+def test_an_unknown_sink_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("run", log_to="tensorbord", results_dir=str(tmp_path / "out")) == 2
+    wanted = "fedbn-flwr: unknown sink 'tensorbord' in log-to; known: tensorboard, wandb\n"
+    assert capsys.readouterr().err == wanted
+    assert not (tmp_path / "out").exists()
