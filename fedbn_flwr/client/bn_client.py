@@ -233,15 +233,16 @@ class BNClient(NumPyClient):
 
     def count_steps(self, instruction: Instruction) -> int:
         """Return the number of steps of a round."""
-        return batches.count_steps(len(self.indices), instruction, self._will_learn_bn(instruction))
+        return batches.count_steps(len(self.indices), instruction, self._merges_single(instruction))
 
     def first_batch_size(self, instruction: Instruction) -> int:
         """Return the number of samples in a round's first mini-batch."""
-        return batches.first_size(len(self.indices), instruction, self._will_learn_bn(instruction))
+        return batches.first_size(len(self.indices), instruction, self._merges_single(instruction))
 
-    def _will_learn_bn(self, instruction: Instruction) -> bool:
-        """Whether a round will update BN statistics, whatever mode the model is in now."""
-        return bool(norm.bn_layers(self.model)) and not frozen_parts(instruction.freeze)["statistics"]
+    def _merges_single(self, instruction: Instruction) -> bool:
+        """Whether a last sample is left over in a round that updates BN statistics, whatever mode the model is in."""
+        left_over = batches.leaves_one(len(self.indices), instruction.batch_size)
+        return left_over and not frozen_parts(instruction.freeze)["statistics"] and bool(norm.bn_layers(self.model))
 
     def _first_shared(
         self, planned: Iterator[training.Batch], session: Session, exchange: Exchange | None

@@ -1,6 +1,7 @@
 """A decorated, message-based ClientApp around `BNClient`: names and dtypes of arrays survive the journey."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -61,8 +62,16 @@ def client_app(client_fn: ClientFunction, mods: list[Mod] | None = None) -> Clie
     return app
 
 
+@dataclass(frozen=True)
+class SharedRecords:
+    """Records that many messages share, each read once; by the record's id."""
+
+    states: dict[int, state.State] = field(default_factory=dict)
+    instructions: dict[int, Instruction] = field(default_factory=dict)
+
+
 def unpack(
-    message: Message, known: dict[int, state.State] | None = None, flowers: bool = True
+    message: Message, known: SharedRecords | None = None, flowers: bool = True
 ) -> tuple[dict[str, state.State], Instruction]:
     """Return the arrays by group and name, and the instruction, which may be that of Flower's own FedProx.
 
@@ -75,11 +84,15 @@ def unpack(
         if known is None:
             records[name] = state.from_record(record)
             continue
-        if id(record) not in known:
-            known[id(record)] = state.view_record(record)
-        records[name] = known[id(record)]
+        if id(record) not in known.states:
+            known.states[id(record)] = state.view_record(record)
+        records[name] = known.states[id(record)]
     config: Any = message.content[config_name]
-    return records, read_instruction(config, flowers)
+    if known is None:
+        return records, read_instruction(config, flowers)
+    if id(config) not in known.instructions:
+        known.instructions[id(config)] = read_instruction(config, flowers)
+    return records, known.instructions[id(config)]
 
 
 def pack(reply: Reply, message: Message, copy: bool = True) -> Message:

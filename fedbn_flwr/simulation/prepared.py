@@ -8,6 +8,7 @@ from flwr.app import Context, Message, MessageType
 
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp import BNClientApp, pack, unpack
+from fedbn_flwr.clientapp.bn_client_app import SharedRecords
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import FlatState
@@ -68,7 +69,7 @@ class PreparedGrid(InProcessGrid):
     def _jobs(self, messages: dict[int, Message]) -> list[Job]:
         """Prepare the messages' clients, except those that cannot be prepared."""
         assert isinstance(self._client_app, BNClientApp)
-        jobs, shared, nodes = list[Job](), dict[int, State](), set[int]()
+        jobs, shared, nodes = list[Job](), SharedRecords(), set[int]()
         for place, message in messages.items():
             if (node := message.metadata.dst_node_id) in nodes:
                 continue  # a node's second message finds what the first has left

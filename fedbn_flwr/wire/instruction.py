@@ -195,13 +195,16 @@ def wire_key(name: str) -> str:
 
 def on_wire(key: str) -> str:
     """Return the name under which a field's or a rule's key travels."""
-    return key if key in _BY_KEY.keys() - _BINDING.keys() else NAMESPACE + key
+    return key if key in _PLAIN else NAMESPACE + key
 
 
 #: an instruction's fields by the wire's names
 _BY_KEY: dict[str, Field[Any]] = {wire_key(item.name): item for item in fields(Instruction) if item.name != "rule_keys"}
 
 _BINDING = {key: item for key, item in _BY_KEY.items() if item.metadata.get("binding")}
+
+#: the fields that say how to train, and not by which method
+_PLAIN = _BY_KEY.keys() - _BINDING.keys()
 
 
 def _typed(key: str, value: Any, default: Any) -> Any:

@@ -142,10 +142,11 @@ class StackedGrid(PreparedGrid):
                 key = stack_key(job)
             except Exception:  # reported when the message is answered
                 continue
-            if reason := why_not_stackable(job):
+            groups.setdefault(key, []).append(job)
+        for key, group in list(groups.items()):
+            if reason := why_not_stackable(group[0]):
                 self._log_once(reason)
-            else:
-                groups.setdefault(key, []).append(job)
+                del groups[key]
         if len(groups) > 1 and len({id(group[0].client.model) for group in groups.values()}) == len(jobs):
             self._log_once("each has a model of its own")
         return list(groups.values())

@@ -28,11 +28,12 @@ def stack_key(job: Job) -> Hashable:
     # the first mini-batches of a layer-wise step meet at every layer
     apart = instruction.layerwise in ("none", *wire.CARRIED_MODES)
     first_batch = apart or client.first_batch_size(instruction)
-    return id(client.model), client.loss_function, client.device, instruction, groups, remembered, first_batch
+    made = type(client), client.make_optimizer, id(client.model), client.loss_function, client.device
+    return made, instruction, groups, remembered, first_batch
 
 
 def why_not_stackable(job: Job) -> str:
-    """Say why a client cannot be stacked, whatever its model is; empty if it can."""
+    """Say why clients of this job's key cannot be stacked, whatever their model is; empty if they can."""
     client, instruction = job.client, job.instruction
     if type(client) is not BNClient:
         return f"{type(client).__name__} may train in a way of its own"
