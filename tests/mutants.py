@@ -26,7 +26,7 @@ WORDS = (r"^\s*log\(", r"^\s*f?\"[^\"]*\"\s*,?\s*$", r"raise \w+\(f?\"", r"^\s*_
 #: rooms that other rooms' tests go through, too
 ALSO_TESTED_BY = {
     "strategies": ("tests/experiments/test_method.py", "tests/test_docs.py::test_options_are_those_of_the_code"),
-    "client/rules": ("tests/strategies", "tests/simulation/stacked"),
+    "client/rules": ("tests/strategies", "tests/simulation/stacked", "tests/experiments/output/test_dynamics.py"),
     "server": ("tests/strategies",),
     "data": ("tests/plugins", "tests/experiments/test_plugins.py"),
     "norm": ("tests/strategies/test_norm_references.py", "tests/strategies/test_gathering.py"),

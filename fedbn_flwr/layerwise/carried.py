@@ -43,12 +43,12 @@ from fedbn_flwr.layerwise.sweeps import correction
 def carried_corrections(requests: Sequence[Request], weights: Sequence[float], trust: float) -> torch.Tensor:
     """Return the participants' corrections, a row for each, from all participants' last values of one kind.
 
-    Channels of several layers may stand side by side in a request. Without a `trust` above 1 the region is unbounded.
+    Channels of several layers may stand side by side in a request. With a `trust` of 0 the region is unbounded.
     """
     pooled = respond(requests, weights)
     everyone = replace(requests[0], tensor=torch.stack([request.tensor for request in requests]))
     corrections = correction(everyone, pooled).tensor
-    if everyone.kind == "statistics" and trust > 1:
+    if everyone.kind == "statistics" and trust:
         offsets, ratios = corrections.unbind(1)
         offsets.clamp_(-trust, trust)
         ratios.clamp_(1 / trust, trust)

@@ -13,9 +13,10 @@ T = TypeVar("T")
 class Lockstep(Generic[T]):
     """A `LayerwiseStep` of clients in this process, one client at a time; a client's result is its reply."""
 
+    _results: list[T]
+
     def __init__(self, steps: Sequence[Step[T]], seeds: Sequence[int]) -> None:
         self._clients = [SuspendedStep(step, seed) for step, seed in zip(steps, seeds, strict=True)]
-        self._results: list[T] = []
 
     def advance(self, answer: Answer | None = None) -> list[Request]:
         """Take every client to its next exchange."""

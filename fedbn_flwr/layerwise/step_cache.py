@@ -58,9 +58,8 @@ class StepCache:
                 self._timer = None
 
     def _drop(self, key: Hashable) -> None:
-        _, step = self._kept.pop(key, (0.0, None))
-        if step is not None:
-            step.abandon()
+        _, step = self._kept.pop(key)
+        step.abandon()
 
     def _watch(self) -> None:
         """Set one timer for the next deadline: an idle process must abandon its steps too."""
