@@ -163,6 +163,17 @@ class FlatState(Flat[Tensor]):
         return [cls(layout, {dtype: buffer[client] for dtype, buffer in buffers.items()}) for client in range(clients)]
 
     @staticmethod
+    def stacked(states: Sequence["FlatState"]) -> dict[str, Tensor]:
+        """Return states of one layout as one, whose tensors have a row for each: what `copies_of` splits."""
+        values = dict.fromkeys(states[0], torch.empty(0))
+        for dtype, entries in states[0].layout.by_dtype.items():
+            rows = torch.from_numpy(np.stack([state.buffers[dtype] for state in states]))
+            parts = rows.split([prod(shape) for _, _, shape in entries], 1)
+            for (name, _, shape), part in zip(entries, parts, strict=True):
+                values[name] = part.view(len(states), *shape)
+        return values
+
+    @staticmethod
     def _split(buffer: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         parts = torch.from_numpy(buffer).split([prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -6,13 +6,8 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.server.passing_grid import PassingGrid
-from fedbn_flwr.state.records import payload_bytes
 from fedbn_flwr.traffic.layerwise import CountedStep
-from fedbn_flwr.traffic.sizes import (
-    Sizes,
-    _sent_once,
-    message_sizes,
-)
+from fedbn_flwr.traffic.sizes import Sizes, message_sizes, paper_bytes
 from fedbn_flwr.traffic.tally import Tally
 from fedbn_flwr.wire import DESCRIBE
 from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid
@@ -68,7 +63,7 @@ class CountingGrid(PassingGrid):
             return
         tally = self._tally(messages[0])
         tally.exchanges += 1
-        tally.paper += sum(map(payload_bytes, _sent_once(messages)))
+        tally.paper += paper_bytes(messages)
         # the messages to several nodes share records, and each of these is measured once
         known: dict[int, Sizes] = {}
         for message in messages:

@@ -4,7 +4,9 @@ Sizes follow from names, dtypes and shapes, which repeat from message to message
 does, only to count it, would take 0.4 ms for one of 7 kB and 63 ms for one of 47 MB; this takes 0.03 ms for either.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -48,17 +50,32 @@ def _record_sizes(record: ArrayRecord | ConfigRecord | MetricRecord) -> Sizes:
     return Sizes(0, 0, _values_bytes(type(record), values))
 
 
-def _sent_once(messages: list[Message]) -> list[Array]:
-    """The arrays of some messages, equal ones of one name once; without whole numbers, which are counters."""
-    records = {
-        (group, id(record)): record for message in messages for group, record in array_records(message.content).items()
-    }
-    named: dict[tuple[str, str], list[Array]] = {}
-    for (group, _), record in records.items():
+def paper_bytes(messages: Sequence[Message]) -> int:
+    """The bytes that papers count of what a server sends: equal arrays of one name once, and counters not at all."""
+    groups: dict[str, dict[int, ArrayRecord]] = {}
+    for message in messages:
+        for group, record in array_records(message.content).items():
+            groups.setdefault(group, {})[id(record)] = record
+    return sum(_distinct_bytes(list(records.values())) for records in groups.values())
+
+
+def _distinct_bytes(records: Sequence[ArrayRecord]) -> int:
+    states = [state for record in records if (state := flat_of(record))]
+    if len(states) == len(records) and len({id(state.layout) for state in states}) == 1:
+        if len(states) == 1:
+            return _flat_sizes(states[0].layout).paper
+        measured = [
+            (name, prod(shape) * dtype.itemsize)
+            for name, dtype, shape in states[0].layout.entries
+            if _is_measured(str(dtype))
+        ]
+        return sum(size * len({state[name].tobytes() for state in states}) for name, size in measured)
+    named: dict[str, list[Array]] = {}
+    for record in records:
         for name, array in record.items():
             if _is_measured(array.dtype):
-                named.setdefault((group, name), []).append(array)
-    return [array for arrays in named.values() for array in distinct(arrays)]
+                named.setdefault(name, []).append(array)
+    return sum(payload_bytes(array) for arrays in named.values() for array in distinct(arrays))
 
 
 def _is_measured(dtype: str) -> bool:

@@ -53,11 +53,13 @@ def test_one_of_one_dtype_is_a_copy_too() -> None:
     assert flat["only"].tolist() == [1, 1, 1]
 
 
-def test_stacked_states_come_apart() -> None:
+def test_stacked_states_come_apart_and_together() -> None:
     rows: list[dict[str, Tensor]] = [{**random_state(toy_cnn(), seed), "none": torch.zeros(0, 2)} for seed in range(3)]
     stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    for row, flat in zip(rows, FlatState.copies_of(stacked, 3), strict=True):
+    apart = FlatState.copies_of(stacked, 3)
+    for row, flat in zip(rows, apart, strict=True):
         assert_same_state(flat, row)
+    assert_same_state(FlatState.stacked(apart), stacked)
 
 
 def test_tensors_may_be_on_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,11 @@ from hypothesis import strategies as some
 from numpy.typing import NDArray
 
 import fedbn_flwr.state.records
+from fedbn_flwr.server.averaging import record
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.state.records import make_record, payload_bytes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.traffic.sizes import message_sizes
+from fedbn_flwr.traffic.sizes import message_sizes, paper_bytes
 from fedbn_flwr.traffic.tally import Tally
 from fedbn_flwr.wire import DESCRIBE, GATHER
 from tests.helpers.toys import hold
@@ -78,6 +79,18 @@ def test_payload_is_the_bytes_of_the_numbers(grid: CountingGrid) -> None:
     grid.send_and_receive([message(node, MIXED) for node in grid.get_node_ids()])
     assert (grid.training.payload_down, grid.training.payload_up) == (2 * MIXED_BYTES, 2 * MIXED_BYTES)
     assert grid.training.payload == 4 * MIXED_BYTES
+
+
+def test_papers_count_what_nodes_have_in_common_once_and_counters_never() -> None:
+    common = {"shared": np.ones((2, 3), np.float32), "counter": np.array(7)}
+    flat = [record({**common, "own": np.full(4, float(node))}) for node in (1, 2, 2)]
+    plain = [ArrayRecord({name: Array(array.numpy()) for name, array in each.items()}) for each in flat]
+    model = record(common)
+    for groups in (flat, plain):
+        messages = [Message(RecordDict({"arrays": model, "carried": own}), 1, "train") for own in groups]
+        # the model, what the nodes' own groups have in common, and what two of them have alone
+        assert paper_bytes(messages) == 2 * 3 * 4 + 2 * 3 * 4 + 2 * 4 * 8
+    assert paper_bytes([Message(RecordDict({"arrays": model, "carried": flat[0]}), 1, "train")]) == 2 * 24 + 32
 
 
 def test_wire_is_the_size_of_flowers_objects_both_ways(grid: CountingGrid) -> None:

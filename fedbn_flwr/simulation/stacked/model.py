@@ -12,6 +12,7 @@ from torch.func import vmap
 from fedbn_flwr.client import training
 from fedbn_flwr.simulation.stacked.batch_norm import StackedBatchNorm
 from fedbn_flwr.state import State
+from fedbn_flwr.state.flat import FlatState
 
 #: rows of a stack that follow each other, or chosen ones
 Rows = slice | Tensor
@@ -145,6 +146,9 @@ def stacked(states: Sequence[State]) -> State:
     first = states[0]
     if all(state is first for state in states):
         return {name: value.expand(len(states), *value.shape).clone() for name, value in first.items()}
+    flat = [state for state in states if isinstance(state, FlatState)]
+    if len(flat) == len(states) and len({id(state.layout) for state in flat}) == 1:
+        return FlatState.stacked(flat)
     return {name: torch.stack([state[name] for state in states]) for name in first}
 
 
