@@ -154,8 +154,8 @@ def _read(node: int, message: Message, expected: Expected) -> NodeReply:
 
 def lacks_state(message: Message) -> bool:
     """Whether a node has lost the entries that stay on it, and asks for the whole model."""
-    report = message.content.config_records.get(wire.REPORT) if message.has_content() else None
-    return bool(report and report.get(wire.LACKS_STATE))
+    report = message.content.get(wire.REPORT) if message.has_content() else None
+    return isinstance(report, ConfigRecord) and bool(report.get(wire.LACKS_STATE))
 
 
 def _count(metrics: Mapping[str, object], key: str) -> float:
