@@ -37,6 +37,9 @@ ALSO_TESTED_BY = {
         "tests/simulation/stacked/test_stacked_batch_norm.py",
     ),
 }
+#: a mutant that waits for ever is ended by its test's time, and not by five times that of all its tests; with the whole
+#: process, whose other threads may wait as well
+WAITING = ("--timeout=120", "--timeout-method=thread")
 SURVIVORS = ROOT / "tests" / "survivors.toml"
 
 
@@ -66,8 +69,7 @@ def configure(copy: Path, files: Sequence[str], tests: Iterable[str]) -> None:
         "only_mutate": list(files),
         "also_copy": sorted(path.name for path in copy.iterdir() if path.name not in ("mutants", "tests")),
         "do_not_mutate_patterns": list(WORDS),
-        # a mutant that waits for ever is killed by its test's time, and not by five times that of all its tests
-        "pytest_add_cli_args": ["-q", "-x", "-p", "no:xdist", "-m", "not slow", "--timeout=120"],
+        "pytest_add_cli_args": ["-q", "-x", "-p", "no:xdist", "-m", "not slow", *WAITING],
         "pytest_add_cli_args_test_selection": sorted(set(tests)),
     }
     lines = [f"{key} = [{', '.join(map(_quoted, values))}]" for key, values in settings.items()]
