@@ -9,6 +9,7 @@ of a site that talks to the server.
 """
 
 import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ import traceback
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from fedbn_flwr.deployment.activation import come_back_noticed
 from fedbn_flwr.deployment.errors import DeploymentError
 from fedbn_flwr.deployment.guarded import guard
 from fedbn_flwr.deployment.relay import start_relay
@@ -28,6 +30,8 @@ EXCHANGE_VARIABLE = "FEDBN_EXCHANGE"
 STOPPED = 1
 #: the file for what leaves the site, and the hashes of the apps that may run here
 LOG_VARIABLE, APPS_VARIABLE = "FEDBN_SITE_LOG", "FEDBN_APPS"
+#: where Flower 1.41 has its client of the server's Fleet API; before, SuperNodes spoke gRPC
+_CLIENT = "flwr.supernode.fleet_http_client"
 #: the SHA-256 of an app's bundle
 _HASH = re.compile("[0-9a-f]{64}")
 
@@ -42,6 +46,8 @@ def main() -> None:
         sys.exit(f"the SuperNode does not start: {error}")
     if target := os.environ.get(EXCHANGE_VARIABLE):
         start_relay(_host(sys.argv), target, record=log.record_stream)
+    if importlib.util.find_spec(_CLIENT):
+        come_back_noticed(importlib.import_module(_CLIENT).FleetHttpClient)
     (command,) = entry_points(group="console_scripts", name="flower-supernode")
     command.load()()
     # only reached when the loop has ended by an error: whoever stops a SuperNode does so by a signal

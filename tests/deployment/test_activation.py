@@ -1,0 +1,91 @@
+"""A SuperNode that comes back is noticed, whatever the server answers."""
+
+from http import HTTPStatus
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flwr.proto.fleet_pb2 import ActivateNodeResponse, DeactivateNodeRequest
+
+from fedbn_flwr.deployment import activation
+from fedbn_flwr.deployment.activation import OFFLINE, PAUSE, REFUSED, come_back_noticed
+
+
+class AnsweredError(RuntimeError):
+    """What a server answers instead of a node's number."""
+
+    def __init__(self, status: HTTPStatus) -> None:
+        super().__init__(str(status))
+        self.response = SimpleNamespace(status_code=status.value)
+
+
+REFUSES, BREAKS = AnsweredError(HTTPStatus.PRECONDITION_FAILED), AnsweredError(HTTPStatus.BAD_GATEWAY)
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What was done, in a time of its own."""
+    events: list[object] = []
+
+    def sleep(seconds: float) -> None:
+        events.append(seconds)
+
+    def now() -> float:
+        return sum(event for event in events if isinstance(event, float))
+
+    monkeypatch.setattr(activation, "time", SimpleNamespace(sleep=sleep, monotonic=now))
+    return events
+
+
+def client(answers: list[Exception | None], done: list[object]) -> Any:
+    """A client of Flower's kind; the server gives these answers, and then the last one again and again."""
+
+    def activate(self: object, request: object) -> ActivateNodeResponse:
+        done.append("activate")
+        if answer := answers.pop(0) if len(answers) > 1 else answers[0]:
+            raise answer
+        return ActivateNodeResponse(node_id=7)
+
+    def deactivate(self: object, request: DeactivateNodeRequest) -> None:
+        done.append(f"deactivate {request.node_id}")
+
+    kind = type("Client", (), {"ActivateNode": activate, "DeactivateNode": deactivate})
+    come_back_noticed(kind)
+    return kind()
+
+
+def test_a_first_start_goes_straight_on(done: list[object]) -> None:
+    assert client([None], done).ActivateNode("request").node_id == 7
+    assert done == ["activate"]
+
+
+def test_after_a_refusal_the_node_is_offline_for_some_looks_of_a_run(
+    done: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert client([REFUSES, REFUSES, None], done).ActivateNode("request").node_id == 7
+    tries = ["activate", PAUSE, "activate", PAUSE, "activate"]
+    assert done == [*tries, "deactivate 7", OFFLINE, "activate"]
+    assert OFFLINE > 3 * 3  # a ServerApp looks for replies every three seconds
+    assert capsys.readouterr().err.count("Failed to activate SuperNode") == 1
+
+
+def test_a_key_that_nobody_registered_is_refused_in_the_end(done: list[object]) -> None:
+    with pytest.raises(AnsweredError, match="412"):
+        client([REFUSES], done).ActivateNode("request")
+    # as long as a dead node counts as connected
+    assert REFUSED >= 60
+    assert sum(event for event in done if isinstance(event, float)) == pytest.approx(REFUSED, abs=PAUSE)
+
+
+def test_other_errors_are_flowers_to_handle(done: list[object]) -> None:
+    with pytest.raises(AnsweredError, match="502"):
+        client([BREAKS], done).ActivateNode("request")
+    with pytest.raises(AnsweredError, match="502"):
+        client([REFUSES, BREAKS], done).ActivateNode("request")
+    assert done == ["activate", "activate", PAUSE, "activate"]
+
+
+def test_flower_has_what_is_wrapped() -> None:
+    wrapped = import_module("flwr.supernode.fleet_http_client").FleetHttpClient
+    assert {"ActivateNode", "DeactivateNode"} <= vars(wrapped).keys()
