@@ -103,7 +103,7 @@ class Instruction:
     momentum: float = 0.0
     weight_decay: float = 0.0
     #: `float32`, `tf32` to let GPUs use it for float32's products, or `bf16` for bfloat16 autocast
-    precision: str = "float32"
+    precision: str = field(default="float32", metadata={"any type": True})
 
     #: which part of BN stands still while training: one of FREEZES
     freeze: str = _binding("none")
@@ -140,12 +140,13 @@ class Instruction:
     def from_config(cls, config: ConfigRecord | dict[str, Any], rule_keys: Mapping[str, Scalar] = _NO_KEYS) -> Self:
         """Read the fields, and the keys of rules that this process knows, given with their defaults.
 
-        Other keys are left alone: they may be a user's own.
+        Other keys are left alone: they may be a user's own. So may `precision`, which users of Lightning give as a
+        number: only a `BNClient` reads it, and refuses what it does not know.
         """
         known = ((item, on_wire(key)) for key, item in _BY_KEY.items() if on_wire(key) in config)
-        values = {item.name: _typed(key, config[key], item.default) for item, key in known}
+        values = {item.name: _typed(key, config[key], item) for item, key in known}
         keys = sorted(key for key in rule_keys.keys() - _BY_KEY.keys() if on_wire(key) in config)
-        asked = ((key, _typed(on_wire(key), config[on_wire(key)], rule_keys[key])) for key in keys)
+        asked = ((key, _typed_like(on_wire(key), config[on_wire(key)], rule_keys[key])) for key in keys)
         return cls(**values, rule_keys=tuple(asked))
 
     @classmethod
@@ -207,7 +208,11 @@ _BINDING = {key: item for key, item in _BY_KEY.items() if item.metadata.get("bin
 _PLAIN = _BY_KEY.keys() - _BINDING.keys()
 
 
-def _typed(key: str, value: Any, default: Any) -> Any:
+def _typed(key: str, value: Any, item: Field[Any]) -> Any:
+    return value if "any type" in item.metadata else _typed_like(key, value, item.default)
+
+
+def _typed_like(key: str, value: Any, default: Any) -> Any:
     """Return the value if its type is the default's; an int is also accepted where a float is meant."""
     kind = type(default)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

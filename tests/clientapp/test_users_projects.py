@@ -93,6 +93,22 @@ def test_a_users_keys_arrive_as_they_are_whatever_they_are_called() -> None:
     assert {key: seen[0][key] for key in mine} == mine
 
 
+@pytest.mark.parametrize("strategy", [FedAvg, lambda **options: FixBN(freeze_round=1, **options), FedTAN])
+def test_a_precision_of_a_users_own_may_be_a_number(strategy: Callable[..., BaseStrategy]) -> None:
+    seen: list[Any] = []
+
+    def watch(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        seen.append(message.content.config_records["config"].get("precision"))
+        return call_next(message, context)
+
+    app = looping_app("arrays", "config", mods=[watch])
+    trained = start(strategy(fraction_evaluate=0.0), app, precision=32)
+    assert set(seen) == {32}
+    assert distance(trained, start(strategy(fraction_evaluate=0.0), looping_app("arrays", "config"))) == 0
+    with pytest.raises(CannotTrainError, match="unknown precision 32; known: float32, tf32, bf16"):
+        start(strategy(fraction_evaluate=0.0), client_app(bn_client), precision=32)
+
+
 def test_a_users_freeze_freezes_nothing() -> None:
     trained = start(FedAvg(fraction_evaluate=0.0), client_app(bn_client), freeze="both")
     assert distance(trained, start(FedAvg(fraction_evaluate=0.0), client_app(bn_client))) == 0
@@ -106,8 +122,8 @@ def test_records_may_have_a_users_names(strategy: Callable[..., BaseStrategy], k
     assert distance(start(strategy(**names), app[kind]()), start(strategy(), client_app(bn_client))) < 1e-12
 
 
-def looping_app(arrays: str, config: str) -> FlowerClientApp:
-    app = ClientApp(model=make)
+def looping_app(arrays: str, config: str, mods: Any = None) -> FlowerClientApp:
+    app = ClientApp(model=make, mods=mods)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
