@@ -34,18 +34,26 @@ Row = dict[str, Any]
 
 
 def measure(federation: LoopbackFederation, options: Row, rounds: int) -> Row:
-    """Run some rounds; return the medians of a round's seconds, and of an exchange's milliseconds if the log tells."""
+    """Run some rounds; return the medians of a round's seconds, and of an exchange's milliseconds if it has several."""
     number = federation.submit({**_OPTIONS, **options, "rounds": rounds, "clients": len(federation.sites)})
     status = federation.await_end(number)
     if status != "finished:completed":
         return {"error": status}
-    seconds = [row["seconds"] for row in read_rounds(federation.results(number))]
-    found = [float(match[2]) for match in EXCHANGES.finditer(federation.log(number))]
+    done = read_rounds(federation.results(number))
+    seconds = statistics.median(row["seconds"] for row in done)
+    by_channel = [float(match[2]) for match in EXCHANGES.finditer(federation.log(number))]
     return {
-        "ms-per-exchange": statistics.median(found) if found else None,
-        "seconds-per-round": round(statistics.median(seconds), 2),
+        "ms-per-exchange": statistics.median(by_channel) if by_channel else _by_messages(done),
+        "seconds-per-round": round(seconds, 2),
         "rounds": rounds,
     }
+
+
+def _by_messages(rounds: Sequence[Row]) -> float | None:
+    """Return the milliseconds of a round, training included, over its exchanges; None for rounds of one exchange."""
+    if any(row["exchanges"] < 2 for row in rounds):
+        return None
+    return round(statistics.median(1000 * row["seconds"] / row["exchanges"] for row in rounds), 1)
 
 
 def rows_of(options: argparse.Namespace) -> Iterator[Row]:
