@@ -15,8 +15,6 @@ from tests.plug_in_table import BEGIN, END, EXAMPLES, METHODS, PAGE, PROJECTS, c
 ALL = sorted(PROJECTS)
 #: the cells that take seconds
 QUICK: tuple[str, ...] = ("fixbn", "fedbn", "fedtan")
-#: one of each kind: a loop of its own, a trainer's, and lists of arrays with the older server
-RUN = ("quickstart", "lightning", "numpy-client")
 
 
 def test_every_project_is_in_the_table() -> None:
@@ -91,7 +89,7 @@ def flower(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.mark.slow
 @pytest.mark.xdist_group("flower on the wheel")
 @pytest.mark.parametrize("kind", ["before", "after"])
-@pytest.mark.parametrize("project", RUN)
+@pytest.mark.parametrize("project", ALL)
 def test_flwr_run_completes(project: str, kind: str, flower: FlowerCommand, tmp_path: Path) -> None:
     # Flower refuses underscores in the app's folder
     app = copytree(EXAMPLES / project / kind, tmp_path / project, ignore=lambda *_: ["__pycache__"])
