@@ -53,7 +53,7 @@ def _by_messages(rounds: Sequence[Row]) -> float | None:
     """Return the milliseconds of a round, training included, over its exchanges; None for rounds of one exchange."""
     if any(row["exchanges"] < 2 for row in rounds):
         return None
-    return round(statistics.median(1000 * row["seconds"] / row["exchanges"] for row in rounds), 1)
+    return round(float(statistics.median(1000 * row["seconds"] / row["exchanges"] for row in rounds)), 1)
 
 
 def rows_of(options: argparse.Namespace) -> Iterator[Row]:
