@@ -10,11 +10,15 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import norm, wire
+from fedbn_flwr.layerwise import Answer
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.averaging import Arrays, record
+from fedbn_flwr.server.layerwise_attempt import NodesFailedError
 from fedbn_flwr.server.replies import CannotTrainError, Expected, parse_replies
 from fedbn_flwr.wire import Instruction, moments
+from fedbn_flwr.wire.layerwise import StepPosition
+from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep
 
 from .fedavg import FedAvg
 
@@ -48,6 +52,31 @@ class Gathering(FedAvg):
         seen = [reply.records[wire.MOMENTS] for reply in replies if wire.MOMENTS in reply.records]
         return norm.pool(moments.unpack(_tensors(values)) for values in seen)
 
+    def gather_in_order(self, state: Arrays, nodes: Sequence[int], instruction: Instruction) -> Arrays | None:
+        """Gather layer by layer, each with the layers before it installed, with one message a node.
+
+        Return the state with the statistics; None if the grid, or the nodes, can do so by messages only. Nodes that
+        fail are left out, and named in the log.
+        """
+        grid, attempt, nodes = self.grid, 0, list(nodes)
+        while nodes and isinstance(grid, LayerwiseGrid):
+            attempt += 1
+            arrays, position = record(state), StepPosition("gather", attempt).pack()
+            messages = [
+                Message(RecordDict({**self._question(node, arrays, instruction), **position}), node, wire.LAYERWISE)
+                for node in nodes
+            ]
+            try:
+                step = grid.open_step(messages)
+                if step is None:
+                    break
+                pooled = pool_in_order(step)
+                self._has_gathered = True
+                return self.installed(state, pooled)
+            except NodesFailedError as failure:
+                nodes = [node for node in nodes if node not in failure.nodes]
+        return None
+
     def installed(self, state: Arrays, pooled: Mapping[str, Moments]) -> Arrays:
         """The state with pooled moments as its running statistics."""
         if not pooled:
@@ -59,6 +88,23 @@ class Gathering(FedAvg):
         own = self.package(node, arrays)[self.arrayrecord_key]
         config = ConfigRecord({**self.other_config, **instruction.to_config()})
         return RecordDict({wire.ARRAYS: own, wire.CONFIG: config})
+
+
+def pool_in_order(step: NodesStep) -> dict[str, Moments]:
+    """Answer every layer's requests with their pooled moments; return these, by layer."""
+    pooled: dict[str, Moments] = {}
+    try:
+        requests = step.advance()
+        while requests:
+            layer = requests[0].layer
+            all_nodes = norm.pool({layer: Moments(each.count, *each.tensor)} for each in requests)[layer]
+            pooled[layer] = all_nodes
+            requests = step.advance(Answer(torch.stack([all_nodes.mean, all_nodes.variance]), all_nodes.count))
+        step.replies()
+    except Exception:
+        step.abandon()
+        raise
+    return pooled
 
 
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:

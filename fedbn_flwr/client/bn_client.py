@@ -19,6 +19,7 @@ from fedbn_flwr.client.batch_plan import BatchLoader
 from fedbn_flwr.client.carried_corrections import carried_exchange, carried_records
 from fedbn_flwr.client.device import is_on, pick_device
 from fedbn_flwr.client.evaluation import evaluate, mean_loss, shares
+from fedbn_flwr.client.layerwise_gathering import gather_in_order, why_not_in_order
 from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask
 from fedbn_flwr.client.modes import frozen_parts, layerwise_mode
 from fedbn_flwr.client.node_memory import Memory
@@ -123,13 +124,27 @@ class BNClient(NumPyClient):
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Reply with the moments of what the received model's BN layers see of this node's data, without training."""
         self._load(received[wire.ARRAYS], instruction)
+        seen = norm.gather(self.model, self._gathered(instruction), normalize_with=instruction.gather_with)
+        return self.reply({}, instruction, {wire.MOMENTS: moments.pack(self.model, seen)})
+
+    def gather_in_order(self, received: Mapping[str, State], instruction: Instruction, exchange: Exchange) -> Reply:
+        """Gather layer by layer, with an exchange for each BN layer; the reply brings nothing more."""
+        self._load(received[wire.ARRAYS], instruction)
+        gather_in_order(self.model, lambda: self._gathered(instruction), exchange)
+        return self.reply({}, instruction, {})
+
+    def why_not_in_order(self, instruction: Instruction) -> str:
+        """Return why `gather_in_order` cannot gather what `gather` does, exchange by exchange; nothing if it can."""
+        first = next(self._gathered(instruction), None)
+        return "it has no samples" if first is None else why_not_in_order(self.model, first)
+
+    def _gathered(self, instruction: Instruction) -> Iterator[Tensor]:
+        """Yield the inputs that statistics are gathered from, in mini-batches: the same in every call of a round."""
         generator = torch_generator(instruction.seed, "gather", *self._stream(instruction))
         chosen = torch.from_numpy(self.indices)[torch.randperm(len(self.indices), generator=generator)]
         chosen = chosen[: instruction.gather_samples or None]
         sizes = [len(part) for part in batches.chunks(chosen, instruction.batch_size)]
-        inputs = (inputs for inputs, _ in self.train_split.batches(chosen, sizes, self.device))
-        seen = norm.gather(self.model, inputs, normalize_with=instruction.gather_with)
-        return self.reply({}, instruction, {wire.MOMENTS: moments.pack(self.model, seen)})
+        return (inputs for inputs, _ in self.train_split.batches(chosen, sizes, self.device))
 
     def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Evaluate the node's own model (the received one with the entries that live here) on the test split."""

@@ -58,7 +58,8 @@ def handle_layerwise_message(content: RecordDict, context: Context, make_client:
     log = StepLog(Memory(context.state), f"{instruction.server_round}.{position.attempt}")
     if SIDE_CHANNEL in content:
         log.clear()
-        return _step_over_channel(content, partial(make_client, context))
+        over_channel = _gather_over_channel if position.phase == "gather" else _step_over_channel
+        return over_channel(content, partial(make_client, context))
     node = context.run_id, context.node_id
     held = _take_held(node, (log.attempt, position.index - 1))
     if position.phase == "abandon":
@@ -87,19 +88,52 @@ def handle_layerwise_message(content: RecordDict, context: Context, make_client:
 
 def _step_over_channel(content: RecordDict, make_client: Callable[[], LayerwiseClient]) -> Reply:
     """Take the whole step, and all other steps of the round, while a side channel is open for the exchanges."""
-    record: Any = content[SIDE_CHANNEL]
     config: Any = content[wire.CONFIG]
-    received = {name: state.from_record(arrays) for name, arrays in array_records(content).items()}
+
+    def step(exchange: SideChannelExchange) -> Reply:
+        client, instruction = make_client(), read_instruction(config)
+        _introduce(exchange, client, instruction)
+        with OwnRandomness(client.step_seed(instruction)).drawing():
+            return _train(client, _received(content), instruction, exchange)
+
+    return _over_channel(content, step)
+
+
+def _gather_over_channel(content: RecordDict, make_client: Callable[[], LayerwiseClient]) -> Reply:
+    """Gather statistics layer by layer, while a side channel is open for the exchanges."""
+    config: Any = content[wire.CONFIG]
+    client, instruction = make_client(), read_instruction(config)
+    if not isinstance(client, BNClient):
+        return Reply(0, {}, report={UNREACHABLE: "a client with a loop of its own gathers no statistics"})
+    if why := client.why_not_in_order(instruction):
+        return Reply(0, {}, report={UNREACHABLE: why})
+
+    def gather(exchange: SideChannelExchange) -> Reply:
+        _introduce(exchange, client, instruction)
+        return client.gather_in_order(_received(content), instruction, exchange)
+
+    return _over_channel(content, gather)
+
+
+def _introduce(exchange: SideChannelExchange, client: LayerwiseClient, instruction: Instruction) -> None:
+    """Let requests say whose they are, and how many samples are behind the client."""
+
+    def introduce() -> tuple[int, int]:
+        return client.partition_id, client.reply({}, instruction, {}).num_examples or 0
+
+    exchange.introduce = introduce
+
+
+def _received(content: RecordDict) -> dict[str, State]:
+    return {name: state.from_record(arrays) for name, arrays in array_records(content).items()}
+
+
+def _over_channel(content: RecordDict, act: Callable[[SideChannelExchange], Reply]) -> Reply:
+    """Return the reply of what is done while the side channel is open, or why it was not."""
+    record: Any = content[SIDE_CHANNEL]
     try:
         with SideChannelExchange(record[ADDRESS], record[TOKEN]) as exchange:
-            client, instruction = make_client(), read_instruction(config)
-
-            def introduce() -> tuple[int, int]:
-                return client.partition_id, client.reply({}, instruction, {}).num_examples or 0
-
-            exchange.introduce = introduce
-            with OwnRandomness(client.step_seed(instruction)).drawing():
-                return _train(client, received, instruction, exchange)
+            return act(exchange)
     except UnreachableError as error:
         return Reply(0, {}, report={UNREACHABLE: str(error)})
     except AttemptOverError:

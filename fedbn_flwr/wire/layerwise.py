@@ -9,7 +9,8 @@ A message holds
 - ArrayRecords `statistics` and `gradients`, in sweeps: by layer, the node's corrections,
 - with each of these three a ConfigRecord `...-counts`: how many values are behind an answer,
 - ConfigRecord `side-channel`, where the whole step is taken over one (see `frames.py`): its `address` and the node's
-  `token`. The one reply is that of the end of the step.
+  `token`. The one reply is that of the end of the step. In the phase `gather` nodes do not train: the exchanges are the
+  moments of what BN layers see of all local data, from the first layer to the last, and the reply holds nothing more.
 
 At the end of the step, a reply is that of plain training. Before, a reply holds
 
@@ -39,8 +40,9 @@ SIDE_CHANNEL = "side-channel"
 ADDRESS, TOKEN = "address", "token"
 UNREACHABLE, OVER = "unreachable", "over"
 
-#: wait at an exchange; a sweep, forward or backward; the step under settled corrections; forget the step
-PHASES = ("exchange", "forward", "backward", "step", "abandon")
+#: wait at an exchange; a sweep, forward or backward; the step under settled corrections; forget the step; over a side
+#: channel, gather statistics without training
+PHASES = ("exchange", "forward", "backward", "step", "abandon", "gather")
 
 Content = dict[str, ArrayRecord | ConfigRecord]
 

@@ -12,6 +12,7 @@ import torch._dynamo  # an optimizer imports it, which takes seconds
 from flwr.app import Context, Message
 from torch import nn
 
+from fedbn_flwr import norm
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.layerwise_step import STEPS
 from fedbn_flwr.clientapp import client_app
@@ -41,10 +42,26 @@ def dropout_model() -> nn.Module:
 
 def make_client(context: Context) -> BNClient:
     """Return a client of the harness's federation with `dropout_model`."""
+    return _client(context, dropout_model())
+
+
+def make_static_client(context: Context) -> BNClient:
+    """Return such a client with HeteroFL's static BN."""
+    return _client(context, norm.replace(dropout_model(), "static-bn"))
+
+
+def make_repeating_client(context: Context) -> BNClient:
+    """Return a client with static BN, of which a layer is used twice in a pass."""
+    model: Any = norm.replace(dropout_model(), "static-bn")
+    model.net[6] = model.net[2]
+    return _client(context, model)
+
+
+def _client(context: Context, model: nn.Module) -> BNClient:
     index = int(context.node_config["partition-id"])
     split = make_split()
     return BNClient(
-        dropout_model(),
+        model,
         split,
         test=split,
         num_classes=CLASSES,

@@ -19,6 +19,7 @@ from fedbn_flwr.simulation.stacked.jobs import count_steps, stack_key, trial_key
 from fedbn_flwr.simulation.stacked.layerwise_step import StackedLayerwiseStep, SuspendedStack
 from fedbn_flwr.simulation.stacked.memory_budget import clients_that_fit, largest_useful_stack
 from fedbn_flwr.simulation.stacked.training import train_together
+from fedbn_flwr.wire.layerwise import StepPosition
 from fedbn_flwr.wire.layerwise_grid import Participant
 
 #: clients that can wait in the middle of a layer-wise step where there is memory to train one: they have no reply yet,
@@ -58,7 +59,7 @@ class StackedGrid(PreparedGrid):
 
     def open_step(self, messages: Sequence[Message]) -> StackedLayerwiseStep | None:
         """Open the layer-wise step that these messages begin, if all of their nodes can take it in stacks."""
-        if not self._hands_to_clients():
+        if not self._hands_to_clients() or StepPosition.of(messages[0].content).phase != "exchange":
             return None
         for message in messages:
             identify(message)
