@@ -22,6 +22,7 @@ from fedbn_flwr.experiments.output.run_folder import as_json, make_folder, read_
 from fedbn_flwr.experiments.recipes.recipe import Recipe, Setting
 from fedbn_flwr.experiments.recipes.side_by_side import run_side_by_side
 from fedbn_flwr.experiments.resources import load_data, rounds_within_budget, shared_model
+from fedbn_flwr.state.record_files import write_bytes
 from fedbn_flwr.strategies import CannotTrainError
 
 #: rounds between checkpoints of a run at full size
@@ -117,11 +118,12 @@ def run_matrix(
     results = Results(recipe)
     with _alone_in(folder):
         record(folder)
-        (folder / "results.json").write_text("[]\n")
+        write_bytes(folder / "results.json", b"[]\n")
         pairs = run_side_by_side(cells, workers) if workers > 1 else ((cell, cell.run()) for cell in cells)
         for cell, summaries in pairs:
             results.runs[cell.setting.name, cell.label] = summaries
-            (folder / "results.json").write_text(as_json(_as_rows(results), indent=2) + "\n")
+            # whole at every moment: a report may be reading it
+            write_bytes(folder / "results.json", (as_json(_as_rows(results), indent=2) + "\n").encode())
             yield cell, results
         _write_comparisons(cells, results)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr.experiments.reports.sources import Run, Source
-from fedbn_flwr.experiments.reports.style import Picture, draw, finite, line_style, logarithmic, marked
+from fedbn_flwr.experiments.reports.style import Picture, draw, finite, line_style, logarithmic, marked, whole_numbers
 
 #: settings of which a report draws curves, and up to how many it draws more than the score over rounds
 SETTINGS, FEW = 12, 4
@@ -20,6 +20,8 @@ DYNAMICS = {
     "loss": "(c) training loss",
 }
 LOSSES = {"train-loss": "training loss", "loss-deviation": "standard deviation of the clients' losses"}
+#: the range of values from which on a scale is logarithmic
+DECADE = 10
 #: x and y of every point of a line
 Line = tuple[Sequence[float], Sequence[float]]
 Rows = Sequence[Mapping[str, Any]]
@@ -87,7 +89,9 @@ def _picture(
                 f" stage 2: {label}", (position, 0.97), xycoords=("data", "axes fraction"), fontsize=9, va="top"
             )
         axes.set(xlabel=x, ylabel=y)
-        if log and min(values) > 0:
+        if x == "round":
+            whole_numbers(axes)
+        if log and max(values) > DECADE * min(values) > 0:
             axes.set_yscale("log")
         if kind in ("exchanges", "bytes") and _spread(drawn) > 5:
             logarithmic(axes)

@@ -48,7 +48,7 @@ def draw(name: str, caption: str, paint: Callable[[Any], None], height: float = 
         axes = figure.add_subplot()
         paint(axes)
         handles, labels = axes.get_legend_handles_labels()
-        if len(labels) > 1:
+        if labels:
             columns = 1 if max(map(len, labels)) > 24 else 2 if max(map(len, labels)) > 14 else 3
             figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
         file = BytesIO()
@@ -90,6 +90,13 @@ def finite(values: Sequence[Any]) -> list[float]:
             number = float(value)
         numbers.append(number)
     return numbers
+
+
+def whole_numbers(axes: Any) -> None:
+    """Mark the x axis at whole numbers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def logarithmic(axes: Any) -> None:
