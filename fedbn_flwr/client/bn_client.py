@@ -153,16 +153,17 @@ class BNClient(NumPyClient):
         self._load(received[wire.ARRAYS], instruction)
         domains, wanted = self._num_domains(), instruction.class_metrics.split(",") if instruction.class_metrics else ()
         result = evaluate(self.model, self.test_split, self.num_classes, self.device, 500, domains, self.task, wanted)
+        own_domains, own_classes = shares(self.train_split, self.indices, self.num_classes, domains)
+        personal = {name: result.score_for(measure, own_domains) for name, measure in self.task.measures.items()}
         metrics: Metrics = {
             wire.EVAL_LOSS: result.loss,
             wire.ACCURACY: result.accuracy,
-            wire.ACCURACY_PERSONAL: result.accuracy_for(
-                *shares(self.train_split, self.indices, self.num_classes, domains)
-            ),
+            wire.ACCURACY_PERSONAL: result.accuracy_for(own_domains, own_classes),
             wire.DOMAIN_ACCURACY: result.domain_accuracy,
             wire.DOMAIN: self.domain,
             **{wire.CLASS + name: values for name, values in result.by_class.items()},
             **{wire.SCORE + name: value for name, value in result.scores.items()},
+            **{f"{wire.SCORE}{name}-personal": value for name, value in personal.items()},
             **self.local_loss(self.model, instruction),
         }
         sent = state.group_keys(self.model, instruction.keep_local if instruction.send_personal else "none")

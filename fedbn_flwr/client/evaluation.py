@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr.client.class_metrics import class_metrics
-from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask
+from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask, Measure
 from fedbn_flwr.client.training import LossFunction, logits_of, loss_of, model_loss
 from fedbn_flwr.data import Split
 from fedbn_flwr.data.image_augmentation import IGNORED
@@ -53,6 +53,14 @@ class Evaluation:
         matrix = self.confusion.sum(0).double()
         recall = matrix.diagonal() / matrix.sum(1).clamp(min=1)
         return float(recall @ class_share)
+
+    def score_for(self, measure: Measure, domain_share: Tensor) -> float:
+        """A score's mean over a node's own domains, by their shares; of all test data where none of them is tested."""
+        tested = domain_share * (self.confusion.sum((1, 2)) > 0)
+        if len(domain_share) < 2 or not tested.any():
+            return measure(self.confusion.sum(0))
+        own = [measure(matrix) * float(share) for matrix, share in zip(self.confusion, tested, strict=True) if share]
+        return sum(own) / float(tested.sum())
 
 
 @torch.no_grad()

@@ -87,10 +87,18 @@ def test_an_evaluation_counts_pixels_by_city(batch_size: int) -> None:
     assert result.accuracy == pytest.approx(float(micro))
     wanted = multiclass_jaccard_index(predicted, targets, 5, ignore_index=IGNORED)
     assert result.scores == {"mean-iou": pytest.approx(float(wanted), rel=1e-5)}
+    by_city = []
     for city in range(2):
         here = slice(4 * city, 4 * city + 4)
         own = multiclass_accuracy(predicted[here], targets[here], 5, average="micro", ignore_index=IGNORED)
         assert result.domain_accuracy[city] == pytest.approx(float(own))
+        by_city.append(float(multiclass_jaccard_index(predicted[here], targets[here], 5, ignore_index=IGNORED)))
+    # a node that has 3/4 of its images from the first city, and one from a city without test images
+    mixed = result.score_for(mean_iou, torch.tensor([0.75, 0.25]))
+    assert mixed == pytest.approx(0.75 * by_city[0] + 0.25 * by_city[1], rel=1e-5)
+    elsewhere = evaluate(Grey(), data.test, 5, "cpu", batch_size, 3, SEGMENTATION)
+    assert elsewhere.score_for(mean_iou, torch.tensor([0.0, 0.0, 1.0])) == pytest.approx(float(wanted), rel=1e-5)
+    assert elsewhere.score_for(mean_iou, torch.tensor([0.0, 0.5, 0.5])) == pytest.approx(by_city[1], rel=1e-5)
     assert int(result.confusion.sum()) == int((targets != IGNORED).sum()) < targets.numel()
     assert result.loss == pytest.approx(
         mean_loss(Grey(), data.test, np.arange(8), "cpu", SEGMENTATION.loss, batch_size)

@@ -25,6 +25,7 @@ class Scorer:
       models' accuracies on the whole test set (FedTAN). In segmentation it is the share of pixels.
     - `mean-iou`, in segmentation: the mean over classes of intersection over union, of the same models (FixBN).
     - `accuracy-personal`: the mean of the nodes' accuracies on their own domain or label distribution (FedBN, FedWon).
+    - `mean-iou-personal`, in segmentation: the mean of the nodes' mean IoU on their own domains, such as cities.
     - `accuracy-mean-bn`: of one model with the mean of the entries that stay on the nodes, over the nodes that took
       part in the last round (FedBS).
     - `domain-accuracy`: of the global model on every domain; where nodes have models of their own, of the models of
@@ -48,7 +49,7 @@ class Scorer:
         """Return the scores of the state after a round."""
         scores = score_nodes(strategy.evaluate_replies, self._data.domain_names)
         if not strategy.personal:
-            asked = {key: scores[key] for key in ("accuracy-personal",) if key in scores}
+            asked = {key: value for key, value in scores.items() if key.endswith("-personal")}
             values = state.from_record(arrays)
             return {**self.score_global(values), **self._train_loss(values), **asked}
         if mean := strategy.personal_mean():

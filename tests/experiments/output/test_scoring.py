@@ -1,6 +1,8 @@
 """The three accuracies of methods with personal BN, by hand from the nodes' models."""
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,16 +10,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context, RecordDict
+from safetensors.torch import load_file
 from torch import Tensor
+from torchmetrics.functional.classification import multiclass_jaccard_index
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient
+from fedbn_flwr.client.training import logits_of
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.data import Data
+from fedbn_flwr.data import Data, load
+from fedbn_flwr.data.image_augmentation import IGNORED
 from fedbn_flwr.experiments.output.scoring import Scorer, score_nodes
+from fedbn_flwr.models import build
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, NodeReply
 from fedbn_flwr.wire import Instruction
+from tests.helpers.runs import run
 from tests.helpers.toys import CLASSES, toy_cnn, toy_split
 
 NODES = 3
@@ -191,3 +199,23 @@ def test_without_domains_there_is_no_matrix() -> None:
 
 def test_nothing_was_evaluated() -> None:
     assert score_nodes([]) == {}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedbn"])
+def test_in_segmentation_nodes_have_a_mean_iou_on_their_own_city(method: str, tmp_path: Path) -> None:
+    data, shared = "streets:cities=2:images=4:test=2", {"clients": "2", "rounds": "1", "batch-size": "2"}
+    options = {**shared, "dataset": data, "model": "small-fcn", "partition": "city", "fraction-evaluate": "1"}
+    assert run("run", **options, method=method, local_steps="1", results_dir=str(tmp_path)) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert 0 < summary["mean-iou-personal"] != summary["mean-iou"]
+    if method == "fedbn":  # the model of a node is not in the folder
+        return
+    model = build("small-fcn", num_classes=5, in_channels=3, image_size=load(data).image_size, norm="bn", seed=0)
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    split = load(data).test
+    inputs, targets = split.batch(torch.arange(len(split)))
+    with torch.no_grad():
+        predicted = logits_of(model.eval()(inputs)).argmax(1)
+    cities = [split.domains == city for city in range(2)] if split.domains is not None else []
+    own = [multiclass_jaccard_index(predicted[here], targets[here], 5, ignore_index=IGNORED) for here in cities]
+    assert summary["mean-iou-personal"] == pytest.approx(float(sum(own)) / 2, rel=1e-5)
