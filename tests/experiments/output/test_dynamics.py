@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from flwr.app import ArrayRecord, RecordDict
 from torch import nn
 
+from fedbn_flwr import state
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.rules.dynamics import Dynamics
+from fedbn_flwr.experiments.output.dynamics import DynamicsTable
+from fedbn_flwr.strategies import NodeReply
 from fedbn_flwr.wire import ARRAYS, DYNAMICS, Instruction
 from tests.helpers.runs import run
 from tests.helpers.toys import CLASSES, toy_split
@@ -101,3 +105,18 @@ def test_nothing_is_recorded_without_the_key() -> None:
     client = BNClient(only_bn(), toy_split(12), num_classes=CLASSES, device="cpu")
     reply = client.train({ARRAYS: client.model.state_dict()}, Instruction(batch_size=4, local_steps=1))
     assert not any(key.startswith(DYNAMICS) for key in reply.metrics)
+
+
+def test_the_rows_of_a_round_by_hand() -> None:
+    def arrays(variance: list[float], mean: list[float]) -> ArrayRecord:
+        return state.to_record({"1.running_var": torch.tensor(variance), "1.running_mean": torch.tensor(mean)})
+
+    replies = [
+        NodeReply(node, node, 1, {f"{DYNAMICS}1": [float("nan"), distance, 0.5]}, {}, RecordDict())
+        for node, distance in enumerate((1.0, 4.0))
+    ]
+    table = DynamicsTable()
+    table.begin(arrays([1.0, 2.0], [0.0, 0.0]))
+    (row,) = table.rows(1, arrays([4.0, 0.0], [0.0, -0.5]), replies, 0.7)
+    assert (row["global-change"], row["local-distance"], row["window-variance"]) == (5.5, 2.5, 0.5)
+    assert math.isnan(row["batch-change"])
