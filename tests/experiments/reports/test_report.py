@@ -9,6 +9,10 @@ import pytest
 from PIL import Image
 
 from fedbn_flwr.experiments import main
+from fedbn_flwr.experiments.recipes.table import values_of
+from fedbn_flwr.experiments.reports import bars
+from fedbn_flwr.experiments.reports.curves import _megabytes
+from fedbn_flwr.experiments.reports.sources import read_sources
 from tests.helpers.matrix_files import ROUNDS, round_row, write_matrix, write_run
 from tests.helpers.runs import run
 
@@ -271,3 +275,16 @@ def test_watch_needs_a_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     write_run(tmp_path / "one", [round_row(1, 0.3)])
     assert main(["report", "--watch", str(tmp_path / "one")]) == 2
     assert "--watch needs the folder of `fedbn-flwr reproduce`" in capsys.readouterr().err
+
+
+def test_bytes_add_up_over_the_rounds() -> None:
+    assert _megabytes([{"paper-bytes": 2**20}, {"paper-bytes": 3 * 2**20}, {}]) == [1.0, 4.0, 4.0]
+
+
+def test_the_map_is_gn_minus_bn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr(bars, "_map", lambda table, *_: drawn.append(table.tolist()))
+    cells = {("IID, E=1", "BN"): (0.5, 0.5), ("IID, E=1", "GN"): (0.75, 0.75)}
+    (source,) = read_sources([write_matrix(tmp_path, cells)])
+    list(bars.maps(source, values_of(source.results, 1)))
+    assert drawn[0][0][0] == 25.0
