@@ -10,10 +10,11 @@ has run before a mutant is switched on.
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,7 @@ def tests_of(file: str) -> list[str]:
 
 
 def configure(copy: Path, files: Sequence[str], tests: Iterable[str]) -> None:
-    """Append mutmut's settings to the copy's pyproject.toml."""
+    """Give the copy's pyproject.toml mutmut's settings."""
     settings = {
         "source_paths": ["fedbn_flwr", "strategies"],
         "only_mutate": list(files),
@@ -73,19 +74,20 @@ def configure(copy: Path, files: Sequence[str], tests: Iterable[str]) -> None:
         "pytest_add_cli_args_test_selection": sorted(set(tests)),
     }
     lines = [f"{key} = [{', '.join(map(_quoted, values))}]" for key, values in settings.items()]
-    with (copy / "pyproject.toml").open("a") as file:
-        # mutmut's own 15 lets one endless loop take minutes; on a busy machine, 2 takes slow tests for endless ones
-        file.write("\n[tool.mutmut]\ntimeout_multiplier = 5\n" + "\n".join(lines) + "\n")
+    # mutmut's own 15 lets one endless loop take minutes; on a busy machine, 2 takes slow tests for endless ones
+    text = "\n[tool.mutmut]\ntimeout_multiplier = 5\n" + "\n".join(lines) + "\n"
+    (copy / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + text)
 
 
 def _quoted(text: str) -> str:
     return f"'{text}'"
 
 
-def mutate(copy: Path, processes: int) -> dict[str, str]:
-    """Run mutmut, with so many mutants at a time; return each mutant's outcome by its name."""
+def mutate(copy: Path, processes: int, names: Sequence[str] = ()) -> dict[str, str]:
+    """Run mutmut, with so many mutants at a time, all or these; return each mutant's outcome by its name."""
+    shutil.rmtree(copy / "mutants", ignore_errors=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    command: list[str | Path] = [BIN / "mutmut", "run", "--max-children", str(processes)]
+    command: list[str | Path] = [BIN / "mutmut", "run", "--max-children", str(processes), *names]
     with (copy / "mutmut.log").open("w") as log:
         done = subprocess.run(command, cwd=copy, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
@@ -94,7 +96,7 @@ def mutate(copy: Path, processes: int) -> dict[str, str]:
         [BIN / "mutmut", "results", "--all", "true"], cwd=copy, capture_output=True, text=True, check=True
     )
     pairs = (line.strip().rpartition(": ") for line in listed.stdout.splitlines() if ": " in line)
-    return {name: outcome for name, _, outcome in pairs}
+    return {name: outcome for name, _, outcome in pairs if not names or name in names}
 
 
 def survivor(copy: Path, file: str, name: str) -> Survivor:
@@ -139,13 +141,25 @@ def file_of(name: str, files: Sequence[str]) -> str:
     return next(file for module, file in modules.items() if name.startswith(f"{module}.x"))
 
 
-def run(files: Sequence[str], tests: Sequence[str], processes: int) -> list[Survivor]:
-    """Mutate files, print a line for each, and return the survivors that have no reason, tested or not."""
+def alive_among(outcomes: Mapping[str, str]) -> list[str]:
+    """Return the mutants that no test has killed."""
+    return [name for name, end in outcomes.items() if end in ("survived", "no tests")]
+
+
+def run(files: Sequence[str], first: Sequence[str], processes: int) -> list[Survivor]:
+    """Mutate files, print a line for each, and return the survivors that have no reason, tested or not.
+
+    With `first`, all mutants are tried on these tests, and only those that survive on the tests of their rooms.
+    """
+    rooms = [folder for file in files for folder in tests_of(file)]
     with TemporaryDirectory() as folder:
         copy = copy_checkout(Path(folder) / "fedbn-flwr")
-        configure(copy, files, tests or [folder for file in files for folder in tests_of(file)])
+        configure(copy, files, first or rooms)
         outcomes = mutate(copy, processes)
-        alive = [name for name, end in outcomes.items() if end in ("survived", "no tests")]
+        if first and (left_over := alive_among(outcomes)):
+            configure(copy, files, rooms)
+            outcomes |= mutate(copy, processes, left_over)
+        alive = alive_among(outcomes)
         with ThreadPoolExecutor(processes) as pool:
             left = list(pool.map(lambda name: survivor(copy, file_of(name, files), name), alive))
     known = Known.read(SURVIVORS.read_text())
@@ -167,7 +181,9 @@ def main() -> int:
     """Parse the command line and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", help="source files, relative to the root of the checkout")
-    parser.add_argument("--tests", action="append", default=[], help="test files or folders in place of the room's own")
+    parser.add_argument(
+        "--first", action="append", default=[], help="test files or folders to try before the room's own"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="mutants that are tried at a time")
     options = parser.parse_args()
     missing = [file for file in options.files if not (ROOT / file).is_file()]
@@ -175,7 +191,7 @@ def main() -> int:
         parser.error(
             f"there is no file {missing[0]!r}; name files relative to {ROOT.name}/, such as strategies/fedbs.py"
         )
-    left = run(options.files, options.tests, options.processes)
+    left = run(options.files, options.first, options.processes)
     for item in left:
         print(f"\n{item.file}\n  - {item.before}\n  + {item.after}")
     return 1 if left else 0
