@@ -25,7 +25,7 @@ from fedbn_flwr.layerwise import (
     lockstep,
     shared_statistics,
 )
-from tests.helpers.waiting import PATIENCE
+from tests.helpers.waiting import PATIENCE, wait_until
 
 
 def network() -> nn.Module:
@@ -198,7 +198,7 @@ def test_an_abandoned_step_lets_go_of_everything(at: int) -> None:
     threads = threading.active_count()
     step, activations, model = held(at)
     step.abandon()
-    assert threading.active_count() <= threads
+    assert wait_until(lambda: threading.active_count() <= threads)
     assert activations() is None
     assert all("forward" not in vars(layer) for layer in model.modules()), "the model is put back"
     step.abandon()  # and a second time nothing happens
@@ -231,7 +231,7 @@ def test_a_step_that_nobody_holds_ends() -> None:
     step, activations, _ = held(2)
     del step
     gc.collect()
-    assert threading.active_count() <= threads
+    assert wait_until(lambda: threading.active_count() <= threads)
     assert activations() is None
 
 
@@ -259,7 +259,7 @@ def test_a_thousand_abandoned_steps_leave_nothing_behind() -> None:
     threads, memory = threading.active_count(), resident_megabytes()
     for number in range(50, 1050):
         suspend_in_backward(number)
-    assert threading.active_count() <= threads
+    assert wait_until(lambda: threading.active_count() <= threads)
     assert resident_megabytes() < memory + 30
     store.clear()
 
@@ -272,7 +272,7 @@ def test_lockstep_ends_all_when_one_fails() -> None:
 
     with pytest.raises(KeyError, match="one client"):
         lockstep([training(), training(), failing], [1, 1, 1], seeds=[0, 1, 2])
-    assert threading.active_count() <= threads
+    assert wait_until(lambda: threading.active_count() <= threads)
 
 
 def test_a_process_ends_while_steps_are_suspended() -> None:

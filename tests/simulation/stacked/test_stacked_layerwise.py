@@ -18,6 +18,7 @@ from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire.layerwise import StepPosition
 from tests.helpers.engine_comparison import EXACT, Stacked, asked, assert_same, both, difference, quiet, run, stacked_by
 from tests.helpers.harness import INSTRUCTION, SIZES, Backwards, ClientWrapper, Double, Federation, make_model
+from tests.helpers.waiting import wait_until
 
 #: the smallest first batches differ: 7, 8, 8 and 5 samples
 RAGGED: dict[str, Any] = {"batch_size": 8}
@@ -38,7 +39,7 @@ def _nothing_left() -> Iterator[None]:
     before = threading.active_count()
     yield
     STEPS.clear()
-    assert threading.active_count() <= before + 1
+    assert wait_until(lambda: threading.active_count() <= before + 1)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -235,4 +236,4 @@ def test_a_step_that_is_dropped_ends_its_threads() -> None:
     _, step = opened(1)
     assert threading.active_count() > before
     del step
-    assert threading.active_count() == before
+    assert wait_until(lambda: threading.active_count() == before)
