@@ -14,8 +14,8 @@ from fedbn_flwr.layerwise import Kind, Request, carried_corrections
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.wire.carried import COUNTS
 
-#: by node, its number of samples
-Examples = Mapping[int, int]
+#: by node, its number of samples, or what else nodes are weighed by
+Examples = Mapping[int, float]
 _EXAMPLES = "examples"
 
 
@@ -57,7 +57,7 @@ class CarriedValues:
         forms = {node: _form(values) for node, values in heard.items()}
         common = Counter(forms.values()).most_common(1)
         heard = {node: values for node, values in heard.items() if forms[node] == common[0][0]}
-        weights = weigh({node: int(values[_EXAMPLES]) for node, values in heard.items()}) if heard else []
+        weights = weigh({node: values[_EXAMPLES].item() for node, values in heard.items()}) if heard else []
         if not sum(weights) > 0:
             return {}
         counts = np.sum([values[COUNTS] for values in heard.values()], axis=0)

@@ -238,6 +238,18 @@ def test_corrections_by_hand() -> None:
     assert found[7]["counts"].tolist() == [8]
 
 
+def test_weights_need_not_be_whole_numbers() -> None:
+    found = []
+    for weights in ({7: 0.25, 8: 0.75}, {7: 1, 8: 3}):
+        carried = CarriedValues(memory=0.0, trust=0.0, limit=1.0)
+        for node, mean in ((7, 0.0), (8, 4.0)):
+            carried.hear(node, weights[node], values(mean))
+        found.append(carried.corrections([7, 8], lambda examples: list(examples.values())))
+    np.testing.assert_allclose(found[0][7]["statistics/0"], found[1][7]["statistics/0"])
+    # the pooled mean is 3, and the node's deviation is 1
+    assert found[0][7]["statistics/0"][0] == pytest.approx(3.0, rel=1e-4)
+
+
 def test_values_are_averaged_over_rounds() -> None:
     carried = CarriedValues(memory=0.75, trust=0.0, limit=1.0)
     for mean in (0.0, 4.0, 8.0):
