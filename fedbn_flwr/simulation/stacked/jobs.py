@@ -28,7 +28,8 @@ def stack_key(job: Job) -> Hashable:
     # the first mini-batches of a layer-wise step meet at every layer
     apart = instruction.layerwise in ("none", *wire.CARRIED_MODES)
     first_batch = apart or client.first_batch_size(instruction)
-    made = type(client), client.make_optimizer, id(client.model), client.loss_function, client.device
+    usual = client.make_optimizer is make_optimizer
+    made = type(client), usual, id(client.model), client.loss_function, client.device
     return made, instruction, groups, remembered, first_batch
 
 

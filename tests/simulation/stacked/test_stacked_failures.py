@@ -68,6 +68,30 @@ def test_one_client_that_fails_is_named_and_the_others_do_not_suffer(case: str) 
     assert len(together.watch.reasons) == (case != "no data")
 
 
+class OwnOptimizer:
+    """A user's own, which compares by value and so has no hash."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OwnOptimizer)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, model: nn.Module, instruction: wire.Instruction) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=instruction.lr)
+
+
+def own_optimizer(client: BNClient) -> None:
+    client.make_optimizer = OwnOptimizer()
+
+
+def test_a_client_with_an_optimizer_of_its_own_trains_beside_the_stack() -> None:
+    alone, together = both(lambda: quiet(FedAvg), nodes={"wrap": spoiled(own_optimizer)})
+    assert difference(alone, together) < EXACT
+    assert [reply.partition for reply in together.strategy.train_replies] == [0, 1, 2, 3]
+    assert set(together.watch.stacks) == {3}
+    assert len([text for text in together.watch.reasons if "its optimizer is its own" in text]) == 1
+
+
 def test_an_error_reply_comes_from_the_client_that_failed() -> None:
     nodes = Federation(make_model(), grid=Stacked, wrap=spoiled(bad_labels))
     replies = list(nodes.grid.send_and_receive(asked(nodes, INSTRUCTION)))
