@@ -15,6 +15,7 @@ from fedbn_flwr.layerwise import (
     Answer,
     Corrected,
     Corrections,
+    Kind,
     Request,
     carried_corrections,
     gradients,
@@ -47,22 +48,22 @@ def mean_of(found: Sequence[dict[str, Tensor]]) -> Tensor:
     return torch.stack([torch.cat([part.flatten() for part in each.values()]) for each in found]).mean(0)
 
 
-def corrections(said: Sequence[Said], kind: str) -> list[Corrections]:
+def corrections(said: Sequence[Said], kind: Kind) -> list[Corrections]:
     """Every client's corrections of one kind, from what all said in the round before."""
     found: list[dict[str, Answer]] = [{} for _ in said]
     for layer in said[0][kind]:
         requests = [each[kind][layer] for each in said]
         count = sum(request.count for request in requests)
-        for own, tensor in zip(found, carried_corrections(requests, WEIGHTS, TRUST), strict=True):
+        values = torch.stack([request.tensor for request in requests])
+        for own, tensor in zip(found, carried_corrections(kind, values, WEIGHTS, TRUST), strict=True):
             own[layer] = Answer(tensor, count)
     return list(found)
 
 
 def carried_step(model: nn.Module, batches: Sequence[Batch], said: Sequence[Said]) -> tuple[Tensor, list[Said]]:
     """The mean gradient under carried corrections, and what the clients say this time."""
-    statistics, derivatives = (
-        corrections(said, kind) if said else [{}] * CLIENTS for kind in ("statistics", "gradients")
-    )
+    kinds: tuple[Kind, Kind] = "statistics", "gradients"
+    statistics, derivatives = (corrections(said, kind) if said else [{}] * CLIENTS for kind in kinds)
     found, now = [], []
     for (inputs, labels), s, g in zip(batches, statistics, derivatives, strict=True):
         exchange = Corrected(s, g)

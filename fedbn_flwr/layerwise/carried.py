@@ -32,23 +32,21 @@ region cuts it.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-import torch
+from torch import Tensor
 
-from fedbn_flwr.layerwise.exchange import Request, respond
+from fedbn_flwr.layerwise.exchange import Answer, Kind, Request, combine
 from fedbn_flwr.layerwise.sweeps import correction
 
 
-def carried_corrections(requests: Sequence[Request], weights: Sequence[float], trust: float) -> torch.Tensor:
-    """Return the participants' corrections, a row for each, from all participants' last values of one kind.
+def carried_corrections(kind: Kind, values: Tensor, weights: Sequence[float], trust: float) -> Tensor:
+    """Return the participants' corrections from all participants' last values of one kind, a row for each.
 
-    Channels of several layers may stand side by side in a request. With a `trust` of 0 the region is unbounded.
+    Channels of several layers may stand side by side. With a `trust` of 0 the region is unbounded.
     """
-    pooled = respond(requests, weights)
-    everyone = replace(requests[0], tensor=torch.stack([request.tensor for request in requests]))
-    corrections = correction(everyone, pooled).tensor
-    if everyone.kind == "statistics" and trust:
+    pooled = Answer(combine(kind, values.unbind(), weights), 1)
+    corrections = correction(Request(kind, "", values, 1), pooled).tensor
+    if kind == "statistics" and trust:
         offsets, ratios = corrections.unbind(1)
         offsets.clamp_(-trust, trust)
         ratios.clamp_(1 / trust, trust)

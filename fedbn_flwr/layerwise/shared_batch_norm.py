@@ -125,9 +125,8 @@ class SharedBatchNorm(torch.autograd.Function):
             local = torch.stack([-scale * grad_bias, -0.5 * scale * r * grad_weight])
             n = inputs.numel() // inputs.shape[1]
             a, b = ctx.use.gradients(local, n).unbind()
-            grad_inputs = grad * along_channels(scale, inputs)
-            grad_inputs += centered.mul_(along_channels(2 * b / n, inputs))
-            grad_inputs = grad_inputs.add_(along_channels(a / n, inputs)).to(inputs.dtype)
+            grad_inputs = centered.mul_(along_channels(2 * b / n, inputs)).add_(along_channels(a / n, inputs))
+            grad_inputs = grad_inputs.addcmul_(grad, along_channels(scale, inputs)).to(inputs.dtype)
         if weight is None:
             return grad_inputs, None, None, None, None
         return grad_inputs, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None

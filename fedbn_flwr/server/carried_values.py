@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from fedbn_flwr.layerwise import Kind, Request, carried_corrections
+from fedbn_flwr.layerwise import Kind, carried_corrections
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.wire.carried import COUNTS
 
@@ -73,9 +73,8 @@ class CarriedValues:
         names = [name for name in values[0] if name.startswith(f"{kind}/")]
         if not names:
             return [{} for _ in values]
-        rows = [np.concatenate([each[name] for name in names], axis=1) for each in values]
-        requests = [Request(kind, "", torch.from_numpy(row), 1) for row in rows]
-        corrections = carried_corrections(requests, weights, self.trust).numpy()
+        rows = np.concatenate([np.stack([each[name] for each in values]) for name in names], axis=2)
+        corrections = carried_corrections(kind, torch.from_numpy(rows), weights, self.trust).numpy()
         ends = list(accumulate(values[0][name].shape[1] for name in names))[:-1]
         layers = np.split(corrections, ends, axis=2)
         return [dict(zip(names, entries, strict=True)) for entries in zip(*layers, strict=True)]
