@@ -267,23 +267,24 @@ class Shifted(InProcessGrid):
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from fedbn_flwr.client import BNClient
 from fedbn_flwr.experiments import main
-train, trained, calls = BNClient.train, [], 0
+from fedbn_flwr.simulation.stacked import grid
+train_together, trained, calls = grid.train_together, 0, 0
 def count(_frame, event, _argument):
     global calls
     calls += event in ("call", "c_call")
-def noted(*arguments):
+def noted(clients, *arguments):
+    global trained
     sys.setprofile(None)
-    trained.append(1)
-    return train(*arguments)
-BNClient.train = noted
+    trained += len(clients)
+    return train_together(clients, *arguments)
+grid.train_together = noted
 sys.setprofile(count)
 assert main(sys.argv[1:]) == 0
 # not `ru_maxrss`, which begins with the peak of the process that started this one
 status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
 peak = int(status["VmHWM"].split()[0]) / 1024
-print(json.dumps({"peak": peak, "calls": calls, "trained": len(trained)}))
+print(json.dumps({"peak": peak, "calls": calls, "trained": trained}))
 """
 
 
