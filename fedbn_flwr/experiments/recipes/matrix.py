@@ -6,11 +6,12 @@ Each run has the folder that `fedbn-flwr run` writes. The folder of a setting is
 
 import fcntl
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from time import sleep
+from typing import IO, Any
 
 from fedbn_flwr.experiments.checkpoint import FREE, read_checkpoint, refuse_foreign
 from fedbn_flwr.experiments.comparison import Plan, folder_name, plot_comparison, run_method
@@ -27,6 +28,8 @@ from fedbn_flwr.strategies import CannotTrainError
 
 #: rounds between checkpoints of a run at full size
 CHECKPOINT_EVERY = 100
+#: held by the process that runs the matrix
+_LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -183,12 +186,32 @@ def _as_rows(results: Results) -> list[dict[str, Any]]:
     ]
 
 
+def is_running(folder: Path) -> bool:
+    """Return whether a process runs the matrix of this folder."""
+    try:
+        with (folder / _LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     """Hold a folder of results, so that no other matrix writes into it."""
-    with (make_folder(folder) / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(f"another matrix is running in {folder}") from None
+    with (make_folder(folder) / _LOCK).open("w") as file:
+        if not _locked(file):
+            raise UsageError(f"another matrix is running in {folder}")
         yield
+
+
+def _locked(file: IO[str]) -> bool:
+    """Lock a file, also where a report asks at this moment whether the matrix runs."""
+    for _ in range(10):
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        sleep(0.05)
+    return False

@@ -27,15 +27,18 @@ class Progress:
         states = counts(source.runs)
         if _complete(source):
             return cls(True, 1.0, 0.0, states)
+        idle = source.record is not None and not source.running
+        note = "; not running now: the same command goes on where it stopped" if idle else ""
         spent = sum(map(_spent, source.runs))
         totals = [_total(run, source.runs) for run in source.runs if run.state in ("unfinished", "waiting")]
         if not spent or None in totals:
-            return cls(False, 0.0, None, f"{states}; the time left is not known yet")
+            return cls(False, 0.0, None, f"{states}; the time left is not known yet{note}")
         open_runs = [run for run in source.runs if run.state in ("unfinished", "waiting")]
         left = sum(max((total or 0.0) - _spent(run), 0.0) for run, total in zip(open_runs, totals, strict=True))
         share = spent / (spent + left) if left else 1.0
         workers = source.record.workers if source.record else 1
-        text = f"{states}; about {timedelta(seconds=round(left / workers))} left if it goes on with {workers} at a time"
+        time = timedelta(seconds=round(left / workers))
+        text = f"{states}; about {time} left if it goes on with {workers} at a time{note}"
         return cls(False, share, left / workers, text)
 
 

@@ -10,7 +10,7 @@ from fedbn_flwr.experiments.comparison import run_folder
 from fedbn_flwr.experiments.config import UsageError
 from fedbn_flwr.experiments.output.plots import title_of
 from fedbn_flwr.experiments.output.run_folder import read_json
-from fedbn_flwr.experiments.recipes.matrix import Results, setting_folder
+from fedbn_flwr.experiments.recipes.matrix import Results, is_running, setting_folder
 from fedbn_flwr.experiments.recipes.quantities import QUANTITIES, columns_of
 from fedbn_flwr.experiments.recipes.recipe import Recipe, Setting
 from fedbn_flwr.experiments.recipes.record import MatrixRecord, is_matrix, read_matrix
@@ -75,6 +75,8 @@ class Source:
     runs: Sequence[Run]
     #: None if this is no matrix
     record: MatrixRecord | None = None
+    #: whether a process runs the matrix now
+    running: bool = False
 
     @property
     def recipe(self) -> Recipe:
@@ -111,7 +113,7 @@ def _matrix(folder: Path) -> Source:
         for seed in range(recipe.seeds):
             place = run_folder(setting_folder(folder, setting), recipe.methods[label], seed)
             runs.append(_run(place, setting.name, label, seed, done.get(seed)))
-    return Source(recipe.name, results, runs, record)
+    return Source(recipe.name, results, runs, record, is_running(folder))
 
 
 def _comparison(folder: Path) -> Source:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 from PIL import Image
 
 from fedbn_flwr.experiments import main
+from fedbn_flwr.experiments.config import UsageError
+from fedbn_flwr.experiments.recipes.matrix import _alone_in
 from fedbn_flwr.experiments.recipes.table import values_of
 from fedbn_flwr.experiments.reports import bars
 from fedbn_flwr.experiments.reports.curves import _megabytes
@@ -256,6 +259,32 @@ def test_watch_refreshes_while_cells_are_left(tmp_path: Path, monkeypatch: pytes
     assert len(pages) == 1
     assert '<meta http-equiv="refresh" content="7">' in pages[0]
     assert "8 finished, 8 waiting" in pages[0]
+
+
+def test_watch_says_that_the_matrix_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    matrix = write_matrix(tmp_path, {cell: values for cell, values in ALL.items() if cell[1] == "BN"})
+    idle = "at a time; not running now: the same command goes on where it stopped"
+
+    def look(_: float) -> None:
+        told.append(capsys.readouterr().out)
+        if len(told) == 2:
+            raise KeyboardInterrupt
+        # as the process of a matrix does
+        held.enter_context(_alone_in(matrix))
+
+    told: list[str] = []
+    monkeypatch.setattr("fedbn_flwr.experiments.reports.command.sleep", look)
+    with ExitStack() as held:
+        assert main(["report", "--watch", str(matrix)]) == 130
+        with pytest.raises(UsageError, match="another matrix is running"), _alone_in(matrix):
+            pass
+    assert idle in told[0]
+    assert "8 finished, 8 waiting" in told[1]
+    assert "not running" not in told[1]
+    with _alone_in(matrix):
+        pass
 
 
 def test_watch_is_interrupted_cleanly(
