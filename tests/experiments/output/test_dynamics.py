@@ -13,16 +13,22 @@ from torch import nn
 from fedbn_flwr import state
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.rules.dynamics import Dynamics
+from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.output.dynamics import DynamicsTable
 from fedbn_flwr.strategies import NodeReply
 from fedbn_flwr.wire import ARRAYS, DYNAMICS, Instruction
 from tests.helpers.runs import run
 from tests.helpers.toys import CLASSES, toy_split
 
+OPTIONS = {"record-dynamics": "2", "rounds": "4", "model": "mlp", "workers": "1"}
+
 
 def rows_of(folder: Path, **options: str) -> list[dict[str, Any]]:
-    shared = {"record-dynamics": "2", "rounds": "4", "model": "mlp", "workers": "1", "results-dir": str(folder)}
-    assert run("run", **{**shared, **options}) == 0
+    assert run("run", **{**OPTIONS, "results-dir": str(folder), **options}) == 0
+    return read_rows(folder)
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "dynamics.jsonl").read_text().splitlines()]
 
 
@@ -120,3 +126,18 @@ def test_the_rows_of_a_round_by_hand() -> None:
     (row,) = table.rows(1, arrays([4.0, 0.0], [0.0, -0.5]), replies, 0.7)
     assert (row["global-change"], row["local-distance"], row["window-variance"]) == (5.5, 2.5, 0.5)
     assert math.isnan(row["batch-change"])
+
+
+def test_a_resumed_run_has_the_rows_of_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, rows = rows_of(tmp_path / "whole"), DynamicsTable.rows
+
+    def interrupted(table: DynamicsTable, server_round: int, *others: Any) -> list[dict[str, Any]]:
+        if server_round == 3:
+            raise KeyboardInterrupt
+        return rows(table, server_round, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DynamicsTable, "rows", interrupted)
+        assert run("run", **OPTIONS, checkpoint_every="1", results_dir=str(tmp_path / "part")) == 130
+    assert main(["run", "--resume", str(tmp_path / "part")]) == 0
+    assert read_rows(tmp_path / "part") == whole
