@@ -69,7 +69,6 @@ class Journal:
         self._before = self._grid.training.copy()
         self._started -= state["seconds"]
         self.arrays = arrays
-        self._dynamics.begin(arrays)
 
     def record(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Write a row about a round; score its arrays if the strategy evaluates this round."""
