@@ -9,7 +9,7 @@ import pytest
 
 from fedbn_flwr.experiments import main, resolve
 from fedbn_flwr.experiments.engines import run_on_ray
-from tests.helpers.ray_cluster import Cluster, free_port
+from tests.helpers.ray_cluster import Cluster
 from tests.simulation.test_parity import SHARED, assert_same_files
 
 
@@ -49,12 +49,16 @@ def test_the_cluster_in_the_environment_is_joined(monkeypatch: pytest.MonkeyPatc
     assert options["backend_config"]["init_args"] == {"address": address}
 
 
-@pytest.mark.parametrize("port", [str(free_port()), "door"], ids=["free", "no number"])
+@pytest.mark.parametrize("named", [True, False], ids=["port", "no number"])
 def test_a_cluster_that_is_not_there(
-    port: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    named: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    assert main(["run", "--engine", "ray", "--results-dir", str(tmp_path)]) == 2
+    # bound, and so nobody else's, but nobody listens
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1]) if named else "door"
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        assert main(["run", "--engine", "ray", "--results-dir", str(tmp_path)]) == 2
     assert f"no Ray cluster answers at RAY_ADDRESS=127.0.0.1:{port}: " in capsys.readouterr().err
 
 
