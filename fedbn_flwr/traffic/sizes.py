@@ -79,11 +79,11 @@ def _distinct_flat_bytes(states: Sequence[FlatArrays]) -> int:
     for dtype, entries in states[0].layout.by_dtype.items():
         if not _is_measured(str(dtype)):
             continue
-        wholes = [state.buffers[dtype].tobytes() for state in states]
         end = 0
         for _, _, shape in entries:
-            start, end = end, end + prod(shape) * dtype.itemsize
-            total += (end - start) * len({whole[start:end] for whole in wholes})
+            start, end = end, end + prod(shape)
+            different = {state.buffers[dtype][start:end].tobytes() for state in states}
+            total += (end - start) * dtype.itemsize * len(different)
     return total
 
 
