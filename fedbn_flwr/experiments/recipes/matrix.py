@@ -191,10 +191,10 @@ def is_running(folder: Path) -> bool:
     try:
         with (folder / _LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
     except BlockingIOError:
         return True
+    except OSError:  # nobody ran it yet, or its folder has no locks
+        return False
     return False
 
 
@@ -210,7 +210,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _locked(file: IO[str]) -> bool:
     """Lock a file, also where a report asks at this moment whether the matrix runs."""
     for _ in range(10):
-        with suppress(BlockingIOError):
+        with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         sleep(0.05)
