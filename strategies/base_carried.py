@@ -32,8 +32,8 @@ class CarriedCorrections(Layerwise):
     The server keeps each node's last local values of every BN layer. From those of a round's participants it makes the
     corrections that go with their models in that round's ordinary training message, and their replies bring new values.
     `fedbn_flwr.layerwise.carried` derives it. A node that was never heard goes without corrections, and is not in the
-    pool. Messages carry 4 numbers a BN channel more, each way (2 without gradients), and one for each layer. Nodes
-    remember nothing.
+    pool. Messages carry 4 numbers a BN channel more, each way (2 without gradients), and each layer's name and 3 sizes.
+    Nodes remember nothing.
 
     With `memory` M > 0 a node's values are averaged over the rounds in which the node takes part, which makes them
     older: where a quarter of the nodes took part in a round, one of five runs diverged with M = 0.5. Corrections of

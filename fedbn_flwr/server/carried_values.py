@@ -4,15 +4,15 @@ The client's half is `fedbn_flwr/client/carried_corrections.py`, the mathematics
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from fedbn_flwr.layerwise import Kind, carried_corrections
+from fedbn_flwr.layerwise import carried_corrections
 from fedbn_flwr.server.averaging import Arrays
-from fedbn_flwr.wire.carried import COUNTS
+from fedbn_flwr.wire.carried import LAYERS, SIZES
+from fedbn_flwr.wire.layerwise import CORRECTIONS
 
 #: by node, its number of samples, or what else nodes are weighed by
 Examples = Mapping[int, float]
@@ -38,8 +38,8 @@ class CarriedValues:
             return
         kept = {name: np.array(value) for name, value in values.items()}
         if self.memory and _form(before) == _form(kept):
-            for name in kept.keys() - {COUNTS}:
-                kept[name] += (self.memory * (before[name] - kept[name])).astype(kept[name].dtype)
+            for kind in kept.keys() & set(CORRECTIONS):
+                kept[kind] += (self.memory * (before[kind] - kept[kind])).astype(kept[kind].dtype)
         self.by_node[node] = {**kept, _EXAMPLES: np.array(num_examples)}
         size = sum(value.nbytes for value in self.by_node[node].values())
         while len(self.by_node) > max(self.limit * 2**20 / size, 1):
@@ -60,39 +60,36 @@ class CarriedValues:
         weights = weigh({node: values[_EXAMPLES].item() for node, values in heard.items()}) if heard else []
         if not sum(weights) > 0:
             return {}
-        counts = np.sum([values[COUNTS] for values in heard.values()], axis=0)
-        corrections: dict[int, dict[str, np.ndarray]] = {node: {COUNTS: counts} for node in heard}
-        kinds: tuple[Kind, Kind] = "statistics", "gradients"
-        for kind in kinds:
-            for node, entries in zip(heard, self._correct(kind, list(heard.values()), weights), strict=True):
-                corrections[node] |= entries
+        first = next(iter(heard.values()))
+        sizes = first[SIZES].copy()
+        sizes[0] = sum(values[SIZES][0] for values in heard.values())
+        corrections = {node: {LAYERS: first[LAYERS], SIZES: sizes} for node in heard}
+        for kind in CORRECTIONS:
+            if kind in first:
+                rows = torch.from_numpy(np.stack([values[kind] for values in heard.values()]))
+                corrected = carried_corrections(kind, rows, weights, self.trust).numpy()
+                for node, values in zip(heard, corrected, strict=True):
+                    corrections[node][kind] = values
         return corrections
 
-    def _correct(self, kind: Kind, values: Sequence[Arrays], weights: Sequence[float]) -> list[Arrays]:
-        """Return every node's corrections of one kind. All layers' channels stand side by side, as one layer's."""
-        names = [name for name in values[0] if name.startswith(f"{kind}/")]
-        if not names:
-            return [{} for _ in values]
-        rows = np.concatenate([np.stack([each[name] for each in values]) for name in names], axis=2)
-        corrections = carried_corrections(kind, torch.from_numpy(rows), weights, self.trust).numpy()
-        ends = list(accumulate(values[0][name].shape[1] for name in names))[:-1]
-        layers = np.split(corrections, ends, axis=2)
-        return [dict(zip(names, entries, strict=True)) for entries in zip(*layers, strict=True)]
 
-
-def _form(values: Mapping[str, np.ndarray]) -> frozenset[tuple[str, tuple[int, ...]]]:
-    """Return the layers and their numbers of channels."""
-    return frozenset((name, value.shape) for name, value in values.items() if name != _EXAMPLES)
+def _form(values: Mapping[str, np.ndarray]) -> Hashable:
+    """Return the layers and their numbers of channels; None for a node without values."""
+    return (values[LAYERS].tobytes(), values[SIZES][1:].tobytes()) if values else None
 
 
 def _is_sound(values: Mapping[str, np.ndarray]) -> bool:
     """Whether these are finite values of BN layers, with variances that are not negative."""
-    layers = {name: value for name, value in values.items() if name != COUNTS}
-    counts = values.get(COUNTS, np.zeros(0))
+    if {LAYERS, SIZES, "statistics"} - values.keys():
+        return False
+    layers, sizes, statistics = values[LAYERS], values[SIZES], values["statistics"]
+    gradients = values.get("gradients", np.zeros((2, 0)))
     return (
-        bool(layers)
-        and counts.shape == (sum(name.startswith("statistics/") for name in layers),)
-        and bool((counts > 0).all())
-        and all(value.ndim == 2 and len(value) == 2 and np.isfinite(value).all() for value in layers.values())
-        and all((value[1] >= 0).all() for name, value in layers.items() if name.startswith("statistics/"))
+        layers.dtype == np.uint8
+        and sizes.shape == (3, 1 + np.count_nonzero(layers == ord("\n")))
+        and np.issubdtype(sizes.dtype, np.integer)
+        and bool((sizes[:2] > 0).all() and (sizes[2] >= 0).all())
+        and statistics.shape == (2, sizes[1].sum())
+        and gradients.shape == (2, sizes[2].sum())
+        and bool(np.isfinite(statistics).all() and np.isfinite(gradients).all() and (statistics[1] >= 0).all())
     )

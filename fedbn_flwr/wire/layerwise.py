@@ -33,7 +33,7 @@ from fedbn_flwr.wire import instruction as wire
 
 POSITION = "position"
 ANSWERS = "answers"
-CORRECTIONS = ("statistics", "gradients")
+CORRECTIONS: tuple[Kind, Kind] = ("statistics", "gradients")
 REQUESTS = "requests"
 LACKS_ARRAYS = "lacks-arrays"
 SIDE_CHANNEL = "side-channel"

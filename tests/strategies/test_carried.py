@@ -10,7 +10,7 @@ import torch
 from flwr.app import Message
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 
-from fedbn_flwr import state, wire
+from fedbn_flwr import norm, state, wire
 from fedbn_flwr.server.carried_values import CarriedValues
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.state.records import payload_bytes
@@ -172,9 +172,10 @@ def test_a_message_carries_four_numbers_a_channel_more_each_way(
         nodes.run(strategy, ROUNDS, grid=grid)
         return grid.training.exchanges, grid.training.payload_down, grid.training.payload_up
 
+    names = len("\n".join(norm.bn_layers(make_model())))
     (rounds, down, up), (_, plain_down, plain_up) = traffic(make(carry=True)), traffic(FedAvg())
     assert rounds == ROUNDS
-    group = 8 * (numbers * CHANNELS + LAYERS)
+    group = 8 * (numbers * CHANNELS + 3 * LAYERS) + names
     assert up - plain_up == ROUNDS * len(SIZES) * group
     # in the first round the server knows nothing
     assert down - plain_down == (ROUNDS - 1) * len(SIZES) * group
@@ -187,7 +188,7 @@ def test_messages_are_ordinary_and_nodes_remember_nothing() -> None:
     assert {message.metadata.message_type for message in grid.sent} == {"train"}
     assert all(not nodes.grid.context(node).state for node in nodes.grid.get_node_ids())
     (up,) = {sum(map(payload_bytes, message.content[wire.CARRIED].values())) for message in grid.back}
-    assert up == 8 * (4 * CHANNELS + LAYERS)
+    assert 8 * 4 * CHANNELS < up < 8 * 4 * CHANNELS + 100
 
 
 def test_evaluations_bring_no_corrections() -> None:
@@ -209,33 +210,38 @@ def test_corrections_of_gradients_sum_to_zero_under_the_weights() -> None:
     assert len(last) == 3
     groups = [state.from_record(message.content[wire.CARRIED]) for message in last]
     sizes = [SIZES[strategy.partitions[message.metadata.dst_node_id]] for message in last]
-    for name in groups[0]:
-        if name.startswith("gradients/"):
-            terms = torch.stack([size * group[name] for size, group in zip(sizes, groups, strict=True)])
-            assert float(terms.abs().max()) > 1e-4
-            assert float(terms.sum(0).abs().max()) < 1e-12
+    terms = torch.stack([size * group["gradients"] for size, group in zip(sizes, groups, strict=True)])
+    assert bool((terms.abs().amax(0) > 1e-4).any())
+    assert float(terms.sum(0).abs().max()) < 1e-12
 
 
 # ---- what the server keeps -------------------------------------------------------------------------------------------
 
 
 def values(mean: float, variance: float = 1.0, layers: int = 1) -> dict[str, np.ndarray]:
-    entries = {f"statistics/{layer}": np.array([[mean], [variance]]) for layer in range(layers)}
-    return {**entries, "counts": np.full(layers, 4)}
+    return {
+        "statistics": np.array([[mean], [variance]]).repeat(layers, axis=1),
+        "layers": np.frombuffer("\n".join("abc"[:layers]).encode(), dtype=np.uint8),
+        "sizes": np.array([[4], [1], [0]]).repeat(layers, axis=1),
+    }
+
+
+def with_gradients(of_mean: float, of_variance: float) -> dict[str, np.ndarray]:
+    return {"gradients": np.array([[of_mean], [of_variance]]), "sizes": np.array([[4], [1], [1]])}
 
 
 def test_corrections_by_hand() -> None:
     carried = CarriedValues(memory=0.0, trust=3.0, limit=1.0)
-    carried.hear(7, 10, {**values(0.0), "gradients/0": np.array([[1.0], [4.0]])})
-    carried.hear(8, 30, {**values(4.0), "gradients/0": np.array([[5.0], [0.0]])})
+    carried.hear(7, 10, values(0.0) | with_gradients(1.0, 4.0))
+    carried.hear(8, 30, values(4.0) | with_gradients(5.0, 0.0))
     found = carried.corrections([6, 7, 8], lambda examples: [float(count) for count in examples.values()])
     # mean 3, variance 1 + (9 + 3) / 4 = 4; gradients 4 and 1
     assert found.keys() == {7, 8}
-    np.testing.assert_allclose(found[7]["statistics/0"], [[3], [3]], rtol=1e-4)
-    np.testing.assert_allclose(found[8]["statistics/0"], [[-1], [3]], rtol=1e-4)
-    np.testing.assert_allclose(found[7]["gradients/0"], [[3], [-3]])
-    np.testing.assert_allclose(found[8]["gradients/0"], [[-1], [1]])
-    assert found[7]["counts"].tolist() == [8]
+    np.testing.assert_allclose(found[7]["statistics"], [[3], [3]], rtol=1e-4)
+    np.testing.assert_allclose(found[8]["statistics"], [[-1], [3]], rtol=1e-4)
+    np.testing.assert_allclose(found[7]["gradients"], [[3], [-3]])
+    np.testing.assert_allclose(found[8]["gradients"], [[-1], [1]])
+    assert found[7]["sizes"].tolist() == [[8], [1], [1]]
 
 
 def test_weights_need_not_be_whole_numbers() -> None:
@@ -245,9 +251,9 @@ def test_weights_need_not_be_whole_numbers() -> None:
         for node, mean in ((7, 0.0), (8, 4.0)):
             carried.hear(node, weights[node], values(mean))
         found.append(carried.corrections([7, 8], lambda examples: list(examples.values())))
-    np.testing.assert_allclose(found[0][7]["statistics/0"], found[1][7]["statistics/0"])
+    np.testing.assert_allclose(found[0][7]["statistics"], found[1][7]["statistics"])
     # the pooled mean is 3, and the node's deviation is 1
-    assert found[0][7]["statistics/0"][0] == pytest.approx(3.0, rel=1e-4)
+    assert found[0][7]["statistics"][0] == pytest.approx(3.0, rel=1e-4)
 
 
 def test_values_are_averaged_over_rounds() -> None:
@@ -255,12 +261,12 @@ def test_values_are_averaged_over_rounds() -> None:
     for mean in (0.0, 4.0, 8.0):
         carried.hear(7, 10, values(mean))
     # 0, then 0.25 * 4 = 1, then 0.75 * 1 + 0.25 * 8
-    assert carried.by_node[7]["statistics/0"][0] == pytest.approx(2.75)
+    assert carried.by_node[7]["statistics"][0] == pytest.approx(2.75)
 
 
 def test_the_oldest_values_are_forgotten() -> None:
-    # a node's values are 2 + 1 + 1 numbers of 8 bytes
-    carried = CarriedValues(memory=0.0, trust=3.0, limit=3 * 32 / 2**20)
+    # a node's values are 2 + 3 + 1 numbers of 8 bytes, and a byte for the layer's name
+    carried = CarriedValues(memory=0.0, trust=3.0, limit=3 * 49 / 2**20)
     for node in (1, 2, 3, 1, 4):
         carried.hear(node, 10, values(0.0))
     assert list(carried.by_node) == [3, 1, 4]
@@ -269,10 +275,20 @@ def test_the_oldest_values_are_forgotten() -> None:
 FAULTY: dict[str, dict[str, np.ndarray]] = {
     "a negative variance": values(0.0, -1.0),
     "not a number": values(float("nan")),
-    "no counts": {"statistics/0": np.ones((2, 1))},
-    "another number of counts": {**values(0.0), "counts": np.ones(2)},
-    "no count": {**values(0.0), "counts": np.zeros(1)},
-    "another shape": {**values(0.0), "statistics/0": np.ones((3, 1))},
+    "a gradient that is none": values(0.0) | with_gradients(float("inf"), 0.0),
+    "no sizes": {name: value for name, value in values(0.0).items() if name != "sizes"},
+    "no layers": {name: value for name, value in values(0.0).items() if name != "layers"},
+    "no statistics": {name: value for name, value in values(0.0).items() if name != "statistics"},
+    "another number of layers": {**values(0.0, layers=2), "layers": values(0.0)["layers"]},
+    "names that are numbers": {**values(0.0), "layers": np.ones(1)},
+    "no count": {**values(0.0), "sizes": np.array([[0], [1], [0]])},
+    "a layer without channels": {**values(0.0, layers=2), "sizes": np.array([[4, 4], [2, 0], [0, 0]])},
+    "less than no gradients": {**values(0.0, layers=2), "sizes": np.array([[4, 4], [1, 1], [1, -1]])},
+    "sizes that are not whole": {**values(0.0), "sizes": np.array([[4.0], [1.0], [0.0]])},
+    "another shape": {**values(0.0), "statistics": np.ones((3, 1))},
+    "more channels": {**values(0.0), "statistics": np.ones((2, 2))},
+    "gradients without a size": {**values(0.0), "gradients": np.ones((2, 1))},
+    "a size without gradients": {**values(0.0), "sizes": np.array([[4], [1], [1]])},
     "nothing": {},
 }
 

@@ -11,7 +11,7 @@ from fedbn_flwr.client.rules import Session
 from fedbn_flwr.layerwise import Answer, Corrected, Corrections
 from fedbn_flwr.simulation.stacked.model import Rows
 from fedbn_flwr.state import State
-from fedbn_flwr.wire.carried import COUNTS, pack_values, read_corrections
+from fedbn_flwr.wire.carried import LAYERS, SIZES, pack_values, read_corrections
 
 
 class StackedCorrections:
@@ -44,8 +44,8 @@ class StackedCorrections:
         for rows, exchange in self._parts:
             values = pack_values(exchange.requests)
             for name, value in values.items():
-                # a part's counts are common to its clients
-                shape = value.shape if name == COUNTS else value.shape[1:]
+                # a part's layers and their sizes are common to its clients
+                shape = value.shape if name in (LAYERS, SIZES) else value.shape[1:]
                 whole.setdefault(name, torch.empty(self._clients, *shape, dtype=value.dtype, device=value.device))
                 whole[name][rows] = value
         return {wire.CARRIED: whole} if whole else {}
