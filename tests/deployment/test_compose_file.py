@@ -20,7 +20,7 @@ PROFILES = ("all", "server", "site", "site-gpu")
 SITES = Federation.read(ROOT / "federation.example.yaml").sites
 #: Flower's commands, and where their options are declared
 PARSERS = {
-    "flower-superlink": ("flwr.superlink.cli.flower_superlink", "_parse_args_run_superlink"),
+    "fedbn_flwr.deployment.superlink": ("flwr.superlink.cli.flower_superlink", "_parse_args_run_superlink"),
     "flower-superexec": ("flwr.supercore.cli.flower_superexec", "_parse_args"),
     "fedbn_flwr.deployment.supernode": ("flwr.supernode.cli.flower_supernode", "_parse_args_run_supernode"),
 }
