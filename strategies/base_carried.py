@@ -95,10 +95,9 @@ class CarriedCorrections(Layerwise):
 
     def corrections_of(self, nodes: Iterable[int]) -> dict[int, tuple[Corrections, Corrections]]:
         """Return the nodes' corrections of statistics and gradients, by layer; nothing without `carry`."""
-        entries = self._correct(nodes) if self.carry else {}
         return {
             node: read_corrections({name: torch.from_numpy(value) for name, value in values.items()})
-            for node, values in entries.items()
+            for node, values in self._correct(nodes).items()
         }
 
     def note_reports(self, reports: Mapping[int, Mapping[str, Report]]) -> None:
