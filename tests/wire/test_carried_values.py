@@ -21,7 +21,7 @@ def requests(*rows: int) -> dict[str, Report]:
         for kind in ("statistics", "gradients"):
             if (kind, layer) != ("gradients", WITHOUT_GRADIENTS):
                 values = torch.rand(*rows, 2, channels, generator=generator)
-                asked[kind][layer] = Request(kind, layer, values, count)  # type: ignore[arg-type]
+                asked[kind][layer] = Request(kind, layer, values, count)
     return asked
 
 
