@@ -149,20 +149,24 @@ def alive_among(outcomes: Mapping[str, str]) -> list[str]:
 def run(files: Sequence[str], first: Sequence[str], processes: int) -> list[Survivor]:
     """Mutate files, print a line for each, and return the survivors that have no reason, tested or not.
 
-    With `first`, all mutants are tried on these tests, and only those that survive on the tests of their rooms.
+    With `first`, all mutants are tried on these tests, and only those that survive without a reason on the tests of
+    their rooms.
     """
     rooms = [folder for file in files for folder in tests_of(file)]
-    with TemporaryDirectory() as folder:
+    known = Known.read(SURVIVORS.read_text())
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
         copy = copy_checkout(Path(folder) / "fedbn-flwr")
         configure(copy, files, first or rooms)
         outcomes = mutate(copy, processes)
-        if first and (left_over := alive_among(outcomes)):
+        alive = alive_among(outcomes)
+        changes = dict(
+            zip(alive, pool.map(lambda name: survivor(copy, file_of(name, files), name), alive), strict=True)
+        )
+        left_over = [name for name, change in changes.items() if known.reason(change) is None]
+        if first and left_over:
             configure(copy, files, rooms)
             outcomes |= mutate(copy, processes, left_over)
-        alive = alive_among(outcomes)
-        with ThreadPoolExecutor(processes) as pool:
-            left = list(pool.map(lambda name: survivor(copy, file_of(name, files), name), alive))
-    known = Known.read(SURVIVORS.read_text())
+    left = [changes[name] for name in alive_among(outcomes)]
     unlisted = [item for item in left if known.reason(item) is None]
     for file in files:
         total = sum(file_of(name, files) == file for name in outcomes)
