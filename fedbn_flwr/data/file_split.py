@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedbn_flwr.data.decoding import DecodeRequest, Fit, Source
 from fedbn_flwr.data.image_augmentation import Edits, Size
-from fedbn_flwr.data.pixels import Channels, gather, measure_bytes, normalize
+from fedbn_flwr.data.pixels import Channels, gather, mapped, measure_bytes, normalize
 from fedbn_flwr.data.prefetch import decode
 from fedbn_flwr.data.splits import Batch, Split
 from fedbn_flwr.randomness import numpy_generator
@@ -130,7 +130,8 @@ class FileSplit(Split):
         requests = (self._request(part, edits, own) for part, own in zip(chosen, seeds, strict=True))
         for part, (pixels, maps) in zip(chosen, decode(requests, self.workers), strict=True):
             targets = gather(self.labels, part, device) if maps is None else maps.to(device)
-            yield normalize(pixels.to(device), self.mean, self.std), targets
+            into = mapped(pixels.shape) if device.type == "cpu" else None
+            yield normalize(pixels.to(device), self.mean, self.std, into=into), targets
 
     def select(self, indices: NDArray[np.int64]) -> "FileSplit":
         """Return a new split of the chosen samples."""

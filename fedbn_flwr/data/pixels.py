@@ -1,7 +1,9 @@
 """Operations on tensors of images: gather onto a device, normalize, resize, measure."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from mmap import mmap
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +25,25 @@ def gather(source: Tensor, indices: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def normalize(gathered: Tensor, mean: Channels, std: Channels) -> Tensor:
+def normalize(gathered: Tensor, mean: Channels, std: Channels, *, into: Tensor | None = None) -> Tensor:
     """Return float32 inputs less the mean, divided by the standard deviation; a float32 argument is changed in place.
 
-    Bytes are scaled to 0 to 1 first. An empty mean is 0, an empty standard deviation 1.
+    Bytes are scaled to 0 to 1 first. An empty mean is 0, an empty standard deviation 1. The result is written `into` a
+    float32 tensor of the same shape, if one is given.
     """
     unit = 255.0 if gathered.dtype == torch.uint8 else 1.0
     center, width = _constants(mean or (0.0,), std or (1.0,), unit, gathered.device)
-    return gathered.to(torch.float32).sub_(center).div_(width)
+    inputs = gathered.to(torch.float32) if into is None else into.copy_(gathered)
+    return inputs.sub_(center).div_(width)
+
+
+def mapped(shape: Sequence[int]) -> Tensor:
+    """Return a float32 tensor of zeros in pages of its own, which the system has back as soon as it is not used.
+
+    glibc puts large arrays into its heap once one of their size was freed, with small ones between them: 100 batches of
+    24 MB, two at a time, left it with 2 GB of holes.
+    """
+    return torch.frombuffer(mmap(-1, 4 * max(math.prod(shape), 1)), dtype=torch.float32)[: math.prod(shape)].view(shape)
 
 
 def resize(images: Tensor, side: int) -> Tensor:

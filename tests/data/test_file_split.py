@@ -17,6 +17,7 @@ from fedbn_flwr.client.batch_plan import BatchLoader, load_groups
 from fedbn_flwr.data import Data, Split, load
 from fedbn_flwr.data.file_split import FileSplit, ImageFiles
 from fedbn_flwr.data.image_augmentation import Edits, FlipRotate
+from fedbn_flwr.data.pixels import mapped, normalize
 from tests.helpers.image_sets import paint
 
 COUNT, SIDE = 13, 8
@@ -167,6 +168,30 @@ def test_edits_change_images_in_memory_before_they_are_normalized() -> None:
     edits = Edits(FlipRotate(45.0), torch.tensor([3]))
     ((inputs, _),) = split.batches(torch.tensor([0]), [1], edits=edits)
     assert sorted(set(inputs.flatten().tolist())) == [-2.0, 2.0]
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 4), (1, 1, 1, 1), (0, 3, 4, 4)])
+def test_memory_of_its_own_is_a_tensor_like_others(shape: tuple[int, ...]) -> None:
+    apart = mapped(shape)
+    assert torch.equal(apart, torch.zeros(shape))
+    pixels = torch.randint(256, shape, dtype=torch.uint8)
+    assert torch.equal(normalize(pixels, (), (), into=apart), pixels / 255)
+    assert torch.equal(apart, pixels / 255)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
+def test_memory_of_its_own_is_given_back_at_once() -> None:
+    apart = mapped((2**24,))
+    start, size = apart.data_ptr(), 2**26
+    maps = Path("/proc/self/maps")
+
+    def is_mapped() -> bool:
+        ranges = (line.split()[0].split("-") for line in maps.read_text().splitlines())
+        return any(int(first, 16) <= start and start + size <= int(end, 16) for first, end in ranges)
+
+    assert is_mapped()
+    del apart
+    assert not is_mapped()
 
 
 HELD = r"""
