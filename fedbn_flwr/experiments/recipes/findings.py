@@ -14,6 +14,8 @@ from fedbn_flwr.experiments.recipes.table import Key, Value
 NAMED = 12
 #: difference up to which two printed numbers say nothing of the order, in percent
 TOLD_APART = 1.0
+#: columns that a statement is about unless it names another one
+ACCURACIES = ("", "accuracy", "Average")
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ def _claims(results: Results, values: dict[Key, Value]) -> Iterator[Finding]:
         pairs = list(_pairs(results, values, direction))
         agreeing = sum(high.mean > low.mean for _, high, low in pairs)
         source = f" ({direction.place})" if direction.place else ""
-        text = direction.text + (f" in {', '.join(direction.labels)}" if direction.labels else "")
+        column = [] if direction.column in ACCURACIES else [direction.column]
+        named = ", ".join([*direction.labels, *column])
+        text = direction.text + (f" in {named}" if named else "")
         if not pairs:
             yield Finding(f"Direction: {text}{source}: not run", None)
         elif agreeing == len(pairs):

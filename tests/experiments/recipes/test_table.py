@@ -30,6 +30,8 @@ CONTENT: dict[str, Any] = {
         {"claim": "GN > BN", "in": "E=1", "place": "page 2"},
         {"claim": "BN @ E=9 > BN @ E=1"},
         {"claim": "LN > BN", "in": "E=9"},
+        {"claim": "GN > BN", "in": "E=9", "column": "train-loss"},
+        {"claim": "GN > BN", "column": "accuracy", "place": "page 3"},
     ],
     "notes": ["the paper has [three] runs"],
 }
@@ -88,4 +90,7 @@ def test_directions(text: str) -> None:
     # IID with IID and Shards with Shards, but never one with the other
     assert "BN @ E=9 > BN @ E=1: agrees: 95.00 and 85.00 ± 7.07 in IID, E=9, ..." in text
     assert "LN > BN in E=9: not run" in text
+    # a claim that is not about accuracies says what it is about
+    assert "GN > BN in E=9, train-loss: not run" in text
+    assert "GN > BN (page 3): does not agree" in text
     assert "Note: the paper has [three] runs" in text
