@@ -80,7 +80,7 @@ def _form(values: Mapping[str, np.ndarray]) -> Hashable:
 
 def _is_sound(values: Mapping[str, np.ndarray]) -> bool:
     """Whether these are finite values of BN layers, with variances that are not negative."""
-    if {LAYERS, SIZES, "statistics"} - values.keys():
+    if not {LAYERS, SIZES, "statistics"} <= values.keys() <= {LAYERS, SIZES, *CORRECTIONS}:
         return False
     layers, sizes, statistics = values[LAYERS], values[SIZES], values["statistics"]
     gradients = values.get("gradients", np.zeros((2, 0)))
