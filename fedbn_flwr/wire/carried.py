@@ -7,9 +7,10 @@ entries, because Flower sends each by a request of its own. Stacked, every entry
 each client.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from fedbn_flwr.layerwise import Answer, Corrections, Request
 from fedbn_flwr.state import State
@@ -44,16 +45,18 @@ def read_corrections(received: State) -> tuple[Corrections, Corrections]:
     layers = names.numpy(force=True).tobytes().decode(errors="replace").split("\n")
     counts, *widths = received[SIZES].reshape(-1, 3, len(layers))[0].tolist()
     statistics, gradients = (
-        {
-            layer: Answer(tensor, count)
-            for layer, count, tensor in zip(layers, counts, received[kind].split(channels, -1), strict=True)
-            if tensor.shape[-1]
-        }
-        if kind in received
-        else {}
+        _by_layer(received.get(kind), layers, counts, channels)
         for kind, channels in zip(CORRECTIONS, widths, strict=True)
     )
     return statistics, gradients
+
+
+def _by_layer(
+    values: Tensor | None, layers: Sequence[str], counts: Sequence[int], channels: Sequence[int]
+) -> Corrections:
+    """Cut the values of one kind, which may be none, into those of the layers that have some."""
+    parts = () if values is None else zip(layers, counts, values.split(list(channels), -1), strict=True)
+    return {layer: Answer(part, count) for layer, count, part in parts if part.shape[-1]}
 
 
 def _channels(request: Request | None) -> int:

@@ -11,7 +11,8 @@ from fedbn_flwr.client.rules import Session
 from fedbn_flwr.layerwise import Answer, Corrected, Corrections
 from fedbn_flwr.simulation.stacked.model import Rows
 from fedbn_flwr.state import State
-from fedbn_flwr.wire.carried import LAYERS, SIZES, pack_values, read_corrections
+from fedbn_flwr.wire.carried import pack_values, read_corrections
+from fedbn_flwr.wire.layerwise import CORRECTIONS
 
 
 class StackedCorrections:
@@ -45,7 +46,7 @@ class StackedCorrections:
             values = pack_values(exchange.requests)
             for name, value in values.items():
                 # a part's layers and their sizes are common to its clients
-                shape = value.shape if name in (LAYERS, SIZES) else value.shape[1:]
+                shape = value.shape[1:] if name in CORRECTIONS else value.shape
                 whole.setdefault(name, torch.empty(self._clients, *shape, dtype=value.dtype, device=value.device))
                 whole[name][rows] = value
         return {wire.CARRIED: whole} if whole else {}
