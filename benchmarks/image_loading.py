@@ -146,14 +146,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pixels", type=int, nargs=2, default=(96, 72), help="width and height of images to make")
     parser.add_argument("--side", type=int, default=64, help="image size to load")
     parser.add_argument("--batches", type=int, default=200, help="batches a turn")
-    parser.add_argument("--workers", type=int, default=2, help="processes that decode")
+    parser.add_argument("--decoders", type=int, default=2, help="processes that decode")
     parser.add_argument("--turns", type=int, default=5)
     given, rest = parser.parse_known_args(arguments)
     torch.set_num_threads(1)
     if given.what == "make":
         make(given.folder, given.images, *given.pixels)
     elif given.what == "load":
-        speeds = compare(given.folder, given.side, given.batches, given.workers, given.turns)
+        speeds = compare(given.folder, given.side, given.batches, given.decoders, given.turns)
         medians = {name: statistics.median(values) for name, values in speeds.items()}
         print(json.dumps({"images-per-second": medians, "turns": speeds}, indent=2))
     else:

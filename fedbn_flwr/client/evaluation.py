@@ -14,8 +14,8 @@ from fedbn_flwr.client.training import LossFunction, logits_of, loss_of, model_l
 from fedbn_flwr.data import Split
 from fedbn_flwr.data.image_augmentation import IGNORED
 
-#: values of a batch of images in an evaluation: 500 images of 64 x 64 pixels
-MOST_VALUES = 500 * 3 * 64 * 64
+#: values of a batch of images in an evaluation: 500 images of 32 x 32 pixels
+MOST_VALUES = 500 * 3 * 32 * 32
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def mean_loss(
 
 
 def batch_sizes(split: Split, indices: np.ndarray, most: int) -> list[int]:
-    """Return sizes of batches of at most `most` samples; of large images fewer, so that a batch has 25 MB."""
+    """Return sizes of batches of at most `most` samples; of large images fewer, so that a batch has 6 MB."""
     values = max(split.inputs[:1].numel(), 1)
     size = min(most, max(MOST_VALUES // values, 1))
     return [len(part) for part in torch.from_numpy(indices).split(size)]

@@ -97,7 +97,8 @@ class Config:
         "processes that share the clients; 0: one, or in a long run of the engine stacked one for each core",
     )
     chunk: int = option(
-        0, "largest stack of clients; 0: as many as speed up a step (20 on a CPU) and fit into half of the memory"
+        0,
+        "largest stack of clients; 0: as many as speed up a step (20, 5 or 1 on a CPU) and fit into half of the memory",
     )
     timeout: float = option(3600.0, "seconds that clients have to answer in a round")
     exchange_timeout: float = option(0.0, "seconds that clients have for one exchange of a layer-wise step; 0: timeout")

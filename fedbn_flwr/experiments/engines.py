@@ -9,12 +9,10 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedbn_flwr.client import BNClient, pick_device
 from fedbn_flwr.client.layerwise_step import STEPS
 from fedbn_flwr.clientapp import client_app, keep_states_in
 from fedbn_flwr.experiments.checkpoint import STATES
@@ -23,7 +21,6 @@ from fedbn_flwr.experiments.config import Config, UsageError
 from fedbn_flwr.experiments.method import Experiment, import_plugins
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.resources import (
-    load_data,
     make_partition,
     refuse_state_dir,
     refuse_workers,
@@ -31,8 +28,8 @@ from fedbn_flwr.experiments.resources import (
     shared_model,
     state_folder,
 )
-from fedbn_flwr.experiments.server_side import instruction_of, run
-from fedbn_flwr.experiments.workers import count_workers
+from fedbn_flwr.experiments.server_side import run
+from fedbn_flwr.experiments.workers import count_workers, one_step
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.simulation.prepared import PreparedGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
@@ -117,10 +114,8 @@ def _app(experiment: Experiment, partitions: Sequence[int]) -> ClientApp:
 
 def _steps_that_fit(config: Config) -> int:
     """Return how many clients of this process can wait in a layer-wise step; further ones replay it."""
-    split = load_data(config).train
-    few = np.arange(min(len(split), config.batch_size))
-    client = BNClient(shared_model(config), split, indices=few, device=str(pick_device(config.device)))
-    return clients_that_fit(client, instruction_of(config))
+    client, step = one_step(config)
+    return clients_that_fit(step, client.device)
 
 
 def spread_over(workers: int, make_grid: MakeGrid, config: Config) -> WorkersGrid:

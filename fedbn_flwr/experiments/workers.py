@@ -1,14 +1,17 @@
 """The number of processes of a run: a plain rule, so that the same command gives the same bits."""
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from fedbn_flwr.client import pick_device
+from fedbn_flwr.client import BNClient, pick_device
+from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.resources import expected_steps, load_data, shared_model
+from fedbn_flwr.experiments.server_side import instruction_of
 from fedbn_flwr.simulation.processes.grid import count_cores
-from fedbn_flwr.simulation.stacked.memory_budget import largest_useful_stack
+from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, largest_useful_stack
 
 #: multiplications in the forward passes of a run from which on it starts processes. Starting two takes about as long as
 #: they save at this size: 40,000 steps of small-cnn, or 2,000 of resnet20, in batches of 20
@@ -21,7 +24,8 @@ CLIENTS_PER_WORKER = 5
 def count_workers(config: Config, layerwise: bool = False) -> int:
     """Return the number of processes of the stacked engine: `workers`, or in a long run as many as there are cores.
 
-    The rule knows the model, the number of clients and steps, the cores and the options, and nothing that is measured.
+    The rule knows the model, the sizes of its activations, the number of clients and steps, the cores and the options,
+    and nothing that is measured.
     A GPU is not made faster by several processes. Nor is a round that is a single layer-wise step, in which processes
     wait for each other at every layer: with resnet20 and 10 clients, two took 1.2 times as long as one.
     """
@@ -31,12 +35,24 @@ def count_workers(config: Config, layerwise: bool = False) -> int:
         return 1
     taking_part = max(int(config.clients * config.fraction_train), 1)
     device = pick_device(config.device)
-    stacks = largest_useful_stack(shared_model(config), device) > 1
+    if device.type != "cpu":
+        return 1
+    client, step = one_step(config)
+    stacks = largest_useful_stack(client.model, device, step, layerwise) > 1
     most = min(count_cores(), taking_part // (CLIENTS_PER_WORKER if stacks else 1))
-    if most <= 1 or device.type != "cpu":
+    if most <= 1:
         return 1
     samples = expected_steps(config) * config.batch_size
     return most if samples * count_multiplications(config) >= WORTH_STARTING else 1
+
+
+def one_step(config: Config) -> tuple[BNClient, StepMemory]:
+    """Return a client with a mini-batch of the training data, and what its step keeps in memory."""
+    data = load_data(config)
+    few = np.arange(min(len(data.train), config.batch_size))
+    device = str(pick_device(config.device))
+    client = BNClient(shared_model(config), data.train, indices=few, device=device, task=task_of(data.task))
+    return client, StepMemory.of(client, instruction_of(config))
 
 
 def count_multiplications(config: Config) -> int:

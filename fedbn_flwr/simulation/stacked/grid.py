@@ -17,7 +17,7 @@ from fedbn_flwr.simulation.sequential import Config, identify
 from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.simulation.stacked.jobs import count_steps, stack_key, trial_key, why_not_stackable
 from fedbn_flwr.simulation.stacked.layerwise_step import StackedLayerwiseStep, SuspendedStack
-from fedbn_flwr.simulation.stacked.memory_budget import clients_that_fit, largest_useful_stack
+from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
 from fedbn_flwr.simulation.stacked.training import train_together
 from fedbn_flwr.wire.layerwise import StepPosition
 from fedbn_flwr.wire.layerwise_grid import Participant
@@ -50,8 +50,8 @@ class StackedGrid(PreparedGrid):
     ) -> None:
         super().__init__(client_app, num_nodes, run_config, partitions, state_dir)
         self._given_chunk, self._num_nodes = chunk, num_nodes
-        #: by the id of a model, the number of clients that fit into memory
-        self._room: dict[int, int] = {}
+        #: by the id of a model, what a step keeps in memory
+        self._steps: dict[int, StepMemory] = {}
         self._unstackable: set[Hashable] = set()
         self._logged: set[str] = set()
         #: copies of models, for steps that wait in the middle of a pass
@@ -64,7 +64,9 @@ class StackedGrid(PreparedGrid):
         for message in messages:
             identify(message)
         stacks = [
-            chunk for group in self._group(self._jobs(dict(enumerate(messages)))) for chunk in self._chunks(group)
+            chunk
+            for group in self._group(self._jobs(dict(enumerate(messages))))
+            for chunk in self._chunks(group, layerwise=True)
         ]
         if sum(map(len, stacks)) < len(messages) or any(trial_key(chunk[0]) in self._unstackable for chunk in stacks):
             return None
@@ -152,23 +154,29 @@ class StackedGrid(PreparedGrid):
             self._log_once("each has a model of its own")
         return list(groups.values())
 
-    def _chunks(self, jobs: list[Job]) -> list[list[Job]]:
+    def _chunks(self, jobs: list[Job], layerwise: bool = False) -> list[list[Job]]:
         """Cut a group into stacks of clients with similar numbers of steps, the largest numbers first."""
         if len(jobs) == 1:
             return [jobs]
-        client = jobs[0].client
-        size = self._given_chunk or min(largest_useful_stack(client.model, client.device), self._fitting(jobs[0]))
         ordered = sorted(jobs, key=lambda job: -count_steps(job))
+        size = self._given_chunk or min(self._useful(jobs[0], layerwise), self._fitting(jobs[0]))
         return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
+    def _useful(self, job: Job, layerwise: bool) -> int:
+        """Return the largest stack of clients like this one that speeds up a step."""
+        return largest_useful_stack(job.client.model, job.client.device, self._step_memory(job), layerwise)
+
     def _fitting(self, job: Job) -> int:
-        """Return how many clients like this one fit into memory."""
+        """Return how many clients like this one fit into memory, next to those in other processes of this machine."""
+        share = len(self._contexts) / self._num_nodes
+        return max(int(clients_that_fit(self._step_memory(job), job.client.device) * share), 1)
+
+    def _step_memory(self, job: Job) -> StepMemory:
+        """Return what a step keeps in memory, looked at once for each model."""
         model = id(job.client.model)
-        if model not in self._room:
-            # the other nodes may be in other processes of this machine
-            share = len(self._contexts) / self._num_nodes
-            self._room[model] = max(int(clients_that_fit(job.client, job.instruction) * share), 1)
-        return self._room[model]
+        if model not in self._steps:
+            self._steps[model] = StepMemory.of(job.client, job.instruction)
+        return self._steps[model]
 
     def _log_once(self, reason: str) -> None:
         if reason not in self._logged:

@@ -1,33 +1,108 @@
 """How many clients are stacked."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from fedbn_flwr.client import BNClient
-from fedbn_flwr.simulation.stacked.memory_budget import (
-    bytes_of_a_client,
-    clients_that_fit,
-    largest_useful_stack,
-)
+from fedbn_flwr.data import Split
+from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
 from fedbn_flwr.wire import Instruction
 from tests.helpers.toys import toy_cnn, toy_split
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SMALL, LARGE = StepMemory((50_000, 150_000), 0), StepMemory((50_000, 150_001), 0)
 
-def test_as_many_are_stacked_as_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    client, instruction = BNClient(toy_cnn(), toy_split(), num_classes=4, device="cpu"), Instruction(batch_size=5)
-    needed = bytes_of_a_client(client, instruction)
-    assert needed > 6 * sum(value.nbytes for value in client.model.state_dict().values())
-    monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 7 * needed)
-    assert clients_that_fit(client, instruction) == 3
+
+class Square(nn.Module):
+    """A layer whose backward pass needs its input and its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the square of a linear function."""
+        outputs: torch.Tensor = self.layer(inputs.flatten(1))
+        return outputs.square()
+
+
+def client_of(model: nn.Module, samples: int, **options: Any) -> BNClient:
+    return BNClient(model, six_pixels(samples), num_classes=3, device="cpu", loss_function=_sum, **options)
+
+
+def six_pixels(samples: int) -> Split:
+    return Split(torch.ones(samples, 1, 2, 3), torch.zeros(samples, dtype=torch.int64))
+
+
+def _sum(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return outputs.sum()
+
+
+def test_a_steps_memory_is_what_its_forward_pass_keeps_beside_the_parameters() -> None:
+    step = StepMemory.of(client_of(Square(), 5), Instruction(batch_size=5))
+    # 5 samples of 6 inputs, and of 3 outputs that are squared, of 4 bytes
+    assert sorted(step.activations) == [4 * 5 * 3, 4 * 5 * 6]
+    assert step.state == 4 * 6 * 3
+    assert step.total == 2 * 4 * 5 * 9 + 6 * 4 * 18
+
+
+def test_a_steps_memory_is_the_same_whichever_client_is_asked() -> None:
+    instruction, model = Instruction(batch_size=5), Square()
+    few = client_of(model, 9, indices=np.array([3, 8]))
+    assert StepMemory.of(few, instruction) == StepMemory.of(client_of(model, 9), instruction)
+
+
+def test_a_steps_memory_is_looked_at_without_a_trace_and_in_training_mode() -> None:
+    model, random = toy_cnn().eval(), torch.get_rng_state()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    client, instruction = BNClient(model, toy_split(), num_classes=4, device="cpu"), Instruction(batch_size=5)
+    idle = StepMemory.of(client, instruction)
+    assert StepMemory.of(BNClient(model.train(), toy_split(), device="cpu"), instruction) == idle
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_batch_of_one_is_looked_at_as_two_which_batch_norm_can_take() -> None:
+    client = BNClient(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(6)), six_pixels(4), device="cpu")
+    one, two = (StepMemory.of(client, Instruction(batch_size=size)) for size in (1, 2))
+    assert one == two
+    assert one.activations
+
+
+def test_a_client_that_cannot_train_needs_its_state_only() -> None:
+    assert StepMemory.of(client_of(nn.Linear(7, 3), 5), Instruction(batch_size=5)) == StepMemory((), 4 * 8 * 3)
+
+
+def test_as_many_are_stacked_as_fit_into_half_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = StepMemory((10, 20), 7)
+    monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 7 * step.total)
+    assert clients_that_fit(step, CPU) == 3
     monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 0)
-    assert clients_that_fit(client, instruction) == 1
+    assert clients_that_fit(step, CPU) == 1
 
 
-@pytest.mark.parametrize(("device", "small", "large"), [("cpu", 20, 1), ("cuda", 512, 512)])
-def test_a_cpu_stacks_no_models_of_more_than_a_million_parameters(device: str, small: int, large: int) -> None:
+def test_a_cpu_stacks_no_models_of_more_than_a_million_parameters() -> None:
     def model(parameters: int) -> nn.Module:
         return nn.Linear(parameters, 1, bias=False, device="meta")
 
-    assert largest_useful_stack(model(1_000_000), torch.device(device)) == small
-    assert largest_useful_stack(model(1_000_001), torch.device(device)) == large
+    assert largest_useful_stack(model(1_000_000), CPU, SMALL) == 20
+    assert largest_useful_stack(model(1_000_001), CPU, SMALL) == 1
+    assert largest_useful_stack(model(1_000_001), CPU, LARGE, layerwise=True) == 1
+
+
+@pytest.mark.parametrize(("step", "plain", "layerwise"), [(SMALL, 20, 20), (LARGE, 1, 5)], ids=["small", "large"])
+def test_a_cpu_stacks_steps_with_large_activations_in_fives_and_only_where_they_are_layerwise(
+    step: StepMemory, plain: int, layerwise: int
+) -> None:
+    model = nn.Linear(1, 1)
+    assert largest_useful_stack(model, CPU, step) == plain
+    assert largest_useful_stack(model, CPU, step, layerwise=True) == layerwise
+
+
+@pytest.mark.parametrize("step", [SMALL, LARGE], ids=["small", "large"])
+def test_a_gpu_stacks_whatever_fits(step: StepMemory) -> None:
+    assert largest_useful_stack(nn.Linear(1_000_001, 1, device="meta"), CUDA, step) == 512

@@ -88,6 +88,17 @@ def test_small_chunks(chunk: int) -> None:
     assert_same(lambda: quiet(FedTAN), grid=stacked_by(chunk), batch_size=4)
 
 
+@pytest.mark.parametrize(("strategy", "stacks"), [(FedTAN, [2, 1, 1]), (FedAvg, [])])
+def test_steps_with_large_activations_are_stacked_only_where_they_are_layerwise(
+    strategy: type[BaseStrategy], stacks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget._LARGE_ACTIVATIONS", 0)
+    monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget._LARGEST_LAYERWISE", 2)
+    alone, together = both(lambda: quiet(strategy), grid=stacked_by(0), rounds=1, batch_size=4)
+    assert difference(alone, together) < EXACT
+    assert together.watch.stacks == stacks
+
+
 @pytest.mark.parametrize(("fitting", "stacks"), [(2, 4), (1, 0)])
 def test_a_step_of_more_than_there_is_memory_for_is_taken_by_messages(
     fitting: int, stacks: int, monkeypatch: pytest.MonkeyPatch
