@@ -26,7 +26,10 @@ from tests.helpers.checkout import BIN, ROOT, copy_checkout
 WORDS = (r"^\s*log\(", r"^\s*f?\"[^\"]*\"\s*,?\s*$", r"raise \w+\(f?\"", r"^\s*_log_once\(")
 #: rooms that other rooms' tests go through, too
 ALSO_TESTED_BY = {
-    "strategies": ("tests/experiments/test_method.py", "tests/test_docs.py::test_options_are_those_of_the_code"),
+    "strategies": (
+        "tests/experiments/test_method.py",
+        "tests/test_docs.py::test_a_page_that_is_written_from_the_code_is_up_to_date",
+    ),
     "client/rules": ("tests/strategies", "tests/simulation/stacked", "tests/experiments/output/test_dynamics.py"),
     "server": ("tests/strategies",),
     "data": ("tests/plugins", "tests/experiments/test_plugins.py"),

@@ -37,8 +37,7 @@ def count_workers(config: Config, layerwise: bool = False) -> int:
     device = pick_device(config.device)
     if device.type != "cpu":
         return 1
-    client, step = one_step(config)
-    stacks = largest_useful_stack(client.model, device, step, layerwise) > 1
+    stacks = largest_useful_stack(shared_model(config), device, lambda: one_step(config)[1], layerwise) > 1
     most = min(count_cores(), taking_part // (CLIENTS_PER_WORKER if stacks else 1))
     if most <= 1:
         return 1

@@ -159,12 +159,14 @@ class StackedGrid(PreparedGrid):
         if len(jobs) == 1:
             return [jobs]
         ordered = sorted(jobs, key=lambda job: -count_steps(job))
-        size = self._given_chunk or min(self._useful(jobs[0], layerwise), self._fitting(jobs[0]))
+        size = self._given_chunk or self._useful(jobs[0], layerwise)
         return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
     def _useful(self, job: Job, layerwise: bool) -> int:
-        """Return the largest stack of clients like this one that speeds up a step."""
-        return largest_useful_stack(job.client.model, job.client.device, self._step_memory(job), layerwise)
+        """Return the largest stack of clients like this one that speeds up a step and fits into memory."""
+        client = job.client
+        most = largest_useful_stack(client.model, client.device, lambda: self._step_memory(job), layerwise)
+        return min(most, self._fitting(job)) if most > 1 else 1
 
     def _fitting(self, job: Job) -> int:
         """Return how many clients like this one fit into memory, next to those in other processes of this machine."""

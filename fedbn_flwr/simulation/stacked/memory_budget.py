@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,13 +88,18 @@ class StepMemory:
         return sum(self.activations) > _LARGE_ACTIVATIONS * len(self.activations)
 
 
-def largest_useful_stack(model: nn.Module, device: torch.device, step: StepMemory, layerwise: bool = False) -> int:
-    """Return the largest stack of such clients that still speeds up a step; 1 if none does."""
+def largest_useful_stack(
+    model: nn.Module, device: torch.device, step: Callable[[], StepMemory], layerwise: bool = False
+) -> int:
+    """Return the largest stack of such clients that still speeds up a step; 1 if none does.
+
+    `step` is called only where its answer counts: it takes a forward pass, which a large model need not spend.
+    """
     if device.type != "cpu":
         return _LARGEST.get(device.type, _LARGEST["cpu"])
     if sum(parameter.numel() for parameter in model.parameters()) > _LARGEST_MODEL:
         return 1
-    if step.large:
+    if step().large:
         return _LARGEST_LAYERWISE if layerwise else 1
     return _LARGEST["cpu"]
 
