@@ -52,6 +52,14 @@ def test_counts_are_added() -> None:
     assert answer.count == 8
 
 
+def test_a_constant_channel_a_single_value_and_a_weight_of_nothing_are_sound() -> None:
+    """Negative means and fractions of a weight, too."""
+    clients = [Request("statistics", "bn", torch.tensor([[mean], [0.0]]), 1) for mean in (-1.0, -3.0, 5.0)]
+    answer = respond(clients, [0.25, 0.25, 0])
+    assert answer.tensor.tolist() == [[-2.0], [1.0]]
+    assert answer.count == 3
+
+
 @pytest.mark.parametrize("weights", [[0, 0], [1, -1], [1, float("nan")], [float("inf"), 1]])
 def test_impossible_weights(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="weights must be"):
@@ -85,6 +93,8 @@ def test_a_negative_variance_is_refused(kind: Kind, tensor: list[float]) -> None
 
 @pytest.mark.parametrize("odd", [request(1.0, layer="other"), request(1.0, kind="variance")])
 def test_a_client_at_another_layer_is_named(odd: Request) -> None:
-    with pytest.raises(OrderError) as error:
+    with pytest.raises(
+        OrderError, match=r"is at \(.* of the exchange where the others are at \('mean', 'bn'\)"
+    ) as error:
         respond([odd, request(1.0), request(1.0)], [1, 1, 1])
     assert error.value.client == 0

@@ -11,6 +11,7 @@ from flwr.app import Message
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 
 from fedbn_flwr import norm, state, wire
+from fedbn_flwr.layerwise.carried import carried_corrections
 from fedbn_flwr.server.carried_values import CarriedValues
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.state.records import payload_bytes
@@ -247,6 +248,21 @@ def test_corrections_by_hand() -> None:
     assert found[7]["sizes"].tolist() == [[8], [1], [1]]
 
 
+def test_the_trust_region_by_hand() -> None:
+    """Weights of 9 to 1; a client whose mean lies above, then below the other's, then one with more variance."""
+    means, variances = torch.tensor([[0.0, 0.0, 0.0], [10.0, -10.0, 0.0]]), torch.tensor([[1.0] * 3, [1.0, 1.0, 99.0]])
+    both = torch.stack([means, variances], 1)
+    # the means are 1, -1 and 0, the variances 10, 10 and 10.8
+    unbounded, bounded = (carried_corrections("statistics", both, [9, 1], trust) for trust in (0.0, 2.0))
+    offsets, ratios = [[1.0, -1.0, 0.0], [-9.0, 9.0, 0.0]], [[10.0, 10.0, 10.8], [10.0, 10.0, 10.8 / 99]]
+    torch.testing.assert_close(unbounded, torch.tensor([offsets, ratios]).movedim(0, 1), rtol=1e-4, atol=1e-4)
+    offsets, ratios = [[1.0, -1.0, 0.0], [-2.0, 2.0, 0.0]], [[2.0, 2.0, 2.0], [2.0, 2.0, 0.5]]
+    torch.testing.assert_close(bounded, torch.tensor([offsets, ratios]).movedim(0, 1), rtol=1e-4, atol=1e-4)
+    # those of gradients are not cut
+    gradients = carried_corrections("gradients", both * 1000, [9, 1], 2.0)
+    assert gradients[:, 0, 0].tolist() == pytest.approx([1000.0, -9000.0])
+
+
 def test_weights_need_not_be_whole_numbers() -> None:
     found = []
     for weights in ({7: 0.25, 8: 0.75}, {7: 1, 8: 3}):
@@ -352,6 +368,10 @@ def test_the_optimizer_of_the_first_step_is_forgotten_on_request() -> None:
 def test_bad_options_are_named(make: type[FedAvg], options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make(**options)
+
+
+def test_less_than_a_megabyte_can_be_the_limit() -> None:
+    assert FedTAN(carry_limit=0.5).carried.limit == 0.5
 
 
 def test_it_refuses_to_run_inside_a_wrapper() -> None:
