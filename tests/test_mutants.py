@@ -27,7 +27,7 @@ def test_rooms_with_further_tests_exist(room: str) -> None:
 
 @pytest.mark.parametrize("file", sorted({mutant.file for mutant in KNOWN.mutants}))
 def test_lines_of_survivors_are_still_in_their_files(file: str) -> None:
-    text = " ".join((ROOT / file).read_text().split())
+    text = _joined((ROOT / file).read_text())
     gone = [mutant.before for mutant in KNOWN.mutants if mutant.file == file and _joined(mutant.before) not in text]
     assert gone == []
 

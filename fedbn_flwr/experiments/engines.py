@@ -13,6 +13,7 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.layerwise_step import STEPS
 from fedbn_flwr.clientapp import client_app, keep_states_in
 from fedbn_flwr.experiments.checkpoint import STATES
@@ -114,8 +115,7 @@ def _app(experiment: Experiment, partitions: Sequence[int]) -> ClientApp:
 
 def _steps_that_fit(config: Config) -> int:
     """Return how many clients of this process can wait in a layer-wise step; further ones replay it."""
-    client, step = one_step(config)
-    return clients_that_fit(step, client.device)
+    return clients_that_fit(one_step(config), pick_device(config.device))
 
 
 def spread_over(workers: int, make_grid: MakeGrid, config: Config) -> WorkersGrid:

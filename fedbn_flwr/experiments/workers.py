@@ -25,9 +25,9 @@ def count_workers(config: Config, layerwise: bool = False) -> int:
     """Return the number of processes of the stacked engine: `workers`, or in a long run as many as there are cores.
 
     The rule knows the model, the sizes of its activations, the number of clients and steps, the cores and the options,
-    and nothing that is measured.
-    A GPU is not made faster by several processes. Nor is a round that is a single layer-wise step, in which processes
-    wait for each other at every layer: with resnet20 and 10 clients, two took 1.2 times as long as one.
+    and nothing that is measured. A GPU is not made faster by several processes. Nor is a round that is a single
+    layer-wise step, in which processes wait for each other at every layer: with resnet20 and 10 clients, two took 1.2
+    times as long as one.
     """
     if config.workers:
         return min(config.workers, config.clients)
@@ -35,23 +35,22 @@ def count_workers(config: Config, layerwise: bool = False) -> int:
         return 1
     taking_part = max(int(config.clients * config.fraction_train), 1)
     device = pick_device(config.device)
-    if device.type != "cpu":
-        return 1
-    stacks = largest_useful_stack(shared_model(config), device, lambda: one_step(config)[1], layerwise) > 1
-    most = min(count_cores(), taking_part // (CLIENTS_PER_WORKER if stacks else 1))
-    if most <= 1:
+    if device.type != "cpu" or min(count_cores(), taking_part) <= 1:
         return 1
     samples = expected_steps(config) * config.batch_size
-    return most if samples * count_multiplications(config) >= WORTH_STARTING else 1
+    if samples * count_multiplications(config) < WORTH_STARTING:
+        return 1
+    stacks = largest_useful_stack(shared_model(config), device, lambda: one_step(config), layerwise) > 1
+    return max(min(count_cores(), taking_part // (CLIENTS_PER_WORKER if stacks else 1)), 1)
 
 
-def one_step(config: Config) -> tuple[BNClient, StepMemory]:
-    """Return a client with a mini-batch of the training data, and what its step keeps in memory."""
+def one_step(config: Config) -> StepMemory:
+    """Return what a client's step on a mini-batch of the training data keeps in memory."""
     data = load_data(config)
     few = np.arange(min(len(data.train), config.batch_size))
     device = str(pick_device(config.device))
     client = BNClient(shared_model(config), data.train, indices=few, device=device, task=task_of(data.task))
-    return client, StepMemory.of(client, instruction_of(config))
+    return StepMemory.of(client, instruction_of(config))
 
 
 def count_multiplications(config: Config) -> int:

@@ -35,5 +35,6 @@ def test_the_peak_of_all_processes_of_a_run(
     options += ["--local-steps", "1", "--batch-size", "4", "--workers", "1"]
     image_loading.main(["train", str(tmp_path), "--side", "8", *options])
     assert json.loads("{" + capfd.readouterr().out.rpartition("{")[2])["peak-mb"] > 100
+    assert (tmp_path / "results" / "summary.json").exists()
     config = json.loads((tmp_path / "results" / "config.json").read_text())["options"]
     assert (config["image-size"], config["workers"]) == (8, 1)

@@ -8,6 +8,7 @@ import torch
 
 from fedbn_flwr.experiments import Config, workers
 from fedbn_flwr.experiments.workers import count_multiplications, count_workers
+from fedbn_flwr.simulation.stacked.memory_budget import StepMemory
 from tests.helpers.runs import DATA, run
 
 #: multiplications of a sample: 64 x 30 and 30 x 4
@@ -57,6 +58,22 @@ def test_a_round_that_is_one_layerwise_step_has_one_process(monkeypatch: pytest.
     counts = {steps: count_workers(config(local_steps=steps), layerwise=True) for steps in (1, 2)}
     assert counts == {1: 1, 2: 2}
     assert count_workers(config(workers=3), layerwise=True) == 3
+
+
+def test_a_short_run_spends_no_training_step_on_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Config] = []
+    monkeypatch.setattr(workers, "count_cores", lambda: 4)
+
+    def one_step(config: Config) -> StepMemory:
+        asked.append(config)
+        return StepMemory((), 0)
+
+    monkeypatch.setattr(workers, "one_step", one_step)
+    assert count_workers(config()) == 1
+    assert asked == []
+    monkeypatch.setattr(workers, "WORTH_STARTING", 0)
+    assert count_workers(config()) == 2
+    assert len(asked) == 1
 
 
 def test_a_gpu_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,8 +158,8 @@ class StackedGrid(PreparedGrid):
         """Cut a group into stacks of clients with similar numbers of steps, the largest numbers first."""
         if len(jobs) == 1:
             return [jobs]
-        ordered = sorted(jobs, key=lambda job: -count_steps(job))
         size = self._given_chunk or self._useful(jobs[0], layerwise)
+        ordered = sorted(jobs, key=lambda job: -count_steps(job))
         return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
     def _useful(self, job: Job, layerwise: bool) -> int:

@@ -5,16 +5,15 @@ import ctypes
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.client import BNClient, training
-from fedbn_flwr.client.batch_plan import BatchLoader
 from fedbn_flwr.layerwise import OwnRandomness
 from fedbn_flwr.wire import Instruction
 
@@ -54,28 +53,11 @@ class StepMemory:
 
         So it is the same whichever client is asked; a client that cannot train says so when it is its turn.
         """
-        # two at least, for layers that normalize over the batch
-        samples = torch.from_numpy(np.resize(client.indices, max(instruction.batch_size, 2)))
-        loader = BatchLoader(
-            client.train_split, client.device, instruction.augmentation, samples, [len(samples)], torch.Generator()
-        )
-        model = copy.deepcopy(client.model).train()
-        state = [value.untyped_storage() for value in model.state_dict().values()]
-        own = {storage.data_ptr() for storage in state}
-        kept: dict[int, int] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
         try:
-            with OwnRandomness(0).drawing(), torch.autograd.graph.saved_tensors_hooks(keep, _same):
-                training.batch_loss(model, loader.first(), instruction, client.loss_function)
+            activations = _kept_for_backward(client, instruction)
         except Exception:
-            kept.clear()
-        return cls(tuple(kept.values()), sum(storage.nbytes() for storage in state))
+            activations = ()
+        return cls(activations, sum(value.nbytes for value in client.model.state_dict().values()))
 
     @property
     def total(self) -> int:
@@ -86,6 +68,24 @@ class StepMemory:
     def large(self) -> bool:
         """Whether the activations are so large that stacks do not pay."""
         return sum(self.activations) > _LARGE_ACTIVATIONS * len(self.activations)
+
+
+def _kept_for_backward(client: BNClient, instruction: Instruction) -> tuple[int, ...]:
+    # two samples at least, for layers that normalize over the batch
+    whole = replace(instruction, batch_size=max(instruction.batch_size, 2), local_steps=1, replacement=True)
+    model = copy.deepcopy(client.model).train()
+    own = {value.untyped_storage().data_ptr() for value in model.state_dict().values()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with OwnRandomness(0).drawing(), torch.autograd.graph.saved_tensors_hooks(keep, _unchanged):
+        training.batch_loss(model, client.plan(whole).first(), instruction, client.loss_function)
+    return tuple(kept.values())
 
 
 def largest_useful_stack(
@@ -109,6 +109,7 @@ def clients_that_fit(step: StepMemory, device: torch.device) -> int:
     return max(1, int(total_memory(device) * _SHARE / max(step.total, 1)))
 
 
+@cache
 def total_memory(device: torch.device) -> int:
     """Return the whole memory of the device, free or not, in bytes."""
     if device.type == "cuda":
@@ -133,5 +134,5 @@ def keep_freed_memory() -> None:
     change(_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
-def _same(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value

@@ -77,6 +77,14 @@ def test_a_client_that_cannot_train_needs_its_state_only() -> None:
     assert StepMemory.of(client_of(nn.Linear(7, 3), 5), Instruction(batch_size=5)) == StepMemory((), 4 * 8 * 3)
 
 
+def test_a_model_that_cannot_be_copied_can_still_train() -> None:
+    class Single(Square):
+        def __deepcopy__(self, _: object) -> "Single":
+            raise RuntimeError("there is only one")
+
+    assert StepMemory.of(client_of(Single(), 5), Instruction(batch_size=5)) == StepMemory((), 4 * 6 * 3)
+
+
 def test_as_many_are_stacked_as_fit_into_half_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     step = StepMemory((10, 20), 7)
     monkeypatch.setattr("fedbn_flwr.simulation.stacked.memory_budget.total_memory", lambda _: 7 * step.total)
