@@ -119,12 +119,12 @@ def _steps_that_fit(config: Config) -> int:
 
 
 def spread_over(workers: int, make_grid: MakeGrid, config: Config) -> WorkersGrid:
-    """Open worker processes, each with the grid of its share of the nodes."""
-    return WorkersGrid(partial(_ready, make_grid, config), config.clients, workers, threads=config.threads)
+    """Open worker processes, this one among them, each with the grid of its share of the nodes."""
+    return WorkersGrid(partial(_ready, make_grid, config), config.clients, workers, threads=config.threads, here=True)
 
 
 def _ready(make_grid: MakeGrid, config: Config, partitions: Sequence[int]) -> InProcessGrid:
-    """A grid in a new process, which loads data and model before it is asked for anything."""
+    """A grid in a worker, which loads data and model before it is asked for anything."""
     import_plugins(config.plugins)
     set_threads(config)
     shared_model(config)

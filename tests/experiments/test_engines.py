@@ -32,8 +32,8 @@ def test_workers_are_counted(workers: str, wanted: int, tmp_path: Path, monkeypa
     started: list[Any] = []
 
     class Several(InProcessGrid):
-        def __init__(self, make_grid: Any, num_nodes: int, workers: int, *, threads: int) -> None:
-            started.append((workers, threads))
+        def __init__(self, make_grid: Any, num_nodes: int, workers: int, *, threads: int, here: bool) -> None:
+            started.append((workers, threads, here))
             super().__init__(make_grid(range(num_nodes))._client_app, num_nodes)
 
         def __enter__(self) -> "Several":
@@ -45,7 +45,7 @@ def test_workers_are_counted(workers: str, wanted: int, tmp_path: Path, monkeypa
     monkeypatch.setattr(engines, "WorkersGrid", Several)
     monkeypatch.setattr(engines, "preload", lambda _: None)
     assert run("run", clients="3", workers=workers, rounds="1", results_dir=str(tmp_path)) == 0
-    assert started == ([(wanted, 1), "closed"] if wanted else [])
+    assert started == ([(wanted, 1, True), "closed"] if wanted else [])
 
 
 @pytest.mark.parametrize("words", [["run"], ["compare", "--methods", "fedbn,fedavg:workers=2"]])

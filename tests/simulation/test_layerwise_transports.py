@@ -84,6 +84,12 @@ def workers_step() -> Iterator[tuple[CountingGrid, NodesStep]]:
         yield opened(grid)
 
 
+@contextmanager
+def shared_out_step() -> Iterator[tuple[CountingGrid, NodesStep]]:
+    with WorkersGrid(stacked_nodes, len(SIZES), 2, here=True) as grid:
+        yield opened(grid)
+
+
 def opened(grid: Grid) -> tuple[CountingGrid, NodesStep]:
     counting, position = CountingGrid(grid), StepPosition("exchange", 1).pack()
     asked = [
@@ -97,7 +103,12 @@ def opened(grid: Grid) -> tuple[CountingGrid, NodesStep]:
     return counting, step
 
 
-TRANSPORTS = {"messages": message_step, "stacked": stacked_step, "workers": workers_step}
+TRANSPORTS = {
+    "messages": message_step,
+    "stacked": stacked_step,
+    "workers": workers_step,
+    "this process and a worker": shared_out_step,
+}
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)

@@ -18,10 +18,13 @@ from fedbn_flwr.layerwise import Answer, OrderError, Request
 from fedbn_flwr.simulation.grid import LocalGrid
 from fedbn_flwr.simulation.prepared import in_portions
 from fedbn_flwr.simulation.processes.channel import pack_answer, unpack_requests
-from fedbn_flwr.simulation.processes.worker import GridFactory, Worker, WorkerDiedError, WorkerError
+from fedbn_flwr.simulation.processes.service import GridFactory, OwnShare, WorkerError
+from fedbn_flwr.simulation.processes.worker import Worker, WorkerDiedError
 from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, identify
 from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.wire.layerwise_grid import Participant
+
+AnyWorker = Worker | OwnShare
 
 
 class WorkersGrid(LocalGrid):
@@ -30,21 +33,23 @@ class WorkersGrid(LocalGrid):
     `make_grid` is given partitions, and makes the grid of their nodes inside a worker: it must be picklable, and the
     grid's node of partition p have the id `FIRST_NODE_ID + p`. A node stays with its worker, where its `Context` is.
     When a worker dies, its messages are answered by errors, at most `prepared.PORTION` of them, and it is started again
-    with empty contexts.
+    with empty contexts. With `here` the first of the workers is this process, and nothing goes on without it.
 
     Workers start, import and make their grids while the caller goes on; the first messages wait for them. Close the
     grid, or use it as a context manager, and no process is left.
     """
 
-    def __init__(self, make_grid: GridFactory, num_nodes: int, workers: int, *, threads: int = 1) -> None:
+    def __init__(
+        self, make_grid: GridFactory, num_nodes: int, workers: int, *, threads: int = 1, here: bool = False
+    ) -> None:
         super().__init__()
         self._make_grid, self._num_nodes = make_grid, num_nodes
         self._num_workers = max(min(workers, num_nodes), 1)
-        self._workers: list[Worker] = []
+        self._workers: list[AnyWorker] = []
         # also called when the grid is garbage-collected, and at the interpreter's exit
         self.close = weakref.finalize(self, _end, self._workers)
         for index in range(self._num_workers):
-            self._workers.append(Worker(index, threads))
+            self._workers.append(OwnShare() if here and index == 0 else Worker(index, threads))
             self._open(self._workers[index])
 
     def __enter__(self) -> Self:
@@ -97,26 +102,27 @@ class WorkersGrid(LocalGrid):
             return None
         return WorkersStep(self._ask_all, messages, shares, participants)
 
-    def _shares(self, messages: Sequence[Message]) -> dict[Worker, list[int]]:
+    def _shares(self, messages: Sequence[Message]) -> dict[AnyWorker, list[int]]:
         """Return, for each worker, the places of its nodes' messages."""
-        shares: dict[Worker, list[int]] = {}
+        shares: dict[AnyWorker, list[int]] = {}
         for place, message in enumerate(messages):
             shares.setdefault(self._worker_of(message.metadata.dst_node_id), []).append(place)
         return shares
 
     def _split(
-        self, messages: Sequence[Message], shares: Mapping[Worker, Sequence[int]]
-    ) -> dict[Worker, list[Message]]:
+        self, messages: Sequence[Message], shares: Mapping[AnyWorker, Sequence[int]]
+    ) -> dict[AnyWorker, list[Message]]:
         """Return, for each worker, the messages at its places."""
         return {worker: [messages[place] for place in places] for worker, places in shares.items()}
 
-    def _ask_all(self, name: str, payloads: Mapping[Worker, Any]) -> dict[Worker, Any]:
+    def _ask_all(self, name: str, payloads: Mapping[AnyWorker, Any]) -> dict[AnyWorker, Any]:
         """Return the answers of workers that work at the same time; one that died is started again, and reported."""
         for worker, payload in payloads.items():
             worker.ask(name, payload)
-        answers: dict[Worker, Any] = {}
+        answers: dict[AnyWorker, Any] = {}
         failures: list[RuntimeError] = []
-        for worker in payloads:
+        # the first one's answer is made in this process, while the others make theirs
+        for worker in sorted(payloads, key=lambda worker: worker.index):
             try:
                 answers[worker] = worker.answer()
             except WorkerDiedError as death:
@@ -128,14 +134,14 @@ class WorkersGrid(LocalGrid):
             raise failures[0]
         return answers
 
-    def _deliver(self, shares: Mapping[Worker, Sequence[Message]]) -> None:
+    def _deliver(self, shares: Mapping[AnyWorker, Sequence[Message]]) -> None:
         """Give each worker a portion of its messages, and the next portion when these are answered."""
         self._spill = SpillBuffer()
         ahead = {worker: [*in_portions(messages)] for worker, messages in shares.items()}
         for worker, portions in ahead.items():
             worker.ask("deliver", portions[0])
         while ahead:
-            for worker in cast(list[Worker], wait(cast(list[int], list(ahead)))):
+            for worker in _with_answers(list(ahead)):
                 messages = ahead[worker].pop(0)
                 replies = self._answers(worker, messages)
                 if ahead[worker]:
@@ -146,7 +152,7 @@ class WorkersGrid(LocalGrid):
                     _take_id(message, reply)
                     self._replies[reply.metadata.reply_to_message_id] = self._spill.store(reply)
 
-    def _answers(self, worker: Worker, messages: Sequence[Message]) -> list[Message]:
+    def _answers(self, worker: AnyWorker, messages: Sequence[Message]) -> list[Message]:
         """Return the worker's replies, or error replies if its process died."""
         try:
             replies: list[Message] = worker.answer()
@@ -155,20 +161,21 @@ class WorkersGrid(LocalGrid):
             return [_error_reply(message, f"the process of worker {worker.index} {death}") for message in messages]
         return replies
 
-    def _revive(self, worker: Worker, death: WorkerDiedError) -> None:
+    def _revive(self, worker: AnyWorker, death: WorkerDiedError) -> None:
+        assert isinstance(worker, Worker)
         nodes = len(self._partitions(worker.index))
         log(WARNING, "Worker %d %s: it is started again, its %d nodes without state", worker.index, death, nodes)
         worker.restart()
         self._open(worker)
 
-    def _open(self, worker: Worker) -> None:
+    def _open(self, worker: AnyWorker) -> None:
         worker.ask("open", (self._make_grid, self._partitions(worker.index)))
 
     def _partitions(self, index: int) -> range:
         """Return a worker's partitions: every n-th, because neighbours may be alike in size, and all should be busy."""
         return range(index, self._num_nodes, self._num_workers)
 
-    def _worker_of(self, node: int) -> Worker:
+    def _worker_of(self, node: int) -> AnyWorker:
         """Return the worker that has a node; of a node that does not exist, one that will report it."""
         if not self._workers:
             raise WorkerError("the grid is closed")
@@ -180,10 +187,10 @@ class WorkersStep:
 
     def __init__(
         self,
-        ask_all: Callable[[str, Mapping[Worker, Any]], dict[Worker, Any]],
+        ask_all: Callable[[str, Mapping[AnyWorker, Any]], dict[AnyWorker, Any]],
         messages: Sequence[Message],
-        shares: Mapping[Worker, Sequence[int]],
-        participants: Mapping[Worker, Sequence[Participant]],
+        shares: Mapping[AnyWorker, Sequence[int]],
+        participants: Mapping[AnyWorker, Sequence[Participant]],
     ) -> None:
         self._ask_all, self._messages, self._shares = ask_all, messages, shares
         #: each worker's participants are in order, and so are its requests
@@ -214,7 +221,14 @@ class WorkersStep:
             self._ask_all("abandon", dict.fromkeys(self._shares))
 
 
-def _in_order(shares: Mapping[Worker, Sequence[int]], answers: Mapping[Worker, Sequence[Any]]) -> list[Any]:
+def _with_answers(workers: Sequence[AnyWorker]) -> list[AnyWorker]:
+    """Wait for workers that have an answer; the one in this process has one at once."""
+    own = [worker for worker in workers if isinstance(worker, OwnShare)]
+    others: list[Any] = [worker for worker in workers if isinstance(worker, Worker)]
+    return own + cast(list[AnyWorker], wait(others, timeout=0 if own else None))
+
+
+def _in_order(shares: Mapping[AnyWorker, Sequence[int]], answers: Mapping[AnyWorker, Sequence[Any]]) -> list[Any]:
     """Return the workers' answers in the order of the push."""
     placed = {
         place: item for worker, places in shares.items() for place, item in zip(places, answers[worker], strict=True)
@@ -239,7 +253,7 @@ def _error_reply(message: Message, reason: str) -> Message:
     return reply
 
 
-def _end(workers: list[Worker]) -> None:
+def _end(workers: list[AnyWorker]) -> None:
     """End all workers at once, then wait for each."""
     for worker in workers:
         worker.hang_up()

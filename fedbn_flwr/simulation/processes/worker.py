@@ -4,29 +4,19 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import forkserver, get_context, parent_process
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from flwr.app import Context, Message
-from flwr.serverapp import Grid
 
-from fedbn_flwr.simulation.processes.channel import Channel, pack_requests, unpack_answer
-from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep, Participant
-
-#: makes the grid of some partitions' nodes; it is pickled, and called in the worker
-GridFactory = Callable[[Sequence[int]], Grid]
+from fedbn_flwr.simulation.processes.channel import Channel
+from fedbn_flwr.simulation.processes.service import Service, WorkerError, respond
 
 #: seconds that an idle process has to end by itself
 _PATIENCE = 1.0
-
-
-class WorkerError(RuntimeError):
-    """A worker cannot do what it was asked for."""
 
 
 class WorkerDiedError(RuntimeError):
@@ -119,73 +109,6 @@ def _processes() -> Any:
     return get_context("forkserver")
 
 
-class Service:
-    """The service of a worker: the methods named in `REQUESTS`, with one payload each."""
-
-    REQUESTS: ClassVar[frozenset[str]] = frozenset(
-        {"open", "deliver", "context", "save_states", "restore_states", "open_step", "advance", "replies", "abandon"}
-    )
-
-    def __init__(self) -> None:
-        self._grid: Grid | None = None
-        self._step: NodesStep | None = None
-
-    def open(self, payload: tuple[GridFactory, Sequence[int]]) -> None:
-        """Make the grid that later requests are about."""
-        make_grid, partitions = payload
-        self._grid = make_grid(partitions)
-
-    def deliver(self, messages: list[Message]) -> list[Message]:
-        """Return the answers, in the order of the messages."""
-        replies = {reply.metadata.reply_to_message_id: reply for reply in self.grid.send_and_receive(messages)}
-        return [replies[message.metadata.message_id] for message in messages]
-
-    def context(self, node: int) -> Context:
-        """Return a node's present context."""
-        context: Context = self.grid.context(node)  # type: ignore[attr-defined]
-        return context
-
-    def save_states(self, folder: Path) -> None:
-        """Write what this worker's nodes remember into a folder."""
-        self.grid.save_states(folder)  # type: ignore[attr-defined]
-
-    def restore_states(self, folder: Path) -> None:
-        """Let this worker's nodes remember what is in a folder."""
-        self.grid.restore_states(folder)  # type: ignore[attr-defined]
-
-    def open_step(self, messages: list[Message]) -> Sequence[Participant] | None:
-        """Open a layer-wise step of this worker's nodes; return the nodes, None if they cannot take it together."""
-        self._step = self.grid.open_step(messages) if isinstance(self.grid, LayerwiseGrid) else None
-        return None if self._step is None else self._step.participants
-
-    def advance(self, answer: Any) -> Any:
-        """Take this worker's nodes to their next exchange."""
-        return pack_requests(self.step.advance(None if answer is None else unpack_answer(answer)))
-
-    def replies(self, _: None) -> list[Message]:
-        """Return the nodes' replies at the end of the step."""
-        return self.step.replies()
-
-    def abandon(self, _: None) -> None:
-        """Forget the step."""
-        if self._step is not None:
-            self._step.abandon()
-
-    @property
-    def step(self) -> NodesStep:
-        """The layer-wise step, once it is opened."""
-        if self._step is None:
-            raise RuntimeError("it has no layer-wise step")
-        return self._step
-
-    @property
-    def grid(self) -> Grid:
-        """The grid, once it is made."""
-        if self._grid is None:
-            raise RuntimeError("it has no nodes")
-        return self._grid
-
-
 def work(connection: Connection, threads: int, level: int) -> None:
     """Answer requests until the parent closes the connection, or ends: what a worker's process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -196,20 +119,9 @@ def work(connection: Connection, threads: int, level: int) -> None:
     channel, service = Channel(connection), Service()
     with suppress(EOFError, ConnectionError):
         while True:
-            channel.send(_respond(service, *channel.receive()))
+            channel.send(respond(service, *channel.receive()))
     # without the exit functions of libraries
     os._exit(0)
-
-
-def _respond(service: Service, name: str, payload: Any) -> tuple[str, Any]:
-    """Return the error, if any, and the answer."""
-    if name not in service.REQUESTS:
-        return f"unknown request {name!r}; known: {', '.join(sorted(service.REQUESTS))}", None
-    try:
-        return "", getattr(service, name)(payload)
-    except Exception as error:
-        logging.getLogger("flwr").debug("A worker failed", exc_info=error)
-        return f"{type(error).__name__}: {error}", None
 
 
 def end_with_parent() -> None:

@@ -1,7 +1,6 @@
 """The layer-wise step of stacked clients: all clients of a stack ask at once, and nothing is packed."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from flwr.app import Message
 
@@ -36,8 +35,8 @@ class StackedLayerwiseStep:
             if isinstance(outcome, Done):
                 self._replies |= dict(zip(stack.places, outcome.result, strict=True))
             else:
-                rows = zip(stack.places, outcome.tensor.unbind(), strict=True)
-                requests |= {place: replace(outcome, tensor=row) for place, row in rows}
+                for place, row in zip(stack.places, outcome.tensor.unbind(), strict=True):
+                    requests[place] = Request(outcome.kind, outcome.layer, row, outcome.count)
         if requests and self._replies:
             client = next(client for client, place in enumerate(self._places) if place in requests)
             raise OrderError(client, "is at a BN layer where others are at their end")

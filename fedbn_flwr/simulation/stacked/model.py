@@ -36,8 +36,9 @@ class Stack(nn.Module):
         object.__setattr__(self, "structure", structure)
         self.clients = len(states)
         #: by an entry's id, the first of its names; tied entries have several
-        first = {id(value): name for name, value in reversed(_entries(structure).items())}
-        self._names = {name: first[id(value)] for name, value in _entries(structure).items()}
+        entries = _entries(structure)
+        first = {id(value): name for name, value in reversed(entries.items())}
+        self._names = {name: first[id(value)] for name, value in entries.items()}
         self._slots = _Slots(structure, self._names)
         self._batch_norm = StackedBatchNorm(structure)
         self._parameters_of_all = {

@@ -19,7 +19,8 @@ from flwr.supercore.run import Run
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
-from fedbn_flwr.simulation.processes.worker import WorkerError, preload
+from fedbn_flwr.simulation.processes.service import WorkerError
+from fedbn_flwr.simulation.processes.worker import preload
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold
 from fedbn_flwr.wire import layerwise as layerwise_wire
@@ -39,8 +40,14 @@ def _imported_once() -> None:
 
 
 @pytest.fixture
-def grid() -> Iterator[WorkersGrid]:
+def two_workers() -> Iterator[WorkersGrid]:
     with WorkersGrid(partial(obeying, 5), 5, 2) as grid:
+        yield grid
+
+
+@pytest.fixture(params=[False, True], ids=["two workers", "this process and a worker"])
+def grid(request: pytest.FixtureRequest) -> Iterator[WorkersGrid]:
+    with WorkersGrid(partial(obeying, 5), 5, 2, here=request.param) as grid:
         yield grid
 
 
@@ -122,10 +129,23 @@ def test_messages_of_the_older_interface_and_runs(grid: WorkersGrid) -> None:
     assert grid.run is run
 
 
-def test_nodes_stay_in_processes_of_one_thread(grid: WorkersGrid) -> None:
-    told = [reply.content.config_records["answer"] for reply in send(grid, *["threads"] * 5)]
+def test_nodes_stay_in_processes_of_one_thread(two_workers: WorkersGrid) -> None:
+    told = [reply.content.config_records["answer"] for reply in send(two_workers, *["threads"] * 5)]
     assert [answer["threads"] for answer in told] == [1] * 5
-    assert [answer["process"] for answer in told] == [grid.process_ids[index % 2] for index in range(5)]
+    assert [answer["process"] for answer in told] == [two_workers.process_ids[index % 2] for index in range(5)]
+
+
+def test_the_first_worker_may_be_this_process() -> None:
+    with WorkersGrid(partial(obeying, 5), 5, 2, here=True) as grid:
+        told = [reply.content.config_records["answer"] for reply in send(grid, *["threads"] * 5)]
+        assert grid.process_ids[0] == os.getpid() != grid.process_ids[1]
+        assert [answer["process"] for answer in told] == [grid.process_ids[index % 2] for index in range(5)]
+
+
+def test_this_process_goes_on_with_its_next_portion_while_a_worker_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedbn_flwr.simulation.prepared.PORTION", 1)
+    with WorkersGrid(partial(obeying, 5), 5, 2, here=True) as grid:
+        assert answers(send(grid, *"abcde")) == [(1, word, index) for index, word in enumerate("abcde")]
 
 
 def test_there_are_not_more_processes_than_nodes() -> None:
@@ -154,12 +174,13 @@ def harness_nodes(partitions: Sequence[int]) -> InProcessGrid:
     return InProcessGrid(client_app(federation._client), len(SIZES), partitions=partitions)
 
 
+@pytest.mark.parametrize("here", [False, True])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_several_processes_give_the_bits_of_one(name: str) -> None:
+def test_several_processes_give_the_bits_of_one(name: str, here: bool) -> None:
     options: dict[str, Any] = {"momentum": 0.9} if name == "momentum" else {}
     alone = Federation(make_model())
     wanted = alone.run(STRATEGIES[name](), **options)
-    with WorkersGrid(harness_nodes, len(SIZES), 2) as grid:
+    with WorkersGrid(harness_nodes, len(SIZES), 2, here=here) as grid:
         found = Federation(make_model()).run(STRATEGIES[name](), grid=grid, **options)
         kept = [memories(grid, node) for node in grid.get_node_ids()]
     assert all(torch.equal(found[key], value) for key, value in wanted.items())
@@ -179,39 +200,39 @@ def memories(grid: InProcessGrid | WorkersGrid, node: int) -> dict[str, dict[str
 
 @pytest.mark.parametrize(("word", "how"), [("die", "was killed by signal 9"), ("leave", "ended with exit code 3")])
 def test_a_worker_that_dies_is_an_error_of_its_nodes_and_starts_anew(
-    grid: WorkersGrid, flower_log: pytest.LogCaptureFixture, word: str, how: str
+    two_workers: WorkersGrid, flower_log: pytest.LogCaptureFixture, word: str, how: str
 ) -> None:
-    send(grid, *["hello"] * 5)
-    before = grid.process_ids
-    replies = send(grid, "hello", "hello", word, "hello", "hello")
+    send(two_workers, *["hello"] * 5)
+    before = two_workers.process_ids
+    replies = send(two_workers, "hello", "hello", word, "hello", "hello")
     assert [reply.has_error() for reply in replies] == [True, False, True, False, True]
     assert replies[0].error.code == ErrorCode.CLIENT_APP_CRASHED
     assert replies[0].error.reason == f"the process of worker 0 {how}"
-    assert [reply.metadata.src_node_id for reply in replies] == list(grid.get_node_ids())
+    assert [reply.metadata.src_node_id for reply in replies] == list(two_workers.get_node_ids())
     said = {record.getMessage() for record in flower_log.records if "orker" in record.getMessage()}
     assert said == {f"Worker 0 {how}: it is started again, its 3 nodes without state"}
     # the others' state is as it was
-    assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))] == [1, 3, 1, 3, 1]
+    assert [answer[0] for answer in answers(send(two_workers, *["hello"] * 5))] == [1, 3, 1, 3, 1]
     assert not is_alive(before[0])
-    assert grid.process_ids[1] == before[1]
+    assert two_workers.process_ids[1] == before[1]
 
 
 def test_of_a_long_push_only_what_a_worker_has_is_lost_with_it(
-    grid: WorkersGrid, monkeypatch: pytest.MonkeyPatch
+    two_workers: WorkersGrid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedbn_flwr.simulation.prepared.PORTION", 1)
-    replies = send(grid, "hello", "hello", "die", "hello", "hello")
+    replies = send(two_workers, "hello", "hello", "die", "hello", "hello")
     assert [reply.has_error() for reply in replies] == [False, False, True, False, False]
     # the first node's state is lost all the same
-    assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))] == [1, 2, 1, 2, 2]
+    assert [answer[0] for answer in answers(send(two_workers, *["hello"] * 5))] == [1, 2, 1, 2, 2]
 
 
-def test_an_idle_worker_that_was_killed_is_noticed_with_the_next_message(grid: WorkersGrid) -> None:
-    send(grid, *["hello"] * 5)
-    os.kill(grid.process_ids[1], signal.SIGKILL)
-    assert wait_until(lambda: not is_alive(grid.process_ids[1]))
-    assert [reply.has_error() for reply in send(grid, *["hello"] * 5)] == [False, True, False, True, False]
-    assert not any(reply.has_error() for reply in send(grid, *["hello"] * 5))
+def test_an_idle_worker_that_was_killed_is_noticed_with_the_next_message(two_workers: WorkersGrid) -> None:
+    send(two_workers, *["hello"] * 5)
+    os.kill(two_workers.process_ids[1], signal.SIGKILL)
+    assert wait_until(lambda: not is_alive(two_workers.process_ids[1]))
+    assert [reply.has_error() for reply in send(two_workers, *["hello"] * 5)] == [False, True, False, True, False]
+    assert not any(reply.has_error() for reply in send(two_workers, *["hello"] * 5))
 
 
 class KillsItself:
@@ -285,6 +306,8 @@ def leaving(partitions: Sequence[int]) -> InProcessGrid:
 
 
 def test_a_worker_that_cannot_begin_says_why() -> None:
+    with WorkersGrid(failing, 5, 2, here=True) as grid, pytest.raises(WorkerError, match=r"worker 0: FileNotFoundErr"):
+        send(grid, "hello")
     with WorkersGrid(failing, 5, 2) as grid, pytest.raises(WorkerError, match=r"FileNotFoundError: no data for \[0, 2"):
         send(grid, "hello")
     with WorkersGrid(leaving, 5, 2) as grid, pytest.raises(WorkerError, match="ended with exit code 4 before"):
