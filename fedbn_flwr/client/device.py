@@ -19,6 +19,9 @@ def pick_device(name: str) -> torch.device:
 
 def is_on(model: nn.Module, device: torch.device) -> bool:
     """Whether all of a model is on the device; this takes a fraction of the time of `model.to`."""
-    layers = model.modules()
-    tensors = (value for layer in layers for part in (layer._parameters, layer._buffers) for value in part.values())
-    return all(value is None or value.device == device for value in tensors)
+    for layer in model.modules():
+        for part in (layer._parameters, layer._buffers):
+            for value in part.values():
+                if value is not None and value.device != device:
+                    return False
+    return True

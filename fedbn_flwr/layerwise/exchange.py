@@ -83,7 +83,7 @@ def respond(requests: Sequence[Request], weights: Sequence[float]) -> Answer:
 def _combine(kind: Kind, stacked: Tensor, weights: Sequence[float]) -> Tensor:
     shares = torch.tensor(normalized(weights), dtype=torch.float64, device=stacked.device)
     rows = stacked.double()
-    total = torch.tensordot(shares, rows, dims=1)
+    total = (shares @ rows.reshape(len(rows), -1)).view(rows.shape[1:])
     if kind == "statistics":
         total[1] += shares @ (rows[:, 0] - total[0]).square()
     combined: Tensor = total.to(stacked.dtype)

@@ -1,5 +1,6 @@
 """Counting the messages that a layer-wise step without messages spares."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -37,12 +38,15 @@ class CountedStep:
     ) -> None:
         self._step, self._tally, self._count_exchange, self._messages = step, tally, count_exchange, messages
         self._heads = {message.metadata.dst_node_id: head_of(message.metadata) for message in messages}
+        self._receivers = Counter(self._heads.values())
         content: Any = messages[0].content
         self._attempt, self._config = StepPosition.of(content).attempt, _config_of(content)
         self._obeyed = tuple(obeyed_keys(read_instruction(content[wire.CONFIG])))
         self._exchanges = 0
-        #: whether what travels at an exchange would be Flower's messages
-        self._by_messages = not isinstance(step, FramedStep)
+        #: the nodes in the order of their requests: head, and the lengths of what they say of themselves
+        self._senders: list[tuple[Head, int, int]] = []
+        #: without one, what travels at an exchange would be Flower's messages
+        self._framed = step if isinstance(step, FramedStep) else None
 
     @property
     def participants(self) -> Sequence[Participant]:
@@ -57,8 +61,8 @@ class CountedStep:
         else:
             self._count_answer(answer)
         self._count_requests(requests)
-        if isinstance(self._step, FramedStep):
-            down, up = self._step.take_traffic()
+        if self._framed is not None:
+            down, up = self._framed.take_traffic()
             self._tally.wire_down += down
             self._tally.wire_up += up
         self._exchanges += 1
@@ -68,24 +72,29 @@ class CountedStep:
         """Count the messages that bring an answer to every node."""
         place = size_class(self._attempt), size_class(self._exchanges), str(self._exchanges - 1)
         form = _Form.of(answer.tensor, answer.count)
-        sizes = [_answer_sizes(head, self._config, *place, form) for head in self._heads.values()]
         tally = self._tally
         tally.exchanges += 1
-        tally.payload_down += sum(each.payload for each in sizes)
-        tally.wire_down += sum(each.wire for each in sizes) if self._by_messages else 0
+        for head, nodes in self._receivers.items():
+            sizes = _answer_sizes(head, self._config, *place, form)
+            tally.payload_down += nodes * sizes.payload
+            tally.wire_down += nodes * sizes.wire if self._framed is None else 0
         # what goes to several nodes counts once
-        tally.paper += sizes[0].paper
+        tally.paper += sizes.paper
 
     def _count_requests(self, requests: Sequence[Request]) -> None:
         """Count the replies that bring the requests of every node; there are none at the end."""
         tally = self._tally
-        for participant, request in zip(self.participants, requests, strict=bool(requests)):
-            client = size_class(participant.partition), size_class(participant.num_examples), self._obeyed
+        if not self._senders:
+            self._senders = [
+                (self._heads[each.node], size_class(each.partition), size_class(each.num_examples))
+                for each in self.participants
+            ]
+        for sender, request in zip(self._senders, requests, strict=bool(requests)):
             form = _Form.of(request.tensor, request.count)
-            sizes = _request_sizes(self._heads[participant.node], *client, request.kind, request.layer, form)
+            sizes = _request_sizes(*sender, self._obeyed, request.kind, request.layer, form)
             tally.payload_up += sizes.payload
             tally.paper += sizes.paper
-            tally.wire_up += sizes.wire if self._by_messages else 0
+            tally.wire_up += sizes.wire if self._framed is None else 0
 
     def replies(self) -> list[Message]:
         """Return the nodes' replies, and count them."""
