@@ -82,9 +82,7 @@ class _Client:
     def step(self, exchange: Exchange, mode: Mode = "fused") -> Gradients:
         learning = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         with shared_statistics(self.model, exchange, mode):
-            values = torch.autograd.grad(
-                self.loss(), list(learning.values()), allow_unused=True, materialize_grads=True
-            )
+            values = torch.autograd.grad(self.loss(), list(learning.values()), materialize_grads=True)
         return dict(zip(learning, values, strict=True))
 
 

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedbn_flwr.layerwise import Answer, ExchangeError, Kind, OrderError, Request, combine, respond
+from fedbn_flwr.layerwise import Answer, ExchangeError, Kind, OrderError, Request, combine, respond, take_step
+from fedbn_flwr.layerwise.lockstep import Lockstep
 
 
 def request(*values: float, kind: Kind = "mean", layer: str = "bn", count: int = 4) -> Request:
@@ -98,3 +99,11 @@ def test_a_client_at_another_layer_is_named(odd: Request) -> None:
     ) as error:
         respond([odd, request(1.0), request(1.0)], [1, 1, 1])
     assert error.value.client == 0
+
+
+def test_where_nothing_is_asked_nobody_is_weighed() -> None:
+    """Participants, from whom weights are made, are known when the first requests are."""
+    assert take_step(Lockstep([lambda _: "alone", lambda _: "too"], [0, 1]), lambda: pytest.fail("weighed")) == [
+        "alone",
+        "too",
+    ]

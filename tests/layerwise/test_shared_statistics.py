@@ -400,3 +400,12 @@ def test_any_network_batch_sizes_and_weights(
     found = gradients(model, batches, weights, F.cross_entropy, **options)
     assert relative_error(mean_gradient(found, weights), wanted) < 1e-10
     assert largest_difference(model, slow) < 1e-10
+
+
+@pytest.mark.parametrize("sweeps", [None, 1])
+def test_a_parameter_that_the_loss_does_not_depend_on_has_gradients_of_zero(sweeps: int | None) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    model.register_parameter("unused", nn.Parameter(torch.ones(4)))
+    batches = [(torch.randn(5, 3), torch.zeros(5, dtype=torch.int64)) for _ in range(2)]
+    for found in gradients(model, batches, [1, 1], nn.functional.cross_entropy, sweeps=sweeps):
+        assert found["unused"].tolist() == [0.0] * 4

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.strategies import CannotTrainError, FedBS, FedProx
+from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import Federation, make_model
 
 
@@ -111,3 +112,9 @@ def test_rounds_without_a_usable_loss_are_not_calm() -> None:
 
 def test_equal_losses_are_uniform_weights() -> None:
     assert FedBS(epsilon=0.0, patience_rounds=9).weigh(replies(0.7, 0.7, 0.7)) == [0.7, 0.7, 0.7]
+
+
+def test_a_client_that_could_not_take_stage_two_is_known_in_stage_one() -> None:
+    instruction = FedBS().instruct(Instruction())
+    assert instruction.later == "proximal-mu"
+    assert "later" in instruction.binding_keys()

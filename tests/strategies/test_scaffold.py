@@ -2,14 +2,18 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
-from flwr.app import Message
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
 from torch import nn
 
 from fedbn_flwr import state, wire
+from fedbn_flwr.server.replies import NodeReply
+from fedbn_flwr.server.sampling import Node as Description
 from fedbn_flwr.strategies import FedBN, Scaffold
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, make_split, parts
 from tests.helpers.quadratic import Quadratics
@@ -114,3 +118,23 @@ def test_entries_that_stay_on_a_node_are_not_corrected() -> None:
     assert not local & strategy.train_replies[0].records[wire.CONTROL_VARIATES].keys()
     memory = next(iter(nodes.grid._contexts.values())).state.array_records["fedbn-flwr/control-variates"]
     assert not local & memory.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "samples", "share"),
+    [
+        ({}, {0: 1, 1: 1, 2: 2}, 3 / 4),
+        ({"weighting": "uniform"}, {0: 1, 1: 1, 2: 2}, 2 / 3),
+        # what these weights are of all clients nobody knows
+        ({"weighted_by_key": "own-weight"}, {0: 1, 1: 1, 2: 2}, 2 / 3),
+        # nor where a node does not know its number of samples
+        ({}, {0: 0, 1: 1, 2: 2}, 2 / 3),
+    ],
+)
+def test_the_share_of_those_that_answered(options: dict[str, Any], samples: dict[int, int], share: float) -> None:
+    strategy = Scaffold(**options)
+    strategy.grid = cast(Grid, SimpleNamespace(get_node_ids=lambda: samples))
+    strategy.roster._known |= {node: Description(node, node, number) for node, number in samples.items()}
+    assert strategy._share(
+        [NodeReply(node, node, samples[node], {}, {}, RecordDict()) for node in (1, 2)]
+    ) == pytest.approx(share)
