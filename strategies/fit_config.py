@@ -7,6 +7,7 @@ from typing import Any
 from fedbn_flwr.server.base_strategy import BaseStrategy
 from fedbn_flwr.wire import Instruction, Scalar
 
+from .fedavg import FedAvg
 from .fixbn import FixBN
 from .registry import REGISTRY
 
@@ -42,7 +43,7 @@ def _server_side(strategy: BaseStrategy) -> str:
         "freeze_round='auto'": isinstance(strategy, FixBN) and strategy.freeze_at is None,
         "server_optimizer": strategy.server_optimizer is not None,
         "momentum_state='global'": strategy.instruct(Instruction()).momentum_state == "global",
-        "privacy": getattr(strategy, "privacy", None) is not None,
+        "privacy": isinstance(strategy, FedAvg) and strategy.privacy is not None,
     }
     return next((name for name, is_asked in asked.items() if is_asked), "")
 

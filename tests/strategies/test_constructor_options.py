@@ -7,9 +7,11 @@ import pytest
 from mypy import api
 
 from fedbn_flwr.experiments.strategy_options import own_options
+from fedbn_flwr.norm import StaticBatchNorm
 from fedbn_flwr.server.constructor_options import BaseOptions
-from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg, FedTANII, FixBN
+from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg, FedTANII, FixBN, prepare
 from tests.helpers.checkout import ROOT
+from tests.helpers.harness import make_model
 
 WRONG = """
 from flwr.app import ArrayRecord, ConfigRecord
@@ -79,3 +81,8 @@ def test_the_types_are_those_of_the_constructors(strategy: type[BaseStrategy]) -
 def test_choices_have_the_type_that_says_them(name: str) -> None:
     for option in own_options(REGISTRY[name]).values():
         assert "str" not in str(option.kind).replace("Literal", ""), f"{name}: {option.name} is {option.kind}"
+
+
+def test_a_model_is_prepared_with_the_options_of_its_normalizer() -> None:
+    model = prepare(make_model(), "heterofl", statistics="instant")
+    assert {layer.instant for layer in model.modules() if isinstance(layer, StaticBatchNorm)} == {True}
