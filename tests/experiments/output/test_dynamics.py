@@ -66,6 +66,17 @@ def test_a_client_reports_what_the_figure_defines() -> None:
     assert reports[3][2] == pytest.approx(float(torch.stack(seen[2:]).var(0, correction=0).sum()), rel=1e-5)
 
 
+def test_a_layer_that_received_no_statistics_has_no_distance_from_them() -> None:
+    model = nn.Sequential(
+        nn.BatchNorm2d(1, track_running_stats=False), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, CLASSES)
+    )
+    client = BNClient(model, toy_split(12), num_classes=CLASSES, device="cpu")
+    instruction = Instruction(server_round=1, batch_size=4, local_steps=1, dynamics_window=3)
+    report = client.train({ARRAYS: state.snapshot(model)}, instruction).metrics[f"{DYNAMICS}0"]
+    assert isinstance(report, list)
+    assert all(map(math.isnan, report))
+
+
 def test_a_run_has_a_row_for_each_layer_and_round(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, model="small-cnn")
     assert [row["round"] for row in rows] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
