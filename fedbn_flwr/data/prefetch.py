@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
@@ -22,10 +23,14 @@ def decode(requests: Iterable[DecodeRequest], workers: int) -> Iterator[Decoded]
     """Decode mini-batches in their order, with so many workers or (0) in this process.
 
     All of a process's splits share its workers, one stream at a time: a stream that begins while another is under way,
-    as in suspended steps, is decoded in this process. So is every stream in a worker process of an engine, which may
-    have no processes of its own; there are as many of these as cores.
+    as in suspended steps, is decoded in this process. So is every stream in a worker of an engine; there are as many of
+    these as cores. (A worker process may have no processes of its own.)
     """
-    if workers and not multiprocessing.current_process().daemon and _POOL.lock.acquire(blocking=False):
+    if (
+        workers
+        and not (_POOL.is_spared or multiprocessing.current_process().daemon)
+        and _POOL.lock.acquire(blocking=False)
+    ):
         try:
             yield from _POOL.decode(requests, workers)
         finally:
@@ -33,6 +38,16 @@ def decode(requests: Iterable[DecodeRequest], workers: int) -> Iterator[Decoded]
     else:
         for request in requests:
             yield request.decode()
+
+
+@contextmanager
+def decoding_here() -> Iterator[None]:
+    """Decode in this process, inside the block."""
+    before, _POOL.is_spared = _POOL.is_spared, True
+    try:
+        yield
+    finally:
+        _POOL.is_spared = before
 
 
 class _Decoder(Dataset[Decoded | UnreadableImageError]):
@@ -60,6 +75,8 @@ class _Pool:
 
     def __init__(self) -> None:
         self.lock = Lock()
+        #: whether streams are decoded without it
+        self.is_spared = False
         self._requests = _Requests()
         self._loader: DataLoader[Any] | None = None
         self._key = 0, 0

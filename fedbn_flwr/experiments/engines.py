@@ -75,7 +75,7 @@ def open_stacked_grid(experiment: Experiment, folder: Path) -> OpenGrid:
 
 @contextmanager
 def open_grid(make_grid: MakeGrid, config: Config, workers: int) -> Iterator[InProcessGrid | WorkersGrid]:
-    """Make the grid of all clients, in this process or shared out over worker processes; end these afterwards."""
+    """Make the grid of all clients, in this process or shared out over several; end the others afterwards."""
     if workers <= 1:
         yield make_grid(range(config.clients))
         return
@@ -119,7 +119,7 @@ def _steps_that_fit(config: Config) -> int:
 
 
 def spread_over(workers: int, make_grid: MakeGrid, config: Config) -> WorkersGrid:
-    """Open worker processes, this one among them, each with the grid of its share of the nodes."""
+    """Share the nodes out over this process and `workers` - 1 others."""
     return WorkersGrid(partial(_ready, make_grid, config), config.clients, workers, threads=config.threads, here=True)
 
 

@@ -13,8 +13,8 @@ from fedbn_flwr.experiments.server_side import instruction_of
 from fedbn_flwr.simulation.processes.grid import count_cores
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, largest_useful_stack
 
-#: multiplications in the forward passes of a run from which on it starts processes. Starting two takes about as long as
-#: they save at this size: 40,000 steps of small-cnn, or 2,000 of resnet20, in batches of 20
+#: multiplications in the forward passes of a run from which on it starts processes. At this size two took about as long
+#: to start as they saved (on two cores one is started): 40,000 steps of small-cnn, or 2,000 of resnet20, batches of 20
 WORTH_STARTING = 10**11
 #: clients that take part in a round, for each process, where models are stacked: a stack of five takes 0.57 (small-cnn)
 #: or 0.75 (resnet20) times as long as five clients one after another, and a stack of ten 0.42 or 0.67 times

@@ -77,7 +77,7 @@ def test_a_failure_is_a_row_and_the_others_go_on(capsys: pytest.CaptureFixture[s
 
 
 def test_a_process_plays_several_cases_and_ends_with_its_driver() -> None:
-    before, children = set(family(os.getpid())), multiprocessing.active_children()
+    before, children = set(family(os.getpid())), set(multiprocessing.active_children())
     with EngineProcess("bare", 1, [TINY, TINY]) as process:
         for _ in range(2):
             process.ready()
@@ -88,7 +88,7 @@ def test_a_process_plays_several_cases_and_ends_with_its_driver() -> None:
     deserted = EngineProcess("bare", 1, [TINY])
     deserted.ready()
     deserted.close()
-    assert multiprocessing.active_children() == children
+    assert set(multiprocessing.active_children()) <= children
     # what is left serves the next test: the process from which others are forked
     assert len(set(family(os.getpid())) - before) <= 2
 

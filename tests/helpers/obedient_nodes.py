@@ -4,13 +4,14 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.simulation.sequential import InProcessGrid
-from tests.helpers.waiting import PATIENCE
+from tests.helpers.waiting import PATIENCE, wait_until
 
 
 def counting_app() -> ClientApp:
@@ -43,6 +44,7 @@ def app_that_obeys() -> ClientApp:
     """Return an app that counts, and ends, stops, interrupts or describes its process when a message says so.
 
     `sleep` says so on the console, and `interrupt 17` sends process 17 an alarm; then both wait for longer than a test.
+    `rest` waits for a moment, and `await FILE` until another message says `touch FILE`.
     """
     app, counting = ClientApp(), counting_app()
 
@@ -59,6 +61,12 @@ def app_that_obeys() -> ClientApp:
         if word.startswith("interrupt "):
             os.kill(int(word.split()[1]), signal.SIGALRM)
             time.sleep(2 * PATIENCE)
+        if word == "rest":
+            time.sleep(0.3)
+        if word.startswith("touch "):
+            Path(word.split()[1]).touch()
+        if word.startswith("await "):
+            assert wait_until(Path(word.split()[1]).exists)
         if word == "threads":
             told = ConfigRecord({"threads": torch.get_num_threads(), "process": os.getpid()})
             return Message(RecordDict({"answer": told}), reply_to=message)

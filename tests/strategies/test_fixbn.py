@@ -1,4 +1,4 @@
-"""FixBN's two stages: what clients are asked for in each, and the paper's numbers."""
+"""FixBN's two stages: what clients are asked for in each, and the defaults."""
 
 import pytest
 

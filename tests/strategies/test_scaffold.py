@@ -138,3 +138,11 @@ def test_the_share_of_those_that_answered(options: dict[str, Any], samples: dict
     assert strategy._share(
         [NodeReply(node, node, samples[node], {}, {}, RecordDict()) for node in (1, 2)]
     ) == pytest.approx(share)
+
+
+def test_where_all_should_have_answered_the_nodes_are_asked_for_their_samples() -> None:
+    """Nobody has described itself before: no node was drawn."""
+    strategy = Scaffold()
+    strategy.grid = Federation(make_model()).grid
+    replies = [NodeReply(1000 + index, index, size, {}, {}, RecordDict()) for index, size in enumerate(SIZES)][1:]
+    assert strategy._share(replies) == pytest.approx(sum(SIZES[1:]) / sum(SIZES))

@@ -22,10 +22,6 @@ class Channel:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def fileno(self) -> int:
-        """File descriptor, for `multiprocessing.connection.wait`."""
-        return self._connection.fileno()
-
     def send(self, item: Any) -> None:
         """Send an item. OSError if the other end is closed."""
         large: list[memoryview] = []

@@ -5,10 +5,9 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from logging import WARNING
-from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from flwr.app import Context, Error, Message
 from flwr.common import log
@@ -33,10 +32,13 @@ class WorkersGrid(LocalGrid):
     `make_grid` is given partitions, and makes the grid of their nodes inside a worker: it must be picklable, and the
     grid's node of partition p have the id `FIRST_NODE_ID + p`. A node stays with its worker, where its `Context` is.
     When a worker dies, its messages are answered by errors, at most `prepared.PORTION` of them, and it is started again
-    with empty contexts. With `here` the first of the workers is this process, and nothing goes on without it.
+    with empty contexts.
 
-    Workers start, import and make their grids while the caller goes on; the first messages wait for them. Close the
-    grid, or use it as a context manager, and no process is left.
+    With `here` the first of the workers is this process. It works while the grid waits for answers, with the threads
+    that it has, and makes its grid when that is wanted first. If it dies, so does the run.
+
+    Other workers start, import and make their grids while the caller goes on; the first messages wait for them. Close
+    the grid, or use it as a context manager, and no process is left.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class WorkersGrid(LocalGrid):
         return [FIRST_NODE_ID + partition for partition in range(self._num_nodes)]
 
     def context(self, node: int) -> Context:
-        """Return a copy of a node's context."""
+        """Return a node's context; of a node in another process, a copy."""
         context: Context = self._worker_of(node).call("context", node)
         return context
 
@@ -121,8 +123,7 @@ class WorkersGrid(LocalGrid):
             worker.ask(name, payload)
         answers: dict[AnyWorker, Any] = {}
         failures: list[RuntimeError] = []
-        # the first one's answer is made in this process, while the others make theirs
-        for worker in sorted(payloads, key=lambda worker: worker.index):
+        for worker in _in_turn(payloads):
             try:
                 answers[worker] = worker.answer()
             except WorkerDiedError as death:
@@ -135,13 +136,16 @@ class WorkersGrid(LocalGrid):
         return answers
 
     def _deliver(self, shares: Mapping[AnyWorker, Sequence[Message]]) -> None:
-        """Give each worker a portion of its messages, and the next portion when these are answered."""
+        """Give each worker a portion of its messages, and the next portion when these are answered.
+
+        Workers are waited for in turn, so that the others have a portion each while this process works on its own.
+        """
         self._spill = SpillBuffer()
-        ahead = {worker: [*in_portions(messages)] for worker, messages in shares.items()}
+        ahead = {worker: [*in_portions(shares[worker])] for worker in _in_turn(shares)}
         for worker, portions in ahead.items():
             worker.ask("deliver", portions[0])
         while ahead:
-            for worker in _with_answers(list(ahead)):
+            for worker in list(ahead):
                 messages = ahead[worker].pop(0)
                 replies = self._answers(worker, messages)
                 if ahead[worker]:
@@ -221,11 +225,9 @@ class WorkersStep:
             self._ask_all("abandon", dict.fromkeys(self._shares))
 
 
-def _with_answers(workers: Sequence[AnyWorker]) -> list[AnyWorker]:
-    """Wait for workers that have an answer; the one in this process has one at once."""
-    own = [worker for worker in workers if isinstance(worker, OwnShare)]
-    others: list[Any] = [worker for worker in workers if isinstance(worker, Worker)]
-    return own + cast(list[AnyWorker], wait(others, timeout=0 if own else None))
+def _in_turn(workers: Iterable[AnyWorker]) -> list[AnyWorker]:
+    """Return workers in the order in which they are waited for: this process comes first, and works meanwhile."""
+    return sorted(workers, key=lambda worker: worker.index)
 
 
 def _in_order(shares: Mapping[AnyWorker, Sequence[int]], answers: Mapping[AnyWorker, Sequence[Any]]) -> list[Any]:

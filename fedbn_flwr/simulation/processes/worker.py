@@ -55,10 +55,6 @@ class Worker:
         self.ask(name, payload)
         return self.answer()
 
-    def fileno(self) -> int:
-        """Return the connection's descriptor, to wait for several workers at once."""
-        return self._channel.fileno()
-
     @property
     def process_id(self) -> int:
         """The number of the present process."""

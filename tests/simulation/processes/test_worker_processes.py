@@ -18,8 +18,9 @@ from flwr.supercore.run import Run
 
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.data import prefetch
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
-from fedbn_flwr.simulation.processes.service import WorkerError
+from fedbn_flwr.simulation.processes.service import OwnShare, WorkerError
 from fedbn_flwr.simulation.processes.worker import preload
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold
@@ -142,10 +143,26 @@ def test_the_first_worker_may_be_this_process() -> None:
         assert [answer["process"] for answer in told] == [grid.process_ids[index % 2] for index in range(5)]
 
 
-def test_this_process_goes_on_with_its_next_portion_while_a_worker_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_slower_than_this_process_still_gets_its_next_portion(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The last portion here waits for the worker's second one."""
     monkeypatch.setattr("fedbn_flwr.simulation.prepared.PORTION", 1)
     with WorkersGrid(partial(obeying, 5), 5, 2, here=True) as grid:
-        assert answers(send(grid, *"abcde")) == [(1, word, index) for index, word in enumerate("abcde")]
+        words = ["hello", "rest", "hello", f"touch {tmp_path / 'flag'}", f"await {tmp_path / 'flag'}"]
+        assert answers(send(grid, *words)) == [(1, word, index) for index, word in enumerate(words)]
+
+
+def test_images_are_decoded_by_this_process_while_it_is_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    spared: list[bool] = []
+
+    def noting(partitions: Sequence[int]) -> InProcessGrid:
+        spared.append(prefetch._POOL.is_spared)
+        return obeying(2, partitions)
+
+    share = OwnShare()
+    assert share.call("open", (noting, [0])) is None
+    assert (spared, prefetch._POOL.is_spared) == ([True], False)
 
 
 def test_there_are_not_more_processes_than_nodes() -> None:
@@ -200,39 +217,55 @@ def memories(grid: InProcessGrid | WorkersGrid, node: int) -> dict[str, dict[str
 
 @pytest.mark.parametrize(("word", "how"), [("die", "was killed by signal 9"), ("leave", "ended with exit code 3")])
 def test_a_worker_that_dies_is_an_error_of_its_nodes_and_starts_anew(
-    two_workers: WorkersGrid, flower_log: pytest.LogCaptureFixture, word: str, how: str
+    grid: WorkersGrid, flower_log: pytest.LogCaptureFixture, word: str, how: str
 ) -> None:
-    send(two_workers, *["hello"] * 5)
-    before = two_workers.process_ids
-    replies = send(two_workers, "hello", "hello", word, "hello", "hello")
-    assert [reply.has_error() for reply in replies] == [True, False, True, False, True]
-    assert replies[0].error.code == ErrorCode.CLIENT_APP_CRASHED
-    assert replies[0].error.reason == f"the process of worker 0 {how}"
-    assert [reply.metadata.src_node_id for reply in replies] == list(two_workers.get_node_ids())
+    send(grid, *["hello"] * 5)
+    before = grid.process_ids
+    replies = send(grid, "hello", "hello", "hello", word, "hello")
+    assert [reply.has_error() for reply in replies] == [False, True, False, True, False]
+    assert replies[1].error.code == ErrorCode.CLIENT_APP_CRASHED
+    assert replies[1].error.reason == f"the process of worker 1 {how}"
+    assert [reply.metadata.src_node_id for reply in replies] == list(grid.get_node_ids())
     said = {record.getMessage() for record in flower_log.records if "orker" in record.getMessage()}
-    assert said == {f"Worker 0 {how}: it is started again, its 3 nodes without state"}
+    assert said == {f"Worker 1 {how}: it is started again, its 2 nodes without state"}
     # the others' state is as it was
-    assert [answer[0] for answer in answers(send(two_workers, *["hello"] * 5))] == [1, 3, 1, 3, 1]
-    assert not is_alive(before[0])
-    assert two_workers.process_ids[1] == before[1]
+    assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))] == [3, 1, 3, 1, 3]
+    assert not is_alive(before[1])
+    assert grid.process_ids[0] == before[0]
+
+
+def test_the_first_worker_may_die_if_it_is_another_process(two_workers: WorkersGrid) -> None:
+    replies = send(two_workers, "hello", "hello", "die", "hello", "hello")
+    assert [reply.has_error() for reply in replies] == [True, False, True, False, True]
+    assert [answer[0] for answer in answers(send(two_workers, *["hello"] * 5))] == [1, 2, 1, 2, 1]
 
 
 def test_of_a_long_push_only_what_a_worker_has_is_lost_with_it(
-    two_workers: WorkersGrid, monkeypatch: pytest.MonkeyPatch
+    grid: WorkersGrid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedbn_flwr.simulation.prepared.PORTION", 1)
-    replies = send(two_workers, "hello", "hello", "die", "hello", "hello")
-    assert [reply.has_error() for reply in replies] == [False, False, True, False, False]
-    # the first node's state is lost all the same
-    assert [answer[0] for answer in answers(send(two_workers, *["hello"] * 5))] == [1, 2, 1, 2, 2]
+    replies = send(grid, "hello", "hello", "hello", "die", "hello")
+    assert [reply.has_error() for reply in replies] == [False, False, False, True, False]
+    # the second node's state is lost all the same
+    assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))] == [2, 1, 2, 1, 2]
 
 
-def test_an_idle_worker_that_was_killed_is_noticed_with_the_next_message(two_workers: WorkersGrid) -> None:
-    send(two_workers, *["hello"] * 5)
-    os.kill(two_workers.process_ids[1], signal.SIGKILL)
-    assert wait_until(lambda: not is_alive(two_workers.process_ids[1]))
-    assert [reply.has_error() for reply in send(two_workers, *["hello"] * 5)] == [False, True, False, True, False]
-    assert not any(reply.has_error() for reply in send(two_workers, *["hello"] * 5))
+def test_an_idle_worker_that_was_killed_is_noticed_with_the_next_message(grid: WorkersGrid) -> None:
+    send(grid, *["hello"] * 5)
+    os.kill(grid.process_ids[1], signal.SIGKILL)
+    assert wait_until(lambda: not is_alive(grid.process_ids[1]))
+    assert [reply.has_error() for reply in send(grid, *["hello"] * 5)] == [False, True, False, True, False]
+    assert not any(reply.has_error() for reply in send(grid, *["hello"] * 5))
+
+
+def test_a_failure_in_this_process_leaves_no_answer_of_another_behind() -> None:
+    with WorkersGrid(partial(obeying, 5), 5, 2, here=True) as grid:
+        send(grid, *["hello"] * 5)
+        own, other = grid._workers
+        with pytest.raises(WorkerError, match="worker 0: RuntimeError: it has no layer-wise step"):
+            # a worker without a step forgets it all the same
+            grid._ask_all("replies", {own: None, other: None})
+        assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))] == [2, 2, 2, 2, 2]
 
 
 class KillsItself:
@@ -254,8 +287,9 @@ def killed_once(flag: Path, partitions: Sequence[int]) -> InProcessGrid:
     return InProcessGrid(KillsItself(flag), len(SIZES), partitions=partitions)  # type: ignore[arg-type]
 
 
-def test_a_layerwise_step_goes_on_without_a_worker_that_died(tmp_path: Path) -> None:
-    with WorkersGrid(partial(killed_once, tmp_path / "flag"), len(SIZES), 2) as grid:
+@pytest.mark.parametrize("here", [False, True])
+def test_a_layerwise_step_goes_on_without_a_worker_that_died(tmp_path: Path, here: bool) -> None:
+    with WorkersGrid(partial(killed_once, tmp_path / "flag"), len(SIZES), 2, here=here) as grid:
         strategy = FedTAN()
         found = Federation(make_model()).run(strategy, grid=grid, rounds=2)
     assert (tmp_path / "flag").exists()
@@ -267,10 +301,12 @@ def test_a_layerwise_step_goes_on_without_a_worker_that_died(tmp_path: Path) -> 
 # ---- processes that must not be left -----------------------------------------------------------------------------
 
 
-def test_a_closed_grid_leaves_no_process_and_answers_no_more() -> None:
-    grid = WorkersGrid(partial(obeying, 5), 5, 2)
+@pytest.mark.parametrize("here", [False, True])
+def test_a_closed_grid_leaves_no_process_and_answers_no_more(here: bool) -> None:
+    grid = WorkersGrid(partial(obeying, 5), 5, 2, here=here)
     send(grid, *["hello"] * 5)
-    processes = grid.process_ids
+    processes = others(grid)
+    assert len(processes) == 2 - here
     assert all(is_alive(process) for process in processes)
     grid.close()
     grid.close()
@@ -279,22 +315,28 @@ def test_a_closed_grid_leaves_no_process_and_answers_no_more() -> None:
         send(grid, "hello")
 
 
-def test_a_grid_that_is_forgotten_or_interrupted_leaves_no_process() -> None:
-    grid = WorkersGrid(partial(obeying, 5), 5, 2)
-    processes = grid.process_ids
+@pytest.mark.parametrize("here", [False, True])
+def test_a_grid_that_is_forgotten_or_interrupted_leaves_no_process(here: bool) -> None:
+    grid = WorkersGrid(partial(obeying, 5), 5, 2, here=here)
+    processes = others(grid)
     del grid
     assert wait_until(lambda: not any(is_alive(process) for process in processes))
-    grid = WorkersGrid(partial(obeying, 5), 5, 2)
-    processes = grid.process_ids
+    grid = WorkersGrid(partial(obeying, 5), 5, 2, here=here)
+    processes = others(grid)
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        send(grid, f"interrupt {os.getpid()}")
+        send(grid, f"interrupt {os.getpid()}", "hello")
     signal.signal(signal.SIGALRM, before)
     assert not any(is_alive(process) for process in processes)
+
+
+def others(grid: WorkersGrid) -> list[int]:
+    """The grid's processes but for this one."""
+    return [process for process in grid.process_ids if process != os.getpid()]
 
 
 def failing(partitions: Sequence[int]) -> InProcessGrid:
@@ -325,17 +367,18 @@ if __name__ == "__main__":
     # a shell lets what it starts in the background ignore Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
     preload(["tests.helpers.obedient_nodes"])
-    grid = WorkersGrid(partial(obeying, 4), 4, 2)
+    grid = WorkersGrid(partial(obeying, 4), 4, 2, here={here})
     grid.send_and_receive([question(node) for node in grid.get_node_ids()])
     print("ready", flush=True)
-    grid.send_and_receive([question(1000), question(1001, "sleep")])
+    grid.send_and_receive([question({idle}), question({asleep}, "sleep")])
 """
 
 
+@pytest.mark.parametrize(("here", "asleep"), [(False, 1001), (True, 1001), (True, 1000)])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_workers_end_with_their_parent(number: signal.Signals, tmp_path: Path) -> None:
+def test_workers_end_with_their_parent(number: signal.Signals, here: bool, asleep: int, tmp_path: Path) -> None:
     """In the middle of a message. Ctrl-C reaches the whole group of processes."""
-    (tmp_path / "parent.py").write_text(PARENT)
+    (tmp_path / "parent.py").write_text(PARENT.format(here=here, asleep=asleep, idle=2001 - asleep))
     environment = {**os.environ, MARK: str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(tmp_path / "parent.py")]
     with subprocess.Popen(
