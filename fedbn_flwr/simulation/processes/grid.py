@@ -73,7 +73,8 @@ class WorkersGrid(LocalGrid):
 
     def context(self, node: int) -> Context:
         """Return a node's context; of a node in another process, a copy."""
-        context: Context = self._worker_of(node).call("context", node)
+        worker = self._worker_of(node)
+        context: Context = self._ask_all("context", {worker: node})[worker]
         return context
 
     def save_states(self, folder: Path) -> None:

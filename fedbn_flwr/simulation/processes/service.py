@@ -128,11 +128,6 @@ class OwnShare:
                 raise WorkerError(f"worker {self.index}: {failure}")
         return value
 
-    def call(self, name: str, payload: Any) -> Any:
-        """Ask and wait."""
-        self.ask(name, payload)
-        return self.answer()
-
     @property
     def process_id(self) -> int:
         """The number of this process."""

@@ -50,11 +50,6 @@ class Worker:
                 raise WorkerError(f"worker {self.index}: {failure}")
         return value
 
-    def call(self, name: str, payload: Any) -> Any:
-        """Ask and wait."""
-        self.ask(name, payload)
-        return self.answer()
-
     @property
     def process_id(self) -> int:
         """The number of the present process."""
