@@ -11,12 +11,14 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from fedbn_flwr import state
+from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp import keep_states, keep_states_in
 from fedbn_flwr.clientapp.kept_states import STATE_VARIABLE, KeptStates
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.state.record_files import read_records
 from fedbn_flwr.strategies import REGISTRY, FedBN
+from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.history import History
 from tests.helpers.harness import Federation, make_model
 
@@ -61,8 +63,8 @@ def flower_log(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
 class Watched(FedBN):
     """Notes who trained in each round, and the model that the round started from."""
 
-    def __init__(self) -> None:
-        super().__init__(fraction_evaluate=0.0)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(fraction_evaluate=0.0, **options)
         self.trained: list[list[int]] = []
         self.began: list[Arrays] = []
 
@@ -79,6 +81,27 @@ def test_a_node_without_its_state_is_named_and_trains_in_the_same_round(caplog: 
     assert strategy.trained == [[1000, 1001, 1002, 1003]] * 3
     named = [text for text in flower_log(caplog) if "have lost the entries that stay on them" in text]
     assert named == [f"Nodes [{FORGETFUL}] have lost the entries that stay on them: they get the whole model"] * 2
+
+
+def test_who_has_failed_gets_the_whole_model_next_time_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = BNClient.train
+
+    def failing(client: BNClient, received: Any, instruction: Instruction) -> Reply:
+        if client.partition_id == 1 and instruction.server_round == 2:
+            raise RuntimeError("I was told to")
+        return train(client, received, instruction)
+
+    monkeypatch.setattr(BNClient, "train", failing)
+    strategy = Watched()
+    Federation(make_model(), grid=Restarting).run(strategy, 2)
+    assert strategy.trained == [[1000, 1001, 1002, 1003], [1000, 1002, 1003]]
+    assert strategy._served == {1000, 1002, 1003}
+
+
+def test_who_has_answered_once_gets_what_is_shared_also_after_rounds_without_it() -> None:
+    strategy = Watched(fraction_train=0.5)
+    Federation(make_model()).run(strategy, 3)
+    assert strategy._served == {node for nodes in strategy.trained for node in nodes} > set(strategy.trained[-1])
 
 
 def test_it_starts_from_the_servers_values_of_what_it_lost() -> None:
