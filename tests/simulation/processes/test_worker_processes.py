@@ -15,10 +15,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
+from torch import Tensor
 
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.data import prefetch
+from fedbn_flwr.data.prefetch import decode
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.service import OwnShare, WorkerError
 from fedbn_flwr.simulation.processes.worker import preload
@@ -153,17 +154,31 @@ def test_a_worker_that_is_slower_than_this_process_still_gets_its_next_portion(
         assert answers(send(grid, *words)) == [(1, word, index) for index, word in enumerate(words)]
 
 
-def test_images_are_decoded_by_this_process_while_it_is_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    spared: list[bool] = []
+class Place:
+    """A request for images that tells the process that decodes it."""
+
+    def decode(self) -> tuple[Tensor, None]:
+        return torch.tensor(os.getpid()), None
+
+
+def decoding_process() -> int:
+    """The process that decodes, where one worker was asked for."""
+    ((process, _),) = decode([Place()], 1)  # type: ignore[list-item]
+    return int(process)
+
+
+def test_images_are_decoded_by_this_process_while_it_is_a_worker() -> None:
+    processes: list[int] = []
 
     def noting(partitions: Sequence[int]) -> InProcessGrid:
-        spared.append(prefetch._POOL.is_spared)
+        processes.append(decoding_process())
         return obeying(2, partitions)
 
     share = OwnShare()
     share.ask("open", (noting, [0]))
     share.answer()
-    assert (spared, prefetch._POOL.is_spared) == ([True], False)
+    assert processes == [os.getpid()]
+    assert decoding_process() != os.getpid()
 
 
 def test_there_are_not_more_processes_than_nodes() -> None:
@@ -264,7 +279,7 @@ def test_a_failure_in_this_process_leaves_no_answer_of_another_behind() -> None:
         send(grid, *["hello"] * 5)
         own, other = grid._workers
         with pytest.raises(WorkerError, match="worker 0: RuntimeError: it has no layer-wise step"):
-            # a worker without a step forgets it all the same
+            # the other one fails, too, and its answer has to be read
             grid._ask_all("replies", {own: None, other: None})
         assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))] == [2, 2, 2, 2, 2]
 
