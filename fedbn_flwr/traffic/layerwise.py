@@ -78,7 +78,7 @@ class CountedStep:
             sizes = _answer_sizes(head, self._config, *place, form)
             tally.payload_down += nodes * sizes.payload
             tally.wire_down += nodes * sizes.wire if self._framed is None else 0
-        # what goes to several nodes counts once
+        # what goes to several nodes counts once, and has one length for all of them
         tally.paper += sizes.paper
 
     def _count_requests(self, requests: Sequence[Request]) -> None:
