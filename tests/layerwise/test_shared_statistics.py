@@ -332,6 +332,35 @@ def test_stacked_along_any_axis_is_one_client_after_another(
     assert count == 5 * 4
 
 
+def test_stacked_clients_of_a_layer_without_weights() -> None:
+    inputs = torch.randn(3, 5, 2, dtype=torch.float64)
+
+    def layer(inputs: Tensor) -> Tensor:
+        apply: Apply = SharedBatchNorm.apply
+        return apply(inputs, None, None, 1e-3, Use("layer", alone, "fused", final=False))[0]
+
+    for found, own in zip(vmap(layer)(inputs), inputs, strict=True):
+        torch.testing.assert_close(found, F.batch_norm(own, None, None, training=True, eps=1e-3), rtol=1e-12, atol=0)
+
+
+def test_nobody_learns_from_the_statistics_themselves() -> None:
+    apply: Apply = SharedBatchNorm.apply
+    inputs = torch.randn(3, 2, requires_grad=True)
+    found = apply(inputs, torch.ones(2, requires_grad=True), None, 1e-3, Use("layer", alone, "fused"))
+    assert [each.requires_grad for each in found] == [True, False, False, False]
+
+
+def test_a_request_says_how_many_values_are_behind_it_in_whole_numbers() -> None:
+    counts: list[int] = []
+
+    def exchange(request: Request) -> Answer:
+        counts.append(request.count)
+        return alone(request)
+
+    Use("layer", exchange, "paper").statistics(torch.randn(3, 2, 4))
+    assert [(count, type(count)) for count in counts] == [(12, int)] * 2
+
+
 def test_stacked_clients_without_data_of_their_own_are_refused() -> None:
     def layer(weight: Tensor) -> Tensor:
         apply: Apply = SharedBatchNorm.apply

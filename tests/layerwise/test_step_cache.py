@@ -159,3 +159,23 @@ def test_room_can_be_made_for_more() -> None:
         store.keep(key, SuspendedStep(lambda _: None, 0))
     assert len(store) == 3
     store.clear()
+
+
+def test_a_cache_that_was_cleared_watches_again(clock: Clock) -> None:
+    store, step = StepCache(time_to_live=1), suspended()
+    store.keep(1, suspended())
+    store.clear()
+    assert not clock.timers
+    store.keep(2, step)
+    clock.advance(1.1)
+    left = len(store)
+    step.abandon()
+    assert left == 0
+
+
+def test_a_process_may_end_while_steps_are_kept(clock: Clock) -> None:
+    store = StepCache()
+    store.keep(1, suspended())
+    daemons = [timer.daemon for timer in clock.timers]
+    store.clear()
+    assert daemons == [True]
