@@ -98,7 +98,7 @@ OPTIONS: dict[str, tuple[type[FedAvg], dict[str, Any], dict[str, Any]]] = {
         {"momentum": 0.9},
     ),
     "a proximal term": (FedProx, {"mu": 0.5}, {"momentum": 0.9}),
-    "variates of unequal steps": (Scaffold, {}, {"local_steps": 0, "local_epochs": 2, "momentum": 0.5}),
+    "variates of unequal steps": (Scaffold, {}, {"local_steps": 0, "local_epochs": 1, "momentum": 0.5}),
     "FedBS": (FedBS, {}, {"local_steps": 0, "local_epochs": 2, "momentum": 0.9, "weight_decay": 0.1}),
     "clipping": (FedWon, {"agc": "on"}, {"momentum": 0.9, "local_steps": 0, "local_epochs": 1}),
     "batches drawn anew": (FedAvg, {}, {"replacement": True, "local_steps": 0, "local_epochs": 1}),
