@@ -15,12 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.layerwise.shared_batch_norm import SharedBatchNorm, Use
 from fedbn_flwr.norm import bn_layers
-
-try:
-    from torch._C import _functorch
-    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-except ImportError:  # private: some version of torch may not have it
-    _functorch = None  # type: ignore[assignment]
+from fedbn_flwr.simulation.stacked import batched
+from fedbn_flwr.simulation.stacked.image_order import wrapped_images
 
 
 @dataclass
@@ -30,33 +26,33 @@ class _StackedForward:
     layer: _BatchNorm
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        layer, level = self.layer, _functorch.maybe_current_level() or 0
+        layer = self.layer
         moving = layer.training and layer.track_running_stats
         statistics = [layer.running_mean, layer.running_var] if moving or not layer.training else [None, None]
         own = [*statistics, layer.weight, layer.bias]
-        values, dim = _functorch._unwrap_batched(inputs, level)
-        if dim is None or not all(_is_stacked(value, level) for value in own):
+        values, dim = batched.unwrapped(inputs)
+        if dim is None or not all(_is_stacked(value) for value in own):
             alone: Tensor = type(layer).forward(layer, inputs)
             return alone
         layer._check_input_dim(inputs)
         if moving and layer.num_batches_tracked is not None:
             layer.num_batches_tracked.add_(1)
         by_client = values.movedim(dim, 1)
-        mean, variance, weight, bias = (_in_a_row(value, level) for value in own)
+        mean, variance, weight, bias = (_in_a_row(value) for value in own)
         of_batch, momentum = layer.training or mean is None, layer.momentum or 0.0
         outputs = F.batch_norm(by_client.flatten(1, 2), mean, variance, weight, bias, of_batch, momentum, layer.eps)
-        return _functorch._add_batch_dim(outputs.view_as(by_client), 1, level)
+        return wrapped_images(outputs.view_as(by_client))
 
 
-def _is_stacked(value: Tensor | None, level: int) -> bool:
-    return value is None or _functorch._unwrap_batched(value, level)[1] is not None
+def _is_stacked(value: Tensor | None) -> bool:
+    return value is None or batched.unwrapped(value)[1] is not None
 
 
-def _in_a_row(value: Tensor | None, level: int) -> Tensor | None:
+def _in_a_row(value: Tensor | None) -> Tensor | None:
     """Return all clients' values one after the other: a view, because running statistics are updated in place."""
     if value is None:
         return None
-    values, dim = _functorch._unwrap_batched(value, level)
+    values, dim = batched.unwrapped(value)
     return values.movedim(dim or 0, 0).view(-1)
 
 
@@ -66,20 +62,12 @@ class StackedBatchNorm:
     (With `momentum=None` a layer averages over its steps, of which each client has a number of its own.)
     """
 
-    #: the private functions of torch that this calls
-    NEEDED = ("maybe_current_level", "_unwrap_batched", "_add_batch_dim")
-
     def __init__(self, model: nn.Module) -> None:
         self._layers = [
             layer
             for layer in bn_layers(model).values()
-            if type(layer).forward is _BatchNorm.forward and layer.momentum is not None and self.available()
+            if type(layer).forward is _BatchNorm.forward and layer.momentum is not None and batched.is_available()
         ]
-
-    @classmethod
-    def available(cls) -> bool:
-        """Whether torch has these functions; without them `vmap` does what it does by itself."""
-        return all(hasattr(_functorch, name) for name in cls.NEEDED)
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -112,21 +100,16 @@ def apply_shared(
 
     `vmap` takes .4 ms to find and prepare the function of a layer, which is a tenth of a carried ResNet-20 round.
     """
-    if not StackedBatchNorm.available():
+    if not batched.is_available():
         alone: tuple[Tensor, Tensor, Tensor, Tensor] = SharedBatchNorm.apply(inputs, weight, bias, eps, use)
         return alone
-    level = _functorch.maybe_current_level() or 0
-    values, dims = zip(*(_unwrapped(value, level) for value in (inputs, weight, bias)), strict=True)
+    values, dims = zip(*(_unwrapped(value) for value in (inputs, weight, bias)), strict=True)
     batch = _Stacked(values[0].shape[dims[0] or 0])
     rule: Callable[..., tuple[tuple[Tensor, ...], tuple[int | None, ...]]] = SharedBatchNorm.vmap
-    with temporarily_pop_interpreter_stack():
-        results, places = rule(batch, (*dims, None, None), *values, eps, use)
-    outputs, mean, variance, count = (
-        value if dim is None else _functorch._add_batch_dim(value, dim, level)
-        for value, dim in zip(results, places, strict=True)
-    )
-    return outputs, mean, variance, count
+    with batched.outside_of_vmap():
+        (outputs, mean, variance, count), _ = rule(batch, (*dims, None, None), *values, eps, use)
+    return wrapped_images(outputs), batched.wrapped(mean, 0), batched.wrapped(variance, 0), count
 
 
-def _unwrapped(value: Tensor | None, level: int) -> tuple[Tensor | None, int | None]:
-    return (None, None) if value is None else _functorch._unwrap_batched(value, level)
+def _unwrapped(value: Tensor | None) -> tuple[Tensor | None, int | None]:
+    return (None, None) if value is None else batched.unwrapped(value)

@@ -11,6 +11,7 @@ from torch.func import vmap
 
 from fedbn_flwr.client import training
 from fedbn_flwr.simulation.stacked.batch_norm import StackedBatchNorm
+from fedbn_flwr.simulation.stacked.image_order import ImageOrder
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import FlatState
 
@@ -41,6 +42,7 @@ class Stack(nn.Module):
         self._names = {name: first[id(value)] for name, value in entries.items()}
         self._slots = _Slots(structure, self._names)
         self._batch_norm = StackedBatchNorm(structure)
+        self._image_order = ImageOrder(structure)
         self._parameters_of_all = {
             name: nn.Parameter(_rows(value, name, states), requires_grad=value.requires_grad)
             for name, value in structure.named_parameters()
@@ -74,22 +76,24 @@ class Stack(nn.Module):
         values, structure = self._entries_of(rows), self.structure
         slots, batch_norm, buffers = self._slots, self._batch_norm, list(self._buffers_of_all)
         assigned: list[str] = []
+        every_input, every_target = self._image_order.images(batch[0]), batch[1]
+        kept = self._image_order.kept
 
         def one(inputs: Tensor, targets: Tensor, *entries: Tensor) -> tuple[Tensor, ...]:
             given = dict(zip(values, entries, strict=True))
-            with slots.holding(given), batch_norm.used(), around():
+            with slots.holding(given), batch_norm.used(), kept(), around():
                 result = training.model_loss(structure, inputs, targets, loss_or_outputs)
                 # a layer may change its buffers in place, or put new ones there
                 new = {name: slots.read(name) for name in buffers}
             assigned[:] = [name for name in buffers if new[name] is not given[name]]
             return result, *(new[name] for name in assigned)
 
-        result, *news = vmap(one)(*batch, *values.values())
+        result, *news = vmap(one)(every_input, every_target, *values.values())
         changed = {**values, **dict(zip(assigned, news, strict=True))}
         for name in buffers:
             if isinstance(rows, Tensor) or name in assigned:
                 self._buffers_of_all[name][rows] = changed[name].detach()
-        return _cross_entropies(result, batch[1]) if afterwards else result
+        return _cross_entropies(result, every_target) if afterwards else result
 
     def _entries_of(self, rows: Rows) -> State:
         everything = {**self._parameters_of_all, **self._buffers_of_all}

@@ -139,7 +139,7 @@ def test_all_clients_are_in_one_call() -> None:
 
 
 def test_a_torch_without_what_is_needed_does_it_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedbn_flwr.simulation.stacked.batch_norm._functorch", None)
+    monkeypatch.setattr("fedbn_flwr.simulation.stacked.batched._functorch", None)
     assert channels_normalized(*images(nn.BatchNorm2d(4))) == [4]
 
 
