@@ -33,7 +33,8 @@ class ImageOrder:
     def __init__(self, model: nn.Module) -> None:
         kinds = {type(layer) for layer in model.modules()}
         self._pays = nn.Conv2d in kinds and kinds <= _LAYERS and batched.is_available()
-        self._activations = [layer for layer in model.modules() if isinstance(layer, nn.ReLU | nn.ReLU6)]
+        activations = [layer for layer in model.modules() if isinstance(layer, nn.ReLU | nn.ReLU6)]
+        self._activations = activations if self._pays else []
 
     def images(self, images: Tensor) -> Tensor:
         """Return (clients, batch, C, H, W) so that `vmap` makes of them images of one network, channels last."""
@@ -45,7 +46,7 @@ class ImageOrder:
     def kept(self) -> Iterator[None]:
         """Keep gradients in order, inside the block and inside `vmap`."""
         with ExitStack() as hooks:
-            for layer in self._activations if self._pays else ():
+            for layer in self._activations:
                 hooks.callback(layer.register_forward_hook(_keep_order).remove)
             yield
 
@@ -65,12 +66,11 @@ def _are_channels_last(images: Tensor) -> bool:
     return images.dim() == 5 and images.stride(-3) < images.stride(-1)
 
 
-def _keep_order(_: nn.Module, __: Any, outputs: Any) -> None:
-    """See to it that the gradient of these outputs comes in their order."""
-    if isinstance(outputs, Tensor):
-        values, dim = batched.unwrapped(outputs)
-        if dim is not None and values.requires_grad and _are_channels_last(values):
-            values.register_hook(partial(_in_order, values.stride()))
+def _keep_order(_: nn.Module, __: Any, outputs: Tensor) -> None:
+    """See to it that the gradient of an activation's outputs comes in their order."""
+    values, _dim = batched.unwrapped(outputs)
+    if values.requires_grad and _are_channels_last(values):
+        values.register_hook(partial(_in_order, values.stride()))
 
 
 def _in_order(strides: Sequence[int], gradient: Tensor) -> Tensor:
