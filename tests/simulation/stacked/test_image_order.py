@@ -15,6 +15,7 @@ from fedbn_flwr.layerwise import Answer, Request, shared_statistics
 from fedbn_flwr.simulation.stacked.batch_norm import apply_shared
 from fedbn_flwr.simulation.stacked.image_order import ImageOrder
 from fedbn_flwr.simulation.stacked.model import Stack
+from fedbn_flwr.state import State
 from tests.helpers.engine_comparison import assert_as_alone
 from tests.helpers.toys import random_state
 
@@ -32,10 +33,14 @@ def chain(in_place: bool = True) -> nn.Sequential:
     return nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(CHANNELS, 4))
 
 
+def some_states(model: nn.Module) -> list[State]:
+    return [random_state(model, seed) for seed in range(CLIENTS)]
+
+
 def example(model: nn.Module, size: int = SIZE) -> tuple[Stack, Tensor, Tensor]:
-    states = [random_state(model, seed) for seed in range(CLIENTS)]
-    inputs = torch.randn(CLIENTS, size, 2, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
-    return Stack(model.train(), states), inputs, torch.arange(CLIENTS * size).reshape(CLIENTS, size) % 4
+    dtype = next(model.parameters()).dtype
+    inputs = torch.randn(CLIENTS, size, 2, SIDE, SIDE, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    return Stack(model, some_states(model)), inputs, torch.arange(CLIENTS * size).reshape(CLIENTS, size) % 4
 
 
 def scaled(request: Request) -> Answer:
@@ -91,12 +96,10 @@ def test_what_bn_puts_out_is_no_view_that_changes_in_place() -> None:
 @pytest.mark.parametrize("in_place", [True, False])
 def test_the_order_changes_no_more_than_rounding(in_place: bool, size: int) -> None:
     model = chain(in_place).double()
-    states = [random_state(model, seed) for seed in range(CLIENTS)]
-    _, inputs, targets = example(model, size)
-    stack = Stack(model, states)
-    losses = stack.losses(slice(0, CLIENTS), (inputs.double(), targets), F.cross_entropy)
+    stack, inputs, targets = example(model, size)
+    losses = stack.losses(slice(0, CLIENTS), (inputs, targets), F.cross_entropy)
     losses.sum().backward()
-    assert_as_alone(stack, losses, states, (inputs.double(), targets), F.cross_entropy, passes=1)
+    assert_as_alone(stack, losses, some_states(model), (inputs, targets), F.cross_entropy, passes=1)
 
 
 def test_no_hook_stays_behind() -> None:
