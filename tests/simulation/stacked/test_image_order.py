@@ -102,6 +102,17 @@ def test_the_order_changes_no_more_than_rounding(in_place: bool, size: int) -> N
     assert_as_alone(stack, losses, some_states(model), (inputs, targets), F.cross_entropy, passes=1)
 
 
+def test_layers_that_do_not_learn_come_first() -> None:
+    model = chain()
+    for layer in model[0][:2]:  # type: ignore[index]
+        layer.requires_grad_(False)
+    stack, inputs, targets = example(model)
+    stack.losses(slice(0, CLIENTS), (inputs, targets), F.cross_entropy).sum().backward()
+    assert [name for name, value in stack.named_parameters() if value.grad is None] == [
+        *("0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias")
+    ]
+
+
 def test_no_hook_stays_behind() -> None:
     model = chain()
     stack, inputs, targets = example(model)
