@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -76,7 +77,15 @@ def combine(kind: Kind, tensors: Sequence[Tensor], weights: Sequence[float]) -> 
 def respond(requests: Sequence[Request], weights: Sequence[float]) -> Answer:
     """Return the answer to all clients; ExchangeError if their requests do not match, or are no finite numbers."""
     check_agreement([(request.kind, request.layer) for request in requests])
-    tensor = _combine(requests[0].kind, _sound(requests), weights)
+    kind, what = requests[0].kind, f"{requests[0].kind} of BN layer {requests[0].layer!r}"
+    stacked = _stack(requests, what)
+    tensor = _combine(kind, stacked, weights)
+    # to look at every client's values would take as long as to combine them
+    if not isfinite(tensor.sum()):
+        _refuse(stacked.isfinite(), f"the {what} is not finite")
+    if kind in ("variance", "statistics"):
+        variances = stacked if kind == "variance" else stacked[:, -1]
+        _refuse(variances >= 0, f"the {what} has a negative variance")
     return Answer(tensor, sum(request.count for request in requests))
 
 
@@ -100,32 +109,28 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 def check_agreement(places: Sequence[Hashable]) -> None:
     """Raise OrderError for the first client that is at another place than most clients."""
+    if len(set(places)) <= 1:
+        return
     usual, _ = Counter(places).most_common(1)[0]
     for client, place in enumerate(places):
         if place != usual:
             raise OrderError(client, f"is at {place} of the exchange where the others are at {usual}")
 
 
-def _sound(requests: Sequence[Request]) -> Tensor:
-    """Return all clients' tensors, stacked; ExchangeError for the first client whose tensor cannot be combined."""
+def _stack(requests: Sequence[Request], what: str) -> Tensor:
+    """Return all clients' tensors, stacked; ExchangeError for the first client whose tensor has another form."""
     forms = [(request.tensor.shape, request.tensor.dtype) for request in requests]
     form, _ = Counter(forms).most_common(1)[0]
-    what = f"{requests[0].kind} of BN layer {requests[0].layer!r}"
     for client, (shape, dtype) in enumerate(forms):
         if (shape, dtype) != form:
             others = f"{tuple(form[0])} {form[1]}"
             raise ExchangeError(client, f"the {what} is {tuple(shape)} {dtype}, the others' is {others}")
         if requests[client].count < 1:
             raise ExchangeError(client, f"the {what} is over {requests[client].count} values")
-    stacked = torch.stack([request.tensor for request in requests])
-    _refuse(stacked.isfinite(), f"the {what} is not finite")
-    if requests[0].kind in ("variance", "statistics"):
-        variances = stacked if requests[0].kind == "variance" else stacked[:, -1]
-        _refuse(variances >= 0, f"the {what} has a negative variance")
-    return stacked
+    return torch.stack([request.tensor for request in requests])
 
 
 def _refuse(sound: Tensor, message: str) -> None:
-    """Raise ExchangeError for the first client that is not sound; `sound` has a row for each client."""
+    """Raise ExchangeError for the first client that is not sound, if any; `sound` has a row for each client."""
     if not sound.all():
         raise ExchangeError(int((~sound).flatten(1).any(1).nonzero()[0]), message)
