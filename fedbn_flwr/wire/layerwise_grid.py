@@ -44,6 +44,6 @@ class LayerwiseGrid(Protocol):
     def open_step(self, messages: Sequence[Message]) -> NodesStep | None:
         """Open the step that these messages begin, one message a node; None if not all nodes can take it so.
 
-        Nothing runs before the step advances. Where None is returned, or the step fails, nodes are as before, and
-        the same step can be taken by messages.
+        The nodes may go to their first exchange at once. Where None is returned, or the step fails, they are as before,
+        and the same step can be taken by messages.
         """

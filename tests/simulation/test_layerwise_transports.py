@@ -15,13 +15,15 @@ from torch import Tensor
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.layerwise import Exchange, Lockstep, Request, shared_statistics, take_step
+from fedbn_flwr.layerwise import Answer, Exchange, Lockstep, Request, shared_statistics, take_step
 from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt
 from fedbn_flwr.server.message_step import MessageStep
 from fedbn_flwr.server.replies import Expected
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.processes.service import OwnShare, WorkerError
+from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, InProcessGrid
+from fedbn_flwr.simulation.stacked.layerwise_step import StackedLayerwiseStep
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire.layerwise import StepPosition
 from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep
@@ -90,15 +92,19 @@ def shared_out_step() -> Iterator[tuple[CountingGrid, NodesStep]]:
         yield opened(grid)
 
 
-def opened(grid: Grid) -> tuple[CountingGrid, NodesStep]:
-    counting, position = CountingGrid(grid), StepPosition("exchange", 1).pack()
-    asked = [
+def asked() -> list[Message]:
+    """Return the messages that open a step; their order is not that of the participants."""
+    position = StepPosition("exchange", 1).pack()
+    return [
         Message(RecordDict({**content, **position}), node, wire.LAYERWISE)
-        # the order of messages is not that of the participants
         for node, content in reversed(contents().items())
     ]
+
+
+def opened(grid: Grid) -> tuple[CountingGrid, NodesStep]:
+    counting = CountingGrid(grid)
     assert isinstance(grid, LayerwiseGrid)
-    step = counting.open_step(asked)
+    step = counting.open_step(asked())
     assert step is not None
     return counting, step
 
@@ -146,3 +152,43 @@ def test_plain_grids_do_not_offer_steps_without_messages() -> None:
     assert not isinstance(plain, LayerwiseGrid)
     counting = CountingGrid(plain)
     assert counting.open_step([Message(content, node, wire.LAYERWISE) for node, content in contents().items()]) is None
+
+
+class HalfOpenGrid(StackedGrid):
+    """The nodes of partition 1's process cannot open a step, or fail at it."""
+
+    fails = False
+
+    def open_step(self, messages: Sequence[Message]) -> StackedLayerwiseStep | None:
+        if FIRST_NODE_ID + 1 not in self.get_node_ids():
+            return super().open_step(messages)
+        if self.fails:
+            raise RuntimeError("this half fails")
+        return None
+
+
+class HalfFailingGrid(HalfOpenGrid):
+    """The nodes of partition 1's process fail at opening a step."""
+
+    fails = True
+
+
+def half_open(kind: type[HalfOpenGrid], partitions: Sequence[int]) -> StackedGrid:
+    return kind(client_app(Federation(make_model())._client), len(SIZES), partitions=partitions)
+
+
+@pytest.mark.parametrize("kind", [HalfOpenGrid, HalfFailingGrid])
+def test_a_step_that_one_process_cannot_open_is_abandoned_in_the_others(kind: type[HalfOpenGrid]) -> None:
+    with WorkersGrid(partial(half_open, kind), len(SIZES), 2, here=True) as grid:
+        if kind.fails:
+            with pytest.raises(WorkerError, match="worker 1: RuntimeError: this half fails"):
+                grid.open_step(asked())
+        else:
+            assert grid.open_step(asked()) is None
+        own = grid._workers[0]
+        assert isinstance(own, OwnShare)
+        # it was at its first exchange
+        with pytest.raises(RuntimeError, match="at its end, failed or abandoned"):
+            own._service.step.advance(Answer(torch.zeros(2, 1), 1))
+        replies = list(grid.send_and_receive([Message(content, node, "train") for node, content in contents().items()]))
+        assert len(replies) == len(SIZES)

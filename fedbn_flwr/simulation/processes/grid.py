@@ -97,13 +97,25 @@ class WorkersGrid(LocalGrid):
         return [message.metadata.message_id for message in messages]
 
     def open_step(self, messages: Sequence[Message]) -> "WorkersStep | None":
-        """Open the layer-wise step that these messages begin, if all of their nodes can take it without messages."""
+        """Open the layer-wise step that these messages begin, if all of their nodes can take it without messages.
+
+        Workers go to the first exchange at once, without another request.
+        """
         shares = self._shares(messages)
-        participants = self._ask_all("open_step", self._split(messages, shares))
-        if None in participants.values():
-            self._ask_all("abandon", dict.fromkeys(shares))
+        try:
+            opened = self._ask_all("open_step", self._split(messages, shares))
+        except Exception:
+            self._abandon(shares)
+            raise
+        if None in opened.values():
+            self._abandon(shares)
             return None
-        return WorkersStep(self._ask_all, messages, shares, participants)
+        return WorkersStep(self._ask_all, self._abandon, messages, shares, opened)
+
+    def _abandon(self, shares: Iterable[AnyWorker]) -> None:
+        """End a step in all workers; one that has died has no step any more."""
+        with suppress(WorkerError, WorkerDiedError):
+            self._ask_all("abandon", dict.fromkeys(shares))
 
     def _shares(self, messages: Sequence[Message]) -> dict[AnyWorker, list[int]]:
         """Return, for each worker, the places of its nodes' messages."""
@@ -193,20 +205,24 @@ class WorkersStep:
     def __init__(
         self,
         ask_all: Callable[[str, Mapping[AnyWorker, Any]], dict[AnyWorker, Any]],
+        abandon: Callable[[Iterable[AnyWorker]], None],
         messages: Sequence[Message],
         shares: Mapping[AnyWorker, Sequence[int]],
-        participants: Mapping[AnyWorker, Sequence[Participant]],
+        opened: Mapping[AnyWorker, tuple[Sequence[Participant], Any]],
     ) -> None:
-        self._ask_all, self._messages, self._shares = ask_all, messages, shares
+        self._ask_all, self._abandon, self._messages, self._shares = ask_all, abandon, messages, shares
+        self._first = {worker: requests for worker, (_, requests) in opened.items()}
         #: each worker's participants are in order, and so are its requests
-        everyone = [participant for worker in shares for participant in participants[worker]]
+        everyone = [participant for worker in shares for participant in opened[worker][0]]
         self._order = sorted(range(len(everyone)), key=everyone.__getitem__)
         self.participants = [everyone[position] for position in self._order]
 
     def advance(self, answer: Answer | None = None) -> list[Request]:
-        """Take the nodes of all workers to their next exchange."""
-        packed = None if answer is None else pack_answer(answer)
-        answers = self._ask_all("advance", dict.fromkeys(self._shares, packed))
+        """Take the nodes of all workers to their next exchange; they are at the first one."""
+        if answer is None:
+            answers = self._first
+        else:
+            answers = self._ask_all("advance", dict.fromkeys(self._shares, pack_answer(answer)))
         requests = [request for worker in self._shares for request in unpack_requests(answers[worker])]
         if requests and len(requests) < len(self._order):
             raise OrderError(0, "is at a BN layer where others are at their end")
@@ -221,9 +237,8 @@ class WorkersStep:
         return replies
 
     def abandon(self) -> None:
-        """End the step in all workers; a worker that has died has no step any more."""
-        with suppress(WorkerError, WorkerDiedError):
-            self._ask_all("abandon", dict.fromkeys(self._shares))
+        """End the step in all workers."""
+        self._abandon(self._shares)
 
 
 def _in_turn(workers: Iterable[AnyWorker]) -> list[AnyWorker]:

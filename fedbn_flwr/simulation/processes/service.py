@@ -55,14 +55,20 @@ class Service:
         """Let this worker's nodes remember what is in a folder."""
         self.grid.restore_states(folder)  # type: ignore[attr-defined]
 
-    def open_step(self, messages: list[Message]) -> Sequence[Participant] | None:
-        """Open a layer-wise step of this worker's nodes; return the nodes, None if they cannot take it together."""
+    def open_step(self, messages: list[Message]) -> tuple[Sequence[Participant], Any] | None:
+        """Take this worker's nodes to the first exchange of a layer-wise step; return them, and what they ask for.
+
+        None if they cannot take it together.
+        """
         self._step = self.grid.open_step(messages) if isinstance(self.grid, LayerwiseGrid) else None
-        return None if self._step is None else self._step.participants
+        if self._step is None:
+            return None
+        requests = pack_requests(self._step.advance())
+        return self._step.participants, requests
 
     def advance(self, answer: Any) -> Any:
         """Take this worker's nodes to their next exchange."""
-        return pack_requests(self.step.advance(None if answer is None else unpack_answer(answer)))
+        return pack_requests(self.step.advance(unpack_answer(answer)))
 
     def replies(self, _: None) -> list[Message]:
         """Return the nodes' replies at the end of the step."""
