@@ -1,9 +1,12 @@
 """A channel for Python objects between processes, which sends large arrays without pickling their numbers."""
 
 import io
+import os
 import pickle
+import select
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,6 +17,9 @@ from fedbn_flwr.state.records import InMemoryArray, Members, view_array
 
 #: bytes of the smallest array that is sent by itself: for smaller ones, a call costs more than a copy
 _LARGE = 16 * 1024
+#: seconds that a process looks for the next item before it sleeps, from which it wakes late, with its caches cold: a
+#: FedTAN round of 10 clients in two processes takes 0.95 times as long (small-cnn and resnet20), 0.87 times where E = 1
+_LOOKING = 0.004
 
 
 class Channel:
@@ -21,6 +27,8 @@ class Channel:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._arrivals = select.poll()
+        self._arrivals.register(connection, select.POLLIN)
 
     def send(self, item: Any) -> None:
         """Send an item. OSError if the other end is closed."""
@@ -41,6 +49,9 @@ class Channel:
 
     def receive(self) -> Any:
         """Wait for the next item. EOFError if the other end is closed."""
+        end = perf_counter() + _LOOKING
+        while not self._arrivals.poll(0) and perf_counter() < end:
+            os.sched_yield()
         try:
             received = io.BytesIO(self._connection.recv_bytes())
             buffers = [bytearray(size) for size in pickle.load(received)]

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from typing import Any
@@ -86,3 +87,11 @@ def test_an_end_in_the_middle_of_an_item_is_an_end() -> None:
                 sender.close()
                 with pytest.raises(EOFError):
                     Channel(receiver).receive()
+
+
+def test_a_process_that_waits_for_long_sleeps(ends: tuple[Channel, Channel]) -> None:
+    threading.Timer(1.0, ends[0].send, ("late",)).start()
+    before = time.thread_time()
+    assert ends[1].receive() == "late"
+    # of its processor's time; how long it waits does not matter
+    assert time.thread_time() - before < 0.1
