@@ -77,10 +77,16 @@ def test_impossible_weights(weights: list[float]) -> None:
         (request(1.0, count=0), "is over 0 values"),
     ],
 )
-def test_a_lying_client_is_named(odd: Request, message: str) -> None:
+@pytest.mark.parametrize("weight", [0, 1])
+def test_a_lying_client_is_named_whatever_its_weight(odd: Request, message: str, weight: float) -> None:
     with pytest.raises(ExchangeError, match=message) as error:
-        respond([request(1.0), odd, request(2.0)], [1, 1, 1])
+        respond([request(1.0), odd, request(2.0)], [1, weight, 1])
     assert error.value.client == 1
+
+
+def test_numbers_whose_sum_is_not_finite_are_sound() -> None:
+    largest = torch.finfo(torch.float32).max
+    assert respond([request(largest, largest)] * 2, [1, 1]).tensor.tolist() == [largest, largest]
 
 
 @pytest.mark.parametrize(
