@@ -9,9 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Array, ArrayRecord
 
-from fedbn_flwr.simulation.processes.channel import Channel
+from fedbn_flwr.layerwise import Answer, Request
+from fedbn_flwr.simulation.processes.channel import (
+    Channel,
+    pack_answer,
+    pack_requests,
+    unpack_answer,
+    unpack_requests,
+)
 
 SIZES = [0, 1, 5_000, 1_000_000]
 
@@ -62,6 +70,30 @@ def test_what_occurs_twice_travels_once(ends: tuple[Channel, Channel]) -> None:
     record = ArrayRecord({"a": Array(np.zeros(100_000))})
     first, second = sent(ends, [{"to": 1, "arrays": record}, {"to": 2, "arrays": record}])
     assert first["arrays"] is second["arrays"]
+
+
+def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("channels", [1, 64, 10_000])
+def test_requests_and_answers_of_a_layerwise_step(
+    ends: tuple[Channel, Channel], channels: int, dtype: torch.dtype
+) -> None:
+    values = torch.randn(3, 2, channels, dtype=dtype)
+    requests = [Request("statistics", "bn", rows, 7 + number) for number, rows in enumerate(values)]
+    found = unpack_requests(sent(ends, pack_requests(requests)))
+    assert [(each.kind, each.layer, each.count) for each in found] == [
+        ("statistics", "bn", count) for count in (7, 8, 9)
+    ]
+    assert_same(torch.stack([each.tensor for each in found]), values)
+    # an answer may be a view with gaps
+    answer = unpack_answer(sent(ends, pack_answer(Answer(values[:, 0].T, 24))))
+    assert answer.count == 24
+    assert_same(answer.tensor, values[:, 0].T)
+    assert unpack_requests(sent(ends, pack_requests([]))) == []
 
 
 def test_several_items_come_in_their_order_and_then_an_end(ends: tuple[Channel, Channel]) -> None:
