@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt
 from fedbn_flwr.server.message_step import MessageStep
 from fedbn_flwr.server.replies import Expected
 from fedbn_flwr.simulation import StackedGrid
+from fedbn_flwr.simulation.processes.channel import Channel, pack_answer
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
-from fedbn_flwr.simulation.processes.service import OwnShare, WorkerError
+from fedbn_flwr.simulation.processes.service import WorkerError
 from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, InProcessGrid
 from fedbn_flwr.simulation.stacked.layerwise_step import StackedLayerwiseStep
 from fedbn_flwr.traffic.counting_grid import CountingGrid
@@ -155,40 +157,65 @@ def test_plain_grids_do_not_offer_steps_without_messages() -> None:
 
 
 class HalfOpenGrid(StackedGrid):
-    """The nodes of partition 1's process cannot open a step, or fail at it."""
+    """The nodes of one process, that of partition `odd`, do not open a step; `how` says what happens."""
 
-    fails = False
+    odd, how = 0, ""
 
     def open_step(self, messages: Sequence[Message]) -> StackedLayerwiseStep | None:
-        if FIRST_NODE_ID + 1 not in self.get_node_ids():
-            return super().open_step(messages)
-        if self.fails:
+        step = super().open_step(messages)
+        if FIRST_NODE_ID + self.odd not in self.get_node_ids():
+            return step
+        if self.how == "cannot":
+            return None
+        if self.how == "fails":
             raise RuntimeError("this half fails")
-        return None
+        assert step is not None
+        step.advance = fail  # type: ignore[assignment, method-assign]
+        return step
 
 
-class HalfFailingGrid(HalfOpenGrid):
-    """The nodes of partition 1's process fail at opening a step."""
-
-    fails = True
+def fail(*_: object) -> NoReturn:
+    raise RuntimeError("this half fails")
 
 
-def half_open(kind: type[HalfOpenGrid], partitions: Sequence[int]) -> StackedGrid:
-    return kind(client_app(Federation(make_model())._client), len(SIZES), partitions=partitions)
+def half_open(odd: int, how: str, partitions: Sequence[int]) -> StackedGrid:
+    grid = HalfOpenGrid(client_app(Federation(make_model())._client), len(SIZES), partitions=partitions)
+    grid.odd, grid.how = odd, how
+    return grid
 
 
-@pytest.mark.parametrize("kind", [HalfOpenGrid, HalfFailingGrid])
-def test_a_step_that_one_process_cannot_open_is_abandoned_in_the_others(kind: type[HalfOpenGrid]) -> None:
-    with WorkersGrid(partial(half_open, kind), len(SIZES), 2, here=True) as grid:
-        if kind.fails:
-            with pytest.raises(WorkerError, match="worker 1: RuntimeError: this half fails"):
-                grid.open_step(asked())
-        else:
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("how", ["cannot", "fails", "fails at the first layer"])
+def test_a_step_that_one_process_cannot_open_is_abandoned_in_the_other(odd: int, how: str) -> None:
+    with WorkersGrid(partial(half_open, odd, how), len(SIZES), 2, here=True) as grid:
+        if how == "cannot":
             assert grid.open_step(asked()) is None
-        own = grid._workers[0]
-        assert isinstance(own, OwnShare)
-        # it was at its first exchange
-        with pytest.raises(RuntimeError, match="at its end, failed or abandoned"):
-            own._service.step.advance(Answer(torch.zeros(2, 1), 1))
-        replies = list(grid.send_and_receive([Message(content, node, "train") for node, content in contents().items()]))
-        assert len(replies) == len(SIZES)
+        else:
+            with pytest.raises(WorkerError, match=f"worker {odd}: RuntimeError: this half fails"):
+                grid.open_step(asked())
+        other = grid._workers[1 - odd]
+        with pytest.raises(WorkerError, match="at its end, failed or abandoned"):
+            grid._ask_all("advance", {other: pack_answer(Answer(torch.zeros(2, 4), 1))})
+        plain = replace(ASKED, layerwise="none").to_config()
+        replies = list(
+            grid.send_and_receive(
+                [Message(RecordDict({**each, wire.CONFIG: plain}), node, "train") for node, each in contents().items()]
+            )
+        )
+        assert [reply.has_error() for reply in replies] == [False] * len(SIZES)
+
+
+def test_an_interrupt_in_the_middle_of_a_step_closes_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with WorkersGrid(stacked_nodes, len(SIZES), 2, here=True) as grid:
+        _, step = opened(grid)
+        requests = step.advance()
+        monkeypatch.setattr(Channel, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step.advance(Answer(requests[0].tensor, 1))
+        # what comes would be the answer to the question before
+        with pytest.raises(WorkerError, match="the grid is closed"):
+            grid.open_step(asked())
+        step.abandon()

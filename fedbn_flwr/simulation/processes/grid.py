@@ -2,8 +2,8 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from logging import WARNING
 from pathlib import Path
 from types import TracebackType
@@ -88,12 +88,8 @@ class WorkersGrid(LocalGrid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Deliver the messages, to all workers at once, and keep the replies."""
         messages = list(messages)
-        try:
+        with self._closed_in_the_middle():
             self._deliver(self._split(messages, self._shares(messages)))
-        except BaseException:
-            # some answers are still on their way, or half received
-            self.close()
-            raise
         return [message.metadata.message_id for message in messages]
 
     def open_step(self, messages: Sequence[Message]) -> "WorkersStep | None":
@@ -104,7 +100,7 @@ class WorkersGrid(LocalGrid):
         shares = self._shares(messages)
         try:
             opened = self._ask_all("open_step", self._split(messages, shares))
-        except Exception:
+        except (WorkerError, WorkerDiedError):
             self._abandon(shares)
             raise
         if None in opened.values():
@@ -113,9 +109,9 @@ class WorkersGrid(LocalGrid):
         return WorkersStep(self._ask_all, self._abandon, messages, shares, opened)
 
     def _abandon(self, shares: Iterable[AnyWorker]) -> None:
-        """End a step in all workers; one that has died has no step any more."""
+        """End a step in all workers; one that has died has no step any more, and a closed grid has no workers."""
         with suppress(WorkerError, WorkerDiedError):
-            self._ask_all("abandon", dict.fromkeys(shares))
+            self._ask_all("abandon", dict.fromkeys(shares if self._workers else ()))
 
     def _shares(self, messages: Sequence[Message]) -> dict[AnyWorker, list[int]]:
         """Return, for each worker, the places of its nodes' messages."""
@@ -132,21 +128,31 @@ class WorkersGrid(LocalGrid):
 
     def _ask_all(self, name: str, payloads: Mapping[AnyWorker, Any]) -> dict[AnyWorker, Any]:
         """Return the answers of workers that work at the same time; one that died is started again, and reported."""
-        for worker, payload in payloads.items():
-            worker.ask(name, payload)
         answers: dict[AnyWorker, Any] = {}
         failures: list[RuntimeError] = []
-        for worker in _in_turn(payloads):
-            try:
-                answers[worker] = worker.answer()
-            except WorkerDiedError as death:
-                self._revive(worker, death)
-                failures.append(death)
-            except WorkerError as error:
-                failures.append(error)
+        with self._closed_in_the_middle():
+            for worker, payload in payloads.items():
+                worker.ask(name, payload)
+            for worker in _in_turn(payloads):
+                try:
+                    answers[worker] = worker.answer()
+                except WorkerDiedError as death:
+                    self._revive(worker, death)
+                    failures.append(death)
+                except WorkerError as error:
+                    failures.append(error)
         if failures:
             raise failures[0]
         return answers
+
+    @contextmanager
+    def _closed_in_the_middle(self) -> Iterator[None]:
+        """Close the grid if anything is raised: some answers are still on their way, or half received."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _deliver(self, shares: Mapping[AnyWorker, Sequence[Message]]) -> None:
         """Give each worker a portion of its messages, and the next portion when these are answered.
