@@ -117,7 +117,7 @@ def _pack_values(values: Tensor) -> tuple[str, tuple[int, ...], bytearray]:
     one step (resnet20, 10 clients, two processes) takes 0.96 times as long without it.
     """
     array = values.numpy(force=True)
-    # no view of them: collecting one as garbage crashes Python 3.11
+    # a copy, as a `PickleBuffer` of a memoryview crashes Python 3.11 and 3.12 where both are collected as garbage
     return array.dtype.str, array.shape, bytearray(array.data)
 
 
