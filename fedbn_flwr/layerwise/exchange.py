@@ -80,7 +80,7 @@ def respond(requests: Sequence[Request], weights: Sequence[float]) -> Answer:
     kind, what = requests[0].kind, f"{requests[0].kind} of BN layer {requests[0].layer!r}"
     stacked = _stack(requests, what)
     tensor = _combine(kind, stacked, weights)
-    # to look at every client's values would take as long as to combine them
+    # a client's value that is not finite leaves none in its channel; to look at all values would take as long as this
     if not isfinite(tensor.sum()):
         _refuse(stacked.isfinite(), f"the {what} is not finite")
     if kind in ("variance", "statistics"):
