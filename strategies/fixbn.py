@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.common import log
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.lr_schedule import moment
+from fedbn_flwr.server.lr_schedule import moment, rounds_of
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import FREEZES, Instruction
 
@@ -25,9 +25,11 @@ class FreezeOptions(FedAvgOptions, total=False):
     """The constructor's arguments beside the freeze's round, which subclasses name otherwise."""
 
     freeze: Freeze
+    frozen_lr: float
     send_frozen: bool
     window: int
     threshold: float
+    latest: float
     change: Change
 
 
@@ -47,11 +49,17 @@ class FixBN(FedAvg):
     part in the window do. The appendix names neither the scalar nor a threshold. `change="channels"` measures the
     variance in units of what the choice of samples alone contributes, in the layer where it is largest, so that one
     threshold, 1, serves models of any width and depth; `change="norm"` is the variance as printed, of
-    the L1 norm of figure 3, and needs a threshold of its own for every model.
+    the L1 norm of figure 3, and needs a threshold of its own for every model. Clients whose models drift apart never
+    come below it, so `auto` freezes at the latest after the share `latest` of the run; `latest=1` is the rule alone.
 
     `freeze` says what stands still: `statistics`, `affine` or `both` (Table H). The server keeps the frozen entries,
     clients stop sending them, so they are bit-identical from the freeze on; `send_frozen=True` keeps sending them, as
     the paper counts. With `freeze_round` at or above the number of rounds this is FedAvg.
+
+    Under frozen statistics nothing rescales the layers any more, and training can diverge at learning rates that work
+    with normal BN. From the freeze on, the rate is at most `frozen_lr` times the run's `lr`, and lower where the
+    schedule is. `frozen_lr=1` leaves the rate to the schedule, as the paper does. A schedule that names the freeze
+    (`lr_schedule="=0.01@freeze"`) is followed as it stands.
     """
 
     paper: ClassVar[str] = "Zhong, Chen and Chao, 2023"
@@ -65,9 +73,11 @@ class FixBN(FedAvg):
             float | Literal["auto"], "freeze after this many rounds, or this fraction of the run, or by the rule auto"
         ] = 0.5,
         freeze: Annotated[Freeze, "what stands still after the freeze: statistics, affine or both"] = "statistics",
+        frozen_lr: Annotated[float, "largest learning rate under frozen statistics, as a share of lr"] = 0.2,
         send_frozen: Annotated[bool, "keep sending frozen entries, as the papers count bytes"] = False,
         window: Annotated[int, "how many rounds auto looks back"] = 10,
         threshold: Annotated[float, "variance of every client's changes of statistics below which auto freezes"] = 1.0,
+        latest: Annotated[float, "share of the run after which auto freezes whatever still changes; 1 is never"] = 0.5,
         change: Annotated[
             Change, "changes that auto looks at: channels (relative to sampling noise) or norm (their L1 norm)"
         ] = "channels",
@@ -78,17 +88,22 @@ class FixBN(FedAvg):
             raise ValueError(f"unknown freeze {freeze!r}; known: {', '.join(FREEZES[1:])}")
         if window < 2 or threshold < 0:
             raise ValueError(f"window must be at least 2 and threshold not negative, got {window} and {threshold}")
+        if not 0 < latest <= 1:
+            raise ValueError(f"latest must be above 0 and at most 1, got {latest}")
         if change not in CHANGES:
             raise ValueError(f"unknown change {change!r}; known: {', '.join(CHANGES)}")
+        if frozen_lr < 0:
+            raise ValueError(f"frozen_lr must not be negative, got {frozen_lr}")
         self.freeze_at = None if freeze_round == "auto" else moment(str(freeze_round))
         if self.privacy and send_frozen:
             raise ValueError("privacy would add noise to frozen entries that are sent: send_frozen must be False")
-        self.freeze, self.send_frozen = freeze, send_frozen
-        self.window, self.threshold, self.change = window, threshold, change
+        self.freeze, self.frozen_lr, self.send_frozen = freeze, frozen_lr, send_frozen
+        self.window, self.threshold, self.latest, self.change = window, threshold, latest, change
         self.watch = ChangeWatch(window)
 
     def instruct(self, instruction: Instruction) -> Instruction:
-        """Freeze, in the rounds of the second stage."""
+        """Freeze, and bound the learning rate, in the rounds of the second stage."""
+        largest = self.frozen_lr * instruction.lr
         if self.freeze_at is not None:
             self.frozen_after = self.freeze_at.after(self.num_rounds)
         instruction = super().instruct(instruction)
@@ -97,7 +112,10 @@ class FixBN(FedAvg):
         if self.frozen_after is None or instruction.server_round <= self.frozen_after:
             return replace(instruction, later="freeze,omit")
         kept = "none" if self.send_frozen else {"both": "bn"}.get(self.freeze, self.freeze)
-        return replace(instruction, freeze=self.freeze, omit=kept)
+        instruction = replace(instruction, freeze=self.freeze, omit=kept)
+        if self.freeze == "affine" or self.schedule.names_freeze:
+            return instruction
+        return replace(instruction, lr=min(instruction.lr, largest))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -113,11 +131,12 @@ class FixBN(FedAvg):
         variance = self.watch.largest(server_round)
         if variance is not None:
             self.measured["statistics-change-variance"] = variance
-            if variance < self.threshold and server_round != self.num_rounds:
-                self.frozen_after = self.measured["frozen-after"] = server_round
-                log(INFO, "FixBN: frozen after round %d", server_round)
-                return
-        if server_round == self.num_rounds:
+        calm = variance is not None and variance < self.threshold
+        late = self.num_rounds is not None and server_round >= rounds_of(self.latest, self.num_rounds)
+        if (calm or late) and server_round != self.num_rounds:
+            self.frozen_after = self.measured["frozen-after"] = server_round
+            log(INFO, "FixBN: frozen after round %d", server_round)
+        elif server_round == self.num_rounds:
             log(
                 WARNING,
                 "FixBN: the rule freeze_round=auto never fired in %d rounds (variance %s, threshold %g): this run was "

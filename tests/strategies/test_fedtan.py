@@ -97,7 +97,7 @@ DEGENERATE: dict[str, tuple[Callable[[], FedAvg], Callable[[], FedAvg], float]] 
     "the paper's exchanges": (lambda: FedTAN(exchange="paper"), FedTAN, 1e-12),
     "FedTAN-II that never freezes is FedTAN": (lambda: FedTANII(m=3), FedTAN, 0.0),
     "FedTAN-II frozen from the start is FixBN": (
-        lambda: FedTANII(m=0, frozen_lr=1.0),
+        lambda: FedTANII(m=0),
         lambda: FixBN(freeze_round=0),
         0.0,
     ),
@@ -163,36 +163,6 @@ def test_fedtan_ii_is_fedavg_after_the_freeze() -> None:
     statistics = state.group_keys(make_model(), "statistics")
     assert all(torch.equal(early[key], late[key]) for key in statistics)
     assert exchanges(FedTANII(m=0.4), 5) == 2 * (2 * LAYERS + 1) + 3
-
-
-class Rates(FedTANII):
-    """Notes the rate of every round."""
-
-    def instruct(self, instruction: Instruction) -> Instruction:
-        asked = super().instruct(instruction)
-        self.__dict__.setdefault("rates", []).append(asked.lr)
-        return asked
-
-
-FROZEN_RATES: dict[str, tuple[dict[str, Any], list[float]]] = {
-    "a fifth from the freeze on": ({}, [0.1, 0.1, 0.02, 0.02, 0.02]),
-    "another share": ({"frozen_lr": 0.5}, [0.1, 0.1, 0.05, 0.05, 0.05]),
-    "no more learning": ({"frozen_lr": 0.0}, [0.1, 0.1, 0.0, 0.0, 0.0]),
-    "no bound": ({"frozen_lr": 1.0}, [0.1] * 5),
-    "lower where the schedule is": ({"lr_schedule": "0.5@3,0.1@4"}, [0.1, 0.1, 0.02, 0.02, 0.005]),
-    "not lower than a schedule that is low enough": ({"lr_schedule": "0.1@2"}, [0.1, 0.1, 0.01, 0.01, 0.01]),
-    "what the schedule says of the freeze": ({"lr_schedule": "=0.09@freeze,0.5@4"}, [0.1, 0.1, 0.09, 0.09, 0.045]),
-    "statistics that move": ({"freeze": "affine"}, [0.1] * 5),
-    "statistics and affine parameters that stand still": ({"freeze": "both"}, [0.1, 0.1, 0.02, 0.02, 0.02]),
-}
-
-
-@pytest.mark.parametrize("case", FROZEN_RATES)
-def test_the_rate_under_frozen_statistics(case: str) -> None:
-    options, wanted = FROZEN_RATES[case]
-    strategy: Any = Rates(m=2, **options)
-    run(strategy, 5, local_steps=1)
-    assert strategy.rates == pytest.approx(wanted)
 
 
 def test_auto_has_one_default() -> None:
@@ -311,11 +281,6 @@ def test_it_refuses_to_run_inside_a_wrapper() -> None:
     # with frozen statistics nothing is exchanged layer by layer, and the models pass through the wrapper
     frozen = wrap(FedTANII(m=0, send_frozen=True, fraction_evaluate=0.0))
     assert frozen.start(nodes.grid, nodes.initial, 1, train_config=config).arrays is not None
-
-
-def test_a_bad_rate_under_frozen_statistics_is_named() -> None:
-    with pytest.raises(ValueError, match="frozen_lr must not be negative, got -1"):
-        FedTANII(frozen_lr=-1)
 
 
 def test_a_plain_message_cannot_ask_for_a_layer_wise_step() -> None:

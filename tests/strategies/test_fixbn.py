@@ -1,8 +1,10 @@
 """FixBN's two stages: what clients are asked for in each, and the defaults."""
 
+from typing import Any
+
 import pytest
 
-from fedbn_flwr.strategies import FixBN, Privacy
+from fedbn_flwr.strategies import FedTANII, FixBN, Privacy
 from fedbn_flwr.wire import Instruction
 
 
@@ -37,3 +39,31 @@ def test_frozen_entries_are_sent_without_privacy_only() -> None:
     FixBN(privacy=Privacy(1.0, 1.0), weighting="uniform")
     with pytest.raises(ValueError, match="send_frozen must be False"):
         FixBN(privacy=Privacy(1.0, 1.0), weighting="uniform", send_frozen=True)
+
+
+FROZEN_RATES: dict[str, tuple[dict[str, Any], list[float]]] = {
+    "a fifth from the freeze on": ({}, [0.1, 0.1, 0.02, 0.02, 0.02]),
+    "another share": ({"frozen_lr": 0.5}, [0.1, 0.1, 0.05, 0.05, 0.05]),
+    "no more learning": ({"frozen_lr": 0.0}, [0.1, 0.1, 0.0, 0.0, 0.0]),
+    "no bound": ({"frozen_lr": 1.0}, [0.1] * 5),
+    "lower where the schedule is": ({"lr_schedule": "0.5@3,0.1@4"}, [0.1, 0.1, 0.02, 0.02, 0.005]),
+    "not lower than a schedule that is low enough": ({"lr_schedule": "0.1@2"}, [0.1, 0.1, 0.01, 0.01, 0.01]),
+    "what the schedule says of the freeze": ({"lr_schedule": "=0.09@freeze,0.5@4"}, [0.1, 0.1, 0.09, 0.09, 0.045]),
+    "a schedule that raises the rate at the freeze": ({"lr_schedule": "=0.3@freeze"}, [0.1, 0.1, 0.3, 0.3, 0.3]),
+    "statistics that move": ({"freeze": "affine"}, [0.1] * 5),
+    "statistics and affine parameters that stand still": ({"freeze": "both"}, [0.1, 0.1, 0.02, 0.02, 0.02]),
+}
+
+
+@pytest.mark.parametrize("case", FROZEN_RATES)
+@pytest.mark.parametrize("make", [lambda **options: FixBN(freeze_round=2, **options), lambda **o: FedTANII(m=2, **o)])
+def test_the_rate_under_frozen_statistics(case: str, make: Any) -> None:
+    options, wanted = FROZEN_RATES[case]
+    strategy = make(**options)
+    rates = [strategy.instruct(Instruction(server_round=number, lr=0.1)).lr for number in range(1, 6)]
+    assert rates == pytest.approx(wanted)
+
+
+def test_a_bad_rate_under_frozen_statistics_is_named() -> None:
+    with pytest.raises(ValueError, match="frozen_lr must not be negative, got -1"):
+        FixBN(frozen_lr=-1)

@@ -86,7 +86,7 @@ def by_hand(node: Node, rounds: Sequence[int]) -> tuple[float, float]:
 
 @pytest.mark.parametrize("change", ["channels", "norm"])
 def test_a_client_reports_the_variance_of_the_changes_in_its_window(change: Any) -> None:
-    strategy = Noting(freeze_round="auto", window=3, threshold=0.0, change=change)
+    strategy = Noting(freeze_round="auto", window=3, threshold=0.0, latest=1.0, change=change)
     # with a rate of 0 the statistics of a mini-batch depend on the batch alone
     Federation(make_model()).run(strategy, 5, lr=0.0)
     found = [metrics for metrics, _ in strategy.__dict__["notes"]]
@@ -101,7 +101,7 @@ def test_a_client_reports_the_variance_of_the_changes_in_its_window(change: Any)
 
 @pytest.mark.parametrize("seed", [1, 2])  # with 1, a client's change is just outside of its next window
 def test_an_absent_client_compares_with_its_last_participation_and_windows_are_rounds(seed: int) -> None:
-    strategy = Noting(freeze_round="auto", window=4, threshold=0.0, fraction_train=0.5, seed=seed)
+    strategy = Noting(freeze_round="auto", window=4, threshold=0.0, latest=1.0, fraction_train=0.5, seed=seed)
     Federation(make_model()).run(strategy, 12, lr=0.0)
     taken: dict[int, list[int]] = {index: [] for index in range(len(SIZES))}
     reported = absent = 0
@@ -129,7 +129,7 @@ def test_the_default_has_no_unit_and_does_not_depend_on_the_number_of_channels()
     """
     for channels, scale in ((3, 1.0), (200, 1.0), (50, 1e3)):
         model = torch.nn.Sequential(torch.nn.Flatten(), Widen(channels, scale), torch.nn.BatchNorm1d(channels))
-        strategy = Noting(freeze_round="auto", window=10, threshold=0.0)
+        strategy = Noting(freeze_round="auto", window=10, threshold=0.0, latest=1.0)
         Federation(model, (200,)).run(_alone(strategy), 12, lr=0.0, batch_size=20, local_steps=2, replacement=True)
         found = strategy.__dict__["notes"][-1][0][0][REPORTED]
         assert found == pytest.approx(1.0, abs=0.6 if channels == 3 else 0.35)
@@ -153,7 +153,7 @@ def _alone(strategy: FixBN) -> FixBN:
 
 
 def test_fires_when_calm_and_keeps_the_statistics_of_that_round() -> None:
-    strategy = Noting(freeze_round="auto", window=2, threshold=1e9)
+    strategy = Noting(freeze_round="auto", window=2, threshold=1e9, latest=1.0)
     late = Federation(make_model()).run(strategy, 5)
     # changes are known from the second participation on, so two of them after round 3
     assert strategy.frozen_after == 3
@@ -164,8 +164,21 @@ def test_fires_when_calm_and_keeps_the_statistics_of_that_round() -> None:
     assert distance(late, fixed) == 0
 
 
+@pytest.mark.parametrize(("latest", "after"), [(0.5, 3), (0.3, 2), (0.01, 1)])
+def test_freezes_at_the_latest_after_a_share_of_the_run(latest: float, after: int) -> None:
+    strategy = FixBN(freeze_round="auto", threshold=0.0, latest=latest)
+    found = Federation(make_model()).run(strategy, 6)
+    assert strategy.frozen_after == after
+    assert distance(found, Federation(make_model()).run(FixBN(freeze_round=after), 6)) == 0
+
+
+def test_a_bad_share_is_named() -> None:
+    with pytest.raises(ValueError, match="latest must be above 0 and at most 1, got 0"):
+        FixBN(latest=0)
+
+
 def test_says_when_it_never_fires(caplog: pytest.LogCaptureFixture) -> None:
-    Federation(make_model()).run(FixBN(freeze_round="auto", window=2, threshold=0.0), 4)
+    Federation(make_model()).run(FixBN(freeze_round="auto", window=2, threshold=0.0, latest=1.0), 4)
     assert any("never fired in 4 rounds" in record.getMessage() for record in caplog.records)
 
 
@@ -175,10 +188,10 @@ def test_one_restless_client_is_enough_not_to_freeze() -> None:
         Federation(make_model()).run(strategy, 4)
         return [metrics[REPORTED] for metrics in strategy.__dict__["notes"][2][0].values()]
 
-    seen = sorted(variances(threshold=0.0))
+    seen = sorted(variances(threshold=0.0, latest=1.0))
     assert len(seen) == len(SIZES)
     for threshold, frozen in (((seen[-2] + seen[-1]) / 2, False), (seen[-1], False), (seen[-1] * 1.001, True)):
-        strategy = Noting(freeze_round="auto", window=2, threshold=threshold)
+        strategy = Noting(freeze_round="auto", window=2, threshold=threshold, latest=1.0)
         Federation(make_model()).run(strategy, 4)
         assert (strategy.frozen_after == 3) == frozen
 
