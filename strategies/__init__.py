@@ -1,6 +1,7 @@
 """Flower strategies, one file each. The public import path is `fedbn_flwr.strategies`."""
 
 from fedbn_flwr.server.base_strategy import BaseStrategy
+from fedbn_flwr.server.divergence import DivergedError
 from fedbn_flwr.server.privacy import Privacy
 from fedbn_flwr.server.replies import CannotTrainError, NodeReply, NotObeyedError
 from fedbn_flwr.server.sampling import wait_for_nodes
@@ -36,6 +37,7 @@ __all__ = [
     "BaseStrategy",
     "CannotTrainError",
     "Centralized",
+    "DivergedError",
     "FedAvg",
     "FedBN",
     "FedBS",

@@ -188,8 +188,8 @@ def _compare(options: dict[str, Any]) -> None:
     with Bars(len(methods) * (seeds + len(rates))) as bars:
         summaries = compare(plan, engine, folder, bars.announce)
     show_comparison(summaries, folder)
-    if all("error" in summary for summary in summaries):
-        raise CannotTrainError("no method could train")
+    if failed := dict.fromkeys(summary["method"] for summary in summaries if "error" in summary):
+        raise CannotTrainError(f"{len(failed)} of {len(methods)} methods failed: {', '.join(failed)}")
 
 
 def _tune(options: dict[str, Any]) -> None:

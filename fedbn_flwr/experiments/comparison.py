@@ -11,7 +11,7 @@ from fedbn_flwr.experiments.config import UsageError, convert
 from fedbn_flwr.experiments.engines import Engine
 from fedbn_flwr.experiments.method import Experiment, parse, resolve
 from fedbn_flwr.experiments.output.plots import plot_curves, title_of
-from fedbn_flwr.experiments.output.recorder import Progress, Summary
+from fedbn_flwr.experiments.output.recorder import Progress, Summary, diverged
 from fedbn_flwr.experiments.output.run_folder import as_json, read_rounds
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.plugins import extra
@@ -68,7 +68,7 @@ def run_method(plan: Plan, method: str, engine: Engine, folder: Path, announce: 
     for seed in range(plan.seeds):
         experiment = plan.experiment(method, seed, **({"lr": chosen["lr"]} if chosen else {}))
         place = run_folder(folder, method, experiment.config.seed)
-        summary = _outcome(engine, experiment, place, announce(f"{method}, seed {experiment.config.seed}"))
+        summary = run_or_error(engine, experiment, place, announce(f"{method}, seed {experiment.config.seed}"))
         yield {**summary, **({"lr-grid": chosen["grid"]} if chosen else {})}
 
 
@@ -94,13 +94,14 @@ def _typical(summaries: Sequence[Summary]) -> Summary:
     return next((summary for summary in finished if summary["partition"] != "union"), finished[0])
 
 
-def _outcome(engine: Engine, experiment: Experiment, place: Path, progress: Progress | None) -> Summary:
-    """A run's summary; a method that cannot train on these data says why, and the others go on."""
+def run_or_error(engine: Engine, experiment: Experiment, place: Path, progress: Progress | None) -> Summary:
+    """Return a run's summary; of a method that cannot train on these data, or diverges, the error."""
     try:
         return engine(experiment, place, progress)
     except CannotTrainError as error:
         config = experiment.config
-        return {"method": config.method, "seed": config.seed, "lr": config.lr, "error": str(error)}
+        named = {"method": config.method, "seed": config.seed, "lr": config.lr}
+        return {**named, "error": str(error), **diverged(error)}
 
 
 def _best_rate(plan: Plan, method: str, engine: Engine, folder: Path, announce: Announce) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def _best_rate(plan: Plan, method: str, engine: Engine, folder: Path, announce: 
     for rate in plan.rates:
         experiment = plan.experiment(method, 0, lr=rate, validation=VALIDATION_SHARE)
         place = folder / "lr-grid" / f"{folder_name(method)}-lr{rate:g}"
-        summary = _outcome(engine, experiment, place, announce(f"{method}, validating lr {rate:g}"))
+        summary = run_or_error(engine, experiment, place, announce(f"{method}, validating lr {rate:g}"))
         grid[rate] = summary.get(metric_of(summary), 0.0)
     return {
         "lr": max(grid, key=lambda rate: grid[rate]),

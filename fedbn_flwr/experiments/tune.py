@@ -6,6 +6,7 @@ that freeze after given shares of the rounds. All are scored on held-out trainin
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isinf
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Announce, Plan, folder_name, metric_of
+from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Announce, Plan, folder_name, metric_of, run_or_error
 from fedbn_flwr.experiments.config import UsageError
 from fedbn_flwr.experiments.engines import Engine
 from fedbn_flwr.experiments.method import Experiment, parse
@@ -23,6 +24,7 @@ from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.experiments.strategy_options import owners
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.server.lr_schedule import Moment, moment
+from fedbn_flwr.strategies import CannotTrainError
 
 #: shares of the rounds, or numbers of rounds, that are tried, unless others are given
 GRID = "0.1,0.3,0.5,0.7,0.9"
@@ -31,7 +33,10 @@ AUTO, OPTION = "auto", "freeze-round"
 
 @dataclass(frozen=True)
 class Candidate:
-    """One value of `freeze-round`: the rounds after which its runs froze, and their scores, by seed."""
+    """One value of `freeze-round`: the rounds after which its runs froze, and their scores, by seed.
+
+    A run that failed has the score -inf.
+    """
 
     freeze_round: str
     #: None where the rule never fired: that run was FedAvg
@@ -42,6 +47,11 @@ class Candidate:
     def score(self) -> float:
         """The mean over the seeds."""
         return fmean(self.scores)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a run failed."""
+        return isinf(self.score)
 
     @property
     def after(self) -> float | None:
@@ -72,12 +82,17 @@ def check(plan: Plan) -> None:
 def search(plan: Plan, engine: Engine, folder: Path, announce: Announce) -> Iterator[Candidate]:
     """Run every method of the plan with every seed, and return what became of it."""
     for method in plan.methods:
-        runs = []
+        runs = list[tuple[int | None, float]]()
         for seed in range(plan.seeds):
             experiment = _experiment(plan, method, seed)
             place = folder / f"{folder_name(method)}-seed{experiment.config.seed}"
-            summary = engine(experiment, place, announce(f"{method}, seed {experiment.config.seed}"))
-            runs.append((frozen_after(experiment, summary, place), float(summary[metric_of(summary)])))
+            label = f"{method}, seed {experiment.config.seed}"
+            summary = run_or_error(engine, experiment, place, announce(label))
+            if "error" in summary:
+                console.print(f"{label}: {summary['error']}", style="yellow", soft_wrap=True)
+                runs.append((None, float("-inf")))
+            else:
+                runs.append((frozen_after(experiment, summary, place), float(summary[metric_of(summary)])))
         yield Candidate(parse(method)[2][OPTION], *zip(*runs, strict=True))
 
 
@@ -95,7 +110,10 @@ def frozen_after(experiment: Experiment, summary: Mapping[str, Any], folder: Pat
 
 def best(found: Sequence[Candidate]) -> Candidate:
     """Return the best by held-out data; of equals the one that freezes first, as statistics then cease to travel."""
-    return max(found, key=lambda candidate: (candidate.score, -(candidate.after or float("inf"))))
+    chosen = max(found, key=lambda candidate: (candidate.score, -(candidate.after or float("inf"))))
+    if chosen.failed:
+        raise CannotTrainError("a run of every candidate failed")
+    return chosen
 
 
 def advice(found: Sequence[Candidate], method: str) -> str:
@@ -120,7 +138,8 @@ def write_tuning(found: Sequence[Candidate], method: str, folder: Path, title: s
     for c in found:
         spread = f" ({min(c.scores):.3f} to {max(c.scores):.3f})" if len(c.scores) > 1 else ""
         mark = " *" if c is best(found) else ""
-        table.add_row(c.freeze_round, "never" if c.after is None else f"{c.after:g}", f"{c.score:.3f}{spread}{mark}")
+        frozen = "" if c.failed else "never" if c.after is None else f"{c.after:g}"
+        table.add_row(c.freeze_round, frozen, "failed" if c.failed else f"{c.score:.3f}{spread}{mark}")
     console.print(table)
     console.print(advice(found, method), soft_wrap=True)
     console.print(f"Results: {folder.resolve()} (tune.json, tune.png, one folder a run)", soft_wrap=True)
@@ -135,13 +154,15 @@ def plot_tuning(found: Sequence[Candidate], path: Path, title: str) -> None:
     from matplotlib import pyplot
 
     figure, panel = pyplot.subplots(figsize=(6.5, 4), layout="constrained")
-    searched = sorted((c for c in found if c.freeze_round != AUTO and c.after), key=lambda c: c.after or 0)
+    searched = sorted(
+        (c for c in found if c.freeze_round != AUTO and c.after and not c.failed), key=lambda c: c.after or 0
+    )
     places, scores = [c.after or 0 for c in searched], [c.score for c in searched]
     panel.fill_between(
         places, [min(c.scores) for c in searched], [max(c.scores) for c in searched], alpha=0.15, linewidth=0
     )
     panel.plot(places, scores, marker="o", label="frozen after a given round")
-    for rule in (c for c in found if c.freeze_round == AUTO):
+    for rule in (c for c in found if c.freeze_round == AUTO and not c.failed):
         if rule.after is None:
             panel.axhline(rule.score, color="C1", linestyle="dashed", label="the window rule never fires")
         else:

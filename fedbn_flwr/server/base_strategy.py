@@ -16,12 +16,14 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from fedbn_flwr import wire
 from fedbn_flwr.server.averaging import Arrays, record, unpack
 from fedbn_flwr.server.constructor_options import FlowerOptions, MomentumKind, OptimizerKind, refuse_unknown
+from fedbn_flwr.server.divergence import LostRounds, refuse_infinite_loss
 from fedbn_flwr.server.global_momentum import MomentumState
 from fedbn_flwr.server.kept_state import KeptState
 from fedbn_flwr.server.later_rounds import Evaluate, LaterRounds
 from fedbn_flwr.server.lr_schedule import Schedule
 from fedbn_flwr.server.optimizers import ServerOptimizer
 from fedbn_flwr.server.replies import (
+    NOT_FINITE,
     CannotTrainError,
     Expected,
     NodeReply,
@@ -123,6 +125,9 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.measured: dict[str, Any] = {}
         self.train_replies: list[NodeReply] = []
         self.evaluate_replies: list[NodeReply] = []
+        #: the nodes that the latest messages went to
+        self.drawn_nodes: Sequence[int] = ()
+        self._lost = LostRounds()
         self._sent: list[Message] = []
         #: why replies of the current round could not be used
         self._refused: list[str] = []
@@ -227,6 +232,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         if not self.train_replies:
             self._require_progress(server_round)
             return None, None
+        refuse_infinite_loss(server_round, self.train_replies, self._circumstances())
+        self._lost.forget()
         self.ever_trained = True
         self.obeyed_before |= set(self._expected.binding)
         weights = self.weigh(self.train_replies)
@@ -298,7 +305,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         keys = instruction.binding_keys()
         self._expected = Expected(keys, self.current, self.arrayrecord_key, self.weighted_by_key, groups)
         packed = ConfigRecord({**config, **instruction.to_config(always=config.keys())})
-        self._sent = []
+        self.drawn_nodes, self._sent = nodes, []
         for node in nodes:
             content = RecordDict({**self.package(node, arrays), self.configrecord_key: packed})
             self._sent.append(Message(content, dst_node_id=node, message_type=kind))
@@ -365,11 +372,22 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         if not self.ever_trained:
             raise CannotTrainError(f"no node could train in round {server_round}: {reason}")
         new = sorted(set(self._expected.binding) - self.obeyed_before)
-        if new and self._refused:
+        if new and self._refused and not any(NOT_FINITE in refused for refused in self._refused):
             raise CannotTrainError(
                 f"no node could train in round {server_round}, the first that asks for {', '.join(new)}: {reason}"
             )
         log(WARNING, "Round %d brought no usable reply: the model stays as it was", server_round)
+        connected = len(list(self.grid.get_node_ids())) if self.grid else 0
+        self._lost.add(server_round, self.drawn_nodes, connected, self._refused, self._circumstances())
+
+    def _circumstances(self) -> str:
+        """Return what may have made training diverge, and what to try."""
+        rate = f"the learning rate is {self.instruction.lr:g}"
+        if self.frozen_after is None or self.server_round <= self.frozen_after:
+            return f"{rate}: try a lower lr"
+        return (
+            f"BN is frozen after round {self.frozen_after} and {rate}: try a lower lr or frozen-lr, or a later freeze"
+        )
 
     def _mean_metrics(self, replies: Sequence[NodeReply], mean: Any) -> MetricRecord:
         if mean is aggregate_metricrecords:

@@ -16,6 +16,9 @@ from fedbn_flwr.server.averaging import not_finite, view
 from fedbn_flwr.state.flat import FlatArrays, Layout
 from fedbn_flwr.state.records import array_records
 
+#: what reasons say of numbers that are infinite or not numbers, in replies and in requests of layer-wise steps
+NOT_FINITE = "is not finite"
+
 
 class NotObeyedError(RuntimeError):
     """A client did not acknowledge an instruction without which the method would be another one."""
@@ -141,7 +144,7 @@ def _read(node: int, message: Message, expected: Expected) -> NodeReply:
         if not (of_model and isinstance(arrays, FlatArrays) and arrays.layout is expected.layout):
             _check_forms(arrays, expected.arrays if of_model else {})
         if (bad := not_finite(arrays)) is not None:
-            raise RefusedError(f"its array {bad!r} in {group!r} is not finite")
+            raise RefusedError(f"its array {bad!r} in {group!r} {NOT_FINITE}")
     return NodeReply(
         node=node,
         partition=_integer(metrics.get(wire.PARTITION_ID, node)),

@@ -59,7 +59,7 @@ def test_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_rule_that_never_fires_is_fedavg(tmp_path: Path) -> None:
-    options = {**ROUNDS, "grid": "0.5", "method": "fixbn:threshold=0"}
+    options = {**ROUNDS, "grid": "0.5", "method": "fixbn:threshold=0:latest=1"}
     assert run("tune", "freeze-round", **options, results_dir=str(tmp_path)) == 0
     rule = json.loads((tmp_path / "tune.json").read_text())["candidates"][0]
     assert rule["frozen-after"] == [None]

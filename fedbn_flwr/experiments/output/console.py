@@ -1,6 +1,6 @@
 """Output to the terminal: a progress bar during runs, a table at the end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from fedbn_flwr.experiments.comparison import Line, lines, metric_of
 from fedbn_flwr.experiments.output.recorder import Progress as Callback
-from fedbn_flwr.experiments.output.recorder import Summary
+from fedbn_flwr.experiments.output.recorder import Summary, outcome_of
 
 console = Console()
 
@@ -69,15 +69,19 @@ def show_run(summary: Summary, folder: Path) -> None:
 def show_comparison(summaries: Sequence[Summary], folder: Path) -> None:
     """Print one row a method, accuracies by domain where there are domains, and why a method could not train."""
     finished = [summary for summary in summaries if "error" not in summary]
+    failed = {summary["method"]: summary for summary in summaries if "error" in summary}
     if finished:
-        _show_accuracies(finished)
+        _show_accuracies(
+            finished, {run["method"]: "" for run in summaries} | {name: outcome_of(run) for name, run in failed.items()}
+        )
         _show_domains(finished)
-    for method, error in {summary["method"]: summary["error"] for summary in summaries if "error" in summary}.items():
-        console.print(f"{method} could not train: {error}", style="yellow")
+    for method, summary in failed.items():
+        console.print(f"{method}, seed {summary['seed']}: {summary['error']}", style="yellow", soft_wrap=True)
     console.print(f"Results: {folder.resolve()} (compare.json, compare.png, one folder a run)")
 
 
-def _show_accuracies(summaries: Sequence[Summary]) -> None:
+def _show_accuracies(summaries: Sequence[Summary], failures: Mapping[str, str]) -> None:
+    """Print a row for each method of `failures`, which maps it to words in place of its numbers, if a run failed."""
     compared = lines(summaries)
     several, baseline = len(summaries) > len(compared), compared[0].method
     # the title names the clients' partition, not that of the centralized reference
@@ -97,8 +101,9 @@ def _show_accuracies(summaries: Sequence[Summary]) -> None:
     shown = {heading: column for heading, column in cells.items() if any(column)}
     for heading in shown:
         table.add_column(heading, justify="right", no_wrap=heading != f"vs {baseline}")
-    for index, line in enumerate(compared):
-        table.add_row(line.method, *(column[index] for column in shown.values()))
+    numbers = {line.method: [column[index] for column in shown.values()] for index, line in enumerate(compared)}
+    for method, failure in failures.items():
+        table.add_row(method, *([failure] if failure else numbers[method]))
     console.print(table)
 
 

@@ -14,7 +14,7 @@ from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.output.scoring import Score, Scorer
 from fedbn_flwr.experiments.output.sinks import Sink
 from fedbn_flwr.experiments.output.site_scoring import SiteScorer
-from fedbn_flwr.strategies import BaseStrategy
+from fedbn_flwr.strategies import BaseStrategy, DivergedError
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.traffic.tally import Tally
 
@@ -120,7 +120,8 @@ class Journal:
     def summary_of_failure(self, experiment: Experiment, nodes: int, error: Exception) -> Summary:
         """Return the record of a run that could not go on, with the reason and the rounds that it has finished."""
         reason = " ".join(str(error).split()) or type(error).__name__
-        return {**self.summary(experiment, nodes), "rounds-done": self._round, "failed": reason}
+        ended = {"rounds-done": self._round, "failed": reason}
+        return {**self.summary(experiment, nodes), **ended, **diverged(error)}
 
     def _scored(self, server_round: int, arrays: ArrayRecord) -> Score:
         if not self._strategy.evaluates(server_round):
@@ -167,3 +168,13 @@ class Journal:
             return {}
         names = ("rounds", "exchanges", "payload-bytes")
         return {f"{name}-to-target": self._target.get(name) for name in names}
+
+
+def diverged(error: Exception) -> Summary:
+    """Return what a summary holds if the run diverged: the round."""
+    return {"diverged": error.server_round} if isinstance(error, DivergedError) else {}
+
+
+def outcome_of(summary: Summary) -> str:
+    """Return in a few words how a run failed: `failed`, or that it diverged and when."""
+    return f"diverged at round {summary['diverged']}" if "diverged" in summary else "failed"

@@ -17,11 +17,19 @@ from fedbn_flwr.experiments.comparison import metric_of
 from fedbn_flwr.experiments.config import UsageError, convert
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.output.console import console
+from fedbn_flwr.experiments.output.recorder import outcome_of
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.experiments.recipes.estimate import estimate
 from fedbn_flwr.experiments.recipes.findings import findings
-from fedbn_flwr.experiments.recipes.matrix import CHECKPOINT_EVERY, Cell, check_resources, plan_cells, run_matrix
+from fedbn_flwr.experiments.recipes.matrix import (
+    CHECKPOINT_EVERY,
+    Cell,
+    Results,
+    check_resources,
+    plan_cells,
+    run_matrix,
+)
 from fedbn_flwr.experiments.recipes.recipe import Recipe, check_recipe, read_recipe, recipe_names, recipe_path
 from fedbn_flwr.experiments.recipes.record import MatrixRecord
 from fedbn_flwr.experiments.recipes.table import values_of, write_table
@@ -110,10 +118,10 @@ def _run(recipe: Recipe, cells: Sequence[Cell], folder: Path, record: MatrixReco
         raise CannotTrainError("no cell could train")
 
 
-def _outcome(cell: Cell, results: Any) -> str:
+def _outcome(cell: Cell, results: Results) -> str:
     key = (cell.setting.name, cell.label)
-    if key in results.errors():
-        return "failed"
+    if failure := results.failures().get(key):
+        return outcome_of(failure)
     last = results.finished(*key)[-1]
     return f"{metric_of(last)} {last[metric_of(last)]:.3f}"
 

@@ -39,8 +39,8 @@ def findings(results: Results, values: dict[Key, Value]) -> list[Finding]:
 
 
 def _failures(results: Results) -> Iterator[Finding]:
-    for (setting, method), error in results.errors().items():
-        yield Finding(f"Failed: {method}{f' | {setting}' if setting else ''}: {error}", False)
+    for (setting, method), run in results.failures().items():
+        yield Finding(f"Failed: {method}{f' | {setting}' if setting else ''}: {run['error']}", False)
 
 
 def _orders(results: Results, values: dict[Key, Value]) -> Iterator[Finding]:

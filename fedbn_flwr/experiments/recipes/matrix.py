@@ -69,9 +69,9 @@ class Results:
         """Return the runs of a cell that came to their end."""
         return [summary for summary in self.runs.get((setting, method), []) if "error" not in summary]
 
-    def errors(self) -> dict[tuple[str, str], str]:
-        """Return why a run of a cell failed."""
-        return {cell: run["error"] for cell, runs in self.runs.items() for run in runs if "error" in run}
+    def failures(self) -> dict[tuple[str, str], Summary]:
+        """Return the record of a run that failed, for each cell that has one."""
+        return {cell: run for cell, runs in self.runs.items() for run in runs if "error" in run}
 
 
 def plan_cells(recipe: Recipe, folder: Path, engine: str, changes: Mapping[str, Any], every: int) -> list[Cell]:
@@ -148,6 +148,8 @@ def _continuing(name: str) -> Engine:
         try:
             done = _summary_of(experiment, place)
             return done or engine(_resumed(experiment, place, name), place, progress)
+        except CannotTrainError:
+            raise
         except Exception as error:
             raise CannotTrainError(" ".join(str(error).split()) or type(error).__name__) from error
 

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from fedbn_flwr.experiments.output.recorder import outcome_of
 from fedbn_flwr.experiments.recipes.matrix import Results
 from fedbn_flwr.experiments.recipes.quantities import columns_of
 
@@ -53,7 +54,8 @@ class Row:
     column: str
     #: None if no run of the cell has the number
     here: Value | None
-    failed: bool
+    #: how a run of the cell failed; empty if none did
+    failure: str
     #: the numbers of each place that the recipe quotes, as printed; empty where a place has none
     printed: Sequence[str]
 
@@ -61,12 +63,12 @@ class Row:
     def text(self) -> str:
         """The number of the runs, with as many digits as are printed, or why there is none."""
         digits = max([2, *(len(text.partition(" ")[0].partition(".")[2]) for text in self.printed)])
-        return "failed" if self.failed else self.here.text(digits) if self.here else ""
+        return self.failure or (self.here.text(digits) if self.here else "")
 
 
 def rows_of(results: Results, values: dict[Key, Value]) -> Iterator[Row]:
     """Return the lines of the table; a cell without any number has one line with an empty column."""
-    recipe, errors = results.recipe, results.errors()
+    recipe, failures = results.recipe, results.failures()
     for setting, method in recipe.cells():
         columns = [column for at, label, column in values if (at, label) == (setting.name, method)]
         quoted = [c for place in recipe.reported for c in place.values.get(method, {}).get(setting.name, {}) if c]
@@ -74,7 +76,8 @@ def rows_of(results: Results, values: dict[Key, Value]) -> Iterator[Row]:
             numbers = [place.number(method, setting.name, column) for place in recipe.reported]
             printed = [number.printed if number else "" for number in numbers]
             here = values.get((setting.name, method, column))
-            yield Row(setting.name, method, column, here, (setting.name, method) in errors, printed)
+            failed = failures.get((setting.name, method))
+            yield Row(setting.name, method, column, here, outcome_of(failed) if failed else "", printed)
 
 
 def write_table(results: Results, values: dict[Key, Value], lines: Sequence[str]) -> str:

@@ -146,7 +146,7 @@ def _without_recipe(title: str, runs: Sequence[Run]) -> Source:
     """Return results without a paper's numbers as those of a matrix with one setting."""
     done: dict[tuple[str, str], list[Any]] = {}
     for run in runs:
-        entry = {"seed": run.seed, "error": run.error} if run.error else run.summary
+        entry = {**(run.summary or {}), "seed": run.seed, "error": run.error} if run.error else run.summary
         done.setdefault(("", run.label), []).extend([entry] if entry else [])
     finished = [run.summary for run in runs if run.state == "finished" and run.summary]
     about = title_of(finished[0]) if finished and "partition" in finished[0] else ""

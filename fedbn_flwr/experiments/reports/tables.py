@@ -42,12 +42,13 @@ def result_table(source: Source, values: dict[Key, Value]) -> Table:
     rows = []
     for row in rows_of(source.results, values):
         here, number = row.here, row.text.partition(" ")[0]
-        state = Cell(number, here.mean if here else None) if number else Cell(_state(source, row.setting, row.method))
+        state = row.failure or ("" if number else _state(source, row.setting, row.method))
+        shown = Cell(state) if state else Cell(number, here.mean if here else None)
         deviation = Cell(f"± {here.deviation:.2f}", here.deviation) if here and here.seeds > 1 else Cell("")
         count = Cell(str(here.seeds), here.seeds) if here else Cell("")
         difference = differences.get((row.setting, row.method, row.column), Cell(""))
         printed = [Cell(text, _leading(text)) for text in row.printed]
-        rows.append([*map(Cell, (row.setting, row.method, row.column)), state, deviation, count, difference, *printed])
+        rows.append([*map(Cell, (row.setting, row.method, row.column)), shown, deviation, count, difference, *printed])
     quantities = {row[2].text for row in rows}
     if len(quantities) == 1:
         rows = [[*row[:2], Cell(""), *row[3:]] for row in rows]

@@ -1,0 +1,54 @@
+"""Telling that training has diverged."""
+
+from collections.abc import Sequence
+from math import isfinite
+
+from fedbn_flwr import wire
+from fedbn_flwr.server.replies import NOT_FINITE, CannotTrainError, NodeReply
+
+#: rounds in a row without a usable reply that end a run
+LOST_ROUNDS = 3
+
+
+class DivergedError(CannotTrainError):
+    """Training has diverged; `server_round` is the first round in which nothing was learned."""
+
+    def __init__(self, server_round: int, reason: str) -> None:
+        super().__init__(f"training diverged at round {server_round}: {reason}")
+        self.server_round = server_round
+
+
+class LostRounds:
+    """The rounds in a row without a usable reply, and the nodes that were drawn in them."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._nodes: set[int] = set()
+
+    def forget(self) -> None:
+        """Start again, after a round with a usable reply."""
+        self._first, self._nodes = None, set()
+
+    def add(
+        self, server_round: int, drawn: Sequence[int], connected: int, reasons: Sequence[str], circumstances: str
+    ) -> None:
+        """Note a lost round; raise an error if these are `LOST_ROUNDS`, and not those of one bad node among others.
+
+        `reasons` say why nodes' replies could not be used. If numbers were not finite, this is a DivergedError.
+        """
+        self._first = self._first or server_round
+        self._nodes |= set(drawn)
+        if server_round - self._first + 1 < LOST_ROUNDS or len(self._nodes) < min(connected, 2):
+            return
+        infinite = [reason for reason in reasons if NOT_FINITE in reason]
+        text = f"no node has had a usable reply since ({[*infinite, *reasons, 'no node answered'][0]})"
+        if infinite:
+            raise DivergedError(self._first, f"{text}; {circumstances}")
+        raise CannotTrainError(f"round {self._first} was lost, and {text}")
+
+
+def refuse_infinite_loss(server_round: int, replies: Sequence[NodeReply], circumstances: str) -> None:
+    """Raise DivergedError if no node that reports a training loss has a finite one."""
+    losses = [loss for reply in replies if isinstance(loss := reply.metrics.get(wire.TRAIN_LOSS), float)]
+    if losses and not any(map(isfinite, losses)):
+        raise DivergedError(server_round, f"no node's training loss is finite; {circumstances}")

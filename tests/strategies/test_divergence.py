@@ -1,0 +1,117 @@
+"""A run that has diverged, or that no node can go on with, ends with the round and the reason."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Error, Message
+from flwr.common.constant import ErrorCode
+
+from fedbn_flwr import wire
+from fedbn_flwr.server.divergence import LostRounds
+from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, InProcessGrid
+from fedbn_flwr.strategies import CannotTrainError, DivergedError, FedAvg, FedTAN, FixBN
+from tests.helpers.faults import lies
+from tests.helpers.harness import SIZES, Federation, make_model
+
+#: changes a reply to a message
+Spoil = Callable[[Message, Message], Message]
+
+
+def infinite(_: Message, reply: Message) -> Message:
+    if not reply.content.array_records:
+        return reply  # to a message that ends a layer-wise step
+    spoiled = lies(lambda values: values * np.nan)(reply)
+    assert spoiled is not None
+    return spoiled
+
+
+def failed(message: Message, _: Message) -> Message:
+    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "no power"), reply_to=message)
+
+
+def lost(_: Message, reply: Message) -> Message:
+    for metrics in reply.content.metric_records.values():
+        metrics[wire.TRAIN_LOSS] = float("inf")
+    return reply
+
+
+def spoiling(spoil: Spoil, spoils: Callable[[int, int], bool]) -> type[InProcessGrid]:
+    """A grid that spoils the replies of some partitions in some rounds, counted from 1."""
+
+    class Grid(InProcessGrid):
+        def _answer(self, message: Message) -> Message:
+            reply, trains = super()._answer(message), message.metadata.message_type in ("train", wire.LAYERWISE)
+            asked: Any = message.content[wire.CONFIG] if trains else {}
+            spoiled = trains and spoils(message.metadata.dst_node_id - FIRST_NODE_ID, asked["server-round"])
+            return spoil(message, reply) if spoiled else reply
+
+    return Grid
+
+
+def test_three_rounds_without_a_finite_model_end_the_run_and_say_what_came_before() -> None:
+    strategy = FixBN(freeze_round=2, frozen_lr=0.5)
+    with pytest.raises(DivergedError) as error:
+        Federation(make_model(), grid=spoiling(infinite, lambda _, number: number >= 3)).run(strategy, 60)
+    assert error.value.server_round == 3
+    assert strategy.server_round == 5
+    assert str(error.value) == (
+        "training diverged at round 3: no node has had a usable reply since (node 1000: its array 'net.0.weight' in "
+        "'arrays' is not finite); BN is frozen after round 2 and the learning rate is 0.05: try a lower lr or "
+        "frozen-lr, or a later freeze"
+    )
+
+
+def test_before_a_freeze_the_rate_is_to_blame() -> None:
+    with pytest.raises(DivergedError, match=r"the learning rate is 0\.1: try a lower lr$"):
+        Federation(make_model(), grid=spoiling(infinite, lambda _, number: number >= 3)).run(FixBN(freeze_round=50), 60)
+
+
+def test_a_run_of_one_node_and_a_layer_wise_one_diverge_as_well() -> None:
+    alone: Any = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
+    for strategy, sizes in ((FedAvg(**alone), (9,)), (FedTAN(), SIZES)):
+        grid = spoiling(infinite, lambda _, number: number >= 2)
+        with pytest.raises(DivergedError, match=r"diverged at round 2: .* is not finite"):
+            Federation(make_model(), sizes, grid=grid).run(strategy, 60)
+
+
+@pytest.mark.parametrize(
+    "spoils",
+    [lambda _, number: number in (3, 4, 6, 7), lambda partition, number: partition != 2 and number > 2],
+    ids=["two rounds in a row", "all nodes but one"],
+)
+def test_as_long_as_something_is_learned_a_run_goes_on(spoils: Callable[[int, int], bool]) -> None:
+    strategy = FedAvg()
+    Federation(make_model(), grid=spoiling(infinite, spoils)).run(strategy, 8)
+    assert strategy.server_round == 8
+    assert strategy.train_replies
+
+
+def test_nodes_that_fail_end_the_run_without_a_word_of_divergence() -> None:
+    with pytest.raises(
+        CannotTrainError, match=r"^round 2 was lost, and no node .* since \(node 1000: .*no power\)$"
+    ) as e:
+        Federation(make_model(), grid=spoiling(failed, lambda _, number: number >= 2)).run(FedAvg(), 60)
+    assert not isinstance(e.value, DivergedError)
+
+
+def test_one_bad_node_among_others_does_not_end_a_run_in_which_it_is_drawn_again_and_again() -> None:
+    rounds = LostRounds()
+    for number in range(1, 9):
+        rounds.add(number, [7], 4, ["node 7: its array 'a' in 'arrays' is not finite"], "")
+    with pytest.raises(DivergedError):
+        rounds.add(9, [8], 4, ["node 8: its array 'a' in 'arrays' is not finite"], "")
+
+
+def test_a_loss_that_is_not_finite_anywhere_ends_the_run_at_once() -> None:
+    with pytest.raises(
+        DivergedError, match="diverged at round 4: no node's training loss is finite; the learning rate"
+    ):
+        Federation(make_model(), grid=spoiling(lost, lambda _, number: number == 4)).run(FedAvg(), 60)
+
+
+def test_one_nodes_infinite_loss_does_not() -> None:
+    strategy = FedAvg()
+    Federation(make_model(), grid=spoiling(lost, lambda partition, _: partition == 1)).run(strategy, 3)
+    assert strategy.server_round == 3
