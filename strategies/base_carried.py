@@ -31,9 +31,10 @@ class CarriedCorrections(Layerwise):
 
     The server keeps each node's last local values of every BN layer. From those of a round's participants it makes the
     corrections that go with their models in that round's ordinary training message, and their replies bring new values.
-    `fedbn_flwr.layerwise.carried` derives it. A node that was never heard goes without corrections, and is not in the
-    pool. Messages carry 4 numbers a BN channel more, each way (2 without gradients), and each layer's name and 3 sizes.
-    Nodes remember nothing.
+    `fedbn_flwr.layerwise.carried` derives it. A node that was never heard, or did not reply when last drawn, goes
+    without corrections, and is not in the pool. What corrections of gradients add because a drawn node is silent, those
+    of the next round take back. Messages carry 4 numbers a BN channel more, each way (2 without gradients), and each
+    layer's name and 3 sizes. Nodes remember nothing.
 
     With `memory` M > 0 a node's values are averaged over the rounds in which the node takes part, which makes them
     older: where a quarter of the nodes took part in a round, one of five runs diverged with M = 0.5. Corrections of
@@ -41,6 +42,7 @@ class CarriedCorrections(Layerwise):
     them as they are. What the server keeps has at most `carry_limit` megabytes. With one client this is FedAvg.
     """
 
+    kept: ClassVar[tuple[str, ...]] = ("carried",)
     kept_by_node: ClassVar[tuple[str, ...]] = ("carried.by_node",)
     #: the mode of the first step under carried corrections: one of `fedbn_flwr.wire.CARRIED_MODES`
     carried_mode: ClassVar[str] = "carried"
@@ -87,6 +89,8 @@ class CarriedCorrections(Layerwise):
 
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
         """Keep the nodes' values, and average the models."""
+        averaged = {reply.node: weight for reply, weight in zip(replies, weights, strict=True)}
+        self.carried.settle(self._corrections, set(self.drawn_nodes) - averaged.keys(), averaged)
         for reply in replies:
             values = self._swept.get(reply.node) or reply.records.get(wire.CARRIED)
             if self.carry and values is not None:

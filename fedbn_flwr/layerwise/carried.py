@@ -21,6 +21,19 @@ and is that of one loss only if what the corrections add is zero in sum, sum_S p
 move gradients between clients and create none. With the pool of S this is an identity, whatever the age of the values.
 With any other pool it is not, and the sum is a force on every layer that is the same in every round.
 
+S must be the clients whose models are averaged. The server knows the clients that it draws, and some of these may not
+reply. Over those that do, R_t of round t, the corrections then add the surplus
+
+    s_t = sum_{R_t} p_k alpha_k / sum_{R_t} p_k
+
+to the mean of A, and the same of beta to that of B. It cannot be taken out of the averaged models, where each client's
+lower layers have already multiplied it by another Jacobian. So the corrections of round t + 1 take it back: with e_t,
+the sum of all s up to round t, every client gets alpha_k - e_t. If all of them reply, this adds -e_t, and e_{t+1} = 0.
+In general, where all of R_{t+1} have corrections, e_{t+1} is what the pool alone would have added in round t + 1: the
+forces of all rounds telescope, and never more than one round's is left, whoever is silent and however often. A client
+that did not reply when it was last drawn gets no correction and is not in the pool: one that is gone for good adds a
+surplus once, and old values pool no statistics.
+
 The corrections of means and variances stay in a trust region, |o| <= c and 1 / c <= q <= c, as r and d of batch
 renormalization (Ioffe, Batch Renormalization, NeurIPS 2017) do for the same reason: values of another model may be far
 from today's. Those of gradients stay as they are, because to bound each client's alone would break their sum.

@@ -5,6 +5,7 @@ The client's half is `fedbn_flwr/client/carried_corrections.py`, the mathematics
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from fedbn_flwr.wire.layerwise import CORRECTIONS
 
 #: by node, its number of samples, or what else nodes are weighed by
 Examples = Mapping[int, float]
-_EXAMPLES = "examples"
+_EXAMPLES, _GRADIENTS = "examples", "gradients"
 
 
 class CarriedValues:
@@ -24,12 +25,25 @@ class CarriedValues:
 
     With `memory` M > 0 they are averaged over rounds, M old + (1 - M) new. If all together take more than `limit`
     megabytes (2^20 bytes), those are forgotten that are not renewed for the longest time.
+
+    Corrections of gradients sum to zero over the nodes that get them, and may not over the nodes that reply. What is
+    left over is the `surplus`, which the next corrections take back: see `fedbn_flwr.layerwise.carried`.
     """
 
     def __init__(self, memory: float, trust: float, limit: float) -> None:
         self.memory, self.trust, self.limit = memory, trust, limit
         #: as they travel, and the node's number of samples; the most recent last
         self.by_node: dict[int, Arrays] = {}
+        #: (2, C), what all corrections so far have added to the mean gradient of the averaged nodes
+        self.surplus: np.ndarray | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later corrections depend on beside the nodes' values."""
+        return {"surplus": self.surplus}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+        self.surplus = state["surplus"]
 
     def hear(self, node: int, num_examples: float, values: Mapping[str, np.ndarray]) -> None:
         """Keep a node's values; those that are no values of BN layers are dropped with what is known of the node."""
@@ -44,6 +58,21 @@ class CarriedValues:
         size = sum(value.nbytes for value in self.by_node[node].values())
         while len(self.by_node) > max(self.limit * 2**20 / size, 1):
             del self.by_node[next(iter(self.by_node))]
+
+    def settle(self, corrections: Mapping[int, Arrays], silent: Iterable[int], averaged: Mapping[int, float]) -> None:
+        """Forget the silent nodes of a round, and add up what the corrections of the averaged ones leave over.
+
+        `averaged` are the weights of the nodes whose models are averaged.
+        """
+        for node in silent:
+            self.by_node.pop(node, None)
+        added = [
+            averaged[node] / sum(averaged.values()) * corrections[node][_GRADIENTS].astype(np.float64)
+            for node in averaged
+            if _GRADIENTS in corrections.get(node, {})
+        ]
+        if added:
+            self.surplus = np.sum([*added, self._surplus_like(added[0])], axis=0)
 
     def corrections(
         self, nodes: Iterable[int], weigh: Callable[[Examples], Sequence[float]]
@@ -68,9 +97,17 @@ class CarriedValues:
             if kind in first:
                 rows = torch.from_numpy(np.stack([values[kind] for values in heard.values()]))
                 corrected = carried_corrections(kind, rows, weights, self.trust).numpy()
+                if kind == _GRADIENTS:
+                    corrected -= self._surplus_like(corrected[0]).astype(corrected.dtype)
                 for node, values in zip(heard, corrected, strict=True):
                     corrections[node][kind] = values
         return corrections
+
+    def _surplus_like(self, gradients: np.ndarray) -> np.ndarray:
+        """Return the surplus; zeros if there is none, or if it is that of other layers."""
+        if self.surplus is None or self.surplus.shape != gradients.shape:
+            return np.zeros(gradients.shape)
+        return self.surplus
 
 
 def _form(values: Mapping[str, np.ndarray]) -> Hashable:

@@ -1,8 +1,9 @@
 """Carried corrections from the equations: autograd does what `SharedBatchNorm` writes out, one client after another."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -86,12 +87,13 @@ class CorrectedBatchNorm(nn.Module):
 
 @dataclass
 class Server:
-    """The values of nodes, and the corrections made of them."""
+    """The values of nodes, the corrections made of them, and what these have added to the mean gradients so far."""
 
     memory: float = 0.0
     trust: float = 3.0
     forward_only: bool = False
     known: dict[int, dict[str, Values]] = field(default_factory=dict)
+    added: dict[str, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
 
     def corrections(self, shares: Mapping[int, float]) -> dict[int, dict[str, Correction]]:
         """Return the corrections of those participants that were heard."""
@@ -113,8 +115,16 @@ class Server:
                     o, q = o.clamp(-self.trust, self.trust), q.clamp(1 / self.trust, self.trust)
                 gain = 0.0 if self.forward_only else 1.0
                 n = sum(other.n for other in each.values())
-                found[node][layer] = Correction(o, q, gain * (a - value.a), gain * (b - value.b), n)
+                of_a, of_b = self.added.get(layer, (0.0, 0.0))
+                found[node][layer] = Correction(o, q, gain * (a - value.a - of_a), gain * (b - value.b - of_b), n)
         return found
+
+    def settle(self, corrections: Mapping[int, dict[str, Correction]], shares: Mapping[int, float]) -> None:
+        """Add what the corrections of the nodes that reply sum to; `shares` are theirs, and sum to one."""
+        for node, share in shares.items():
+            for layer, c in corrections.get(node, {}).items():
+                of_a, of_b = self.added.get(layer, (0.0, 0.0))
+                self.added[layer] = of_a + share * c.alpha, of_b + share * c.beta
 
     def keep(self, node: int, values: dict[str, Values]) -> None:
         """Average with what was known of the node."""
@@ -135,22 +145,34 @@ def carried_run(
     instruction: Instruction,
     drawn: Sequence[Sequence[int]],
     server: Server,
+    silent: Callable[[int, int], bool] = lambda _node, _round: False,
 ) -> nn.Module:
-    """Train for as many rounds as node numbers are drawn for; plain SGD, weights by examples."""
+    """Train for as many rounds as node numbers are drawn for; plain SGD, weights by examples.
+
+    `silent` says of a node and a round, counted from 1, whether the node does not reply.
+    """
     model = copy.deepcopy(model)
     for number, chosen in enumerate(drawn, start=1):
         asked = replace(instruction, server_round=number)
         total = sum(len(nodes[node].samples) for node in chosen)
         shares = {node: len(nodes[node].samples) / total for node in chosen}
         corrections = server.corrections(shares)
-        ends = []
+        chosen = [node for node in chosen if not silent(node, number)]
+        present = sum(shares[node] for node in chosen)
+        replying = {node: shares[node] / present for node in chosen}
+        server.settle(corrections, replying)
+        for node in shares.keys() - replying.keys():
+            server.known.pop(node, None)
+        ends = list[tuple[float, dict[str, Any]]]()
         for node in chosen:
             local = copy.deepcopy(model).train()
             heard = _train(local, mini_batches(split, nodes[node], asked, True), asked.lr, corrections.get(node, {}))
             server.keep(node, heard)
-            ends.append((shares[node], local.state_dict()))
+            ends.append((replying[node], local.state_dict()))
         mean = {
-            name: sum(share * end[name] for share, end in ends) if value.is_floating_point() else value.max()
+            name: torch.stack([share * end[name] for share, end in ends]).sum(0)
+            if value.is_floating_point()
+            else value.max()
             for name, value in ends[0][1].items()
         }
         model.load_state_dict(mean)

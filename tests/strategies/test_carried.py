@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import Error, Message
+from flwr.common.constant import ErrorCode
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from fedbn_flwr import norm, state, wire
 from fedbn_flwr.layerwise.carried import carried_corrections
 from fedbn_flwr.server.carried_values import CarriedValues
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, InProcessGrid
 from fedbn_flwr.state.records import payload_bytes
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid
@@ -33,13 +36,29 @@ def run(strategy: FedAvg, rounds: int = ROUNDS, sizes: tuple[int, ...] = SIZES, 
     return Federation(make_model(), sizes).run(strategy, rounds, **options)
 
 
+#: whether a partition does not reply in a round
+Silence = Callable[[int, int], bool]
+
+
 class Drawn(FedTAN):
-    """Notes which partitions take part."""
+    """Notes which partitions are drawn."""
 
     def aggregate_train(self, server_round: int, replies: Any) -> Any:
         result = super().aggregate_train(server_round, replies)
-        self.__dict__.setdefault("drawn", []).append([reply.partition for reply in self.train_replies])
+        self.__dict__.setdefault("drawn", []).append([node - FIRST_NODE_ID for node in self.drawn_nodes])
         return result
+
+
+def failing(fails: Silence) -> type[InProcessGrid]:
+    class Grid(InProcessGrid):
+        def _answer(self, message: Message) -> Message:
+            asked: Any = message.content[wire.CONFIG]
+            partition = message.metadata.dst_node_id - FIRST_NODE_ID
+            if message.metadata.message_type == "train" and fails(partition, asked["server-round"]):
+                return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "failed"), reply_to=message)
+            return super()._answer(message)
+
+    return Grid
 
 
 CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
@@ -52,10 +71,10 @@ CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
 }
 
 
-def by_hand(drawn: list[list[int]], steps: int, **options: Any) -> state.State:
+def by_hand(drawn: list[list[int]], steps: int, silent: Silence = lambda *_: False, **options: Any) -> state.State:
     nodes = [Node(index, samples) for index, samples in enumerate(parts())]
     asked = replace(INSTRUCTION, local_steps=steps)
-    return carried_run(make_model(), make_split(), nodes, asked, drawn, Server(**options)).state_dict()
+    return carried_run(make_model(), make_split(), nodes, asked, drawn, Server(**options), silent).state_dict()
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -82,6 +101,69 @@ def test_with_half_of_the_nodes_the_pool_is_that_of_the_participants() -> None:
     # some meet for the first time, and some again
     assert len({tuple(nodes) for nodes in strategy.drawn}) > 2
     assert distance(found, by_hand(strategy.drawn, 3)) < 1e-10
+
+
+# ---- nodes that do not reply -----------------------------------------------------------------------------------------
+
+SILENCES: dict[str, Silence] = {
+    "for good": lambda node, number: node == 1 and number > 2,
+    "for two rounds": lambda node, number: node == 2 and number in (3, 4),
+    "in every other round": lambda node, number: node == 2 and number % 2 == 0,
+    "two of them by turns": lambda node, number: node == number % 2,
+}
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.75])
+@pytest.mark.parametrize("case", SILENCES)
+def test_a_run_with_silent_nodes_is_what_the_equations_say(case: str, fraction: float) -> None:
+    strategy: Any = Drawn(carry=True, fraction_train=fraction, fraction_evaluate=0.0)
+    found = Federation(make_model(), grid=failing(SILENCES[case])).run(strategy, 8)
+    assert distance(found, by_hand(strategy.drawn, 3, SILENCES[case])) < 1e-10
+
+
+#: for each round, the nodes that are drawn, and whether each of them replies
+ROUNDS_OF_NODES = st.lists(
+    st.dictionaries(st.integers(0, 4), st.booleans(), min_size=1).filter(lambda drawn: any(drawn.values())),
+    min_size=2,
+    max_size=12,
+)
+
+
+@given(rounds=ROUNDS_OF_NODES, seed=st.integers(0, 100))
+@example(rounds=[dict.fromkeys(range(3), True), *[{0: False, 1: True, 2: True}] * 6], seed=0)
+@example(
+    rounds=[dict.fromkeys(range(3), True), *[{0: number % 2 == 0, 1: True, 2: True} for number in range(8)]], seed=0
+)
+def test_what_corrections_add_over_all_rounds_is_never_more_than_one_rounds(
+    rounds: list[dict[int, bool]], seed: int
+) -> None:
+    """One number in place of a gradient; each round's pool, and what it leaves over, by the definition."""
+    generator, carried = np.random.default_rng(seed), CarriedValues(memory=0.0, trust=3.0, limit=1.0)
+    sizes, last, added = [3.0, 7.0, 1.0, 12.0, 5.0], dict[int, float](), 0.0
+    for drawn in rounds:
+        corrections = carried.corrections(drawn, lambda examples: list(examples.values()))
+        assert corrections.keys() == drawn.keys() & last.keys()
+        averaged = {node: sizes[node] for node, replies in drawn.items() if replies}
+        alphas = {node: found["gradients"][0, 0] for node, found in corrections.items()}
+        added += sum(size * alphas.get(node, 0.0) for node, size in averaged.items()) / sum(averaged.values())
+        if averaged.keys() <= alphas.keys():
+            pooled = sum(sizes[node] * last[node] for node in alphas) / sum(sizes[node] for node in alphas)
+            left = sum(size * (pooled - last[node]) for node, size in averaged.items()) / sum(averaged.values())
+            assert added == pytest.approx(left, abs=1e-12)
+            if averaged.keys() == alphas.keys():
+                assert added == pytest.approx(0.0, abs=1e-12)
+        carried.settle(corrections, drawn.keys() - averaged.keys(), averaged)
+        for node, replies in drawn.items():
+            last.pop(node, None)
+            if replies:
+                last[node] = float(generator.normal())
+                carried.hear(node, sizes[node], values(0.0) | with_gradients(last[node], 0.0))
+
+
+def test_a_round_without_any_reply_leaves_the_values_as_they_are() -> None:
+    strategy = FedTAN(carry=True)
+    Federation(make_model(), grid=failing(lambda _, number: number == 3)).run(strategy, 3)
+    assert len(strategy.carried.by_node) == len(SIZES)
 
 
 # ---- fixed points ----------------------------------------------------------------------------------------------------

@@ -26,7 +26,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedavg:some nodes": {"fraction_train": 0.5},
     "fixbn:freeze": {"freeze_round": 2},
     "fixbn:auto": {"freeze_round": "auto", "window": 2, "threshold": 30.0},
-    "fixbn:auto, some nodes": {"freeze_round": "auto", "window": 3, "threshold": 0.0, "fraction_train": 0.75},
+    "fixbn:auto, some nodes": {
+        "freeze_round": "auto",
+        "window": 3,
+        "threshold": 0.0,
+        "latest": 1.0,
+        "fraction_train": 0.75,
+    },
     "fedbs:second stage": {"epsilon": 10.0, "patience_rounds": 2},
     "fedbs:second stage later": {"epsilon": 10.0, "patience_rounds": 6},
     "fedbn:mean": {"mean_personal": True, "fraction_evaluate": 1.0, "min_evaluate_nodes": 1},
@@ -39,7 +45,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "feddna:carried": {"carry": True},
 }
 #: attributes that belong to a round, to a process, or can be asked again; what they hold no later round depends on
-PASSING = {"current", "evaluate_replies", "grid", "instruction", "measured", "partitions", "roster", "server_round"}
+PASSING = {
+    "current",
+    "drawn_nodes",
+    "evaluate_replies",
+    "grid",
+    "instruction",
+    "measured",
+    "partitions",
+    "roster",
+    "server_round",
+}
 PASSING |= {
     "train_replies",
     "num_rounds",
@@ -49,6 +65,7 @@ PASSING |= {
     "_expected_replies",
     "_final",
     "_has_gathered",
+    "_lost",
     "_refused",
     "_sent",
     "_awaited",
