@@ -1,5 +1,6 @@
 """What the documentation shows works: Python blocks run, commands parse, links lead somewhere, tables are complete."""
 
+import json
 import re
 import runpy
 import shlex
@@ -15,9 +16,10 @@ from fedbn_flwr.data import DATASETS, PARTITIONS
 from fedbn_flwr.deployment.cli import COMMANDS as DEPLOYMENT
 from fedbn_flwr.deployment.cli import parser as deployment_parser
 from fedbn_flwr.experiments import resolve
-from fedbn_flwr.experiments.cli import _parser, _plugins
+from fedbn_flwr.experiments.cli import _parser, _plugins, main
 from fedbn_flwr.experiments.method import import_plugins
 from fedbn_flwr.experiments.recipes.recipe import check_recipe, read_recipe, recipe_names
+from fedbn_flwr.experiments.resources import load_data
 from fedbn_flwr.strategies import REGISTRY
 from tests.helpers.checkout import BIN, ROOT, environment, run
 from tests.helpers.registered import registries_restored
@@ -149,3 +151,42 @@ def test_every_data_set_and_partition_is_explained() -> None:
     text = (ROOT / "docs" / "data.md").read_text()
     assert [name for name in DATASETS if f"`{name}" not in text] == []
     assert [kind.form for kind in PARTITIONS.values() if f"| `{kind.form}` |" not in text] == []
+
+
+#: what no test can have, or what takes longer than a test may
+ELSEWHERE = {"cifar10", "streets", "ray", "--resume", "10000"}
+#: options that make a command long
+SHORT = {"rounds": "20", "seeds": "1", "evaluate-every": "20"}
+
+
+def experiments(page: Path) -> list[list[str]]:
+    """The runs and comparisons in the page's bash blocks."""
+    lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    calls = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("fedbn-flwr ")]
+    return [words for words in calls if words[0] in ("run", "compare") and not ELSEWHERE & set(words)]
+
+
+def shortened(words: list[str]) -> list[str]:
+    """The command, with at most 20 rounds of one seed at one rate."""
+    options = dict(zip(words[1::2], words[2::2], strict=True))
+    options.pop("--lr-grid", None)
+    short = {f"--{key}": value for key, value in SHORT.items() if key != "seeds" or words[0] == "compare"}
+    return [words[0], *(word for pair in {**options, **short}.items() for word in pair)]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[] if page.name == "README.md" else pytest.mark.slow)
+        for page in PAGES
+        if experiments(page)
+    ],
+)
+def test_experiments_end_above_chance(page: Path, folder: Path) -> None:
+    for number, words in enumerate(experiments(page)):
+        results = folder / str(number)
+        assert main([*shortened(words), "--results-dir", str(results)]) == 0
+        for path in results.rglob("summary.json"):
+            summary, config = (json.loads((path.parent / name).read_text()) for name in ("summary.json", "config.json"))
+            chance = 1 / load_data(resolve(config["options"]).config).num_classes
+            assert summary.get("accuracy-personal", summary["accuracy"]) > 2 * chance, (words, path.parent.name)
