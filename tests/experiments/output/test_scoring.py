@@ -104,6 +104,9 @@ def test_fedbns_three_accuracies_and_the_matrix_by_hand() -> None:
     assert scores["node-domain-accuracy"] == [pytest.approx(row) for row in matrix]
     personal = [matrix[0][0], matrix[1][1], 0.75 * matrix[2][0] + 0.25 * matrix[2][1]]
     assert scores["accuracy-personal"] == pytest.approx(sum(personal) / NODES)
+    # most of node 2's samples are of the first domain
+    first, second = (matrix[0][0] + matrix[2][0]) / 2, matrix[1][1]
+    assert scores["domain-accuracy"] == pytest.approx({"first": first, "second": second})
 
     total = sum(map(len, PARTS))
     averaged = dict(nodes[0])
