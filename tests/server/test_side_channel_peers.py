@@ -95,12 +95,19 @@ def test_tokens_differ_and_are_kept_as_digests_only(channel: SideChannel) -> Non
     assert all(len(digest) == 32 for digest in channel._awaited)
 
 
-def test_two_requests_before_an_answer_end_the_stream(channel: SideChannel) -> None:
+@pytest.mark.parametrize(
+    ("name", "second"),
+    [("NodeRequest", frame(NAMED, BODY)), ("Done", pack_frame(Done()))],
+    ids=["another request", "done"],
+)
+def test_before_the_answer_to_a_request_another_frame_ends_the_stream(
+    name: str, second: bytes, channel: SideChannel
+) -> None:
     peer = Peer(channel, channel.tokens[3])
-    for _ in range(2):
-        peer.frames.put(frame(NAMED, BODY))
-    link = wait(channel, 3, lambda link: link.failure)
-    assert link.failure == "it sent a frame of the type NodeRequest where none is due"
+    peer.frames.put(frame(NAMED, BODY))
+    peer.frames.put(second)
+    link = wait(channel, 3, lambda link: link.failure or link.is_done)
+    assert link.failure == f"it sent a frame of the type {name} where none is due"
     assert peer.end() == (grpc.StatusCode.ABORTED, link.failure)
     peer.close()
 
