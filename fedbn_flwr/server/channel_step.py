@@ -73,8 +73,11 @@ class ChannelStep:
         asking = [link for link in links.values() if link.request and not link.failure]
         is_at_end = len(done) >= max(len(asking), 1)
         for link in asking if is_at_end else done:
-            end, layer = "at its end", "at a BN layer"
-            link.failure = f"it is {layer if is_at_end else end} where the others are {end if is_at_end else layer}"
+            link.failure = (
+                "it is at a BN layer where the others are at their end"
+                if is_at_end
+                else "it is at its end where the others are at a BN layer"
+            )
         if is_at_end:
             self._name_failures()
             return []
