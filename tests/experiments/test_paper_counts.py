@@ -83,5 +83,8 @@ def test_leaner_than_the_paper() -> None:
     )
     saved = 9_000 * 4 * CLIENTS * STATISTICS
     assert (paper.gigabytes - lean.gigabytes) * 2**30 == pytest.approx(saved)
+    # FedTAN's exchanges, of table 3, in the rounds before the freeze
+    extra = 1_000 * 2 * STATISTICS * COPIES
+    assert lean.extra_bytes == pytest.approx(extra / (10_000 * (PARAMETERS + STATISTICS) * COPIES + extra - saved))
     assert lean.extra_exchanges == paper.extra_exchanges
     assert round(fused.extra_exchanges, 4) == round(38_000 / 48_000, 4)
