@@ -86,11 +86,16 @@ class Scaffold(FedAvg):
     def _share(self, replies: Sequence[NodeReply]) -> float:
         """Return sum_{i in S} p_i: which part of all clients, by their weights, has answered."""
         assert self.grid is not None
-        nodes = sorted({*self.grid.get_node_ids(), *(reply.node for reply in replies)})
-        if len(nodes) == len(replies):
+        # the replies say how many examples their nodes have; a node that has replied may be gone by now
+        others = sorted({*self.grid.get_node_ids()} - {reply.node for reply in replies})
+        if not others:
             return 1.0
-        examples = [node.num_examples for node in self.describe(self.grid, nodes).values()]
+        share_of_nodes = len(replies) / (len(replies) + len(others))
         # a node describes itself by its number of examples only, and may not be able to
-        if self.weighting == "uniform" or self.weighted_by_key != wire.NUM_EXAMPLES or not all(examples):
-            return len(replies) / len(nodes)
-        return sum(reply.num_examples for reply in replies) / sum(examples)
+        if self.weighting == "uniform" or self.weighted_by_key != wire.NUM_EXAMPLES:
+            return share_of_nodes
+        examples = [node.num_examples for node in self.describe(self.grid, others).values()]
+        if not all(examples):
+            return share_of_nodes
+        answered = sum(reply.num_examples for reply in replies)
+        return answered / (answered + sum(examples))

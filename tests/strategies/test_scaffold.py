@@ -14,6 +14,7 @@ from torch import nn
 from fedbn_flwr import state, wire
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.server.sampling import Node as Description
+from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import FedBN, Scaffold
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, make_split, parts
 from tests.helpers.quadratic import Quadratics
@@ -140,9 +141,17 @@ def test_the_share_of_those_that_answered(options: dict[str, Any], samples: dict
     ) == pytest.approx(share)
 
 
-def test_where_all_should_have_answered_the_nodes_are_asked_for_their_samples() -> None:
-    """Nobody has described itself before: no node was drawn."""
-    strategy = Scaffold()
-    strategy.grid = Federation(make_model()).grid
+@pytest.mark.parametrize("connected", [range(4), range(3)])
+def test_where_all_were_to_answer_the_others_are_asked_for_their_samples(connected: range) -> None:
+    """Nobody has described itself before: no node was drawn. The last one may have answered and disconnected."""
+    strategy, nodes = Scaffold(), Federation(make_model()).grid
+    strategy.grid = InProcessGrid(nodes._client_app, len(SIZES), partitions=connected)
     replies = [NodeReply(1000 + index, index, size, {}, {}, RecordDict()) for index, size in enumerate(SIZES)][1:]
     assert strategy._share(replies) == pytest.approx(sum(SIZES[1:]) / sum(SIZES))
+
+
+def test_where_nodes_count_the_same_nobody_is_asked() -> None:
+    strategy = Scaffold(weighting="uniform")
+    strategy.grid = cast(Grid, SimpleNamespace(get_node_ids=lambda: [0, 1, 2]))
+    replies = [NodeReply(node, node, 5, {}, {}, RecordDict()) for node in (1, 2)]
+    assert strategy._share(replies) == pytest.approx(2 / 3)
