@@ -18,6 +18,7 @@ from tests.helpers.checkout import ROOT
 
 EXAMPLE = ROOT / "federation.example.yaml"
 SECRETS = ("ca/ca.key", "server/server.key", "server/superexec.secret")
+NO_SECRETS = ("ca/ca.crt", "server/server.crt", "sites/north/ca.crt", "sites/north/.env")
 
 
 @pytest.fixture
@@ -37,13 +38,25 @@ def test_secrets_are_their_owners_only(out: Path) -> None:
         assert (out / folder).stat().st_mode & 0o077 == 0
 
 
-def test_a_secret_is_never_readable_by_others_not_even_while_it_is_written(out: Path, tmp_path: Path) -> None:
-    # whatever the umask is
-    code = f"""import os; os.umask(0)
+def provision_after(statements: str, out: Path) -> dict[str, int]:
+    """Provision in a process that has executed other statements before; returns the modes of some files."""
+    code = f"""import os; {statements}
 from fedbn_flwr.deployment.cli import main
-main(["provision", {str(EXAMPLE)!r}, "--out", {str(tmp_path / "open")!r}])"""
+main(["provision", {str(EXAMPLE)!r}, "--out", {str(out)!r}])"""
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
-    assert (tmp_path / "open" / "ca" / "ca.key").stat().st_mode & 0o777 == 0o600
+    return {name: (out / name).stat().st_mode & 0o777 for name in (*SECRETS, *NO_SECRETS)}
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_modes_do_not_depend_on_the_umask(umask: int, tmp_path: Path) -> None:
+    modes = provision_after(f"os.umask({umask})", tmp_path)
+    assert modes == {**dict.fromkeys(SECRETS, 0o600), **dict.fromkeys(NO_SECRETS, 0o644)}
+
+
+def test_a_secret_is_never_readable_by_others_not_even_while_it_is_written(tmp_path: Path) -> None:
+    # as files are before their modes are set
+    modes = provision_after("os.umask(0); os.fchmod = lambda *_: None", tmp_path)
+    assert {modes[name] for name in SECRETS} == {0o600}
 
 
 def test_the_servers_certificate_is_for_its_names_and_the_loopback(out: Path) -> None:
