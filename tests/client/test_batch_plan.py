@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fedbn_flwr.client.batch_plan import BatchLoader, count_steps, first_size, plan
@@ -138,6 +138,8 @@ def _chunks(positions: list[int], size: int) -> list[list[int]]:
     return [positions[start : start + size] for start in range(0, len(positions), size)]
 
 
+# the first batch is the last one too, and takes the sample that is left over
+@example(count=5, size=4, steps=0, replacement=False, merge_single=True)
 @given(
     count=st.integers(1, 30),
     size=st.integers(1, 12),
