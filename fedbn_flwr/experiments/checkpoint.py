@@ -94,7 +94,8 @@ def nodes_folder(run: Path) -> Path:
 
 def remove_checkpoints(run: Path, but: Path | None = None) -> None:
     """Remove a run's checkpoints, except one."""
-    for path in run.glob(f"{PREFIX}*"):
+    # half a checkpoint that an earlier process left goes first: its name is needed for the others
+    for path in sorted(run.glob(f"{PREFIX}*"), key=lambda path: path.name != OLD):
         if path != but:
             # first the name: half a checkpoint must not look like one
             shutil.rmtree(path if path.name == OLD else path.rename(run / OLD))

@@ -12,7 +12,14 @@ import pytest
 
 from fedbn_flwr.experiments import checkpoint as module
 from fedbn_flwr.experiments import main
-from fedbn_flwr.experiments.checkpoint import Checkpoint, read_checkpoint, remove_checkpoints, write_checkpoint
+from fedbn_flwr.experiments.checkpoint import (
+    OLD,
+    PARTIAL,
+    Checkpoint,
+    read_checkpoint,
+    remove_checkpoints,
+    write_checkpoint,
+)
 from tests.helpers.deaths import Death, dying
 from tests.helpers.runs import command
 
@@ -153,6 +160,22 @@ def test_what_a_checkpoint_cannot_hold_is_named_when_it_is_written(tmp_path: Pat
     with pytest.raises(TypeError, match="a checkpoint cannot hold object"):
         write_checkpoint(tmp_path, odd, None)
     assert not list(tmp_path.glob("checkpoint-[0-9]*"))
+
+
+@pytest.mark.parametrize("leftover", [PARTIAL, OLD])
+def test_half_a_checkpoint_that_a_death_left_is_replaced(
+    leftover: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # folders are listed in any order: here, a checkpoint is to be removed before half of another one is
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: sorted(glob(path, pattern)))
+    (tmp_path / "rounds.jsonl").touch()
+    write_checkpoint(tmp_path, Checkpoint(2, {}, {}, {}, {}, "inprocess"), None)
+    (tmp_path / leftover / "nodes").mkdir(parents=True)
+    (tmp_path / leftover / "nodes" / "7.records").touch()
+    write_checkpoint(tmp_path, Checkpoint(4, {}, {}, {}, {}, "inprocess"), None)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert read_checkpoint(tmp_path).nodes == {}
 
 
 def test_values_come_back_as_they_were(tmp_path: Path) -> None:
