@@ -27,6 +27,7 @@ WORDS = (r"^\s*log\(", r"^\s*f?\"[^\"]*\"\s*,?\s*$", r"raise \w+\(f?\"", r"^\s*_
 #: rooms that other rooms' tests go through, too
 ALSO_TESTED_BY = {
     "strategies": (
+        "tests/clientapp/test_kept_states.py",
         "tests/experiments/test_method.py",
         "tests/test_docs.py::test_a_page_that_is_written_from_the_code_is_up_to_date",
     ),
