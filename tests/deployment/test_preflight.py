@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_a_public_half_of_another_key(kit: Path) -> None:
 
 
 def test_other_versions_are_named(kit: Path) -> None:
-    change(kit, FEDBN_VERSIONS="fedbn-flwr=9.9,flwr=1.41.0")
+    change(kit, FEDBN_VERSIONS=f"fedbn-flwr=9.9,flwr={version('flwr')}")
     verdict, text = checks(kit)["versions"]
     assert verdict == "failed"
     assert text.endswith("; the federation has fedbn-flwr 9.9")
