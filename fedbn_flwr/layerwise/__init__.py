@@ -19,6 +19,7 @@ from fedbn_flwr.layerwise.exchange import (
     Request,
     combine,
     respond,
+    why_unusable,
 )
 from fedbn_flwr.layerwise.gradients import gradients
 from fedbn_flwr.layerwise.lockstep import Lockstep, lockstep
@@ -79,4 +80,5 @@ __all__ = [
     "settle_corrections",
     "shared_statistics",
     "take_step",
+    "why_unusable",
 ]

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -53,9 +52,9 @@ Observer = Callable[[Sequence[Sequence[Request]]], None]
 class ExchangeError(ValueError):
     """The request of a client cannot be combined with the others'; `client` is the index of the client."""
 
-    def __init__(self, client: int, message: str) -> None:
-        super().__init__(f"client {client}: {message}")
-        self.client = client
+    def __init__(self, client: int, reason: str) -> None:
+        super().__init__(f"client {client}: {reason}")
+        self.client, self.reason = client, reason
 
 
 class OrderError(ExchangeError):
@@ -75,18 +74,55 @@ def combine(kind: Kind, tensors: Sequence[Tensor], weights: Sequence[float]) -> 
 
 
 def respond(requests: Sequence[Request], weights: Sequence[float]) -> Answer:
-    """Return the answer to all clients; ExchangeError if their requests do not match, or are no finite numbers."""
+    """Return the answer to all clients; ExchangeError if their requests do not match, or cannot be pooled."""
     check_agreement([(request.kind, request.layer) for request in requests])
     kind, what = requests[0].kind, f"{requests[0].kind} of BN layer {requests[0].layer!r}"
     stacked = _stack(requests, what)
-    tensor = _combine(kind, stacked, weights)
-    # a client's value that is not finite leaves none in its channel; to look at all values would take as long as this
-    if not isfinite(tensor.sum()):
-        _refuse(stacked.isfinite(), f"the {what} is not finite")
+    if why_unusable(kind, stacked):
+        reasons = [why_unusable(kind, values) for values in stacked]
+        client = next(client for client, reason in enumerate(reasons) if reason)
+        raise ExchangeError(client, f"the {what} {reasons[client]}")
+    return Answer(_combine(kind, stacked, weights), sum(request.count for request in requests))
+
+
+def why_unusable(kind: Kind, values: Tensor) -> str:
+    """Return why values cannot be pooled, whatever the other clients' are; an empty string if they can.
+
+    The values are one client's, or have a first dimension with a row for each client. They must be finite, and
+    variances at least 0. They must also be so small that the pool is finite in their dtype. With M the largest
+    v_i + m_i^2 of a client, and any weights p_i that sum to one,
+
+        variance = sum_i p_i (v_i + (m_i - mean)^2) = sum_i p_i (v_i + m_i^2) - mean^2 <= M,   (m_i - mean)^2 <= 4 M.
+
+    So the pool overflows only if some client's own v_i + m_i^2 is too large, and only such clients are refused. At most
+    an eighth of the dtype's largest number is allowed: a factor of 4 for the square above, and of 2 for n / (n - 1) in
+    running variances and for rounding. The same limit for a mean keeps mean^2 finite, which is in every client's
+    variance around the global mean. For variances and gradients, it keeps differences of two of them finite.
+    """
+    if not values.is_floating_point():
+        return f"is {values.dtype}, no floating-point numbers"
+    largest = torch.finfo(values.dtype).max
+    # below this norm all values pass; 2.4 us for 100 clients and 64 channels, where the sum of the pool takes 1.5 us
+    if not torch.linalg.vector_norm(values).item() < largest**0.5 / 4:
+        if not values.isfinite().all():
+            return "is not finite"
+        if not (_magnitudes(kind, values) <= largest / 8).all():
+            return f"is too large to be pooled in {str(values.dtype).removeprefix('torch.')}"
     if kind in ("variance", "statistics"):
-        variances = stacked if kind == "variance" else stacked[:, -1]
-        _refuse(variances >= 0, f"the {what} has a negative variance")
-    return Answer(tensor, sum(request.count for request in requests))
+        variances = values if kind == "variance" else values[..., 1, :]
+        if not (variances >= 0).all():
+            return "has a negative variance"
+    return ""
+
+
+def _magnitudes(kind: Kind, values: Tensor) -> Tensor:
+    """Return the numbers that must not be too large."""
+    if kind == "mean":
+        return values.square()
+    if kind == "statistics":
+        means, variances = values.unbind(-2)
+        return means.square() + variances
+    return values.abs()
 
 
 def _combine(kind: Kind, stacked: Tensor, weights: Sequence[float]) -> Tensor:
@@ -128,9 +164,3 @@ def _stack(requests: Sequence[Request], what: str) -> Tensor:
         if requests[client].count < 1:
             raise ExchangeError(client, f"the {what} is over {requests[client].count} values")
     return torch.stack([request.tensor for request in requests])
-
-
-def _refuse(sound: Tensor, message: str) -> None:
-    """Raise ExchangeError for the first client that is not sound, if any; `sound` has a row for each client."""
-    if not sound.all():
-        raise ExchangeError(int((~sound).flatten(1).any(1).nonzero()[0]), message)

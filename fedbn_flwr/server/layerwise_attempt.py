@@ -155,7 +155,7 @@ def faulty_nodes(requests: Mapping[int, Report]) -> dict[int, str]:
             break
         except ExchangeError as error:
             node = list(sound)[error.client]
-            reasons[node] = str(error).partition(": ")[2]
+            reasons[node] = error.reason
             del sound[node]
     return reasons
 

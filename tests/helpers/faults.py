@@ -34,6 +34,11 @@ def lies(change: Callable[[np.ndarray], np.ndarray]) -> Fault:
     return fault
 
 
+def too_large(values: np.ndarray) -> np.ndarray:
+    """Return finite values whose squares overflow."""
+    return np.full_like(values, np.finfo(values.dtype).max / 2)
+
+
 def elsewhere(reply: Message) -> Message:
     """Name another layer, or another model, in the reply."""
     group = layerwise_wire.REQUESTS if layerwise_wire.REQUESTS in reply.content else wire.ARRAYS
@@ -49,6 +54,7 @@ class Faulty(InProcessGrid):
     """A grid in which one node's reply has a fault, at one exchange of every attempt."""
 
     node, index = FAULTY, 0
+    message_type: str = wire.LAYERWISE
     fault: Fault = staticmethod(silent)
     rounds: Iterable[int] = (1,)
 
@@ -56,7 +62,7 @@ class Faulty(InProcessGrid):
         messages = list(messages)
         ids = list(super().push_messages(messages))
         for message_id, message in zip(ids, messages, strict=True):
-            if message.metadata.message_type == wire.LAYERWISE and self.spoils(message):
+            if message.metadata.message_type == self.message_type and self.spoils(message):
                 answer = type(self).fault(self._replies.pop(message_id))
                 if answer is not None:
                     self._replies[message_id] = answer
@@ -72,6 +78,14 @@ class Faulty(InProcessGrid):
     def due(self, node: int, turn: StepPosition) -> bool:
         """Return whether the fault belongs to this node and this exchange."""
         return (node, turn.index) == (self.node, self.index)
+
+
+class FaultyReply(Faulty):
+    """A grid in which one node's reply to every message of a type has a fault."""
+
+    def spoils(self, message: Message) -> bool:
+        """Return whether the message goes to the node."""
+        return message.metadata.dst_node_id == self.node
 
 
 class Without(InProcessGrid):

@@ -63,6 +63,22 @@ def make_model(kind: str = "bn", seed: int = 0, **options: Any) -> nn.Module:
         return Double(norm.replace(net, kind, **options))
 
 
+def make_float32_model(kind: str = "bn") -> nn.Module:
+    """Return a model with two BN layers, "1" and "4", whose numbers are float32."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Conv2d(1, 2, 3),
+            nn.BatchNorm2d(2),
+            nn.ReLU(),
+            nn.Conv2d(2, 2, 2),
+            nn.BatchNorm2d(2),
+            nn.Flatten(),
+            nn.Linear(2, CLASSES),
+        )
+        return norm.replace(net, kind)
+
+
 def parts(sizes: Sequence[int] = SIZES) -> list[np.ndarray]:
     """Return the indices of every client's samples."""
     ends = np.cumsum(sizes)

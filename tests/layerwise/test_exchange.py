@@ -1,11 +1,23 @@
 """What the server makes of what the clients say."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedbn_flwr.layerwise import Answer, ExchangeError, Kind, OrderError, Request, combine, respond, take_step
+from fedbn_flwr.layerwise import (
+    Answer,
+    ExchangeError,
+    Kind,
+    OrderError,
+    Request,
+    combine,
+    respond,
+    take_step,
+    why_unusable,
+)
 from fedbn_flwr.layerwise.lockstep import Lockstep
 
 
@@ -72,6 +84,7 @@ def test_impossible_weights(weights: list[float]) -> None:
     [
         (request(float("nan")), "the mean of BN layer 'bn' is not finite"),
         (request(float("inf")), "the mean of BN layer 'bn' is not finite"),
+        (request(1e20), "the mean of BN layer 'bn' is too large to be pooled in float32"),
         (request(1.0, 2.0), r"is \(2,\) torch.float32, the others' is \(1,\)"),
         (Request("mean", "bn", torch.ones(1, dtype=torch.float64), 4), "torch.float64, the others' is"),
         (request(1.0, count=0), "is over 0 values"),
@@ -85,8 +98,82 @@ def test_a_lying_client_is_named_whatever_its_weight(odd: Request, message: str,
 
 
 def test_numbers_whose_sum_is_not_finite_are_sound() -> None:
-    largest = torch.finfo(torch.float32).max
-    assert respond([request(largest, largest)] * 2, [1, 1]).tensor.tolist() == [largest, largest]
+    largest = torch.finfo(torch.float32).max / 8
+    many = [request(*[largest] * 9, kind="gradients")] * 2
+    assert not many[0].tensor.sum().isfinite()
+    assert respond(many, [1, 1]).tensor.tolist() == [largest] * 9
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+#: how much of the square root of a dtype's largest number a mean may be, if its variance is 0
+LIMIT = 8**-0.5
+KINDS: tuple[Kind, ...] = ("mean", "variance", "statistics", "gradients")
+
+
+def one_channel(kind: Kind, mean: float, variance: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return a client's values of a kind; gradients are of the size of the variance."""
+    values = {
+        "mean": [mean],
+        "variance": [variance],
+        "statistics": [[mean], [variance]],
+        "gradients": [[0], [-variance]],
+    }
+    return torch.tensor(values[kind], dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_client_with_too_large_values_is_named(kind: Kind, dtype: torch.dtype) -> None:
+    """It is named in every dtype, and for a large mean as for a large variance; a little less is sound."""
+    largest = torch.finfo(dtype).max
+    for by_mean, by_variance in ((1.02, 0.0), (0.0, 1.04), (0.98, 0.0), (0.0, 0.96)):
+        mean, variance = by_mean * LIMIT * largest**0.5, by_variance * (largest / 8)
+        tensors = [one_channel(kind, small, small, dtype) for small in (0.0, 1.0, 2.0, 3.0)]
+        tensors.insert(2, one_channel(kind, mean, variance, dtype))
+        requests = [Request(kind, "bn", tensor, 4) for tensor in tensors]
+        is_used = {"mean": by_mean, "statistics": by_mean + by_variance}.get(kind, by_variance)
+        if is_used > 1:
+            with pytest.raises(ExchangeError, match="is too large to be pooled") as error:
+                respond(requests, [1] * 5)
+            assert error.value.client == 2
+            del requests[2]
+        assert respond(requests, [1] * len(requests)).tensor.isfinite().all()
+
+
+def test_whole_numbers_are_no_values() -> None:
+    with pytest.raises(ExchangeError, match=r"client 0: .* is torch\.int64, no floating-point numbers"):
+        respond([Request("mean", "bn", torch.ones(1, dtype=torch.int64), 4)], [1])
+
+
+@st.composite
+def clients_statistics(draw: st.DrawFn) -> tuple[torch.Tensor, list[float]]:
+    """Return means and variances of several clients in a dtype, some too large, and weights; one may be almost 1."""
+    dtype, clients = draw(st.sampled_from(DTYPES)), draw(st.integers(2, 5))
+    largest = torch.finfo(dtype).max
+    means = [draw(st.floats(-1, 1)) * largest ** draw(st.sampled_from([0, 0.5, 0.7])) for _ in range(clients)]
+    variances = [draw(st.floats(0, 1)) * largest ** draw(st.sampled_from([0, 0.5, 1])) for _ in range(clients)]
+    weights = draw(st.lists(st.sampled_from([1e-6, 1.0, 3.0, 1e6]), min_size=clients, max_size=clients))
+    return torch.tensor([means, variances], dtype=torch.float64).T.unsqueeze(-1).to(dtype), weights
+
+
+@given(clients_statistics())
+def test_whoever_is_refused_is_too_large_and_without_them_the_pool_is_finite(
+    drawn: tuple[torch.Tensor, list[float]],
+) -> None:
+    stacked, weights = drawn
+    largest = Fraction(torch.finfo(stacked.dtype).max)
+    sound = [client for client, values in enumerate(stacked) if not why_unusable("statistics", values)]
+    for client in set(range(len(stacked))) - set(sound):
+        mean, variance = (Fraction(value) for value in stacked[client].flatten().tolist())
+        # times 8, and within the rounding of the dtype
+        assert 8 * (mean**2 + variance) * Fraction(1.02) > largest
+    assert bool(why_unusable("statistics", stacked)) == (len(sound) < len(stacked))
+    if sound:
+        pool = combine("statistics", list(stacked[sound]), [weights[client] for client in sound])
+        assert pool.isfinite().all()
+        # as running statistics, and around a mean that came first
+        assert (2 * pool[1]).isfinite().all()
+        assert (1 - pool[0]).square().isfinite().all()
 
 
 @pytest.mark.parametrize(

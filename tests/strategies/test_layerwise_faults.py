@@ -21,7 +21,7 @@ from fedbn_flwr.strategies import CannotTrainError, FedAvg, FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import layerwise as layerwise_wire
 from fedbn_flwr.wire.layerwise import StepPosition
-from tests.helpers.faults import FAULTY, Fault, Faulty, Without, elsewhere, lies, silent
+from tests.helpers.faults import FAULTY, Fault, Faulty, Without, elsewhere, lies, silent, too_large
 from tests.helpers.harness import Federation, make_model
 from tests.helpers.waiting import wait_until
 
@@ -50,6 +50,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "raises": (raises, "killed"),
     "is silent": (silent, "did not answer in time"),
     "says no number": (lies(lambda values: values * np.nan), "is not finite"),
+    "says a number that is too large": (lies(too_large), "is too large to be pooled in float64"),
     "says another shape": (lies(lambda values: np.concatenate([values, values])), "(4, 4)|(8, )|shape"),
     "is at another layer": (elsewhere, "another"),
     "cannot be understood": (unreadable, "cannot be read"),

@@ -150,12 +150,15 @@ def raises_in_gathering(message: Message) -> None:
         raise FileNotFoundError("no data")
 
 
-def test_a_node_that_fails_in_gathering_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("case", ["raises", "sends a number that is too large"])
+def test_a_node_that_fails_in_gathering_is_left_out(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    sent, reason = FAULTS[case]
+    fault = raises_in_gathering if case == "raises" else AtExchange(sent, 0)
     sites = {number: Site(make_client=make_static_client) for number in range(len(SIZES))}
-    sites[PARTITION] = replace(sites[PARTITION], fault=raises_in_gathering)
+    sites[PARTITION] = replace(sites[PARTITION], fault=fault)
     with concurrent(sites) as nodes:
         after, _ = run(ChannelGrid(nodes, options()), gathered())
-    assert_left_out(caplog, "it failed: ")
+    assert_left_out(caplog, "it failed: " if case == "raises" else reason)
 
     class WithoutOne(HeteroFL):
         def gather(self, arrays: Any, nodes: Any, instruction: Any) -> Any:
@@ -213,6 +216,11 @@ def not_a_number(exchange: SideChannelExchange, request: Request | None) -> Requ
     return replace(request, tensor=request.tensor * torch.nan)
 
 
+def too_large(exchange: SideChannelExchange, request: Request | None) -> Request:
+    assert request is not None
+    return replace(request, tensor=torch.full_like(request.tensor, torch.finfo(request.tensor.dtype).max / 2))
+
+
 def another_shape(exchange: SideChannelExchange, request: Request | None) -> Request:
     assert request is not None
     return replace(request, tensor=torch.cat([request.tensor, request.tensor], dim=-1))
@@ -248,6 +256,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "dies": (dies, "side channel broke"),
     "raises": (raises, "it failed: ArithmeticError: no more of this"),
     "sends NaN": (not_a_number, "is not finite"),
+    "sends a number that is too large": (too_large, "is too large to be pooled in float64"),
     "sends another shape": (another_shape, "the others' is"),
     "is at another layer": (another_layer, "is at another of the exchange"),
     "sends a large frame": (too_much, "a frame of 2097152 bytes; at most 1056768"),

@@ -1,8 +1,9 @@
 """Layer-wise steps of stacked clients: the same models, the same count, and messages where the step fails."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,14 +11,37 @@ import torch
 
 from fedbn_flwr import models
 from fedbn_flwr.client.layerwise_step import STEPS
+from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.layerwise import Answer
 from fedbn_flwr.simulation import StackedGrid
+from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire.layerwise import StepPosition
-from tests.helpers.engine_comparison import EXACT, Stacked, asked, assert_same, both, difference, quiet, run, stacked_by
-from tests.helpers.harness import INSTRUCTION, SIZES, Backwards, ClientWrapper, Double, Federation, make_model
+from tests.helpers.engine_comparison import (
+    EXACT,
+    Stacked,
+    asked,
+    assert_same,
+    both,
+    difference,
+    quiet,
+    run,
+    stacked_by,
+    watching,
+)
+from tests.helpers.faults import Without
+from tests.helpers.harness import (
+    INSTRUCTION,
+    SIZES,
+    Backwards,
+    ClientWrapper,
+    Double,
+    Federation,
+    make_float32_model,
+    make_model,
+)
 from tests.helpers.waiting import wait_until
 
 #: the smallest first batches differ: 7, 8, 8 and 5 samples
@@ -167,27 +191,46 @@ def poisoned(change: Callable[[torch.Tensor, torch.Tensor], object], partition: 
     return wrap
 
 
+TOO_LARGE = "says a number that is too large"
 POISONS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str]] = {
     "says no number": (lambda inputs, _: inputs.fill_(float("nan")), "is not finite"),
+    TOO_LARGE: (lambda inputs, _: inputs.fill_(1e25), "is too large to be pooled in float32"),
     "raises at the loss": (lambda _, labels: labels.fill_(99), "out of bounds"),
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum_state": "local"}], ids=["plain", "momentum"])
+@pytest.mark.parametrize("options", [{}, {"momentum_state": "local"}, {"exchange": "paper"}], ids=str)
 @pytest.mark.parametrize("case", POISONS)
 def test_a_fault_in_the_middle_goes_to_messages(case: str, options: dict[str, Any]) -> None:
     """They find out who it was, and the round is that of the others; nobody remembers the common step."""
     change, said = POISONS[case]
     nodes = {"wrap": poisoned(change)}
-    alone, together = both(lambda: quiet(FedTAN, **options), rounds=2, nodes=nodes, momentum=0.9)
+    make = partial(quiet, FedTAN, **options)
+    alone, together = both(make, make_float32_model, rounds=2, nodes=nodes, momentum=0.9)
     assert difference(alone, together) == 0
     assert [reply.partition for reply in together.strategy.train_replies] == [0, 2, 3]
+    others = run(Without, make(), make_float32_model, rounds=2, momentum=0.9).final
+    assert all(torch.equal(together.final[name], others[name]) for name in others)
     assert not together.watch.stacks
     failed = [text for text in together.watch.messages if "common step failed" in text]
     assert failed
     assert all(said in text for text in failed)
     named = [text for text in together.watch.messages if "Node 1001 is left out of this round" in text]
     assert len(named) == 2
+
+
+def stacked_nodes(partitions: Sequence[int]) -> StackedGrid:
+    """Return some of the federation's nodes, one of which has values whose squares overflow."""
+    nodes = Federation(make_float32_model(), wrap=poisoned(POISONS[TOO_LARGE][0]))
+    return StackedGrid(client_app(nodes._client), len(SIZES), partitions=partitions)
+
+
+def test_too_large_values_in_one_of_several_processes() -> None:
+    with WorkersGrid(stacked_nodes, len(SIZES), 2) as grid, watching() as watch:
+        together = Federation(make_float32_model()).run(quiet(FedTAN), 2, grid)
+    assert len([text for text in watch.messages if "Node 1001 is left out of this round" in text]) == 2
+    others = run(Without, quiet(FedTAN), make_float32_model, rounds=2).final
+    assert all(torch.equal(together[name], others[name]) for name in others)
 
 
 def test_a_node_without_data_is_named() -> None:
