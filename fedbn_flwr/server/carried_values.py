@@ -5,12 +5,14 @@ The client's half is `fedbn_flwr/client/carried_corrections.py`, the mathematics
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from logging import WARNING
 from typing import Any
 
 import numpy as np
 import torch
+from flwr.common import log
 
-from fedbn_flwr.layerwise import carried_corrections
+from fedbn_flwr.layerwise import carried_corrections, why_unusable
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.wire.carried import LAYERS, SIZES
 from fedbn_flwr.wire.layerwise import CORRECTIONS
@@ -46,11 +48,12 @@ class CarriedValues:
         self.surplus = state["surplus"]
 
     def hear(self, node: int, num_examples: float, values: Mapping[str, np.ndarray]) -> None:
-        """Keep a node's values; those that are no values of BN layers are dropped with what is known of the node."""
+        """Keep a node's values; unusable ones are dropped with what is known of the node, and the log says why."""
         before = self.by_node.pop(node, {})
-        if not _is_sound(values):
-            return
         kept = {name: np.array(value) for name, value in values.items()}
+        if reason := _why_unusable(kept):
+            log(WARNING, "Node %d goes without carried corrections: %s", node, reason)
+            return
         if self.memory and _form(before) == _form(kept):
             for kind in kept.keys() & set(CORRECTIONS):
                 kept[kind] += (self.memory * (before[kind] - kept[kind])).astype(kept[kind].dtype)
@@ -111,22 +114,35 @@ class CarriedValues:
 
 
 def _form(values: Mapping[str, np.ndarray]) -> Hashable:
-    """Return the layers and their numbers of channels; None for a node without values."""
-    return (values[LAYERS].tobytes(), values[SIZES][1:].tobytes()) if values else None
+    """Return the layers, their numbers of channels, and the dtypes; None for a node without values."""
+    if not values:
+        return None
+    dtypes = tuple(values[kind].dtype for kind in CORRECTIONS if kind in values)
+    return values[LAYERS].tobytes(), values[SIZES][1:].tobytes(), dtypes
 
 
-def _is_sound(values: Mapping[str, np.ndarray]) -> bool:
-    """Whether these are finite values of BN layers, with variances that are not negative."""
+def _why_unusable(values: Mapping[str, np.ndarray]) -> str:
+    """Return why these cannot be pooled with other nodes' values of the same BN layers; nothing if they can."""
+    if not _are_of_layers(values):
+        return "its carried values are not of BN layers"
+    for kind in CORRECTIONS:
+        if kind in values and (reason := why_unusable(kind, torch.from_numpy(values[kind]))):
+            return f"the {kind} of its BN layers {reason}"
+    return ""
+
+
+def _are_of_layers(values: Mapping[str, np.ndarray]) -> bool:
+    """Return whether the entries are there, with the dtypes and shapes of values of BN layers."""
     if not {LAYERS, SIZES, "statistics"} <= values.keys() <= {LAYERS, SIZES, *CORRECTIONS}:
         return False
     layers, sizes, statistics = values[LAYERS], values[SIZES], values["statistics"]
-    gradients = values.get("gradients", np.zeros((2, 0)))
+    gradients = values.get("gradients", np.zeros((2, 0), statistics.dtype))
     return (
         layers.dtype == np.uint8
+        and {statistics.dtype, gradients.dtype} <= set(map(np.dtype, ("f2", "f4", "f8")))
         and sizes.shape == (3, 1 + np.count_nonzero(layers == ord("\n")))
         and np.issubdtype(sizes.dtype, np.integer)
         and bool((sizes[:2] > 0).all() and (sizes[2] >= 0).all())
         and statistics.shape == (2, sizes[1].sum())
         and gradients.shape == (2, sizes[2].sum())
-        and bool(np.isfinite(statistics).all() and np.isfinite(gradients).all() and (statistics[1] >= 0).all())
     )

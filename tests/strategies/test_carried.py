@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Error, Message
+from flwr.app import Array, ArrayRecord, Error, Message
 from flwr.common.constant import ErrorCode
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from hypothesis import example, given
@@ -21,6 +21,7 @@ from fedbn_flwr.state.records import payload_bytes
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from tests.helpers.carried_reference import Server, carried_run
+from tests.helpers.faults import FAULTY, FaultyReply, too_large
 from tests.helpers.harness import INSTRUCTION, SIZES, Backwards, Federation, distance, make_model, make_split, parts
 from tests.helpers.references import Node
 
@@ -373,10 +374,14 @@ def test_the_oldest_values_are_forgotten() -> None:
     assert list(carried.by_node) == [3, 1, 4]
 
 
-FAULTY: dict[str, dict[str, np.ndarray]] = {
+FAULTY_VALUES: dict[str, dict[str, np.ndarray]] = {
     "a negative variance": values(0.0, -1.0),
     "not a number": values(float("nan")),
     "a gradient that is none": values(0.0) | with_gradients(float("inf"), 0.0),
+    "a square that overflows": values(1e160),
+    "a gradient that is too large": values(0.0) | with_gradients(1e308, 0.0),
+    "whole numbers": {**values(0.0), "statistics": np.ones((2, 1), int)},
+    "statistics without a second dimension": {**values(0.0), "statistics": np.ones(2)},
     "no sizes": {name: value for name, value in values(0.0).items() if name != "sizes"},
     "no layers": {name: value for name, value in values(0.0).items() if name != "layers"},
     "no statistics": {name: value for name, value in values(0.0).items() if name != "statistics"},
@@ -395,12 +400,55 @@ FAULTY: dict[str, dict[str, np.ndarray]] = {
 }
 
 
-@pytest.mark.parametrize("case", FAULTY)
-def test_faulty_values_are_not_kept(case: str) -> None:
+@pytest.mark.parametrize("case", FAULTY_VALUES)
+def test_faulty_values_are_not_kept_and_the_node_is_named(case: str, caplog: pytest.LogCaptureFixture) -> None:
     carried = CarriedValues(memory=0.0, trust=3.0, limit=1.0)
     carried.hear(7, 10, values(0.0))
-    carried.hear(7, 10, FAULTY[case])
+    assert not caplog.messages
+    carried.hear(7, 10, FAULTY_VALUES[case])
     assert not carried.by_node
+    assert [text.split(":")[0] for text in caplog.messages] == ["Node 7 goes without carried corrections"]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_values_that_are_too_large_or_of_another_dtype_spoil_no_others(dtype: type[np.floating[Any]]) -> None:
+    """In the federation's float32, or in a node's own float64, which can hold the square."""
+    found = []
+    for is_there in (True, False):
+        carried = CarriedValues(memory=0.5, trust=0.0, limit=1.0)
+        for node, mean in enumerate((0.0, 1.0, 1e20, 2.0, 3.0)):
+            if node != 2 or is_there:
+                sent = values(mean)
+                sent["statistics"] = sent["statistics"].astype(dtype if node == 2 else np.float32)
+                carried.hear(node, 10, sent)
+        found.append(carried.corrections(range(5), lambda examples: list(examples.values())))
+    with_it, without = found
+    assert with_it.keys() == without.keys() == {0, 1, 3, 4}
+    assert all(np.array_equal(with_it[node]["statistics"], without[node]["statistics"]) for node in without)
+
+
+def carries(change: Callable[[np.ndarray], np.ndarray] | None) -> type[InProcessGrid]:
+    """Return a grid in which a node carries changed statistics, or no values, in its replies to training messages."""
+
+    def fault(reply: Message) -> Message:
+        values = dict(reply.content.array_records[wire.CARRIED])
+        del reply.content[wire.CARRIED]
+        if change is not None:
+            values["statistics"] = Array(change(values["statistics"].numpy()))
+            reply.content[wire.CARRIED] = ArrayRecord(values)
+        return reply
+
+    return type("Carries", (FaultyReply,), {"message_type": "train", "fault": staticmethod(fault)})
+
+
+def test_a_node_whose_values_are_too_large_trains_on_without_them(caplog: pytest.LogCaptureFixture) -> None:
+    spoiled, without = (
+        Federation(make_model(), grid=carries(change)).run(FedTAN(carry=True, fraction_evaluate=0.0), ROUNDS)
+        for change in (too_large, None)
+    )
+    assert all(torch.equal(spoiled[name], without[name]) for name in without)
+    named = f"Node {FAULTY} goes without carried corrections: the statistics of its BN layers is too large"
+    assert len([text for text in caplog.messages if text.startswith(named)]) == ROUNDS
 
 
 def test_a_node_with_other_layers_goes_without_corrections() -> None:
