@@ -10,11 +10,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import norm, wire
-from fedbn_flwr.layerwise import Answer
+from fedbn_flwr.layerwise import Answer, why_unusable
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.averaging import Arrays, record
-from fedbn_flwr.server.layerwise_attempt import NodesFailedError
+from fedbn_flwr.server.layerwise_attempt import NodesFailedError, leave_out
 from fedbn_flwr.server.replies import CannotTrainError, Expected, parse_replies
 from fedbn_flwr.wire import Instruction, moments
 from fedbn_flwr.wire.layerwise import StepPosition
@@ -46,11 +46,13 @@ class Gathering(FedAvg):
         answers = ask_nodes(self.grid, messages, self.exchange_timeout)
         sent = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
         replies, refused = parse_replies(answers.values(), sent, Expected((), {}))
-        if not replies and not self._has_gathered:
-            raise CannotTrainError(f"no node could gather BN statistics: {refused[0] if refused else 'none answered'}")
+        seen = {reply.node: moments.unpack(_tensors(reply.records.get(wire.MOMENTS, {}))) for reply in replies}
+        unusable = _name_unusable(seen, state)
+        if unusable.keys() == seen.keys() and not self._has_gathered:
+            reason = next(iter([*refused, *unusable.values()]), "none answered")
+            raise CannotTrainError(f"no node could gather BN statistics: {reason}")
         self._has_gathered = True
-        seen = [reply.records[wire.MOMENTS] for reply in replies if wire.MOMENTS in reply.records]
-        return norm.pool(moments.unpack(_tensors(values)) for values in seen)
+        return norm.pool(values for node, values in seen.items() if node not in unusable)
 
     def gather_in_order(self, state: Arrays, nodes: Sequence[int], instruction: Instruction) -> Arrays | None:
         """Gather layer by layer, each with the layers before it installed, with one message a node.
@@ -70,7 +72,7 @@ class Gathering(FedAvg):
                 step = grid.open_step(messages)
                 if step is None:
                     break
-                pooled = pool_in_order(step)
+                pooled = pool_in_order(step, state)
                 self._has_gathered = True
                 return self.installed(state, pooled)
             except NodesFailedError as failure:
@@ -90,14 +92,21 @@ class Gathering(FedAvg):
         return RecordDict({wire.ARRAYS: own, wire.CONFIG: config})
 
 
-def pool_in_order(step: NodesStep) -> dict[str, Moments]:
-    """Answer every layer's requests with their pooled moments; return these, by layer."""
+def pool_in_order(step: NodesStep, state: Arrays) -> dict[str, Moments]:
+    """Answer every layer's requests with their pooled moments; return these, by layer.
+
+    NodesFailedError names the nodes whose moments cannot be pooled in the dtype of the model's state.
+    """
     pooled: dict[str, Moments] = {}
     try:
         requests = step.advance()
         while requests:
             layer = requests[0].layer
-            all_nodes = norm.pool({layer: Moments(each.count, *each.tensor)} for each in requests)[layer]
+            said = zip(step.participants, requests, strict=True)
+            seen = {participant.node: {layer: Moments(each.count, *each.tensor)} for participant, each in said}
+            if unusable := _name_unusable(seen, state):
+                raise NodesFailedError(unusable, unusable.values())
+            all_nodes = norm.pool(seen.values())[layer]
             pooled[layer] = all_nodes
             requests = step.advance(Answer(torch.stack([all_nodes.mean, all_nodes.variance]), all_nodes.count))
         step.replies()
@@ -105,6 +114,22 @@ def pool_in_order(step: NodesStep) -> dict[str, Moments]:
         step.abandon()
         raise
     return pooled
+
+
+def _name_unusable(seen: Mapping[int, Mapping[str, Moments]], state: Arrays) -> dict[int, str]:
+    """Say in the log whose moments cannot be pooled, and return the reasons by node.
+
+    Moments are in float64, but the pool becomes running statistics of the model, which may be in float32.
+    """
+    reasons = dict[int, str]()
+    for node, by_layer in seen.items():
+        for layer, values in by_layer.items():
+            entries = moments.running_statistics({layer: values})
+            dtype: torch.dtype = getattr(torch, str(state[next(iter(entries))].dtype))
+            if reason := why_unusable("statistics", torch.stack(list(entries.values())).to(dtype)):
+                reasons[node] = leave_out(node, f"the statistics of BN layer {layer!r} {reason}")
+                break
+    return reasons
 
 
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:

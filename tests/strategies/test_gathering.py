@@ -1,21 +1,37 @@
 """Statistics gathered from clients: HeteroFL's static BN, and HBN."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import Array, ArrayRecord, Message
 from torch import nn
 
 from fedbn_flwr import norm, state, wire
+from fedbn_flwr.layerwise import Answer, Request
 from fedbn_flwr.norm import Moments
-from fedbn_flwr.server.averaging import Arrays
+from fedbn_flwr.server.averaging import Arrays, unpack
+from fedbn_flwr.server.layerwise_attempt import NodesFailedError
 from fedbn_flwr.simulation.sequential import InProcessGrid
-from fedbn_flwr.strategies import HBN, FedAvg, HeteroFL
-from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, make_split, parts
+from fedbn_flwr.strategies import HBN, CannotTrainError, FedAvg, HeteroFL
+from fedbn_flwr.wire import Instruction
+from fedbn_flwr.wire.layerwise_grid import Participant
+from strategies.base_gathering import Gathering, pool_in_order
+from tests.helpers.engine_comparison import quiet
+from tests.helpers.faults import FAULTY, FaultyReply
+from tests.helpers.harness import (
+    INSTRUCTION,
+    SIZES,
+    Federation,
+    distance,
+    make_float32_model,
+    make_model,
+    make_split,
+    parts,
+)
 from tests.helpers.references import pooled_moments
 
 
@@ -179,6 +195,77 @@ def test_hbn_keeps_float32() -> None:
     strategy = HBN(average=0.5)
     Federation(norm.replace(model, "hbn")).run(strategy, 2)
     assert {value.dtype for value in strategy.current.values()} == {np.dtype(np.float32), np.dtype(np.int64)}
+
+
+# ---- a node whose moments overflow ----------------------------------------------------------------------------------
+
+STRATEGIES: dict[str, tuple[type[Gathering], str, dict[str, Any]]] = {
+    "HBN": (HBN, "hbn", {}),
+    "HeteroFL, gathered": (HeteroFL, "static-bn", {}),
+    "HeteroFL, layer-wise": (HeteroFL, "static-bn", {"statistics": "layer-wise"}),
+}
+
+
+def large_mean(reply: Message) -> Message:
+    """Say means that float64 can square, as moments travel, and the model's float32 cannot."""
+    values = reply.content.array_records[wire.MOMENTS]
+    changed = {name: Array(array.numpy() * 0 + 1e20) for name, array in values.items() if name.endswith("/mean")}
+    reply.content[wire.MOMENTS] = ArrayRecord({**values, **changed})
+    return reply
+
+
+class LargeMean(FaultyReply):
+    message_type, fault = wire.GATHER, staticmethod(large_mean)
+
+
+@pytest.mark.parametrize("case", STRATEGIES)
+def test_moments_that_overflow_the_models_numbers_are_left_out(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    strategy, kind, options = STRATEGIES[case]
+
+    class WithoutOne(strategy):  # type: ignore[misc, valid-type]
+        def gather(self, state: Arrays, nodes: Sequence[int], instruction: Instruction) -> dict[str, Moments]:
+            moments: dict[str, Moments] = super().gather(state, [n for n in nodes if n != FAULTY], instruction)
+            return moments
+
+    after = Federation(make_float32_model(kind), grid=LargeMean).run(strategy(**options), 2)
+    named = [text for text in caplog.messages if "is left out of this round" in text]
+    reason = "the statistics of BN layer '1' is too large to be pooled in float32"
+    assert set(named) == {f"Node {FAULTY} is left out of this round: {reason}"}
+    others = Federation(make_float32_model(kind)).run(WithoutOne(**options), 2)
+    assert all(torch.equal(after[name], others[name]) for name in others)
+
+
+def test_where_no_moments_can_be_pooled_the_run_says_why() -> None:
+    with pytest.raises(CannotTrainError, match=r"no node could gather BN statistics: node 1001: .* is too large"):
+        Federation(make_float32_model("hbn"), (0, 20), grid=LargeMean).run(quiet(HBN), 1)
+
+
+class TwoLayers:
+    """A `NodesStep` of three nodes, of which one says a mean of 1e20 of the second of two layers."""
+
+    def __init__(self) -> None:
+        self.participants = [Participant(number, 1000 + number, 10) for number in range(3)]
+        self.layers, self.is_abandoned = ["1", "4"], False
+
+    def advance(self, answer: Answer | None = None) -> list[Request]:
+        layer = self.layers.pop(0)
+        means = [0.0, 0.0 if self.layers else 1e20, 1.0]
+        tensors = [torch.tensor([[mean] * 2, [1.0] * 2], dtype=torch.float64) for mean in means]
+        return [Request("statistics", layer, tensor, 10) for tensor in tensors]
+
+    def replies(self) -> list[Message]:
+        raise AssertionError("the step has not come to its end")
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
+
+def test_moments_gathered_in_order_that_overflow_name_the_node() -> None:
+    model, step = make_float32_model("static-bn"), TwoLayers()
+    with pytest.raises(NodesFailedError, match=r"node 1001: .*'4' is too large to be pooled in float32") as failure:
+        pool_in_order(step, unpack(state.to_record(model.state_dict())))
+    assert failure.value.nodes == {FAULTY}
+    assert step.is_abandoned
 
 
 @pytest.mark.parametrize("bad", [{"gather_samples": -1}, {"average": 1.0}])
