@@ -53,8 +53,9 @@ class FixBN(FedAvg):
     come below it, so `auto` freezes at the latest after the share `latest` of the run; `latest=1` is the rule alone.
 
     `freeze` says what stands still: `statistics`, `affine` or `both` (Table H). The server keeps the frozen entries,
-    clients stop sending them, so they are bit-identical from the freeze on; `send_frozen=True` keeps sending them, as
-    the paper counts. With `freeze_round` at or above the number of rounds this is FedAvg.
+    clients stop sending them, so they are bit-identical from the freeze on. `send_frozen=True` keeps sending them, as
+    the paper counts; their averages may then differ by rounding, 3e-16 of a value in float64. With `freeze_round` at or
+    above the number of rounds this is FedAvg.
 
     Under frozen statistics nothing rescales the layers any more, and training can diverge at learning rates that work
     with normal BN. From the freeze on, the rate is at most `frozen_lr` times the run's `lr`, and lower where the

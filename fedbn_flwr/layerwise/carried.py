@@ -38,7 +38,8 @@ The corrections of means and variances stay in a trust region, |o| <= c and 1 / 
 renormalization (Ioffe, Batch Renormalization, NeurIPS 2017) do for the same reason: values of another model may be far
 from today's. Those of gradients stay as they are, because to bound each client's alone would break their sum.
 
-Fixed points. One client, or clients with equal data: o = alpha = beta = 0 and q = 1, FedAvg. A model that stands still
+Fixed points. One client, or clients with equal data: o = alpha = beta = 0 and q = 1, FedAvg; only the n / (n - 1) of
+running variances counts the values of all clients. A model that stands still
 and full batches: after l rounds the statistics of l layers are exact, after L of all, then in as many rounds the
 gradients from the last layer to the first, so that from round 2 L + 1 on the gradient is FedTAN's, unless the trust
 region cuts it.

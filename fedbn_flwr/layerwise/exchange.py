@@ -33,6 +33,9 @@ class Answer:
     count: int
 
 
+#: why values cannot be pooled; replies whose model is not finite are refused with the same words
+NOT_FINITE, TOO_LARGE = "is not finite", "is too large to be pooled"
+
 #: sends one request, and returns the answer, which may take days
 Exchange = Callable[[Request], Answer]
 
@@ -105,9 +108,9 @@ def why_unusable(kind: Kind, values: Tensor) -> str:
     # below this norm all values pass; 2.4 us for 100 clients and 64 channels, where the sum of the pool takes 1.5 us
     if not torch.linalg.vector_norm(values).item() < largest**0.5 / 4:
         if not values.isfinite().all():
-            return "is not finite"
+            return NOT_FINITE
         if not (_magnitudes(kind, values) <= largest / 8).all():
-            return f"is too large to be pooled in {str(values.dtype).removeprefix('torch.')}"
+            return f"{TOO_LARGE} in {str(values.dtype).removeprefix('torch.')}"
     if kind in ("variance", "statistics"):
         variances = values if kind == "variance" else values[..., 1, :]
         if not (variances >= 0).all():

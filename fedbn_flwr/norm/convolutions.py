@@ -10,10 +10,12 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 class _ScaledStd(_ConvNd):
     """A convolution with the weight gain gamma (W - mean) / (sigma sqrt(N)), a row an output, N the fan-in.
 
-    Brock et al., "Characterizing Signal Propagation", 2021; with two dimensions it is timm's `ScaledStdConv2d`.
+    Brock et al., "Characterizing Signal Propagation", 2021; with two dimensions it is timm's `ScaledStdConv2d` with the
+    same `eps`. The equation has none. This one keeps a constant row finite, and changes rows of unit norm by less than
+    1e-8 up to a fan-in of 20,000, where timm's default, 1e-6, changes them by 2e-3 at a fan-in of 4,608.
     """
 
-    def __init__(self, *arguments: Any, gamma: float = 1.0, eps: float = 1e-6, **options: Any) -> None:
+    def __init__(self, *arguments: Any, gamma: float = 1.0, eps: float = 1e-12, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.scale = gamma * self.weight[0].numel() ** -0.5
         self.eps = eps

@@ -16,14 +16,13 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from fedbn_flwr import wire
 from fedbn_flwr.server.averaging import Arrays, record, unpack
 from fedbn_flwr.server.constructor_options import FlowerOptions, MomentumKind, OptimizerKind, refuse_unknown
-from fedbn_flwr.server.divergence import LostRounds, refuse_infinite_loss
+from fedbn_flwr.server.divergence import LostRounds, infinite_ones, refuse_infinite_loss
 from fedbn_flwr.server.global_momentum import MomentumState
 from fedbn_flwr.server.kept_state import KeptState
 from fedbn_flwr.server.later_rounds import Evaluate, LaterRounds
 from fedbn_flwr.server.lr_schedule import Schedule
 from fedbn_flwr.server.optimizers import ServerOptimizer
 from fedbn_flwr.server.replies import (
-    NOT_FINITE,
     CannotTrainError,
     Expected,
     NodeReply,
@@ -372,7 +371,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         if not self.ever_trained:
             raise CannotTrainError(f"no node could train in round {server_round}: {reason}")
         new = sorted(set(self._expected.binding) - self.obeyed_before)
-        if new and self._refused and not any(NOT_FINITE in refused for refused in self._refused):
+        if new and self._refused and not infinite_ones(self._refused):
             raise CannotTrainError(
                 f"no node could train in round {server_round}, the first that asks for {', '.join(new)}: {reason}"
             )

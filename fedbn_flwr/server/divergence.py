@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from math import isfinite
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.replies import NOT_FINITE, CannotTrainError, NodeReply
+from fedbn_flwr.layerwise import NOT_FINITE, TOO_LARGE
+from fedbn_flwr.server.replies import CannotTrainError, NodeReply
 
 #: rounds in a row without a usable reply that end a run
 LOST_ROUNDS = 3
@@ -40,11 +41,16 @@ class LostRounds:
         self._nodes |= set(drawn)
         if server_round - self._first + 1 < LOST_ROUNDS or len(self._nodes) < min(connected, 2):
             return
-        infinite = [reason for reason in reasons if NOT_FINITE in reason]
+        infinite = infinite_ones(reasons)
         text = f"no node has had a usable reply since ({[*infinite, *reasons, 'no node answered'][0]})"
         if infinite:
             raise DivergedError(self._first, f"{text}; {circumstances}")
         raise CannotTrainError(f"round {self._first} was lost, and {text}")
+
+
+def infinite_ones(reasons: Sequence[str]) -> list[str]:
+    """Return the reasons that speak of numbers which are not finite, or would not be if they were pooled."""
+    return [reason for reason in reasons if NOT_FINITE in reason or TOO_LARGE in reason]
 
 
 def refuse_infinite_loss(server_round: int, replies: Sequence[NodeReply], circumstances: str) -> None:

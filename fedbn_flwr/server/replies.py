@@ -12,12 +12,10 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import wire
+from fedbn_flwr.layerwise import NOT_FINITE
 from fedbn_flwr.server.averaging import not_finite, view
 from fedbn_flwr.state.flat import FlatArrays, Layout
 from fedbn_flwr.state.records import array_records
-
-#: what reasons say of numbers that are infinite or not numbers, in replies and in requests of layer-wise steps
-NOT_FINITE = "is not finite"
 
 
 class NotObeyedError(RuntimeError):

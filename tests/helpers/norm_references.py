@@ -31,12 +31,12 @@ def gradients(forward: Forward, w: State, x: Tensor, y: Tensor) -> State:
 
 
 def scaled_standardized(weight: Tensor) -> Tensor:
-    """FedWon, equation (3): W'_ij = gamma (W_ij - mu_i) / (sigma_i sqrt(N)); 1e-6 keeps a constant row finite."""
+    """FedWon, equation (3): W'_ij = gamma (W_ij - mu_i) / (sigma_i sqrt(N))."""
     rows = []
     for row in weight:
         n = row.numel()
         mu = row.sum() / n
-        sigma = torch.sqrt(((row - mu) ** 2).sum() / n + 1e-6)
+        sigma = torch.sqrt(((row - mu) ** 2).sum() / n)
         rows.append(RELU_GAIN * (row - mu) / (sigma * math.sqrt(n)))
     return torch.stack(rows)
 

@@ -18,12 +18,12 @@ KINDS: dict[int, type[nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
 def standardize(weight: NDArray[np.float64], gamma: float, gain: float) -> NDArray[np.float64]:
-    """Row by row, as it is printed, with the square that the print lacks, and timm's epsilon."""
+    """Row by row, as it is printed, with the square that the print lacks."""
     result = np.empty_like(weight)
     for index, row in enumerate(weight):
         mean = row.sum() / row.size
         variance = ((row - mean) ** 2).sum() / row.size
-        result[index] = gain * gamma * (row - mean) / np.sqrt(variance + 1e-6) / np.sqrt(row.size)
+        result[index] = gain * gamma * (row - mean) / np.sqrt(variance) / np.sqrt(row.size)
     return result
 
 
@@ -60,9 +60,26 @@ def test_any_convolution_equals_one_with_the_weight_from_numpy(
     torch.testing.assert_close(new(inputs), outputs, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("channels", [3, 64, 512, 2048])
+def test_the_epsilon_does_not_matter_at_any_fan_in(channels: int) -> None:
+    layer: Any = standardized("layer", nn.Conv2d(channels, 2, 3).double(), gamma=1.0)
+    inputs = torch.eye(9 * channels, dtype=torch.float64).view(-1, channels, 3, 3)
+    found, wanted = layer(inputs) - layer.bias.view(1, -1, 1, 1), standardize(layer.weight.detach().numpy(), 1.0, 1.0)
+    exact = torch.from_numpy(wanted).flatten(1).T.view_as(found)
+    assert float((found - exact).abs().max() / exact.abs().max()) < 1e-8
+
+
+def test_a_constant_row_stays_finite() -> None:
+    layer = ScaledStdConv2d(2, 2, 3)
+    nn.init.zeros_(layer.weight)
+    layer(torch.randn(1, 2, 5, 5)).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.isfinite().all()
+
+
 def test_in_two_dimensions_the_numbers_are_timms() -> None:
     ours: Any = standardized("", nn.Conv2d(4, 6, 3, groups=2, padding=1, stride=2), gamma=1.7)
-    theirs = TimmConv2d(4, 6, 3, groups=2, padding=1, stride=2, gamma=1.7)
+    theirs = TimmConv2d(4, 6, 3, groups=2, padding=1, stride=2, gamma=1.7, eps=ours.eps)
     theirs.load_state_dict({**ours.state_dict(), "gain": torch.ones(6, 1, 1, 1)})
     inputs = torch.randn(2, 4, 5, 5)
     torch.testing.assert_close(ours(inputs), theirs(inputs))
