@@ -7,7 +7,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.layerwise import NOT_FINITE, TOO_LARGE
 from fedbn_flwr.server.replies import CannotTrainError, NodeReply
 
-#: rounds in a row without a usable reply that end a run
+#: rounds without a usable reply that end a run
 LOST_ROUNDS = 3
 
 
@@ -20,32 +20,33 @@ class DivergedError(CannotTrainError):
 
 
 class LostRounds:
-    """The rounds in a row without a usable reply, and the nodes that were drawn in them."""
+    """The rounds since the last usable reply in which nodes sent numbers that are not finite.
+
+    Rounds in which nodes only failed, or were silent, say nothing about the model, and do not count.
+    """
 
     def __init__(self) -> None:
-        self._first: int | None = None
+        self._rounds: list[int] = []
         self._nodes: set[int] = set()
 
     def forget(self) -> None:
         """Start again, after a round with a usable reply."""
-        self._first, self._nodes = None, set()
+        self._rounds, self._nodes = [], set()
 
     def add(
         self, server_round: int, drawn: Sequence[int], connected: int, reasons: Sequence[str], circumstances: str
     ) -> None:
-        """Note a lost round; raise an error if these are `LOST_ROUNDS`, and not those of one bad node among others.
+        """Note a lost round; raise DivergedError if these are `LOST_ROUNDS`, and not those of one bad node.
 
-        `reasons` say why nodes' replies could not be used. If numbers were not finite, this is a DivergedError.
+        `reasons` say why nodes' replies could not be used.
         """
-        self._first = self._first or server_round
-        self._nodes |= set(drawn)
-        if server_round - self._first + 1 < LOST_ROUNDS or len(self._nodes) < min(connected, 2):
+        if not (infinite := infinite_ones(reasons)):
             return
-        infinite = infinite_ones(reasons)
-        text = f"no node has had a usable reply since ({[*infinite, *reasons, 'no node answered'][0]})"
-        if infinite:
-            raise DivergedError(self._first, f"{text}; {circumstances}")
-        raise CannotTrainError(f"round {self._first} was lost, and {text}")
+        self._rounds.append(server_round)
+        self._nodes |= set(drawn)
+        if len(self._rounds) >= LOST_ROUNDS and len(self._nodes) >= min(connected, 2):
+            reason = f"no node has had a usable reply since ({infinite[0]}); {circumstances}"
+            raise DivergedError(self._rounds[0], reason)
 
 
 def infinite_ones(reasons: Sequence[str]) -> list[str]:
