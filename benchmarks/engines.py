@@ -105,7 +105,7 @@ def _run(case: Case, open_grid: Callable[[Experiment, Path], AbstractContextMana
             CountingGrid(grid),
             initial,
             ENDLESS,
-            train_config=instruction_of(experiment.config).to_config(),
+            train_config=instruction_of(experiment.config).to_config(always=("lr",)),
             evaluate_fn=lambda *_: clock.round_done(),
         )
 

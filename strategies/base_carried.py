@@ -89,13 +89,14 @@ class CarriedCorrections(Layerwise):
 
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
         """Keep the nodes' values, and average the models."""
+        merged = super().merge(replies, weights)
         averaged = {reply.node: weight for reply, weight in zip(replies, weights, strict=True)}
         self.carried.settle(self._corrections, set(self.drawn_nodes) - averaged.keys(), averaged)
         for reply in replies:
             values = self._swept.get(reply.node) or reply.records.get(wire.CARRIED)
             if self.carry and values is not None:
                 self.carried.hear(reply.node, reply.num_examples, values)
-        return super().merge(replies, weights)
+        return merged
 
     def corrections_of(self, nodes: Iterable[int]) -> dict[int, tuple[Corrections, Corrections]]:
         """Return the nodes' corrections of statistics and gradients, by layer; nothing without `carry`."""

@@ -15,7 +15,7 @@ from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.averaging import Arrays, record
 from fedbn_flwr.server.layerwise_attempt import NodesFailedError, leave_out
-from fedbn_flwr.server.replies import CannotTrainError, Expected, parse_replies
+from fedbn_flwr.server.replies import CannotTrainError, Expected, Refusal, parse_replies
 from fedbn_flwr.wire import Instruction, moments
 from fedbn_flwr.wire.layerwise import StepPosition
 from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep
@@ -116,16 +116,20 @@ def pool_in_order(step: NodesStep, state: Arrays) -> dict[str, Moments]:
     return pooled
 
 
-def _name_unusable(seen: Mapping[int, Mapping[str, Moments]], state: Arrays) -> dict[int, str]:
+def _name_unusable(seen: Mapping[int, Mapping[str, Moments]], state: Arrays) -> dict[int, Refusal]:
     """Say in the log whose moments cannot be pooled, and return the reasons by node.
 
     Moments are in float64, but the pool becomes running statistics of the model, which may be in float32.
     """
-    reasons = dict[int, str]()
+    reasons = dict[int, Refusal]()
     for node, by_layer in seen.items():
         for layer, values in by_layer.items():
             entries = moments.running_statistics({layer: values})
-            dtype: torch.dtype = getattr(torch, str(state[next(iter(entries))].dtype))
+            own = [state[name] for name in entries if name in state and state[name].shape == entries[name].shape]
+            if len(own) < len(entries):
+                reasons[node] = leave_out(node, f"the model has no BN layer {layer!r} with as many channels")
+                break
+            dtype: torch.dtype = getattr(torch, str(own[0].dtype))
             if reason := why_unusable("statistics", torch.stack(list(entries.values())).to(dtype)):
                 reasons[node] = leave_out(node, f"the statistics of BN layer {layer!r} {reason}")
                 break

@@ -13,7 +13,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
 from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt, NodesFailedError
 from fedbn_flwr.server.message_step import MessageStep
-from fedbn_flwr.server.replies import NodeReply
+from fedbn_flwr.server.replies import NodeReply, Refusal
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.layerwise import StepPosition
 from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep, Participant
@@ -50,9 +50,10 @@ class Layerwise(FedAvg):
 
     If a node fails in the middle of the step, or sends what cannot be combined, the step starts again from the
     received model, with the other nodes: `max_attempts` times in all, then the round is skipped. A node that fails
-    only in the last exchange is left out of the average. With `fresh_optimizer`, the optimizer's state of the
-    layer-wise step is not used in the steps after it. Between messages, nodes keep up to `replay_limit` megabytes of
-    received arrays in Flower's `Context.state`, and ask for larger ones again where a process has lost its step.
+    only in the last exchange is left out of the average; what it sent before stays in the statistics of the others.
+    With `fresh_optimizer`, the optimizer's state of the layer-wise step is not used in the steps after it. Between
+    messages, nodes keep up to `replay_limit` megabytes of received arrays in Flower's `Context.state`, and ask for
+    larger ones again where a process has lost its step.
     """
 
     beside_model: ClassVar[str] = "the statistics of layer-wise steps"
@@ -161,7 +162,7 @@ class Layerwise(FedAvg):
 
     def _train(self, grid: Grid, contents: Contents) -> list[Message]:
         """Return the replies of the nodes that do not fail; none after `max_attempts`."""
-        reasons, takes = list[str](), [self._take_on_grid, self._take_by_messages]
+        reasons, takes = list[Refusal](), [self._take_on_grid, self._take_by_messages]
         for number in range(1, self.max_attempts + 1):
             try:
                 while (replies := takes[0](grid, contents, number)) is None:
@@ -173,7 +174,7 @@ class Layerwise(FedAvg):
                 if not contents:
                     break
         skipped = "Round %d is skipped, its layer-wise step failed %d times: %s"
-        log(WARNING, skipped, self.server_round, number, "; ".join(reasons))
+        log(WARNING, skipped, self.server_round, number, "; ".join(map(str, reasons)))
         self._refused += reasons
         return []
 

@@ -16,6 +16,11 @@ from fedbn_flwr.wire import FREEZES, Instruction
 from .fedavg import FedAvg, FedAvgOptions
 from .registry import register_strategy
 
+#: said where clients have a rate that the server does not know
+UNBOUNDED = (
+    "FixBN: the train config has no `lr`, so frozen statistics do not bound the learning rate; lower your own at the "
+    "freeze, or training may diverge"
+)
 Change = Literal["channels", "norm"]
 CHANGES = get_args(Change)
 Freeze = Literal["statistics", "affine", "both"]
@@ -58,9 +63,10 @@ class FixBN(FedAvg):
     above the number of rounds this is FedAvg.
 
     Under frozen statistics nothing rescales the layers any more, and training can diverge at learning rates that work
-    with normal BN. From the freeze on, the rate is at most `frozen_lr` times the run's `lr`, and lower where the
-    schedule is. `frozen_lr=1` leaves the rate to the schedule, as the paper does. A schedule that names the freeze
-    (`lr_schedule="=0.01@freeze"`) is followed as it stands.
+    with normal BN. From the freeze on, the rate is at most `frozen_lr` times the `lr` of the train config, and lower
+    where the schedule is. `frozen_lr=1` leaves the rate to a schedule that lowers it, as the paper does. A schedule
+    that names the freeze (`lr_schedule="=0.01@freeze"`) is followed as it stands. A train config without `lr` gets
+    none: the client's own rate holds, and the log says that it should be lowered.
     """
 
     paper: ClassVar[str] = "Zhong, Chen and Chao, 2023"
@@ -114,9 +120,24 @@ class FixBN(FedAvg):
             return replace(instruction, later="freeze,omit")
         kept = "none" if self.send_frozen else {"both": "bn"}.get(self.freeze, self.freeze)
         instruction = replace(instruction, freeze=self.freeze, omit=kept)
-        if self.freeze == "affine" or self.schedule.names_freeze:
+        if not self._bounds_rate():
+            return instruction
+        if not self.has_rate:
+            if instruction.server_round == self.frozen_after + 1:
+                log(WARNING, UNBOUNDED)
             return instruction
         return replace(instruction, lr=min(instruction.lr, largest))
+
+    def circumstances(self) -> str:
+        """Return what may have made training diverge in this round, and what to try, in words."""
+        tried = super().circumstances()
+        if self.instruction.freeze == "none":
+            return tried
+        lower = " (frozen-lr)" if self._bounds_rate() and self.has_rate else ""
+        return f"BN is frozen after round {self.frozen_after}, {tried}{lower}, or a later freeze"
+
+    def _bounds_rate(self) -> bool:
+        return self.freeze != "affine" and not self.schedule.names_freeze
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -136,7 +157,8 @@ class FixBN(FedAvg):
         late = self.num_rounds is not None and server_round >= rounds_of(self.latest, self.num_rounds)
         if (calm or late) and server_round != self.num_rounds:
             self.frozen_after = self.measured["frozen-after"] = server_round
-            log(INFO, "FixBN: frozen after round %d", server_round)
+            reason = "the statistics are calm" if calm else f"{self.latest:g} of the run are over"
+            log(INFO, "FixBN: frozen after round %d, as %s", server_round, reason)
         elif server_round == self.num_rounds:
             log(
                 WARNING,

@@ -39,7 +39,7 @@ def count(method: str, rounds: int = 1, model: str = "resnet20") -> tuple[Tally,
         grid,
         state.to_record(fresh_model(experiment.config).state_dict()),
         rounds,
-        train_config=Instruction(local_steps=1, batch_size=2).to_config(),
+        train_config=Instruction(local_steps=1, batch_size=2).to_config(always=("lr",)),
         # called before the first round and after every round
         evaluate_fn=lambda *_: totals.append(grid.training.copy()),
     )

@@ -125,7 +125,9 @@ def run(
                 config.rounds,
                 rounds_done=rounds_done,
                 timeout=config.timeout,
-                train_config=recovery.tell(ConfigRecord({**instruction_of(config).to_config(), **task.told})),
+                train_config=recovery.tell(
+                    ConfigRecord({**instruction_of(config).to_config(always=("lr",)), **task.told})
+                ),
                 evaluate_config=recovery.tell(ConfigRecord({**evaluation_of(experiment).to_config(), **task.told})),
                 evaluate_fn=recovery.record,
             )

@@ -6,7 +6,6 @@ that freeze after given shares of the rounds. All are scored on held-out trainin
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isinf
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -19,6 +18,7 @@ from fedbn_flwr.experiments.config import UsageError
 from fedbn_flwr.experiments.engines import Engine
 from fedbn_flwr.experiments.method import Experiment, parse
 from fedbn_flwr.experiments.output.console import console
+from fedbn_flwr.experiments.output.recorder import outcome_of
 from fedbn_flwr.experiments.output.run_folder import as_json, read_rounds
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.experiments.strategy_options import owners
@@ -33,31 +33,25 @@ AUTO, OPTION = "auto", "freeze-round"
 
 @dataclass(frozen=True)
 class Candidate:
-    """One value of `freeze-round`: the rounds after which its runs froze, and their scores, by seed.
-
-    A run that failed has the score -inf.
-    """
+    """One value of `freeze-round`: the rounds after which its runs froze, and their scores, by seed."""
 
     freeze_round: str
     #: None where the rule never fired: that run was FedAvg
     frozen_after: Sequence[int | None]
     scores: Sequence[float]
+    #: how a run failed; empty if none did
+    failure: str = ""
 
     @property
     def score(self) -> float:
-        """The mean over the seeds."""
-        return fmean(self.scores)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a run failed."""
-        return isinf(self.score)
+        """The mean over the seeds; -inf if a run failed."""
+        return float("-inf") if self.failure else fmean(self.scores)
 
     @property
     def after(self) -> float | None:
         """The median round of the freeze; None if some seed never froze."""
         known = [after for after in self.frozen_after if after is not None]
-        return median(known) if len(known) == len(self.frozen_after) else None
+        return median(known) if known and len(known) == len(self.frozen_after) else None
 
 
 def candidates(method: str, grid: str) -> dict[str, str]:
@@ -82,7 +76,7 @@ def check(plan: Plan) -> None:
 def search(plan: Plan, engine: Engine, folder: Path, announce: Announce) -> Iterator[Candidate]:
     """Run every method of the plan with every seed, and return what became of it."""
     for method in plan.methods:
-        runs = list[tuple[int | None, float]]()
+        runs, failure = list[tuple[int | None, float]](), ""
         for seed in range(plan.seeds):
             experiment = _experiment(plan, method, seed)
             place = folder / f"{folder_name(method)}-seed{experiment.config.seed}"
@@ -90,10 +84,11 @@ def search(plan: Plan, engine: Engine, folder: Path, announce: Announce) -> Iter
             summary = run_or_error(engine, experiment, place, announce(label))
             if "error" in summary:
                 console.print(f"{label}: {summary['error']}", style="yellow", soft_wrap=True)
-                runs.append((None, float("-inf")))
+                failure = failure or outcome_of(summary)
             else:
                 runs.append((frozen_after(experiment, summary, place), float(summary[metric_of(summary)])))
-        yield Candidate(parse(method)[2][OPTION], *zip(*runs, strict=True))
+        after, scores = [round_ for round_, _ in runs], [score for _, score in runs]
+        yield Candidate(parse(method)[2][OPTION], after, scores, failure)
 
 
 def frozen_after(experiment: Experiment, summary: Mapping[str, Any], folder: Path) -> int | None:
@@ -110,10 +105,7 @@ def frozen_after(experiment: Experiment, summary: Mapping[str, Any], folder: Pat
 
 def best(found: Sequence[Candidate]) -> Candidate:
     """Return the best by held-out data; of equals the one that freezes first, as statistics then cease to travel."""
-    chosen = max(found, key=lambda candidate: (candidate.score, -(candidate.after or float("inf"))))
-    if chosen.failed:
-        raise CannotTrainError("a run of every candidate failed")
-    return chosen
+    return max(found, key=lambda candidate: (candidate.score, -(candidate.after or float("inf"))))
 
 
 def advice(found: Sequence[Candidate], method: str) -> str:
@@ -125,9 +117,11 @@ def advice(found: Sequence[Candidate], method: str) -> str:
 
 
 def write_tuning(found: Sequence[Candidate], method: str, folder: Path, title: str) -> None:
-    """Write `tune.json` and `tune.png`, and print the table."""
+    """Write `tune.json` and `tune.png`, and print the table; raise CannotTrainError if no candidate came through."""
     rows = [
-        {"freeze-round": c.freeze_round, "frozen-after": list(c.frozen_after), "scores": list(c.scores)} for c in found
+        {"freeze-round": c.freeze_round, "frozen-after": list(c.frozen_after), "scores": list(c.scores)}
+        | ({"failed": c.failure} if c.failure else {})
+        for c in found
     ]
     content = {"method": method, "candidates": rows, "recommended": best(found).after}
     (folder / "tune.json").write_text(as_json(content, indent=2) + "\n")
@@ -138,9 +132,11 @@ def write_tuning(found: Sequence[Candidate], method: str, folder: Path, title: s
     for c in found:
         spread = f" ({min(c.scores):.3f} to {max(c.scores):.3f})" if len(c.scores) > 1 else ""
         mark = " *" if c is best(found) else ""
-        frozen = "" if c.failed else "never" if c.after is None else f"{c.after:g}"
-        table.add_row(c.freeze_round, frozen, "failed" if c.failed else f"{c.score:.3f}{spread}{mark}")
+        frozen = "" if c.failure else "never" if c.after is None else f"{c.after:g}"
+        table.add_row(c.freeze_round, frozen, c.failure or f"{c.score:.3f}{spread}{mark}")
     console.print(table)
+    if best(found).failure:
+        raise CannotTrainError("a run of every candidate failed")
     console.print(advice(found, method), soft_wrap=True)
     console.print(f"Results: {folder.resolve()} (tune.json, tune.png, one folder a run)", soft_wrap=True)
 
@@ -155,19 +151,19 @@ def plot_tuning(found: Sequence[Candidate], path: Path, title: str) -> None:
 
     figure, panel = pyplot.subplots(figsize=(6.5, 4), layout="constrained")
     searched = sorted(
-        (c for c in found if c.freeze_round != AUTO and c.after and not c.failed), key=lambda c: c.after or 0
+        (c for c in found if c.freeze_round != AUTO and c.after and not c.failure), key=lambda c: c.after or 0
     )
     places, scores = [c.after or 0 for c in searched], [c.score for c in searched]
     panel.fill_between(
         places, [min(c.scores) for c in searched], [max(c.scores) for c in searched], alpha=0.15, linewidth=0
     )
     panel.plot(places, scores, marker="o", label="frozen after a given round")
-    for rule in (c for c in found if c.freeze_round == AUTO and not c.failed):
+    for rule in (c for c in found if c.freeze_round == AUTO and not c.failure):
         if rule.after is None:
-            panel.axhline(rule.score, color="C1", linestyle="dashed", label="the window rule never fires")
+            panel.axhline(rule.score, color="C1", linestyle="dashed", label="auto never freezes")
         else:
             panel.axvline(rule.after, color="C1", linestyle="dotted")
-            panel.plot([rule.after], [rule.score], "s", color="C1", label="where the window rule fires")
+            panel.plot([rule.after], [rule.score], "s", color="C1", label="where auto freezes")
     panel.set(xlabel="round of the freeze", ylabel="score on held-out training data", title=title)
     panel.grid(alpha=0.3)
     panel.legend()

@@ -10,8 +10,6 @@ The server: `take_step` answers the exchanges of all clients, through a `Layerwi
 
 from fedbn_flwr.layerwise.carried import carried_corrections
 from fedbn_flwr.layerwise.exchange import (
-    NOT_FINITE,
-    TOO_LARGE,
     Answer,
     Exchange,
     ExchangeError,
@@ -46,8 +44,6 @@ from fedbn_flwr.layerwise.take_step import LayerwiseStep, take_step
 from fedbn_flwr.randomness import OwnRandomness
 
 __all__ = [
-    "NOT_FINITE",
-    "TOO_LARGE",
     "Abandoned",
     "Answer",
     "Auto",

@@ -28,11 +28,17 @@ reply. Over those that do, R_t of round t, the corrections then add the surplus
 
 to the mean of A, and the same of beta to that of B. It cannot be taken out of the averaged models, where each client's
 lower layers have already multiplied it by another Jacobian. So the corrections of round t + 1 take it back: with e_t,
-the sum of all s up to round t, every client gets alpha_k - e_t. If all of them reply, this adds -e_t, and e_{t+1} = 0.
-In general, where all of R_{t+1} have corrections, e_{t+1} is what the pool alone would have added in round t + 1: the
-forces of all rounds telescope, and never more than one round's is left, whoever is silent and however often. A client
-that did not reply when it was last drawn gets no correction and is not in the pool: one that is gone for good adds a
-surplus once, and old values pool no statistics.
+the sum of all s up to round t, every client gets alpha_k - e_t. With c the share of those of R_{t+1} that have
+corrections, and L the mean over these of what the pool alone would have given them,
+
+    e_{t+1} = (1 - c) e_t + c L
+
+If all have corrections and reply, c = 1, L = 0, and nothing is left. In general e is a weighted mean of L of this round
+and of earlier ones: however many rounds there are, and whoever is silent, it is never larger than what the pool of one
+round can add. (This is said of gradients. Where a schedule lowers the rate in between, less of the movement is taken
+back.) Of a client that was silent when others replied, nothing is kept: until it has replied again it gets no
+correction and is not in the pool, so that one that is gone for good adds a surplus once, and old values pool no
+statistics.
 
 The corrections of means and variances stay in a trust region, |o| <= c and 1 / c <= q <= c, as r and d of batch
 renormalization (Ioffe, Batch Renormalization, NeurIPS 2017) do for the same reason: values of another model may be far

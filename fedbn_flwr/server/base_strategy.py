@@ -16,7 +16,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from fedbn_flwr import wire
 from fedbn_flwr.server.averaging import Arrays, record, unpack
 from fedbn_flwr.server.constructor_options import FlowerOptions, MomentumKind, OptimizerKind, refuse_unknown
-from fedbn_flwr.server.divergence import LostRounds, infinite_ones, refuse_infinite_loss
+from fedbn_flwr.server.divergence import DivergedError, LostRounds, refuse_infinite_loss
 from fedbn_flwr.server.global_momentum import MomentumState
 from fedbn_flwr.server.kept_state import KeptState
 from fedbn_flwr.server.later_rounds import Evaluate, LaterRounds
@@ -26,6 +26,7 @@ from fedbn_flwr.server.replies import (
     CannotTrainError,
     Expected,
     NodeReply,
+    Refusal,
     mean_metrics,
     parse_replies,
     require_obeyed,
@@ -114,6 +115,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.partitions: dict[int, int] = {}
         self.ever_trained = False
         self.frozen_after: int | None = None
+        #: whether the train config has a learning rate; without one, clients have their own
+        self.has_rate = True
         #: what the messages of the current round hold beside instructions, such as a user's own keys
         self.other_config: dict[str, Any] = {}
         #: the current round's instruction
@@ -129,7 +132,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self._lost = LostRounds()
         self._sent: list[Message] = []
         #: why replies of the current round could not be used
-        self._refused: list[str] = []
+        self._refused: list[Refusal] = []
         #: the binding keys of rounds that brought a model
         self.obeyed_before: set[str] = set()
         self._expected = Expected((), {})
@@ -212,6 +215,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             return []
         self._begin_round(server_round, arrays, config, grid)
         self.measured = {}
+        self.has_rate = "lr" in config
         self.instruction = self.instruct(_read_instruction(config, server_round))
         if not self.started:
             self._require_wrapper_that_fits(server_round)
@@ -231,7 +235,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         if not self.train_replies:
             self._require_progress(server_round)
             return None, None
-        refuse_infinite_loss(server_round, self.train_replies, self._circumstances())
+        refuse_infinite_loss(server_round, self.train_replies, self._count_connected(), self.circumstances())
         self._lost.forget()
         self.ever_trained = True
         self.obeyed_before |= set(self._expected.binding)
@@ -282,6 +286,11 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     def evaluates(self, server_round: int) -> bool:
         """Return whether models are evaluated after a round."""
         return server_round % self.evaluate_every == 0 or server_round == self.num_rounds
+
+    def circumstances(self) -> str:
+        """Return what may have made training diverge in this round, and what to try, in words."""
+        rate = f"the learning rate is {self.instruction.lr:g}: " if self.has_rate else ""
+        return f"{rate}try a lower learning rate"
 
     def describe_node(self, node: int) -> Node:
         """Ask one node for its description."""
@@ -368,25 +377,21 @@ class BaseStrategy(KeptState, FlowerFedAvg):
 
     def _require_progress(self, server_round: int) -> None:
         reason = self._refused[0] if self._refused else "no node answered"
+        all_infinite = bool(self._refused) and all(refusal.is_infinite for refusal in self._refused)
         if not self.ever_trained:
+            if all_infinite:
+                raise DivergedError(server_round, f"no node could train ({reason}); {self.circumstances()}")
             raise CannotTrainError(f"no node could train in round {server_round}: {reason}")
         new = sorted(set(self._expected.binding) - self.obeyed_before)
-        if new and self._refused and not infinite_ones(self._refused):
+        if new and self._refused and not all_infinite:
             raise CannotTrainError(
                 f"no node could train in round {server_round}, the first that asks for {', '.join(new)}: {reason}"
             )
         log(WARNING, "Round %d brought no usable reply: the model stays as it was", server_round)
-        connected = len(list(self.grid.get_node_ids())) if self.grid else 0
-        self._lost.add(server_round, self.drawn_nodes, connected, self._refused, self._circumstances())
+        self._lost.add(server_round, self._refused, self._count_connected(), self.circumstances())
 
-    def _circumstances(self) -> str:
-        """Return what may have made training diverge, and what to try."""
-        rate = f"the learning rate is {self.instruction.lr:g}"
-        if self.frozen_after is None or self.server_round <= self.frozen_after:
-            return f"{rate}: try a lower lr"
-        return (
-            f"BN is frozen after round {self.frozen_after} and {rate}: try a lower lr or frozen-lr, or a later freeze"
-        )
+    def _count_connected(self) -> int:
+        return len(list(self.grid.get_node_ids())) if self.grid else 0
 
     def _mean_metrics(self, replies: Sequence[NodeReply], mean: Any) -> MetricRecord:
         if mean is aggregate_metricrecords:

@@ -69,9 +69,10 @@ class CarriedValues:
         """
         for node in silent:
             self.by_node.pop(node, None)
+        total = sum(averaged.values())
         added = [
-            averaged[node] / sum(averaged.values()) * corrections[node][_GRADIENTS].astype(np.float64)
-            for node in averaged
+            weight / total * corrections[node][_GRADIENTS].astype(np.float64)
+            for node, weight in averaged.items()
             if _GRADIENTS in corrections.get(node, {})
         ]
         if added:
@@ -107,7 +108,7 @@ class CarriedValues:
         return corrections
 
     def _surplus_like(self, gradients: np.ndarray) -> np.ndarray:
-        """Return the surplus; zeros if there is none, or if it is that of other layers."""
+        """Return the surplus; zeros if there is none, or if the layers' channels have changed."""
         if self.surplus is None or self.surplus.shape != gradients.shape:
             return np.zeros(gradients.shape)
         return self.surplus

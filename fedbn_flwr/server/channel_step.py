@@ -17,6 +17,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.layerwise import Answer, Request
 from fedbn_flwr.server.ask_nodes import question_of
 from fedbn_flwr.server.layerwise_attempt import NodesFailedError, faulty_nodes, leave_out
+from fedbn_flwr.server.replies import Refusal
 from fedbn_flwr.server.side_channel import NodeLink, SideChannel
 from fedbn_flwr.wire.frames import NodeRequest, pack_frame
 from fedbn_flwr.wire.layerwise import LACKS_ARRAYS, REQUESTS, UNREACHABLE
@@ -43,7 +44,7 @@ class ChannelStep:
         self._replies: dict[int, Message] = {}
         self._late_or_unreachable: set[int] = set()
         #: the nodes whose failure is in the log, and what is said there
-        self._named: dict[int, str] = {}
+        self._named: dict[int, Refusal] = {}
         self._counted = 0, 0
         #: from an answer to the next requests, each time
         self._seconds: list[float] = []

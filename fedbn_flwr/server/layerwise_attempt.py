@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import ExchangeError, Report, pool
 from fedbn_flwr.server.ask_nodes import ask_nodes
-from fedbn_flwr.server.replies import Expected, parse_replies
+from fedbn_flwr.server.replies import Expected, Refusal, parse_replies
 from fedbn_flwr.wire import Record
 from fedbn_flwr.wire.layerwise import REQUESTS, Content, StepPosition, lacks_arrays, read_requests
 from fedbn_flwr.wire.layerwise_grid import Participant
@@ -27,9 +27,9 @@ _ABANDON_TIMEOUT = 10.0
 class NodesFailedError(RuntimeError):
     """Nodes failed in the middle of a step."""
 
-    def __init__(self, nodes: Collection[int], reasons: Iterable[str]) -> None:
+    def __init__(self, nodes: Collection[int], reasons: Iterable[Refusal]) -> None:
         self.nodes, self.reasons = frozenset(nodes), list(reasons)
-        super().__init__("; ".join(self.reasons))
+        super().__init__("; ".join(map(str, self.reasons)))
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class LayerwiseAttempt:
         if messages := [self._message(node, position, {}) for node in nodes]:
             ask_nodes(self.grid, messages, min(self.timeout, _ABANDON_TIMEOUT))
 
-    def fail(self, nodes: Collection[int], reasons: Iterable[str]) -> NoReturn:
+    def fail(self, nodes: Collection[int], reasons: Iterable[Refusal]) -> NoReturn:
         """Raise NodesFailedError."""
         self._failed = frozenset(nodes)
         raise NodesFailedError(nodes, reasons)
@@ -160,7 +160,7 @@ def faulty_nodes(requests: Mapping[int, Report]) -> dict[int, str]:
     return reasons
 
 
-def leave_out(node: int, reason: str) -> str:
+def leave_out(node: int, reason: str) -> Refusal:
     """Say in the log why a node is left out, and return it."""
     log(WARNING, "Node %d is left out of this round: %s", node, reason)
-    return f"node {node}: {reason}"
+    return Refusal(node, reason)

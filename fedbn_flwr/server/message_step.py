@@ -9,6 +9,7 @@ from flwr.app import Message
 
 from fedbn_flwr.layerwise import Answer, Request
 from fedbn_flwr.server.layerwise_attempt import Broadcast, LayerwiseAttempt
+from fedbn_flwr.server.replies import Refusal
 from fedbn_flwr.wire.layerwise import ANSWERS, Content, StepPosition, pack_answers
 from fedbn_flwr.wire.layerwise_grid import Participant
 
@@ -42,7 +43,7 @@ class MessageStep:
         reports = self._attempt.read_requests(replies)
         layers = {len(report) for report in reports.values()}
         if layers != {1}:
-            self._attempt.fail(reports, [f"the nodes ask for {max(layers)} layers at once"])
+            self._attempt.fail(reports, [Refusal(node, f"asks for {max(layers)} layers at once") for node in reports])
         return [request for report in reports.values() for request in report.values()]
 
     def replies(self) -> list[Message]:

@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import wire
-from fedbn_flwr.layerwise import NOT_FINITE
+from fedbn_flwr.layerwise.exchange import NOT_FINITE, TOO_LARGE
 from fedbn_flwr.server.averaging import not_finite, view
 from fedbn_flwr.state.flat import FlatArrays, Layout
 from fedbn_flwr.state.records import array_records
@@ -28,6 +28,22 @@ class CannotTrainError(RuntimeError):
 
 class RefusedError(ValueError):
     """A reply that cannot be used, with the reason."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why nothing of a node can be used in a round."""
+
+    node: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"node {self.node}: {self.reason}"
+
+    @property
+    def is_infinite(self) -> bool:
+        """Return whether the node sent, or its client refused to send, numbers that are not finite or too large."""
+        return NOT_FINITE in self.reason or TOO_LARGE in self.reason
 
 
 @dataclass(frozen=True)
@@ -69,7 +85,7 @@ class Expected:
 
 def parse_replies(
     messages: Iterable[Message], sent: Mapping[str, int], expected: Expected
-) -> tuple[list[NodeReply], list[str]]:
+) -> tuple[list[NodeReply], list[Refusal]]:
     """The usable replies, ordered by partition, and why others are not; these are named in the log.
 
     `sent` maps message ids to the nodes they went to: Flower's own error replies may not name the node. The order
@@ -82,7 +98,7 @@ def parse_replies(
             usable.append(_read(node, message, expected))
         except RefusedError as reason:
             log(WARNING, "Node %d is left out of this round: %s", node, reason)
-            refused.append(f"node {node}: {reason}")
+            refused.append(Refusal(node, str(reason)))
     usable.sort(key=lambda reply: (reply.partition, reply.node))
     return _with_common_entries(usable, (wire.ARRAYS, *expected.groups)), refused
 

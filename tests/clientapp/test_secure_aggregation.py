@@ -40,7 +40,7 @@ STEP = 2 * CLIP / LEVELS * NODES * MOST / sum(SIZES[:NODES])
 METHODS: dict[str, Callable[[], BaseStrategy]] = {
     "fedavg": FedAvg,
     "fedprox": lambda: FedProx(mu=0.5),
-    "fixbn": lambda: FixBN(freeze_round=1),
+    "fixbn": lambda: FixBN(freeze_round=1, frozen_lr=1.0),
     "fedbn": FedBN,
     "silobn": SiloBN,
     "mtfl": MTFL,

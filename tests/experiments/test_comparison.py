@@ -213,5 +213,5 @@ def test_a_comparison_in_which_nothing_trains_fails(tmp_path: Path, capsys: pyte
     code = run("compare", "--methods", "fedavg,fedbn", model="mlp", batch_size="1", results_dir=str(tmp_path))
     assert code == 1
     output = capsys.readouterr()
-    assert "fedavg could not train" in output.out
-    assert "fedbn-flwr: no method could train" in output.err
+    assert "fedavg, seed 0: no node could train in round 1" in output.out
+    assert "fedbn-flwr: 2 of 2 methods failed: fedavg, fedbn" in output.err

@@ -126,7 +126,7 @@ class Federation:
             grid or self.grid,
             self.initial,
             rounds,
-            train_config=asked.to_config(),
+            train_config=asked.to_config(always=("lr",)),
             evaluate_config=ConfigRecord({"seed": asked.seed}),
             evaluate_fn=lambda _, arrays: seen.append(arrays),
         )

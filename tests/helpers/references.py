@@ -101,6 +101,7 @@ def federated(
     weigh: Callable[[list[float], int], list[float]] | None = None,
     proximal_mu: Callable[[int], float] = lambda server_round: 0.0,
     frozen_after: int = 10**9,
+    frozen_lr: float = 0.2,
     momentum: str = "none",
     loss_on: str = "mini-batches",
 ) -> State:
@@ -108,7 +109,8 @@ def federated(
     world = copy_state(model)
     shared_velocity: State = {}
     for server_round in range(1, rounds + 1):
-        now = replace(asked, server_round=server_round)
+        frozen = server_round > frozen_after
+        now = replace(asked, server_round=server_round, lr=asked.lr * (frozen_lr if frozen else 1.0))
         ends, losses, velocities = [], [], []
         for node in nodes:
             local = copy.deepcopy(model)
@@ -121,7 +123,6 @@ def federated(
             def correct(name: str, parameter: nn.Parameter, mu: float = mu, start: State = start) -> Tensor:
                 return mu * (parameter.detach() - start[name])
 
-            frozen = server_round > frozen_after
             data = mini_batches(split, node, now, not frozen)
             running = local_sgd(local, data, now, correct, velocity, frozen)
             losses.append(running if loss_on == "mini-batches" else empirical_risk(local, split, node))

@@ -39,6 +39,10 @@ CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
     "fedavg uniform": (lambda: FedAvg(weighting="uniform"), {"weigh": uniform}),
     "fedprox": (lambda: FedProx(mu=0.3), {"proximal_mu": lambda _: 0.3}),
     "fixbn": (lambda: FixBN(freeze_round=1), {"frozen_after": 1}),
+    "fixbn at the paper's rate": (
+        lambda: FixBN(freeze_round=1, frozen_lr=1.0),
+        {"frozen_after": 1, "frozen_lr": 1.0},
+    ),
     "fixbn by fraction": (lambda: FixBN(freeze_round=0.67), {"frozen_after": 2}),
     "fedbn": (FedBN, {"stays": stays(*EVERYTHING)}),
     "silobn": (SiloBN, {"stays": stays(*STATISTICS)}),

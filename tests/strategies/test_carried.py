@@ -135,30 +135,44 @@ ROUNDS_OF_NODES = st.lists(
 @example(
     rounds=[dict.fromkeys(range(3), True), *[{0: number % 2 == 0, 1: True, 2: True} for number in range(8)]], seed=0
 )
-def test_what_corrections_add_over_all_rounds_is_never_more_than_one_rounds(
+def test_what_corrections_add_over_all_rounds_is_never_more_than_one_pool_can(
     rounds: list[dict[int, bool]], seed: int
 ) -> None:
     """One number in place of a gradient; each round's pool, and what it leaves over, by the definition."""
     generator, carried = np.random.default_rng(seed), CarriedValues(memory=0.0, trust=3.0, limit=1.0)
-    sizes, last, added = [3.0, 7.0, 1.0, 12.0, 5.0], dict[int, float](), 0.0
+    sizes, last, added, largest = [3.0, 7.0, 1.0, 12.0, 5.0], dict[int, float](), 0.0, 0.0
     for drawn in rounds:
         corrections = carried.corrections(drawn, lambda examples: list(examples.values()))
         assert corrections.keys() == drawn.keys() & last.keys()
         averaged = {node: sizes[node] for node, replies in drawn.items() if replies}
         alphas = {node: found["gradients"][0, 0] for node, found in corrections.items()}
-        added += sum(size * alphas.get(node, 0.0) for node, size in averaged.items()) / sum(averaged.values())
-        if averaged.keys() <= alphas.keys():
-            pooled = sum(sizes[node] * last[node] for node in alphas) / sum(sizes[node] for node in alphas)
-            left = sum(size * (pooled - last[node]) for node, size in averaged.items()) / sum(averaged.values())
-            assert added == pytest.approx(left, abs=1e-12)
-            if averaged.keys() == alphas.keys():
-                assert added == pytest.approx(0.0, abs=1e-12)
+        before, total = added, sum(averaged.values())
+        added += sum(size * alphas.get(node, 0.0) for node, size in averaged.items()) / total
+        corrected = averaged.keys() & alphas.keys()
+        share, pool = sum(sizes[node] for node in corrected) / total, sum(sizes[node] for node in alphas)
+        if corrected:
+            pooled = sum(sizes[node] * last[node] for node in alphas) / pool
+            left = sum(sizes[node] * (pooled - last[node]) for node in corrected) / (share * total)
+            largest = max(largest, abs(left))
+            assert added == pytest.approx((1 - share) * before + share * left, abs=1e-12)
+        if averaged.keys() == alphas.keys():
+            assert added == pytest.approx(0.0, abs=1e-12)
+        assert abs(added) <= largest + 1e-12
         carried.settle(corrections, drawn.keys() - averaged.keys(), averaged)
         for node, replies in drawn.items():
             last.pop(node, None)
             if replies:
                 last[node] = float(generator.normal())
                 carried.hear(node, sizes[node], values(0.0) | with_gradients(last[node], 0.0))
+
+
+def test_a_surplus_of_other_layers_is_not_taken_back() -> None:
+    carried = CarriedValues(memory=0.0, trust=3.0, limit=1.0)
+    carried.surplus = np.ones((2, 3))
+    for node, gradient in ((7, 1.0), (8, 5.0)):
+        carried.hear(node, 10, values(0.0) | with_gradients(gradient, 0.0))
+    found = carried.corrections([7, 8], lambda examples: list(examples.values()))
+    assert [found[node]["gradients"].tolist() for node in (7, 8)] == [[[2.0], [0.0]], [[-2.0], [0.0]]]
 
 
 def test_a_round_without_any_reply_leaves_the_values_as_they_are() -> None:

@@ -1,5 +1,6 @@
 """A run that has diverged ends with the round, what came before, and what to try."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import wire
 from fedbn_flwr.server.divergence import LostRounds
+from fedbn_flwr.server.replies import Refusal
 from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, InProcessGrid
-from fedbn_flwr.strategies import DivergedError, FedAvg, FedTAN, FixBN
+from fedbn_flwr.strategies import CannotTrainError, DivergedError, FedAvg, FedTAN, FixBN
 from tests.helpers.faults import lies
 from tests.helpers.harness import SIZES, Federation, make_model
 
@@ -58,13 +60,13 @@ def test_three_rounds_without_a_finite_model_end_the_run_and_say_what_came_befor
     assert strategy.server_round == 5
     assert str(error.value) == (
         "training diverged at round 3: no node has had a usable reply since (node 1000: its array 'net.0.weight' in "
-        "'arrays' is not finite); BN is frozen after round 2 and the learning rate is 0.05: try a lower lr or "
-        "frozen-lr, or a later freeze"
+        "'arrays' is not finite); BN is frozen after round 2, the learning rate is 0.05: try a lower learning rate "
+        "(frozen-lr), or a later freeze"
     )
 
 
 def test_before_a_freeze_the_rate_is_to_blame() -> None:
-    with pytest.raises(DivergedError, match=r"the learning rate is 0\.1: try a lower lr$"):
+    with pytest.raises(DivergedError, match=r"the learning rate is 0\.1: try a lower learning rate$"):
         Federation(make_model(), grid=spoiling(infinite, lambda _, number: number >= 3)).run(FixBN(freeze_round=50), 60)
 
 
@@ -96,11 +98,11 @@ def test_nodes_that_fail_do_not_end_a_run() -> None:
 
 
 def test_one_bad_node_among_others_does_not_end_a_run_in_which_it_is_drawn_again_and_again() -> None:
-    rounds = LostRounds()
+    rounds, bad, dead = LostRounds(), Refusal(7, "its array 'a' is not finite"), Refusal(8, "it failed: no power")
     for number in range(1, 9):
-        rounds.add(number, [7], 4, ["node 7: its array 'a' in 'arrays' is not finite"], "")
+        rounds.add(number, [bad, dead], 4, "")
     with pytest.raises(DivergedError):
-        rounds.add(9, [8], 4, ["node 8: its array 'a' in 'arrays' is not finite"], "")
+        rounds.add(9, [Refusal(8, "the mean of BN layer 'a' is too large to be pooled in float32")], 4, "")
 
 
 def test_a_loss_that_is_not_finite_anywhere_ends_the_run_at_once() -> None:
@@ -110,7 +112,30 @@ def test_a_loss_that_is_not_finite_anywhere_ends_the_run_at_once() -> None:
         Federation(make_model(), grid=spoiling(lost, lambda _, number: number == 4)).run(FedAvg(), 60)
 
 
-def test_one_nodes_infinite_loss_does_not() -> None:
-    strategy = FedAvg()
-    Federation(make_model(), grid=spoiling(lost, lambda partition, _: partition == 1)).run(strategy, 3)
-    assert strategy.server_round == 3
+@pytest.mark.parametrize("fraction", [1.0, 0.25])
+def test_one_nodes_infinite_loss_does_not(fraction: float) -> None:
+    strategy = FedAvg(fraction_train=fraction, min_train_nodes=1)
+    Federation(make_model(), grid=spoiling(lost, lambda partition, _: partition == 1)).run(strategy, 9)
+    assert strategy.server_round == 9
+
+
+def test_a_rate_that_is_too_long_from_the_start_is_a_divergence_too() -> None:
+    with pytest.raises(
+        DivergedError, match=r"diverged at round 1: no node could train \(node 1000: .*the learning rate"
+    ):
+        Federation(make_model(), grid=spoiling(infinite, lambda *_: True)).run(FedAvg(), 60)
+
+
+def test_nodes_that_do_not_know_a_freeze_are_not_taken_for_diverging_ones() -> None:
+    def mixed(message: Message, reply: Message) -> Message:
+        spoil = infinite if message.metadata.dst_node_id == FIRST_NODE_ID else failed
+        return spoil(message, reply)
+
+    with pytest.raises(CannotTrainError, match="the first that asks for freeze, omit") as error:
+        Federation(make_model(), grid=spoiling(mixed, lambda _, number: number >= 3)).run(FixBN(freeze_round=2), 60)
+    assert not isinstance(error.value, DivergedError)
+
+
+def test_the_error_survives_a_process() -> None:
+    error = pickle.loads(pickle.dumps(DivergedError(46, "no node")))
+    assert (str(error), error.server_round) == ("training diverged at round 46: no node", 46)

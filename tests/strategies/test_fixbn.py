@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr.strategies import FedTANII, FixBN, Privacy
+from fedbn_flwr.strategies import FedTANII, FixBN, Privacy, fit_config
 from fedbn_flwr.wire import Instruction
 
 
 def test_the_defaults() -> None:
     strategy = FixBN()
-    assert (strategy.window, strategy.threshold, strategy.send_frozen) == (10, 1.0, False)
+    assert (strategy.window, strategy.threshold, strategy.latest, strategy.send_frozen) == (10, 1.0, 0.5, False)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,13 @@ def test_the_rate_under_frozen_statistics(case: str, make: Any) -> None:
 def test_a_bad_rate_under_frozen_statistics_is_named() -> None:
     with pytest.raises(ValueError, match="frozen_lr must not be negative, got -1"):
         FixBN(frozen_lr=-1)
+
+
+def test_a_loop_that_has_a_rate_of_its_own_gets_none_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = FixBN(freeze_round=2, frozen_lr=0.5)
+    strategy.has_rate = False
+    usual = Instruction().lr
+    assert [strategy.instruct(Instruction(server_round=number)).lr for number in range(1, 5)] == [usual] * 4
+    assert ["has no `lr`" in message for message in caplog.messages] == [True]
+    assert "lr" not in fit_config(FixBN(freeze_round=2))(3)
+    assert fit_config(FixBN(freeze_round=2), lr=0.1)(3)["lr"] == pytest.approx(0.02)

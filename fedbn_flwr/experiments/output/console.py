@@ -67,14 +67,13 @@ def show_run(summary: Summary, folder: Path) -> None:
 
 
 def show_comparison(summaries: Sequence[Summary], folder: Path) -> None:
-    """Print one row a method, accuracies by domain where there are domains, and why a method could not train."""
+    """Print a row for each method, accuracies by domain where there are domains, and why a method failed."""
     finished = [summary for summary in summaries if "error" not in summary]
     failed = {summary["method"]: summary for summary in summaries if "error" in summary}
     if finished:
-        _show_accuracies(
-            finished, {run["method"]: "" for run in summaries} | {name: outcome_of(run) for name, run in failed.items()}
-        )
-        _show_domains(finished)
+        methods = dict.fromkeys((run["method"] for run in summaries), "")
+        _show_accuracies(finished, methods | {method: outcome_of(run) for method, run in failed.items()})
+        _show_domains([run for run in finished if run["method"] not in failed])
     for method, summary in failed.items():
         console.print(f"{method}, seed {summary['seed']}: {summary['error']}", style="yellow", soft_wrap=True)
     console.print(f"Results: {folder.resolve()} (compare.json, compare.png, one folder a run)")

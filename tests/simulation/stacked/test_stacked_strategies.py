@@ -146,7 +146,7 @@ def test_adam_that_keeps_its_state_is_left_alone() -> None:
 
 
 def test_a_rule_that_cannot_be_stacked_is_left_alone() -> None:
-    alone, together = both(lambda: quiet(FixBN, freeze_round="auto"))
+    alone, together = both(lambda: quiet(FixBN, freeze_round="auto", latest=1.0))
     assert difference(alone, together) == 0
     assert together.watch.reasons == ["StatisticsChange does not work on stacked models"]
 

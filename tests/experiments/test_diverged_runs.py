@@ -1,0 +1,73 @@
+"""What a command says of a run that has diverged: exit code 1, and the round in place of an accuracy."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedbn_flwr.experiments import main
+from tests.helpers.runs import OPTIONS, run
+
+#: trains for two rounds; then every model is infinite at once
+METHOD = "fedavg:lr-schedule==1e30@2"
+SAID = "training diverged at round 3: no node has had a usable reply since"
+CALM = {"model": "mlp", "rounds": "20", "evaluate_every": "20", "workers": "1"}
+
+
+def test_a_run_ends_at_once_with_one_line_and_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("run", "--method", METHOD, results_dir=str(tmp_path), **CALM) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fedbn-flwr: {SAID} (node 1000: ")
+    assert line.endswith("the learning rate is 1e+30: try a lower learning rate")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["diverged"], summary["rounds-done"]) == (3, 4)
+    assert summary["failed"].startswith(SAID)
+
+
+def test_in_a_comparison_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run("compare", "--methods", f"fedavg,{METHOD},fedavg+gn", "--seeds", "2", results_dir=str(tmp_path), **CALM)
+    assert code == 1
+    output = capsys.readouterr()
+    rows = [line for line in output.out.splitlines() if "training" not in line]
+    assert sum("diverged at round 3" in row for row in rows) == 1
+    assert [row.split()[0] for row in rows if "±" in row] == ["fedavg", "fedavg+gn"]
+    assert f"fedbn-flwr: 1 of 3 methods failed: {METHOD}" in output.err
+    records = json.loads((tmp_path / "compare.json").read_text())
+    assert [record.get("diverged") for record in records] == [None, None, 3, 3, None, None]
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page")]) == 0
+    assert "diverged at round 3" in (tmp_path / "page" / "report.html").read_text()
+
+
+def test_a_matrix_says_so_in_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {**OPTIONS, "model": "mlp", "rounds": 8}
+    content = {"about": "a", "methods": {"good": "fedavg", "bad": METHOD}, "options": options}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
+    assert main(["reproduce", str(tmp_path / "mine.yaml"), "--results-dir", str(tmp_path / "out")]) == 0
+    assert "bad: diverged at round 3" in capsys.readouterr().out
+    table = (tmp_path / "out" / "table.txt").read_text()
+    assert [
+        " ".join(line.split()) for line in table.splitlines() if "diverged at round 3" in line and ":" not in line
+    ] == ["bad diverged at round 3"]
+    assert f"Failed: bad: {SAID}" in table
+
+
+def test_a_search_goes_on_and_recommends_what_came_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rate is infinite from the freeze on, which lies beyond the run for one candidate."""
+    method, grid = "fixbn:lr-schedule==1e30@freeze", "0.2,50"
+    assert run("tune", "freeze-round", "--method", method, "--grid", grid, results_dir=str(tmp_path), **CALM) == 0
+    tuned = json.loads((tmp_path / "tune.json").read_text())
+    assert [row.get("failed") for row in tuned["candidates"]] == ["diverged at round 11", "diverged at round 5", None]
+    assert tuned["recommended"] is None
+    assert "Recommended: no freeze." in capsys.readouterr().out
+
+
+def test_a_search_in_which_nothing_comes_through_fails_and_keeps_its_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    method = "fixbn:lr-schedule==1e30@freeze"
+    assert run("tune", "freeze-round", "--method", method, "--grid", "0.2", results_dir=str(tmp_path), **CALM) == 1
+    output = capsys.readouterr()
+    assert "diverged at round 5" in output.out
+    assert "fedbn-flwr: a run of every candidate failed" in output.err
+    assert (tmp_path / "tune.json").exists()
