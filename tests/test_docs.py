@@ -153,8 +153,8 @@ def test_every_data_set_and_partition_is_explained() -> None:
     assert [kind.form for kind in PARTITIONS.values() if f"| `{kind.form}` |" not in text] == []
 
 
-#: what no test can have, or what takes longer than a test may
-ELSEWHERE = {"cifar10", "fashion-mnist", "ray", "--resume", "10000"}
+#: what no test can have, what takes longer than a test may, and two rounds that only show memory
+ELSEWHERE = {"cifar10", "fashion-mnist", "ray", "--resume", "10000", "--chunk"}
 
 
 def experiments(page: Path) -> list[list[str]]:
