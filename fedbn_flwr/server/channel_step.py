@@ -45,7 +45,6 @@ class ChannelStep:
         self._late_or_unreachable: set[int] = set()
         #: the nodes whose failure is in the log, and what is said there
         self._named: dict[int, Refusal] = {}
-        self._counted = 0, 0
         #: from an answer to the next requests, each time
         self._seconds: list[float] = []
 
@@ -84,12 +83,6 @@ class ChannelStep:
             return []
         self._require_sound()
         return self._in_order({node: link.request for node, link in links.items() if link.request})
-
-    def take_traffic(self) -> tuple[int, int]:
-        """Return the bytes of requests' and answers' frames since the last call: to the nodes, and from them."""
-        links = self._channel.links.values()
-        before, self._counted = self._counted, (sum(link.sent for link in links), sum(link.received for link in links))
-        return self._counted[0] - before[0], self._counted[1] - before[1]
 
     def replies(self) -> list[Message]:
         """Return the replies of the nodes that have taken the step; errors too."""

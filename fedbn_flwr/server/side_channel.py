@@ -56,8 +56,6 @@ class NodeLink:
         #: why it cannot go on
         self.failure = ""
         self._heard = 0.0
-        #: bytes of requests and answers
-        self.received, self.sent = 0, 0
         self.outgoing: SimpleQueue[bytes | None] = SimpleQueue()
 
     @property
@@ -81,7 +79,6 @@ class NodeLink:
                     return
                 case NodeRequest() if not (self.request or self.is_done):
                     self.request = frame
-                    self.received += len(content)
                 case Done() if not self.request:
                     self.is_done = True
                 case Failed(reason):
@@ -94,7 +91,6 @@ class NodeLink:
         """Send the node the answer to its request."""
         with self._changed:
             self.request = None
-            self.sent += len(content)
         self.outgoing.put(content)
 
     def fail(self, reason: str) -> None:

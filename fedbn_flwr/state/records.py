@@ -173,7 +173,7 @@ def view_array(array: Array) -> NDArray[Any]:
 def data_bytes(array: Array) -> int:
     """The length of `array.data`."""
     value = array.__dict__.get("_value")
-    return len(array.data) if value is None else serialized_bytes(*_form(value))
+    return len(array.data) if value is None else _serialized_bytes(*_form(value))
 
 
 def distinct(arrays: Iterable[Array]) -> list[Array]:
@@ -206,8 +206,8 @@ def _serialize(value: NDArray[Any]) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def serialized_bytes(dtype: np.dtype[Any], shape: tuple[int, ...], fortran: bool = False) -> int:
-    """The length of what `np.save` makes of such an array."""
+def _serialized_bytes(dtype: np.dtype[Any], shape: tuple[int, ...], fortran: bool) -> int:
+    """Return the length of what `np.save` makes of such an array."""
     header = BytesIO()
     described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": fortran, "shape": shape}
     np.lib.format.write_array_header_1_0(header, described)

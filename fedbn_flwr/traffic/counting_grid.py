@@ -1,4 +1,4 @@
-"""Counting what is really sent: exchanges, payload and wire bytes, per kind of message."""
+"""Count the exchanges of a run, and the bytes of the arrays in them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +7,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.traffic.layerwise import CountedStep
-from fedbn_flwr.traffic.sizes import Sizes, message_sizes, paper_bytes
+from fedbn_flwr.traffic.sizes import message_sizes, paper_bytes
 from fedbn_flwr.traffic.tally import Tally
 from fedbn_flwr.wire import DESCRIBE
 from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid
@@ -64,21 +64,12 @@ class CountingGrid(PassingGrid):
         tally = self._tally(messages[0])
         tally.exchanges += 1
         tally.paper += paper_bytes(messages)
-        # the messages to several nodes share records, and each of these is measured once
-        known: dict[int, Sizes] = {}
         for message in messages:
-            tally, sizes = self._tally(message), message_sizes(message, known)
-            tally.payload_down += sizes.payload
-            tally.wire_down += sizes.wire
+            self._tally(message).payload_down += message_sizes(message).payload
 
     def _count_received(self, replies: list[Message]) -> None:
         for message in replies:
             if message.has_content():
-                tally, sizes = self._tally(message), message_sizes(message, {})
+                tally, sizes = self._tally(message), message_sizes(message)
                 tally.payload_up += sizes.payload
                 tally.paper += sizes.paper
-                tally.wire_up += sizes.wire
-
-
-# What Flower adds to arrays' data depends on names, types and lengths, not on values: it is measured once for each
-# set of these. To serialize and hash every message, as Flower does, would take longer than to deliver it.

@@ -12,10 +12,6 @@ class Tally:
     #: bytes of the arrays' numbers, server to nodes and nodes to server, every node counted
     payload_down: int = 0
     payload_up: int = 0
-    #: bytes of everything that Flower serializes for these messages: names, framing, configuration. (Flower sends
-    #: arrays of equal content in one message once; here each one counts.)
-    wire_down: int = 0
-    wire_up: int = 0
     #: payload as papers count it: what goes to several nodes once, and batch counters not at all
     paper: int = 0
 
@@ -30,8 +26,3 @@ class Tally:
     def payload(self) -> int:
         """Bytes in both directions."""
         return self.payload_down + self.payload_up
-
-    @property
-    def wire(self) -> int:
-        """Bytes in both directions."""
-        return self.wire_down + self.wire_up

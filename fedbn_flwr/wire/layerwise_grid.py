@@ -30,14 +30,6 @@ class NodesStep(LayerwiseStep[Message], Protocol):
 
 
 @runtime_checkable
-class FramedStep(Protocol):
-    """A step whose exchanges travel in frames of its own, and not as Flower's messages would."""
-
-    def take_traffic(self) -> tuple[int, int]:
-        """Return the bytes of requests' and answers' frames since the last call: to the nodes, and from them."""
-
-
-@runtime_checkable
 class LayerwiseGrid(Protocol):
     """A grid that can take nodes through a layer-wise step without messages."""
 

@@ -28,7 +28,6 @@ def test_table_3(method: str, exchanges: int, numbers: int, printed: float | Non
     # what is really sent goes to each client by itself, with 19 batch counters of 8 bytes
     counters = 0 if "gn" in method else 19 * 8
     assert tally.payload == 2 * CLIENTS * (4 * numbers + counters)
-    assert tally.wire > tally.payload
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_a_killed_process(case: str, engine: tuple[str, ...], share: float, tmp_
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_a_killed_simulation_of_flowers(tmp_path: Path) -> None:
-    # its nodes keep their states themselves, and are told the numbers of the runs, which have other lengths
+    # its nodes keep their states themselves
     options = {**SMALL, "method": "fedbn", "momentum": "0.9", "momentum_state": "local", "engine": "ray"}
     whole = child("0", *command("run", results_dir=str(tmp_path / "whole"), **options))
     assert whole.returncode == 0, whole.stderr
@@ -151,8 +151,4 @@ def test_a_killed_simulation_of_flowers(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoint-4").exists()
     resumed = child("0", "run", "--resume", str(tmp_path / "run"))
     assert resumed.returncode == 0, resumed.stderr
-    one, other = results(tmp_path / "whole"), results(tmp_path / "run")
-    for record in (*one["rows"], *other["rows"], one["summary"], other["summary"]):
-        for key in [key for key in record if "wire-bytes" in key]:
-            del record[key]
-    assert other == one
+    assert results(tmp_path / "run") == results(tmp_path / "whole")

@@ -81,9 +81,7 @@ class Server:
         rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
         summary = json.loads((folder / "summary.json").read_text())
         for record in (*rows, summary):
-            # the text of a history has other lengths
-            for key in [key for key in record if key == "seconds" or "wire-bytes" in key]:
-                del record[key]
+            del record["seconds"]
         model = (folder / "model.safetensors").read_bytes()
         return {
             "rows": rows,

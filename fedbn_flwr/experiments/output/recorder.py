@@ -109,10 +109,8 @@ class Journal:
             "train-loss": self._train_loss,
             "exchanges": sent.exchanges,
             "payload-bytes": sent.payload,
-            "wire-bytes": sent.wire,
             "paper-bytes": sent.paper,
             "evaluation-payload-bytes": self._grid.evaluation.payload,
-            "evaluation-wire-bytes": self._grid.evaluation.wire,
             "seconds": time.perf_counter() - self._started,
             **self._until_target(),
         }
@@ -158,8 +156,6 @@ class Journal:
             "exchanges": sent.exchanges,
             "payload-bytes-down": sent.payload_down,
             "payload-bytes-up": sent.payload_up,
-            "wire-bytes-down": sent.wire_down,
-            "wire-bytes-up": sent.wire_up,
             "paper-bytes": sent.paper,
         }
 

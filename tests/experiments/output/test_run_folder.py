@@ -24,7 +24,7 @@ FILES = {"config.json", "rounds.jsonl", "summary.json", "model.safetensors", "cu
 #: the keys that users of the results may rely on
 KEYS = {
     "method", "strategy", "norm", "model", "dataset", "partition", "clients", "rounds", "seed", "accuracy", "loss",
-    "train-loss", "exchanges", "payload-bytes", "wire-bytes", "seconds",
+    "train-loss", "exchanges", "payload-bytes", "paper-bytes", "seconds",
 }  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def test_the_summary_tells_the_whole_run(folder: Path) -> None:
     }
     assert {key: summary[key] for key in wanted} == wanted
     assert 0 <= summary["accuracy"] <= 1
-    assert 0 < summary["payload-bytes"] < summary["wire-bytes"]
+    assert 0 < summary["paper-bytes"] < summary["payload-bytes"]
     assert summary["seconds"] > 0
 
 
@@ -128,9 +128,9 @@ def test_rounds_are_written_one_a_line(folder: Path) -> None:
     assert {key: rounds[-1][key] for key in ("accuracy", "loss", "train-loss")} == {
         key: summary[key] for key in ("accuracy", "loss", "train-loss")
     }
-    for kind in ("payload", "wire"):
-        total = sum(row[f"{kind}-bytes-{way}"] for row in rounds for way in ("down", "up"))
-        assert total == summary[f"{kind}-bytes"]
+    total = sum(row[f"payload-bytes-{way}"] for row in rounds for way in ("down", "up"))
+    assert total == summary["payload-bytes"]
+    assert sum(row["paper-bytes"] for row in rounds) == summary["paper-bytes"]
 
 
 def test_the_model_reproduces_the_reported_accuracy(folder: Path) -> None:
