@@ -67,10 +67,15 @@ bench-quick: $(VENV)/installed
 bench-deploy: $(VENV)/installed
 	$(BIN)/python -m benchmarks.deploy
 
-# change named files one line at a time, to see whether a test notices: make mutants FILES="strategies/fedbs.py"
+# changes files in a copy, one line at a time, and lists the changes that no test notices:
+# make mutants FILES="strategies/fedbs.py" TESTS="tests/strategies/test_fedbs.py"
+TESTS ?= tests
 mutants: $(VENV)/installed
 	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python --editable ".[mutants]"
-	$(BIN)/python -m tests.mutants $(FILES)
+	rm -rf build/mutants && mkdir -p build/mutants && git ls-files -z | xargs -0 cp --parents -t build/mutants
+	printf '%s = [%s]\n' only_mutate "$$(printf '"%s", ' $(FILES))" \
+		pytest_add_cli_args_test_selection "$$(printf '"%s", ' $(TESTS))" >> build/mutants/pyproject.toml
+	cd build/mutants && $(abspath $(BIN))/mutmut run && $(abspath $(BIN))/mutmut results
 
 # the plug-in part of the wheel, without extras, under other versions of Python and Flower: make matrix CELLS="3.13:1.38.0"
 CELLS ?= 3.11:1.22.0 3.11:1.30.0 3.11:1.35.0 3.11:1.38.0 3.11:1.41.0 3.11:1.42.0 3.12:1.22.0 3.12:1.38.0 3.12:1.41.0 3.12:1.42.0 3.13:1.22.0 3.13:1.38.0 3.13:1.41.0 3.13:1.42.0
