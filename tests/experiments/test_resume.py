@@ -120,7 +120,7 @@ def child(fatal: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 #: engines, and the share of a run's moments after which it is killed; before .46 there is no checkpoint
-KILLED = [("nodes' BN and momentum", (), 0.75), ("layer-wise", (), 0.5)]
+KILLED = [("nodes' BN and momentum", (), 0.75)]
 MORE = [(case, engine, share) for case in CASES for engine in ((), ("--workers", "2")) for share in (0.5, 0.6, 0.9)]
 MORE = [pytest.param(*each, marks=pytest.mark.slow) for each in MORE]  # type: ignore[misc]
 

@@ -25,6 +25,9 @@ CASES: dict[str, dict[str, Any]] = {
     "fedtan": {"momentum": 0.5, "momentum-state": "local"},
     "hbn": {},
 }
+#: what is kept by nodes, and what by the server
+USUAL = ["fedbn", "fixbn"]
+MORE = [pytest.param(method, marks=pytest.mark.slow) for method in CASES if method not in USUAL]
 FIRST = 71
 
 
@@ -91,7 +94,7 @@ class Server:
         }
 
 
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize("method", [*USUAL, *MORE])
 def test_whatever_messages_it_dies_after(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Server(method, tmp_path / "whole", monkeypatch).go()
     pushes = range(1, 200)

@@ -62,6 +62,8 @@ def test_a_cluster_that_is_not_there(
     assert f"no Ray cluster answers at RAY_ADDRESS=127.0.0.1:{port}: " in capsys.readouterr().err
 
 
+# in the usual run, test_parity.py compares bits and test_ray_faults.py joins the cluster
+@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_clients_run_on_all_nodes_and_leave_the_cluster_for_the_next_run(joined: Cluster, tmp_path: Path) -> None:
     options = ["--dataset", "tests.helpers.ray_cluster:digits", "--clients", "4", "--replacement", "true"]

@@ -207,8 +207,14 @@ def harness_nodes(partitions: Sequence[int]) -> InProcessGrid:
     return InProcessGrid(client_app(federation._client), len(SIZES), partitions=partitions)
 
 
-@pytest.mark.parametrize("here", [False, True])
-@pytest.mark.parametrize("name", STRATEGIES)
+#: without a worker here: what nodes keep, and a layer-wise step
+AWAY = ["fedbn", "fedtan"]
+MORE_AWAY = [pytest.param(name, False, marks=pytest.mark.slow) for name in STRATEGIES if name not in AWAY]
+
+
+@pytest.mark.parametrize(
+    ("name", "here"), [*((name, True) for name in STRATEGIES), *((name, False) for name in AWAY), *MORE_AWAY]
+)
 def test_several_processes_give_the_bits_of_one(name: str, here: bool) -> None:
     options: dict[str, Any] = {"momentum": 0.9} if name == "momentum" else {}
     alone = Federation(make_model())
@@ -303,7 +309,7 @@ def killed_once(flag: Path, partitions: Sequence[int]) -> InProcessGrid:
     return InProcessGrid(KillsItself(flag), len(SIZES), partitions=partitions)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("here", [False, True])
+@pytest.mark.parametrize("here", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_layerwise_step_goes_on_without_a_worker_that_died(tmp_path: Path, here: bool) -> None:
     with WorkersGrid(partial(killed_once, tmp_path / "flag"), len(SIZES), 2, here=here) as grid:
         strategy = FedTAN()
@@ -390,8 +396,17 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("here", "asleep"), [(False, 1001), (True, 1001), (True, 1000)])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+#: a signal, whether the parent is the first worker, and the node in the middle of its message
+ENDS = [(signal.SIGKILL, False, 1001), (signal.SIGINT, True, 1000)]
+MORE_ENDS = [
+    pytest.param(number, here, asleep, marks=pytest.mark.slow)
+    for number in (signal.SIGKILL, signal.SIGINT)
+    for here, asleep in ((False, 1001), (True, 1001), (True, 1000))
+    if (number, here, asleep) not in ENDS
+]
+
+
+@pytest.mark.parametrize(("number", "here", "asleep"), [*ENDS, *MORE_ENDS])
 def test_workers_end_with_their_parent(number: signal.Signals, here: bool, asleep: int, tmp_path: Path) -> None:
     """In the middle of a message. Ctrl-C reaches the whole group of processes."""
     (tmp_path / "parent.py").write_text(PARENT.format(here=here, asleep=asleep, idle=2001 - asleep))
