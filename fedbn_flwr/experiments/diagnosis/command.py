@@ -105,6 +105,6 @@ def suggestion(diagnosis: Diagnosis) -> str:
     if error < LARGE_EXCESS:
         return f"{reason} This suggests FixBN (fixbn), which costs no further communication."
     return (
-        f"{reason} This suggests FedTAN (fedtan), or where exchanges are dear fedtan:sweeps=2 or fedtan-ii; at the "
-        "least FixBN (fixbn)."
+        f"{reason} This suggests FedTAN (fedtan), or where exchanges are slow fedtan:carry=true or fedtan-ii; at "
+        "the least FixBN (fixbn)."
     )
