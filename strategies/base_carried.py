@@ -1,18 +1,15 @@
 """Base of the layer-wise strategies that can do with corrections from earlier rounds; no method by itself."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Unpack
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedbn_flwr import wire
-from fedbn_flwr.layerwise import Corrections, Report
 from fedbn_flwr.server.averaging import Arrays, record
 from fedbn_flwr.server.carried_values import CarriedValues, Examples
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import Instruction
-from fedbn_flwr.wire.carried import pack_values, read_corrections
 
 from .base_layerwise import Layerwise, LayerwiseOptions
 
@@ -21,7 +18,6 @@ class CarriedOptions(LayerwiseOptions, total=False):
     """The constructor's arguments."""
 
     carry: bool
-    memory: float
     trust: float
     carry_limit: float
 
@@ -36,10 +32,9 @@ class CarriedCorrections(Layerwise):
     of the next round take back. Messages carry 4 numbers a BN channel more, each way (2 without gradients), and each
     layer's name and 3 sizes. Nodes remember nothing.
 
-    With `memory` M > 0 a node's values are averaged over the rounds in which the node takes part, which makes them
-    older: where a quarter of the nodes took part in a round, one of five runs diverged with M = 0.5. Corrections of
-    statistics are cut to `trust` standard deviations, and to variance ratios between 1 / `trust` and `trust`; 0 leaves
-    them as they are. What the server keeps has at most `carry_limit` megabytes. With one client this is FedAvg.
+    Corrections of statistics are cut to `trust` standard deviations, and to variance ratios between 1 / `trust` and
+    `trust`; 0 leaves them as they are. What the server keeps has at most `carry_limit` megabytes. With one client this
+    is FedAvg.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("carried",)
@@ -53,10 +48,6 @@ class CarriedCorrections(Layerwise):
         carry: Annotated[
             bool, "use corrections from earlier rounds in place of exchanges: one exchange a round"
         ] = False,
-        memory: Annotated[
-            float,
-            "how much of the earlier values carry=true keeps when a node sends new ones; not with few nodes a round",
-        ] = 0.0,
         trust: Annotated[
             float, "bound of carried corrections, in standard deviations and as ratio of variances; 0 is none"
         ] = 3.0,
@@ -64,17 +55,13 @@ class CarriedCorrections(Layerwise):
         **options: Unpack[LayerwiseOptions],
     ) -> None:
         super().__init__(**options)
-        if not 0 <= memory < 1:
-            raise ValueError(f"memory must be at least 0 and less than 1, got {memory}")
         if trust != 0 and trust <= 1:
             raise ValueError(f"trust must be 0 or more than 1, got {trust}")
         if carry_limit <= 0:
             raise ValueError(f"carry_limit must be positive, got {carry_limit}")
         self.carry = carry
-        self.carried = CarriedValues(memory, trust, carry_limit)
+        self.carried = CarriedValues(trust, carry_limit)
         self._corrections: Mapping[int, Arrays] = {}
-        #: by node, the values of the last sweeps of the current round
-        self._swept: dict[int, Arrays] = {}
 
     def exchanges(self, instruction: Instruction) -> bool:
         """Return whether clients wait for each other in this round."""
@@ -93,34 +80,20 @@ class CarriedCorrections(Layerwise):
         averaged = {reply.node: weight for reply, weight in zip(replies, weights, strict=True)}
         self.carried.settle(self._corrections, set(self.drawn_nodes) - averaged.keys(), averaged)
         for reply in replies:
-            values = self._swept.get(reply.node) or reply.records.get(wire.CARRIED)
+            values = reply.records.get(wire.CARRIED)
             if self.carry and values is not None:
                 self.carried.hear(reply.node, reply.num_examples, values)
         return merged
-
-    def corrections_of(self, nodes: Iterable[int]) -> dict[int, tuple[Corrections, Corrections]]:
-        """Return the nodes' corrections of statistics and gradients, by layer; nothing without `carry`."""
-        return {
-            node: read_corrections({name: torch.from_numpy(value) for name, value in values.items()})
-            for node, values in self._correct(nodes).items()
-        }
-
-    def note_reports(self, reports: Mapping[int, Mapping[str, Report]]) -> None:
-        """Note what nodes said in sweeps, in place of values in their replies."""
-        self._swept = {
-            node: {name: value.numpy() for name, value in pack_values(report).items()}
-            for node, report in reports.items()
-        }
 
     def _make_messages(
         self, nodes: list[int], arrays: ArrayRecord, instruction: Instruction, config: ConfigRecord, kind: str
     ) -> list[Message]:
         # evaluations are instructed without it
         carried = instruction.layerwise in wire.CARRIED_MODES
-        self._corrections, self._swept = (self._correct(nodes) if carried else {}), {}
+        self._corrections = self._correct(nodes) if carried else {}
         return super()._make_messages(nodes, arrays, instruction, config, kind)
 
-    def _correct(self, nodes: Iterable[int]) -> Mapping[int, Arrays]:
+    def _correct(self, nodes: Sequence[int]) -> Mapping[int, Arrays]:
         """Sums run in the order of partitions, because the nodes' ids are random."""
         ordered = sorted(nodes, key=lambda node: (self.partitions.get(node, -1), node))
         return self.carried.corrections(ordered, self._weigh_examples)

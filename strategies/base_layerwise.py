@@ -184,7 +184,7 @@ class Layerwise(FedAvg):
         A failed step leaves the nodes as before. Unless the failure names nodes, it is then taken by messages, which
         find out which node failed.
         """
-        if not isinstance(grid, LayerwiseGrid) or self.instruction.layerwise == "sweeps":
+        if not isinstance(grid, LayerwiseGrid):
             return None
         position = StepPosition("exchange", number).pack()
         self._sent = [

@@ -21,14 +21,8 @@ mathematics of one layer `fedbn_flwr/layerwise/shared_batch_norm.py`.
 
 from typing import Annotated, ClassVar, Literal, Unpack
 
-from flwr.app import Message
-
-from fedbn_flwr.layerwise import Auto
-from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt
-
 from .base_carried import CarriedCorrections, CarriedOptions
 from .base_layerwise import parse_exchange
-from .fedtan_sweeps import parse_sweeps, take_sweeps
 from .registry import register_strategy
 
 
@@ -36,9 +30,6 @@ class FedTANOptions(CarriedOptions, total=False):
     """The constructor's arguments."""
 
     exchange: Literal["fused", "paper"]
-    sweeps: int | Literal["auto", "none"]
-    tolerance: float
-    most_sweeps: int
 
 
 @register_strategy("fedtan")
@@ -56,12 +47,8 @@ class FedTAN(CarriedCorrections):
     round; `fused`, the default, for mean and variance at once: 2L + 1, the same numbers. With one client this is
     FedAvg.
 
-    `sweeps` exchanges all layers at once, so many times each way, by clients that hold nothing between messages (see
-    `fedbn_flwr.layerwise.Corrected`): 2 S + 1 exchanges. S = 0 is FedAvg and S >= L is FedTAN; `auto` stops when no
-    layer's statistics move by more than `tolerance`, at the latest after `most_sweeps`.
-
     `carry=True` uses corrections from earlier rounds instead (see `CarriedCorrections`): one exchange a round, as
-    FedAvg. Together with `sweeps=S` the sweeps start from them, and not from nothing.
+    FedAvg.
 
     Deviations: one optimizer for the round, where the authors' code takes the first step with one of its own
     (`fresh_optimizer=True`); p_i is the share of examples, in their code 1 / N (`weighting="uniform"`); the running
@@ -77,34 +64,13 @@ class FedTAN(CarriedCorrections):
         exchange: Annotated[
             Literal["fused", "paper"], "fused (mean and variance in one exchange) or paper (in two); the same numbers"
         ] = "fused",
-        sweeps: Annotated[
-            int | Literal["auto", "none"], "exchange all layers at once, so often each way: a number, auto or none"
-        ] = "none",
-        tolerance: Annotated[float, "sweeps=auto stops when no layer's statistics move by more than this"] = 0.01,
-        most_sweeps: Annotated[int, "cap of sweeps=auto, each way"] = 10,
         **options: Unpack[CarriedOptions],
     ) -> None:
         super().__init__(**options)
-        if sweeps != "none" and exchange != "fused":
-            raise ValueError(f"sweeps are always fused: exchange={exchange!r} goes without them")
         if self.carry and exchange != "fused":
             raise ValueError(f"carried corrections are always fused: exchange={exchange!r} goes without them")
         self.exchange = parse_exchange(exchange)
-        self.sweeps = parse_sweeps(sweeps, Auto(tolerance, most_sweeps))
 
     def layerwise_mode(self) -> str:
-        """Return the exchange, or sweeps, or in their place corrections from earlier rounds."""
-        if self.carry and not self.sweeps:
-            return self.carried_mode
-        if self.sweeps is None:
-            return self.exchange
-        return "sweeps" if self.sweeps else "none"
-
-    def take_step_by_messages(self, attempt: LayerwiseAttempt) -> list[Message]:
-        """Take all nodes through a step layer by layer, or in sweeps."""
-        if self.sweeps is None:
-            return super().take_step_by_messages(attempt)
-        start = self.corrections_of(attempt.contents)
-        swept = take_sweeps(attempt, self.sweeps, lambda: self.weigh_participants(attempt.participants), start)
-        self.note_reports(swept.reports if self.carry else {})
-        return swept.replies
+        """Return the exchange, or corrections from earlier rounds in its place."""
+        return self.carried_mode if self.carry else self.exchange

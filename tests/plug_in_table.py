@@ -70,7 +70,6 @@ METHODS = {
     "fedbs": Method("FedBS", 'loss="running", ', "weighed", app_options=', loss_key="train_loss"'),
     "scaffold": Method("Scaffold", "", "variates"),
     "fedtan": Method("FedTAN", "", "gradient"),
-    "fedtan:sweeps": Method("FedTAN", "sweeps=LAYERS, ", "gradient"),
 }
 
 
@@ -131,11 +130,11 @@ def sources(project: str, kind: str) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted((EXAMPLES / project / kind).glob("*.py"))}
 
 
-def with_method(project: str, method: Method, layers: int) -> dict[str, str]:
+def with_method(project: str, method: Method) -> dict[str, str]:
     """Return the modules of the project `after`, with another method in FixBN's place."""
     files = sources(project, "after")
     make = "make_model" if project == "huggingface" else "Net"
-    server = files["server_app.py"].replace("freeze_round=0.5, ", method.options.replace("LAYERS", str(layers)))
+    server = files["server_app.py"].replace("freeze_round=0.5, ", method.options)
     files["server_app.py"] = re.sub(r"\bFixBN\b", method.cls, server)
     structure = rf"({'model=' if 'model=' in files['client_app.py'] else 'client_fn, '}){make}\)"
     assert re.search(structure, files["client_app.py"])
@@ -353,10 +352,7 @@ CHECKS: dict[str, Callable[[Run], str]] = {
 def cell(project: str, name: str) -> tuple[str, str]:
     """Run one project with one method; return the lines that changed, and what held."""
     method = METHODS[name]
-    with imported(sources(project, "after")) as modules:
-        task = modules["task"]
-        layers = len(norm.bn_layers(task.make_model() if hasattr(task, "make_model") else task.Net()))
-    files = with_method(project, method, layers)
+    files = with_method(project, method)
     added, removed = changed_lines(project, files)
     with run(files, method.epochs) as done:
         held = kept(done, "statistics") if name == "silobn" else CHECKS[method.check](done)

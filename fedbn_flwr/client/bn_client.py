@@ -23,19 +23,11 @@ from fedbn_flwr.client.layerwise_gathering import gather_in_order, why_not_in_or
 from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask
 from fedbn_flwr.client.modes import frozen_parts, layerwise_mode
 from fedbn_flwr.client.node_memory import Memory
-from fedbn_flwr.client.precision import autocast, products
+from fedbn_flwr.client.precision import products
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import Session, obeyed_keys, read_instruction, rules_for
 from fedbn_flwr.data import Split
-from fedbn_flwr.layerwise import (
-    Corrections,
-    Exchange,
-    OwnRandomness,
-    Report,
-    backward_sweep,
-    forward_sweep,
-    shared_statistics,
-)
+from fedbn_flwr.layerwise import Exchange, OwnRandomness, shared_statistics
 from fedbn_flwr.randomness import derive, torch_generator
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction, moments
@@ -98,28 +90,6 @@ class BNClient(NumPyClient):
         if not instruction.report_local_loss:
             return {}
         return {wire.LOCAL_LOSS: mean_loss(model, self.train_split, self.indices, self.device, self.loss_function)}
-
-    def sweep(
-        self,
-        received: Mapping[str, State],
-        instruction: Instruction,
-        statistics: Corrections,
-        gradients: Corrections | None,
-    ) -> Report:
-        """Report every BN layer's sums on the first mini-batch, corrected; forward only without `gradients`."""
-        self._load(received[wire.ARRAYS], instruction)
-        self.model.train()
-        inputs, targets = self.plan(instruction).first()
-        seed = self.step_seed(instruction)
-
-        def loss() -> Tensor:
-            with autocast(instruction, inputs.device):
-                return self.loss_function(self.model(inputs), targets)
-
-        with products(instruction):
-            if gradients is None:
-                return forward_sweep(self.model, loss, seed, statistics)
-            return backward_sweep(self.model, loss, seed, statistics, gradients)
 
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Reply with the moments of what the received model's BN layers see of this node's data, without training."""

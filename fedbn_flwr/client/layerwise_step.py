@@ -5,7 +5,7 @@ The server's half is `fedbn_flwr.server.message_step`.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,17 +21,15 @@ from fedbn_flwr.client.reply import Reply
 from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.client.side_channel import AttemptOverError, SideChannelExchange, UnreachableError
 from fedbn_flwr.client.step_log import StepLog
-from fedbn_flwr.layerwise import Answer, Corrected, Exchange, OwnRandomness, Request, StepCache, SuspendedStep
+from fedbn_flwr.layerwise import Answer, Exchange, OwnRandomness, Request, StepCache, SuspendedStep
 from fedbn_flwr.state import State
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.layerwise import (
     ADDRESS,
-    ANSWERS,
-    CORRECTIONS,
     LACKS_ARRAYS,
     OVER,
-    REQUESTS,
+    REQUEST,
     SIDE_CHANNEL,
     TOKEN,
     UNREACHABLE,
@@ -66,24 +64,22 @@ def handle_layerwise_message(content: RecordDict, context: Context, make_client:
         log.clear()
         return Reply(0, {})
     log.add(content, instruction.replay_limit)
-    if position.phase != "exchange":
-        return _sweep(position, content, log, partial(make_client, context))
     if held is None:
         received, answers = log.received(content), log.answers(position.index)
         if received is None or answers is None:
-            return _lacking()
+            return Reply(0, {}, report={LACKS_ARRAYS: True})
         held = HeldStep(make_client(context), received, read_instruction(config), answers)
         outcome = held.advance()
     else:
         held.client.memory.attach(context.state)
-        outcome = held.advance(read_answers(content, ANSWERS)[str(position.index - 1)])
+        outcome = held.advance(read_answers(content)[str(position.index - 1)])
     if not isinstance(outcome, Request):
         held.release()
         log.clear()
         return outcome.result
     held.place = log.attempt, position.index
     STEPS.keep(node, held)
-    return report_requests(held.client.reply({}, read_instruction(config), {}), [outcome])
+    return add_request(held.client.reply({}, read_instruction(config), {}), outcome)
 
 
 def _step_over_channel(content: RecordDict, make_client: Callable[[], LayerwiseClient]) -> Reply:
@@ -194,32 +190,8 @@ class Replicas:
 _REPLICAS = Replicas()
 
 
-def _sweep(
-    position: StepPosition, content: RecordDict, log: StepLog, make_client: Callable[[], LayerwiseClient]
-) -> Reply:
-    """Answer a message of a sweep, or of the step after the sweeps; every message brings the corrections."""
-    received = log.received(content)
-    if received is None:
-        return _lacking()
-    client = make_client()
-    config: Any = content[wire.CONFIG]
-    instruction = read_instruction(config)
-    statistics, gradients = (read_answers(content, group) for group in CORRECTIONS)
-    if position.phase == "step":
-        log.clear()
-        client.exchange = Corrected(statistics, gradients)
-        with OwnRandomness(client.step_seed(instruction)).drawing():
-            return client.train(received, instruction)
-    requests = client.sweep(received, instruction, statistics, gradients if position.phase == "backward" else None)
-    return report_requests(client.reply({}, instruction, {}), list(requests.values()))
-
-
-def report_requests(reply: Reply, requests: Sequence[Request]) -> Reply:
-    """Put a client's requests into its reply."""
-    reply.records[REQUESTS] = {request.layer: request.tensor for request in requests}
-    reply.report |= request_report(requests)
+def add_request(reply: Reply, request: Request) -> Reply:
+    """Put a client's request into its reply."""
+    reply.records[REQUEST] = {request.layer: request.tensor}
+    reply.report |= request_report(request)
     return reply
-
-
-def _lacking() -> Reply:
-    return Reply(0, {}, report={LACKS_ARRAYS: True})

@@ -10,7 +10,7 @@ from fedbn_flwr.wire import Instruction
 def layerwise_mode(instruction: Instruction) -> Mode:
     """Return the mode of an instruction's layer-wise step."""
     modes: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
-    modes |= {"sweeps": "fused", "carried": "fused", "carried-forward": "forward"}
+    modes |= {"carried": "fused", "carried-forward": "forward"}
     if instruction.layerwise not in modes:
         raise ValueError(f"unknown layerwise {instruction.layerwise!r}; known: {', '.join(wire.LAYERWISE_MODES)}")
     return modes[instruction.layerwise]

@@ -49,14 +49,11 @@ class OwnLoop:
         received: Mapping[str, State],
         memory: Memory,
         exchange: Exchange | None = None,
-        only_first_pass: type[BaseException] | None = None,
     ) -> None:
         self._entries = list(structure.state_dict())
         self._instruction, self._received, self._memory = instruction, received, memory
         self._exchange = exchange or carried_exchange(received, instruction)
         self._thread = threading.get_ident()
-        #: raised in place of the first step, where only its gradients are wanted
-        self._end = only_first_pass
         self._session: Session | None = None
         self._local = state.group_keys(structure, instruction.keep_local)
         self._rules = rules_for(instruction)
@@ -169,8 +166,6 @@ class OwnLoop:
         """Change the gradients that this optimizer is about to take, if they are the model's."""
         if not self._is_stepped_by(optimizer):
             return
-        if self._end is not None:
-            raise self._end
         assert self._session is not None
         self._session.optimizer = optimizer
         while self._ahead:

@@ -14,16 +14,12 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.own_loop import OwnLoop
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import obeyed_keys
-from fedbn_flwr.layerwise import Corrected, Corrections, Exchange, OwnRandomness, Report
+from fedbn_flwr.layerwise import Exchange, OwnRandomness
 from fedbn_flwr.randomness import derive
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
 
 Handler = Callable[[Message, Context], Message]
-
-
-class SweepEnd(BaseException):
-    """Ends a handler after its first backward pass; no Exception, so that handlers do not catch it."""
 
 
 class OwnLoopClient:
@@ -74,23 +70,6 @@ class OwnLoopClient:
         if self._loss_key in reply.metrics:
             reply.metrics[wire.TRAIN_LOSS] = reply.metrics[self._loss_key]
         return reply
-
-    def sweep(
-        self,
-        received: Mapping[str, State],
-        instruction: Instruction,
-        statistics: Corrections,
-        gradients: Corrections | None,
-    ) -> Report:
-        """Report every BN layer's sums on the first mini-batch, corrected; the handler ends after its backward pass."""
-        exchange = Corrected(statistics, gradients or {})
-        loop = OwnLoop(self.model, instruction, received, self.memory, exchange, only_first_pass=SweepEnd)
-        try:
-            with OwnRandomness(self.step_seed(instruction)).drawing(), loop as self._loop:
-                self._handler(self._seen(received, instruction), self._context)
-        except SweepEnd:
-            return exchange.requests["statistics" if gradients is None else "gradients"]
-        raise RuntimeError("the handler took no step of an optimizer, so there is no step to take with other clients")
 
     def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Let the handler evaluate the node's own model: the received one with the entries that live here."""

@@ -9,7 +9,7 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.layerwise import Answer
 from fedbn_flwr.state import State
 from fedbn_flwr.state.records import payload_bytes
-from fedbn_flwr.wire.layerwise import ANSWERS, CORRECTIONS, read_answers
+from fedbn_flwr.wire.layerwise import ANSWERS, COUNTS, read_answers
 
 _PREFIX = "layerwise/"
 
@@ -36,7 +36,7 @@ class StepLog:
             for name, record in received.items() if size <= limit * 2**20 else ():
                 self._memory.keep(f"{self._received}{name}", record)
         kept: dict[str, Any] = dict(self._memory.kept(self._answers))
-        for group in (ANSWERS, f"{ANSWERS}-counts"):
+        for group in (ANSWERS, COUNTS):
             new: Any = content.get(group)
             if group in kept and new:
                 kept[group].update(new)
@@ -51,7 +51,7 @@ class StepLog:
 
     def answers(self, count: int) -> list[Answer] | None:
         """Return the first `count` answers, None if some are missing."""
-        answers = read_answers(dict(self._memory.kept(self._answers)), ANSWERS)
+        answers = read_answers(dict(self._memory.kept(self._answers)))
         numbers = [str(number) for number in range(count)]
         return [answers[number] for number in numbers] if answers.keys() >= set(numbers) else None
 
@@ -64,5 +64,4 @@ def _received(content: RecordDict) -> dict[str, Any]:
     """Return a message's groups of arrays, as plain training has them; none if it does not bring arrays."""
     if wire.ARRAYS not in content:
         return {}
-    records = content.array_records.items()
-    return {name: record for name, record in records if name not in (ANSWERS, *CORRECTIONS)}
+    return {name: record for name, record in content.array_records.items() if name != ANSWERS}

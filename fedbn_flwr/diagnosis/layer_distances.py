@@ -59,10 +59,10 @@ class LayerDistances:
         self._squares = SquareSums()
         self._variances: dict[str, Tensor] = {}
 
-    def __call__(self, requests: Sequence[Sequence[Request]]) -> None:
+    def __call__(self, requests: Sequence[Request]) -> None:
         """Add one exchange: a request of each client."""
-        kind, layer = requests[0][0].kind, requests[0][0].layer
-        values = torch.stack([client[0].tensor for client in requests]).double()
+        kind, layer = requests[0].kind, requests[0].layer
+        values = torch.stack([request.tensor for request in requests]).double()
         pooled = combine(kind, list(values), self._shares)
         if kind == "statistics":
             self._variances[layer] = pooled[1]

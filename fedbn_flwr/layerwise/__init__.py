@@ -2,13 +2,13 @@
 
 The client: `SharedBatchNorm` normalizes one layer, and reaches the other clients through an `Exchange`;
 `shared_statistics` puts it in the place of a model's BN layers while a step lasts. A `SuspendedStep` stops at each
-exchange until its answer comes, which may take days. `Corrected` answers at once, in sweeps.
+exchange until its answer comes, which may take days. `Corrected` answers at once, by corrections from earlier rounds.
 
 The server: `take_step` answers the exchanges of all clients, through a `LayerwiseStep`, which is the transport.
 `Lockstep` is the transport for clients in one process, and `gradients` puts everything together there.
 """
 
-from fedbn_flwr.layerwise.carried import carried_corrections
+from fedbn_flwr.layerwise.carried import Corrected, Corrections, carried_corrections, correct, correction
 from fedbn_flwr.layerwise.exchange import (
     Answer,
     Exchange,
@@ -27,26 +27,12 @@ from fedbn_flwr.layerwise.shared_batch_norm import Mode, SharedBatchNorm, Use
 from fedbn_flwr.layerwise.shared_statistics import shared_statistics
 from fedbn_flwr.layerwise.step_cache import StepCache
 from fedbn_flwr.layerwise.suspended_step import Abandoned, Done, Step, SuspendedStep
-from fedbn_flwr.layerwise.sweeps import (
-    Auto,
-    Corrected,
-    Corrections,
-    Report,
-    backward_sweep,
-    correct,
-    correction,
-    forward_sweep,
-    movement,
-    pool,
-    settle_corrections,
-)
 from fedbn_flwr.layerwise.take_step import LayerwiseStep, take_step
 from fedbn_flwr.randomness import OwnRandomness
 
 __all__ = [
     "Abandoned",
     "Answer",
-    "Auto",
     "Corrected",
     "Corrections",
     "Done",
@@ -59,25 +45,19 @@ __all__ = [
     "Observer",
     "OrderError",
     "OwnRandomness",
-    "Report",
     "Request",
     "SharedBatchNorm",
     "Step",
     "StepCache",
     "SuspendedStep",
     "Use",
-    "backward_sweep",
     "carried_corrections",
     "combine",
     "correct",
     "correction",
-    "forward_sweep",
     "gradients",
     "lockstep",
-    "movement",
-    "pool",
     "respond",
-    "settle_corrections",
     "shared_statistics",
     "take_step",
     "why_unusable",

@@ -1,9 +1,9 @@
 r"""Corrections carried from round to round: what every client used last time takes the place of exchanges.
 
-A sweep (see `Corrected`) needs nothing of a client but its local values of every layer. They travel with the client's
-ordinary reply, and the corrections made of them with the next round's ordinary message. A round is then one sweep of a
-fixed-point iteration that goes on over the rounds, while the model moves a little in between. In the first local step
-of round t, client k uses in every layer, with the local values m_k, v_k, a_k, b_k of this very pass,
+A client's local values of every layer travel with its ordinary reply, and the corrections made of them with the next
+round's ordinary message. A round is then one step of a fixed-point iteration that goes on over the rounds, while the
+model moves a little in between. In the first local step of round t, client k uses in every layer, with the local values
+m_k, v_k, a_k, b_k of this very pass (A and B: see `SharedBatchNorm`),
 
     mean = m_k + o_k sqrt(v_k),   variance = v_k q_k,   A = a_k + alpha_k,   B = b_k + beta_k
 
@@ -12,6 +12,9 @@ of round t, client k uses in every layer, with the local values m_k, v_k, a_k, b
 where m_k', v_k', a_k', b_k' are the client's last values, and m, v, a, b their pool over the participants S of round t:
 
     m = sum_S p_k m_k',   v = sum_S p_k (v_k' + (m_k' - m)^2),   a = sum_S p_k a_k',   b = sum_S p_k b_k'
+
+To correct the current local values, instead of replacing them by the last pooled ones, keeps every layer normalized
+however wrong the corrections are; replacing them diverges.
 
 Over S and not over all clients: by SharedBatchNorm's derivation the mean of the clients' gradients is
 
@@ -51,12 +54,33 @@ gradients from the last layer to the first, so that from round 2 L + 1 on the gr
 region cuts it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from fedbn_flwr.layerwise.exchange import Answer, Kind, Request, combine
-from fedbn_flwr.layerwise.sweeps import correction
+
+#: by layer, what takes one client's local tensor to the global tensor
+Corrections = Mapping[str, Answer]
+
+# Added to a variance before it divides: a client whose channel is constant has none.
+_FLOOR = 1e-5
+
+
+class Corrected:
+    """An exchange on the client that answers at once, by the received corrections, and keeps the requests."""
+
+    def __init__(self, statistics: Corrections, gradients: Corrections) -> None:
+        self._corrections: dict[str, Corrections] = {"statistics": statistics, "gradients": gradients}
+        #: by kind and layer, the requests so far: the client's local values, in the order of its pass
+        self.requests: dict[str, dict[str, Request]] = {"statistics": {}, "gradients": {}}
+
+    def __call__(self, request: Request) -> Answer:
+        """Return the request's tensor, corrected if there is a correction of its layer."""
+        self.requests[request.kind][request.layer] = request
+        correction = self._corrections[request.kind].get(request.layer)
+        return Answer(request.tensor, request.count) if correction is None else correct(request, correction)
 
 
 def carried_corrections(kind: Kind, values: Tensor, weights: Sequence[float], trust: float) -> Tensor:
@@ -71,3 +95,27 @@ def carried_corrections(kind: Kind, values: Tensor, weights: Sequence[float], tr
         offsets.clamp_(-trust, trust)
         ratios.clamp_(1 / trust, trust)
     return corrections
+
+
+def correction(request: Request, pooled: Answer) -> Answer:
+    """Return what takes the client's local tensor to the global tensor; the inverse of `correct`.
+
+    Several clients' tensors may have a row each.
+    """
+    if request.kind == "gradients":
+        return Answer(pooled.tensor - request.tensor, pooled.count)
+    (mean, variance), shared = request.tensor.unbind(-2), pooled.tensor
+    offset = (shared[0] - mean) / (variance + _FLOOR).sqrt()
+    ratio = (shared[1] + _FLOOR) / (variance + _FLOOR)
+    return Answer(torch.stack([offset, ratio], -2), pooled.count)
+
+
+def correct(request: Request, correction: Answer) -> Answer:
+    """Return the client's local tensor, corrected; stacked clients' tensors have a row for each client."""
+    if request.kind == "gradients":
+        return Answer(request.tensor + correction.tensor.to(request.tensor), correction.count)
+    mean, variance = request.tensor.unbind(-2)
+    offset, ratio = correction.tensor.to(request.tensor).unbind(-2)
+    mean = mean + offset * (variance + _FLOOR).sqrt()
+    variance = ((variance + _FLOOR) * ratio - _FLOOR).clamp(min=0)
+    return Answer(torch.stack([mean, variance], -2), correction.count)

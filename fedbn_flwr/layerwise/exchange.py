@@ -48,8 +48,8 @@ class FinishedExchange(Protocol):
         """Take note."""
 
 
-#: is called with every exchange: for each client its requests, of one layer or (in a sweep) of all layers
-Observer = Callable[[Sequence[Sequence[Request]]], None]
+#: is called with every exchange: one request for each client
+Observer = Callable[[Sequence[Request]], None]
 
 
 class ExchangeError(ValueError):

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +12,8 @@ from fedbn_flwr.layerwise.exchange import Exchange, Observer, combine, normalize
 from fedbn_flwr.layerwise.lockstep import lockstep
 from fedbn_flwr.layerwise.shared_batch_norm import Mode
 from fedbn_flwr.layerwise.shared_statistics import shared_statistics
-from fedbn_flwr.layerwise.sweeps import (
-    Auto,
-    Corrected,
-    Corrections,
-    Report,
-    backward_sweep,
-    forward_sweep,
-    settle_corrections,
-)
 from fedbn_flwr.norm import counter_keys, statistics_keys
-from fedbn_flwr.randomness import OwnRandomness, derive
+from fedbn_flwr.randomness import derive
 
 Batch = tuple[Tensor, Tensor]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -36,7 +26,6 @@ def gradients(
     weights: Sequence[float],
     loss_fn: LossFunction,
     exchange: Mode = "fused",
-    sweeps: int | Auto | Literal["auto"] | None = None,
     *,
     seed: int = 0,
     observe: Observer | None = None,
@@ -45,25 +34,18 @@ def gradients(
 
     Wang et al., "Why Batch Normalization Damage Federated Learning on Non-IID Data?", algorithm 1, one
     iteration with E = 1. `exchange` is "paper" (three exchanges a layer), "fused" (two, and the same numbers)
-    or "forward" (one: in the backward pass, each client's own gradients; "forward-paper" takes two). With
-    `sweeps` all layers are exchanged at once, so many times each way: 0 is FedAvg with BN, as many as the model
-    has BN layers is FedTAN. One client, or clients with equal data, are plain BN.
+    or "forward" (one: in the backward pass, each client's own gradients; "forward-paper" takes two). One client,
+    or clients with equal data, are plain BN.
 
-    The model stays as it is, except that its running statistics move as those of centralized BN (with fewer
-    sweeps than layers: to the weighted mean of what the clients' move to). Client i's dropout draws from a
-    stream of (seed, i); `observe` sees every exchange.
+    The model stays as it is, except that its running statistics move as those of centralized BN. Client i's
+    dropout draws from a stream of (seed, i); `observe` sees every exchange.
     """
-    if sweeps is not None and exchange != "fused":
-        raise ValueError(f"sweeps are always fused; exchange={exchange!r} goes without them")
     shares = normalized(weights)
     clients = [
         _Client(_replica(model), batch, loss_fn, derive(seed, "client", client)) for client, batch in enumerate(batches)
     ]
-    if sweeps is None:
-        steps = [partial(client.step, mode=exchange) for client in clients]
-        results = lockstep(steps, shares, [client.seed for client in clients], observe)
-    else:
-        results = _swept(clients, shares, Auto() if sweeps == "auto" else sweeps, observe)
+    steps = [partial(client.step, mode=exchange) for client in clients]
+    results = lockstep(steps, shares, [client.seed for client in clients], observe)
     _move_running_statistics(model, [client.model for client in clients], shares)
     return results
 
@@ -84,28 +66,6 @@ class _Client:
         with shared_statistics(self.model, exchange, mode):
             values = torch.autograd.grad(self.loss(), list(learning.values()), materialize_grads=True)
         return dict(zip(learning, values, strict=True))
-
-
-def _swept(
-    clients: Sequence[_Client], shares: Sequence[float], sweeps: int | Auto, observe: Observer | None
-) -> list[Gradients]:
-    def forward(corrections: list[Corrections]) -> list[Report]:
-        return [forward_sweep(c.model, c.loss, c.seed, s) for c, s in zip(clients, corrections, strict=True)]
-
-    def backward(corrections: list[Corrections]) -> list[Report]:
-        each = zip(clients, statistics, corrections, strict=True)
-        return [backward_sweep(c.model, c.loss, c.seed, s, g) for c, s, g in each]
-
-    def weigh() -> Sequence[float]:
-        return shares
-
-    statistics, number = settle_corrections(forward, len(clients), weigh, sweeps, observe)
-    derivatives, _ = settle_corrections(backward, len(clients), weigh, number, observe)
-    results = []
-    for client, s, g in zip(clients, statistics, derivatives, strict=True):
-        with OwnRandomness(client.seed).drawing():
-            results.append(client.step(Corrected(s, g)))
-    return results
 
 
 def _replica(model: nn.Module) -> nn.Module:

@@ -47,7 +47,7 @@ def take_step(
         weights = weigh() if requests else []
         while requests:
             if observe is not None:
-                observe([[request] for request in requests])
+                observe(requests)
             requests = step.advance(respond(requests, weights))
         return step.replies()
     except Exception:

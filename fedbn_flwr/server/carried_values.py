@@ -14,8 +14,7 @@ from flwr.common import log
 
 from fedbn_flwr.layerwise import carried_corrections, why_unusable
 from fedbn_flwr.server.averaging import Arrays
-from fedbn_flwr.wire.carried import LAYERS, SIZES
-from fedbn_flwr.wire.layerwise import CORRECTIONS
+from fedbn_flwr.wire.carried import CORRECTIONS, LAYERS, SIZES
 
 #: by node, its number of samples, or what else nodes are weighed by
 Examples = Mapping[int, float]
@@ -25,15 +24,15 @@ _EXAMPLES, _GRADIENTS = "examples", "gradients"
 class CarriedValues:
     """Each node's last local values of every BN layer, by node.
 
-    With `memory` M > 0 they are averaged over rounds, M old + (1 - M) new. If all together take more than `limit`
-    megabytes (2^20 bytes), those are forgotten that are not renewed for the longest time.
+    If all together take more than `limit` megabytes (2^20 bytes), those are forgotten that are not renewed for the
+    longest time.
 
     Corrections of gradients sum to zero over the nodes that get them, and may not over the nodes that reply. What is
     left over is the `surplus`, which the next corrections take back: see `fedbn_flwr.layerwise.carried`.
     """
 
-    def __init__(self, memory: float, trust: float, limit: float) -> None:
-        self.memory, self.trust, self.limit = memory, trust, limit
+    def __init__(self, trust: float, limit: float) -> None:
+        self.trust, self.limit = trust, limit
         #: as they travel, and the node's number of samples; the most recent last
         self.by_node: dict[int, Arrays] = {}
         #: (2, C), what all corrections so far have added to the mean gradient of the averaged nodes
@@ -49,14 +48,11 @@ class CarriedValues:
 
     def hear(self, node: int, num_examples: float, values: Mapping[str, np.ndarray]) -> None:
         """Keep a node's values; unusable ones are dropped with what is known of the node, and the log says why."""
-        before = self.by_node.pop(node, {})
+        self.by_node.pop(node, None)
         kept = {name: np.array(value) for name, value in values.items()}
         if reason := _why_unusable(kept):
             log(WARNING, "Node %d goes without carried corrections: %s", node, reason)
             return
-        if self.memory and _form(before) == _form(kept):
-            for kind in kept.keys() & set(CORRECTIONS):
-                kept[kind] += (self.memory * (before[kind] - kept[kind])).astype(kept[kind].dtype)
         self.by_node[node] = {**kept, _EXAMPLES: np.array(num_examples)}
         size = sum(value.nbytes for value in self.by_node[node].values())
         while len(self.by_node) > max(self.limit * 2**20 / size, 1):
@@ -115,9 +111,7 @@ class CarriedValues:
 
 
 def _form(values: Mapping[str, np.ndarray]) -> Hashable:
-    """Return the layers, their numbers of channels, and the dtypes; None for a node without values."""
-    if not values:
-        return None
+    """Return the layers, their numbers of channels, and the dtypes."""
     dtypes = tuple(values[kind].dtype for kind in CORRECTIONS if kind in values)
     return values[LAYERS].tobytes(), values[SIZES][1:].tobytes(), dtypes
 

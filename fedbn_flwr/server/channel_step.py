@@ -20,7 +20,7 @@ from fedbn_flwr.server.layerwise_attempt import NodesFailedError, faulty_nodes, 
 from fedbn_flwr.server.replies import Refusal
 from fedbn_flwr.server.side_channel import NodeLink, SideChannel
 from fedbn_flwr.wire.frames import NodeRequest, pack_frame
-from fedbn_flwr.wire.layerwise import LACKS_ARRAYS, REQUESTS, UNREACHABLE
+from fedbn_flwr.wire.layerwise import LACKS_ARRAYS, REQUEST, UNREACHABLE
 from fedbn_flwr.wire.layerwise_grid import Participant
 
 
@@ -143,7 +143,7 @@ class ChannelStep:
 
     def _in_order(self, requests: Mapping[int, NodeRequest]) -> list[Request]:
         """Return the requests in the order of the participants."""
-        reasons = faulty_nodes({node: {each.request.layer: each.request} for node, each in requests.items()})
+        reasons = faulty_nodes({node: each.request for node, each in requests.items()})
         for node, reason in reasons.items():
             self._channel.links[node].fail(reason)
         self._require_sound()
@@ -156,6 +156,6 @@ class ChannelStep:
 def _why_unreachable(reply: Message) -> str:
     """Return why a node could not use the side channel; nothing if it could."""
     report: Any = reply.content.config_records.get(wire.REPORT, {})
-    if REQUESTS in reply.content or LACKS_ARRAYS in report:
+    if REQUEST in reply.content or LACKS_ARRAYS in report:
         return "its client knows none"
     return str(report.get(UNREACHABLE, ""))

@@ -10,11 +10,11 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
-from fedbn_flwr.layerwise import ExchangeError, Report, pool
+from fedbn_flwr.layerwise import ExchangeError, Request, respond
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.replies import Expected, Refusal, parse_replies
 from fedbn_flwr.wire import Record
-from fedbn_flwr.wire.layerwise import REQUESTS, Content, StepPosition, lacks_arrays, read_requests
+from fedbn_flwr.wire.layerwise import REQUEST, Content, StepPosition, lacks_arrays, read_request
 from fedbn_flwr.wire.layerwise_grid import Participant
 
 #: replies by node; a node that did not reply in time is absent
@@ -37,9 +37,9 @@ class Broadcast:
     """The messages to all nodes at one position of the step."""
 
     position: StepPosition
-    #: what a node gets beside the instruction: what is new, and everything, for a node that has nothing
-    news: Callable[[int], Content]
-    everything: Callable[[int], Content]
+    #: what nodes get beside the instruction: what is new, and everything, for nodes that have nothing
+    news: Content
+    everything: Callable[[], Content]
 
 
 @dataclass
@@ -78,7 +78,7 @@ class LayerwiseAttempt:
     def is_at_end(self, replies: Replies) -> bool:
         """Return whether most nodes have sent their models."""
         contents = [reply.content for reply in replies.values() if reply.has_content()]
-        requesting = sum(REQUESTS in content for content in contents)
+        requesting = sum(REQUEST in content for content in contents)
         return len(contents) - requesting >= max(requesting, 1)
 
     def final_replies(self, replies: Replies) -> list[Message]:
@@ -86,22 +86,22 @@ class LayerwiseAttempt:
         for node in self.contents.keys() - replies.keys():
             leave_out(node, "it did not answer in time")
         for node, reply in replies.items():
-            if reply.has_content() and REQUESTS in reply.content:
+            if reply.has_content() and REQUEST in reply.content:
                 leave_out(node, "it is at a BN layer where the others are at their end")
-        return [reply for reply in replies.values() if reply.has_error() or REQUESTS not in reply.content]
+        return [reply for reply in replies.values() if reply.has_error() or REQUEST not in reply.content]
 
-    def read_requests(self, replies: Replies) -> dict[int, Report]:
-        """Return every node's requests, in the order of `participants`.
+    def read_requests(self, replies: Replies) -> dict[int, Request]:
+        """Return every node's request, in the order of `participants`.
 
-        NodesFailedError names the nodes whose requests are missing, cannot be read, or cannot be combined with those
-        of the others.
+        NodesFailedError names the nodes whose requests are missing, cannot be read, or cannot be combined with the
+        others'.
         """
         reasons = [leave_out(node, "it did not answer in time") for node in self.contents.keys() - replies.keys()]
         usable, refused = parse_replies(replies.values(), self._nodes(), self.expected)
-        requests: dict[int, Report] = {}
+        requests: dict[int, Request] = {}
         for reply in usable:
             try:
-                requests[reply.node] = read_requests(reply.content)
+                requests[reply.node] = read_request(reply.content)
             except ValueError as error:
                 reasons.append(leave_out(reply.node, str(error)))
         if missing := self.contents.keys() - requests.keys():
@@ -123,18 +123,15 @@ class LayerwiseAttempt:
         self._failed = frozenset(nodes)
         raise NodesFailedError(nodes, reasons)
 
-    def _refuse_faulty(self, requests: Mapping[int, Report]) -> None:
+    def _refuse_faulty(self, requests: Mapping[int, Request]) -> None:
         """Fail if requests cannot be combined, and name all nodes that are in the way of it."""
         if reasons := faulty_nodes(requests):
             self.fail(reasons, [leave_out(node, reason) for node, reason in reasons.items()])
 
     def _messages(self, broadcast: Broadcast, nodes: Iterable[int], whole: bool = False) -> list[Message]:
+        content = broadcast.everything() if whole else broadcast.news
         return [
-            self._message(
-                node,
-                broadcast.position,
-                {**self.contents[node], **broadcast.everything(node)} if whole else broadcast.news(node),
-            )
+            self._message(node, broadcast.position, {**self.contents[node], **content} if whole else content)
             for node in nodes
         ]
 
@@ -146,12 +143,12 @@ class LayerwiseAttempt:
         return {message.metadata.message_id: message.metadata.dst_node_id for message in self.sent}
 
 
-def faulty_nodes(requests: Mapping[int, Report]) -> dict[int, str]:
+def faulty_nodes(requests: Mapping[int, Request]) -> dict[int, str]:
     """Return why requests cannot be combined, for every node that is in the way of it."""
     sound, reasons = dict(requests), {}
     while sound:
         try:
-            pool(list(sound.values()), [1.0] * len(sound))
+            respond(list(sound.values()), [1.0] * len(sound))
             break
         except ExchangeError as error:
             node = list(sound)[error.client]

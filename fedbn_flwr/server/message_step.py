@@ -9,8 +9,7 @@ from flwr.app import Message
 
 from fedbn_flwr.layerwise import Answer, Request
 from fedbn_flwr.server.layerwise_attempt import Broadcast, LayerwiseAttempt
-from fedbn_flwr.server.replies import Refusal
-from fedbn_flwr.wire.layerwise import ANSWERS, Content, StepPosition, pack_answers
+from fedbn_flwr.wire.layerwise import Content, StepPosition, pack_answers
 from fedbn_flwr.wire.layerwise_grid import Participant
 
 
@@ -40,11 +39,7 @@ class MessageStep:
         if self._attempt.is_at_end(replies):
             self._replies = self._attempt.final_replies(replies)
             return []
-        reports = self._attempt.read_requests(replies)
-        layers = {len(report) for report in reports.values()}
-        if layers != {1}:
-            self._attempt.fail(reports, [Refusal(node, f"asks for {max(layers)} layers at once") for node in reports])
-        return [request for report in reports.values() for request in report.values()]
+        return list(self._attempt.read_requests(replies).values())
 
     def replies(self) -> list[Message]:
         """Return the nodes' final replies."""
@@ -58,8 +53,8 @@ class MessageStep:
         position = StepPosition("exchange", self._attempt.attempt, len(self._answers))
         latest = self._pack(list(self._answers)[-1:])
         # all answers are packed only if some node lacks them
-        return Broadcast(position, lambda _: latest, lambda _: self._pack(self._answers))
+        return Broadcast(position, latest, lambda: self._pack(self._answers))
 
     def _pack(self, numbers: Sequence[str] | dict[str, Answer]) -> Content:
         answers = {number: self._answers[number] for number in numbers}
-        return pack_answers(ANSWERS, answers) if answers else {}
+        return pack_answers(answers) if answers else {}

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fedbn_flwr.layerwise import Answer, Corrections, Request
+from fedbn_flwr.layerwise import Answer, Corrections, Kind, Request
 from fedbn_flwr.state import State
-from fedbn_flwr.wire.layerwise import CORRECTIONS
 
+#: what is corrected
+CORRECTIONS: tuple[Kind, Kind] = ("statistics", "gradients")
 LAYERS, SIZES = "layers", "sizes"
 
 

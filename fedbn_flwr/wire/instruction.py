@@ -78,7 +78,7 @@ FREEZES = ("none", "statistics", "affine", "both")
 #: corrections of an ordinary training message, from values that nodes sent in earlier rounds
 CARRIED_MODES = ("carried", "carried-forward")
 #: values of `layerwise`
-LAYERWISE_MODES = ("none", "paper", "fused", "forward", "forward-paper", "sweeps", *CARRIED_MODES)
+LAYERWISE_MODES = ("none", "paper", "fused", "forward", "forward-paper", *CARRIED_MODES)
 
 
 def _binding(default: Any) -> Any:

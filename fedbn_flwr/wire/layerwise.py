@@ -6,43 +6,40 @@ A message holds
   node asks for them,
 - ConfigRecord `position`: `phase`, `attempt`, `index` (see `StepPosition`),
 - ArrayRecord `answers`, in the phase `exchange`: by their number, the answers that the node does not have yet,
-- ArrayRecords `statistics` and `gradients`, in sweeps: by layer, the node's corrections,
-- with each of these three a ConfigRecord `...-counts`: how many values are behind an answer,
+- with it a ConfigRecord `answers-counts`: how many values are behind an answer,
 - ConfigRecord `side-channel`, where the whole step is taken over one (see `frames.py`): its `address` and the node's
   `token`. The one reply is that of the end of the step. In the phase `gather` nodes do not train: the exchanges are the
   moments of what BN layers see of all local data, from the first layer to the last, and the reply holds nothing more.
 
 At the end of the step, a reply is that of plain training. Before, a reply holds
 
-- ArrayRecord `requests`: by layer, the tensor of the client's request, and ConfigRecord `report` with the `kind`, the
-  `layers` (in their order) and the `counts` of the requests,
+- ArrayRecord `request`: under the name of the layer, the tensor of the client's request, and ConfigRecord `report` with
+  the request's `kind` and `count`,
 - or nothing but `lacks-arrays` in the report: the message must be sent again, with the arrays and all answers,
 - or nothing but `unreachable` in the report: why the node cannot use the side channel,
 - or nothing but `over` in the report: the server has ended the attempt.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
 from fedbn_flwr import state
-from fedbn_flwr.layerwise import Answer, Kind, Report, Request
+from fedbn_flwr.layerwise import Answer, Kind, Request
 from fedbn_flwr.wire import instruction as wire
 
 POSITION = "position"
-ANSWERS = "answers"
-CORRECTIONS: tuple[Kind, Kind] = ("statistics", "gradients")
-REQUESTS = "requests"
+ANSWERS, COUNTS = "answers", "answers-counts"
+REQUEST = "request"
 LACKS_ARRAYS = "lacks-arrays"
 SIDE_CHANNEL = "side-channel"
 ADDRESS, TOKEN = "address", "token"
 UNREACHABLE, OVER = "unreachable", "over"
 
-#: wait at an exchange; a sweep, forward or backward; the step under settled corrections; forget the step; over a side
-#: channel, gather statistics without training
-PHASES = ("exchange", "forward", "backward", "step", "abandon", "gather")
+#: wait at an exchange; forget the step; over a side channel, gather statistics without training
+PHASES = ("exchange", "abandon", "gather")
 
 Content = dict[str, ArrayRecord | ConfigRecord]
 
@@ -71,42 +68,38 @@ class StepPosition:
         return {POSITION: ConfigRecord(dict(vars(self)))}
 
 
-def pack_answers(group: str, answers: Mapping[str, Answer]) -> Content:
-    """Return the records that bring answers or corrections to a node."""
+def pack_answers(answers: Mapping[str, Answer]) -> Content:
+    """Return the records that bring answers to a node."""
     return {
-        group: state.to_record({name: answer.tensor for name, answer in answers.items()}),
-        f"{group}-counts": ConfigRecord({name: answer.count for name, answer in answers.items()}),
+        ANSWERS: state.to_record({number: answer.tensor for number, answer in answers.items()}),
+        COUNTS: ConfigRecord({number: answer.count for number, answer in answers.items()}),
     }
 
 
-def read_answers(content: Mapping[str, Any], group: str) -> dict[str, Answer]:
-    """Return the answers of a group, none if the message does not hold the group."""
-    if group not in content:
+def read_answers(content: Mapping[str, Any]) -> dict[str, Answer]:
+    """Return the answers by their number, none if the message does not hold any."""
+    if ANSWERS not in content:
         return {}
-    counts = content[f"{group}-counts"]
-    return {name: Answer(tensor, counts[name]) for name, tensor in state.from_record(content[group]).items()}
+    counts = content[COUNTS]
+    return {number: Answer(tensor, counts[number]) for number, tensor in state.from_record(content[ANSWERS]).items()}
 
 
-def request_report(requests: Sequence[Request]) -> dict[str, Any]:
-    """Return what a reply's report says of its requests."""
-    return {
-        "kind": requests[0].kind if requests else "statistics",
-        "layers": [request.layer for request in requests],
-        "counts": [request.count for request in requests],
-    }
+def request_report(request: Request) -> dict[str, Any]:
+    """Return what a reply's report says of its request."""
+    return {"kind": request.kind, "count": request.count}
 
 
-def read_requests(content: Mapping[str, Any]) -> Report:
-    """Return a client's requests by layer; ValueError if they cannot be read."""
+def read_request(content: Mapping[str, Any]) -> Request:
+    """Return a client's request; ValueError if it cannot be read."""
     try:
         report = content[wire.REPORT]
-        kind, layers, counts = report["kind"], report.get("layers", []), report.get("counts", [])
-        tensors = state.from_record(content[REQUESTS])
-        if kind not in get_args(Kind) or set(layers) != set(tensors):
-            raise ValueError(f"{kind!r} of {layers}, and the arrays {list(tensors)}")
-        return {name: Request(kind, name, tensors[name], count) for name, count in zip(layers, counts, strict=True)}
+        kind, count = report["kind"], report["count"]
+        ((layer, tensor),) = state.from_record(content[REQUEST]).items()
+        if kind not in get_args(Kind) or not isinstance(count, int):
+            raise ValueError(f"{kind!r} over {count!r} values")
+        return Request(kind, layer, tensor, count)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the requests of its BN layers cannot be read: {error}") from error
+        raise ValueError(f"the request of its BN layer cannot be read: {error}") from error
 
 
 def lacks_arrays(content: RecordDict) -> bool:

@@ -89,7 +89,6 @@ class CorrectedBatchNorm(nn.Module):
 class Server:
     """The values of nodes, the corrections made of them, and what these have added to the mean gradients so far."""
 
-    memory: float = 0.0
     trust: float = 3.0
     forward_only: bool = False
     known: dict[int, dict[str, Values]] = field(default_factory=dict)
@@ -126,17 +125,6 @@ class Server:
                 of_a, of_b = self.added.get(layer, (0.0, 0.0))
                 self.added[layer] = of_a + share * c.alpha, of_b + share * c.beta
 
-    def keep(self, node: int, values: dict[str, Values]) -> None:
-        """Average with what was known of the node."""
-        before, k = self.known.get(node, values), self.memory
-
-        def mixed(old: Values, new: Values) -> Values:
-            pairs = [(old.m, new.m), (old.v, new.v), (old.a, new.a), (old.b, new.b)]
-            m, v, a, b = (k * one + (1 - k) * other for one, other in pairs)
-            return Values(m, v, a, b, new.n)
-
-        self.known[node] = {layer: mixed(before[layer], values[layer]) for layer in values}
-
 
 def carried_run(
     model: nn.Module,
@@ -167,7 +155,7 @@ def carried_run(
         for node in chosen:
             local = copy.deepcopy(model).train()
             heard = _train(local, mini_batches(split, nodes[node], asked, True), asked.lr, corrections.get(node, {}))
-            server.keep(node, heard)
+            server.known[node] = heard
             ends.append((replying[node], local.state_dict()))
         mean = {
             name: torch.stack([share * end[name] for share, end in ends]).sum(0)

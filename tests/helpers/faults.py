@@ -1,7 +1,6 @@
 """Faults of a node in a layer-wise step, for every engine."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message
@@ -25,7 +24,7 @@ def lies(change: Callable[[np.ndarray], np.ndarray]) -> Fault:
     """Return a fault that changes the first array that the node sends."""
 
     def fault(reply: Message) -> Message:
-        group = layerwise_wire.REQUESTS if layerwise_wire.REQUESTS in reply.content else wire.ARRAYS
+        group = layerwise_wire.REQUEST if layerwise_wire.REQUEST in reply.content else wire.ARRAYS
         record = reply.content.array_records[group]
         name = next(iter(record))
         reply.content[group] = ArrayRecord({**record, name: Array(change(record[name].numpy()))})
@@ -41,12 +40,9 @@ def too_large(values: np.ndarray) -> np.ndarray:
 
 def elsewhere(reply: Message) -> Message:
     """Name another layer, or another model, in the reply."""
-    group = layerwise_wire.REQUESTS if layerwise_wire.REQUESTS in reply.content else wire.ARRAYS
+    group = layerwise_wire.REQUEST if layerwise_wire.REQUEST in reply.content else wire.ARRAYS
     record = reply.content.array_records[group]
     reply.content[group] = ArrayRecord({f"another.{name}": array for name, array in record.items()})
-    if group == layerwise_wire.REQUESTS:
-        report: Any = reply.content.config_records[wire.REPORT]
-        report["layers"] = [f"another.{name}" for name in report["layers"]]
     return reply
 
 

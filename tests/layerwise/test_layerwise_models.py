@@ -11,7 +11,6 @@ from torch import nn
 
 from fedbn_flwr.layerwise import Mode, Request, gradients
 from fedbn_flwr.models import build
-from fedbn_flwr.norm import bn_layers
 from tests.helpers.layerwise_references import (
     Batch,
     centralized_gradients,
@@ -86,16 +85,6 @@ def test_exact_with_both_exchanges_and_not_with_forward_alone(
     assert error("forward") > 0.1
 
 
-@pytest.mark.parametrize(("make", "shape"), SWEPT)
-def test_as_many_sweeps_as_layers_are_exact(make: Callable[[], nn.Module], shape: Sequence[int]) -> None:
-    model, batches = made(make), heterogeneous_batches(SIZES, shape)
-    swept = copy.deepcopy(model)
-    found = gradients(swept, batches, WEIGHTS, F.cross_entropy, sweeps=len(bn_layers(model)))
-    for mine, fedtan in zip(found, gradients(model, batches, WEIGHTS, F.cross_entropy), strict=True):
-        assert relative_error(mine, fedtan) < 1e-10
-    assert largest_difference(swept, model) < 1e-10
-
-
 @pytest.mark.parametrize(("make", "shape"), MODELS[:3])
 def test_weights_that_are_not_the_batch_sizes(make: Callable[[], nn.Module], shape: Sequence[int]) -> None:
     weights = [0.6, 0.3, 0.1]
@@ -124,12 +113,10 @@ def test_the_reference_with_weights_by_size_is_centralized_batch_normalization()
         ({"exchange": "fused"}, 2 * 19 + 1),
         ({"exchange": "forward"}, 19 + 1),
         ({"exchange": "forward-paper"}, 2 * 19 + 1),
-        ({"sweeps": 2}, 2 * 2 + 1),
-        ({"sweeps": 0}, 1),
     ],
 )
 def test_number_of_exchanges_of_resnet20(options: dict[str, object], exchanges: int) -> None:
-    seen: list[Sequence[Sequence[Request]]] = []
+    seen: list[Sequence[Request]] = []
     batches = heterogeneous_batches([2, 2], (1, 8, 8))
     gradients(made(resnet20), batches, [1, 1], F.cross_entropy, observe=seen.append, **options)  # type: ignore[arg-type]
     assert len(seen) + 1 == exchanges, "and one for the model"
@@ -137,11 +124,11 @@ def test_number_of_exchanges_of_resnet20(options: dict[str, object], exchanges: 
 
 def test_payload_of_resnet20_is_that_of_appendix_g() -> None:
     # 1,376 statistics, and as many gradients, each way.
-    seen: list[Sequence[Sequence[Request]]] = []
+    seen: list[Sequence[Request]] = []
     batches = heterogeneous_batches([2, 2], (1, 8, 8))
     gradients(made(resnet20), batches, [1, 1], F.cross_entropy, "paper", observe=seen.append)
     for client in range(2):
-        sent = [request for exchange in seen for request in exchange[client]]
+        sent = [exchange[client] for exchange in seen]
         assert sum(r.tensor.numel() for r in sent if r.kind in ("mean", "variance")) == 1376
         assert sum(r.tensor.numel() for r in sent if r.kind == "gradients") == 1376
 

@@ -15,6 +15,7 @@ from torch.func import functional_call, vmap
 
 from fedbn_flwr.layerwise import (
     Answer,
+    Mode,
     OrderError,
     Request,
     SharedBatchNorm,
@@ -145,9 +146,9 @@ class Twice(nn.Module):
 def test_a_layer_used_twice_has_exchanges_of_each_use() -> None:
     batches = heterogeneous_batches([3, 1, 2], (5,))
     assert_centralized(made(Twice), batches)
-    seen: list[Sequence[Sequence[Request]]] = []
+    seen: list[Sequence[Request]] = []
     gradients(made(Twice), batches, [3, 1, 2], F.cross_entropy, observe=seen.append)
-    said = [(each[0][0].kind, each[0][0].layer) for each in seen]
+    said = [(each[0].kind, each[0].layer) for each in seen]
     # the first use's inputs are data: nobody needs their gradients
     assert said == [("statistics", "bn"), ("statistics", "bn#2"), ("gradients", "bn#2")]
 
@@ -158,9 +159,9 @@ def test_frozen_layers_are_not_exchanged() -> None:
     frozen.eval()
     frozen.running_mean += 0.3
     assert_centralized(model, batches)
-    seen: list[Sequence[Sequence[Request]]] = []
+    seen: list[Sequence[Request]] = []
     gradients(model, batches, [3, 2], F.cross_entropy, observe=seen.append)
-    assert {each[0][0].layer for each in seen} == {"4"}
+    assert {each[0].layer for each in seen} == {"4"}
 
 
 def test_a_frozen_layer_without_running_statistics_still_uses_the_batch() -> None:
@@ -241,12 +242,11 @@ class ByData(nn.Module):
         return self.last(layers[1](layers[0](x).tanh()))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("options", [{}, {"sweeps": 1}], ids=str)
-def test_another_order_of_layers_is_an_error(options: dict[str, int]) -> None:
+def test_another_order_of_layers_is_an_error() -> None:
     batches = heterogeneous_batches([4, 4, 4], (5,))
     batches[1] = batches[0]
     with pytest.raises(OrderError, match=r"client 2: is at .*second.* others are at .*first") as error:
-        gradients(made(ByData), batches, [1, 1, 1], F.cross_entropy, **options)  # type: ignore[arg-type]
+        gradients(made(ByData), batches, [1, 1, 1], F.cross_entropy)
     assert error.value.client == 2
 
 
@@ -415,26 +415,24 @@ def small_models(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
 @given(
     small_models(),
     st.lists(st.tuples(st.integers(1, 4), st.floats(0.05, 1)), min_size=2, max_size=4),
-    st.sampled_from(["paper", "fused", "sweeps"]),
+    st.sampled_from(("paper", "fused")),
 )
 def test_any_network_batch_sizes_and_weights(
-    network: tuple[nn.Module, tuple[int, ...]], clients: list[tuple[int, float]], how: str
+    network: tuple[nn.Module, tuple[int, ...]], clients: list[tuple[int, float]], exchange: Mode
 ) -> None:
     model, shape = network
     sizes = [size for size, _ in clients]
     weights = [weight / sum(weight for _, weight in clients) for _, weight in clients]
     batches, slow = heterogeneous_batches(sizes, shape), copy.deepcopy(model)
     wanted = weighted_gradients(slow, batches, weights)
-    options = {"sweeps": len(bn_layers(model))} if how == "sweeps" else {"exchange": how}
-    found = gradients(model, batches, weights, F.cross_entropy, **options)
+    found = gradients(model, batches, weights, F.cross_entropy, exchange)
     assert relative_error(mean_gradient(found, weights), wanted) < 1e-10
     assert largest_difference(model, slow) < 1e-10
 
 
-@pytest.mark.parametrize("sweeps", [None, 1])
-def test_a_parameter_that_the_loss_does_not_depend_on_has_gradients_of_zero(sweeps: int | None) -> None:
+def test_a_parameter_that_the_loss_does_not_depend_on_has_gradients_of_zero() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     model.register_parameter("unused", nn.Parameter(torch.ones(4)))
     batches = [(torch.randn(5, 3), torch.zeros(5, dtype=torch.int64)) for _ in range(2)]
-    for found in gradients(model, batches, [1, 1], nn.functional.cross_entropy, sweeps=sweeps):
+    for found in gradients(model, batches, [1, 1], nn.functional.cross_entropy):
         assert found["unused"].tolist() == [0.0] * 4

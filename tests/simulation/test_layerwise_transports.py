@@ -37,7 +37,7 @@ LAYERS = 2
 ASKED = replace(INSTRUCTION, server_round=1, local_steps=1, layerwise="fused")
 
 Gradients = list[dict[str, Tensor]]
-Exchanges = list[list[Request]]
+Exchanges = list[Sequence[Request]]
 
 
 def in_process() -> tuple[Exchanges, Gradients]:
@@ -52,12 +52,8 @@ def in_process() -> tuple[Exchanges, Gradients]:
 
     nodes = [Node(index, samples) for index, samples in enumerate(parts())]
     steps = [partial(step, mini_batches(make_split(), node, ASKED, True)[0]) for node in nodes]
-    results = take_step(Lockstep(steps, range(len(steps))), lambda: SIZES, lambda said: seen.append(_flat(said)))
+    results = take_step(Lockstep(steps, range(len(steps))), lambda: SIZES, seen.append)
     return seen, results
-
-
-def _flat(exchange: Sequence[Sequence[Request]]) -> list[Request]:
-    return [request for (request,) in exchange]
 
 
 def stacked_nodes(partitions: Sequence[int]) -> StackedGrid:
@@ -126,7 +122,7 @@ def test_every_transport_has_the_requests_and_gradients_of_clients_in_one_proces
         replies = take_step(
             step,
             lambda: [participant.num_examples for participant in step.participants],
-            lambda said: seen.append(_flat(said)),
+            seen.append,
         )
         assert [each.node for each in step.participants] == [1000, 1001, 1002, 1003]
         assert tuple(each.num_examples for each in step.participants) == SIZES

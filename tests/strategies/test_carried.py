@@ -66,9 +66,7 @@ CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
     "carried": (lambda: FedTAN(carry=True), {}),
     "unbounded": (lambda: FedTAN(carry=True, trust=0.0), {"trust": 0.0}),
     "a narrow region": (lambda: FedTAN(carry=True, trust=1.1), {"trust": 1.1}),
-    "averaged": (lambda: FedTAN(carry=True, memory=0.5), {"memory": 0.5}),
     "statistics only": (lambda: FedDNA(carry=True), {"forward_only": True}),
-    "no sweeps": (lambda: FedTAN(carry=True, sweeps=0), {}),
 }
 
 
@@ -87,8 +85,8 @@ def test_a_run_is_what_the_equations_say(case: str, steps: int) -> None:
 
 
 def test_the_cases_differ() -> None:
-    """All but the usual region, which cuts nothing here, and 0 sweeps."""
-    cases = [options for case, (_, options) in CASES.items() if case not in ("unbounded", "no sweeps")]
+    """All but the usual region, which cuts nothing here."""
+    cases = [options for case, (_, options) in CASES.items() if case != "unbounded"]
     runs = [by_hand([[0, 1, 2, 3]] * ROUNDS, 1, **options) for options in cases]
     runs += [run(FedAvg(), local_steps=1), run(FedTAN(), local_steps=1)]
     for index, one in enumerate(runs):
@@ -139,7 +137,7 @@ def test_what_corrections_add_over_all_rounds_is_never_more_than_one_pool_can(
     rounds: list[dict[int, bool]], seed: int
 ) -> None:
     """One number in place of a gradient; each round's pool, and what it leaves over, by the definition."""
-    generator, carried = np.random.default_rng(seed), CarriedValues(memory=0.0, trust=3.0, limit=1.0)
+    generator, carried = np.random.default_rng(seed), CarriedValues(trust=3.0, limit=1.0)
     sizes, last, added, largest = [3.0, 7.0, 1.0, 12.0, 5.0], dict[int, float](), 0.0, 0.0
     for drawn in rounds:
         corrections = carried.corrections(drawn, lambda examples: list(examples.values()))
@@ -167,7 +165,7 @@ def test_what_corrections_add_over_all_rounds_is_never_more_than_one_pool_can(
 
 
 def test_a_surplus_of_other_layers_is_not_taken_back() -> None:
-    carried = CarriedValues(memory=0.0, trust=3.0, limit=1.0)
+    carried = CarriedValues(trust=3.0, limit=1.0)
     carried.surplus = np.ones((2, 3))
     for node, gradient in ((7, 1.0), (8, 5.0)):
         carried.hear(node, 10, values(0.0) | with_gradients(gradient, 0.0))
@@ -222,28 +220,6 @@ def test_a_model_that_stands_still_ends_with_fedtans_gradient(still: int, exact:
     assert distance(start, wanted) > 1e-2
     gap = distance({name: carried[name] for name in parameters}, {name: wanted[name] for name in parameters})
     assert (gap < 1e-12) == exact
-
-
-@pytest.mark.parametrize("options", [{}, {"fraction_train": 0.5}, {"weighting": "uniform"}, {"memory": 0.5}])
-def test_as_many_sweeps_as_layers_are_fedtan_in_every_round(options: dict[str, Any]) -> None:
-    plain = {name: value for name, value in options.items() if name != "memory"}
-    assert distance(run(FedTAN(carry=True, sweeps=LAYERS, **options)), run(FedTAN(**plain))) < 1e-10
-
-
-def test_sweeps_start_from_the_rounds_before() -> None:
-    one, other = run(FedTAN(carry=True, sweeps=1)), run(FedTAN(sweeps=1))
-    assert distance(one, other) > 1e-4
-    # in the first round there is nothing to start from
-    assert distance(run(FedTAN(carry=True, sweeps=1), 1), run(FedTAN(sweeps=1), 1)) == 0
-
-
-def test_sweeps_under_carried_corrections_reach_the_gradient_of_a_still_model_sooner() -> None:
-    """Two layers: a sweep each way in two rounds without a rate, and the third round's are exact."""
-    schedule: dict[str, Any] = {"lr_schedule": "=0.5@3"}
-    sweeping: dict[str, Any] = {"carry": True, "sweeps": 1, "trust": 0.0}
-    carried, wanted = (run(FedTAN(**{**options, **schedule}), 4, lr=0.0, **WHOLE) for options in (sweeping, {}))
-    names = [name for name in carried if "running" not in name]
-    assert distance({name: carried[name] for name in names}, {name: wanted[name] for name in names}) < 1e-12
 
 
 # ---- what travels ----------------------------------------------------------------------------------------------------
@@ -336,7 +312,7 @@ def with_gradients(of_mean: float, of_variance: float) -> dict[str, np.ndarray]:
 
 
 def test_corrections_by_hand() -> None:
-    carried = CarriedValues(memory=0.0, trust=3.0, limit=1.0)
+    carried = CarriedValues(trust=3.0, limit=1.0)
     carried.hear(7, 10, values(0.0) | with_gradients(1.0, 4.0))
     carried.hear(8, 30, values(4.0) | with_gradients(5.0, 0.0))
     found = carried.corrections([6, 7, 8], lambda examples: [float(count) for count in examples.values()])
@@ -367,7 +343,7 @@ def test_the_trust_region_by_hand() -> None:
 def test_weights_need_not_be_whole_numbers() -> None:
     found = []
     for weights in ({7: 0.25, 8: 0.75}, {7: 1, 8: 3}):
-        carried = CarriedValues(memory=0.0, trust=0.0, limit=1.0)
+        carried = CarriedValues(trust=0.0, limit=1.0)
         for node, mean in ((7, 0.0), (8, 4.0)):
             carried.hear(node, weights[node], values(mean))
         found.append(carried.corrections([7, 8], lambda examples: list(examples.values())))
@@ -376,17 +352,9 @@ def test_weights_need_not_be_whole_numbers() -> None:
     assert found[0][7]["statistics"][0] == pytest.approx(3.0, rel=1e-4)
 
 
-def test_values_are_averaged_over_rounds() -> None:
-    carried = CarriedValues(memory=0.75, trust=0.0, limit=1.0)
-    for mean in (0.0, 4.0, 8.0):
-        carried.hear(7, 10, values(mean))
-    # 0, then 0.25 * 4 = 1, then 0.75 * 1 + 0.25 * 8
-    assert carried.by_node[7]["statistics"][0] == pytest.approx(2.75)
-
-
 def test_the_oldest_values_are_forgotten() -> None:
     # a node's values are 2 + 3 + 1 numbers of 8 bytes, and a byte for the layer's name
-    carried = CarriedValues(memory=0.0, trust=3.0, limit=3 * 49 / 2**20)
+    carried = CarriedValues(trust=3.0, limit=3 * 49 / 2**20)
     for node in (1, 2, 3, 1, 4):
         carried.hear(node, 10, values(0.0))
     assert list(carried.by_node) == [3, 1, 4]
@@ -420,7 +388,7 @@ FAULTY_VALUES: dict[str, dict[str, np.ndarray]] = {
 
 @pytest.mark.parametrize("case", FAULTY_VALUES)
 def test_faulty_values_are_not_kept_and_the_node_is_named(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    carried = CarriedValues(memory=0.0, trust=3.0, limit=1.0)
+    carried = CarriedValues(trust=3.0, limit=1.0)
     carried.hear(7, 10, values(0.0))
     assert not caplog.messages
     carried.hear(7, 10, FAULTY_VALUES[case])
@@ -433,7 +401,7 @@ def test_values_that_are_too_large_or_of_another_dtype_spoil_no_others(dtype: ty
     """In the federation's float32, or in a node's own float64, which can hold the square."""
     found = []
     for is_there in (True, False):
-        carried = CarriedValues(memory=0.5, trust=0.0, limit=1.0)
+        carried = CarriedValues(trust=0.0, limit=1.0)
         for node, mean in enumerate((0.0, 1.0, 1e20, 2.0, 3.0)):
             if node != 2 or is_there:
                 sent = values(mean)
@@ -470,7 +438,7 @@ def test_a_node_whose_values_are_too_large_trains_on_without_them(caplog: pytest
 
 
 def test_a_node_with_other_layers_goes_without_corrections() -> None:
-    carried = CarriedValues(memory=0.0, trust=3.0, limit=1.0)
+    carried = CarriedValues(trust=3.0, limit=1.0)
     for node, layers in ((1, 2), (2, 1), (3, 1)):
         carried.hear(node, 10, values(float(node), layers=layers))
     assert carried.corrections([1, 2, 3], lambda examples: [1.0] * len(examples)).keys() == {2, 3}
@@ -479,7 +447,7 @@ def test_a_node_with_other_layers_goes_without_corrections() -> None:
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"fraction_train": 0.5}, {"sweeps": 1}])
+@pytest.mark.parametrize("options", [{}, {"fraction_train": 0.5}])
 def test_order_and_ids_of_nodes_do_not_matter(options: dict[str, Any]) -> None:
     one, other = (
         Federation(make_model(), grid=grid).run(FedTAN(carry=True, **options), ROUNDS)
@@ -506,7 +474,6 @@ def test_the_optimizer_of_the_first_step_is_forgotten_on_request() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"memory": 1.0}, "memory must be at least 0 and less than 1, got 1.0"),
         ({"trust": 1.0}, "trust must be 0 or more than 1, got 1.0"),
         ({"carry_limit": 0.0}, "carry_limit must be positive"),
         ({"carry": True, "exchange": "paper"}, "carried corrections are always fused"),

@@ -21,7 +21,7 @@ from fedbn_flwr.strategies import FedTANII, FixBN
 FixBN(freeze_rounds=3)
 FixBN(freeze="nonsense")
 FixBN(fraction_train="half")
-FedTANII(m=3, sweep=2)
+FedTANII(m=3, exchanges="paper")
 def run(grid: Grid, arrays: ArrayRecord) -> None:
     FixBN().start(grid, arrays, train_confg=ConfigRecord())
 """
@@ -31,7 +31,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.strategies import FedTANII, FixBN
 
 FixBN(freeze_round=3, freeze="both", fraction_train=0.5, momentum_state="local", seed=1)
-FedTANII(m=3, sweeps=2, freeze="affine", server_optimizer="adam")
+FedTANII(m=3, exchange="paper", freeze="affine", server_optimizer="adam")
 def run(grid: Grid, arrays: ArrayRecord) -> None:
     FixBN().start(grid, arrays, 3, train_config=ConfigRecord())
 """
@@ -44,7 +44,7 @@ def test_a_type_checker_sees_what_is_wrong(tmp_path: Path, monkeypatch: pytest.M
     shown, _, _ = api.run(["--strict", str(tmp_path / "wrong.py"), str(tmp_path / "right.py")])
     errors = [line for line in shown.splitlines() if ": error: " in line]
     assert [line for line in errors if "right.py" in line] == []
-    wanted = ("freeze_rounds", "nonsense", "fraction_train", "sweep", "train_confg")
+    wanted = ("freeze_rounds", "nonsense", "fraction_train", "exchanges", "train_confg")
     for word, line in zip(wanted, errors, strict=True):
         assert "wrong.py" in line
         assert word in line
@@ -56,7 +56,7 @@ def test_a_type_checker_sees_what_is_wrong(tmp_path: Path, monkeypatch: pytest.M
         (FixBN, "freeze_rounds", "freeze_round"),
         (FedAvg, "fraction_fit", "fraction_train"),
         (FedAvg, "wait", "known: arrayrecord_key, "),
-        (FedTANII, "sweep", "sweeps"),
+        (FedTANII, "exchanges", "exchange"),
     ],
 )
 def test_a_wrong_keyword_is_named_with_what_was_meant(strategy: type[BaseStrategy], wrong: str, meant: str) -> None:

@@ -12,7 +12,6 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from torch import nn
 
 from fedbn_flwr import layerwise, models, state
-from fedbn_flwr.layerwise import Auto
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, FixBN, Scaffold
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
@@ -56,8 +55,6 @@ HAND: dict[str, tuple[Callable[[], FedAvg], tuple[float, ...], dict[str, Any]]] 
     "uniform": (lambda: FedTAN(weighting="uniform"), (1, 1, 1, 1), {}),
     "forward": (FedDNA, SIZES, {"exchange": "forward"}),
     "forward, one after the other": (lambda: FedDNA(exchange="paper"), SIZES, {"exchange": "forward"}),
-    "one sweep": (lambda: FedTAN(sweeps=1), SIZES, {"sweeps": 1}),
-    "auto": (lambda: FedTAN(sweeps="auto"), SIZES, {"sweeps": "auto"}),
 }
 
 
@@ -68,7 +65,7 @@ def test_a_round_is_a_step_by_hand(case: str) -> None:
 
 
 def test_the_ways_differ() -> None:
-    ways = [HAND[case][1:] for case in HAND if case not in ("paper", "auto", "forward, one after the other")]
+    ways = [HAND[case][1:] for case in HAND if case not in ("paper", "forward, one after the other")]
     found = [by_hand(weights, **options) for weights, options in ways]
     for index, one in enumerate(found):
         for other in found[index + 1 :]:
@@ -91,9 +88,6 @@ def test_with_equal_data_it_follows_centralized_sgd(exchange: Any) -> None:
 
 
 DEGENERATE: dict[str, tuple[Callable[[], FedAvg], Callable[[], FedAvg], float]] = {
-    "no sweeps are FedAvg": (lambda: FedTAN(sweeps=0), FedAvg, 0.0),
-    "as many sweeps as layers are FedTAN": (lambda: FedTAN(sweeps=LAYERS), FedTAN, 1e-10),
-    "more sweeps are FedTAN": (lambda: FedTAN(sweeps=LAYERS + 2), FedTAN, 1e-10),
     "the paper's exchanges": (lambda: FedTAN(exchange="paper"), FedTAN, 1e-12),
     "FedTAN-II that never freezes is FedTAN": (lambda: FedTANII(m=3), FedTAN, 0.0),
     "FedTAN-II frozen from the start is FixBN": (
@@ -111,14 +105,14 @@ def test_degenerate_case(case: str) -> None:
     assert distance(run(special()), run(plain())) <= tolerance
 
 
-@pytest.mark.parametrize("make", [FedTAN, FedDNA, lambda **options: FedTAN(sweeps=1, **options)])
+@pytest.mark.parametrize("make", [FedTAN, FedDNA])
 def test_one_client_is_fedavg(make: Callable[..., FedAvg]) -> None:
     one, plain = (run(strategy(**ALONE), sizes=(9,), momentum=0.9) for strategy in (make, FedAvg))
     assert distance(one, plain) < 1e-12
 
 
 def test_methods_differ() -> None:
-    strategies = FedAvg(), FedTAN(), FedDNA(), FedTAN(sweeps=1), FedTANII(m=1), FixBN(freeze_round=1)
+    strategies = FedAvg(), FedTAN(), FedDNA(), FedTANII(m=1), FixBN(freeze_round=1)
     found = [run(strategy) for strategy in strategies]
     for index, one in enumerate(found):
         for other in found[index + 1 :]:
@@ -143,7 +137,6 @@ COUNTS: dict[str, tuple[Callable[[], FedAvg], int]] = {
     "fused": (FedTAN, 2 * 19 + 1),
     "forward": (FedDNA, 19 + 1),
     "forward, one after the other": (lambda: FedDNA(exchange="paper"), 2 * 19 + 1),
-    "two sweeps": (lambda: FedTAN(sweeps=2), 2 * 2 + 1),
     "fedavg": (FedAvg, 1),
 }
 
@@ -165,17 +158,6 @@ def test_fedtan_ii_is_fedavg_after_the_freeze() -> None:
     assert exchanges(FedTANII(m=0.4), 5) == 2 * (2 * LAYERS + 1) + 3
 
 
-def test_auto_has_one_default() -> None:
-    assert FedTAN(sweeps="auto").sweeps == Auto()
-
-
-def test_auto_stops_by_itself() -> None:
-    # exact statistics after as many sweeps as there are layers; backward, as many
-    assert exchanges(FedTAN(sweeps="auto")) == 2 * LAYERS + 1
-    assert exchanges(FedTAN(sweeps="auto", most_sweeps=1)) == 3
-    assert exchanges(FedTAN(sweeps="auto", tolerance=1e9)) <= 5
-
-
 COMBINED: dict[str, dict[str, Any]] = {
     "half of the nodes": {"fraction_train": 0.5},
     "a server optimizer": {"server_optimizer": "momentum", "server_lr": 0.5},
@@ -188,11 +170,11 @@ COMBINED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", COMBINED)
 def test_options_of_every_strategy_work(case: str) -> None:
     options = COMBINED[case]
-    tan, sweeping, plain = (
+    tan, paper, plain = (
         run(strategy, momentum=0.9)
-        for strategy in (FedTAN(**options), FedTAN(sweeps=LAYERS, **options), FedAvg(**options))
+        for strategy in (FedTAN(**options), FedTAN(exchange="paper", **options), FedAvg(**options))
     )
-    assert distance(tan, sweeping) < 1e-10
+    assert distance(tan, paper) < 1e-10
     assert distance(tan, plain) > 1e-3
     assert distance(tan, run(FedTAN(), momentum=0.9)) > 1e-6
 
@@ -203,8 +185,8 @@ def test_it_can_be_combined_with_another_method() -> None:
     class Both(FedTAN, Scaffold):
         pass
 
-    both, sweeping = run(Both()), run(Both(sweeps=LAYERS))
-    assert distance(both, sweeping) < 1e-10
+    both, paper = run(Both()), run(Both(exchange="paper"))
+    assert distance(both, paper) < 1e-10
     assert distance(both, run(FedTAN())) > 1e-3
     assert distance(both, run(Scaffold())) > 1e-3
 
@@ -247,17 +229,14 @@ class OnInputs(nn.Sequential):
 def test_exchanges_follow_the_uses_of_layers(model: type[nn.Module], make: Callable[[], FedAvg], wanted: int) -> None:
     assert exchanges(make(), model=Double(model()), local_steps=1) == wanted
     found = run(make(), 1, model=Double(model()), local_steps=1)
-    swept = run(FedTAN(sweeps=2), 1, model=Double(model()), local_steps=1)
-    assert (distance(found, swept) < 1e-10) == (make is FedTAN or model is OnInputs)
+    paper = run(FedTAN(exchange="paper"), 1, model=Double(model()), local_steps=1)
+    assert (distance(found, paper) < 1e-10) == (make is FedTAN or model is OnInputs)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"exchange": "magic"}, "unknown exchange 'magic'; known: fused, paper"),
-        ({"sweeps": -1}, "sweeps must be"),
-        ({"sweeps": "many"}, "sweeps must be"),
-        ({"sweeps": 1, "exchange": "paper"}, "sweeps are always fused"),
         ({"max_attempts": 0}, "max_attempts must be at least 1"),
     ],
 )
@@ -275,7 +254,7 @@ def test_it_refuses_to_run_inside_a_wrapper() -> None:
             strategy, noise_multiplier=0.0, clipping_norm=1e-3, num_sampled_clients=len(SIZES)
         )
 
-    for strategy in (FedTAN(), FedDNA(), FedTAN(sweeps=1)):
+    for strategy in (FedTAN(), FedDNA()):
         with pytest.raises(RuntimeError, match=r"must be started itself: .*differential privacy"):
             wrap(strategy).start(nodes.grid, nodes.initial, 1, train_config=config)
     # with frozen statistics nothing is exchanged layer by layer, and the models pass through the wrapper

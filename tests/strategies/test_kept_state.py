@@ -39,9 +39,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedbn:some nodes": {"fraction_train": 0.5},
     "scaffold:some nodes": {"fraction_train": 0.5},
     "hbn:average": {"average": 0.5},
-    "fedtan:carried": {"carry": True, "memory": 0.5},
+    "fedtan:carried": {"carry": True},
     "fedtan:carried, some nodes": {"carry": True, "fraction_train": 0.5},
-    "fedtan:carried, sweeps": {"carry": True, "sweeps": 1},
     "feddna:carried": {"carry": True},
 }
 #: attributes that belong to a round, to a process, or can be asked again; what they hold no later round depends on

@@ -25,7 +25,7 @@ from tests.helpers.faults import FAULTY, Fault, Faulty, Without, elsewhere, lies
 from tests.helpers.harness import Federation, make_model
 from tests.helpers.waiting import wait_until
 
-#: exchanges of an iteration with two BN layers, and of one with two sweeps
+#: exchanges of an iteration with two BN layers
 LAST = 4
 
 
@@ -42,7 +42,7 @@ def _asked(reply: Message) -> Message:
 
 
 def unreadable(reply: Message) -> Message:
-    reply.content[layerwise_wire.REQUESTS] = ArrayRecord()
+    reply.content[layerwise_wire.REQUEST] = ArrayRecord()
     return reply
 
 
@@ -73,27 +73,22 @@ def _nothing_held() -> None:
     STEPS.clear()
 
 
-@pytest.fixture(scope="module", params=["none", 2], ids=["layer by layer", "two sweeps"])
-def sweeps(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
-def strategy(sweeps: Any = "none", **options: Any) -> FedTAN:
-    return FedTAN(sweeps=sweeps, exchange_timeout=0.05, **options)
+def strategy(**options: Any) -> FedTAN:
+    return FedTAN(exchange_timeout=0.05, **options)
 
 
 @pytest.fixture(scope="module")
-def survivors(sweeps: int | str) -> state.State:
-    return federation(Without).run(strategy(sweeps), 2)
+def survivors() -> state.State:
+    return federation(Without).run(strategy(), 2)
 
 
 @pytest.mark.parametrize("index", range(LAST))
 @pytest.mark.parametrize("case", FAULTS)
 def test_a_fault_at_any_exchange_leaves_the_round_to_the_others(
-    case: str, index: int, sweeps: int | str, survivors: state.State, caplog: pytest.LogCaptureFixture
+    case: str, index: int, survivors: state.State, caplog: pytest.LogCaptureFixture
 ) -> None:
     fault, said = FAULTS[case]
-    after = federation(faulty(fault, index, when=(1, 2))).run(strategy(sweeps), 2)
+    after = federation(faulty(fault, index, when=(1, 2))).run(strategy(), 2)
     assert all(torch.equal(after[name], survivors[name]) for name in after)
     named = [text for text in caplog.messages if "is left out of this round" in text]
     assert len(named) == 2
@@ -103,12 +98,10 @@ def test_a_fault_at_any_exchange_leaves_the_round_to_the_others(
 
 
 @pytest.mark.parametrize("case", ["raises", "is silent", "says no number", "says another shape", "is at another layer"])
-def test_a_fault_at_the_last_exchange_costs_the_node_its_vote(
-    case: str, sweeps: int | str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fault_at_the_last_exchange_costs_the_node_its_vote(case: str, caplog: pytest.LogCaptureFixture) -> None:
     nodes = federation(faulty(FAULTS[case][0], LAST))
     grid = CountingGrid(nodes.grid)
-    talk = strategy(sweeps)
+    talk = strategy()
     after = nodes.run(talk, 1, grid=grid)
     # its statistics had their share, and nothing started again
     assert grid.training.exchanges == LAST + 1

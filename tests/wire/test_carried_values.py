@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedbn_flwr.layerwise import Report, Request
+from fedbn_flwr.layerwise import Request
 from fedbn_flwr.state import State
 from fedbn_flwr.wire.carried import pack_values, read_corrections
 
@@ -13,10 +13,10 @@ WIDTHS = {"stem bn": (12, 3), "head.bn": (4, 1), "deep.bn": (6, 2)}
 WITHOUT_GRADIENTS = "head.bn"
 
 
-def requests(*rows: int) -> dict[str, Report]:
+def requests(*rows: int) -> dict[str, dict[str, Request]]:
     """Return random requests of one client, or of a stack with so many rows."""
     generator = torch.Generator().manual_seed(1)
-    asked: dict[str, Report] = {"statistics": {}, "gradients": {}}
+    asked: dict[str, dict[str, Request]] = {"statistics": {}, "gradients": {}}
     for layer, (count, channels) in WIDTHS.items():
         for kind in ("statistics", "gradients"):
             if (kind, layer) != ("gradients", WITHOUT_GRADIENTS):

@@ -11,8 +11,7 @@ from fedbn_flwr.client.rules import Session
 from fedbn_flwr.layerwise import Answer, Corrected, Corrections
 from fedbn_flwr.simulation.stacked.model import Rows
 from fedbn_flwr.state import State
-from fedbn_flwr.wire.carried import pack_values, read_corrections
-from fedbn_flwr.wire.layerwise import CORRECTIONS
+from fedbn_flwr.wire.carried import CORRECTIONS, pack_values, read_corrections
 
 
 class StackedCorrections:

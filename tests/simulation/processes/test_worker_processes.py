@@ -196,7 +196,6 @@ STRATEGIES: dict[str, Callable[[], FedAvg]] = {
     "scaffold": Scaffold,
     "momentum": lambda: FedAvg(momentum_state="local"),
     "fedtan": FedTAN,
-    "fedtan in sweeps": lambda: FedTAN(sweeps=1),
     "fedtan, carried": lambda: FedTAN(carry=True),
 }
 

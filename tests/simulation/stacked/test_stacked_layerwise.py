@@ -170,13 +170,6 @@ def test_what_is_not_sent_is_counted_as_if_it_had_been(case: str) -> None:
     assert vars(sent.evaluation) == vars(kept.evaluation)
 
 
-@pytest.mark.parametrize("sweeps", [1, "auto"])
-def test_sweeps_go_by_messages(sweeps: int | str) -> None:
-    alone, together = both(lambda: quiet(FedTAN, sweeps=sweeps), rounds=2)
-    assert difference(alone, together) == 0
-    assert not together.watch.stacks
-
-
 def poisoned(change: Callable[[torch.Tensor, torch.Tensor], object], partition: int = 1) -> ClientWrapper:
     """One client's data are not what they should be."""
 
