@@ -204,7 +204,7 @@ class BNClient(NumPyClient):
         )
         for rule in rules:
             rule.finish(session)
-        session.records |= carried_records(exchange, session.instruction)
+        session.records |= carried_records(exchange)
         return float(loss)
 
     def plan(self, instruction: Instruction, structure: nn.Module | None = None) -> BatchLoader:

@@ -19,9 +19,9 @@ def carried_exchange(received: Mapping[str, State], instruction: Instruction) ->
     return Corrected(*read_corrections(received.get(wire.CARRIED, {})))
 
 
-def carried_records(exchange: Exchange | None, instruction: Instruction) -> dict[str, State]:
+def carried_records(exchange: Exchange | None) -> dict[str, State]:
     """Return the group of the reply with the client's local values, after the step."""
-    if not isinstance(exchange, Corrected) or instruction.layerwise not in wire.CARRIED_MODES:
+    if not isinstance(exchange, Corrected):
         return {}
     values = pack_values(exchange.requests)
     return {wire.CARRIED: values} if values else {}

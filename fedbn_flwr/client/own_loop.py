@@ -99,7 +99,7 @@ class OwnLoop:
                 raise RuntimeError("the loop took no step of an optimizer, so nothing of the instruction was obeyed")
             for rule in self._rules:
                 rule.finish(self._session)
-            self._session.records |= carried_records(self._exchange, self._instruction)
+            self._session.records |= carried_records(self._exchange)
 
     def begin(self, model: nn.Module) -> None:
         """Begin with this model: freeze it, share its statistics, begin its rules."""
