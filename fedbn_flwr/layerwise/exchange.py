@@ -1,7 +1,7 @@
 """An exchange of a layer-wise step: the clients' requests, and the answer to all of them."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -146,14 +146,15 @@ def normalized(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def check_agreement(places: Sequence[Hashable]) -> None:
-    """Raise OrderError for the first client that is at another place than most clients."""
+def check_agreement(places: Sequence[tuple[Kind, str]]) -> None:
+    """Raise OrderError for the first client that asks for another kind or layer than most clients."""
     if len(set(places)) <= 1:
         return
     usual, _ = Counter(places).most_common(1)[0]
     for client, place in enumerate(places):
         if place != usual:
-            raise OrderError(client, f"is at {place} of the exchange where the others are at {usual}")
+            here, there = (f"the {kind} of BN layer {layer!r}" for kind, layer in (place, usual))
+            raise OrderError(client, f"is at {here} where the others are at {there}")
 
 
 def _stack(requests: Sequence[Request], what: str) -> Tensor:

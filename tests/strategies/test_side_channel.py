@@ -256,7 +256,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "sends NaN": (not_a_number, "is not finite"),
     "sends a number that is too large": (too_large, "is too large to be pooled in float64"),
     "sends another shape": (another_shape, "the others' is"),
-    "is at another layer": (another_layer, "is at another of the exchange"),
+    "is at another layer": (another_layer, "of BN layer 'another' where the others are at"),
     "sends a large frame": (too_much, "a frame of 2097152 bytes; at most 1056768"),
     "sends a huge frame": (far_too_much, "side channel broke"),
     "sends nonsense": (nonsense, "a frame that cannot be read"),
