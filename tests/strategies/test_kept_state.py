@@ -64,6 +64,7 @@ PASSING |= {
     "_expected_replies",
     "_final",
     "_has_gathered",
+    "has_rate",
     "_lost",
     "_refused",
     "_sent",
