@@ -16,7 +16,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from fedbn_flwr import wire
 from fedbn_flwr.server.averaging import Arrays, record, unpack
 from fedbn_flwr.server.constructor_options import FlowerOptions, MomentumKind, OptimizerKind, refuse_unknown
-from fedbn_flwr.server.divergence import DivergedError, LostRounds, refuse_infinite_loss
+from fedbn_flwr.server.divergence import DivergedError, LostRounds, infinite_losses
 from fedbn_flwr.server.global_momentum import MomentumState
 from fedbn_flwr.server.kept_state import KeptState
 from fedbn_flwr.server.later_rounds import Evaluate, LaterRounds
@@ -235,7 +235,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         if not self.train_replies:
             self._require_progress(server_round)
             return None, None
-        refuse_infinite_loss(server_round, self.train_replies, self._count_connected(), self.circumstances())
+        self._refuse_infinite_losses(server_round)
         self._lost.forget()
         self.ever_trained = True
         self.obeyed_before |= set(self._expected.binding)
@@ -389,6 +389,12 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             )
         log(WARNING, "Round %d brought no usable reply: the model stays as it was", server_round)
         self._lost.add(server_round, self._refused, self._count_connected(), self.circumstances())
+
+    def _refuse_infinite_losses(self, server_round: int) -> None:
+        """End the run if no node's loss is finite, unless this is one node among others."""
+        count = infinite_losses(self.train_replies)
+        if count and count >= min(self._count_connected(), 2):
+            raise DivergedError(server_round, f"no node's training loss is finite; {self.circumstances()}")
 
     def _count_connected(self) -> int:
         return len(list(self.grid.get_node_ids())) if self.grid else 0

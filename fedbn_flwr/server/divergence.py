@@ -50,8 +50,7 @@ class LostRounds:
             raise DivergedError(self._rounds[0], reason)
 
 
-def refuse_infinite_loss(server_round: int, replies: Sequence[NodeReply], connected: int, circumstances: str) -> None:
-    """Raise DivergedError if no node that reports a training loss has a finite one, and this is not one bad node."""
+def infinite_losses(replies: Sequence[NodeReply]) -> int:
+    """Return how many nodes report a training loss if none of the losses is finite; 0 if one is."""
     losses = [loss for reply in replies if isinstance(loss := reply.metrics.get(wire.TRAIN_LOSS), float)]
-    if len(losses) >= max(min(connected, 2), 1) and not any(map(isfinite, losses)):
-        raise DivergedError(server_round, f"no node's training loss is finite; {circumstances}")
+    return 0 if any(map(isfinite, losses)) else len(losses)
