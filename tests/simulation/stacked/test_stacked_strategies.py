@@ -82,7 +82,7 @@ OPTIONS: dict[str, tuple[type[FedAvg], dict[str, Any], dict[str, Any]]] = {
     "kept momentum of plain SGD": (FedAvg, {"momentum_state": "local"}, {}),
     "a server optimizer": (FedAvg, {"server_optimizer": "momentum", "server_lr": 0.5}, {}),
     "uniform weights": (FedAvg, {"weighting": "uniform"}, {}),
-    "carried corrections": (FedTAN, {"carry": True, "memory": 0.5}, {"momentum": 0.9}),
+    "carried corrections": (FedTAN, {"carry": True}, {"momentum": 0.9}),
     "carried corrections of ragged batches, uniform": (
         FedTAN,
         {"carry": True, "weighting": "uniform", "fresh_optimizer": True},
