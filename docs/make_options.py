@@ -23,46 +23,53 @@ INTRODUCTION = """\
 
 This page is written from the code by `make docs`. The same names are used everywhere:
 
-- on the command line, `fedbn-flwr run --method fedprox --mu 0.1 --lr 0.05`;
-- inside a method, for that method only, `fedbn-flwr compare --methods fedavg,fedprox:mu=0.1:lr=0.05`; this wins over
-  the command line;
-- in Flower's run configuration, `flwr run . --run-config "method='fedprox' mu=0.1 lr=0.05"`.
+- on the command line: `fedbn-flwr run --method fedprox --mu 0.1 --lr 0.05`;
+- inside a method: `fedbn-flwr compare --methods fedavg,fedprox:mu=0.1:lr=0.05`. This applies to one method only, and
+  overrides the command line;
+- in Flower's run configuration: `flwr run . --run-config "method='fedprox' mu=0.1 lr=0.05"`.
 
-An option that does not exist, or a value that cannot be, is an error that names it, with exit code 2.
+An unknown option or an invalid value is an error that names it, with exit code 2.
 
-`plugins` names modules that register methods, normalizers, models, data sets or partitions of your own: `fedbn-flwr run
---plugins my_package.methods --method my-method:strength=0.5`. Every process of a run imports them. Flower's run
-configuration has no keys for their options; there they are given inside `method`.
+**Your own methods, models and data.** `plugins` names the modules that register them. Every process of a run imports
+these modules:
 
-Flower's run configuration has defaults of its own for the federation: `clients` is 0, one client for every node, and
-`partition` is `classes:5`, since Flower's default federation has two nodes. A relative `results-dir` is there relative
-to the folder that the SuperLink was started in, which is not always that of `flwr run`: the log's last line says where
-the results are, and an absolute path says it beforehand. `""` stands for an option of a strategy that is not given.
+```
+fedbn-flwr run --plugins my_package.methods --method my-method:strength=0.5
+```
+
+**In Flower's run configuration**, some things differ:
+
+- `clients` is 0 by default: one client per node. `partition` is `classes:5`, because Flower's default federation has
+  two nodes.
+- A relative `results-dir` is relative to the folder in which the SuperLink was started. That may not be the folder of
+  `flwr run`. Use an absolute path, or look for the path in the last line of the log.
+- An option of a strategy that is `""` counts as not given.
+- Options of plugins have no keys. Give them inside `method`.
 """
 
 COMMAND = (
     (
         "`--engine`",
         "`stacked`",
-        "`stacked`: clients that share a model train at once, their models stacked; `inprocess`: one client after "
-        "another, with the same bits everywhere; both in this process, or in each of `workers`; `ray`: Flower's "
-        "simulation, on a Ray of its own or the cluster at `RAY_ADDRESS` (see [simulation.md](simulation.md))",
+        "`stacked`: train many clients at once, as one stack of models; `inprocess`: train one client after another, "
+        "with the same bits everywhere; both run in this process, or in each of `workers`. `ray`: Flower's "
+        "simulation, on its own Ray or the cluster at `RAY_ADDRESS`. See [simulation.md](simulation.md)",
     ),
     ("`--verbose`", "", "show Flower's own log, round by round"),
     ("`--methods`", "", "of `compare`: comma-separated methods"),
     (
         "`--seeds`",
         "`1`",
-        "of `compare`: runs a method, with seeds from `seed` on; the table then shows mean and standard deviation, and "
+        "of `compare`: runs per method, with seeds from `seed` on. The table then shows mean, standard deviation, and "
         "the paired difference to the first method with its 95 % interval",
     ),
     (
         "`--lr-grid`",
         "",
-        "of `compare`: comma-separated rates; each method runs at the one with the best accuracy on a fifth of the "
-        "training data, held out",
+        "of `compare`: comma-separated learning rates. Each method uses the one with the best accuracy on a fifth of "
+        "the training data, held out",
     ),
-    ("`--batches`", "`4`", "of `diagnose`: mini-batches a client to average over"),
+    ("`--batches`", "`4`", "of `diagnose`: mini-batches per client to average over"),
     ("`--smoke`, `--only`, `--dry-run`, ...", "", "of `reproduce`: see [recipes.md](recipes.md)"),
 )
 
@@ -72,15 +79,15 @@ def page() -> str:
     common = own_options(FedAvg)
     sections = [
         INTRODUCTION,
-        "## Of the command only",
+        "## For the command only",
         table(("option", "default", "meaning"), COMMAND),
-        "## Shared by all methods",
+        "## For all methods",
         table(
             ("option", "default", "meaning"),
             ((code(wire_key(item.name)), code(item.default), item.metadata["help"]) for item in fields(Config)),
         ),
-        "## Of strategies",
-        "Every strategy takes these.",
+        "## For single strategies",
+        "Every strategy takes these:",
         options(FedAvg, list(common)),
         documentation(BaseStrategy),
     ]

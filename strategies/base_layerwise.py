@@ -64,7 +64,7 @@ class Layerwise(FedAvg):
         self,
         *,
         max_attempts: Annotated[
-            int, "how often a layer-wise step is started, without the nodes that failed, before a round is skipped"
+            int, "attempts at a layer-wise step, each without the nodes that failed, before the round is skipped"
         ] = 3,
         fresh_optimizer: Annotated[
             bool, "use another optimizer for the layer-wise step than for the steps after it"

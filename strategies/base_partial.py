@@ -46,7 +46,7 @@ class PartialSharing(FedAvg):
         self,
         *,
         mean_personal: Annotated[
-            bool, "let nodes send the entries they keep when they evaluate, to test their mean"
+            bool, "in evaluations, also send the entries that nodes keep, to test their mean"
         ] = False,
         **options: Unpack[FedAvgOptions],
     ) -> None:

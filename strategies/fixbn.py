@@ -79,12 +79,12 @@ class FixBN(FedAvg):
         freeze_round: Annotated[
             float | Literal["auto"], "freeze after this many rounds, or this fraction of the run, or by the rule auto"
         ] = 0.5,
-        freeze: Annotated[Freeze, "what stands still after the freeze: statistics, affine or both"] = "statistics",
+        freeze: Annotated[Freeze, "what to freeze: statistics, affine or both"] = "statistics",
         frozen_lr: Annotated[float, "largest learning rate under frozen statistics, as a share of lr"] = 0.2,
         send_frozen: Annotated[bool, "keep sending frozen entries, as the papers count bytes"] = False,
         window: Annotated[int, "how many rounds auto looks back"] = 10,
         threshold: Annotated[float, "variance of every client's changes of statistics below which auto freezes"] = 1.0,
-        latest: Annotated[float, "share of the run after which auto freezes whatever still changes; 1 is never"] = 0.5,
+        latest: Annotated[float, "share of the run after which auto freezes in any case; 1: never"] = 0.5,
         change: Annotated[
             Change, "changes that auto looks at: channels (relative to sampling noise) or norm (their L1 norm)"
         ] = "channels",

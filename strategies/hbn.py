@@ -42,9 +42,7 @@ class HBN(PartialSharing, Gathering):
         self,
         *,
         gather_samples: Annotated[int, "samples of each node that gathered statistics come from; 0 means all"] = 64,
-        average: Annotated[
-            float, "weight on the global statistics of the round before when new ones are gathered"
-        ] = 0.0,
+        average: Annotated[float, "weight of the previous global statistics when new ones are gathered"] = 0.0,
         fixed_mix: Annotated[float | None, "fix the share of the batch's statistics instead of learning it"] = None,
         **options: Unpack[PartialSharingOptions],
     ) -> None:

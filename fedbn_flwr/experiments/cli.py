@@ -30,7 +30,7 @@ from fedbn_flwr.wire import wire_key
 
 EPILOG = """\
 A method is STRATEGY[+NORM][:key=value]..., e.g. fedavg+gn or fedprox:mu=0.01:lr=0.05; its own options override the
-shared ones. `fedbn-flwr list` shows the names of everything there is.
+shared ones. `fedbn-flwr list` shows all names.
 """
 
 
@@ -97,17 +97,19 @@ def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     _add_shared(run, skip=())
     several = _command(commands, "compare", "train with several methods on the same data, model and seeds")
     several.add_argument("--methods", required=True, help="comma-separated methods")
-    several.add_argument("--seeds", default="1", metavar="N", help="runs a method, with seeds from --seed on [1]")
-    several.add_argument("--lr-grid", default="", help="comma-separated rates: each method runs at its own best one")
+    several.add_argument("--seeds", default="1", metavar="N", help="runs per method, with seeds from --seed on [1]")
+    several.add_argument("--lr-grid", default="", help="comma-separated learning rates; each method uses its best one")
     _add_engine(several)
     _add_shared(several, skip=("method", "resume"))
-    single = _command(commands, "diagnose", "measure what the clients' data do to the BN of a model, without training")
-    single.add_argument("--batches", default="4", metavar="N", help="mini-batches a client to average over [4]")
+    single = _command(
+        commands, "diagnose", "measure which mismatch of BN statistics the clients' data cause, without training"
+    )
+    single.add_argument("--batches", default="4", metavar="N", help="mini-batches per client to average over [4]")
     _add_shared(single, skip=("resume", "checkpoint_every", "log_to"))
     _add_tune(commands)
     names = _command(commands, "list", "show every strategy, normalizer, model, data set, partition and augmentation")
     names.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
-    names.add_argument("--json", action="store_true", help="print it for programs")
+    names.add_argument("--json", action="store_true", help="print JSON")
     add_recipe_commands(commands, _command)
     add_report_command(commands, _command)
     add_data_command(commands, _Parser)
@@ -121,9 +123,9 @@ def _add_tune(commands: Any) -> None:
     actions = commands.add_parser("tune", help=text).add_subparsers(dest="action", required=True, parser_class=_Parser)
     freeze = _command(actions, "freeze-round", "find when to freeze: FixBN's window rule, and a small search")
     freeze.add_argument(
-        "--grid", default=GRID, help=f"comma-separated shares of the rounds, or rounds, to freeze after [{GRID}]"
+        "--grid", default=GRID, help=f"comma-separated rounds, or shares of all rounds, after which to freeze [{GRID}]"
     )
-    freeze.add_argument("--seeds", default="1", metavar="N", help="runs a value, with seeds from --seed on [1]")
+    freeze.add_argument("--seeds", default="1", metavar="N", help="runs per value, with seeds from --seed on [1]")
     _add_engine(freeze)
     _add_shared(freeze, skip=("resume", "checkpoint_every", "validation"))
 
@@ -175,7 +177,7 @@ def _compare(options: dict[str, Any]) -> None:
     engine = _engine(options.pop("engine", None))
     methods = split_methods(str(options.pop("methods")))
     if not methods:
-        raise UsageError("--methods names no method")
+        raise UsageError("--methods is empty")
     if twice := [method for method in methods if methods.count(method) > 1]:
         raise UsageError(f"--methods names {twice[0]!r} twice")
     seeds = at_least_one("--seeds", options.pop("seeds"))
@@ -195,7 +197,7 @@ def _compare(options: dict[str, Any]) -> None:
 def _tune(options: dict[str, Any]) -> None:
     option, engine, grid = options.pop("action"), _engine(options.pop("engine", None)), str(options.pop("grid"))
     if option.replace("-", "_") in options:
-        raise UsageError(f"--{option} is what is tuned: give what is to be tried with --grid")
+        raise UsageError(f"--{option} is the option that is tuned: give the values to try with --grid")
     method = str(options.pop("method", "fixbn"))
     seeds = at_least_one("--seeds", options.pop("seeds"))
     plan = Plan(_kebab(options), list(candidates(method, grid).values()), seeds)

@@ -1,4 +1,4 @@
-"""The options that all methods share, parsed once, with one clear line for a value that cannot be."""
+"""The options that all methods share, parsed once; an invalid value is a one-line error."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -31,30 +31,34 @@ def option(default: Value, text: str) -> Any:
 class Config:
     """The options that every method shares; a strategy's own ones are read from its constructor."""
 
-    plugins: str = option("", "comma-separated modules to import first, which register methods, normalizers, ...")
+    plugins: str = option("", "comma-separated modules that register methods, normalizers and more; imported first")
     method: str = option("fedavg", "STRATEGY[+NORM][:key=value]..., e.g. fixbn:freeze-round=0.3 or fedavg+gn")
-    norm: str = option("bn", "normalizer of the model, for methods that do not bring one")
+    norm: str = option("bn", "normalizer of the model, for methods that do not set one themselves")
     norm_options: str = option("", "options of the normalizer, e.g. r_max=3,d_max=5 for brn")
     groups: int = option(2, "number of groups of group normalization")
-    model: str = option("small-cnn", "model, or package.module:function")
-    dataset: str = option("digits", "data set, synthetic:n=..., folder:PATH, package.module:function, or sites")
-    classes: str = option("", "comma-separated names of the classes, in the order of their numbers")
-    mean: str = option("", "normalize with this mean, one number from 0 to 1 a channel; empty: of the training data")
-    std: str = option("", "normalize with this standard deviation, one number a channel; given together with mean")
-    image_size: int = option(0, "resize images to this side; 0 keeps the data set's own")
+    model: str = option("small-cnn", "model: a name, or package.module:function")
+    dataset: str = option("digits", "data set: a name, synthetic:n=..., folder:PATH, package.module:function, or sites")
+    classes: str = option("", "comma-separated names of the classes, in the order of the model's outputs")
+    mean: str = option(
+        "", "mean for normalization, one number from 0 to 1 per channel; empty: computed from training data"
+    )
+    std: str = option("", "standard deviation for normalization, one number per channel; needs mean")
+    image_size: int = option(0, "side length that images are resized to; 0: as in the data set")
     data_root: str = option("", "folder of data sets on disk")
     image_workers: int = option(
-        2, "processes that decode image files ahead of training; 0: none, the one that trains decodes them"
+        2, "processes that decode image files ahead of training; 0: the training process decodes them"
     )
-    partition: str = option("classes:2", "how training data are spread: iid, dirichlet:0.1, classes:2, domain:1, ...")
-    clients: int = option(5, "number of clients; 0 means one for every node of the federation")
-    min_nodes: int = option(0, "start a round only with so many connected nodes; 0: all that the run began with")
+    partition: str = option("classes:2", "how training data are split: iid, dirichlet:0.1, classes:2, domain:1, ...")
+    clients: int = option(5, "number of clients; 0: one per node of the federation")
+    min_nodes: int = option(0, "start a round when this many nodes are connected; 0: all nodes that the run began with")
     fraction_train: float = option(1.0, "share of the clients that take part in a round")
     fraction_evaluate: float = option(0.0, "share of the clients that evaluate the model themselves")
     rounds: int = option(60, "number of rounds")
-    local_steps: int = option(5, "mini-batch steps a round and client; 0 means that local-epochs counts")
-    local_epochs: int = option(0, "epochs a round and client; above 0 it is used instead of local-steps")
-    budget_epochs: float = option(0.0, "set the rounds so that all clients together see the data this often")
+    local_steps: int = option(5, "mini-batch steps per client and round; 0: use local-epochs")
+    local_epochs: int = option(0, "epochs per client and round; above 0, replaces local-steps")
+    budget_epochs: float = option(
+        0.0, "choose rounds so that all clients together make this many passes over the data; 0: use rounds"
+    )
     batch_size: int = option(32, "samples in a mini-batch")
     replacement: bool = option(False, "draw mini-batches with replacement")
     augmentation: str = option(
@@ -65,59 +69,59 @@ class Config:
     optimizer: str = option("sgd", "sgd or adam")
     lr: float = option(0.1, "local learning rate")
     lr_schedule: str = option(
-        "0.1@0.5,0.1@0.75", "FACTOR@WHEN or =VALUE@WHEN, comma-separated; WHEN: fraction, rounds or 'freeze'"
+        "0.1@0.5,0.1@0.75", "comma-separated FACTOR@WHEN or =VALUE@WHEN; WHEN: fraction of the run, round, or freeze"
     )
     momentum: float = option(0.0, "momentum of sgd")
     weight_decay: float = option(0.0, "weight decay")
     precision: str = option("float32", "float32, tf32 (float32 with TF32 products, on a GPU) or bf16 (autocast)")
-    evaluate_every: int = option(10, "evaluate on the test data every so many rounds, and after the last")
+    evaluate_every: int = option(10, "evaluate on the test data every N rounds, and after the last")
     train_loss_global: bool = option(
-        False, "also report the model's loss on all training data, in the rounds that are evaluated"
+        False, "also report the global model's loss on all training data, in evaluated rounds"
     )
     record_dynamics: int = option(
         0,
-        "write dynamics.jsonl: each BN layer's statistics from round to round, far from the global ones, and their "
-        "variance over so many rounds; 0: do not",
+        "write dynamics.jsonl: how each BN layer's statistics change, how far they are from the global ones, and their "
+        "variance over this many rounds; 0: off",
     )
-    log_to: str = option("", "also write each round's numbers to tensorboard, wandb (Weights & Biases), or both")
+    log_to: str = option("", "also log each round to tensorboard, wandb (Weights & Biases), or both")
     class_metrics: str = option(
-        "", "per-class metrics of every site's test data, for the data set sites: f1, auc, precision, recall"
+        "", "metrics per class on each site's test data, for the data set sites: f1, auc, precision, recall"
     )
-    target_accuracy: float = option(0.0, "also report the rounds, exchanges and bytes until this accuracy")
+    target_accuracy: float = option(
+        0.0, "also report rounds, exchanges and bytes until this accuracy is reached; 0: off"
+    )
     seed: int = option(0, "seed of everything: model, partition, batches, sampling")
     device: str = option("auto", "cpu, cuda or auto")
-    init_from: str = option("", "start from this file: safetensors or a torch state dict")
-    validation: float = option(0.0, "test on this share of the training data, held out, instead of the test data")
+    init_from: str = option("", "file with the initial model: safetensors or a torch state dict")
+    validation: float = option(
+        0.0, "hold out this share of the training data and evaluate on it instead of the test data"
+    )
     threads: int = option(
         1,
-        "torch threads of a process: 1 gives the same bits on machines with any number of cores; 0 leaves it to torch",
+        "torch threads per process; 1: same bits for any number of cores; 0: torch decides",
     )
     workers: int = option(
         0,
-        "processes that share the clients; 0: one, or in a long run of the engine stacked one for each core",
+        "processes that share the clients; 0: one, or one per core in a long run of the engine stacked",
     )
     chunk: int = option(
         0,
-        "largest stack of clients; 0: as many as speed up a step (20, 5 or 1 on a CPU) and fit into half of the memory",
+        "most clients in a stack; 0: as many as speed up a step (20, 5 or 1 on a CPU) and fit into half of the memory",
     )
-    timeout: float = option(3600.0, "seconds that clients have to answer in a round")
+    timeout: float = option(3600.0, "seconds that clients have to reply in a round")
     exchange_timeout: float = option(0.0, "seconds that clients have for one exchange of a layer-wise step; 0: timeout")
     exchange_port: int = option(
         -1,
-        "port on which the ServerApp takes the exchanges of layer-wise steps; 0: none, they go by messages; "
-        "-1: FEDBN_FLWR_EXCHANGE_PORT in its environment, or none",
+        "port of the side channel for layer-wise exchanges on the ServerApp; 0: exchanges are messages; "
+        "-1: FEDBN_FLWR_EXCHANGE_PORT in the ServerApp's environment, or none",
     )
-    exchange_address: str = option("", "HOST:PORT by which nodes reach exchange-port, where its environment has none")
-    connect_timeout: float = option(120.0, "seconds that nodes have to connect to exchange-port, once a round")
+    exchange_address: str = option("", "HOST:PORT at which nodes reach exchange-port, if its environment does not say")
+    connect_timeout: float = option(120.0, "seconds that nodes have to connect to exchange-port in a round")
     node_timeout: float = option(300.0, "seconds to wait for nodes to connect, at the start and before each round")
-    results_dir: str = option("results", "where results go")
-    checkpoint_every: int = option(0, "write a checkpoint every so many rounds, for --resume; 0: none")
-    resume: str = option(
-        "", "go on with the run in this folder of results after its last checkpoint, under the options that it has"
-    )
-    state_dir: str = option(
-        "", "keep what clients remember in files of this folder, and not in memory (not with the engine ray)"
-    )
+    results_dir: str = option("results", "folder for results")
+    checkpoint_every: int = option(0, "write a checkpoint every N rounds, for resume; 0: none")
+    resume: str = option("", "continue the run in this results folder from its last checkpoint, with its saved options")
+    state_dir: str = option("", "folder for the clients' state; empty: in memory (not with the engine ray)")
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""

@@ -89,7 +89,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         exchange_timeout: float = 600.0,
         evaluate_every: int = 1,
         momentum_state: Annotated[
-            MomentumKind, "what becomes of the clients' optimizer state after a round: none, local or global"
+            MomentumKind, "keep the clients' optimizer state: none, local (on the node) or global (averaged)"
         ] = "none",
         server_optimizer: Annotated[
             OptimizerKind, "treat the averaged update as a gradient: none, adam, yogi, adagrad or momentum"

@@ -70,7 +70,7 @@ def test_a_rule_that_never_fires_is_fedavg(tmp_path: Path) -> None:
     [
         ({"method": "fedbn"}, "method 'fedbn' has no freeze-round to tune; those that have: "),
         ({"method": "fixbn:freeze-round=0.3"}, "says its freeze-round, which is what is tuned"),
-        ({"freeze-round": "0.3"}, "--freeze-round is what is tuned: give what is to be tried with --grid"),
+        ({"freeze-round": "0.3"}, "--freeze-round is the option that is tuned: give the values to try with --grid"),
         ({"grid": "0.5,-2"}, "--grid has shares of the rounds, as 0.3, or numbers of rounds, as 30, got '-2'"),
         ({"grid": "auto"}, "--grid has shares of the rounds, as 0.3, or numbers of rounds, as 30, got 'auto'"),
         ({"seeds": "0"}, "--seeds must be at least 1, got 0"),
