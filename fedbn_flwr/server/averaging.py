@@ -26,14 +26,15 @@ def record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
 
 def unpack(packed: ArrayRecord) -> Arrays:
     """Copies of the arrays of a message."""
-    if flat := flat_of(packed):
-        return dict(flat.copy())
+    if (flat := flat_of(packed)) is not None:
+        return dict(flat.copy().items())
     return {name: array.numpy() for name, array in packed.items()}
 
 
 def view(packed: ArrayRecord) -> Mapping[str, NDArray[Any]]:
     """The arrays of a message, without copies where they were never serialized: to be read only."""
-    return flat_of(packed) or {name: view_array(array) for name, array in packed.items()}
+    flat = flat_of(packed)
+    return {name: view_array(array) for name, array in packed.items()} if flat is None else flat
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
@@ -55,7 +56,7 @@ def average(states: Sequence[Mapping[str, NDArray[Any]]], weights: Sequence[floa
         runs = [state.buffers for state in states if isinstance(state, FlatArrays) and state.layout is first.layout]
         if len(runs) == len(states):
             means = {dtype: _mean_run([own[dtype] for own in runs], shares) for dtype in first.buffers}
-            return dict(FlatArrays(first.layout, means))
+            return dict(FlatArrays(first.layout, means).items())
     alike = all(_shapes(state, first) == _shapes(first, first) for state in states[1:])
     merged: Arrays = {}
     for names in _portions(first):

@@ -204,17 +204,20 @@ def _check_forms(arrays: Mapping[str, np.ndarray], expected: Mapping[str, np.nda
 
 def _with_common_entries(replies: list[NodeReply], groups: Sequence[str]) -> list[NodeReply]:
     """Keep the replies that carry the same entries as most do."""
-    entries = [
-        frozenset((group, name) for group in groups for name in reply.records.get(group, {})) for reply in replies
-    ]
-    if len(set(entries)) <= 1:
+    names = [tuple(_entry_names(reply.records.get(group, {})) for group in groups) for reply in replies]
+    if len(set(names)) <= 1:
         return replies
-    common = Counter(entries).most_common(1)[0][0]
+    common = Counter(names).most_common(1)[0][0]
     kept = []
-    for reply, names in zip(replies, entries, strict=True):
-        if names == common:
+    for reply, present in zip(replies, names, strict=True):
+        if present == common:
             kept.append(reply)
         else:
-            group, example = sorted(names ^ common)[0]
+            unlike = zip(groups, present, common, strict=True)
+            group, example = min((group, name) for group, some, most in unlike for name in some ^ most)
             log(WARNING, "Node %d is left out of this round: unlike most, entry %r in %r", reply.node, example, group)
     return kept
+
+
+def _entry_names(arrays: Mapping[str, np.ndarray]) -> frozenset[str]:
+    return arrays.layout.all_names if isinstance(arrays, FlatArrays) else frozenset(arrays)

@@ -32,6 +32,7 @@ class Layout:
         self.by_dtype: dict[np.dtype[Any], list[Entry]] = {}
         for entry in entries:
             self.by_dtype.setdefault(entry[1], []).append(entry)
+        self.all_names = frozenset(name for name, _, _ in entries)
 
     def names(self, dtype: np.dtype[Any]) -> list[str]:
         """Names of the entries in one buffer."""

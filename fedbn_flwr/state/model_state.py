@@ -25,14 +25,14 @@ def to_record(state: Mapping[str, Tensor], *, copy: bool = True) -> ArrayRecord:
 
 def from_record(record: ArrayRecord) -> dict[str, Tensor]:
     """Unpack a record into tensors that own their memory."""
-    if flat := flat_of(record):
+    if (flat := flat_of(record)) is not None:
         return {name: value.clone() for name, value in flat.tensors.items()}
     return {name: torch.from_numpy(array.numpy()) for name, array in record.items()}
 
 
 def view_record(record: ArrayRecord) -> State:
     """Unpack a record into tensors that may share its memory: do not write to them."""
-    if flat := flat_of(record):
+    if (flat := flat_of(record)) is not None:
         return flat.tensors
     return {name: torch.from_numpy(view_array(array)) for name, array in record.items()}
 
@@ -41,14 +41,15 @@ def view_record(record: ArrayRecord) -> State:
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Overwrite the whole state. ValueError names an entry that is missing, unknown or of another shape."""
     if target := check(model, state):
-        torch._foreach_copy_(list(target.values()), [state[name] for name in target])
+        values = dict(state.items())
+        torch._foreach_copy_(list(target.values()), [values[name] for name in target])
 
 
 def check(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Compare names and shapes with the model's own state, and return the latter."""
-    target = model.state_dict()
-    _same_names(target, state)
-    _same_shapes(target, state)
+    target, values = model.state_dict(), dict(state.items())
+    _same_names(target, values)
+    _same_shapes(target, values)
     return target
 
 

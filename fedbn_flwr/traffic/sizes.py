@@ -26,7 +26,7 @@ def message_sizes(message: Message) -> Sizes:
 
 
 def _record_sizes(record: ArrayRecord) -> Sizes:
-    if flat := flat_of(record):
+    if (flat := flat_of(record)) is not None:
         return _flat_sizes(flat.layout)
     return _arrays_sizes((np.dtype(array.dtype), array.shape) for array in record.values())
 
@@ -51,7 +51,7 @@ def paper_bytes(messages: Sequence[Message]) -> int:
 
 
 def _distinct_bytes(records: Sequence[ArrayRecord]) -> int:
-    states = [state for record in records if (state := flat_of(record))]
+    states = [state for record in records if (state := flat_of(record)) is not None]
     if len(states) == len(records) and len({id(state.layout) for state in states}) == 1:
         if len(states) == 1:
             return _flat_sizes(states[0].layout).paper
