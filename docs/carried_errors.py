@@ -16,7 +16,7 @@ from fedbn_flwr.layerwise import (
     Corrected,
     Corrections,
     Kind,
-    Request,
+    Requests,
     carried_corrections,
     gradients,
     shared_statistics,
@@ -27,7 +27,7 @@ CLIENTS, BATCH, ROUNDS, RATE, TRUST = 5, 32, 100, 0.1, 3.0
 KEPT = 0.95
 WEIGHTS = [1 / CLIENTS] * CLIENTS
 Batch = tuple[Tensor, Tensor]
-Said = dict[str, dict[str, Request]]
+Said = dict[str, dict[str, Requests]]
 
 
 def client_batches() -> list[list[Batch]]:
@@ -53,9 +53,9 @@ def corrections(said: Sequence[Said], kind: Kind) -> list[Corrections]:
     found: list[dict[str, Answer]] = [{} for _ in said]
     for layer in said[0][kind]:
         requests = [each[kind][layer] for each in said]
-        count = sum(request.count for request in requests)
-        values = torch.stack([request.tensor for request in requests])
-        for own, tensor in zip(found, carried_corrections(kind, values, WEIGHTS, TRUST), strict=True):
+        count = sum(request.counts[0] for request in requests)
+        values = torch.cat([request.tensor for request in requests])
+        for own, tensor in zip(found, carried_corrections(kind, values, WEIGHTS, TRUST).split(1), strict=True):
             own[layer] = Answer(tensor, count)
     return list(found)
 

@@ -1,13 +1,15 @@
 """Base of the layer-wise strategies that can do with corrections from earlier rounds; no method by itself."""
 
 from collections.abc import Mapping, Sequence
+from logging import WARNING
 from typing import Annotated, ClassVar, Unpack
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.common import log
 
 from fedbn_flwr import wire
+from fedbn_flwr.layerwise.carried import CarriedValues, Entries, Examples
 from fedbn_flwr.server.averaging import Arrays, record
-from fedbn_flwr.server.carried_values import CarriedValues, Examples
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import Instruction
 
@@ -61,7 +63,7 @@ class CarriedCorrections(Layerwise):
             raise ValueError(f"carry_limit must be positive, got {carry_limit}")
         self.carry = carry
         self.carried = CarriedValues(trust, carry_limit)
-        self._corrections: Mapping[int, Arrays] = {}
+        self._corrections: Mapping[int, Entries] = {}
 
     def exchanges(self, instruction: Instruction) -> bool:
         """Return whether clients wait for each other in this round."""
@@ -81,8 +83,10 @@ class CarriedCorrections(Layerwise):
         self.carried.settle(self._corrections, set(self.drawn_nodes) - averaged.keys(), averaged)
         for reply in replies:
             values = reply.records.get(wire.CARRIED)
-            if self.carry and values is not None:
-                self.carried.hear(reply.node, reply.num_examples, values)
+            if not self.carry or values is None:
+                continue
+            if reason := self.carried.hear(reply.node, reply.num_examples, values):
+                log(WARNING, "Node %d goes without carried corrections: %s", reply.node, reason)
         return merged
 
     def _make_messages(
@@ -93,7 +97,7 @@ class CarriedCorrections(Layerwise):
         self._corrections = self._correct(nodes) if carried else {}
         return super()._make_messages(nodes, arrays, instruction, config, kind)
 
-    def _correct(self, nodes: Sequence[int]) -> Mapping[int, Arrays]:
+    def _correct(self, nodes: Sequence[int]) -> Mapping[int, Entries]:
         """Sums run in the order of partitions, because the nodes' ids are random."""
         ordered = sorted(nodes, key=lambda node: (self.partitions.get(node, -1), node))
         return self.carried.corrections(ordered, self._weigh_examples)

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import norm, wire
-from fedbn_flwr.layerwise import Answer, why_unusable
+from fedbn_flwr.layerwise import pool_in_order, why_unusable
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.averaging import Arrays, record
@@ -72,7 +72,7 @@ class Gathering(FedAvg):
                 step = grid.open_step(messages)
                 if step is None:
                     break
-                pooled = pool_in_order(step, state)
+                pooled = pool_nodes_in_order(step, state)
                 self._has_gathered = True
                 return self.installed(state, pooled)
             except NodesFailedError as failure:
@@ -92,28 +92,18 @@ class Gathering(FedAvg):
         return RecordDict({wire.ARRAYS: own, wire.CONFIG: config})
 
 
-def pool_in_order(step: NodesStep, state: Arrays) -> dict[str, Moments]:
-    """Answer every layer's requests with their pooled moments; return these, by layer.
+def pool_nodes_in_order(step: NodesStep, state: Arrays) -> dict[str, Moments]:
+    """Return the pooled moments of all nodes, by layer.
 
     NodesFailedError names the nodes whose moments cannot be pooled in the dtype of the model's state.
     """
-    pooled: dict[str, Moments] = {}
-    try:
-        requests = step.advance()
-        while requests:
-            layer = requests[0].layer
-            said = zip(step.participants, requests, strict=True)
-            seen = {participant.node: {layer: Moments(each.count, *each.tensor)} for participant, each in said}
-            if unusable := _name_unusable(seen, state):
-                raise NodesFailedError(unusable, unusable.values())
-            all_nodes = norm.pool(seen.values())[layer]
-            pooled[layer] = all_nodes
-            requests = step.advance(Answer(torch.stack([all_nodes.mean, all_nodes.variance]), all_nodes.count))
-        step.replies()
-    except Exception:
-        step.abandon()
-        raise
-    return pooled
+
+    def require_usable(layer: str, seen: Sequence[Moments]) -> None:
+        by_node = {node.node: {layer: values} for node, values in zip(step.participants, seen, strict=True)}
+        if unusable := _name_unusable(by_node, state):
+            raise NodesFailedError(unusable, unusable.values())
+
+    return pool_in_order(step, require_usable)
 
 
 def _name_unusable(seen: Mapping[int, Mapping[str, Moments]], state: Arrays) -> dict[int, Refusal]:

@@ -84,6 +84,19 @@ def test_a_module_imports_its_own_room_and_lower_floors(name: str) -> None:
     assert [module for module in sorted(imported_modules(name)) if not is_allowed(name, module)] == []
 
 
+LAYERWISE = sorted(name for name in SOURCES if name.startswith("fedbn_flwr.layerwise"))
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_the_mathematics_of_layerwise_steps_knows_no_flower(name: str) -> None:
+    assert not absolute_roots(name) & {"flwr", "grpc"}
+    assert {room_of(module) for module in imported_modules(name)} <= {
+        "fedbn_flwr.layerwise",
+        "fedbn_flwr.norm",
+        "fedbn_flwr.randomness",
+    }
+
+
 def test_modules_import_each_other_in_no_circle() -> None:
     graph = {name: imported_modules(name) - {name} for name in SOURCES}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle

@@ -16,18 +16,16 @@ from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import batch_plan as batches
 from fedbn_flwr.client import training
 from fedbn_flwr.client.batch_plan import BatchLoader
-from fedbn_flwr.client.carried_corrections import carried_exchange, carried_records
 from fedbn_flwr.client.device import is_on, pick_device
 from fedbn_flwr.client.evaluation import evaluate, mean_loss, shares
-from fedbn_flwr.client.layerwise_gathering import gather_in_order, why_not_in_order
 from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask
-from fedbn_flwr.client.modes import frozen_parts, layerwise_mode
+from fedbn_flwr.client.modes import carried_exchange, carried_records, frozen_parts, layerwise_mode
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.precision import products
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import Session, obeyed_keys, read_instruction, rules_for
 from fedbn_flwr.data import Split
-from fedbn_flwr.layerwise import Exchange, OwnRandomness, shared_statistics
+from fedbn_flwr.layerwise import Exchange, OwnRandomness, gather_in_order, shared_statistics, why_not_in_order
 from fedbn_flwr.randomness import derive, torch_generator
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction, moments

@@ -21,7 +21,7 @@ from fedbn_flwr.client.reply import Reply
 from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.client.side_channel import AttemptOverError, SideChannelExchange, UnreachableError
 from fedbn_flwr.client.step_log import StepLog
-from fedbn_flwr.layerwise import Answer, Exchange, OwnRandomness, Request, StepCache, SuspendedStep
+from fedbn_flwr.layerwise import Answer, Exchange, OwnRandomness, Requests, StepCache, SuspendedStep
 from fedbn_flwr.state import State
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.wire import Instruction
@@ -73,7 +73,7 @@ def handle_layerwise_message(content: RecordDict, context: Context, make_client:
     else:
         held.client.memory.attach(context.state)
         outcome = held.advance(read_answers(content)[str(position.index - 1)])
-    if not isinstance(outcome, Request):
+    if not isinstance(outcome, Requests):
         held.release()
         log.clear()
         return outcome.result
@@ -106,7 +106,9 @@ def _gather_over_channel(content: RecordDict, make_client: Callable[[], Layerwis
 
     def gather(exchange: SideChannelExchange) -> Reply:
         _introduce(exchange, client, instruction)
-        return client.gather_in_order(_received(content), instruction, exchange)
+        reply = client.gather_in_order(_received(content), instruction, exchange)
+        exchange.finish()
+        return reply
 
     return _over_channel(content, gather)
 
@@ -190,8 +192,8 @@ class Replicas:
 _REPLICAS = Replicas()
 
 
-def add_request(reply: Reply, request: Request) -> Reply:
+def add_request(reply: Reply, request: Requests) -> Reply:
     """Put a client's request into its reply."""
-    reply.records[REQUEST] = {request.layer: request.tensor}
+    reply.records[REQUEST] = {request.layer: request.tensor[0]}
     reply.report |= request_report(request)
     return reply

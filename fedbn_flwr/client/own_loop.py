@@ -17,8 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fedbn_flwr import norm, state
-from fedbn_flwr.client.carried_corrections import carried_exchange, carried_records
-from fedbn_flwr.client.modes import frozen_parts, layerwise_mode
+from fedbn_flwr.client.modes import carried_exchange, carried_records, frozen_parts, layerwise_mode
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Rule, Session, rules_for

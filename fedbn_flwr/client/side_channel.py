@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import grpc
 
-from fedbn_flwr.layerwise import Answer, Request
+from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.wire.frames import (
     METHOD,
     SERVICE,
@@ -74,7 +74,7 @@ class SideChannelExchange:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def __call__(self, request: Request) -> Answer:
+    def __call__(self, request: Requests) -> Answer:
         """Send a request and wait for its answer."""
         self._outgoing.put(pack_frame(NodeRequest(request, *self.introduce())))
         while True:

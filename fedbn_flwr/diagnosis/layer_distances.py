@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbn_flwr.layerwise import Request, combine
+from fedbn_flwr.layerwise import Requests, combine
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,10 @@ class LayerDistances:
         self._squares = SquareSums()
         self._variances: dict[str, Tensor] = {}
 
-    def __call__(self, requests: Sequence[Request]) -> None:
-        """Add one exchange: a request of each client."""
-        kind, layer = requests[0].kind, requests[0].layer
-        values = torch.stack([request.tensor for request in requests]).double()
-        pooled = combine(kind, list(values), self._shares)
+    def __call__(self, requests: Requests) -> None:
+        """Add one exchange: the requests of all clients."""
+        kind, layer, values = requests.kind, requests.layer, requests.tensor.double()
+        pooled = combine(kind, values, self._shares)
         if kind == "statistics":
             self._variances[layer] = pooled[1]
             self._add(layer, "mean", values[:, 0] - pooled[0], pooled[1].sqrt())

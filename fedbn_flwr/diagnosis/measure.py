@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr.diagnosis.layer_distances import Layer, LayerDistances, SquareSums
-from fedbn_flwr.layerwise import Answer, Exchange, Kind, Mode, Observer, Request, combine, lockstep, shared_statistics
+from fedbn_flwr.layerwise import Answer, Exchange, Kind, Mode, Observer, Requests, combine, lockstep, shared_statistics
 from fedbn_flwr.layerwise.exchange import normalized
 from fedbn_flwr.layerwise.gradients import Batch, LossFunction
 from fedbn_flwr.norm import bn_layers
@@ -85,7 +85,7 @@ def check(model: nn.Module) -> None:
     if not bn_layers(model):
         raise ValueError("the model has no BN layer, so there is nothing to diagnose")
     try:
-        with shared_statistics(model, lambda request: Answer(request.tensor, request.count), final=False):
+        with shared_statistics(model, _local_answer, final=False):
             pass
     except TypeError as error:
         raise ValueError(str(error)) from error
@@ -107,12 +107,12 @@ def _measure(
         step = partial(_gradients, model, draw, shares, loss_function, derive(seed, "diagnosis", index))
         # the paper's three exchanges a layer; "both" below has two and is the same up to rounding
         exact = step(SHARED["both"], mode="paper")
-        whole = combine("mean", list(exact), shares)
+        whole = combine("mean", exact, shares)
         sums.add("norm", whole)
         sums.add("heterogeneity", exact - whole)
         for name, kinds in SHARED.items():
             gradients = step(kinds, observe=distances if name == "both" else None)
-            sums.add(f"error {name}", combine("mean", list(gradients), shares) - whole)
+            sums.add(f"error {name}", combine("mean", gradients, shares) - whole)
             if name == "nothing":
                 sums.add("deviation", gradients - exact)
     return Measurement(
@@ -150,8 +150,13 @@ def _gradients(
     return torch.stack(lockstep([partial(step, batch) for batch in draw], shares, seeds, observe))
 
 
-def _shared_only(kinds: Collection[Kind], exchange: Exchange, request: Request) -> Answer:
-    return exchange(request) if request.kind in kinds else Answer(request.tensor, request.count)
+def _shared_only(kinds: Collection[Kind], exchange: Exchange, requests: Requests) -> Answer:
+    return exchange(requests) if requests.kind in kinds else _local_answer(requests)
+
+
+def _local_answer(requests: Requests) -> Answer:
+    """Return the client's own values."""
+    return Answer(requests.tensor, requests.counts[0])
 
 
 def _shuffled(draw: Sequence[Batch], generator: torch.Generator) -> list[Batch]:

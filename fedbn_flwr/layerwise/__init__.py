@@ -4,11 +4,20 @@ The client: `SharedBatchNorm` normalizes one layer, and reaches the other client
 `shared_statistics` puts it in the place of a model's BN layers while a step lasts. A `SuspendedStep` stops at each
 exchange until its answer comes, which may take days. `Corrected` answers at once, by corrections from earlier rounds.
 
-The server: `take_step` answers the exchanges of all clients, through a `LayerwiseStep`, which is the transport.
-`Lockstep` is the transport for clients in one process, and `gradients` puts everything together there.
+The server: `take_step` answers the exchanges of all clients, which a `Transport` brings as batches of `Requests`.
+`Lockstep` is the transport of clients in one process, and `gradients` puts everything together there. Transports of
+Flower's nodes are in `fedbn_flwr.transports`.
 """
 
-from fedbn_flwr.layerwise.carried import Corrected, Corrections, carried_corrections, correct, correction
+from fedbn_flwr.layerwise.carried import (
+    CarriedValues,
+    Corrected,
+    CorrectedClients,
+    Corrections,
+    carried_corrections,
+    correct,
+    correction,
+)
 from fedbn_flwr.layerwise.exchange import (
     Answer,
     Exchange,
@@ -16,49 +25,56 @@ from fedbn_flwr.layerwise.exchange import (
     Kind,
     Observer,
     OrderError,
-    Request,
+    Requests,
     combine,
+    join,
     respond,
     why_unusable,
 )
+from fedbn_flwr.layerwise.gathering import gather_in_order, pool_in_order, why_not_in_order
 from fedbn_flwr.layerwise.gradients import gradients
-from fedbn_flwr.layerwise.lockstep import Lockstep, lockstep
 from fedbn_flwr.layerwise.shared_batch_norm import Mode, SharedBatchNorm, Use
 from fedbn_flwr.layerwise.shared_statistics import shared_statistics
 from fedbn_flwr.layerwise.step_cache import StepCache
 from fedbn_flwr.layerwise.suspended_step import Abandoned, Done, Step, SuspendedStep
-from fedbn_flwr.layerwise.take_step import LayerwiseStep, take_step
+from fedbn_flwr.layerwise.take_step import Lockstep, Transport, lockstep, take_step
 from fedbn_flwr.randomness import OwnRandomness
 
 __all__ = [
     "Abandoned",
     "Answer",
+    "CarriedValues",
     "Corrected",
+    "CorrectedClients",
     "Corrections",
     "Done",
     "Exchange",
     "ExchangeError",
     "Kind",
-    "LayerwiseStep",
     "Lockstep",
     "Mode",
     "Observer",
     "OrderError",
     "OwnRandomness",
-    "Request",
+    "Requests",
     "SharedBatchNorm",
     "Step",
     "StepCache",
     "SuspendedStep",
+    "Transport",
     "Use",
     "carried_corrections",
     "combine",
     "correct",
     "correction",
+    "gather_in_order",
     "gradients",
+    "join",
     "lockstep",
+    "pool_in_order",
     "respond",
     "shared_statistics",
     "take_step",
+    "why_not_in_order",
     "why_unusable",
 ]

@@ -52,35 +52,45 @@ running variances counts the values of all clients. A model that stands still
 and full batches: after l rounds the statistics of l layers are exact, after L of all, then in as many rounds the
 gradients from the last layer to the first, so that from round 2 L + 1 on the gradient is FedTAN's, unless the trust
 region cuts it.
+
+Both halves are in this file: `Corrected` and `CorrectedClients` are the client's, `CarriedValues` is the server's. They
+meet in the group `carried` of an ordinary training message: a node's corrections on the way to it, its local values on
+the way back. Its entries are
+
+- `statistics` and `gradients`, (2, C) each (see `Requests`), with the channels of all layers side by side, in the
+  layers' alphabetical order,
+- `layers`, the layers' names as bytes, separated by newlines,
+- `sizes`, (3, L): each layer's number of values of a channel, its channels, and its channels with gradients.
+
+They are few, because Flower sends each by a request of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.layerwise.exchange import Answer, Kind, Request, combine
+from fedbn_flwr.layerwise.exchange import Answer, Kind, Requests, combine, why_unusable
 
-#: by layer, what takes one client's local tensor to the global tensor
+#: by layer, what takes each client's local values to the global ones: a row for each client
 Corrections = Mapping[str, Answer]
+#: the entries of one node's group, as they travel
+Entries = dict[str, np.ndarray]
+#: by node, its number of samples, or what else nodes are weighed by
+Examples = Mapping[int, float]
+
+#: what is corrected
+KINDS: tuple[Kind, Kind] = ("statistics", "gradients")
+LAYERS, SIZES, EXAMPLES = "layers", "sizes", "examples"
 
 # Added to a variance before it divides: a client whose channel is constant has none.
 _FLOOR = 1e-5
 
 
-class Corrected:
-    """An exchange on the client that answers at once, by the received corrections, and keeps the requests."""
-
-    def __init__(self, statistics: Corrections, gradients: Corrections) -> None:
-        self._corrections: dict[str, Corrections] = {"statistics": statistics, "gradients": gradients}
-        #: by kind and layer, the requests so far: the client's local values, in the order of its pass
-        self.requests: dict[str, dict[str, Request]] = {"statistics": {}, "gradients": {}}
-
-    def __call__(self, request: Request) -> Answer:
-        """Return the request's tensor, corrected if there is a correction of its layer."""
-        self.requests[request.kind][request.layer] = request
-        correction = self._corrections[request.kind].get(request.layer)
-        return Answer(request.tensor, request.count) if correction is None else correct(request, correction)
+# ---- corrections of local values ----------------------------------------------------------------------------------
 
 
 def carried_corrections(kind: Kind, values: Tensor, weights: Sequence[float], trust: float) -> Tensor:
@@ -88,8 +98,7 @@ def carried_corrections(kind: Kind, values: Tensor, weights: Sequence[float], tr
 
     Channels of several layers may stand side by side. With a `trust` of 0 the region is unbounded.
     """
-    pooled = Answer(combine(kind, values.unbind(), weights), 1)
-    corrections = correction(Request(kind, "", values, 1), pooled).tensor
+    corrections = correction(kind, values, combine(kind, values, weights))
     if kind == "statistics" and trust:
         offsets, ratios = corrections.unbind(1)
         offsets.clamp_(-trust, trust)
@@ -97,25 +106,242 @@ def carried_corrections(kind: Kind, values: Tensor, weights: Sequence[float], tr
     return corrections
 
 
-def correction(request: Request, pooled: Answer) -> Answer:
-    """Return what takes the client's local tensor to the global tensor; the inverse of `correct`.
-
-    Several clients' tensors may have a row each.
-    """
-    if request.kind == "gradients":
-        return Answer(pooled.tensor - request.tensor, pooled.count)
-    (mean, variance), shared = request.tensor.unbind(-2), pooled.tensor
-    offset = (shared[0] - mean) / (variance + _FLOOR).sqrt()
-    ratio = (shared[1] + _FLOOR) / (variance + _FLOOR)
-    return Answer(torch.stack([offset, ratio], -2), pooled.count)
+def correction(kind: Kind, values: Tensor, pooled: Tensor) -> Tensor:
+    """Return what takes clients' local values to the pooled ones, a row for each; the inverse of `correct`."""
+    if kind == "gradients":
+        return pooled - values
+    (mean, variance), (pooled_mean, pooled_variance) = values.unbind(-2), pooled
+    offset = (pooled_mean - mean) / (variance + _FLOOR).sqrt()
+    ratio = (pooled_variance + _FLOOR) / (variance + _FLOOR)
+    return torch.stack([offset, ratio], -2)
 
 
-def correct(request: Request, correction: Answer) -> Answer:
-    """Return the client's local tensor, corrected; stacked clients' tensors have a row for each client."""
-    if request.kind == "gradients":
-        return Answer(request.tensor + correction.tensor.to(request.tensor), correction.count)
-    mean, variance = request.tensor.unbind(-2)
-    offset, ratio = correction.tensor.to(request.tensor).unbind(-2)
+def correct(kind: Kind, values: Tensor, correction: Tensor) -> Tensor:
+    """Return clients' local values, corrected, a row for each."""
+    if kind == "gradients":
+        return values + correction.to(values)
+    mean, variance = values.unbind(-2)
+    offset, ratio = correction.to(values).unbind(-2)
     mean = mean + offset * (variance + _FLOOR).sqrt()
     variance = ((variance + _FLOOR) * ratio - _FLOOR).clamp(min=0)
-    return Answer(torch.stack([mean, variance], -2), correction.count)
+    return torch.stack([mean, variance], -2)
+
+
+# ---- the client ----------------------------------------------------------------------------------------------------
+
+
+class Corrected:
+    """An exchange on the client that answers at once, by the received corrections, and keeps the requests."""
+
+    def __init__(self, statistics: Corrections, gradients: Corrections) -> None:
+        self._corrections: dict[str, Corrections] = {"statistics": statistics, "gradients": gradients}
+        #: by kind and layer, the requests so far: the clients' local values, in the order of their pass
+        self.requests: dict[str, dict[str, Requests]] = {"statistics": {}, "gradients": {}}
+
+    def __call__(self, requests: Requests) -> Answer:
+        """Return the clients' values, corrected where there is a correction of the layer."""
+        self.requests[requests.kind][requests.layer] = requests
+        correction = self._corrections[requests.kind].get(requests.layer)
+        if correction is None:
+            return Answer(requests.tensor, requests.counts[0])
+        return Answer(correct(requests.kind, requests.tensor, correction.tensor), correction.count)
+
+
+class CorrectedClients:
+    """The first step of clients that received corrections: their entries, stacked, with a row for each client.
+
+    Clients with equal mini-batch sizes are a part, and go through the model together, one part after another.
+    """
+
+    def __init__(self, received: Mapping[str, Tensor], clients: int) -> None:
+        self._statistics, self._gradients = read_corrections(received)
+        self._clients = clients
+        self._parts: list[tuple[slice | Tensor, Corrected]] = []
+
+    def exchange(self, rows: slice | Tensor = slice(None)) -> Corrected:
+        """Return the exchange of the clients in these rows."""
+        exchange = Corrected(_rows_of(self._statistics, rows), _rows_of(self._gradients, rows))
+        self._parts.append((rows, exchange))
+        return exchange
+
+    def local_values(self) -> dict[str, Tensor]:
+        """Return the entries of the clients' replies after the step, stacked; none for a model without BN layers."""
+        whole: dict[str, Tensor] = {}
+        for rows, exchange in self._parts:
+            for name, value in pack_values(exchange.requests).items():
+                shape = self._clients, *value.shape[1:]
+                whole.setdefault(name, torch.empty(shape, dtype=value.dtype, device=value.device))[rows] = value
+        return whole
+
+
+def pack_values(requests: Mapping[str, Mapping[str, Requests]]) -> dict[str, Tensor]:
+    """Return the entries for clients' requests, given by kind and layer, with a row for each client."""
+    statistics, gradients = (requests[kind] for kind in KINDS)
+    if not statistics:
+        return {}
+    layers = sorted(statistics)
+    clients = len(statistics[layers[0]].counts)
+    counts = [statistics[layer].counts[0] for layer in layers]
+    widths = [[_channels(each.get(layer)) for layer in layers] for each in (statistics, gradients)]
+    names, sizes = bytearray("\n".join(layers).encode()), torch.tensor([counts, *widths])
+    return {
+        **{
+            kind: torch.cat([requests[kind][layer].tensor for layer in layers if layer in requests[kind]], -1)
+            for kind in KINDS
+            if requests[kind]
+        },
+        LAYERS: torch.frombuffer(names, dtype=torch.uint8).expand(clients, -1),
+        SIZES: sizes.expand(clients, -1, -1),
+    }
+
+
+def read_corrections(received: Mapping[str, Tensor]) -> tuple[Corrections, Corrections]:
+    """Return corrections of statistics and of gradients by layer from stacked entries; none where there are none."""
+    if not received:
+        return {}, {}
+    # the layers and the pool are the same for all clients of a stack
+    layers = received[LAYERS][0].numpy(force=True).tobytes().decode(errors="replace").split("\n")
+    counts, *widths = received[SIZES][0].tolist()
+    statistics, gradients = (
+        _by_layer(received.get(kind), layers, counts, channels) for kind, channels in zip(KINDS, widths, strict=True)
+    )
+    return statistics, gradients
+
+
+def _by_layer(
+    values: Tensor | None, layers: Sequence[str], counts: Sequence[int], channels: Sequence[int]
+) -> Corrections:
+    """Cut the values of one kind, which may be none, into those of the layers that have some."""
+    parts = () if values is None else zip(layers, counts, values.split(list(channels), -1), strict=True)
+    return {layer: Answer(part, count) for layer, count, part in parts if part.shape[-1]}
+
+
+def _rows_of(corrections: Corrections, rows: slice | Tensor) -> Corrections:
+    return {layer: Answer(answer.tensor[rows], answer.count) for layer, answer in corrections.items()}
+
+
+def _channels(requests: Requests | None) -> int:
+    return 0 if requests is None else requests.tensor.shape[-1]
+
+
+# ---- the server ----------------------------------------------------------------------------------------------------
+
+
+class CarriedValues:
+    """Each node's last local values of every BN layer, by node.
+
+    If all together take more than `limit` megabytes (2^20 bytes), those are forgotten that are not renewed for the
+    longest time.
+
+    Corrections of gradients sum to zero over the nodes that get them, and may not over the nodes that reply. What is
+    left over is the `surplus`, which the next corrections take back.
+    """
+
+    def __init__(self, trust: float, limit: float) -> None:
+        self.trust, self.limit = trust, limit
+        #: as they travel, and the node's number of samples; the most recent last
+        self.by_node: dict[int, Entries] = {}
+        #: (2, C), what all corrections so far have added to the mean gradient of the averaged nodes
+        self.surplus: np.ndarray | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later corrections depend on beside the nodes' values."""
+        return {"surplus": self.surplus}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+        self.surplus = state["surplus"]
+
+    def hear(self, node: int, num_examples: float, values: Mapping[str, np.ndarray]) -> str:
+        """Keep a node's values; return why they are unusable, and then forget the node, or an empty string."""
+        self.by_node.pop(node, None)
+        kept = {name: np.array(value) for name, value in values.items()}
+        if reason := _why_unusable(kept):
+            return reason
+        self.by_node[node] = {**kept, EXAMPLES: np.array(num_examples)}
+        size = sum(value.nbytes for value in self.by_node[node].values())
+        while len(self.by_node) > max(self.limit * 2**20 / size, 1):
+            del self.by_node[next(iter(self.by_node))]
+        return ""
+
+    def settle(self, corrections: Mapping[int, Entries], silent: Iterable[int], averaged: Mapping[int, float]) -> None:
+        """Forget the silent nodes of a round, and add up what the corrections of the averaged ones leave over.
+
+        `averaged` are the weights of the nodes whose models are averaged.
+        """
+        for node in silent:
+            self.by_node.pop(node, None)
+        total = sum(averaged.values())
+        added = [
+            weight / total * corrections[node]["gradients"].astype(np.float64)
+            for node, weight in averaged.items()
+            if "gradients" in corrections.get(node, {})
+        ]
+        if added:
+            self.surplus = np.sum([*added, self._surplus_like(added[0])], axis=0)
+
+    def corrections(self, nodes: Iterable[int], weigh: Callable[[Examples], Sequence[float]]) -> dict[int, Entries]:
+        """Return the entries of each participant's correction; a node that was never heard has none.
+
+        `weigh` returns the weights of nodes with these numbers of samples, in their order.
+        """
+        heard = {node: self.by_node[node] for node in nodes if node in self.by_node}
+        # a node whose forward pass went another way has other layers
+        forms = {node: _form(values) for node, values in heard.items()}
+        common = Counter(forms.values()).most_common(1)
+        heard = {node: values for node, values in heard.items() if forms[node] == common[0][0]}
+        weights = weigh({node: values[EXAMPLES].item() for node, values in heard.items()}) if heard else []
+        if not sum(weights) > 0:
+            return {}
+        first = next(iter(heard.values()))
+        sizes = first[SIZES].copy()
+        sizes[0] = sum(values[SIZES][0] for values in heard.values())
+        corrections = {node: {LAYERS: first[LAYERS], SIZES: sizes} for node in heard}
+        for kind in KINDS:
+            if kind in first:
+                rows = torch.from_numpy(np.stack([values[kind] for values in heard.values()]))
+                corrected = carried_corrections(kind, rows, weights, self.trust).numpy()
+                if kind == "gradients":
+                    corrected -= self._surplus_like(corrected[0]).astype(corrected.dtype)
+                for node, values in zip(heard, corrected, strict=True):
+                    corrections[node][kind] = values
+        return corrections
+
+    def _surplus_like(self, gradients: np.ndarray) -> np.ndarray:
+        """Return the surplus; zeros if there is none, or if the layers' channels have changed."""
+        if self.surplus is None or self.surplus.shape != gradients.shape:
+            return np.zeros(gradients.shape)
+        return self.surplus
+
+
+def _form(values: Mapping[str, np.ndarray]) -> Hashable:
+    """Return the layers, their numbers of channels, and the dtypes."""
+    dtypes = tuple(values[kind].dtype for kind in KINDS if kind in values)
+    return values[LAYERS].tobytes(), values[SIZES][1:].tobytes(), dtypes
+
+
+def _why_unusable(values: Mapping[str, np.ndarray]) -> str:
+    """Return why these cannot be pooled with other nodes' values of the same BN layers; nothing if they can."""
+    if not _are_of_layers(values):
+        return "its carried values are not of BN layers"
+    for kind in KINDS:
+        if kind in values and (reason := why_unusable(kind, torch.from_numpy(values[kind]))):
+            return f"the {kind} of its BN layers {reason}"
+    return ""
+
+
+def _are_of_layers(values: Mapping[str, np.ndarray]) -> bool:
+    """Return whether the entries are there, with the dtypes and shapes of values of BN layers."""
+    if not {LAYERS, SIZES, "statistics"} <= values.keys() <= {LAYERS, SIZES, *KINDS}:
+        return False
+    layers, sizes, statistics = values[LAYERS], values[SIZES], values["statistics"]
+    gradients = values.get("gradients", np.zeros((2, 0), statistics.dtype))
+    return (
+        layers.dtype == np.uint8
+        and {statistics.dtype, gradients.dtype} <= set(map(np.dtype, ("f2", "f4", "f8")))
+        and sizes.shape == (3, 1 + np.count_nonzero(layers == ord("\n")))
+        and np.issubdtype(sizes.dtype, np.integer)
+        and bool((sizes[:2] > 0).all() and (sizes[2] >= 0).all())
+        and statistics.shape == (2, sizes[1].sum())
+        and gradients.shape == (2, sizes[2].sum())
+    )

@@ -1,9 +1,9 @@
-"""An exchange of a layer-wise step: the clients' requests, and the answer to all of them."""
+"""An exchange of a layer-wise step: the requests of all clients as one batch, and the answer to all of them."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,22 +13,29 @@ Kind = Literal["mean", "variance", "statistics", "gradients"]
 
 
 @dataclass(frozen=True)
-class Request:
-    """A client's local values at one use of one BN layer, to be averaged with those of the others."""
+class Requests:
+    """The local values of K clients at one use of one BN layer, to be averaged with those of the others."""
 
     kind: Kind
     #: dotted path of the layer; the second use in a forward pass ends in "#2", the third in "#3"
     layer: str
-    #: (C,) for a mean or a variance, (2, C) for both of them ("statistics") or for the gradients by both of them
+    #: a row for each client: (K, C) for means or variances, (K, 2, C) for both of them ("statistics") or for the
+    #: gradients by both of them
     tensor: Tensor
-    #: number of values of each channel that the tensor is computed from: B * H * W
-    count: int
+    #: by client, the number of values of each channel that its row is computed from: B * H * W
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of_client(cls, kind: Kind, layer: str, values: Tensor, count: int) -> "Requests":
+        """Return the request of one client as a batch, which is a view of its values."""
+        return cls(kind, layer, values.unsqueeze(0), (count,))
 
 
 @dataclass(frozen=True)
 class Answer:
     """The same values over all clients, with which every client goes on."""
 
+    #: (C,) or (2, C); or with a row for each client, where each has an answer of its own
     tensor: Tensor
     count: int
 
@@ -36,24 +43,15 @@ class Answer:
 #: why values cannot be pooled; replies whose model is not finite are refused with the same words
 NOT_FINITE, TOO_LARGE = "is not finite", "is too large to be pooled"
 
-#: sends one request, and returns the answer, which may take days
-Exchange = Callable[[Request], Answer]
+#: sends requests, and returns the answer, which may take days; one with a method `finish` is told that none will follow
+Exchange = Callable[[Requests], Answer]
 
-
-@runtime_checkable
-class FinishedExchange(Protocol):
-    """An exchange that is told when the step is taken, and no request will follow."""
-
-    def finish(self) -> None:
-        """Take note."""
-
-
-#: is called with every exchange: one request for each client
-Observer = Callable[[Sequence[Request]], None]
+#: is called with the requests of every exchange
+Observer = Callable[[Requests], None]
 
 
 class ExchangeError(ValueError):
-    """The request of a client cannot be combined with the others'; `client` is the index of the client."""
+    """The request of a client cannot be combined with the others'; `client` is the row of the client."""
 
     def __init__(self, client: int, reason: str) -> None:
         super().__init__(f"client {client}: {reason}")
@@ -64,8 +62,52 @@ class OrderError(ExchangeError):
     """A client is at another BN layer than most clients: its forward pass depends on its data."""
 
 
-def combine(kind: Kind, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Combine the clients' tensors into the global tensor, in their dtype; the weights need not sum to one.
+def join(parts: Sequence[Requests], order: Sequence[int] | None = None) -> Requests:
+    """Return several batches as one; `order` are the clients' positions in the parts, in the order of the new rows.
+
+    OrderError names the first row at another kind or layer than most, ExchangeError the first of another shape or dtype
+    than most. A single batch whose order stays is returned as it is, without a copy.
+    """
+    part_of = [part for part in parts for _ in part.counts]
+    positions = list(range(len(part_of)))
+    if len(parts) == 1 and (order is None or list(order) == positions):
+        return parts[0]
+    if order is not None and sorted(order) != positions:
+        raise ValueError(f"there are requests of {len(positions)} clients where {len(order)} are expected")
+    positions = positions if order is None else list(order)
+    clients = [part_of[position] for position in positions]
+    name, form = _most_common(map(_name, clients)), _most_common(map(_form, clients))
+    for row, part in enumerate(clients):
+        if _name(part) != name:
+            raise OrderError(row, f"is at the {_name(part)} where the others are at the {name}")
+    for row, part in enumerate(clients):
+        if _form(part) != form:
+            raise ExchangeError(row, f"the {name} is {_form(part)}, the others' is {form}")
+    tensor = torch.cat([part.tensor for part in parts])
+    counts = [count for part in parts for count in part.counts]
+    first = clients[0]
+    return Requests(first.kind, first.layer, tensor[positions], tuple(counts[position] for position in positions))
+
+
+def check(requests: Requests) -> None:
+    """Raise ExchangeError for the first client whose values cannot be pooled."""
+    for client, count in enumerate(requests.counts):
+        if count < 1:
+            raise ExchangeError(client, f"the {_name(requests)} is over {count} values")
+    if why_unusable(requests.kind, requests.tensor):
+        reasons = [why_unusable(requests.kind, values) for values in requests.tensor]
+        client = next(client for client, reason in enumerate(reasons) if reason)
+        raise ExchangeError(client, f"the {_name(requests)} {reasons[client]}")
+
+
+def respond(requests: Requests, weights: Sequence[float]) -> Answer:
+    """Return the answer to all clients; ExchangeError if some client's values cannot be pooled."""
+    check(requests)
+    return Answer(combine(requests.kind, requests.tensor, weights), sum(requests.counts))
+
+
+def combine(kind: Kind, rows: Tensor, weights: Sequence[float]) -> Tensor:
+    """Combine the clients' rows into the global tensor, in their dtype; the weights need not sum to one.
 
     Wang et al., "Why Batch Normalization Damage Federated Learning on Non-IID Data?", equations 39 to 41:
     sum_i p_i t_i for a mean, a variance around the global mean, and gradients. For "statistics", local means
@@ -73,19 +115,13 @@ def combine(kind: Kind, tensors: Sequence[Tensor], weights: Sequence[float]) -> 
     which is the same number as (40), in one exchange instead of two. Sums are in float64, so that the order of
     the clients does not matter.
     """
-    return _combine(kind, torch.stack(list(tensors)), weights)
-
-
-def respond(requests: Sequence[Request], weights: Sequence[float]) -> Answer:
-    """Return the answer to all clients; ExchangeError if their requests do not match, or cannot be pooled."""
-    check_agreement([(request.kind, request.layer) for request in requests])
-    kind, what = requests[0].kind, f"{requests[0].kind} of BN layer {requests[0].layer!r}"
-    stacked = _stack(requests, what)
-    if why_unusable(kind, stacked):
-        reasons = [why_unusable(kind, values) for values in stacked]
-        client = next(client for client, reason in enumerate(reasons) if reason)
-        raise ExchangeError(client, f"the {what} {reasons[client]}")
-    return Answer(_combine(kind, stacked, weights), sum(request.count for request in requests))
+    shares = torch.tensor(normalized(weights), dtype=torch.float64, device=rows.device)
+    values = rows.double()
+    total = (shares @ values.reshape(len(values), -1)).view(values.shape[1:])
+    if kind == "statistics":
+        total[1] += shares @ (values[:, 0] - total[0]).square()
+    combined: Tensor = total.to(rows.dtype)
+    return combined
 
 
 def why_unusable(kind: Kind, values: Tensor) -> str:
@@ -128,16 +164,6 @@ def _magnitudes(kind: Kind, values: Tensor) -> Tensor:
     return values.abs()
 
 
-def _combine(kind: Kind, stacked: Tensor, weights: Sequence[float]) -> Tensor:
-    shares = torch.tensor(normalized(weights), dtype=torch.float64, device=stacked.device)
-    rows = stacked.double()
-    total = (shares @ rows.reshape(len(rows), -1)).view(rows.shape[1:])
-    if kind == "statistics":
-        total[1] += shares @ (rows[:, 0] - total[0]).square()
-    combined: Tensor = total.to(stacked.dtype)
-    return combined
-
-
 def normalized(weights: Sequence[float]) -> list[float]:
     """Return the weights p_i, which sum to one."""
     total = sum(weights)
@@ -146,25 +172,14 @@ def normalized(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def check_agreement(places: Sequence[tuple[Kind, str]]) -> None:
-    """Raise OrderError for the first client that asks for another kind or layer than most clients."""
-    if len(set(places)) <= 1:
-        return
-    usual, _ = Counter(places).most_common(1)[0]
-    for client, place in enumerate(places):
-        if place != usual:
-            here, there = (f"the {kind} of BN layer {layer!r}" for kind, layer in (place, usual))
-            raise OrderError(client, f"is at {here} where the others are at {there}")
+def _name(requests: Requests) -> str:
+    return f"{requests.kind} of BN layer {requests.layer!r}"
 
 
-def _stack(requests: Sequence[Request], what: str) -> Tensor:
-    """Return all clients' tensors, stacked; ExchangeError for the first client whose tensor has another form."""
-    forms = [(request.tensor.shape, request.tensor.dtype) for request in requests]
-    form, _ = Counter(forms).most_common(1)[0]
-    for client, (shape, dtype) in enumerate(forms):
-        if (shape, dtype) != form:
-            others = f"{tuple(form[0])} {form[1]}"
-            raise ExchangeError(client, f"the {what} is {tuple(shape)} {dtype}, the others' is {others}")
-        if requests[client].count < 1:
-            raise ExchangeError(client, f"the {what} is over {requests[client].count} values")
-    return torch.stack([request.tensor for request in requests])
+def _form(requests: Requests) -> str:
+    """Return shape and dtype of a client's row, as messages say them."""
+    return f"{tuple(requests.tensor.shape[1:])} {requests.tensor.dtype}"
+
+
+def _most_common(values: Iterable[str]) -> str:
+    return Counter(values).most_common(1)[0][0]

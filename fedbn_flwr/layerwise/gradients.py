@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.layerwise.exchange import Exchange, Observer, combine, normalized
-from fedbn_flwr.layerwise.lockstep import lockstep
 from fedbn_flwr.layerwise.shared_batch_norm import Mode
 from fedbn_flwr.layerwise.shared_statistics import shared_statistics
+from fedbn_flwr.layerwise.take_step import lockstep
 from fedbn_flwr.norm import counter_keys, statistics_keys
 from fedbn_flwr.randomness import derive
 
@@ -76,6 +76,6 @@ def _replica(model: nn.Module) -> nn.Module:
 def _move_running_statistics(model: nn.Module, replicas: Sequence[nn.Module], shares: Sequence[float]) -> None:
     state, moved = model.state_dict(), [replica.state_dict() for replica in replicas]
     for key in statistics_keys(model):
-        state[key].copy_(combine("mean", [each[key] for each in moved], shares))
+        state[key].copy_(combine("mean", torch.stack([each[key] for each in moved]), shares))
     for key in counter_keys(model):
         state[key].copy_(moved[0][key])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fedbn_flwr.layerwise.exchange import Answer, Exchange, Kind, Request
+from fedbn_flwr.layerwise.exchange import Answer, Exchange, Kind, Requests
 from fedbn_flwr.norm.batch import along_channels, channel_axes
 
 #: "paper": mean, then variance, then gradients. "fused": mean and variance at once, then gradients.
@@ -27,8 +27,8 @@ class Use:
     mode: Mode
     #: False for a pass that only gathers the clients' local values; then one value a channel is enough
     final: bool = True
-    #: number of stacked clients, whose channels are side by side; a request has a row for each; 0 without a stack
-    clients: int = 0
+    #: number of stacked clients, whose channels are side by side
+    clients: int = 1
 
     def statistics(self, inputs: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return mean and biased variance of each channel over all clients' inputs, and the count of values."""
@@ -53,9 +53,9 @@ class Use:
         return local if self.mode in ("forward", "forward-paper") else self._ask("gradients", local, count).tensor
 
     def _ask(self, kind: Kind, tensor: Tensor, count: int) -> Answer:
-        rows = tensor.unflatten(-1, (self.clients or 1, -1)).movedim(-2, 0)
-        answer = self.exchange(Request(kind, self.layer, rows if self.clients else rows[0], count))
-        if self.clients and answer.tensor.shape == rows.shape:
+        rows = tensor.unflatten(-1, (self.clients, -1)).movedim(-2, 0)
+        answer = self.exchange(Requests(kind, self.layer, rows, (count,) * self.clients))
+        if answer.tensor.shape == rows.shape:
             # an answer for each client
             return Answer(answer.tensor.to(tensor).movedim(0, -2).flatten(-2), answer.count)
         if answer.tensor.shape != rows[0].shape:

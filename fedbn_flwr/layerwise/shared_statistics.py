@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
-from fedbn_flwr.layerwise.exchange import Exchange, FinishedExchange
+from fedbn_flwr.layerwise.exchange import Exchange
 from fedbn_flwr.layerwise.shared_batch_norm import Mode, SharedBatchNorm, Use
 from fedbn_flwr.norm import bn_layers
 
@@ -34,7 +34,7 @@ def shared_statistics(
     with the global mean and the global variance times n / (n - 1), n being the count over all clients. They stay after
     an exception (if the step was abandoned, for instance), and if the pass is not `final`, but only gathers the
     clients' local values. An exchange with `finish` is told of the end. A model takes part in one step at a time.
-    Inside `torch.func.vmap` the model is that of stacked clients, and a request has a row for each client. `apply`
+    Inside `torch.func.vmap` the model is that of stacked clients, and requests have a row for each client. `apply`
     takes the inputs, weight, bias and eps of a layer, and its `Use`, through `SharedBatchNorm`.
     """
     if mode not in get_args(Mode):
@@ -55,7 +55,7 @@ def shared_statistics(
     if final:
         for stand_in in stand_ins:
             stand_in.move_running_statistics()
-        if isinstance(exchange, FinishedExchange):
+        if hasattr(exchange, "finish"):
             exchange.finish()
 
 

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from fedbn_flwr.layerwise.exchange import Answer, Exchange, Request
+from fedbn_flwr.layerwise.exchange import Answer, Exchange, Requests
 from fedbn_flwr.randomness import OwnRandomness
 
 T = TypeVar("T")
@@ -48,12 +48,12 @@ class SuspendedStep(Generic[T]):
 
     def __init__(self, step: Step[T], seed: int, log: Iterable[Answer] = ()) -> None:
         self._randomness = OwnRandomness(seed)
-        self._channel: _Channel[T] = _Channel()
-        self._thread = threading.Thread(target=self._channel.run, args=(step, list(log)), daemon=True)
+        self._queues: _Queues[T] = _Queues()
+        self._thread = threading.Thread(target=self._queues.run, args=(step, list(log)), daemon=True)
         # a step that is dropped without `abandon`, or is left when the process ends, must not wait for ever
-        self._release = weakref.finalize(self, _release, self._channel, self._thread)
+        self._release = weakref.finalize(self, _release, self._queues, self._thread)
 
-    def advance(self, answer: Answer | None = None) -> Request | Done[T]:
+    def advance(self, answer: Answer | None = None) -> Requests | Done[T]:
         """Run to the next exchange or to the end; only the first call takes no answer.
 
         An exception of the step is raised here. One step runs at a time in a process.
@@ -66,9 +66,9 @@ class SuspendedStep(Generic[T]):
             if answer is None:
                 self._thread.start()
             else:
-                self._channel.answers.put(answer)
-            outcome = self._channel.outcomes.get()
-        if not isinstance(outcome, Request):
+                self._queues.answers.put(answer)
+            outcome = self._queues.outcomes.get()
+        if not isinstance(outcome, Requests):
             self._release()
         if isinstance(outcome, _Failed):
             raise outcome.error
@@ -79,19 +79,19 @@ class SuspendedStep(Generic[T]):
         self._release()
 
 
-class _Channel(Generic[T]):
+class _Queues(Generic[T]):
     """The queues between a step and its thread; without the step, so that the step can be collected."""
 
     def __init__(self) -> None:
         self.answers: SimpleQueue[object] = SimpleQueue()
-        self.outcomes: SimpleQueue[Request | Done[T] | _Failed] = SimpleQueue()
+        self.outcomes: SimpleQueue[Requests | Done[T] | _Failed] = SimpleQueue()
 
     def run(self, step: Step[T], log: list[Answer]) -> None:
         earlier = iter(log)
 
-        def exchange(request: Request) -> Answer:
+        def exchange(requests: Requests) -> Answer:
             answer = next(earlier, None)
-            return self._ask(request) if answer is None else answer
+            return self._ask(requests) if answer is None else answer
 
         try:
             # otherwise backward passes on a GPU share one thread, and the first that waits would block all others
@@ -104,8 +104,8 @@ class _Channel(Generic[T]):
             outcome = _Failed(error)
         self.outcomes.put(outcome)
 
-    def _ask(self, request: Request) -> Answer:
-        self.outcomes.put(request)
+    def _ask(self, requests: Requests) -> Answer:
+        self.outcomes.put(requests)
         answer = self.answers.get()
         if not isinstance(answer, Answer):
             self.answers.put(answer)  # for the next request, if the step catches Abandoned all the same
@@ -113,8 +113,8 @@ class _Channel(Generic[T]):
         return answer
 
 
-def _release(channel: _Channel[T], thread: threading.Thread) -> None:
-    channel.answers.put(_ABANDON)
+def _release(queues: _Queues[T], thread: threading.Thread) -> None:
+    queues.answers.put(_ABANDON)
     # The garbage collector may call this in any thread, even in the step's own.
     if thread.ident not in (None, threading.get_ident()):
         thread.join(timeout=10)

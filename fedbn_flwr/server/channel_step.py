@@ -14,9 +14,9 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
-from fedbn_flwr.layerwise import Answer, Request
+from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.server.ask_nodes import question_of
-from fedbn_flwr.server.layerwise_attempt import NodesFailedError, faulty_nodes, leave_out
+from fedbn_flwr.server.layerwise_attempt import NodesFailedError, join_nodes, leave_out
 from fedbn_flwr.server.replies import Refusal
 from fedbn_flwr.server.side_channel import NodeLink, SideChannel
 from fedbn_flwr.wire.frames import NodeRequest, pack_frame
@@ -59,7 +59,7 @@ class ChannelStep:
             raise UnreachableError("; ".join(reasons))
         self._require_sound()
 
-    def advance(self, answer: Answer | None = None) -> list[Request]:
+    def advance(self, answer: Answer | None = None) -> Requests | None:
         """Send every node the answer, and return the nodes' next requests."""
         links, began = self._channel.links, time.perf_counter()
         if answer is not None:
@@ -80,7 +80,7 @@ class ChannelStep:
             )
         if is_at_end:
             self._name_failures()
-            return []
+            return None
         self._require_sound()
         return self._in_order({node: link.request for node, link in links.items() if link.request})
 
@@ -141,16 +141,18 @@ class ChannelStep:
         if self._named:
             raise NodesFailedError(self._named, self._named.values())
 
-    def _in_order(self, requests: Mapping[int, NodeRequest]) -> list[Request]:
-        """Return the requests in the order of the participants."""
-        reasons = faulty_nodes({node: each.request for node, each in requests.items()})
-        for node, reason in reasons.items():
-            self._channel.links[node].fail(reason)
-        self._require_sound()
+    def _in_order(self, requests: Mapping[int, NodeRequest]) -> Requests:
+        """Return all nodes' requests, in the order of the participants."""
         if not self.participants:
             people = (Participant(each.partition, node, each.num_examples) for node, each in requests.items())
             self.participants = sorted(people)
-        return [requests[participant.node].request for participant in self.participants]
+        try:
+            return join_nodes({each.node: requests[each.node].request for each in self.participants})
+        except NodesFailedError as failure:
+            for refusal in failure.reasons:
+                self._named[refusal.node] = refusal
+                self._channel.links[refusal.node].fail(refusal.reason)
+            raise
 
 
 def _why_unreachable(reply: Message) -> str:

@@ -10,7 +10,8 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
-from fedbn_flwr.layerwise import ExchangeError, Request, respond
+from fedbn_flwr.layerwise import ExchangeError, Requests, join
+from fedbn_flwr.layerwise.exchange import check
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.replies import Expected, Refusal, parse_replies
 from fedbn_flwr.wire import Record
@@ -90,7 +91,7 @@ class LayerwiseAttempt:
                 leave_out(node, "it is at a BN layer where the others are at their end")
         return [reply for reply in replies.values() if reply.has_error() or REQUEST not in reply.content]
 
-    def read_requests(self, replies: Replies) -> dict[int, Request]:
+    def read_requests(self, replies: Replies) -> Requests:
         """Return every node's request, in the order of `participants`.
 
         NodesFailedError names the nodes whose requests are missing, cannot be read, or cannot be combined with the
@@ -98,7 +99,7 @@ class LayerwiseAttempt:
         """
         reasons = [leave_out(node, "it did not answer in time") for node in self.contents.keys() - replies.keys()]
         usable, refused = parse_replies(replies.values(), self._nodes(), self.expected)
-        requests: dict[int, Request] = {}
+        requests: dict[int, Requests] = {}
         for reply in usable:
             try:
                 requests[reply.node] = read_request(reply.content)
@@ -106,10 +107,14 @@ class LayerwiseAttempt:
                 reasons.append(leave_out(reply.node, str(error)))
         if missing := self.contents.keys() - requests.keys():
             self.fail(missing, [*reasons, *refused])
-        self._refuse_faulty(requests)
+        try:
+            joined = join_nodes(requests)
+        except NodesFailedError as failure:
+            self._failed = failure.nodes
+            raise
         if not self.participants:
             self.participants = [Participant(reply.partition, reply.node, reply.num_examples) for reply in usable]
-        return requests
+        return joined
 
     def abandon(self) -> None:
         """Let nodes forget the step; a node that is about to start again is spared the message."""
@@ -122,11 +127,6 @@ class LayerwiseAttempt:
         """Raise NodesFailedError."""
         self._failed = frozenset(nodes)
         raise NodesFailedError(nodes, reasons)
-
-    def _refuse_faulty(self, requests: Mapping[int, Request]) -> None:
-        """Fail if requests cannot be combined, and name all nodes that are in the way of it."""
-        if reasons := faulty_nodes(requests):
-            self.fail(reasons, [leave_out(node, reason) for node, reason in reasons.items()])
 
     def _messages(self, broadcast: Broadcast, nodes: Iterable[int], whole: bool = False) -> list[Message]:
         content = broadcast.everything() if whole else broadcast.news
@@ -143,18 +143,23 @@ class LayerwiseAttempt:
         return {message.metadata.message_id: message.metadata.dst_node_id for message in self.sent}
 
 
-def faulty_nodes(requests: Mapping[int, Request]) -> dict[int, str]:
-    """Return why requests cannot be combined, for every node that is in the way of it."""
-    sound, reasons = dict(requests), {}
-    while sound:
+def join_nodes(requests: Mapping[int, Requests]) -> Requests:
+    """Return all nodes' requests as one batch; NodesFailedError names all nodes that are in the way of it."""
+    sound, reasons = dict(requests), list[Refusal]()
+    while True:
         try:
-            respond(list(sound.values()), [1.0] * len(sound))
+            joined = join(list(sound.values()))
+            check(joined)
             break
         except ExchangeError as error:
             node = list(sound)[error.client]
-            reasons[node] = error.reason
+            reasons.append(leave_out(node, error.reason))
             del sound[node]
-    return reasons
+            if not sound:
+                break
+    if reasons:
+        raise NodesFailedError([refusal.node for refusal in reasons], reasons)
+    return joined
 
 
 def leave_out(node: int, reason: str) -> Refusal:

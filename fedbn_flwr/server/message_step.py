@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flwr.app import Message
 
-from fedbn_flwr.layerwise import Answer, Request
+from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.server.layerwise_attempt import Broadcast, LayerwiseAttempt
 from fedbn_flwr.wire.layerwise import Content, StepPosition, pack_answers
 from fedbn_flwr.wire.layerwise_grid import Participant
@@ -31,15 +31,15 @@ class MessageStep:
         """Return the nodes, once the first requests are there."""
         return self._attempt.participants
 
-    def advance(self, answer: Answer | None = None) -> list[Request]:
+    def advance(self, answer: Answer | None = None) -> Requests | None:
         """Send every node the answer, and return the nodes' next requests."""
         if answer is not None:
             self._answers[str(len(self._answers))] = answer
         replies = self._attempt.ask(self._broadcast())
         if self._attempt.is_at_end(replies):
             self._replies = self._attempt.final_replies(replies)
-            return []
-        return list(self._attempt.read_requests(replies).values())
+            return None
+        return self._attempt.read_requests(replies)
 
     def replies(self) -> list[Message]:
         """Return the nodes' final replies."""

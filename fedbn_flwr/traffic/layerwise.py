@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from flwr.app import Message
 
-from fedbn_flwr.layerwise import Answer, Request
+from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.traffic.tally import Tally
 from fedbn_flwr.wire.layerwise_grid import NodesStep, Participant
 
@@ -28,7 +28,7 @@ class CountedStep:
         """Return the participants of the step."""
         return self._step.participants
 
-    def advance(self, answer: Answer | None = None) -> Sequence[Request]:
+    def advance(self, answer: Answer | None = None) -> Requests | None:
         """Advance the step, and count one exchange."""
         requests = self._step.advance(answer)
         if answer is None:
@@ -38,7 +38,7 @@ class CountedStep:
             self._tally.payload_down += len(self._messages) * answer.tensor.nbytes
             # what goes to several nodes counts once
             self._tally.paper += answer.tensor.nbytes
-        received = sum(request.tensor.nbytes for request in requests)
+        received = 0 if requests is None else requests.tensor.nbytes
         self._tally.payload_up += received
         self._tally.paper += received
         return requests

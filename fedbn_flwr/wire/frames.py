@@ -3,7 +3,7 @@
 A frame is the length of its head (4 bytes, network order), the head, a JSON object, and behind it the raw numbers of at
 most one tensor, in C order and little-endian. The head's `type` is
 
-- `request`, from a node: `kind`, `layer` and `count` of its `Request`, `partition` and `num-examples` of the node,
+- `request`, from a node: `kind`, `layer` and `count` of its request, `partition` and `num-examples` of the node,
 - `answer`, from the server: `count`,
 - `done`, from a node: it has taken the step; nothing but its model is to come, as Flower's reply,
 - `failed`, from a node: the `reason` for which it cannot take the step,
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.layerwise import Answer, Kind, Request
+from fedbn_flwr.layerwise import Answer, Kind, Requests
 
 #: the gRPC method that takes a stream of a node's frames, and answers with a stream of the server's
 SERVICE, METHOD = "fedbn.SideChannel", "Exchange"
@@ -54,7 +54,7 @@ class FrameError(ValueError):
 class NodeRequest:
     """A node's request, and what its weight depends on."""
 
-    request: Request
+    request: Requests
     partition: int
     num_examples: int
 
@@ -95,9 +95,9 @@ def pack_frame(frame: Frame) -> bytes:
     """Return the bytes of a frame; FrameError if they would be too many."""
     match frame:
         case NodeRequest(request, partition, num_examples):
-            place = {"kind": request.kind, "layer": request.layer, "count": request.count}
+            place = {"kind": request.kind, "layer": request.layer, "count": request.counts[0]}
             head: dict[str, Any] = {"type": "request", **place, "partition": partition, "num-examples": num_examples}
-            return _pack(head, request.tensor)
+            return _pack(head, request.tensor[0])
         case Answer(tensor, count):
             return _pack({"type": "answer", "count": count}, tensor)
         case Failed(reason):
@@ -143,7 +143,7 @@ def _read(head: Any, body: bytes) -> Frame:
             kind, layer = head["kind"], head["layer"]
             if kind not in get_args(Kind) or not isinstance(layer, str):
                 raise ValueError(f"{kind!r} of layer {layer!r}")
-            request = Request(kind, layer, _tensor(head, body), _whole(head, "count", _MOST_VALUES))
+            request = Requests.of_client(kind, layer, _tensor(head, body), _whole(head, "count", _MOST_VALUES))
             examples = _whole(head, "num-examples", _MOST_EXAMPLES)
             return NodeRequest(request, _whole(head, "partition", _MOST_PARTITION), examples)
         case "answer":

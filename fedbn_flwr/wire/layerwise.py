@@ -27,7 +27,7 @@ from typing import Any, get_args
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
 from fedbn_flwr import state
-from fedbn_flwr.layerwise import Answer, Kind, Request
+from fedbn_flwr.layerwise import Answer, Kind, Requests
 from fedbn_flwr.wire import instruction as wire
 
 POSITION = "position"
@@ -84,12 +84,12 @@ def read_answers(content: Mapping[str, Any]) -> dict[str, Answer]:
     return {number: Answer(tensor, counts[number]) for number, tensor in state.from_record(content[ANSWERS]).items()}
 
 
-def request_report(request: Request) -> dict[str, Any]:
+def request_report(request: Requests) -> dict[str, Any]:
     """Return what a reply's report says of its request."""
-    return {"kind": request.kind, "count": request.count}
+    return {"kind": request.kind, "count": request.counts[0]}
 
 
-def read_request(content: Mapping[str, Any]) -> Request:
+def read_request(content: Mapping[str, Any]) -> Requests:
     """Return a client's request; ValueError if it cannot be read."""
     try:
         report = content[wire.REPORT]
@@ -97,7 +97,7 @@ def read_request(content: Mapping[str, Any]) -> Request:
         ((layer, tensor),) = state.from_record(content[REQUEST]).items()
         if kind not in get_args(Kind) or not isinstance(count, int):
             raise ValueError(f"{kind!r} over {count!r} values")
-        return Request(kind, layer, tensor, count)
+        return Requests.of_client(kind, layer, tensor, count)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the request of its BN layer cannot be read: {error}") from error
 

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from flwr.app import Message
 
-from fedbn_flwr.layerwise import LayerwiseStep
+from fedbn_flwr.layerwise import Transport
 
 
 @dataclass(frozen=True, order=True)
@@ -18,7 +18,7 @@ class Participant:
     num_examples: float
 
 
-class NodesStep(LayerwiseStep[Message], Protocol):
+class NodesStep(Transport[Message], Protocol):
     """A layer-wise step of nodes, whose replies are those to training messages."""
 
     @property

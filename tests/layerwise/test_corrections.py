@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedbn_flwr.layerwise import Answer, Corrected, Kind, Request, correct, correction, shared_statistics
+from fedbn_flwr.layerwise import Corrected, Kind, correct, correction, shared_statistics
 from tests.helpers.layerwise_references import (
     centralized_gradients,
     heterogeneous_batches,
@@ -16,12 +16,11 @@ from tests.helpers.layerwise_references import (
 @pytest.mark.parametrize("kind", ["statistics", "gradients"])
 def test_a_correction_takes_local_values_to_the_global_values(kind: Kind) -> None:
     # the third channel is constant at this client, the fourth everywhere
-    local = Request(kind, "bn", torch.tensor([[1.0, -2, 3, 0], [4, 0.5, 0, 0]], dtype=torch.float64), 6)
-    pooled = Answer(torch.tensor([[2.0, 0, 5, 0], [1, 8, 2, 0]], dtype=torch.float64), 30)
-    corrected = correct(local, correction(local, pooled))
-    torch.testing.assert_close(corrected.tensor, pooled.tensor, rtol=1e-12, atol=1e-12)
-    assert corrected.count == 30
-    assert kind == "gradients" or bool((corrected.tensor[1] >= 0).all())
+    local = torch.tensor([[[1.0, -2, 3, 0], [4, 0.5, 0, 0]]], dtype=torch.float64)
+    pooled = torch.tensor([[2.0, 0, 5, 0], [1, 8, 2, 0]], dtype=torch.float64)
+    corrected = correct(kind, local, correction(kind, local, pooled))
+    torch.testing.assert_close(corrected, pooled.unsqueeze(0), rtol=1e-12, atol=1e-12)
+    assert kind == "gradients" or bool((corrected[:, 1] >= 0).all())
 
 
 def test_without_corrections_a_step_is_that_of_local_batch_normalization() -> None:

@@ -1,6 +1,7 @@
 """What the server makes of what the clients say."""
 
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -9,20 +10,23 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.layerwise import (
     Answer,
+    Exchange,
     ExchangeError,
     Kind,
+    Lockstep,
     OrderError,
-    Request,
+    Requests,
+    SuspendedStep,
     combine,
+    join,
     respond,
     take_step,
     why_unusable,
 )
-from fedbn_flwr.layerwise.lockstep import Lockstep
 
 
-def request(*values: float, kind: Kind = "mean", layer: str = "bn", count: int = 4) -> Request:
-    return Request(kind, layer, torch.tensor(values), count)
+def request(*values: float, kind: Kind = "mean", layer: str = "bn", count: int = 4) -> Requests:
+    return Requests.of_client(kind, layer, torch.tensor(values), count)
 
 
 def statistics(values: torch.Tensor) -> torch.Tensor:
@@ -32,13 +36,13 @@ def statistics(values: torch.Tensor) -> torch.Tensor:
 def test_a_weighted_mean() -> None:
     # (1 * 1 + 3 * 3) / 4 = 2.5, and weights need not sum to one
     for kind in ("mean", "variance", "gradients"):
-        assert combine(kind, [torch.tensor([1.0]), torch.tensor([3.0])], [1, 3]).tolist() == [2.5]
+        assert combine(kind, torch.tensor([[1.0], [3.0]]), [1, 3]).tolist() == [2.5]
 
 
 def test_pooled_statistics_by_hand() -> None:
     # {0, 2} and {4, 4, 4, 8}: means 1 and 5, variances 1 and 3; together {0, 2, 4, 4, 4, 8} has mean 22/6 and
     # variance (0 + 4 + 16 + 16 + 16 + 64) / 6 - (22/6)^2 = 116/6 - 484/36 = 212/36
-    pooled = combine("statistics", [torch.tensor([[1.0], [1.0]]), torch.tensor([[5.0], [3.0]])], [2, 4])
+    pooled = combine("statistics", torch.tensor([[[1.0], [1.0]], [[5.0], [3.0]]]), [2, 4])
     torch.testing.assert_close(pooled, torch.tensor([[22 / 6], [212 / 36]]))
 
 
@@ -46,29 +50,30 @@ def test_pooled_statistics_by_hand() -> None:
 def test_pooled_statistics_are_those_of_the_union(clients: list[list[float]]) -> None:
     values = [torch.tensor(client, dtype=torch.float64) for client in clients]
     weights = [len(client) for client in clients]
-    pooled = combine("statistics", [statistics(each) for each in values], weights)
+    rows = torch.stack([statistics(each) for each in values])
+    pooled = combine("statistics", rows, weights)
     torch.testing.assert_close(pooled, statistics(torch.cat(values)), rtol=1e-9, atol=1e-9)
-    backwards = combine("statistics", [statistics(each) for each in values[::-1]], weights[::-1])
+    backwards = combine("statistics", rows.flip(0), weights[::-1])
     torch.testing.assert_close(pooled, backwards, rtol=1e-14, atol=1e-14)
 
 
 def test_the_dtype_is_the_clients_and_the_sum_is_exact() -> None:
-    many = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
+    many = torch.tensor([[1e8], [1.0], [-1e8]])
     found = combine("mean", many, [1, 1, 1])
     assert found.dtype == torch.float32
     assert found.item() == pytest.approx(1 / 3)  # 0 in float32
 
 
 def test_counts_are_added() -> None:
-    answer = respond([request(1.0, count=3), request(2.0, count=5)], [1, 1])
+    answer = respond(join([request(1.0, count=3), request(2.0, count=5)]), [1, 1])
     assert isinstance(answer, Answer)
     assert answer.count == 8
 
 
 def test_a_constant_channel_a_single_value_and_a_weight_of_nothing_are_sound() -> None:
     """Negative means and fractions of a weight, too."""
-    clients = [Request("statistics", "bn", torch.tensor([[mean], [0.0]]), 1) for mean in (-1.0, -3.0, 5.0)]
-    answer = respond(clients, [0.25, 0.25, 0])
+    clients = [Requests.of_client("statistics", "bn", torch.tensor([[mean], [0.0]]), 1) for mean in (-1.0, -3.0, 5.0)]
+    answer = respond(join(clients), [0.25, 0.25, 0])
     assert answer.tensor.tolist() == [[-2.0], [1.0]]
     assert answer.count == 3
 
@@ -76,7 +81,7 @@ def test_a_constant_channel_a_single_value_and_a_weight_of_nothing_are_sound() -
 @pytest.mark.parametrize("weights", [[0, 0], [1, -1], [1, float("nan")], [float("inf"), 1]])
 def test_impossible_weights(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="weights must be"):
-        respond([request(1.0), request(2.0)], weights)
+        respond(join([request(1.0), request(2.0)]), weights)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +91,14 @@ def test_impossible_weights(weights: list[float]) -> None:
         (request(float("inf")), "the mean of BN layer 'bn' is not finite"),
         (request(1e20), "the mean of BN layer 'bn' is too large to be pooled in float32"),
         (request(1.0, 2.0), r"is \(2,\) torch.float32, the others' is \(1,\)"),
-        (Request("mean", "bn", torch.ones(1, dtype=torch.float64), 4), "torch.float64, the others' is"),
+        (Requests.of_client("mean", "bn", torch.ones(1, dtype=torch.float64), 4), "torch.float64, the others' is"),
         (request(1.0, count=0), "is over 0 values"),
     ],
 )
 @pytest.mark.parametrize("weight", [0, 1])
-def test_a_lying_client_is_named_whatever_its_weight(odd: Request, message: str, weight: float) -> None:
+def test_a_lying_client_is_named_whatever_its_weight(odd: Requests, message: str, weight: float) -> None:
     with pytest.raises(ExchangeError, match=message) as error:
-        respond([request(1.0), odd, request(2.0)], [1, weight, 1])
+        respond(join([request(1.0), odd, request(2.0)]), [1, weight, 1])
     assert error.value.client == 1
 
 
@@ -101,7 +106,7 @@ def test_numbers_whose_sum_is_not_finite_are_sound() -> None:
     largest = torch.finfo(torch.float32).max / 8
     many = [request(*[largest] * 9, kind="gradients")] * 2
     assert not many[0].tensor.sum().isfinite()
-    assert respond(many, [1, 1]).tensor.tolist() == [largest] * 9
+    assert respond(join(many), [1, 1]).tensor.tolist() == [largest] * 9
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -130,19 +135,19 @@ def test_only_the_client_with_too_large_values_is_named(kind: Kind, dtype: torch
         mean, variance = by_mean * LIMIT * largest**0.5, by_variance * (largest / 8)
         tensors = [one_channel(kind, small, small, dtype) for small in (0.0, 1.0, 2.0, 3.0)]
         tensors.insert(2, one_channel(kind, mean, variance, dtype))
-        requests = [Request(kind, "bn", tensor, 4) for tensor in tensors]
+        requests = [Requests.of_client(kind, "bn", tensor, 4) for tensor in tensors]
         is_used = {"mean": by_mean, "statistics": by_mean + by_variance}.get(kind, by_variance)
         if is_used > 1:
             with pytest.raises(ExchangeError, match="is too large to be pooled") as error:
-                respond(requests, [1] * 5)
+                respond(join(requests), [1] * 5)
             assert error.value.client == 2
             del requests[2]
-        assert respond(requests, [1] * len(requests)).tensor.isfinite().all()
+        assert respond(join(requests), [1] * len(requests)).tensor.isfinite().all()
 
 
 def test_whole_numbers_are_no_values() -> None:
     with pytest.raises(ExchangeError, match=r"client 0: .* is torch\.int64, no floating-point numbers"):
-        respond([Request("mean", "bn", torch.ones(1, dtype=torch.int64), 4)], [1])
+        respond(Requests.of_client("mean", "bn", torch.ones(1, dtype=torch.int64), 4), [1])
 
 
 @st.composite
@@ -169,7 +174,7 @@ def test_whoever_is_refused_is_too_large_and_without_them_the_pool_is_finite(
         assert 8 * (mean**2 + variance) * Fraction(1.02) > largest
     assert bool(why_unusable("statistics", stacked)) == (len(sound) < len(stacked))
     if sound:
-        pool = combine("statistics", list(stacked[sound]), [weights[client] for client in sound])
+        pool = combine("statistics", stacked[sound], [weights[client] for client in sound])
         assert pool.isfinite().all()
         # as running statistics, and around a mean that came first
         assert (2 * pool[1]).isfinite().all()
@@ -180,21 +185,37 @@ def test_whoever_is_refused_is_too_large_and_without_them_the_pool_is_finite(
     ("kind", "tensor"), [("variance", [-1.0]), ("statistics", [[1.0], [-1.0]])], ids=["variance", "both"]
 )
 def test_a_negative_variance_is_refused(kind: Kind, tensor: list[float]) -> None:
-    said = Request(kind, "bn", torch.tensor(tensor), 4)
+    said = Requests.of_client(kind, "bn", torch.tensor(tensor), 4)
     with pytest.raises(ExchangeError, match=r"client 0: .* has a negative variance"):
-        respond([said], [1])
+        respond(said, [1])
 
 
 @pytest.mark.parametrize("odd", [request(1.0, layer="other"), request(1.0, kind="variance")])
-def test_a_client_at_another_layer_is_named(odd: Request) -> None:
+def test_a_client_at_another_layer_is_named(odd: Requests) -> None:
     with pytest.raises(OrderError, match=r"is at the .* where the others are at the mean of BN layer 'bn'") as error:
-        respond([odd, request(1.0), request(1.0)], [1, 1, 1])
+        join([odd, request(1.0), request(1.0)])
+    assert error.value.client == 0
+
+
+def test_parts_of_several_clients_are_joined_in_any_order() -> None:
+    whole = Requests("mean", "bn", torch.arange(5.0).unsqueeze(1), (1, 2, 3, 4, 5))
+    parts = [Requests("mean", "bn", whole.tensor[rows], tuple(row + 1 for row in rows)) for rows in ([3, 0], [4, 1, 2])]
+    joined = join(parts, order=[1, 3, 4, 0, 2])
+    assert torch.equal(joined.tensor, whole.tensor)
+    assert joined.counts == whole.counts
+    assert join([whole]) is join([whole], order=range(5)) is whole
+    with pytest.raises(ValueError, match="requests of 5 clients where 4 are expected"):
+        join(parts, order=range(4))
+    with pytest.raises(OrderError) as error:
+        join([request(1.0), request(1.0), request(1.0, layer="other")], order=[2, 0, 1])
     assert error.value.client == 0
 
 
 def test_where_nothing_is_asked_nobody_is_weighed() -> None:
     """Participants, from whom weights are made, are known when the first requests are."""
-    assert take_step(Lockstep([lambda _: "alone", lambda _: "too"], [0, 1]), lambda: pytest.fail("weighed")) == [
-        "alone",
-        "too",
-    ]
+
+    def replies(names: str, _: Exchange) -> list[str]:
+        return list(names)
+
+    stacks = [SuspendedStep(partial(replies, names), 0) for names in ("ca", "b")]
+    assert take_step(Lockstep(stacks, order=[1, 2, 0]), lambda: pytest.fail("weighed")) == ["a", "b", "c"]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 
-from fedbn_flwr.layerwise import Mode, Request, gradients
+from fedbn_flwr.layerwise import Mode, Requests, gradients
 from fedbn_flwr.models import build
 from tests.helpers.layerwise_references import (
     Batch,
@@ -116,7 +116,7 @@ def test_the_reference_with_weights_by_size_is_centralized_batch_normalization()
     ],
 )
 def test_number_of_exchanges_of_resnet20(options: dict[str, object], exchanges: int) -> None:
-    seen: list[Sequence[Request]] = []
+    seen: list[Requests] = []
     batches = heterogeneous_batches([2, 2], (1, 8, 8))
     gradients(made(resnet20), batches, [1, 1], F.cross_entropy, observe=seen.append, **options)  # type: ignore[arg-type]
     assert len(seen) + 1 == exchanges, "and one for the model"
@@ -124,13 +124,12 @@ def test_number_of_exchanges_of_resnet20(options: dict[str, object], exchanges: 
 
 def test_payload_of_resnet20_is_that_of_appendix_g() -> None:
     # 1,376 statistics, and as many gradients, each way.
-    seen: list[Sequence[Request]] = []
+    seen: list[Requests] = []
     batches = heterogeneous_batches([2, 2], (1, 8, 8))
     gradients(made(resnet20), batches, [1, 1], F.cross_entropy, "paper", observe=seen.append)
-    for client in range(2):
-        sent = [exchange[client] for exchange in seen]
-        assert sum(r.tensor.numel() for r in sent if r.kind in ("mean", "variance")) == 1376
-        assert sum(r.tensor.numel() for r in sent if r.kind == "gradients") == 1376
+    # of two clients
+    assert sum(each.tensor.numel() for each in seen if each.kind in ("mean", "variance")) == 2 * 1376
+    assert sum(each.tensor.numel() for each in seen if each.kind == "gradients") == 2 * 1376
 
 
 def sgd(model: nn.Module, gradient: dict[str, torch.Tensor], rate: float) -> None:

@@ -17,7 +17,7 @@ from fedbn_flwr.layerwise import (
     Answer,
     Mode,
     OrderError,
-    Request,
+    Requests,
     SharedBatchNorm,
     Use,
     combine,
@@ -40,9 +40,9 @@ from tests.helpers.layerwise_references import (
 Apply = Callable[..., tuple[Tensor, ...]]
 
 
-def alone(request: Request) -> Answer:
+def alone(request: Requests) -> Answer:
     """The exchange of a single client."""
-    return Answer(request.tensor, request.count)
+    return Answer(request.tensor, request.counts[0])
 
 
 def assert_centralized(model: nn.Module, batches: Sequence[Batch]) -> None:
@@ -146,9 +146,9 @@ class Twice(nn.Module):
 def test_a_layer_used_twice_has_exchanges_of_each_use() -> None:
     batches = heterogeneous_batches([3, 1, 2], (5,))
     assert_centralized(made(Twice), batches)
-    seen: list[Sequence[Request]] = []
+    seen: list[Requests] = []
     gradients(made(Twice), batches, [3, 1, 2], F.cross_entropy, observe=seen.append)
-    said = [(each[0].kind, each[0].layer) for each in seen]
+    said = [(each.kind, each.layer) for each in seen]
     # the first use's inputs are data: nobody needs their gradients
     assert said == [("statistics", "bn"), ("statistics", "bn#2"), ("gradients", "bn#2")]
 
@@ -159,9 +159,9 @@ def test_frozen_layers_are_not_exchanged() -> None:
     frozen.eval()
     frozen.running_mean += 0.3
     assert_centralized(model, batches)
-    seen: list[Sequence[Request]] = []
+    seen: list[Requests] = []
     gradients(model, batches, [3, 2], F.cross_entropy, observe=seen.append)
-    assert {each[0].layer for each in seen} == {"4"}
+    assert {each.layer for each in seen} == {"4"}
 
 
 def test_a_frozen_layer_without_running_statistics_still_uses_the_batch() -> None:
@@ -270,7 +270,7 @@ def test_the_gradient_of_the_gradient_is_refused() -> None:
 
 @pytest.mark.parametrize("affine", [torch.float32, torch.bfloat16])
 def test_low_precision_inputs_have_statistics_in_float32(affine: torch.dtype) -> None:
-    def exchange(request: Request) -> Answer:
+    def exchange(request: Requests) -> Answer:
         assert request.tensor.dtype == torch.float32
         return alone(request)
 
@@ -288,8 +288,8 @@ def test_stacked_clients() -> None:
     model, weights = small_network(), [0.2, 0.5, 0.3]
     batches = heterogeneous_batches([2, 2, 2], (1, 4, 4))
 
-    def exchange(request: Request) -> Answer:
-        return Answer(combine(request.kind, list(request.tensor), weights), 3 * request.count)
+    def exchange(request: Requests) -> Answer:
+        return Answer(combine(request.kind, request.tensor, weights), 3 * request.counts[0])
 
     def loss(parameters: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         with shared_statistics(model, exchange, final=False):
@@ -353,8 +353,8 @@ def test_nobody_learns_from_the_statistics_themselves() -> None:
 def test_a_request_says_how_many_values_are_behind_it_in_whole_numbers() -> None:
     counts: list[int] = []
 
-    def exchange(request: Request) -> Answer:
-        counts.append(request.count)
+    def exchange(request: Requests) -> Answer:
+        counts.append(request.counts[0])
         return alone(request)
 
     Use("layer", exchange, "paper").statistics(torch.randn(3, 2, 4))
@@ -375,8 +375,8 @@ def test_stacked_clients_of_a_layer_that_works_in_place() -> None:
     model = made(lambda: nn.Sequential(*layers)).double()
     inputs, targets = torch.randn(3, 5, 1, 4, 4, dtype=torch.float64), torch.arange(15).reshape(3, 5) % 10
 
-    def exchange(request: Request) -> Answer:
-        return Answer(combine(request.kind, list(request.tensor), [1.0] * 3), 3 * request.count)
+    def exchange(request: Requests) -> Answer:
+        return Answer(combine(request.kind, request.tensor, [1.0] * 3), 3 * request.counts[0])
 
     def loss(parameters: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         with shared_statistics(model, exchange, final=False):

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from fedbn_flwr.layerwise import Exchange, Request, StepCache, SuspendedStep
+from fedbn_flwr.layerwise import Exchange, Requests, StepCache, SuspendedStep
 from tests.helpers.waiting import wait_until
 
 
 def asking(exchange: Exchange) -> None:
-    exchange(Request("mean", "bn", torch.zeros(1), 1))
+    exchange(Requests("mean", "bn", torch.zeros(1, 1), (1,)))
 
 
 def suspended() -> SuspendedStep[None]:

@@ -19,7 +19,7 @@ from fedbn_flwr.layerwise import (
     Answer,
     Done,
     Exchange,
-    Request,
+    Requests,
     StepCache,
     SuspendedStep,
     lockstep,
@@ -49,16 +49,16 @@ def training(scale: float = 1.0) -> Callable[[Exchange], list[Tensor]]:
     return step
 
 
-def reply(request: Request) -> Answer:
+def reply(request: Requests) -> Answer:
     """What clients with other data might have made of it; a function of the request alone."""
-    return Answer(1.5 * request.tensor + 0.25, 3 * request.count)
+    return Answer(1.5 * request.tensor + 0.25, 3 * request.counts[0])
 
 
-def finish(step: SuspendedStep[Any]) -> tuple[list[Request], Any]:
+def finish(step: SuspendedStep[Any]) -> tuple[list[Requests], Any]:
     """The requests on the way to the end, and the result."""
-    requests: list[Request] = []
+    requests: list[Requests] = []
     outcome = step.advance()
-    while isinstance(outcome, Request):
+    while isinstance(outcome, Requests):
         requests.append(outcome)
         outcome = step.advance(reply(outcome))
     return requests, outcome.result
@@ -93,7 +93,7 @@ def test_interleaved_steps_have_the_masks_that_they_have_alone() -> None:
     alone = [finish(SuspendedStep(training(scale), seed)) for scale, seed in ((1, 3), (2, 4))]
     one, other = SuspendedStep(training(1), 3), SuspendedStep(training(2), 4)
     outcomes: list[Any] = [one.advance(), other.advance()]
-    while isinstance(outcomes[0], Request):
+    while isinstance(outcomes[0], Requests):
         torch.rand(3)  # what else happens in the process
         outcomes = [step.advance(reply(out)) for step, out in zip((one, other), outcomes, strict=True)]
     for (_, wanted), outcome in zip(alone, outcomes, strict=True):
@@ -123,7 +123,7 @@ def test_the_callers_modes_do_not_reach_the_step() -> None:
 
 
 def failing_forward(exchange: Exchange) -> None:
-    exchange(Request("mean", "bn", torch.zeros(1), 1))
+    exchange(Requests("mean", "bn", torch.zeros(1, 1), (1,)))
     raise KeyError("in the step")
 
 
@@ -138,7 +138,7 @@ class Failing(torch.autograd.Function):
 
 
 def failing_backward(exchange: Exchange) -> None:
-    exchange(Request("mean", "bn", torch.zeros(1), 1))
+    exchange(Requests("mean", "bn", torch.zeros(1, 1), (1,)))
     Failing.apply(torch.zeros(1, requires_grad=True)).backward()
 
 
@@ -146,7 +146,7 @@ def failing_backward(exchange: Exchange) -> None:
 def test_what_the_step_raises_is_raised_by_advance(failing: Callable[[Exchange], None]) -> None:
     step = SuspendedStep(failing, seed=0)
     request = step.advance()
-    assert isinstance(request, Request)
+    assert isinstance(request, Requests)
     with pytest.raises(KeyError, match="in the step"):
         step.advance(reply(request))
     with pytest.raises(RuntimeError, match="at its end, failed or abandoned"):
@@ -188,7 +188,7 @@ def held(at: int) -> tuple[SuspendedStep[Any], weakref.ref[Tensor], nn.Module]:
     suspended = SuspendedStep(step, seed=0)
     outcome = suspended.advance()
     for _ in range(at):
-        assert isinstance(outcome, Request)
+        assert isinstance(outcome, Requests)
         outcome = suspended.advance(reply(outcome))
     return suspended, holds[0] if holds else lambda: None, model  # type: ignore[return-value]
 
@@ -209,7 +209,7 @@ def test_a_step_that_catches_everything_but_base_exceptions_is_abandoned() -> No
 
     def stubborn(exchange: Exchange) -> None:
         try:
-            exchange(Request("mean", "bn", torch.zeros(1), 1))
+            exchange(Requests("mean", "bn", torch.zeros(1, 1), (1,)))
         except Exception:
             ended.append("caught")
         except Abandoned:
@@ -251,7 +251,7 @@ def test_a_thousand_abandoned_steps_leave_nothing_behind() -> None:
     def suspend_in_backward(number: int) -> None:
         suspended = SuspendedStep(step, seed=number)
         outcome = suspended.advance()
-        assert isinstance(outcome, Request)
+        assert isinstance(outcome, Requests)
         store.keep(number, suspended) if number % 2 else suspended.abandon()
 
     for number in range(50):

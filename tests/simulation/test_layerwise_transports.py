@@ -16,12 +16,12 @@ from torch import Tensor
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.layerwise import Answer, Exchange, Lockstep, Request, shared_statistics, take_step
+from fedbn_flwr.layerwise import Answer, Exchange, Requests, lockstep, shared_statistics, take_step
 from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt
 from fedbn_flwr.server.message_step import MessageStep
 from fedbn_flwr.server.replies import Expected
 from fedbn_flwr.simulation import StackedGrid
-from fedbn_flwr.simulation.processes.channel import Channel, pack_answer
+from fedbn_flwr.simulation.processes.channel import Channel
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.service import WorkerError
 from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, InProcessGrid
@@ -37,7 +37,7 @@ LAYERS = 2
 ASKED = replace(INSTRUCTION, server_round=1, local_steps=1, layerwise="fused")
 
 Gradients = list[dict[str, Tensor]]
-Exchanges = list[Sequence[Request]]
+Exchanges = list[Requests]
 
 
 def in_process() -> tuple[Exchanges, Gradients]:
@@ -52,8 +52,7 @@ def in_process() -> tuple[Exchanges, Gradients]:
 
     nodes = [Node(index, samples) for index, samples in enumerate(parts())]
     steps = [partial(step, mini_batches(make_split(), node, ASKED, True)[0]) for node in nodes]
-    results = take_step(Lockstep(steps, range(len(steps))), lambda: SIZES, seen.append)
-    return seen, results
+    return seen, lockstep(steps, SIZES, range(len(steps)), seen.append)
 
 
 def stacked_nodes(partitions: Sequence[int]) -> StackedGrid:
@@ -129,12 +128,9 @@ def test_every_transport_has_the_requests_and_gradients_of_clients_in_one_proces
     # 2 L exchanges at the layers, and one that brings the models
     assert grid.training.exchanges == len(seen) + 1 == 2 * LAYERS + 1
     wanted_exchanges, wanted_gradients = in_process()
-    for requests, wanted_requests in zip(seen, wanted_exchanges, strict=True):
-        assert [(each.kind, each.layer, each.count) for each in requests] == [
-            (wanted.kind, wanted.layer, wanted.count) for wanted in wanted_requests
-        ]
-        for request, wanted_request in zip(requests, wanted_requests, strict=True):
-            torch.testing.assert_close(request.tensor, wanted_request.tensor, rtol=1e-12, atol=1e-13)
+    for requests, wanted in zip(seen, wanted_exchanges, strict=True):
+        assert (requests.kind, requests.layer, requests.counts) == (wanted.kind, wanted.layer, wanted.counts)
+        torch.testing.assert_close(requests.tensor, wanted.tensor, rtol=1e-12, atol=1e-13)
     by_partition = {reply.content.metric_records[wire.METRICS][wire.PARTITION_ID]: reply for reply in replies}
     start = make_model().state_dict()
     for partition, gradients in enumerate(wanted_gradients):
@@ -191,7 +187,7 @@ def test_a_step_that_one_process_cannot_open_is_abandoned_in_the_other(odd: int,
                 grid.open_step(asked())
         other = grid._workers[1 - odd]
         with pytest.raises(WorkerError, match="at its end, failed or abandoned"):
-            grid._ask_all("advance", {other: pack_answer(Answer(torch.zeros(2, 4), 1))})
+            grid._ask_all("advance", {other: Answer(torch.zeros(2, 4), 1)})
         plain = replace(ASKED, layerwise="none").to_config()
         replies = list(
             grid.send_and_receive(
@@ -208,9 +204,10 @@ def test_an_interrupt_in_the_middle_of_a_step_closes_the_grid(monkeypatch: pytes
     with WorkersGrid(stacked_nodes, len(SIZES), 2, here=True) as grid:
         _, step = opened(grid)
         requests = step.advance()
+        assert requests is not None
         monkeypatch.setattr(Channel, "receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            step.advance(Answer(requests[0].tensor, 1))
+            step.advance(Answer(requests.tensor[0], 1))
         # what comes would be the answer to the question before
         with pytest.raises(WorkerError, match="the grid is closed"):
             grid.open_step(asked())

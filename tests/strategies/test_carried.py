@@ -14,8 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fedbn_flwr import norm, state, wire
-from fedbn_flwr.layerwise.carried import carried_corrections
-from fedbn_flwr.server.carried_values import CarriedValues
+from fedbn_flwr.layerwise.carried import CarriedValues, carried_corrections
 from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, InProcessGrid
 from fedbn_flwr.state.records import payload_bytes
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
@@ -387,13 +386,11 @@ FAULTY_VALUES: dict[str, dict[str, np.ndarray]] = {
 
 
 @pytest.mark.parametrize("case", FAULTY_VALUES)
-def test_faulty_values_are_not_kept_and_the_node_is_named(case: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_faulty_values_are_not_kept(case: str) -> None:
     carried = CarriedValues(trust=3.0, limit=1.0)
-    carried.hear(7, 10, values(0.0))
-    assert not caplog.messages
-    carried.hear(7, 10, FAULTY_VALUES[case])
+    assert not carried.hear(7, 10, values(0.0))
+    assert carried.hear(7, 10, FAULTY_VALUES[case])
     assert not carried.by_node
-    assert [text.split(":")[0] for text in caplog.messages] == ["Node 7 goes without carried corrections"]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord, Message
 from torch import nn
 
 from fedbn_flwr import norm, state, wire
-from fedbn_flwr.layerwise import Answer, Request
+from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.averaging import Arrays, unpack
 from fedbn_flwr.server.layerwise_attempt import NodesFailedError
@@ -19,7 +19,7 @@ from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import HBN, CannotTrainError, FedAvg, HeteroFL
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.layerwise_grid import Participant
-from strategies.base_gathering import Gathering, pool_in_order
+from strategies.base_gathering import Gathering, pool_nodes_in_order
 from tests.helpers.engine_comparison import quiet
 from tests.helpers.faults import FAULTY, FaultyReply
 from tests.helpers.harness import (
@@ -247,11 +247,11 @@ class TwoLayers:
         self.participants = [Participant(number, 1000 + number, 10) for number in range(3)]
         self.layers, self.is_abandoned = ["1", "4"], False
 
-    def advance(self, answer: Answer | None = None) -> list[Request]:
+    def advance(self, answer: Answer | None = None) -> Requests:
         layer = self.layers.pop(0)
         means = [0.0, 0.0 if self.layers else 1e20, 1.0]
-        tensors = [torch.tensor([[mean] * 2, [1.0] * 2], dtype=torch.float64) for mean in means]
-        return [Request("statistics", layer, tensor, 10) for tensor in tensors]
+        values = torch.tensor([[[mean] * 2, [1.0] * 2] for mean in means], dtype=torch.float64)
+        return Requests("statistics", layer, values, (10,) * 3)
 
     def replies(self) -> list[Message]:
         raise AssertionError("the step has not come to its end")
@@ -263,7 +263,7 @@ class TwoLayers:
 def test_moments_gathered_in_order_that_overflow_name_the_node() -> None:
     model, step = make_float32_model("static-bn"), TwoLayers()
     with pytest.raises(NodesFailedError, match=r"node 1001: .*'4' is too large to be pooled in float32") as failure:
-        pool_in_order(step, unpack(state.to_record(model.state_dict())))
+        pool_nodes_in_order(step, unpack(state.to_record(model.state_dict())))
     assert failure.value.nodes == {FAULTY}
     assert step.is_abandoned
 

@@ -23,7 +23,7 @@ from fedbn_flwr.client import BNClient, side_channel
 from fedbn_flwr.client.side_channel import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE, SideChannelExchange
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.deployment.cli import main as fedbn_flwr
-from fedbn_flwr.layerwise import Answer, Request
+from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.server.channel_grid import ChannelGrid, ChannelOptions
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.sequential import InProcessGrid
@@ -173,13 +173,13 @@ def test_a_node_that_fails_in_gathering_is_left_out(case: str, caplog: pytest.Lo
 class AtExchange:
     """A fault of a node's process, at one exchange of a step; after the last one it is at the end of the step."""
 
-    what: Callable[[SideChannelExchange, Request | None], Request | None]
+    what: Callable[[SideChannelExchange, Requests | None], Requests | None]
     index: int
 
     def __call__(self, message: Message) -> None:
         numbers, ask, finish = count(), SideChannelExchange.__call__, SideChannelExchange.finish
 
-        def spoiled(exchange: SideChannelExchange, request: Request) -> Answer:
+        def spoiled(exchange: SideChannelExchange, request: Requests) -> Answer:
             changed = self.what(exchange, request) if next(numbers) == self.index else request
             assert changed is not None
             return ask(exchange, changed)
@@ -193,59 +193,59 @@ class AtExchange:
         patch.object(SideChannelExchange, "finish", spoiled_end).start()
 
 
-def dies(exchange: SideChannelExchange, request: Request | None) -> None:
+def dies(exchange: SideChannelExchange, request: Requests | None) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def raises(exchange: SideChannelExchange, request: Request | None) -> None:
+def raises(exchange: SideChannelExchange, request: Requests | None) -> None:
     raise ArithmeticError("no more of this")
 
 
-def waits(exchange: SideChannelExchange, request: Request | None) -> None:
+def waits(exchange: SideChannelExchange, request: Requests | None) -> None:
     time.sleep(1000)
 
 
-def freezes(exchange: SideChannelExchange, request: Request | None) -> None:
+def freezes(exchange: SideChannelExchange, request: Requests | None) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def not_a_number(exchange: SideChannelExchange, request: Request | None) -> Request:
+def not_a_number(exchange: SideChannelExchange, request: Requests | None) -> Requests:
     assert request is not None
     return replace(request, tensor=request.tensor * torch.nan)
 
 
-def too_large(exchange: SideChannelExchange, request: Request | None) -> Request:
+def too_large(exchange: SideChannelExchange, request: Requests | None) -> Requests:
     assert request is not None
     return replace(request, tensor=torch.full_like(request.tensor, torch.finfo(request.tensor.dtype).max / 2))
 
 
-def another_shape(exchange: SideChannelExchange, request: Request | None) -> Request:
+def another_shape(exchange: SideChannelExchange, request: Requests | None) -> Requests:
     assert request is not None
     return replace(request, tensor=torch.cat([request.tensor, request.tensor], dim=-1))
 
 
-def another_layer(exchange: SideChannelExchange, request: Request | None) -> Request:
+def another_layer(exchange: SideChannelExchange, request: Requests | None) -> Requests:
     assert request is not None
     return replace(request, layer="another")
 
 
-def says(content: bytes) -> Callable[[SideChannelExchange, Request | None], Request | None]:
-    def fault(exchange: SideChannelExchange, request: Request | None) -> Request | None:
+def says(content: bytes) -> Callable[[SideChannelExchange, Requests | None], Requests | None]:
+    def fault(exchange: SideChannelExchange, request: Requests | None) -> Requests | None:
         exchange._outgoing.put(content)
         return request
 
     return fault
 
 
-def too_much(exchange: SideChannelExchange, request: Request | None) -> Request | None:
+def too_much(exchange: SideChannelExchange, request: Requests | None) -> Requests | None:
     return says(bytes(2**21))(exchange, request)
 
 
-def far_too_much(exchange: SideChannelExchange, request: Request | None) -> Request | None:
+def far_too_much(exchange: SideChannelExchange, request: Requests | None) -> Requests | None:
     return says(bytes(2**24))(exchange, request)
 
 
-def nonsense(exchange: SideChannelExchange, request: Request | None) -> Request | None:
+def nonsense(exchange: SideChannelExchange, request: Requests | None) -> Requests | None:
     return says(b"\0\0\0\2[]")(exchange, request)
 
 

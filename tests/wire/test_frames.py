@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedbn_flwr.layerwise import Answer, Kind, Request
+from fedbn_flwr.layerwise import Answer, Kind, Requests
 from fedbn_flwr.wire.frames import (
     FRAME_LIMIT,
     HEAD_LIMIT,
@@ -37,14 +37,14 @@ def frame(head: object, body: bytes = b"") -> bytes:
 
 
 def request(tensor: torch.Tensor, layer: str = "bn") -> NodeRequest:
-    return NodeRequest(Request("mean", layer, tensor, 3), 0, 7)
+    return NodeRequest(Requests.of_client("mean", layer, tensor, 3), 0, 7)
 
 
 def test_the_bytes_of_a_request() -> None:
     read = read_frame(frame(NAMED, BODY))
     assert isinstance(read, NodeRequest)
-    assert read.request.tensor.tolist() == [0.5, -2.0]
-    assert (read.request.kind, read.request.layer, read.request.count) == ("mean", "bn", 3)
+    assert read.request.tensor.tolist() == [[0.5, -2.0]]
+    assert (read.request.kind, read.request.layer, read.request.counts) == ("mean", "bn", (3,))
     assert (read.partition, read.num_examples) == (0, 7)
     assert pack_frame(read) == frame(
         {key: NAMED[key] for key in ("type", "kind", "layer", "count", "partition", "num-examples", "shape", "dtype")},
@@ -62,7 +62,7 @@ counts = st.integers(0, 2**40)
 frames = st.one_of(
     st.builds(
         NodeRequest,
-        st.builds(Request, st.sampled_from(get_args(Kind)), st.text(max_size=40), tensors, counts),
+        st.builds(Requests.of_client, st.sampled_from(get_args(Kind)), st.text(max_size=40), tensors, counts),
         st.integers(0, 2**64),
         st.integers(0, 2**53),
     ),

@@ -4,7 +4,6 @@ import io
 import os
 import pickle
 import select
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.layerwise import Answer, Request
 from fedbn_flwr.state.flat import Buffers, FlatArrays, Layout
 from fedbn_flwr.state.records import InMemoryArray, Members, view_array
 
@@ -76,6 +74,8 @@ class _Pickler(pickle.Pickler):
             return InMemoryArray, (view_array(obj),)
         if type(obj) is Members and (flat := obj.flat) is not None:
             return _members, (flat.layout, flat.buffers)
+        if type(obj) is Tensor:
+            return _tensor, _bytes_of(obj)
         return NotImplemented
 
 
@@ -83,34 +83,7 @@ def _members(layout: Layout, buffers: Buffers) -> Members:
     return Members(FlatArrays(layout, buffers))
 
 
-def pack_requests(requests: Sequence[Request]) -> Any:
-    """Pack what several clients send for one layer as one array."""
-    if not requests:
-        return None
-    first, counts = requests[0], [request.count for request in requests]
-    return first.kind, first.layer, counts, _pack_values(torch.stack([request.tensor for request in requests]))
-
-
-def unpack_requests(packed: Any) -> list[Request]:
-    """Return one request per client."""
-    if packed is None:
-        return []
-    kind, layer, counts, rows = packed
-    return [Request(kind, layer, values, count) for values, count in zip(_unpack_values(*rows), counts, strict=True)]
-
-
-def pack_answer(answer: Answer) -> Any:
-    """Pack the answer to all clients."""
-    return _pack_values(answer.tensor), answer.count
-
-
-def unpack_answer(packed: Any) -> Answer:
-    """Unpack an answer in another process."""
-    values, count = packed
-    return Answer(_unpack_values(*values), count)
-
-
-def _pack_values(values: Tensor) -> tuple[str, tuple[int, ...], bytearray]:
+def _bytes_of(values: Tensor) -> tuple[str, tuple[int, ...], bytearray]:
     """Return the bytes of a tensor, and what they are.
 
     Where a process comes from other work, numpy's own way of pickling takes 0.08 ms more an exchange: a FedTAN round of
@@ -121,5 +94,5 @@ def _pack_values(values: Tensor) -> tuple[str, tuple[int, ...], bytearray]:
     return array.dtype.str, array.shape, bytearray(array.data)
 
 
-def _unpack_values(dtype: str, shape: tuple[int, ...], data: bytearray) -> Tensor:
+def _tensor(dtype: str, shape: tuple[int, ...], data: bytearray) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, dtype).reshape(shape))

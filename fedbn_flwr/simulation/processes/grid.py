@@ -13,10 +13,9 @@ from flwr.app import Context, Error, Message
 from flwr.common import log
 from flwr.common.constant import ErrorCode
 
-from fedbn_flwr.layerwise import Answer, OrderError, Request
+from fedbn_flwr.layerwise import Answer, OrderError, Requests, join
 from fedbn_flwr.simulation.grid import LocalGrid
 from fedbn_flwr.simulation.prepared import in_portions
-from fedbn_flwr.simulation.processes.channel import pack_answer, unpack_requests
 from fedbn_flwr.simulation.processes.service import GridFactory, OwnShare, WorkerError
 from fedbn_flwr.simulation.processes.worker import Worker, WorkerDiedError
 from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, identify
@@ -223,16 +222,13 @@ class WorkersStep:
         self._order = sorted(range(len(everyone)), key=everyone.__getitem__)
         self.participants = [everyone[position] for position in self._order]
 
-    def advance(self, answer: Answer | None = None) -> list[Request]:
+    def advance(self, answer: Answer | None = None) -> Requests | None:
         """Take the nodes of all workers to their next exchange; they are at the first one."""
-        if answer is None:
-            answers = self._first
-        else:
-            answers = self._ask_all("advance", dict.fromkeys(self._shares, pack_answer(answer)))
-        requests = [request for worker in self._shares for request in unpack_requests(answers[worker])]
-        if requests and len(requests) < len(self._order):
+        answers = self._first if answer is None else self._ask_all("advance", dict.fromkeys(self._shares, answer))
+        parts = [requests for worker in self._shares if (requests := answers[worker]) is not None]
+        if 0 < len(parts) < len(self._shares):
             raise OrderError(0, "is at a BN layer where others are at their end")
-        return [requests[position] for position in self._order if requests]
+        return join(parts, self._order) if parts else None
 
     def replies(self) -> list[Message]:
         """Return the nodes' replies."""

@@ -10,7 +10,7 @@ from flwr.app import Context, Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.data import prefetch
-from fedbn_flwr.simulation.processes.channel import pack_requests, unpack_answer
+from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep, Participant
 
 #: makes the grid of some partitions' nodes; it is pickled, and called in the worker
@@ -55,7 +55,7 @@ class Service:
         """Let this worker's nodes remember what is in a folder."""
         self.grid.restore_states(folder)  # type: ignore[attr-defined]
 
-    def open_step(self, messages: list[Message]) -> tuple[Sequence[Participant], Any] | None:
+    def open_step(self, messages: list[Message]) -> tuple[Sequence[Participant], Requests | None] | None:
         """Take this worker's nodes to the first exchange of a layer-wise step; return them, and what they ask for.
 
         None if they cannot take it together.
@@ -63,12 +63,12 @@ class Service:
         self._step = self.grid.open_step(messages) if isinstance(self.grid, LayerwiseGrid) else None
         if self._step is None:
             return None
-        requests = pack_requests(self._step.advance())
+        requests = self._step.advance()
         return self._step.participants, requests
 
-    def advance(self, answer: Any) -> Any:
+    def advance(self, answer: Answer) -> Requests | None:
         """Take this worker's nodes to their next exchange."""
-        return pack_requests(self.step.advance(unpack_answer(answer)))
+        return self.step.advance(answer)
 
     def replies(self, _: None) -> list[Message]:
         """Return the nodes' replies at the end of the step."""

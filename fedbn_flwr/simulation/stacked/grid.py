@@ -16,7 +16,7 @@ from fedbn_flwr.simulation.prepared import Job, PreparedGrid
 from fedbn_flwr.simulation.sequential import Config, identify
 from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.simulation.stacked.jobs import count_steps, stack_key, trial_key, why_not_stackable
-from fedbn_flwr.simulation.stacked.layerwise_step import StackedLayerwiseStep, SuspendedStack
+from fedbn_flwr.simulation.stacked.layerwise_step import StackedLayerwiseStep
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
 from fedbn_flwr.simulation.stacked.training import train_together
 from fedbn_flwr.wire.layerwise import StepPosition
@@ -73,7 +73,7 @@ class StackedGrid(PreparedGrid):
         if len(messages) > WAITING_PER_TRAINING * self._fitting(stacks[0][0]):
             self._log_once(f"a layer-wise step of all {len(messages)} takes more memory than there is")
             return None
-        steps = [SuspendedStack([job.place for job in chunk], self._step_of(chunk)) for chunk in stacks]
+        steps = [([job.place for job in chunk], self._step_of(chunk)) for chunk in stacks]
         jobs = {job.place: job for chunk in stacks for job in chunk}
         participants = {
             place: Participant(job.client.partition_id, job.node, len(job.client.indices))

@@ -13,9 +13,8 @@ from fedbn_flwr.client import BNClient, layerwise_mode
 from fedbn_flwr.client.batch_plan import BatchLoader, load_groups
 from fedbn_flwr.client.precision import autocast
 from fedbn_flwr.client.rules import Session
-from fedbn_flwr.layerwise import Exchange, OwnRandomness, shared_statistics
+from fedbn_flwr.layerwise import CorrectedClients, Exchange, OwnRandomness, shared_statistics
 from fedbn_flwr.simulation.stacked.batch_norm import apply_shared
-from fedbn_flwr.simulation.stacked.carried import StackedCorrections
 from fedbn_flwr.simulation.stacked.dropout import Dropouts
 from fedbn_flwr.simulation.stacked.model import Rows, Stack
 from fedbn_flwr.simulation.stacked.node_memories import CannotStackError
@@ -40,7 +39,7 @@ class StackedSteps:
     plans: Sequence[BatchLoader]
     exchange: Exchange | None
     #: the clients' own corrections, where these stand for an exchange
-    carried: StackedCorrections | None = None
+    carried: CorrectedClients | None = None
     #: rows of clients that have taken all their steps; each tensor with what they had there at their end
     finished: list[tuple[slice, list[tuple[Tensor, Tensor]]]] = field(default_factory=list)
     first_step: bool = True

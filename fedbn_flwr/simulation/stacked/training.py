@@ -9,8 +9,7 @@ from fedbn_flwr.client import BNClient, Reply, frozen_parts, training
 from fedbn_flwr.client.precision import products
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Session, rules_for
-from fedbn_flwr.layerwise import Exchange
-from fedbn_flwr.simulation.stacked.carried import StackedCorrections
+from fedbn_flwr.layerwise import CorrectedClients, Exchange
 from fedbn_flwr.simulation.stacked.model import Stack, stacked
 from fedbn_flwr.simulation.stacked.node_memories import StackedMemory
 from fedbn_flwr.simulation.stacked.steps import StackedSteps
@@ -86,7 +85,9 @@ def _states(
 def _learn(clients: Sequence[BNClient], stack: Stack, session: Session, exchange: Exchange | None) -> Tensor:
     instruction = session.instruction
     plans = [client.plan(instruction, stack.structure) for client in clients]
-    carried = StackedCorrections.of(session, len(clients))
+    carried = None
+    if instruction.layerwise in wire.CARRIED_MODES:
+        carried = CorrectedClients(session.received.get(wire.CARRIED, {}), len(clients))
     steps = StackedSteps(clients, stack, session, plans, exchange, carried)
     session.steps = steps.steps
     rules = rules_for(instruction)
@@ -96,5 +97,6 @@ def _learn(clients: Sequence[BNClient], stack: Stack, session: Session, exchange
     steps.restore()
     for rule in rules:
         rule.finish(session)
-    session.records |= carried.records() if carried else {}
+    if carried and (values := carried.local_values()):
+        session.records[wire.CARRIED] = values
     return losses

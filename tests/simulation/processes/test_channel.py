@@ -12,14 +12,8 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord
 
-from fedbn_flwr.layerwise import Answer, Request
-from fedbn_flwr.simulation.processes.channel import (
-    Channel,
-    pack_answer,
-    pack_requests,
-    unpack_answer,
-    unpack_requests,
-)
+from fedbn_flwr.layerwise import Answer, Requests
+from fedbn_flwr.simulation.processes.channel import Channel
 
 SIZES = [0, 1, 5_000, 1_000_000]
 
@@ -83,17 +77,13 @@ def test_requests_and_answers_of_a_layerwise_step(
     ends: tuple[Channel, Channel], channels: int, dtype: torch.dtype
 ) -> None:
     values = torch.randn(3, 2, channels, dtype=dtype)
-    requests = [Request("statistics", "bn", rows, 7 + number) for number, rows in enumerate(values)]
-    found = unpack_requests(sent(ends, pack_requests(requests)))
-    assert [(each.kind, each.layer, each.count) for each in found] == [
-        ("statistics", "bn", count) for count in (7, 8, 9)
-    ]
-    assert_same(torch.stack([each.tensor for each in found]), values)
+    found = sent(ends, Requests("statistics", "bn", values, (7, 8, 9)))
+    assert (found.kind, found.layer, found.counts) == ("statistics", "bn", (7, 8, 9))
+    assert_same(found.tensor, values)
     # an answer may be a view with gaps
-    answer = unpack_answer(sent(ends, pack_answer(Answer(values[:, 0].T, 24))))
+    answer = sent(ends, Answer(values[:, 0].T, 24))
     assert answer.count == 24
     assert_same(answer.tensor, values[:, 0].T)
-    assert unpack_requests(sent(ends, pack_requests([]))) == []
 
 
 def test_several_items_come_in_their_order_and_then_an_end(ends: tuple[Channel, Channel]) -> None:

@@ -11,7 +11,7 @@ from torch.func import vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedbn_flwr import models
-from fedbn_flwr.layerwise import Answer, Request, shared_statistics
+from fedbn_flwr.layerwise import Answer, Requests, shared_statistics
 from fedbn_flwr.simulation.stacked.batch_norm import apply_shared
 from fedbn_flwr.simulation.stacked.image_order import ImageOrder
 from fedbn_flwr.simulation.stacked.model import Stack
@@ -43,8 +43,8 @@ def example(model: nn.Module, size: int = SIZE) -> tuple[Stack, Tensor, Tensor]:
     return Stack(model, some_states(model)), inputs, torch.arange(CLIENTS * size).reshape(CLIENTS, size) % 4
 
 
-def scaled(request: Request) -> Answer:
-    return Answer(request.tensor * 1.5, request.count)
+def scaled(request: Requests) -> Answer:
+    return Answer(request.tensor * 1.5, request.counts[0])
 
 
 class Activations(TorchDispatchMode):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedbn_flwr.layerwise import Answer, Request
+from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.layerwise.shared_batch_norm import SharedBatchNorm, Use
 from fedbn_flwr.simulation.stacked.batch_norm import apply_shared
 from fedbn_flwr.simulation.stacked.model import Stack
@@ -152,9 +152,9 @@ def test_a_shared_layer_is_what_torchs_own_vmap_makes_of_it(affine: bool) -> Non
     def outcome(apply: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
         asked: list[Tensor] = []
 
-        def exchange(request: Request) -> Answer:
+        def exchange(request: Requests) -> Answer:
             asked.append(request.tensor)
-            return Answer(request.tensor * 1.5, request.count * 7)
+            return Answer(request.tensor * 1.5, request.counts[0] * 7)
 
         def layer(values: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
             return apply(values, *(parameters or (None, None)), 1e-3, Use("layer", exchange, "fused"))

@@ -257,8 +257,8 @@ def opened(advances: int) -> tuple[Federation, Any]:
     assert [participant.num_examples for participant in step.participants] == list(SIZES)
     said = step.advance()
     for _ in range(advances):
-        mean = torch.stack([request.tensor for request in said]).mean(0)
-        said = step.advance(Answer(mean, sum(request.count for request in said)))
+        assert said is not None
+        said = step.advance(Answer(said.tensor.mean(0), sum(said.counts)))
     return nodes, step
 
 

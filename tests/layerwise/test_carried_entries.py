@@ -1,0 +1,62 @@
+"""The group `carried` of a message: what is packed is read again, of one client and of a stack of clients."""
+
+import pytest
+import torch
+
+from fedbn_flwr.layerwise import Requests
+from fedbn_flwr.layerwise.carried import KINDS, pack_values, read_corrections
+
+#: layers by name, in the order of a forward pass, with their numbers of values and channels
+WIDTHS = {"stem bn": (12, 3), "head.bn": (4, 1), "deep.bn": (6, 2)}
+#: a layer whose inputs are data asks for no gradients
+WITHOUT_GRADIENTS = "head.bn"
+
+
+def requests(clients: int) -> dict[str, dict[str, Requests]]:
+    """Return random requests of so many clients."""
+    generator = torch.Generator().manual_seed(1)
+    asked: dict[str, dict[str, Requests]] = {"statistics": {}, "gradients": {}}
+    for layer, (count, channels) in WIDTHS.items():
+        for kind in KINDS:
+            if (kind, layer) != ("gradients", WITHOUT_GRADIENTS):
+                values = torch.rand(clients, 2, channels, generator=generator)
+                asked[kind][layer] = Requests(kind, layer, values, (count,) * clients)
+    return asked
+
+
+@pytest.mark.parametrize("clients", [1, 4])
+def test_what_is_packed_is_read_again(clients: int) -> None:
+    asked = requests(clients)
+    packed = pack_values(asked)
+    assert {name: tuple(value.shape) for name, value in packed.items()} == {
+        "statistics": (clients, 2, 6),
+        "gradients": (clients, 2, 5),
+        "layers": (clients, len("deep.bn head.bn stem bn")),
+        "sizes": (clients, 3, 3),
+    }
+    # by name: counts, channels, and channels with gradients
+    assert packed["sizes"].tolist() == [[[6, 4, 12], [2, 1, 3], [2, 0, 3]]] * clients
+    for kind, corrections in zip(KINDS, read_corrections(packed), strict=True):
+        assert list(corrections) == sorted(asked[kind])
+        for layer, answer in corrections.items():
+            assert answer.count == WIDTHS[layer][0]
+            assert torch.equal(answer.tensor, asked[kind][layer].tensor)
+
+
+def test_statistics_without_gradients() -> None:
+    packed = pack_values({**requests(1), "gradients": {}})
+    statistics, gradients = read_corrections(packed)
+    assert len(statistics) == 3
+    assert gradients == {}
+    assert "gradients" not in packed
+
+
+def test_a_model_without_bn_layers_sends_nothing_and_gets_nothing() -> None:
+    assert pack_values({"statistics": {}, "gradients": {}}) == {}
+    assert read_corrections({}) == ({}, {})
+
+
+def test_names_that_are_no_text_are_those_of_no_layer() -> None:
+    packed = pack_values({**requests(1), "statistics": {"bn": requests(1)["statistics"]["deep.bn"]}, "gradients": {}})
+    statistics, _ = read_corrections({**packed, "layers": torch.tensor([[255, 254]], dtype=torch.uint8)})
+    assert list(statistics) == ["\ufffd\ufffd"]
