@@ -1,9 +1,8 @@
 """Flower strategies, one file each. The public import path is `fedbn_flwr.strategies`."""
 
 from fedbn_flwr.server.base_strategy import BaseStrategy
-from fedbn_flwr.server.divergence import DivergedError
 from fedbn_flwr.server.privacy import Privacy
-from fedbn_flwr.server.replies import CannotTrainError, NodeReply, NotObeyedError
+from fedbn_flwr.server.replies import CannotTrainError, DivergedError, NodeReply, NotObeyedError
 from fedbn_flwr.server.sampling import wait_for_nodes
 
 from .base_gathering import Gathering

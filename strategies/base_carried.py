@@ -80,7 +80,7 @@ class CarriedCorrections(Layerwise):
         """Keep the nodes' values, and average the models."""
         merged = super().merge(replies, weights)
         averaged = {reply.node: weight for reply, weight in zip(replies, weights, strict=True)}
-        self.carried.settle(self._corrections, set(self.drawn_nodes) - averaged.keys(), averaged)
+        self.carried.settle(self._corrections, set(self.round.nodes) - averaged.keys(), averaged)
         for reply in replies:
             values = reply.records.get(wire.CARRIED)
             if not self.carry or values is None:
@@ -90,12 +90,12 @@ class CarriedCorrections(Layerwise):
         return merged
 
     def _make_messages(
-        self, nodes: list[int], arrays: ArrayRecord, instruction: Instruction, config: ConfigRecord, kind: str
+        self, nodes: Sequence[int], arrays: ArrayRecord, config: ConfigRecord, kind: str
     ) -> list[Message]:
         # evaluations are instructed without it
-        carried = instruction.layerwise in wire.CARRIED_MODES
+        carried = self.instruction.layerwise in wire.CARRIED_MODES
         self._corrections = self._correct(nodes) if carried else {}
-        return super()._make_messages(nodes, arrays, instruction, config, kind)
+        return super()._make_messages(nodes, arrays, config, kind)
 
     def _correct(self, nodes: Sequence[int]) -> Mapping[int, Entries]:
         """Sums run in the order of partitions, because the nodes' ids are random."""

@@ -37,7 +37,6 @@ class Gathering(FedAvg):
 
     def gather(self, state: Arrays, nodes: Sequence[int], instruction: Instruction) -> dict[str, Moments]:
         """Gather from the nodes in one exchange; nodes that fail are left out, and named in the log."""
-        assert self.grid is not None
         arrays = record(state)
         messages = [
             Message(self._question(node, arrays, instruction), dst_node_id=node, message_type=wire.GATHER)
@@ -88,7 +87,7 @@ class Gathering(FedAvg):
 
     def _question(self, node: int, arrays: ArrayRecord, instruction: Instruction) -> RecordDict:
         own = self.package(node, arrays)[self.arrayrecord_key]
-        config = ConfigRecord({**self.other_config, **instruction.to_config()})
+        config = ConfigRecord({**self.round.other_config, **instruction.to_config()})
         return RecordDict({wire.ARRAYS: own, wire.CONFIG: config})
 
 

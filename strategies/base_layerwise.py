@@ -203,7 +203,7 @@ class Layerwise(FedAvg):
     def _take_by_messages(self, grid: Grid, contents: Contents, number: int) -> list[Message]:
         """Take an attempt by messages, and return the replies."""
         # only the last of a step's replies holds more than requests
-        plain = replace(self._expected, groups=(), weighted_by=wire.NUM_EXAMPLES)
+        plain = replace(self.round.expected, groups=(), weighted_by=wire.NUM_EXAMPLES)
         expected, is_last = plain, number == self.max_attempts
         attempt = LayerwiseAttempt(grid, contents, number, is_last, self.exchange_timeout, expected)
         replies = self.take_step_by_messages(attempt)

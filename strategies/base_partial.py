@@ -108,7 +108,6 @@ class PartialSharing(FedAvg):
         self._served -= set(nodes)
         again = [self._with_whole_model(message) for message in self._sent if message.metadata.dst_node_id in nodes]
         self._sent = [message for message in self._sent if message.metadata.dst_node_id not in nodes] + again
-        assert self.grid is not None
         return [*usable, *ask_nodes(self.grid, again, self.exchange_timeout).values()]
 
     def _with_whole_model(self, message: Message) -> Message:

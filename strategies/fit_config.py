@@ -28,7 +28,7 @@ def fit_config(strategy: BaseStrategy, **options: Any) -> Callable[[int], dict[s
     if more := _server_side(strategy):
         raise ValueError(f"the server of Flower's FedAvg only averages, which leaves out {more}")
     config = Instruction.from_config(_as_keys(options))
-    strategy.has_rate = "lr" in options
+    strategy.round = replace(strategy.round, has_rate="lr" in options)
 
     def config_of(server_round: int) -> dict[str, Any]:
         # this server takes lists of arrays, in which nothing may be missing but what stays with clients

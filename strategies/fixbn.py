@@ -122,7 +122,7 @@ class FixBN(FedAvg):
         instruction = replace(instruction, freeze=self.freeze, omit=kept)
         if not self._bounds_rate():
             return instruction
-        if not self.has_rate:
+        if not self.round.has_rate:
             if instruction.server_round == self.frozen_after + 1:
                 log(WARNING, UNBOUNDED)
             return instruction
@@ -133,7 +133,7 @@ class FixBN(FedAvg):
         tried = super().circumstances()
         if self.instruction.freeze == "none":
             return tried
-        lower = " (frozen-lr)" if self._bounds_rate() and self.has_rate else ""
+        lower = " (frozen-lr)" if self._bounds_rate() and self.round.has_rate else ""
         return f"BN is frozen after round {self.frozen_after}, {tried}{lower}, or a later freeze"
 
     def _bounds_rate(self) -> bool:

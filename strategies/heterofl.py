@@ -62,7 +62,6 @@ class HeteroFL(Gathering):
         """Gather, if this round is evaluated."""
         if self.statistics == "instant" or not self.evaluates(self.server_round):
             return merged
-        assert self.grid is not None
         nodes = sorted(self.grid.get_node_ids())
         if self.statistics == "gathered":
             return self.installed(merged, self.gather(merged, nodes, self.instruction))

@@ -85,7 +85,6 @@ class Scaffold(FedAvg):
 
     def _share(self, replies: Sequence[NodeReply]) -> float:
         """Return sum_{i in S} p_i: which part of all clients, by their weights, has answered."""
-        assert self.grid is not None
         # the replies say how many examples their nodes have; a node that has replied may be gone by now
         others = sorted({*self.grid.get_node_ids()} - {reply.node for reply in replies})
         if not others:

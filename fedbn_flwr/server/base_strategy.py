@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from logging import WARNING
 from typing import Annotated, Any, ClassVar, Unpack
 
@@ -16,7 +16,6 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from fedbn_flwr import wire
 from fedbn_flwr.server.averaging import Arrays, record, unpack
 from fedbn_flwr.server.constructor_options import FlowerOptions, MomentumKind, OptimizerKind, refuse_unknown
-from fedbn_flwr.server.divergence import DivergedError, LostRounds, infinite_losses
 from fedbn_flwr.server.global_momentum import MomentumState
 from fedbn_flwr.server.kept_state import KeptState
 from fedbn_flwr.server.later_rounds import Evaluate, LaterRounds
@@ -24,9 +23,12 @@ from fedbn_flwr.server.lr_schedule import Schedule
 from fedbn_flwr.server.optimizers import ServerOptimizer
 from fedbn_flwr.server.replies import (
     CannotTrainError,
+    DivergedError,
     Expected,
+    LostRounds,
     NodeReply,
     Refusal,
+    infinite_losses,
     mean_metrics,
     parse_replies,
     require_obeyed,
@@ -40,6 +42,27 @@ UNTRAINED = (
 )
 
 
+@dataclass(frozen=True, eq=False)
+class Round:
+    """A round of training, or of evaluation: what its messages ask of which nodes."""
+
+    number: int = 0
+    #: the way to the nodes, which hooks may also ask
+    grid: Grid | None = None
+    #: the global state that the round starts from
+    current: Arrays = field(default_factory=dict)
+    #: the user's options, and from `instruct` on the method's orders
+    instruction: Instruction = field(default_factory=Instruction)
+    #: whether the user's options have a learning rate; without one, clients have their own
+    has_rate: bool = True
+    #: what messages hold beside the instruction, such as a user's own keys
+    other_config: Mapping[str, Any] = field(default_factory=dict)
+    #: the nodes that get a message
+    nodes: Sequence[int] = ()
+    #: the binding keys, and the arrays whose shapes replies must have
+    expected: Expected = field(default_factory=lambda: Expected((), {}))
+
+
 class BaseStrategy(KeptState, FlowerFedAvg):
     """Instruct clients, send them arrays, check their replies and let a method merge them.
 
@@ -51,7 +74,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     - `merge`: the new global state,
     - `refine`: further changes of the new state, for which nodes can be asked again.
 
-    What it keeps from round to round it names in `kept`, for runs that are resumed (see `KeptState`).
+    What a round is, hooks find in `self.round`; `server_round`, `grid`, `current` and `instruction` are parts of it.
+    What a method keeps from round to round it names in `kept`, for runs that are resumed (see `KeptState`).
 
     Takes every argument of Flower's FedAvg, and
 
@@ -107,37 +131,47 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.momentum = MomentumState(momentum_state)
         self.server_optimizer = None if server_optimizer == "none" else ServerOptimizer(server_optimizer, server_lr)
         self.roster = Roster(exchange_timeout)
-        self.grid: Grid | None = None
         self.num_rounds: int | None = None
         #: set by `start`; a loop of your own around `configure_train` and `aggregate_train` sets it by itself
         self.started = False
-        self.server_round = 0
         self.partitions: dict[int, int] = {}
         self.ever_trained = False
         self.frozen_after: int | None = None
-        #: whether the train config has a learning rate; without one, clients have their own
-        self.has_rate = True
-        #: what the messages of the current round hold beside instructions, such as a user's own keys
-        self.other_config: dict[str, Any] = {}
-        #: the current round's instruction
-        self.instruction = Instruction()
-        #: the global state that the current round started from
-        self.current: Arrays = {}
+        #: the binding keys of rounds that brought a model
+        self.obeyed_before: set[str] = set()
+        self._lost = LostRounds()
+        #: the round whose replies have not been passed to `aggregate_train`, or 0
+        self._awaited = 0
+        self.round = Round()
         #: numbers that the method measured in the current round, for the results
         self.measured: dict[str, Any] = {}
         self.train_replies: list[NodeReply] = []
         self.evaluate_replies: list[NodeReply] = []
-        #: the nodes that the latest messages went to
-        self.drawn_nodes: Sequence[int] = ()
-        self._lost = LostRounds()
         self._sent: list[Message] = []
         #: why replies of the current round could not be used
         self._refused: list[Refusal] = []
-        #: the binding keys of rounds that brought a model
-        self.obeyed_before: set[str] = set()
-        self._expected = Expected((), {})
-        #: the round whose replies have not been passed to `aggregate_train`, or 0
-        self._awaited = 0
+
+    @property
+    def server_round(self) -> int:
+        """The number of the round, from 1 on."""
+        return self.round.number
+
+    @property
+    def grid(self) -> Grid:
+        """The round's way to the nodes."""
+        if self.round.grid is None:
+            raise RuntimeError(f"{type(self).__name__} has no grid before its first round")
+        return self.round.grid
+
+    @property
+    def current(self) -> Arrays:
+        """The global state that the round started from."""
+        return self.round.current
+
+    @property
+    def instruction(self) -> Instruction:
+        """The round's instruction."""
+        return self.round.instruction
 
     # ---- the hooks -----------------------------------------------------------------------------------------------
 
@@ -148,8 +182,10 @@ class BaseStrategy(KeptState, FlowerFedAvg):
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Return the shared options, changed into what clients do in this round."""
-        rate = self.schedule.rate(instruction.lr, instruction.server_round, self.num_rounds, self.frozen_after)
-        return replace(instruction, lr=rate, momentum_state=self.momentum.kind)
+        if self.schedule.changes:
+            rate = self.schedule.rate(instruction.lr, instruction.server_round, self.num_rounds, self.frozen_after)
+            instruction = replace(instruction, lr=rate)
+        return replace(instruction, momentum_state=self.momentum.kind)
 
     def instruct_evaluation(self, instruction: Instruction) -> Instruction:
         """Return the shared options, changed into what clients do when they evaluate."""
@@ -157,7 +193,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
 
     def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
         """Return the groups of arrays that one node gets."""
-        return {self.arrayrecord_key: arrays, **self.momentum.groups()}
+        groups = {self.arrayrecord_key: arrays}
+        return groups | self.momentum.groups() if self.momentum.kind == "global" else groups
 
     @abstractmethod
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
@@ -215,16 +252,15 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             return []
         self._begin_round(server_round, arrays, config, grid)
         self.measured = {}
-        self.has_rate = "lr" in config
-        self.instruction = self.instruct(_read_instruction(config, server_round))
+        self._set_orders(self.instruct(self.instruction), self.required)
         if not self.started:
-            self._require_wrapper_that_fits(server_round)
+            self._require_wrapper_that_fits()
             self._require_variances()
         nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
         if not self.ever_trained:
             self._require_prepared(grid, nodes)
         self._awaited = server_round
-        return self._make_messages(nodes, arrays, self.instruction, config, MessageType.TRAIN)
+        return self._make_messages(nodes, arrays, config, MessageType.TRAIN)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -236,11 +272,12 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             self._require_progress(server_round)
             return None, None
         self._refuse_infinite_losses(server_round)
-        self._lost.forget()
+        self._lost = LostRounds()
         self.ever_trained = True
-        self.obeyed_before |= set(self._expected.binding)
+        self.obeyed_before |= set(self.round.expected.binding)
         weights = self.weigh(self.train_replies)
-        self.momentum.absorb(self.train_replies, weights)
+        if self.momentum.kind == "global":
+            self.momentum.absorb(self.train_replies, weights)
         merged = self.refine(self.merge(self.train_replies, weights))
         return record(merged), self._mean_metrics(self.train_replies, self.train_metrics_aggr_fn)
 
@@ -251,9 +288,9 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         if self.fraction_evaluate == 0.0 or not self.evaluates(server_round):
             return []
         self._begin_round(server_round, arrays, config, grid)
-        instruction = self.instruct_evaluation(_read_instruction(config, server_round))
+        self._set_orders(self.instruct_evaluation(self.instruction), ())
         nodes = self.draw_nodes(grid, server_round, self.fraction_evaluate, self.min_evaluate_nodes)
-        return self._make_messages(nodes, arrays, instruction, config, MessageType.EVALUATE)
+        return self._make_messages(nodes, arrays, config, MessageType.EVALUATE)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Average the nodes' metrics."""
@@ -289,31 +326,34 @@ class BaseStrategy(KeptState, FlowerFedAvg):
 
     def circumstances(self) -> str:
         """Return what may have made training diverge in this round, and what to try, in words."""
-        rate = f"the learning rate is {self.instruction.lr:g}: " if self.has_rate else ""
+        rate = f"the learning rate is {self.instruction.lr:g}: " if self.round.has_rate else ""
         return f"{rate}try a lower learning rate"
 
     def describe_node(self, node: int) -> Node:
         """Ask one node for its description."""
-        assert self.grid is not None
         return self.describe(self.grid, [node])[node]
 
     def _begin_round(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> None:
-        config["server-round"] = self.server_round = server_round
-        self.grid = grid
-        self._refused = []
-        self.other_config = {key: value for key, value in config.items() if key not in Instruction.wire_keys()}
+        config["server-round"] = server_round
         if isinstance(rounds := config.get(wire.NUM_ROUNDS), int):
             self.num_rounds = rounds
-        self.current = unpack(arrays)
+        self._refused = []
+        orders, no_orders = replace(Instruction.from_config(config), server_round=server_round), Instruction.wire_keys()
+        other_config = {key: value for key, value in config.items() if key not in no_orders}
+        self.round = Round(server_round, grid, unpack(arrays), orders, "lr" in config, other_config)
+
+    def _set_orders(self, instruction: Instruction, groups: Sequence[str]) -> None:
+        """Take the orders of the method, and with them what replies must hold."""
+        keys, current = instruction.binding_keys(), self.round.current
+        expected = Expected(keys, current, self.arrayrecord_key, self.weighted_by_key, groups)
+        self.round = replace(self.round, instruction=instruction, expected=expected)
 
     def _make_messages(
-        self, nodes: list[int], arrays: ArrayRecord, instruction: Instruction, config: ConfigRecord, kind: str
+        self, nodes: Sequence[int], arrays: ArrayRecord, config: ConfigRecord, kind: str
     ) -> list[Message]:
-        groups = self.required if kind == MessageType.TRAIN else ()
-        keys = instruction.binding_keys()
-        self._expected = Expected(keys, self.current, self.arrayrecord_key, self.weighted_by_key, groups)
-        packed = ConfigRecord({**config, **instruction.to_config(always=config.keys())})
-        self.drawn_nodes, self._sent = nodes, []
+        self.round = replace(self.round, nodes=nodes)
+        packed = ConfigRecord({**config, **self.instruction.to_config(always=config.keys())})
+        self._sent = []
         for node in nodes:
             content = RecordDict({**self.package(node, arrays), self.configrecord_key: packed})
             self._sent.append(Message(content, dst_node_id=node, message_type=kind))
@@ -321,13 +361,13 @@ class BaseStrategy(KeptState, FlowerFedAvg):
 
     def _usable_replies(self, messages: Iterable[Message]) -> list[NodeReply]:
         sent = {message.metadata.message_id: message.metadata.dst_node_id for message in self._sent}
-        replies, refused = parse_replies(messages, sent, self._expected)
+        replies, refused = parse_replies(messages, sent, self.round.expected)
         self._refused += refused
         self.partitions |= {reply.node: reply.partition for reply in replies}
-        require_obeyed(replies, self._expected.binding, self.instruction.later)
+        require_obeyed(replies, self.round.expected.binding, self.instruction.later)
         return replies
 
-    def _require_wrapper_that_fits(self, server_round: int) -> None:
+    def _require_wrapper_that_fits(self) -> None:
         """Refuse what cannot work inside another strategy, such as Flower's for differential privacy."""
         name, asked = type(self).__name__, self.instruction
         if self._awaited:
@@ -382,7 +422,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             if all_infinite:
                 raise DivergedError(server_round, f"no node could train ({reason}); {self.circumstances()}")
             raise CannotTrainError(f"no node could train in round {server_round}: {reason}")
-        new = sorted(set(self._expected.binding) - self.obeyed_before)
+        new = sorted(set(self.round.expected.binding) - self.obeyed_before)
         if new and self._refused and not all_infinite:
             raise CannotTrainError(
                 f"no node could train in round {server_round}, the first that asks for {', '.join(new)}: {reason}"
@@ -397,7 +437,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             raise DivergedError(server_round, f"no node's training loss is finite; {self.circumstances()}")
 
     def _count_connected(self) -> int:
-        return len(list(self.grid.get_node_ids())) if self.grid else 0
+        return len(list(self.round.grid.get_node_ids())) if self.round.grid else 0
 
     def _mean_metrics(self, replies: Sequence[NodeReply], mean: Any) -> MetricRecord:
         if mean is aggregate_metricrecords:
@@ -406,7 +446,3 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             return mean_metrics(replies, sorted(shared - {self.weighted_by_key}), self.weighted_by_key)
         metrics: MetricRecord = mean([reply.content for reply in replies], self.weighted_by_key)
         return metrics
-
-
-def _read_instruction(config: ConfigRecord, server_round: int) -> Instruction:
-    return replace(Instruction.from_config(config), server_round=server_round)

@@ -45,7 +45,7 @@ class Drawn(FedTAN):
 
     def aggregate_train(self, server_round: int, replies: Any) -> Any:
         result = super().aggregate_train(server_round, replies)
-        self.__dict__.setdefault("drawn", []).append([node - FIRST_NODE_ID for node in self.drawn_nodes])
+        self.__dict__.setdefault("drawn", []).append([node - FIRST_NODE_ID for node in self.round.nodes])
         return result
 
 

@@ -10,8 +10,7 @@ from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.divergence import LostRounds
-from fedbn_flwr.server.replies import Refusal
+from fedbn_flwr.server.replies import LostRounds, Refusal
 from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError, DivergedError, FedAvg, FedTAN, FixBN
 from tests.helpers.faults import lies

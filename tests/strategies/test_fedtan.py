@@ -148,7 +148,7 @@ def test_exchanges_of_a_round(case: str) -> None:
 
 
 def test_fedtan_ii_is_fedavg_after_the_freeze() -> None:
-    strategy = FedTANII(m=2, lr_schedule="=0.01@freeze")
+    strategy = FedTANII(m=2, lr_schedule="=0.01@freeze", fraction_evaluate=0.0)
     assert exchanges(strategy, 5) == 2 * (2 * LAYERS + 1) + 3
     assert (strategy.instruction.freeze, strategy.instruction.layerwise) == ("statistics", "none")
     assert strategy.instruction.lr == 0.01

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from fedbn_flwr.server.base_strategy import Round
 from fedbn_flwr.strategies import FedTANII, FixBN, Privacy, fit_config
 from fedbn_flwr.wire import Instruction
 
@@ -71,7 +72,7 @@ def test_a_bad_rate_under_frozen_statistics_is_named() -> None:
 
 def test_a_loop_that_has_a_rate_of_its_own_gets_none_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     strategy = FixBN(freeze_round=2, frozen_lr=0.5)
-    strategy.has_rate = False
+    strategy.round = Round(has_rate=False)
     usual = Instruction().lr
     assert [strategy.instruct(Instruction(server_round=number)).lr for number in range(1, 5)] == [usual] * 4
     assert ["has no `lr`" in message for message in caplog.messages] == [True]

@@ -45,32 +45,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 #: attributes that belong to a round, to a process, or can be asked again; what they hold no later round depends on
 PASSING = {
-    "current",
-    "drawn_nodes",
-    "evaluate_replies",
-    "grid",
-    "instruction",
-    "measured",
-    "partitions",
-    "roster",
-    "server_round",
-}
-PASSING |= {
-    "train_replies",
-    "num_rounds",
-    "other_config",
+    "_awaited",
     "_corrections",
-    "_expected",
     "_expected_replies",
     "_final",
     "_has_gathered",
-    "has_rate",
     "_lost",
     "_refused",
     "_sent",
-    "_awaited",
-    "started",
     "_swept",
+    "evaluate_replies",
+    "measured",
+    "num_rounds",
+    "partitions",
+    "roster",
+    "round",
+    "started",
+    "train_replies",
 }
 
 

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 from torch import nn
 
 from fedbn_flwr import state, wire
+from fedbn_flwr.server.base_strategy import Round
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.server.sampling import Node as Description
 from fedbn_flwr.simulation.sequential import InProcessGrid
@@ -134,7 +135,7 @@ def test_entries_that_stay_on_a_node_are_not_corrected() -> None:
 )
 def test_the_share_of_those_that_answered(options: dict[str, Any], samples: dict[int, int], share: float) -> None:
     strategy = Scaffold(**options)
-    strategy.grid = cast(Grid, SimpleNamespace(get_node_ids=lambda: samples))
+    strategy.round = Round(grid=cast(Grid, SimpleNamespace(get_node_ids=lambda: samples)))
     strategy.roster._known |= {node: Description(node, node, number) for node, number in samples.items()}
     assert strategy._share(
         [NodeReply(node, node, samples[node], {}, {}, RecordDict()) for node in (1, 2)]
@@ -145,13 +146,13 @@ def test_the_share_of_those_that_answered(options: dict[str, Any], samples: dict
 def test_where_all_were_to_answer_the_others_are_asked_for_their_samples(connected: range) -> None:
     """Nobody has described itself before: no node was drawn. The last one may have answered and disconnected."""
     strategy, nodes = Scaffold(), Federation(make_model()).grid
-    strategy.grid = InProcessGrid(nodes._client_app, len(SIZES), partitions=connected)
+    strategy.round = Round(grid=InProcessGrid(nodes._client_app, len(SIZES), partitions=connected))
     replies = [NodeReply(1000 + index, index, size, {}, {}, RecordDict()) for index, size in enumerate(SIZES)][1:]
     assert strategy._share(replies) == pytest.approx(sum(SIZES[1:]) / sum(SIZES))
 
 
 def test_where_nodes_count_the_same_nobody_is_asked() -> None:
     strategy = Scaffold(weighting="uniform")
-    strategy.grid = cast(Grid, SimpleNamespace(get_node_ids=lambda: [0, 1, 2]))
+    strategy.round = Round(grid=cast(Grid, SimpleNamespace(get_node_ids=lambda: [0, 1, 2])))
     replies = [NodeReply(node, node, 5, {}, {}, RecordDict()) for node in (1, 2)]
     assert strategy._share(replies) == pytest.approx(2 / 3)
