@@ -1,4 +1,4 @@
-"""A federation of two sites on the loopback, which all tests of a deployment share."""
+"""A federation of two sites on the loopback, which all tests of a deployment share; it ends with them."""
 
 from collections.abc import Iterator
 
@@ -8,14 +8,14 @@ from tests.helpers.faulty_runs import SITES, FaultyRuns
 from tests.helpers.loopback import LoopbackFederation
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackFederation]:
     with LoopbackFederation(tmp_path_factory.mktemp("loopback"), SITES) as federation:
         federation.register()
         yield federation
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def all_faults(loopback: LoopbackFederation) -> Iterator[FaultyRuns]:
     runs = FaultyRuns(loopback)
     yield runs

@@ -9,7 +9,7 @@ from tests.helpers.processes import processes_with
 from tests.helpers.ray_cluster import FOLDER, Cluster, ray_cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
     """A Ray cluster of two nodes with one processor each."""
     with ray_cluster() as cluster:
