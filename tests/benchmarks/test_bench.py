@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -185,10 +184,3 @@ def test_commands_of_the_page_are_understood() -> None:
     assert commands
     for command in commands:
         bench._parser().parse_args(shlex.split(command, comments=True)[3:])
-
-
-def test_nothing_else_needs_the_benchmarks() -> None:
-    files = [
-        path for floor in ("fedbn_flwr", "strategies", "experiments", "apps") for path in (ROOT / floor).rglob("*.py")
-    ]
-    assert [path for path in files if re.search("(from|import) benchmarks", path.read_text())] == []
