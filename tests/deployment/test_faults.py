@@ -28,6 +28,7 @@ def fault(name: str, server_round: int, partition: int = 1, **exchange: int) -> 
     return {"name": name, "partition": partition, "round": server_round, **exchange}
 
 
+@pytest.mark.slow
 def test_replies_that_cannot_be_used(faults: FaultyRuns, tmp_path: Path) -> None:
     # FixBN's clients must acknowledge that they freeze, from the round after the freeze on
     spoiled = [fault("nan", 1), fault("architecture", 2), fault("version", 4)]
