@@ -27,6 +27,9 @@ CASES: dict[str, dict[str, Any]] = {
     "freeze round": {"method": "fixbn:freeze-round=2", "engine": "stacked"},
     "layer-wise": {"method": "fedtan", "engine": "stacked", "momentum": "0.9", "momentum_state": "global"},
 }
+#: what nodes keep, what the server keeps, and both
+USUAL = ["nodes' states in files", "server optimizer", "layer-wise"]
+MORE_CASES = [pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in USUAL]
 SMALL = {"model": "mlp", "rounds": "5", "checkpoint_every": "2"}
 
 
@@ -72,7 +75,7 @@ def die() -> None:
     raise Death
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[*USUAL, *MORE_CASES])
 def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("whole") / "run"
     with dying(0, die) as moments:
