@@ -34,6 +34,9 @@ KEYS = {
 }
 TINY = Case("mlp", "fedavg", clients=2, local_steps=1, device="cpu")
 
+# the engines' processes are forked from one that has imported all, which takes seconds
+pytestmark = pytest.mark.xdist_group("benchmarks")
+
 
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,16 +45,11 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_tiny_benchmark(tmp_path: Path) -> None:
-    words = (
-        "--engines bare,sequential,stacked --models mlp --methods fedavg,fixbn:freeze-round=1 --clients 2 --device cpu"
-    )
+    words = "--engines bare,sequential,stacked --models mlp --methods fixbn:freeze-round=1 --clients 2 --device cpu"
     assert bench.main([*words.split(), "--repetitions", "1", "--seconds", "0.01", "--results-dir", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "bench.json").read_text())
-    assert [(row["engine"], row["method"]) for row in rows] == [
-        (engine, method)
-        for method in ("fedavg", "fixbn:freeze-round=1")
-        for engine in ("bare", "sequential", "stacked")
-    ]
+    assert [row["engine"] for row in rows] == ["bare", "sequential", "stacked"]
+    assert {row["method"] for row in rows} == {"fixbn:freeze-round=1"}
     for row in rows:
         assert row.keys() >= KEYS
         assert row["seconds-per-round"] > 0
