@@ -2,21 +2,19 @@
 
 import json
 import pickle
-import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pytest
 from flwr.app import Message
 
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments import serve
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.simulation.sequential import InProcessGrid
-from tests.helpers.checkout import ROOT, environment
+from tests.helpers.checkout import environment, run
 from tests.helpers.site_folders import CLASSES, SitesInProcess, write_sites
 
 OPTIONS: dict[str, Any] = {
@@ -32,7 +30,7 @@ METHODS = ("fedavg", "fixbn:freeze-round=1", "fedbn", "fedtan", "scaffold", "fed
 #: what a message may import beside Flower's own command and PyTorch: `import torch` alone takes 3 CPU seconds, each of
 #: torch._dynamo, scikit-learn and torchvision takes as long again, and matplotlib, SciPy and pandas a second or two
 ALLOWED = {"apps", "fedbn_flwr", "strategies", "safetensors"}
-#: prints the modules that were imported for the messages of a file, after what every ClientApp's process has
+#: prints the modules that were imported for each run's messages in a file, after what every ClientApp's process has
 CODE = """
 import json, pickle, sys
 from flwr.supernode.cli import flwr_clientapp
@@ -40,11 +38,14 @@ import torch
 before = set(sys.modules)
 from apps.client import app
 from flwr.app import Context, RecordDict
-messages, options, place = pickle.load(open(sys.argv[1], "rb"))
-context = Context(1, 1, {"partition-id": 0, "num-partitions": 2, **place}, RecordDict(), options)
-for message in messages:
-    app(message, context)
-print(json.dumps(sorted(set(sys.modules) - before)))
+imported = []
+for messages, options, place in pickle.load(open(sys.argv[1], "rb")):
+    context = Context(1, 1, {"partition-id": 0, "num-partitions": 2, **place}, RecordDict(), options)
+    for message in messages:
+        app(message, context)
+    imported.append(sorted(set(sys.modules) - before))
+    before |= set(sys.modules)
+print(json.dumps(imported))
 """
 
 
@@ -71,43 +72,32 @@ class RecordingSites(Recording, SitesInProcess):
         SitesInProcess.__init__(self, data, options)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_messages_import_nothing_that_takes_seconds(method: str, tmp_path: Path) -> None:
-    options = {**OPTIONS, "method": method, "results-dir": str(tmp_path / "results")}
-    grid = Recording(options)
-    serve(grid, options)
-    modules = imported(grid.sent, options, {}, tmp_path)
-    assert {name for name in foreign(modules) if not name.startswith("_")} <= ALLOWED
-
-
-def test_messages_to_a_site_with_images_do_not_either(tmp_path: Path) -> None:
+def test_messages_import_nothing_that_takes_seconds(tmp_path: Path) -> None:
+    """Of every method, and of a site with images; one process for all, because each would take as long."""
+    runs: list[tuple[list[Message], dict[str, Any], dict[str, Any]]] = []
+    for method in METHODS:
+        options = {**OPTIONS, "method": method, "results-dir": str(tmp_path / str(len(runs)))}
+        runs.append((sent(Recording(options), options), options, {}))
     _, folders = write_sites(tmp_path / "images", "iid", 2, 0)
     given = {"dataset": "sites", "classes": ",".join(CLASSES), "results-dir": str(tmp_path / "results")}
     options = {**OPTIONS, **given, "partition": ""}
     data = [f"folder:{folder}" for folder in folders]
-    grid = RecordingSites(data, options)
+    runs.append((sent(RecordingSites(data, options), options), options, {"data": data[0]}))
+    (tmp_path / "runs").write_bytes(pickle.dumps(runs))
+    shown = run(sys.executable, "-c", CODE, tmp_path / "runs", env=environment(OMP_NUM_THREADS="1"))
+    imported: list[list[str]] = json.loads(shown.splitlines()[-1])
+    for name, modules in zip((*METHODS, "a site with images"), imported, strict=True):
+        assert not [module for module in modules if module.startswith(("torch._dynamo", "torch._inductor"))], name
+        allowed = {*ALLOWED, "PIL"} if name == "a site with images" else ALLOWED
+        assert {package for package in foreign(modules) if not package.startswith("_")} <= allowed, name
+
+
+def sent(grid: Recording, options: dict[str, Any]) -> list[Message]:
+    """Return what the node of partition 0 is sent in a run."""
     serve(grid, options)
-    modules = imported(grid.sent, options, {"data": data[0]}, tmp_path)
-    assert {name for name in foreign(modules) if not name.startswith("_")} <= {*ALLOWED, "PIL"}
-
-
-def imported(sent: Sequence[bytes], options: dict[str, Any], place: dict[str, Any], folder: Path) -> list[str]:
-    """Return the modules that a fresh process imports for messages; `place` is added to its node configuration."""
-    messages = [pickle.loads(item) for item in sent]
+    messages = [pickle.loads(item) for item in grid.sent]
     assert {message.metadata.message_type.partition(".")[0] for message in messages} >= {"train"}
-    (folder / "messages").write_bytes(pickle.dumps((messages, options, place)))
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, folder / "messages"],
-        cwd=ROOT,
-        env=environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    modules: list[str] = json.loads(done.stdout.splitlines()[-1])
-    assert not [name for name in modules if name.startswith(("torch._dynamo", "torch._inductor"))]
-    return modules
+    return messages
 
 
 def foreign(modules: Sequence[str]) -> set[str]:
