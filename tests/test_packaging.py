@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -139,6 +140,8 @@ def test_wheel_by_way_of_a_source_distribution_is_the_same(checkout: Path, wheel
     assert contents(again) == contents(wheel)
 
 
+#: a case that takes a process and shows the same
+slow = partial(pytest.param, marks=pytest.mark.slow)
 #: runs a program as if none of the packages of extras were installed
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys({}))\n"
 
@@ -181,11 +184,11 @@ assert not norm.bn_layers(prepare(make(), FedWon))
     [
         (("list",), "rich", "cli"),
         (("run", "--rounds", "1"), "sklearn", "data"),
-        (("run", "--rounds", "1", "--model", "resnet18"), "torchvision", "models"),
-        (("run", "--rounds", "1", "--engine", "ray"), "ray", "simulation"),
-        (("run", "--rounds", "1", "--log-to", "tensorboard"), "tensorboard", "tensorboard"),
         (("compare", "--methods", "fedavg", "--rounds", "1", "--log-to", "wandb"), "wandb", "wandb"),
-        (("reproduce", "fedbs/figure2", "--smoke", "--log-to", "wandb"), "wandb", "wandb"),
+        slow(("run", "--rounds", "1", "--model", "resnet18"), "torchvision", "models"),
+        slow(("run", "--rounds", "1", "--engine", "ray"), "ray", "simulation"),
+        slow(("run", "--rounds", "1", "--log-to", "tensorboard"), "tensorboard", "tensorboard"),
+        slow(("reproduce", "fedbs/figure2", "--smoke", "--log-to", "wandb"), "wandb", "wandb"),
     ],
 )
 def test_a_missing_extra_is_one_line_that_names_it(
