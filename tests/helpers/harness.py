@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from torch import Tensor, nn
 
-from fedbn_flwr import norm, state
+from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import BNClient
+from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.clientapp.mods import Mod
 from fedbn_flwr.data import Split
@@ -23,6 +25,8 @@ from fedbn_flwr.wire import Instruction
 CLASSES = 3
 #: unequal on purpose
 SIZES = (7, 12, 20, 5)
+#: options of a strategy that is content with one node
+ALONE: dict[str, Any] = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
 
 class Double(nn.Module):
@@ -132,6 +136,12 @@ class Federation:
         )
         return state.from_record(seen[-1])
 
+    def kept(self, partition: int, name: str = wire.PERSONAL) -> state.State:
+        """Return the arrays that a node has kept under a name; without entries if there are none."""
+        contexts = (self.grid.context(node) for node in self.grid.get_node_ids())
+        (memory,) = (Memory(each.state) for each in contexts if each.node_config["partition-id"] == partition)
+        return memory.recall(name)
+
 
 INSTRUCTION = Instruction(local_steps=3, batch_size=4, lr=0.1, seed=5)
 
@@ -146,6 +156,43 @@ class Backwards(InProcessGrid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return list(super().pull_messages(message_ids))[::-1]
+
+
+class Traffic(InProcessGrid):
+    """A grid that keeps all messages, and all replies."""
+
+    def __init__(self, client_app: ClientApp, num_nodes: int, run_config: Config | None = None) -> None:
+        super().__init__(client_app, num_nodes, run_config)
+        self.sent: list[Message] = []
+        self.replies: list[Message] = []
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        self.sent += messages
+        return super().push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = list(super().pull_messages(message_ids))
+        self.replies += replies
+        return replies
+
+
+def participants(strategy: BaseStrategy) -> list[list[int]]:
+    """Return a list that gets the partitions of each round's usable replies."""
+    aggregate, rounds = strategy.aggregate_train, list[list[int]]()
+
+    def noting(server_round: int, replies: Iterable[Message]) -> Any:
+        result = aggregate(server_round, replies)
+        rounds.append([reply.partition for reply in strategy.train_replies])
+        return result
+
+    strategy.aggregate_train = noting  # type: ignore[method-assign]
+    return rounds
+
+
+def assert_all_differ(states: Iterable[state.State], by: float) -> None:
+    """Check that no two of the states are closer than `by`."""
+    assert all(distance(one, other) > by for one, other in combinations(states, 2))
 
 
 def distance(one: state.State, other: state.State) -> float:

@@ -4,7 +4,7 @@ Only the choice of mini-batches and of nodes is taken from the library, because 
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,9 +16,12 @@ from fedbn_flwr.client import batch_plan as batches
 from fedbn_flwr.data import Split
 from fedbn_flwr.randomness import torch_generator
 from fedbn_flwr.wire import Instruction
+from tests.helpers.harness import SIZES, parts
 
 State = dict[str, Tensor]
 BN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+#: the kinds of a BN layer's entries
+EVERYTHING = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass
@@ -29,6 +32,11 @@ class Node:
     samples: np.ndarray
     kept: State = field(default_factory=dict)
     momentum: State = field(default_factory=dict)
+
+
+def make_nodes(sizes: Sequence[int] = SIZES) -> list[Node]:
+    """Return the clients of the harness's federation."""
+    return [Node(index, samples) for index, samples in enumerate(parts(sizes))]
 
 
 def copy_state(model: nn.Module) -> State:
@@ -78,7 +86,7 @@ def empirical_risk(model: nn.Module, split: Split, node: Node) -> float:
     return sum(float(F.cross_entropy(model(x), y)) for x, y in samples) / len(samples)
 
 
-def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
+def weighted_mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> State:
     total = sum(weights)
     result = {}
     for name, first in states[0].items():

@@ -1,29 +1,35 @@
 """Every strategy against a slow, obvious loop, in float64."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message
 
-from fedbn_flwr import state
 from fedbn_flwr.client import training
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, FedBS, FedProx, FixBN, Scaffold, SiloBN, Standalone
-from tests.helpers.harness import INSTRUCTION, SIZES, Backwards, Federation, distance, make_model, make_split, parts
-from tests.helpers.references import Node, State, bn_entries, federated
+from tests.helpers.harness import (
+    ALONE,
+    INSTRUCTION,
+    Backwards,
+    Federation,
+    assert_all_differ,
+    distance,
+    make_model,
+    make_split,
+    participants,
+)
+from tests.helpers.references import EVERYTHING, State, bn_entries, federated, make_nodes
 
-EVERYTHING = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 STATISTICS = EVERYTHING[2:]
 
 
 def reference(rounds: int = 3, instruction: dict[str, Any] | None = None, **rules: Any) -> State:
-    nodes = [Node(index, samples) for index, samples in enumerate(parts(SIZES))]
     asked = replace(INSTRUCTION, **(instruction or {}))
-    return federated(make_model(), make_split(), nodes, rounds, asked, **rules)
+    return federated(make_model(), make_split(), make_nodes(), rounds, asked, **rules)
 
 
 def uniform(losses: list[float], _: int) -> list[float]:
@@ -81,10 +87,7 @@ def test_equals_its_reference(case: str) -> None:
 
 
 def test_references_tell_the_methods_apart() -> None:
-    results = [reference(**rules) for rules in (CASES[name][1] for name in CASES if name != "fixbn by fraction")]
-    for index, one in enumerate(results):
-        for other in results[index + 1 :]:
-            assert distance(one, other) > 1e-6
+    assert_all_differ([reference(**CASES[name][1]) for name in CASES if name != "fixbn by fraction"], by=1e-6)
 
 
 DEGENERATE: dict[str, tuple[Callable[[], FedAvg], Callable[[], FedAvg]]] = {
@@ -105,13 +108,9 @@ def test_degenerate_case(case: str) -> None:
 
 
 def test_global_momentum_with_one_client_is_one_long_run() -> None:
-    long = Federation(make_model(), sizes=(20,))
-    rounds = 4
-    strategy = FedAvg(momentum_state="global", min_available_nodes=1, min_train_nodes=1, min_evaluate_nodes=1)
-    got = long.run(strategy, rounds, momentum=0.9)
-    nodes = [Node(0, parts((20,))[0])]
+    got = Federation(make_model(), sizes=(20,)).run(FedAvg(momentum_state="global", **ALONE), 4, momentum=0.9)
     asked = replace(INSTRUCTION, momentum=0.9)
-    expected = federated(make_model(), make_split((20,)), nodes, rounds, asked, momentum="local")
+    expected = federated(make_model(), make_split((20,)), make_nodes((20,)), 4, asked, momentum="local")
     assert distance(got, expected) < 1e-12
 
 
@@ -130,32 +129,19 @@ def test_momentum_is_kept_of_parameters_whatever_their_names(kept: Any) -> None:
     assert distance(*ends) == 0
 
 
-def test_standalone_moves_nothing() -> None:
-    federation = Federation(make_model())
-    before = make_model().state_dict()
-    after = federation.run(Standalone())
-    assert all(bool((after[name] == before[name]).all()) for name in before)
-
-
-def test_standalone_trains_every_node_as_if_it_were_alone() -> None:
-    federation = Federation(make_model())
-    federation.run(Standalone())
-    nodes = [Node(index, samples) for index, samples in enumerate(parts(SIZES))]
+def test_standalone_moves_nothing_and_trains_every_node_as_if_it_were_alone() -> None:
+    federation, nodes = Federation(make_model()), make_nodes()
+    assert distance(federation.run(Standalone()), make_model().state_dict()) == 0
     federated(make_model(), make_split(), nodes, 3, INSTRUCTION, stays=list(make_model().state_dict()))
-    for node in nodes:
-        kept = federation.grid.context(1000 + node.index).state.array_records["fedbn-flwr/personal"]
-        assert distance(state.from_record(kept), node.kept) < 1e-12
+    assert max(distance(federation.kept(node.index), node.kept) for node in nodes) < 1e-12
 
 
 @pytest.mark.parametrize("strategy", [FedBN, SiloBN, MTFL, Standalone])
 def test_with_one_node_what_stays_and_what_is_sent_are_one_model(strategy: type[FedAvg]) -> None:
     federation = Federation(make_model(), sizes=(20,))
-    alone: dict[str, Any] = {"min_available_nodes": 1, "min_train_nodes": 1, "min_evaluate_nodes": 1}
-    sent = federation.run(strategy(**alone))
-    kept = state.from_record(federation.grid.context(1000).state.array_records["fedbn-flwr/personal"])
-    nodes = [Node(0, parts((20,))[0])]
-    expected = federated(make_model(), make_split((20,)), nodes, 3, INSTRUCTION)
-    assert distance({**sent, **kept}, expected) < 1e-12
+    sent = federation.run(strategy(**ALONE))
+    expected = federated(make_model(), make_split((20,)), make_nodes((20,)), 3, INSTRUCTION)
+    assert distance({**sent, **federation.kept(0)}, expected) < 1e-12
 
 
 @pytest.mark.parametrize("strategy", [FedBN, SiloBN, MTFL])
@@ -181,16 +167,11 @@ def _with_loss_one(train: Callable[..., torch.Tensor]) -> Callable[..., float]:
 
 
 def test_partial_participation_draws_the_same_partitions_whatever_the_node_ids() -> None:
-    class Noting(FedAvg):
-        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-            result = super().aggregate_train(server_round, replies)
-            drawn[-1].append([reply.partition for reply in self.train_replies])
-            return result
-
     drawn: list[list[list[int]]] = []
     for seed, grid in ((3, InProcessGrid), (3, Backwards), (4, InProcessGrid)):
-        drawn.append([])
-        Federation(make_model(), grid=grid).run(Noting(fraction_train=0.5, seed=seed), rounds=6)
+        strategy = FedAvg(fraction_train=0.5, seed=seed)
+        drawn.append(participants(strategy))
+        Federation(make_model(), grid=grid).run(strategy, rounds=6)
     assert drawn[0] == drawn[1] != drawn[2]
     assert all(len(nodes) == 2 for nodes in drawn[0])
     assert len(np.unique(drawn[0], axis=0)) > 1

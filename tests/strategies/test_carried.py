@@ -9,7 +9,6 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message
 from flwr.common.constant import ErrorCode
-from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -21,15 +20,24 @@ from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from tests.helpers.carried_reference import Server, carried_run
 from tests.helpers.faults import FAULTY, FaultyReply, too_large
-from tests.helpers.harness import INSTRUCTION, SIZES, Backwards, Federation, distance, make_model, make_split, parts
-from tests.helpers.references import Node
+from tests.helpers.harness import (
+    INSTRUCTION,
+    SIZES,
+    Backwards,
+    Federation,
+    Traffic,
+    assert_all_differ,
+    distance,
+    make_model,
+    make_split,
+)
+from tests.helpers.references import make_nodes
 
 #: BN layers of the harness's model, and their channels together
 LAYERS, CHANNELS = 2, 8
 #: bytes of the layers' names, one a line
 NAMES = len("\n".join(norm.bn_layers(make_model())))
 ROUNDS = 4
-ALONE: dict[str, Any] = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
 
 def run(strategy: FedAvg, rounds: int = ROUNDS, sizes: tuple[int, ...] = SIZES, **options: Any) -> state.State:
@@ -70,9 +78,8 @@ CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
 
 
 def by_hand(drawn: list[list[int]], steps: int, silent: Silence = lambda *_: False, **options: Any) -> state.State:
-    nodes = [Node(index, samples) for index, samples in enumerate(parts())]
     asked = replace(INSTRUCTION, local_steps=steps)
-    return carried_run(make_model(), make_split(), nodes, asked, drawn, Server(**options), silent).state_dict()
+    return carried_run(make_model(), make_split(), make_nodes(), asked, drawn, Server(**options), silent).state_dict()
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -88,9 +95,7 @@ def test_the_cases_differ() -> None:
     cases = [options for case, (_, options) in CASES.items() if case != "unbounded"]
     runs = [by_hand([[0, 1, 2, 3]] * ROUNDS, 1, **options) for options in cases]
     runs += [run(FedAvg(), local_steps=1), run(FedTAN(), local_steps=1)]
-    for index, one in enumerate(runs):
-        for other in runs[index + 1 :]:
-            assert distance(one, other) > 1e-6
+    assert_all_differ(runs, by=1e-6)
 
 
 def test_with_half_of_the_nodes_the_pool_is_that_of_the_participants() -> None:
@@ -181,12 +186,6 @@ def test_a_round_without_any_reply_leaves_the_values_as_they_are() -> None:
 # ---- fixed points ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [FedTAN, FedDNA])
-def test_one_client_is_fedavg(make: type[FedTAN] | type[FedDNA]) -> None:
-    one, plain = (run(each, sizes=(9,), momentum=0.9) for each in (make(carry=True, **ALONE), FedAvg(**ALONE)))
-    assert distance(one, plain) < 1e-12
-
-
 def test_clients_with_equal_data_are_fedavg_but_for_the_count_of_running_variances() -> None:
     def equal(strategy: FedAvg, rounds: int) -> state.State:
         nodes = Federation(make_model(), (6, 6, 6))
@@ -224,23 +223,6 @@ def test_a_model_that_stands_still_ends_with_fedtans_gradient(still: int, exact:
 # ---- what travels ----------------------------------------------------------------------------------------------------
 
 
-class Traffic(InProcessGrid):
-    """Keeps all messages, both ways."""
-
-    sent: list[Message]
-    back: list[Message]
-
-    def push_messages(self, messages: Any) -> Any:
-        messages = list(messages)
-        self.__dict__.setdefault("sent", []).extend(messages)
-        return super().push_messages(messages)
-
-    def pull_messages(self, message_ids: Any) -> list[Message]:
-        found = list(super().pull_messages(message_ids))
-        self.__dict__.setdefault("back", []).extend(found)
-        return found
-
-
 @pytest.mark.parametrize(("make", "numbers"), [(FedTAN, 4), (FedDNA, 2)])
 def test_a_message_carries_four_numbers_a_channel_more_each_way(
     make: type[FedTAN] | type[FedDNA], numbers: int
@@ -265,7 +247,7 @@ def test_messages_are_ordinary_and_nodes_remember_nothing() -> None:
     grid: Any = nodes.grid
     assert {message.metadata.message_type for message in grid.sent} == {"train"}
     assert all(not nodes.grid.context(node).state for node in nodes.grid.get_node_ids())
-    (up,) = {sum(map(payload_bytes, message.content[wire.CARRIED].values())) for message in grid.back}
+    (up,) = {sum(map(payload_bytes, message.content[wire.CARRIED].values())) for message in grid.replies}
     assert up == 8 * (4 * CHANNELS + 3 * LAYERS) + NAMES
 
 
@@ -463,34 +445,5 @@ def test_after_the_freeze_nothing_is_carried() -> None:
     assert distance(run(FedTANII(carry=True, m=4)), run(FedTAN(carry=True))) == 0
 
 
-def test_the_optimizer_of_the_first_step_is_forgotten_on_request() -> None:
-    one, other = (run(FedTAN(carry=True, fresh_optimizer=fresh), momentum=0.9) for fresh in (False, True))
-    assert distance(one, other) > 1e-4
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"trust": 1.0}, "trust must be 0 or more than 1, got 1.0"),
-        ({"carry_limit": 0.0}, "carry_limit must be positive"),
-        ({"carry": True, "exchange": "paper"}, "carried corrections are always fused"),
-    ],
-)
-@pytest.mark.parametrize("make", [FedTAN, FedDNA])
-def test_bad_options_are_named(make: type[FedAvg], options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        make(**options)
-
-
 def test_less_than_a_megabyte_can_be_the_limit() -> None:
     assert FedTAN(carry_limit=0.5).carried.limit == 0.5
-
-
-def test_it_refuses_to_run_inside_a_wrapper() -> None:
-    """Differential privacy would protect the models, and not the statistics beside them."""
-    nodes = Federation(make_model())
-    wrapped = DifferentialPrivacyServerSideFixedClipping(
-        FedTAN(carry=True), noise_multiplier=0.0, clipping_norm=1e-3, num_sampled_clients=len(SIZES)
-    )
-    with pytest.raises(RuntimeError, match=r"must be started itself: .*differential privacy"):
-        wrapped.start(nodes.grid, nodes.initial, 1, train_config=INSTRUCTION.to_config())

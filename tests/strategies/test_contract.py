@@ -13,11 +13,10 @@ from torch import Tensor
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply
-from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg, FedBN, FixBN
 from fedbn_flwr.wire import Instruction
-from tests.helpers.harness import Backwards, Federation, distance, make_model
+from tests.helpers.harness import INSTRUCTION, Backwards, ClientWrapper, Federation, Traffic, distance, make_model
 
 #: a row a strategy: its options, the normalizer of its model, the group of entries that must not leave a node
 TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -97,30 +96,23 @@ def test_order_and_ids_of_nodes_do_not_matter(name: str) -> None:
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-class Recording(InProcessGrid):
-    """Keeps the models that nodes answer to training messages."""
-
-    replies: list[Message]
-
-    def pull_messages(self, message_ids: Any) -> list[Message]:
-        found = list(super().pull_messages(message_ids))
-        self.__dict__.setdefault("replies", []).extend(
-            reply for reply in found if reply.metadata.message_type.startswith("train") and wire.ARRAYS in reply.content
-        )
-        return found
+def trained(nodes: Federation) -> list[Message]:
+    """Return the models that nodes answered to training messages."""
+    assert isinstance(nodes.grid, Traffic)
+    replies = [reply for reply in nodes.grid.replies if reply.metadata.message_type.startswith("train")]
+    return [reply for reply in replies if wire.ARRAYS in reply.content]
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_nothing_that_stays_leaves_a_node(name: str) -> None:
-    nodes = federation(name, grid=Recording)
+    nodes = federation(name, grid=Traffic)
     nodes.run(make(name))
     group = TABLE[name][2]
     secret = state.group_keys(nodes.model, group)
     assert bool(secret) == (group != "none")
-    grid = nodes.grid
-    assert isinstance(grid, Recording)
-    assert len(grid.replies) == 12
-    for reply in grid.replies:
+    replies = trained(nodes)
+    assert len(replies) == 12
+    for reply in replies:
         for record in reply.content.array_records.values():
             assert not secret & {key.split("/")[0] for key in record}
 
@@ -132,26 +124,30 @@ class Failing(BNClient):
         raise RuntimeError("out of luck")
 
 
-def failing_client(client: BNClient, index: int) -> BNClient:
-    if index == 2:
-        client.__class__ = Failing
-    return client
+def becomes(kind: type[BNClient], *partitions: int) -> ClientWrapper:
+    """Return a wrapper that makes the clients of these partitions, or all, of another class."""
+
+    def wrap(client: BNClient, partition: int) -> BNClient:
+        if not partitions or partition in partitions:
+            client.__class__ = kind
+        return client
+
+    return wrap
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_survives_and_names_a_failing_node(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    after = federation(name, wrap=failing_client).run(make(name))
+    after = federation(name, wrap=becomes(Failing, 2)).run(make(name))
     assert all(torch.isfinite(value).all() for value in after.values())
     named = [record.getMessage() for record in caplog.records if "is left out of this round" in record.getMessage()]
     assert len(named) == 3
     assert all("Node 1002 " in text and "out of luck" in text for text in named)
 
 
-def lie(change: Callable[[dict[str, Tensor]], object]) -> Callable[[BNClient, int], BNClient]:
-    return lie_about(lambda records: change(records[wire.ARRAYS]))
+Records = dict[str, dict[str, Tensor]]
 
 
-def lie_about(change: Callable[[dict[str, dict[str, Tensor]]], object]) -> Callable[[BNClient, int], BNClient]:
+def lying(change: Callable[[Records], object]) -> type[BNClient]:
     class Lying(BNClient):
         def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
             reply = super().train(received, instruction)
@@ -159,58 +155,44 @@ def lie_about(change: Callable[[dict[str, dict[str, Tensor]]], object]) -> Calla
             change(records)
             return replace(reply, records=dict[str, State](records))
 
-    def wrap(client: BNClient, index: int) -> BNClient:
-        if index == 1:
-            client.__class__ = Lying
-        return client
-
-    return wrap
+    return Lying
 
 
-LIES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
-    "not a number": (lambda arrays: arrays["net.0.weight"].view(-1)[:1].fill_(float("nan")), "'net.0.weight'"),
-    "another shape": (lambda arrays: arrays.update({"net.7.bias": torch.zeros(5)}), "'net.7.bias' has shape (5,)"),
-    "an unknown array": (lambda arrays: arrays.update({"net.9.bias": torch.zeros(5)}), "'net.9.bias' is not part"),
-    "a missing array": (lambda arrays: arrays.__delitem__("net.7.bias"), "'net.7.bias'"),
+def put(group: str, name: str) -> Callable[[Records], object]:
+    return lambda records: records[group].update({name: torch.zeros(5)})
+
+
+#: a strategy, what a node does to its reply, and what the log says
+LIES: dict[str, tuple[str, Callable[[Records], object], str]] = {
+    "not a number": (
+        "fedavg",
+        lambda records: records[wire.ARRAYS]["net.0.weight"].view(-1)[:1].fill_(float("nan")),
+        "'net.0.weight'",
+    ),
+    "another shape": ("fedavg", put(wire.ARRAYS, "net.7.bias"), "'net.7.bias' has shape (5,)"),
+    "an unknown array": ("fedavg", put(wire.ARRAYS, "net.9.bias"), "'net.9.bias' is not part"),
+    "a missing array": ("fedavg", lambda records: records[wire.ARRAYS].pop("net.7.bias"), "'net.7.bias'"),
+    "no variates": ("scaffold", lambda records: records.pop(wire.CONTROL_VARIATES), "it lacks 'control-variates'"),
+    "not all variates": (
+        "scaffold",
+        lambda records: records[wire.CONTROL_VARIATES].pop("net.7.bias"),
+        "'net.7.bias' in 'control-variates'",
+    ),
+    "a variate of another shape": (
+        "scaffold",
+        put(wire.CONTROL_VARIATES, "net.7.bias"),
+        "'net.7.bias' has shape (5,)",
+    ),
+    "too many variates": ("scaffold", put(wire.CONTROL_VARIATES, "net.9.bias"), "'net.9.bias' is not part"),
 }
 
 
 @pytest.mark.parametrize("case", LIES)
 def test_a_bad_reply_is_refused_by_name(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    change, said = LIES[case]
-    lying = Federation(make_model(), wrap=lie(change)).run(FedAvg(), 1)
-    honest = Federation(make_model(), wrap=lambda client, index: failing(client, index)).run(FedAvg(), 1)
-    assert all(torch.equal(lying[key], honest[key]) for key in honest)
-    assert any("Node 1001 " in record.getMessage() and said in record.getMessage() for record in caplog.records)
-
-
-VARIATES: dict[str, tuple[Callable[[dict[str, dict[str, Tensor]]], object], str]] = {
-    "none": (lambda records: records.pop(wire.CONTROL_VARIATES), "it lacks 'control-variates'"),
-    "not all": (lambda records: records[wire.CONTROL_VARIATES].pop("net.7.bias"), "'net.7.bias' in 'control-variates'"),
-    "another shape": (
-        lambda records: records[wire.CONTROL_VARIATES].update({"net.7.bias": torch.zeros(5)}),
-        "'net.7.bias' has shape (5,)",
-    ),
-    "too many": (
-        lambda records: records[wire.CONTROL_VARIATES].update({"net.9.bias": torch.zeros(5)}),
-        "'net.9.bias' is not part",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", VARIATES)
-def test_bad_control_variates_are_refused_by_name(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    change, said = VARIATES[case]
-    lying = Federation(make_model(), wrap=lie_about(change)).run(make("scaffold"), 2)
-    honest = Federation(make_model(), wrap=failing).run(make("scaffold"), 2)
-    assert all(torch.equal(lying[key], honest[key]) for key in honest)
+    name, change, said = LIES[case]
+    refused, absent = (federation(name, wrap=becomes(kind, 1)).run(make(name), 2) for kind in (lying(change), Failing))
+    assert all(torch.equal(refused[key], absent[key]) for key in absent)
     assert sum("Node 1001 " in text and said in text for text in caplog.messages) == 2
-
-
-def failing(client: BNClient, index: int) -> BNClient:
-    if index == 1:
-        client.__class__ = Failing
-    return client
 
 
 class Deaf(BNClient):
@@ -243,35 +225,13 @@ BINDING = (
 
 @pytest.mark.parametrize("name", BINDING)
 def test_an_instruction_that_nobody_obeys_is_an_error(name: str) -> None:
-    def deafen(client: BNClient, _: int) -> BNClient:
-        client.__class__ = Deaf
-        return client
-
     with pytest.raises(Exception, match="did not acknowledge"):
-        federation(name, wrap=deafen).run(make(name), 3)
+        federation(name, wrap=becomes(Deaf)).run(make(name), 3)
 
 
 def test_when_no_node_can_train_the_reason_is_said() -> None:
-    def all_fail(client: BNClient, _: int) -> BNClient:
-        client.__class__ = Failing
-        return client
-
     with pytest.raises(Exception, match=r"no node could train in round 1: node 1000: .*out of luck"):
-        Federation(make_model(), wrap=all_fail).run(FedAvg())
-
-
-def test_frozen_statistics_are_bit_identical_and_not_sent() -> None:
-    nodes = Federation(make_model(), grid=Recording)
-    early = Federation(make_model()).run(make("fixbn"), 1)
-    late = nodes.run(make("fixbn"), 4)
-    statistics = state.group_keys(nodes.model, "statistics")
-    assert all(torch.equal(early[key], late[key]) for key in statistics)
-    assert distance(early, late) > 1e-3
-    grid = nodes.grid
-    assert isinstance(grid, Recording)
-    sent = [set(reply.content.array_records[wire.ARRAYS]) for reply in grid.replies]
-    assert all(statistics <= keys for keys in sent[:4])
-    assert not any(statistics & keys for keys in sent[4:])
+        Federation(make_model(), wrap=becomes(Failing)).run(FedAvg())
 
 
 @pytest.mark.parametrize("freeze", ["statistics", "affine", "both"])
@@ -324,14 +284,10 @@ def test_a_node_without_its_own_entries_gets_the_servers() -> None:
     strategy = make("fedbn")
     nodes.run(strategy, 1)
     nodes.grid.context(1001).state.clear()
-    messages = strategy.configure_train(2, nodes.initial, INSTRUCTION_CONFIG(), nodes.grid)
+    messages = strategy.configure_train(2, nodes.initial, INSTRUCTION.to_config(), nodes.grid)
     strategy.aggregate_train(2, nodes.grid.send_and_receive(messages))
     assert [reply.partition for reply in strategy.train_replies] == [0, 1, 2, 3]
     assert nodes.grid.context(1001).state
-
-
-def INSTRUCTION_CONFIG() -> Any:  # noqa: N802
-    return Instruction(local_steps=1, batch_size=4).to_config()
 
 
 def test_aggregation_of_a_whole_resnet18_state() -> None:

@@ -14,7 +14,7 @@ from fedbn_flwr.server.replies import LostRounds, Refusal
 from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError, DivergedError, FedAvg, FedTAN, FixBN
 from tests.helpers.faults import lies
-from tests.helpers.harness import SIZES, Federation, make_model
+from tests.helpers.harness import ALONE, SIZES, Federation, make_model
 
 #: changes a reply to a message
 Spoil = Callable[[Message, Message], Message]
@@ -70,8 +70,7 @@ def test_before_a_freeze_the_rate_is_to_blame() -> None:
 
 
 def test_a_run_of_one_node_and_a_layer_wise_one_diverge_as_well() -> None:
-    alone: Any = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
-    for strategy, sizes in ((FedAvg(**alone), (9,)), (FedTAN(), SIZES)):
+    for strategy, sizes in ((FedAvg(**ALONE), (9,)), (FedTAN(), SIZES)):
         grid = spoiling(infinite, lambda _, number: number >= 2)
         with pytest.raises(DivergedError, match=r"diverged at round 2: .* is not finite"):
             Federation(make_model(), sizes, grid=grid).run(strategy, 60)

@@ -6,10 +6,8 @@ import torch
 
 from fedbn_flwr import state
 from fedbn_flwr.strategies import CannotTrainError, FedAvg, FedBN, FedNorm
-from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, parts
-from tests.helpers.references import Node, bn_entries, federated, weighted_mean
-
-EVERYTHING = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model
+from tests.helpers.references import EVERYTHING, bn_entries, federated, make_nodes, weighted_mean
 
 
 def test_with_a_domain_a_node_it_trains_as_fedbn_does() -> None:
@@ -35,9 +33,7 @@ def test_two_nodes_of_a_domain_share_bn() -> None:
     domains.floor_divide_(2)
     strategy = FedNorm()
     nodes.run(strategy, 1)
-    ends = []
-    for index, samples in enumerate(parts(SIZES)):
-        ends.append(federated(make_model(), nodes.split, [Node(index, samples)], 1, INSTRUCTION))
+    ends = [federated(make_model(), nodes.split, [node], 1, INSTRUCTION) for node in make_nodes()]
     names = bn_entries(make_model(), EVERYTHING)
     for domain, pair in enumerate(((0, 1), (2, 3))):
         expected = weighted_mean([ends[index] for index in pair], [SIZES[index] for index in pair])

@@ -15,12 +15,21 @@ from fedbn_flwr import layerwise, models, state
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, FixBN, Scaffold
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
-from tests.helpers.harness import INSTRUCTION, SIZES, Double, Federation, distance, make_model, make_split, parts
-from tests.helpers.references import Node, mini_batches
+from tests.helpers.harness import (
+    ALONE,
+    INSTRUCTION,
+    SIZES,
+    Double,
+    Federation,
+    assert_all_differ,
+    distance,
+    make_model,
+    make_split,
+)
+from tests.helpers.references import make_nodes, mini_batches
 
 #: uses of BN layers in the harness's model
 LAYERS = 2
-ALONE: dict[str, Any] = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
 
 def run(strategy: FedAvg, rounds: int = 3, model: nn.Module | None = None, **options: Any) -> state.State:
@@ -39,8 +48,7 @@ def by_hand(weights: tuple[float, ...], **options: Any) -> state.State:
     """One round with E = 1: gradients as of all clients, a step of SGD, the weighted mean."""
     model, split = make_model(), make_split()
     asked = replace(INSTRUCTION, server_round=1, local_steps=1)
-    nodes = [Node(index, samples) for index, samples in enumerate(parts())]
-    batches = [mini_batches(split, node, asked, True)[0] for node in nodes]
+    batches = [mini_batches(split, node, asked, True)[0] for node in make_nodes()]
     found = layerwise.gradients(model, batches, weights, F.cross_entropy, **options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -66,10 +74,7 @@ def test_a_round_is_a_step_by_hand(case: str) -> None:
 
 def test_the_ways_differ() -> None:
     ways = [HAND[case][1:] for case in HAND if case not in ("paper", "forward, one after the other")]
-    found = [by_hand(weights, **options) for weights, options in ways]
-    for index, one in enumerate(found):
-        for other in found[index + 1 :]:
-            assert distance(one, other) > 1e-5
+    assert_all_differ([by_hand(weights, **options) for weights, options in ways], by=1e-5)
 
 
 @pytest.mark.parametrize("exchange", ["fused", "paper"])
@@ -105,26 +110,27 @@ def test_degenerate_case(case: str) -> None:
     assert distance(run(special()), run(plain())) <= tolerance
 
 
+@pytest.mark.parametrize("carry", [False, True])
 @pytest.mark.parametrize("make", [FedTAN, FedDNA])
-def test_one_client_is_fedavg(make: Callable[..., FedAvg]) -> None:
-    one, plain = (run(strategy(**ALONE), sizes=(9,), momentum=0.9) for strategy in (make, FedAvg))
+def test_one_client_is_fedavg(make: Callable[..., FedAvg], carry: bool) -> None:
+    one, plain = (run(each, sizes=(9,), momentum=0.9) for each in (make(carry=carry, **ALONE), FedAvg(**ALONE)))
     assert distance(one, plain) < 1e-12
 
 
 def test_methods_differ() -> None:
     strategies = FedAvg(), FedTAN(), FedDNA(), FedTANII(m=1), FixBN(freeze_round=1)
-    found = [run(strategy) for strategy in strategies]
-    for index, one in enumerate(found):
-        for other in found[index + 1 :]:
-            assert distance(one, other) > 1e-3
+    assert_all_differ(list(map(run, strategies)), by=1e-3)
 
 
-def test_the_optimizer_of_the_step_is_forgotten_on_request() -> None:
-    one, other = (run(FedTAN(fresh_optimizer=fresh), momentum=0.9) for fresh in (False, True))
-    assert distance(one, other) > 1e-4
+@pytest.mark.parametrize("carry", [False, True])
+def test_the_optimizer_of_the_step_is_forgotten_on_request(carry: bool) -> None:
+    def gap(**options: Any) -> float:
+        strategies = (FedTAN(carry=carry, fresh_optimizer=fresh) for fresh in (False, True))
+        return distance(*(run(strategy, momentum=0.9, **options) for strategy in strategies))
+
+    assert gap() > 1e-4
     # with one local step there is nothing to carry over
-    one, other = (run(FedTAN(fresh_optimizer=fresh), momentum=0.9, local_steps=1) for fresh in (False, True))
-    assert distance(one, other) == 0
+    assert gap(local_steps=1) == 0
 
 
 def tiny_resnet() -> nn.Module:
@@ -238,11 +244,15 @@ def test_exchanges_follow_the_uses_of_layers(model: type[nn.Module], make: Calla
     [
         ({"exchange": "magic"}, "unknown exchange 'magic'; known: fused, paper"),
         ({"max_attempts": 0}, "max_attempts must be at least 1"),
+        ({"trust": 1.0}, "trust must be 0 or more than 1, got 1.0"),
+        ({"carry_limit": 0.0}, "carry_limit must be positive"),
+        ({"carry": True, "exchange": "paper"}, "carried corrections are always fused"),
     ],
 )
-def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize("make", [FedTAN, FedDNA])
+def test_bad_options_are_named(make: type[FedAvg], options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        FedTAN(**options)
+        make(**options)
 
 
 def test_it_refuses_to_run_inside_a_wrapper() -> None:
@@ -254,7 +264,7 @@ def test_it_refuses_to_run_inside_a_wrapper() -> None:
             strategy, noise_multiplier=0.0, clipping_norm=1e-3, num_sampled_clients=len(SIZES)
         )
 
-    for strategy in (FedTAN(), FedDNA()):
+    for strategy in (FedTAN(), FedDNA(), FedTAN(carry=True)):
         with pytest.raises(RuntimeError, match=r"must be started itself: .*differential privacy"):
             wrap(strategy).start(nodes.grid, nodes.initial, 1, train_config=config)
     # with frozen statistics nothing is exchanged layer by layer, and the models pass through the wrapper

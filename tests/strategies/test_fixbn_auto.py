@@ -13,8 +13,8 @@ from flwr.app import Message
 
 from fedbn_flwr.strategies import FixBN
 from strategies.fixbn import ChangeWatch
-from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, make_split, parts
-from tests.helpers.references import Node, mini_batches
+from tests.helpers.harness import ALONE, INSTRUCTION, SIZES, Federation, distance, make_model, make_split
+from tests.helpers.references import Node, make_nodes, mini_batches
 
 REPORTED = "statistics-change-variance"
 
@@ -93,10 +93,9 @@ def test_a_client_reports_the_variance_of_the_changes_in_its_window(change: Any)
     # changes are known from round 2 on, so that the window is full in round 4
     assert not any(REPORTED in metrics for each in found[:3] for metrics in each.values())
     for server_round in (4, 5):
-        for index, samples in enumerate(parts()):
-            expected = by_hand(Node(index, samples), range(server_round - 3, server_round + 1))
-            wanted = expected[change == "norm"]
-            assert found[server_round - 1][index][REPORTED] == pytest.approx(wanted, rel=1e-9)
+        for node in make_nodes():
+            wanted = by_hand(node, range(server_round - 3, server_round + 1))[change == "norm"]
+            assert found[server_round - 1][node.index][REPORTED] == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", [1, 2])  # with 1, a client's change is just outside of its next window
@@ -116,7 +115,7 @@ def test_an_absent_client_compares_with_its_last_participation_and_windows_are_r
                 reported += 1
                 absent += len(ends) < 4
                 among = taken[index][-len(ends) - 1 :]
-                wanted, _ = by_hand(Node(index, parts()[index]), among)
+                wanted, _ = by_hand(make_nodes()[index], among)
                 assert metrics[REPORTED] == pytest.approx(wanted, rel=1e-9)
     assert reported > 4
     assert absent > 1
@@ -129,8 +128,8 @@ def test_the_default_has_no_unit_and_does_not_depend_on_the_number_of_channels()
     """
     for channels, scale in ((3, 1.0), (200, 1.0), (50, 1e3)):
         model = torch.nn.Sequential(torch.nn.Flatten(), Widen(channels, scale), torch.nn.BatchNorm1d(channels))
-        strategy = Noting(freeze_round="auto", window=10, threshold=0.0, latest=1.0)
-        Federation(model, (200,)).run(_alone(strategy), 12, lr=0.0, batch_size=20, local_steps=2, replacement=True)
+        strategy = Noting(freeze_round="auto", window=10, threshold=0.0, latest=1.0, **ALONE)
+        Federation(model, (200,)).run(strategy, 12, lr=0.0, batch_size=20, local_steps=2, replacement=True)
         found = strategy.__dict__["notes"][-1][0][0][REPORTED]
         assert found == pytest.approx(1.0, abs=0.6 if channels == 3 else 0.35)
 
@@ -145,11 +144,6 @@ class Widen(torch.nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         mapped: torch.Tensor = inputs @ self.map
         return mapped
-
-
-def _alone(strategy: FixBN) -> FixBN:
-    strategy.min_available_nodes = strategy.min_train_nodes = strategy.min_evaluate_nodes = 1
-    return strategy
 
 
 def test_fires_when_calm_and_keeps_the_statistics_of_that_round() -> None:

@@ -1,7 +1,6 @@
 """Statistics gathered from clients: HeteroFL's static BN, and HBN."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.averaging import Arrays, unpack
 from fedbn_flwr.server.layerwise_attempt import NodesFailedError
-from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import HBN, CannotTrainError, FedAvg, HeteroFL
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.layerwise_grid import Participant
@@ -26,6 +24,7 @@ from tests.helpers.harness import (
     INSTRUCTION,
     SIZES,
     Federation,
+    Traffic,
     distance,
     make_float32_model,
     make_model,
@@ -77,23 +76,18 @@ def test_gathered_equals_the_pooled_statistics_of_what_was_seen() -> None:
         assert torch.allclose(final[f"net.{index}.running_var"], variance, atol=1e-10)
 
 
-class Messages(InProcessGrid):
-    """Notes the messages of each kind."""
-
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        messages = list(messages)
-        sent: dict[str, list[Message]] = self.__dict__.setdefault("sent", defaultdict(list))
-        for message in messages:
-            sent[message.metadata.message_type].append(message)
-        return list(super().push_messages(messages))
+def gathering(nodes: Federation) -> list[Message]:
+    """Return the messages that asked nodes for statistics."""
+    assert isinstance(nodes.grid, Traffic)
+    return [message for message in nodes.grid.sent if message.metadata.message_type == wire.GATHER]
 
 
 @pytest.mark.parametrize(("statistics", "exchanges"), [("gathered", 1), ("layer-wise", 2), ("instant", 0)])
 def test_exchanges_that_gather(statistics: Any, exchanges: int) -> None:
     """One exchange a BN layer makes the statistics of all of them those of pooled data, and there are two layers."""
-    nodes = Federation(make_model("static-bn"), grid=Messages)
+    nodes = Federation(make_model("static-bn"), grid=Traffic)
     nodes.run(HeteroFL(statistics=statistics), 1)
-    assert len(nodes.grid.__dict__["sent"][wire.GATHER]) == exchanges * len(SIZES)
+    assert len(gathering(nodes)) == exchanges * len(SIZES)
 
 
 def test_without_an_answer_statistics_stay_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -106,9 +100,9 @@ def test_without_an_answer_statistics_stay_and_the_log_says_so(caplog: pytest.Lo
 
 
 def test_hbn_gathers_without_sending_a_mix_to_nodes_that_have_one() -> None:
-    nodes = Federation(make_model("hbn"), grid=Messages)
+    nodes = Federation(make_model("hbn"), grid=Traffic)
     nodes.run(HBN(), 2)
-    sent = nodes.grid.__dict__["sent"][wire.GATHER]
+    sent = gathering(nodes)
     assert len(sent) == 2 * len(SIZES)
     assert not any(name.endswith("mix") for message in sent[len(SIZES) :] for name in message.content[wire.ARRAYS])
 
@@ -154,10 +148,7 @@ def test_hbn_keeps_its_mix_on_the_node_and_learns_it() -> None:
     local = state.group_keys(nodes.model, "mix")
     assert len(local) == 2
     assert not any(final[name].any() for name in local)
-    kept = [
-        state.from_record(nodes.grid.context(1000 + index).state.array_records["fedbn-flwr/personal"])
-        for index in (0, 1)
-    ]
+    kept = [nodes.kept(0), nodes.kept(1)]
     assert set(kept[0]) == local
     assert all(values[name].any() for values in kept for name in local)
     assert distance(*kept) > 1e-6

@@ -8,17 +8,22 @@ import pytest
 import torch
 from torch import nn
 
-from fedbn_flwr import state
-from fedbn_flwr.strategies import HBN, BaseStrategy, Centralized, FedAvg, FedDNA, FedWon
-from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, make_split, parts
+from fedbn_flwr.strategies import HBN, Centralized, FedAvg, FedDNA, FedWon
+from tests.helpers.harness import (
+    ALONE,
+    INSTRUCTION,
+    SIZES,
+    Federation,
+    assert_all_differ,
+    distance,
+    make_model,
+    make_split,
+    parts,
+)
 from tests.helpers.norm_references import RELU_GAIN, feddna_step, fedwon, hbn
-from tests.helpers.references import Node, State, mini_batches
+from tests.helpers.references import State, make_nodes, mini_batches
 
 ROUNDS = 3
-
-
-def nodes(sizes: tuple[int, ...] = SIZES) -> list[Node]:
-    return [Node(index, samples) for index, samples in enumerate(parts(sizes))]
 
 
 def normalizer_free() -> nn.Module:
@@ -28,7 +33,7 @@ def normalizer_free() -> nn.Module:
 
 def fedwon_by_hand(factor: float, **instruction: Any) -> State:
     start = {name: value.clone() for name, value in normalizer_free().state_dict().items()}
-    return fedwon(start, make_split(), nodes(), ROUNDS, replace(INSTRUCTION, **instruction), factor)
+    return fedwon(start, make_split(), make_nodes(), ROUNDS, replace(INSTRUCTION, **instruction), factor)
 
 
 CLIPPED: dict[str, tuple[dict[str, Any], int, float]] = {
@@ -56,8 +61,7 @@ def test_options_of_fedwon_that_cannot_be_are_refused() -> None:
 
 def test_clipping_changes_the_example_above() -> None:
     ends = [fedwon_by_hand(factor, batch_size=32) for factor in (0.02, 0.05, 0.1, math.inf)]
-    for index, one in enumerate(ends):
-        assert all(distance(one, other) > 1e-4 for other in ends[index + 1 :])
+    assert_all_differ(ends, by=1e-4)
 
 
 @pytest.mark.parametrize("average", [0.0, 0.3])
@@ -65,12 +69,11 @@ def test_hbn_learns_its_mixes_and_pools_every_layer(average: float) -> None:
     federation = Federation(make_model("hbn"))
     start = {name: value.clone() for name, value in federation.model.state_dict().items()}
     got = federation.run(HBN(average=average), ROUNDS, lr=0.3)
-    expected, mixes = hbn(start, make_split(), nodes(), ROUNDS, replace(INSTRUCTION, lr=0.3), average)
+    expected, mixes = hbn(start, make_split(), make_nodes(), ROUNDS, replace(INSTRUCTION, lr=0.3), average)
     assert max(float(values.abs().max()) for mix in mixes for values in mix.values()) > 1e-3
     assert distance({name: got[name] for name in expected}, expected) < 1e-9
     for index, mix in enumerate(mixes):
-        kept = federation.grid.context(1000 + index).state.array_records["fedbn-flwr/personal"]
-        found = {name.removesuffix(".mix"): value for name, value in state.from_record(kept).items()}
+        found = {name.removesuffix(".mix"): value for name, value in federation.kept(index).items()}
         assert distance(found, mix) < 1e-9
 
 
@@ -80,19 +83,15 @@ def test_feddna_is_fedavg_with_algorithm_2(exchange: Any) -> None:
     shares = [size / sum(SIZES) for size in SIZES]
     for server_round in range(1, ROUNDS + 1):
         asked = replace(INSTRUCTION, server_round=server_round, local_steps=1)
-        batches = [mini_batches(make_split(), node, asked, True)[0] for node in nodes()]
+        batches = [mini_batches(make_split(), node, asked, True)[0] for node in make_nodes()]
         expected = feddna_step(expected, batches, shares, asked.lr)
     got = Federation(make_model()).run(FedDNA(exchange=exchange), ROUNDS, local_steps=1)
     assert distance({name: got[name] for name in expected}, expected) < 1e-12
 
 
-def alone(strategy: type[BaseStrategy], **options: Any) -> BaseStrategy:
-    return strategy(min_available_nodes=1, min_train_nodes=1, fraction_evaluate=0.0, **options)
-
-
 def test_centralized_is_one_long_run_of_plain_sgd() -> None:
-    got = Federation(make_model(), (44,)).run(alone(Centralized), ROUNDS)
-    model, (node,) = make_model(), nodes((44,))
+    got = Federation(make_model(), (44,)).run(Centralized(**ALONE), ROUNDS)
+    model, (node,) = make_model(), make_nodes((44,))
     optimizer = torch.optim.SGD(model.parameters(), lr=INSTRUCTION.lr)
     model.train()
     for server_round in range(1, ROUNDS + 1):
@@ -111,5 +110,5 @@ def test_without_bn_a_step_of_all_clients_on_all_data_is_one_of_centralized_trai
     federated = Federation(make_model("gn")).run(FedAvg(), ROUNDS, **whole)
     union = Federation(make_model("gn"))
     union.parts = [parts((44,))[0]] * len(SIZES)
-    pooled = union.run(alone(Centralized, fraction_train=0.25), ROUNDS, **whole)
+    pooled = union.run(Centralized(fraction_train=0.25, **ALONE), ROUNDS, **whole)
     assert distance(federated, pooled) < 1e-12

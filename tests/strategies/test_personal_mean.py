@@ -1,38 +1,17 @@
 """The mean of the entries that stay on the nodes: the mean over the nodes that have just learned them, as in FedBS."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import Message
 
 from fedbn_flwr import state
 from fedbn_flwr.strategies import FedAvg, FedBN, SiloBN
-from tests.helpers.harness import Federation, make_model
+from tests.helpers.harness import Federation, make_model, participants
 from tests.helpers.references import State, weighted_mean
 
 #: ten clients, unequal on purpose
 SIZES = (7, 12, 20, 5, 9, 16, 8, 11, 6, 14)
-
-
-class Drawn(FedBN):
-    """Notes which partitions took part, and which mean came of it."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(mean_personal=True, **options)
-        self.drawn: list[list[int]] = []
-
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-        result = super().aggregate_train(server_round, replies)
-        self.drawn.append([reply.partition for reply in self.train_replies])
-        return result
-
-
-def kept(nodes: Federation, partition: int) -> State:
-    """Return the entries that a node holds."""
-    context = next(each for each in nodes.grid._contexts.values() if each.node_config["partition-id"] == partition)
-    return state.from_record(context.state.array_records["fedbn-flwr/personal"])
 
 
 def mean(strategy: FedBN) -> State:
@@ -41,16 +20,16 @@ def mean(strategy: FedBN) -> State:
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 @pytest.mark.parametrize("rounds", [1, 4])
-def test_is_the_mean_over_the_last_rounds_participants(weighting: str, rounds: int) -> None:
-    nodes, strategy = Federation(make_model(), SIZES), Drawn(fraction_train=0.2, weighting=weighting)
+def test_is_the_mean_over_the_last_rounds_participants(weighting: Any, rounds: int) -> None:
+    nodes = Federation(make_model(), SIZES)
+    strategy = FedBN(mean_personal=True, fraction_train=0.2, weighting=weighting)
+    drawn = participants(strategy)
     nodes.run(strategy, rounds)
-    last = strategy.drawn[-1]
+    last = drawn[-1]
     assert len(last) == 2
     assert len({SIZES[partition] for partition in last}) == 2
     sizes = [float(SIZES[partition]) for partition in last]
-    expected = weighted_mean(
-        [kept(nodes, partition) for partition in last], sizes if weighting == "examples" else [1.0] * 2
-    )
+    expected = weighted_mean(list(map(nodes.kept, last)), sizes if weighting == "examples" else [1.0] * 2)
     found = mean(strategy)
     assert found.keys() == expected.keys()
     assert all(torch.allclose(found[name].double(), expected[name].double(), atol=1e-12) for name in found)
@@ -58,16 +37,17 @@ def test_is_the_mean_over_the_last_rounds_participants(weighting: str, rounds: i
 
 def test_nodes_that_never_trained_do_not_shrink_it() -> None:
     """Every layer sees inputs of mean about 2; BN's own update takes the running mean there from 0 in many steps."""
-    nodes, strategy = Federation(make_model(), SIZES), Drawn(fraction_train=0.2)
+    nodes, strategy = Federation(make_model(), SIZES), FedBN(mean_personal=True, fraction_train=0.2)
+    drawn = participants(strategy)
     nodes.run(strategy, 1, local_steps=60, lr=0.0)
-    taught = torch.stack([kept(nodes, partition)["net.1.running_mean"].abs().sum() for partition in strategy.drawn[0]])
+    taught = torch.stack([nodes.kept(partition)["net.1.running_mean"].abs().sum() for partition in drawn[0]])
     shrunk = float(mean(strategy)["net.1.running_mean"].abs().sum())
     assert float(taught.min()) * 0.99 < shrunk < float(taught.max()) * 1.01
 
 
 def test_a_round_without_a_reply_keeps_the_participants_of_the_one_before() -> None:
-    nodes, strategy = Federation(make_model(), SIZES), Drawn(fraction_train=0.2)
-    nodes.run(strategy, 1)
+    strategy = FedBN(mean_personal=True, fraction_train=0.2)
+    Federation(make_model(), SIZES).run(strategy, 1)
     before = mean(strategy)
     strategy.aggregate_train(2, [])
     after = mean(strategy)

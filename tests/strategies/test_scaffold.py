@@ -1,54 +1,40 @@
 """SCAFFOLD: the paper's algorithm step by step, and what its statement promises, the optimum for any participation."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from flwr.app import Message, RecordDict
+from flwr.app import RecordDict
 from flwr.serverapp import Grid
 from torch import nn
 
-from fedbn_flwr import state, wire
+from fedbn_flwr import wire
 from fedbn_flwr.server.base_strategy import Round
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.server.sampling import Node as Description
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import FedBN, Scaffold
-from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, make_split, parts
+from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, make_split, participants
 from tests.helpers.quadratic import Quadratics
-from tests.helpers.references import Node, scaffold
+from tests.helpers.references import make_nodes, scaffold
 
 ALONE: Any = {"fraction_evaluate": 0.0, "min_train_nodes": 1}
 EXAMPLES = [size / sum(SIZES) for size in SIZES]
 UNIFORM = [1 / len(SIZES)] * len(SIZES)
 
 
-class Drawn(Scaffold):
-    """Notes which partitions took part."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.drawn: list[list[int]] = []
-
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-        result = super().aggregate_train(server_round, replies)
-        self.drawn.append([reply.partition for reply in self.train_replies])
-        return result
-
-
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize(("weighting", "shares"), [("examples", EXAMPLES), ("uniform", UNIFORM)])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_is_the_papers_algorithm(fraction: float, weighting: str, shares: list[float], momentum: float) -> None:
-    strategy = Drawn(fraction_train=fraction, weighting=weighting)
+def test_is_the_papers_algorithm(fraction: float, weighting: Any, shares: list[float], momentum: float) -> None:
+    strategy = Scaffold(fraction_train=fraction, weighting=weighting)
+    drawn = participants(strategy)
     got = Federation(make_model()).run(strategy, 6, momentum=momentum, lr=0.05)
-    assert {len(drawn) for drawn in strategy.drawn} == {int(fraction * len(SIZES))}
-    nodes = [Node(index, samples) for index, samples in enumerate(parts())]
+    assert {len(each) for each in drawn} == {int(fraction * len(SIZES))}
     asked = replace(INSTRUCTION, momentum=momentum, lr=0.05)
-    assert distance(got, scaffold(make_model(), make_split(), nodes, strategy.drawn, asked, shares)) < 1e-12
+    assert distance(got, scaffold(make_model(), make_split(), make_nodes(), drawn, asked, shares)) < 1e-12
 
 
 def test_reaches_the_optimum_with_a_tenth_of_the_clients_a_round() -> None:
@@ -87,13 +73,12 @@ def test_a_clients_variate_is_its_gradient_where_that_is_constant(options: dict[
 
 
 @pytest.mark.parametrize(("weighting", "shares"), [("examples", EXAMPLES), ("uniform", UNIFORM)])
-def test_the_servers_variate_is_the_mean_of_all_clients(weighting: str, shares: list[float]) -> None:
-    strategy = Drawn(fraction_train=0.5, weighting=weighting)
-    nodes = Federation(make_model())
+def test_the_servers_variate_is_the_mean_of_all_clients(weighting: Any, shares: list[float]) -> None:
+    strategy = Scaffold(fraction_train=0.5, weighting=weighting)
+    drawn, nodes = participants(strategy), Federation(make_model())
     nodes.run(strategy, 3)
-    assert len({partition for drawn in strategy.drawn for partition in drawn}) > 2
-    records = [context.state.array_records for context in nodes.grid._contexts.values()]
-    kept = [state.from_record(own["fedbn-flwr/control-variates"]) if own else {} for own in records]
+    assert len({partition for each in drawn for partition in each}) > 2
+    kept = [nodes.kept(partition, wire.CONTROL_VARIATES) for partition in range(len(SIZES))]
     for name, value in strategy._variate.items():
         mean = sum(share * own[name].numpy() for share, own in zip(shares, kept, strict=True) if own)
         np.testing.assert_allclose(value, mean, atol=1e-14)
@@ -118,8 +103,7 @@ def test_entries_that_stay_on_a_node_are_not_corrected() -> None:
     local = {name for name in nodes.model.state_dict() if name.split(".")[1] in ("1", "4")}
     assert local
     assert not local & strategy.train_replies[0].records[wire.CONTROL_VARIATES].keys()
-    memory = next(iter(nodes.grid._contexts.values())).state.array_records["fedbn-flwr/control-variates"]
-    assert not local & memory.keys()
+    assert nodes.kept(0, wire.CONTROL_VARIATES).keys() == dict(make_model().named_parameters()).keys() - local
 
 
 @pytest.mark.parametrize(
