@@ -111,7 +111,7 @@ def _run(case: Case, open_grid: Callable[[Experiment, Path], AbstractContextMana
 
 
 def _app(case: Case) -> ClientApp:
-    return client_app(bound_client_fn(case.experiment().to_mapping()))
+    return client_app(bound_client_fn(case.experiment().config))
 
 
 def _bare_loop(case: Case) -> BareLoop:

@@ -4,16 +4,13 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from logging import Handler, LogRecord
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flwr.app import Context
 from flwr.common.logger import FLOWER_LOGGER
 
-from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.side_channel import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE
 from fedbn_flwr.deployment.cli import main as fedbn_flwr
 from fedbn_flwr.experiments import resolve
@@ -32,16 +29,6 @@ EXCHANGES = re.compile(r"\d+ exchanges over the side channel in ([\d.]+) s, the 
 _ENOUGH = 600.0
 
 
-@dataclass(frozen=True)
-class _MakeClient:
-    """Makes the clients of an experiment, in a process of their own."""
-
-    options: dict[str, Any]
-
-    def __call__(self, context: Context) -> BNClient:
-        return bound_client_fn(self.options)(context)
-
-
 def measure_streams(options: dict[str, Any], nodes: int, rtt: float) -> dict[str, Any]:
     """Run some rounds; return the medians of an exchange's milliseconds and of a round's seconds."""
     options = {**options, "clients": nodes, "device": "cpu"}
@@ -55,7 +42,7 @@ def measure_streams(options: dict[str, Any], nodes: int, rtt: float) -> dict[str
         for number, relay in enumerate(relays):
             relay.delay = rtt / 2000
             way = {CERTIFICATES_VARIABLE: str(server / "ca.crt"), ADDRESS_VARIABLE: f"127.0.0.1:{relay.port}"}
-            sites[number] = Site(way, make_client=_MakeClient(options))
+            sites[number] = Site(way, make_client=bound_client_fn(resolve(options).config))
         certificates = (server / "server.key").read_bytes(), (server / "server.crt").read_bytes()
         channel = ChannelOptions(port, f"localhost:{port}", certificates, _ENOUGH, _ENOUGH)
         grid = ConcurrentNodes(nodes, sites)

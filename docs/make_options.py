@@ -4,13 +4,12 @@ import inspect
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 
 from fedbn_flwr.experiments import Config
-from fedbn_flwr.experiments.strategy_options import all_options, own_options, owners
+from fedbn_flwr.experiments.method import all_options, own_options, owners
+from fedbn_flwr.plugins.options import as_value, options_of
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg
-from fedbn_flwr.wire import wire_key
 
 PAGE = Path(__file__).with_name("options.md")
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
@@ -84,7 +83,7 @@ def page() -> str:
         "## For all methods",
         table(
             ("option", "default", "meaning"),
-            ((code(wire_key(item.name)), code(item.default), item.metadata["help"]) for item in fields(Config)),
+            ((code(key), code(as_value(item.default)), item.help) for key, item in options_of(Config).items()),
         ),
         "## For single strategies",
         "Every strategy takes these:",

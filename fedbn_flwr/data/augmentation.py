@@ -6,7 +6,7 @@ An explicit generator makes every random choice. Augmentations of single images 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedbn_flwr.data.image_augmentation import FlipRotate, RandomCrop, ResizedCropFlip
 from fedbn_flwr.data.pixels import Channels, normalize
+from fedbn_flwr.plugins.options import Range, UsageError, options_of, read_options, read_pairs
 
 #: batch N x C x H x W, generator, and the channels' mean and standard deviation that the batch was normalized with
 Augmentation = Callable[[Tensor, torch.Generator, Channels, Channels], Tensor]
@@ -35,8 +36,8 @@ class Crop:
     """
 
     flip: bool
-    padding: int | None = None
-    fill: float | None = None
+    padding: Annotated[int | None, Range(0)] = None
+    fill: Annotated[float | Literal["mean"], Range(0, 1)] = "mean"
 
     def __call__(self, inputs: Tensor, generator: torch.Generator, mean: Channels, std: Channels) -> Tensor:
         """Crop a batch."""
@@ -61,7 +62,7 @@ class Crop:
     def _padded(self, inputs: Tensor, mean: Channels, std: Channels) -> Tensor:
         height, width = inputs.shape[-2:]
         above, left = self._border(height), self._border(width)
-        if self.fill is None:
+        if isinstance(self.fill, str):
             return F.pad(inputs, (left, left, above, above))
         fill = torch.full((1, inputs.shape[1], 1, 1), self.fill, device=inputs.device)
         shape = (*inputs.shape[:2], height + 2 * above, width + 2 * left)
@@ -90,63 +91,16 @@ def augment(spec: str, inputs: Tensor, generator: torch.Generator, mean: Channel
     """Augment a batch N x C x H x W, which was normalized with `mean` and `std`, as `spec` says.
 
     The generator may live on the CPU while the batch is on a GPU. A spec that `parse_augmentation` refuses is a
-    ValueError.
+    UsageError.
     """
     return parse_augmentation(spec)(inputs, generator, mean, std)
 
 
 @lru_cache(maxsize=64)
 def parse_augmentation(spec: str) -> Augmentation:
-    """Read `NAME[:option=VALUE]...`; a name or option that does not exist is a ValueError."""
+    """Read `NAME[:option=VALUE]...`; a name or option that does not exist is a UsageError."""
     name, *items = spec.split(":")
     if name not in AUGMENTATIONS:
-        raise ValueError(f"unknown augmentation {name!r}; there are: {', '.join(AUGMENTATIONS)}")
-    known, options = _OPTIONS.get(name, {}), dict[str, Any]()
-    for item in items:
-        key, _, value = item.partition("=")
-        if key not in known:
-            there_are = f"there are: {', '.join(known)}" if known else "it has none"
-            raise ValueError(f"augmentation {name!r}: unknown option {key!r}; {there_are}")
-        try:
-            options[key] = known[key](value)
-        except ValueError as error:
-            raise ValueError(f"augmentation {name!r}: {key} must be {error}, not {value!r}") from None
-    return AUGMENTATIONS[name](**options)
-
-
-def _parse_padding(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError("a whole number of at least 0")
-    return int(text)
-
-
-def _parse_fill(text: str) -> float | None:
-    return None if text == "mean" else _number(text, 0, 1, "'mean' or a number from 0 to 1")
-
-
-def _parse_scale(text: str) -> float:
-    return _number(text, 1e-6, 1, "a number above 0 and at most 1")
-
-
-def _parse_degrees(text: str) -> float:
-    return _number(text, 0, 180, "a number from 0 to 180")
-
-
-def _number(text: str, low: float, high: float, allowed: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(allowed) from None
-    if not low <= value <= high:
-        raise ValueError(allowed)
-    return value
-
-
-_CROP: dict[str, Callable[[str], Any]] = {"padding": _parse_padding, "fill": _parse_fill}
-#: the options of each augmentation, with their parsers
-_OPTIONS: dict[str, dict[str, Callable[[str], Any]]] = {
-    "crop": _CROP,
-    "crop-flip": _CROP,
-    "resized-crop-flip": {"scale": _parse_scale},
-    "flip-rotate": {"degrees": _parse_degrees},
-}
+        raise UsageError(f"unknown augmentation {name!r}; there are: {', '.join(AUGMENTATIONS)}")
+    owner, make = f"augmentation {name!r}", AUGMENTATIONS[name]
+    return make(**read_options(owner, options_of(make), read_pairs(owner, items)))

@@ -4,11 +4,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fedbn_flwr.data.file_split import WORKERS
 from fedbn_flwr.data.splits import Data
 from fedbn_flwr.plugins import add
+from fedbn_flwr.plugins.options import Option, Range, option_key, read_options, read_pairs
 
 #: the data set of a run for which every site of a deployment has data of its own
 SITES = "sites"
@@ -35,43 +36,28 @@ class DatasetRequest:
     @property
     def path(self) -> str:
         """The path (or name) in an argument `[PATH][:key=value]...`."""
-        return self._path_and_options[0]
+        return self._parts[0]
+
+    def options(self, **defaults: int | str) -> dict[str, Any]:
+        """Read the argument as `key=value:key=value...`: these keys, of the types of their defaults."""
+        return self._read(defaults, [*filter(None, [self.path]), *self._parts[1]])
+
+    def options_after_path(self, **defaults: int | str) -> dict[str, Any]:
+        """Read the options of an argument `[PATH][:key=value]...`, as `options` does."""
+        return self._read(defaults, self._parts[1])
 
     @property
-    def _path_and_options(self) -> tuple[str, list[str]]:
+    def _parts(self) -> tuple[str, list[str]]:
         """Split `PATH:key=value...`; what comes before the first `:key=` is the path."""
-        path, *options = re.split(r":(?=[a-z]+=)", f":{self.argument}")
+        path, *options = re.split(r":(?=[a-z-]+=)", f":{self.argument}")
         return path.removeprefix(":"), options
 
-    def options(self, **defaults: int) -> dict[str, int]:
-        """Read the argument as `key=value:key=value...`, whole numbers, with these keys and defaults."""
-        return self._numbers(self.argument.split(":") if self.argument else [], defaults)
-
-    def options_after_path(self, **defaults: int) -> dict[str, int]:
-        """Read the options of an argument `[PATH][:key=value]...`, as `options` does."""
-        return self._numbers(self._path_and_options[1], defaults)
-
-    def texts_after_path(self, *known: str) -> dict[str, str]:
-        """Read the options of an argument `[PATH][:key=value]...` as texts."""
-        pairs = [part.partition("=") for part in self._path_and_options[1]]
-        self._check_keys([key for key, _, _ in pairs], known)
-        return {key: value for key, _, value in pairs}
-
-    def _numbers(self, parts: Sequence[str], defaults: Mapping[str, int]) -> dict[str, int]:
-        values = dict(defaults)
-        for part in parts:
-            key, _, value = part.partition("=")
-            self._check_keys([key], list(defaults))
-            if not value.isdecimal():
-                raise ValueError(f"{self.name}: {key} must be a whole number, not {value!r}")
-            values[key] = int(value)
-        return values
-
-    def _check_keys(self, keys: Sequence[str], known: Sequence[str]) -> None:
-        for key in keys:
-            if key not in known:
-                there_are = f"there are: {', '.join(known)}" if known else "it has none"
-                raise ValueError(f"{self.name}: unknown option {key!r}; {there_are}")
+    def _read(self, defaults: Mapping[str, int | str], items: Sequence[str]) -> dict[str, Any]:
+        known = {
+            option_key(name): Option(name, type(value), value, range=Range(0) if isinstance(value, int) else None)
+            for name, value in defaults.items()
+        }
+        return {**defaults, **read_options(self.name, known, read_pairs(self.name, items))}
 
 
 #: reads a data set

@@ -6,13 +6,14 @@ whichever process it is decoded.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fedbn_flwr.data.pixels import Channels, normalize
 from fedbn_flwr.plugins import extra
+from fedbn_flwr.plugins.options import Range
 
 #: height and width in pixels
 Size = tuple[int, int]
@@ -80,7 +81,7 @@ class ResizedCropFlip(ImageAugmentation):
     `scale` is the smallest share of the image's area; the sides' ratio is from 3/4 to 4/3.
     """
 
-    scale: float = 0.08
+    scale: Annotated[float, Range(1e-6, 1)] = 0.08
     sizes: ClassVar[bool] = True
 
     def transform(self, size: Size, fill: Sequence[float]) -> Any:
@@ -97,7 +98,7 @@ class FlipRotate(ImageAugmentation):
     a label map are `IGNORED`.
     """
 
-    degrees: float = 30.0
+    degrees: Annotated[float, Range(0, 180)] = 30.0
 
     def transform(self, size: Size, fill: Sequence[float]) -> Any:
         """Return RandomHorizontalFlip and RandomRotation."""

@@ -1,5 +1,6 @@
 """The data sets that there are: each registered name with the function that reads it."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from fedbn_flwr.data.dataset_registry import SITES, DatasetRequest, register_dataset
@@ -111,7 +112,7 @@ def _cityscapes(request: DatasetRequest) -> Data:
 @register_dataset("hf")
 def _hugging_face(request: DatasetRequest) -> Data:
     """A data set of images of the Hugging Face Hub, or saved from there: `hf:NAME`."""
-    name, options = request.path, request.texts_after_path(*Choice.__dataclass_fields__)
+    name, options = request.path, request.options_after_path(**asdict(Choice()))
     if not name:
         raise ValueError("hf: needs a name, as in hf:uoft-cs/cifar10")
     return hugging_face(name, request.root, request.image_size, request.image_workers, Choice(**options))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr import __version__
-from fedbn_flwr.experiments.config import UsageError
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.state.record_files import sync
 

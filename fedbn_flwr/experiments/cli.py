@@ -6,16 +6,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fedbn_flwr.experiments.comparison import Plan, compare
-from fedbn_flwr.experiments.config import Config, UsageError, convert
+from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.data_command import add_data_command, check_data
 from fedbn_flwr.experiments.diagnosis.command import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, prepare
-from fedbn_flwr.experiments.method import import_plugins, resolve, split_methods
+from fedbn_flwr.experiments.method import all_options, import_plugins, owners, resolve, split_methods
 from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_run
 from fedbn_flwr.experiments.output.listing import listing, show_listing
 from fedbn_flwr.experiments.output.run_folder import make_folder
@@ -23,10 +22,9 @@ from fedbn_flwr.experiments.recipes.commands import add_recipe_commands, at_leas
 from fedbn_flwr.experiments.recovery import resume
 from fedbn_flwr.experiments.reports.command import add_report_command, report
 from fedbn_flwr.experiments.resources import check_simulation
-from fedbn_flwr.experiments.strategy_options import all_options, owners
 from fedbn_flwr.experiments.tune import GRID, candidates, check, search, write_tuning
+from fedbn_flwr.plugins.options import Option, UsageError, as_value, convert, options_of
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
-from fedbn_flwr.wire import wire_key
 
 EPILOG = """\
 A method is STRATEGY[+NORM][:key=value]..., e.g. fedavg+gn or fedprox:mu=0.01:lr=0.05; its own options override the
@@ -98,14 +96,15 @@ def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     several = _command(commands, "compare", "train with several methods on the same data, model and seeds")
     several.add_argument("--methods", required=True, help="comma-separated methods")
     several.add_argument("--seeds", default="1", metavar="N", help="runs per method, with seeds from --seed on [1]")
-    several.add_argument("--lr-grid", default="", help="comma-separated learning rates; each method uses its best one")
+    text = "comma-separated learning rates; each method uses its best one"
+    several.add_argument("--lr-grid", dest="lr-grid", metavar="LR_GRID", default="", help=text)
     _add_engine(several)
     _add_shared(several, skip=("method", "resume"))
     single = _command(
         commands, "diagnose", "measure which mismatch of BN statistics the clients' data cause, without training"
     )
     single.add_argument("--batches", default="4", metavar="N", help="mini-batches per client to average over [4]")
-    _add_shared(single, skip=("resume", "checkpoint_every", "log_to"))
+    _add_shared(single, skip=("resume", "checkpoint-every", "log-to"))
     _add_tune(commands)
     names = _command(commands, "list", "show every strategy, normalizer, model, data set, partition and augmentation")
     names.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
@@ -127,7 +126,7 @@ def _add_tune(commands: Any) -> None:
     )
     freeze.add_argument("--seeds", default="1", metavar="N", help="runs per value, with seeds from --seed on [1]")
     _add_engine(freeze)
-    _add_shared(freeze, skip=("resume", "checkpoint_every", "validation"))
+    _add_shared(freeze, skip=("resume", "checkpoint-every", "validation"))
 
 
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -149,21 +148,23 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 def _add_shared(parser: argparse.ArgumentParser, skip: Sequence[str]) -> None:
     group = parser.add_argument_group("shared options")
-    for item in fields(Config):
-        if item.name not in skip:
-            text = f"{item.metadata['help']} [{item.default}]"
-            group.add_argument(f"--{wire_key(item.name)}", metavar=item.name.upper(), help=text.replace("%", "%%"))
+    for key, option in options_of(Config).items():
+        if key not in skip:
+            _add_option(group, key, option, "")
     group = parser.add_argument_group("options of single strategies")
     for key, option in all_options().items():
         names = owners(key)
-        whose = "all strategies" if len(names) == len(REGISTRY) else ", ".join(names)
-        text = f"{option.help} [{option.default}] ({whose})"
-        group.add_argument(f"--{key}", metavar=option.name.upper(), help=text.replace("%", "%%"))
+        _add_option(group, key, option, f" ({'all strategies' if len(names) == len(REGISTRY) else ', '.join(names)})")
+
+
+def _add_option(group: Any, key: str, option: Option, whose: str) -> None:
+    text = f"{option.help} [{as_value(option.default)}]{whose}"
+    group.add_argument(f"--{key}", dest=key, metavar=option.name.upper(), help=text.replace("%", "%%"))
 
 
 def _run(options: dict[str, Any]) -> None:
-    name, given = options.pop("engine", None), _kebab(options)
-    experiment, name = resume(given, name) if given.get("resume") else (resolve(given), name)
+    name = options.pop("engine", None)
+    experiment, name = resume(options, name) if options.get("resume") else (resolve(options), name)
     engine = _engine(name)
     prepare(engine, experiment.config)
     check_simulation(experiment)
@@ -181,8 +182,8 @@ def _compare(options: dict[str, Any]) -> None:
     if twice := [method for method in methods if methods.count(method) > 1]:
         raise UsageError(f"--methods names {twice[0]!r} twice")
     seeds = at_least_one("--seeds", options.pop("seeds"))
-    rates = [float(convert("--lr-grid", rate, float)) for rate in str(options.pop("lr_grid")).split(",") if rate]
-    plan = Plan(_kebab(options), methods, seeds, rates)
+    rates = [float(convert("--lr-grid", rate, float)) for rate in str(options.pop("lr-grid")).split(",") if rate]
+    plan = Plan(options, methods, seeds, rates)
     for method in methods:
         prepare(engine, plan.experiment(method, 0).config)
     plan.check()
@@ -196,11 +197,11 @@ def _compare(options: dict[str, Any]) -> None:
 
 def _tune(options: dict[str, Any]) -> None:
     option, engine, grid = options.pop("action"), _engine(options.pop("engine", None)), str(options.pop("grid"))
-    if option.replace("-", "_") in options:
+    if option in options:
         raise UsageError(f"--{option} is the option that is tuned: give the values to try with --grid")
     method = str(options.pop("method", "fixbn"))
     seeds = at_least_one("--seeds", options.pop("seeds"))
-    plan = Plan(_kebab(options), list(candidates(method, grid).values()), seeds)
+    plan = Plan(options, list(candidates(method, grid).values()), seeds)
     check(plan)
     config = plan.experiment(plan.methods[0], 0).config
     prepare(engine, config)
@@ -212,7 +213,7 @@ def _tune(options: dict[str, Any]) -> None:
 
 def _diagnose(options: dict[str, Any]) -> None:
     count = int(convert("--batches", options.pop("batches"), int))
-    run_diagnosis(_kebab(options), count)
+    run_diagnosis(options, count)
 
 
 def _list(options: dict[str, Any]) -> None:
@@ -240,7 +241,3 @@ def _engine(name: str | None) -> Any:
     if name not in ENGINES:
         raise UsageError(f"unknown engine {name!r}; known: {', '.join(ENGINES)}")
     return ENGINES[name]
-
-
-def _kebab(options: dict[str, Any]) -> dict[str, Any]:
-    return {wire_key(name): value for name, value in options.items()}

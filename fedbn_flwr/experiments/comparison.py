@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from fedbn_flwr.experiments.config import UsageError, convert
 from fedbn_flwr.experiments.engines import Engine
 from fedbn_flwr.experiments.method import Experiment, parse, resolve
 from fedbn_flwr.experiments.output.plots import plot_curves, title_of
@@ -15,6 +14,7 @@ from fedbn_flwr.experiments.output.recorder import Progress, Summary, diverged
 from fedbn_flwr.experiments.output.run_folder import as_json, read_rounds
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.plugins import extra
+from fedbn_flwr.plugins.options import UsageError, convert
 from fedbn_flwr.strategies import CannotTrainError
 
 VALIDATION_SHARE = 0.2

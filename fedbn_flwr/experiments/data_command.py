@@ -5,7 +5,7 @@ from typing import Any
 
 from fedbn_flwr.data.check import IMAGES, check_dataset, where_to_get
 from fedbn_flwr.data.sets.catalog import CATALOG
-from fedbn_flwr.experiments.config import UsageError, convert
+from fedbn_flwr.plugins.options import UsageError, convert
 
 
 def add_data_command(commands: Any, parser_class: type[argparse.ArgumentParser]) -> None:

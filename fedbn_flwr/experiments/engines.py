@@ -18,7 +18,7 @@ from fedbn_flwr.client.layerwise_step import STEPS
 from fedbn_flwr.clientapp import client_app, keep_states_in
 from fedbn_flwr.experiments.checkpoint import STATES
 from fedbn_flwr.experiments.client_side import bound_client_fn
-from fedbn_flwr.experiments.config import Config, UsageError
+from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment, import_plugins
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.resources import (
@@ -32,6 +32,7 @@ from fedbn_flwr.experiments.resources import (
 from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.experiments.workers import count_workers, one_step
 from fedbn_flwr.plugins import extra
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.prepared import PreparedGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import preload
@@ -110,7 +111,7 @@ def _app(experiment: Experiment, partitions: Sequence[int]) -> ClientApp:
     gc.freeze()
     # at the end it is, or libraries complain of what they find left
     atexit.register(gc.unfreeze)
-    return client_app(bound_client_fn(experiment.to_mapping()))
+    return client_app(bound_client_fn(experiment.config))
 
 
 def _steps_that_fit(config: Config) -> int:
@@ -156,7 +157,7 @@ def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None =
 
     run_simulation(
         server,
-        client_app(bound_client_fn(experiment.to_mapping()), mods),
+        client_app(bound_client_fn(experiment.config), mods),
         num_supernodes=experiment.config.clients,
         backend_config={
             "init_args": {"address": cluster},

@@ -2,19 +2,26 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cache
+from inspect import signature
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from fedbn_flwr.data import SITES
-from fedbn_flwr.experiments.config import Config, UsageError, Value, convert
-from fedbn_flwr.experiments.norm_options import add_norm_options
-from fedbn_flwr.experiments.strategy_options import all_options, own_options
+from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.models import build
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.plugins import load_plugins
+from fedbn_flwr.plugins.options import Option, UsageError, Value, options_of, read_options, read_pairs
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy
 from fedbn_flwr.wire import wire_key
 
 #: normalizers whose running statistics only one strategy provides
 BOUND_NORMS = {"hbn": "hbn", "static-bn": "heterofl"}
+#: constructor arguments of strategies that follow from the shared options
+SHARED = ("lr_schedule", "seed", "patience", "exchange_timeout", "evaluate_every")
+#: keys that mean something else on the command line
+_TAKEN = {*options_of(Config), "engine", "verbose", "methods", "seeds", "lr-grid", "batches", "help"}
 
 
 @dataclass(frozen=True)
@@ -58,31 +65,68 @@ class Experiment:
         return {"mean_personal": True} if reported else {}
 
     def to_mapping(self) -> dict[str, Value]:
-        """Return every option by its kebab-case key; the method as it was written."""
+        """Return every option by its kebab-case key, as it is written in files."""
         return {**self.config.to_mapping(), **{wire_key(name): value for name, value in self.options.items()}}
+
+
+class Method(NamedTuple):
+    """A method as it is written, taken apart."""
+
+    strategy: str
+    #: None where the text names none
+    norm: str | None
+    options: Mapping[str, str]
 
 
 def resolve(values: Mapping[str, Any]) -> Experiment:
     """Return the experiment of flat options: shared ones, strategies' own ones, and those in the method's text."""
     import_plugins(str(values.get("plugins", "")))
-    owned = all_options()
-    shared = {key: value for key, value in values.items() if key not in owned}
+    text = str(values.get("method", Config.method))
+    method, owned = parse(text), all_options()
+    own, shared = own_options(REGISTRY[method.strategy]), options_of(Config)
+    # the others say what is run, and not how
+    inside = {**own, **{key: option for key, option in shared.items() if key not in ("method", "plugins", "resume")}}
+    overrides = read_options(f"method {text!r}", inside, method.options.items())
     # in a run configuration every key must exist, and an empty text stands for "not given"
-    given = {key: value for key, value in values.items() if key in owned and value != ""}
-    method = str(shared.get("method", Config.method))
-    strategy, norm, overrides = parse(method)
-    own = own_options(REGISTRY[strategy])
-    for key in overrides:
-        if key in ("method", "plugins", "resume") or (key not in own and key not in Config().to_mapping()):
-            raise UsageError(
-                f"method {method!r}: unknown option {key!r}; its own are: {', '.join(own) or 'none'}; shared ones: "
-                f"{', '.join(Config().to_mapping())}"
-            )
-    shared |= {key: value for key, value in overrides.items() if key not in own}
-    given |= {key: value for key, value in overrides.items() if key in own}
-    options = {own[key].name: convert(key, value, own[key].kind) for key, value in given.items() if key in own}
-    config = _with_norm(Config.from_mapping(shared), REGISTRY[strategy], options, norm)
-    return _pooled(Experiment(config, strategy, options))
+    options = {own[key].name: own[key].read(value) for key, value in values.items() if key in own and value != ""}
+    options |= {name: value for name, value in overrides.items() if wire_key(name) in own}
+    common = {key: value for key, value in values.items() if key not in owned}
+    common |= {wire_key(name): value for name, value in overrides.items() if wire_key(name) in shared}
+    config = _with_norm(Config.from_mapping(common), REGISTRY[method.strategy], options, method.norm)
+    experiment = Experiment(config, method.strategy, options)
+    return _pooled(experiment, method) if experiment.strategy_class.pooled else experiment
+
+
+@cache
+def own_options(strategy: type[BaseStrategy]) -> Mapping[str, Option]:
+    """Return the options that a strategy's constructors declare, by kebab-case key."""
+    options: dict[str, Option] = {}
+    for owner in strategy.__mro__:
+        if not issubclass(owner, BaseStrategy):
+            continue
+        for key, option in options_of(owner).items():
+            if option.name in (*SHARED, *strategy.replaced):
+                continue
+            # a subclass may give an option another default without repeating its help
+            nearest = options.setdefault(key, option)
+            options[key] = nearest._replace(help=nearest.help or option.help)
+    return MappingProxyType(options)
+
+
+def all_options() -> dict[str, Option]:
+    """Return the options of all strategies; where several share one, as the first of them has it."""
+    options: dict[str, Option] = {}
+    for name, strategy in REGISTRY.items():
+        for key, option in own_options(strategy).items():
+            if key in _TAKEN:
+                raise UsageError(f"strategy {name!r}: the option {key!r} of its constructor is one of all commands")
+            options.setdefault(key, option)
+    return options
+
+
+def owners(key: str) -> list[str]:
+    """Return the names of the strategies that have an option."""
+    return [name for name, strategy in REGISTRY.items() if key in own_options(strategy)]
 
 
 def import_plugins(modules: str) -> None:
@@ -93,21 +137,16 @@ def import_plugins(modules: str) -> None:
         raise UsageError(str(error)) from error
 
 
-def parse(method: str) -> tuple[str, str | None, dict[str, str]]:
+def parse(text: str) -> Method:
     """Split `STRATEGY[+NORM][:key=value]...`."""
-    head, *items = method.split(":")
+    head, *items = text.split(":")
     strategy, plus, norm = head.partition("+")
     if strategy not in REGISTRY:
         raise UsageError(f"unknown strategy {strategy!r}; known: {', '.join(REGISTRY)}")
     if plus and norm not in NORMS:
         raise UsageError(f"unknown normalizer {norm!r}; known: {', '.join(NORMS)}")
-    options = {}
-    for item in _rejoined(items):
-        key, equals, value = item.partition("=")
-        if not equals or not key:
-            raise UsageError(f"method {method!r}: {item!r} is not of the form key=value")
-        options[key] = value
-    return strategy, norm if plus else None, options
+    options = dict(read_pairs(f"method {text!r}", _rejoined(items)))
+    return Method(strategy, norm if plus else None, options)
 
 
 def split_methods(text: str) -> list[str]:
@@ -135,31 +174,35 @@ def _rejoined(items: list[str]) -> list[str]:
     return joined
 
 
-def _with_norm(config: Config, strategy: type[BaseStrategy], options: Mapping[str, Value], norm: str | None) -> Config:
+def _with_norm(config: Config, strategy: type[BaseStrategy], options: Mapping[str, Any], norm: str | None) -> Config:
+    """Return the options with the normalizer, and with the normalizer's options of the types that it takes."""
     own = strategy.own_norm(options)
-    if own is not None:
-        if norm not in (None, own[0]):
-            raise UsageError(f"method {config.method!r}: the strategy brings its own normalizer {own[0]!r}")
-        options_text = add_norm_options(config.norm_options, own[1], f"method {config.method!r}")
-        return replace(config, norm=own[0], norm_options=options_text)
-    chosen = norm or config.norm
+    chosen, brought = own or (norm or config.norm, {})
+    if norm not in (None, chosen):
+        raise UsageError(f"method {config.method!r}: the strategy brings its own normalizer {chosen!r}")
     if chosen not in NORMS:
         raise UsageError(f"unknown normalizer {chosen!r}; known: {', '.join(NORMS)}")
-    if chosen in BOUND_NORMS:
+    if own is None and chosen in BOUND_NORMS:
         raise UsageError(f"normalizer {chosen!r} only works with the strategy {BOUND_NORMS[chosen]!r}")
-    return replace(config, norm=chosen)
+    # what `build` takes itself, such as groups, has options of its own
+    known = {
+        key: item for key, item in options_of(NORMS[chosen]).items() if item.name not in signature(build).parameters
+    }
+    given = read_options(f"norm-options of {chosen!r}", known, config.norm_options)
+    for name, value in brought.items():
+        if given.setdefault(name, value) != value:
+            raise UsageError(
+                f"norm-options: {name} is {given[name]!r}, but method {config.method!r} sets it to {value!r}"
+            )
+    return replace(config, norm=chosen, norm_options=tuple(given.items()))
 
 
-def _pooled(experiment: Experiment) -> Experiment:
+def _pooled(experiment: Experiment, method: Method) -> Experiment:
     """Return options for one node with all data, on batches as large as all clients' together."""
     config = experiment.config
-    if not experiment.strategy_class.pooled:
-        return experiment
     if not config.clients:
         raise UsageError(f"method {config.method!r} needs clients: the number of clients whose data it unites")
     # `batch-size` inside the method's own text is meant for the one node
-    batch_size = config.batch_size
-    if "batch-size" not in parse(config.method)[2]:
-        batch_size *= max(int(config.clients * config.fraction_train), 1)
-    pooled = replace(config, clients=1, partition="union", batch_size=batch_size, fraction_train=1.0)
+    together = 1 if "batch-size" in method.options else max(int(config.clients * config.fraction_train), 1)
+    pooled = replace(config, clients=1, partition="union", batch_size=together * config.batch_size, fraction_train=1.0)
     return replace(experiment, config=pooled)

@@ -33,7 +33,7 @@ def count(method: str, rounds: int = 1, model: str = "resnet20") -> tuple[Tally,
     """Return the training traffic of each round of a short run."""
     setting = {"model": model, "dataset": IMAGES[model], "partition": "iid", "clients": CLIENTS}
     experiment = resolve({**setting, "method": method, "rounds": rounds})
-    grid = CountingGrid(InProcessGrid(client_app(bound_client_fn(experiment.to_mapping())), CLIENTS))
+    grid = CountingGrid(InProcessGrid(client_app(bound_client_fn(experiment.config)), CLIENTS))
     totals: list[Tally] = []
     experiment.make_strategy(CLIENTS).start(
         grid,

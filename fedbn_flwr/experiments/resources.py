@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 from functools import lru_cache
-from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +14,10 @@ from fedbn_flwr import data, models
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.data.pixels import Channels
-from fedbn_flwr.experiments.config import Config, UsageError
+from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment
-from fedbn_flwr.experiments.norm_options import parse_norm_options
 from fedbn_flwr.experiments.output.sinks import check_sinks
+from fedbn_flwr.plugins.options import UsageError
 
 #: the share of the training data and the draw of the validation split are the same for every seed
 VALIDATION_SEED = 0
@@ -40,17 +39,15 @@ def load_data(config: Config) -> data.Data:
         root=config.data_root or None,
         image_workers=config.image_workers,
     )
-    loaded = _adapted(loaded, config.class_names, config.normalization)
+    loaded = _adapted(loaded, config.classes, config.mean, config.std)
     return loaded.validation_split(config.validation, VALIDATION_SEED) if config.validation else loaded
 
 
 @lru_cache(maxsize=8)
-def _adapted(
-    loaded: data.Data, class_names: tuple[str, ...], normalization: tuple[Channels, Channels] | None
-) -> data.Data:
+def _adapted(loaded: data.Data, class_names: tuple[str, ...], mean: Channels, std: Channels) -> data.Data:
     """Number the classes and normalize as the options say; the same arguments give the same object."""
     numbered = data.renumbered(loaded, class_names) if class_names else loaded
-    return data.normalized(numbered, *normalization) if normalization else numbered
+    return data.normalized(numbered, mean, std) if mean else numbered
 
 
 def form_of(config: Config) -> Form:
@@ -76,7 +73,7 @@ def fresh_model(config: Config, form: Form | None = None) -> nn.Module:
         seed=config.seed,
         init_from=config.init_from or None,
         groups=config.groups,
-        **_norm_options(config),
+        **dict(config.norm_options),
     )
 
 
@@ -114,7 +111,7 @@ def expected_steps(config: Config, samples: int = 0) -> int:
 def check(experiment: Experiment) -> None:
     """Find what cannot work before anything is started: device, data, partition, model and strategy."""
     config = experiment.config
-    check_sinks(config.sink_names)
+    check_sinks(config.log_to)
     try:
         pick_device(config.device)
         if config.dataset != data.SITES:
@@ -124,7 +121,7 @@ def check(experiment: Experiment) -> None:
         raise UsageError(str(error)) from error
     if config.dataset == data.SITES and experiment.strategy_class.pooled:
         raise UsageError(f"method {config.method!r} unites all data, and those of the data set 'sites' stay there")
-    if config.metric_names and config.dataset != data.SITES:
+    if config.class_metrics and config.dataset != data.SITES:
         raise UsageError("class-metrics are measured by sites: they need the data set 'sites'")
     if config.clients:
         check_partition(config, config.clients)
@@ -186,14 +183,6 @@ def refuse_workers(config: Config) -> None:
         raise UsageError(
             f"workers={config.workers} only works with the engines 'stacked' and 'inprocess': Flower has its own ones"
         )
-
-
-def _norm_options(config: Config) -> dict[str, Any]:
-    options = parse_norm_options(config.norm_options)
-    for key in options:
-        if key in signature(models.build).parameters:
-            raise UsageError(f"norm-options: {key!r} is not an option of the normalizer but of the model")
-    return options
 
 
 def set_threads(config: Config) -> None:

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr import state
 from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import clear, read_checkpoint, refuse_foreign, refuse_other_model
-from fedbn_flwr.experiments.config import Config, UsageError
+from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.plots import plot_curves, title_of
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
@@ -23,6 +23,7 @@ from fedbn_flwr.experiments.output.sinks import open_sinks
 from fedbn_flwr.experiments.recovery import Recovery
 from fedbn_flwr.experiments.resources import check, fresh_model, refuse_state_dir, refuse_workers
 from fedbn_flwr.experiments.task import make_task
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.averaging import record, unpack
 from fedbn_flwr.server.channel_grid import ChannelGrid, ChannelOptions
 from fedbn_flwr.strategies import Layerwise, wait_for_nodes
@@ -112,7 +113,7 @@ def run(
     if not saved:
         files.config(experiment.to_mapping(), task.sites)
     strategy, counted = experiment.make_strategy(nodes), CountingGrid(grid)
-    with open_sinks(config.sink_names, folder, experiment.to_mapping(), rounds_done) as sink:
+    with open_sinks(config.log_to, folder, experiment.to_mapping(), rounds_done) as sink:
         journal = Journal(files, strategy, counted, task.scorer, config, sink, progress)
         recovery = Recovery(folder, experiment, engine, grid, strategy, journal)
         if saved:
@@ -169,7 +170,7 @@ def evaluation_of(experiment: Experiment) -> Instruction:
     return Instruction(
         seed=config.seed,
         report_local_loss=config.train_loss_global and by_nodes,
-        class_metrics=",".join(config.metric_names),
+        class_metrics=",".join(config.class_metrics),
     )
 
 

@@ -58,13 +58,13 @@ def _here(grid: Grid, config: Config, nodes: int) -> Task:
 
 def _at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any]) -> Task:
     """Ask the sites what their data are, and agree on what they have in common."""
-    if before and not config.normalization:
+    if before and not config.mean:
         # what the sites agreed on then: today another one may be absent
-        config = replace(config, mean=before["mean"], std=before["std"])
+        config = Config.from_mapping({**config.to_mapping(), "mean": before["mean"], "std": before["std"]})
     answers = ask_sites(grid, sorted(grid.get_node_ids()), config.node_timeout)
     agreement = agree(replace(config, partition=SITES), answers)
     config = rounds_within_budget(agreement.config, nodes, agreement.samples)
     set_threads(config)
-    scorer = SiteScorer(config.class_names, config.metric_names)
+    scorer = SiteScorer(config.classes, config.class_metrics)
     sites_grid = SitesGrid(grid, agreement)
     return Task(config, sites_grid, agreement.form, scorer, agreement.to_config(), agreement.table())

@@ -14,15 +14,14 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Announce, Plan, folder_name, metric_of, run_or_error
-from fedbn_flwr.experiments.config import UsageError
 from fedbn_flwr.experiments.engines import Engine
-from fedbn_flwr.experiments.method import Experiment, parse
+from fedbn_flwr.experiments.method import Experiment, owners, parse
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.output.recorder import outcome_of
 from fedbn_flwr.experiments.output.run_folder import as_json, read_rounds
 from fedbn_flwr.experiments.resources import check_simulation
-from fedbn_flwr.experiments.strategy_options import owners
 from fedbn_flwr.plugins import extra
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.lr_schedule import Moment, moment
 from fedbn_flwr.strategies import CannotTrainError
 

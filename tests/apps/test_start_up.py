@@ -11,7 +11,7 @@ from typing import Any
 from flwr.app import Message
 
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.experiments import serve
+from fedbn_flwr.experiments import resolve, serve
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from tests.helpers.checkout import environment, run
@@ -53,7 +53,7 @@ class Recording(InProcessGrid):
     """Remembers what the node of partition 0 is sent, as it was sent."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__(client_app(bound_client_fn(options)), 2)
+        super().__init__(client_app(bound_client_fn(resolve(options).config)), 2)
 
     @cached_property
     def sent(self) -> list[bytes]:

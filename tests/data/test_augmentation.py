@@ -129,14 +129,14 @@ def test_an_unknown_augmentation_is_named() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("none:padding=2", "augmentation 'none': unknown option 'padding'; it has none"),
-        ("crop:size=2", "augmentation 'crop': unknown option 'size'; there are: padding, fill"),
-        ("crop:2", "augmentation 'crop': unknown option '2'; there are: padding, fill"),
-        ("crop:padding", "augmentation 'crop': padding must be a whole number of at least 0, not ''"),
-        ("crop-flip:padding=-1", "augmentation 'crop-flip': padding must be a whole number of at least 0, not '-1'"),
-        ("crop:fill=black", "augmentation 'crop': fill must be 'mean' or a number from 0 to 1, not 'black'"),
-        ("crop:fill=255", "augmentation 'crop': fill must be 'mean' or a number from 0 to 1, not '255'"),
-        ("crop:fill=nan", "augmentation 'crop': fill must be 'mean' or a number from 0 to 1, not 'nan'"),
+        ("none:padding=2", "augmentation 'none': unknown option 'padding'; its options: none"),
+        ("crop:size=2", "augmentation 'crop': unknown option 'size'; its options: padding, fill"),
+        ("crop:2", "augmentation 'crop': '2' is not of the form key=value"),
+        ("crop:padding", "augmentation 'crop': 'padding' is not of the form key=value"),
+        ("crop-flip:padding=-1", "augmentation 'crop-flip': padding must be at least 0, got -1"),
+        ("crop:fill=black", "augmentation 'crop': fill must be a number or mean, got 'black'"),
+        ("crop:fill=255", "augmentation 'crop': fill must be between 0 and 1, got 255.0"),
+        ("crop:fill=nan", "augmentation 'crop': fill must be a number or mean, got 'nan'"),
     ],
 )
 def test_an_option_that_cannot_be_is_named(spec: str, message: str) -> None:

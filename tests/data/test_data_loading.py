@@ -49,11 +49,11 @@ def test_an_unknown_name_is_an_error_that_lists_what_there_is() -> None:
 
 
 def test_an_option_that_a_data_set_does_not_have() -> None:
-    with pytest.raises(ValueError, match="synthetic: unknown option 'size_'; there are: n, test, classes, size"):
+    with pytest.raises(ValueError, match="synthetic: unknown option 'size_'; its options: n, test, classes, size"):
         load("synthetic:size_=3")
-    with pytest.raises(ValueError, match="digits: unknown option 'size'; it has none"):
+    with pytest.raises(ValueError, match="digits: unknown option 'size'; its options: none"):
         load("digits:size=3")
-    with pytest.raises(ValueError, match="synthetic: n must be a whole number, not 'many'"):
+    with pytest.raises(ValueError, match="synthetic: n must be a whole number, got 'many'"):
         load("synthetic:n=many")
     with pytest.raises(ValueError, match="image size must be at least 1, not 0"):
         load("digits", image_size=0)

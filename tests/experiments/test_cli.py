@@ -9,8 +9,8 @@ import pytest
 
 from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
 from fedbn_flwr.experiments import Config, main
+from fedbn_flwr.experiments.method import all_options, own_options
 from fedbn_flwr.experiments.output.listing import listing
-from fedbn_flwr.experiments.strategy_options import all_options, own_options
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY
@@ -42,7 +42,7 @@ MISTAKES = {
     "image too small": (["--image-size", "5"], "cannot take 5x5 images"),
     "negative image size": (["--image-size", "-5"], "image-size must be at least 0, got -5"),
     "unknown option": (["--learning-rate", "0.1"], "unknown option '--learning-rate'; known: "),
-    "unknown option of a method": (["--method", "fedavg:mu=1"], "unknown option 'mu'; its own are: "),
+    "unknown option of a method": (["--method", "fedavg:mu=1"], "unknown option 'mu'; its options: "),
     "abbreviated option": (["--round", "5"], "unknown option '--round'; known: "),
     "word too many": (["fedbn"], "unknown option 'fedbn'; known: "),
     "option without a value": (["--rounds"], "argument --rounds: expected one argument"),
@@ -53,12 +53,15 @@ MISTAKES = {
     "no truth value": (["--replacement", "yes"], "replacement must be true or false, got 'yes'"),
     "negative number": (["--lr", "-1"], "lr must be at least 0, got -1.0"),
     "number of a strategy": (["--method", "fedprox", "--mu", "some"], "mu must be a number, got 'some'"),
-    "value of a strategy": (["--method", "fixbn", "--freeze", "all"], "unknown freeze 'all'; known: "),
+    "value of a strategy": (
+        ["--method", "fixbn", "--freeze", "all"],
+        "freeze must be statistics, affine or both, got 'all'",
+    ),
     "schedule": (["--lr-schedule", "soon"], "cannot read 'soon'"),
     "unknown optimizer": (["--optimizer", "lamb"], "unknown optimizer 'lamb'; known: sgd, adam"),
     "unknown precision": (["--precision", "fp8"], "unknown precision 'fp8'; known: float32, tf32, bf16"),
     "unknown augmentation": (["--augmentation", "mixup"], "unknown augmentation 'mixup'; there are: none, "),
-    "padding": (["--augmentation", "crop:padding=few"], "'crop': padding must be a whole number of at least 0"),
+    "padding": (["--augmentation", "crop:padding=few"], "'crop': padding must be a whole number, got 'few'"),
     "unknown device": (["--device", "gpu"], "unknown device 'gpu'; known: auto, cpu"),
     "no file to start from": (["--init-from", "/nowhere.pt"], "no file /nowhere.pt"),
     "no weights in the file": (["--init-from", __file__], "test_cli.py is neither safetensors nor a torch state dict"),

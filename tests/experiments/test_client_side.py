@@ -32,13 +32,13 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return resolve(options)
 
     monkeypatch.setattr(node, "resolve", noting)
+    node._config_of.cache_clear()
     node._resources.cache_clear()
     return seen
 
 
 def test_options_are_resolved_once_for_all_nodes_and_messages(resolved: list[dict[str, Any]]) -> None:
-    bound = bound_client_fn(OPTIONS)
-    assert resolved == []
+    bound = bound_client_fn(resolve(OPTIONS).config)
     clients = [make(context(partition)) for make in (bound, client_fn) for partition in (0, 1, 0)]
     assert resolved == [OPTIONS]
     assert [client.partition_id for client in clients] == [0, 1, 0] * 2

@@ -6,7 +6,7 @@ from typing import Any, Optional
 import pytest
 
 from fedbn_flwr.experiments import Config, UsageError
-from fedbn_flwr.experiments.config import convert
+from fedbn_flwr.plugins.options import convert, options_of
 from fedbn_flwr.wire import wire_key
 
 
@@ -18,9 +18,8 @@ def test_the_defaults_are_the_papers_small_setting() -> None:
 
 
 def test_every_option_has_a_kebab_name_and_a_help_text() -> None:
-    for item in fields(Config):
-        assert item.metadata["help"].strip()
-        assert wire_key(item.name) in Config().to_mapping()
+    assert list(options_of(Config)) == [wire_key(item.name) for item in fields(Config)] == list(Config().to_mapping())
+    assert all(option.help for option in options_of(Config).values())
 
 
 def test_a_config_survives_as_a_mapping_and_as_text() -> None:
@@ -109,7 +108,12 @@ def test_what_an_option_cannot_take_is_named(value: Any, kind: Any, spoken: str)
             "unknown augmentation 'mixup'; there are: none, crop, crop-flip, resized-crop-flip, flip-rotate, "
             "random-crop",
         ),
-        ({"augmentation": "crop:fill=2"}, "augmentation 'crop': fill must be 'mean' or a number from 0 to 1, not '2'"),
+        ({"augmentation": "crop:fill=2"}, "augmentation 'crop': fill must be between 0 and 1, got 2.0"),
+        ({"class-metrics": "f1,f2"}, "unknown metric 'f2' in class-metrics; known: f1, auc, precision, recall"),
+        ({"classes": "a,b,a"}, "classes names 'a' twice"),
+        ({"mean": "0.5", "std": "wide"}, "std must be a number, got 'wide'"),
+        ({"mean": "0.5"}, "mean and std go together, and std is above 0, got mean='0.5' and std=''"),
+        ({"norm-options": "r_max"}, "norm-options: 'r_max' is not of the form key=value"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(option: dict[str, Any], message: str) -> None:

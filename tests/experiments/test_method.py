@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.experiments import Config, UsageError, resolve
-from fedbn_flwr.experiments.method import parse, split_methods
+from fedbn_flwr.experiments.method import all_options, own_options, parse, split_methods
 from fedbn_flwr.experiments.resources import fresh_model
-from fedbn_flwr.experiments.strategy_options import all_options, own_options
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY, FedProx, FixBN
 
@@ -54,7 +53,7 @@ def test_an_empty_normalizer_is_not_the_default_one() -> None:
 def test_an_unknown_option_in_a_method_is_named_with_its_own_and_the_shared_ones(option: str) -> None:
     with pytest.raises(UsageError) as caught:
         resolve({"method": f"fixbn:{option}=1"})
-    assert f"unknown option {option!r}; its own are: " in str(caught.value)
+    assert f"unknown option {option!r}; its options: " in str(caught.value)
     assert "freeze-round" in str(caught.value)
     assert "batch-size" in str(caught.value)
 
@@ -78,16 +77,16 @@ def test_what_is_no_key_and_value_is_named(item: str) -> None:
 def test_an_option_of_another_type_is_named(method: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         resolve({"method": method})
-    assert str(caught.value) == message
+    assert str(caught.value) == f"method {method!r}: {message}"
 
 
 @pytest.mark.parametrize(
     ("method", "message"),
     [
         ("fedprox:mu=-1", "mu must not be negative"),
-        ("fixbn:freeze=all", "unknown freeze 'all'"),
+        ("fixbn:freeze=all", "freeze must be statistics, affine or both, got 'all'"),
         ("fixbn:freeze-round=-0.5", "neither a fraction between 0 and 1 nor a number of rounds"),
-        ("fedavg:weighting=size", "unknown weighting 'size'"),
+        ("fedavg:weighting=size", "weighting must be examples or uniform, got 'size'"),
         ("fedavg:lr-schedule=soon", "cannot read 'soon'"),
     ],
 )
@@ -217,7 +216,7 @@ def test_fedwon_without_standardization_has_no_normalizer_either() -> None:
 
 def test_an_option_of_a_normalizer_has_one_value() -> None:
     for value in ("auto", "paper", "0.5"):
-        with pytest.raises(UsageError, match="norm-options: branch_scale is 1, but method"):
+        with pytest.raises(UsageError, match=r"norm-options: branch_scale is 1\.0, but method"):
             resolve({"method": f"fedwon:branch-scale={value}", "norm-options": "branch_scale=1"})
 
 

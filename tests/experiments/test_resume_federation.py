@@ -10,7 +10,7 @@ from flwr.app import Context, Message
 from flwr.supercore.run import Run
 
 from fedbn_flwr.clientapp import client_app, keep_states_in
-from fedbn_flwr.experiments import UsageError, serve
+from fedbn_flwr.experiments import UsageError, resolve, serve
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.server_side import RESULTS_VARIABLE
 from fedbn_flwr.server.passing_grid import PassingGrid
@@ -45,7 +45,9 @@ class Nodes(PassingGrid):
     """The nodes as the ServerApp of a deployment sees them; it may die when they have answered a push of messages."""
 
     def __init__(self, options: dict[str, Any], sites: Path, run: int, fatal: int) -> None:
-        nodes = Forgetful(client_app(bound_client_fn(options), mods=[keep_states_in(sites)]), int(options["clients"]))
+        nodes = Forgetful(
+            client_app(bound_client_fn(resolve(options).config), mods=[keep_states_in(sites)]), int(options["clients"])
+        )
         nodes.run_id = run
         super().__init__(nodes)
         self.set_run(Run.create_empty(run_id=run))

@@ -10,8 +10,8 @@ import pytest
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments import Config, resolve, serve, server_side
 from fedbn_flwr.experiments.client_side import bound_client_fn
-from fedbn_flwr.experiments.config import Value
-from fedbn_flwr.experiments.strategy_options import all_options
+from fedbn_flwr.experiments.method import all_options
+from fedbn_flwr.plugins.options import Value
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import REGISTRY
 from tests.helpers.checkout import ROOT
@@ -62,7 +62,7 @@ def test_a_server_that_keeps_results_keeps_each_run_in_a_folder_of_its_number(
     monkeypatch.setenv("FEDBN_FLWR_RESULTS", str(tmp_path))
     # wherever else a run configuration says
     options = {**OPTIONS, "rounds": "1", "results-dir": str(tmp_path / "elsewhere")}
-    grid = InProcessGrid(client_app(bound_client_fn(options)), 2)
+    grid = InProcessGrid(client_app(bound_client_fn(resolve(options).config)), 2)
     serve(grid, options, run_id=7041)
     assert [path.name for path in tmp_path.iterdir()] == ["7041"]
     assert (tmp_path / "7041" / "summary.json").exists()
@@ -83,7 +83,7 @@ def test_statistics_of_small_batches_are_warned_about(
     lines: list[str] = []
     monkeypatch.setattr(server_side, "log", lambda _, text, *values: lines.append(text % values))
     run_config = {**OPTIONS, **options, "rounds": "1", "results-dir": str(tmp_path)}
-    serve(InProcessGrid(client_app(bound_client_fn(run_config)), 2), run_config)
+    serve(InProcessGrid(client_app(bound_client_fn(resolve(run_config).config)), 2), run_config)
     warnings = [line for line in lines if "FedTAN's authors advise at least 32" in line]
     assert len(warnings) == warned
     assert all(f"mini-batches of {options['batch-size']} samples" in line for line in warnings)

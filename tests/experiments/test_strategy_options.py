@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, ClassVar
 
-from fedbn_flwr.experiments.strategy_options import all_options, own_options, owners
+from fedbn_flwr.experiments.method import all_options, own_options, owners
+from fedbn_flwr.plugins.options import Option
 from fedbn_flwr.strategies import REGISTRY, Centralized, FedAvg, FedProx, FixBN
 
 
@@ -20,13 +21,13 @@ class Child(Parent):
 
 def test_an_option_has_its_kind_its_default_and_its_help() -> None:
     option = own_options(Parent)["pull-often"]
-    assert option == ("pull_often", int | str, 3, "how often it pulls")
-    assert own_options(FedProx)["mu"] == ("mu", float, 0.01, "weight of the proximal term")
+    assert option == Option("pull_often", int | str, 3, "how often it pulls")
+    assert own_options(FedProx)["mu"] == Option("mu", float, 0.01, "weight of the proximal term")
 
 
 def test_a_subclass_changes_the_default_and_keeps_the_help() -> None:
-    assert own_options(Child)["pull-often"] == ("pull_often", float, 5.0, "how often it pulls")
-    assert own_options(Child)["bare"] == ("bare", bool, False, "")
+    assert own_options(Child)["pull-often"] == Option("pull_often", float, 5.0, "how often it pulls")
+    assert own_options(Child)["bare"] == Option("bare", bool, False, "")
     fixed, central = own_options(FixBN)["freeze-round"], own_options(Centralized)["freeze-round"]
     assert central.help == fixed.help != ""
     assert (fixed.default, central.default) == (0.5, 10**9)

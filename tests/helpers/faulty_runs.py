@@ -110,7 +110,7 @@ class FaultyRun:
         """Compare the model with that of a run in process in which south takes part in the same rounds only."""
         nodes = self.nodes()
         options = {**self._options, "rounds": len(nodes), "min-nodes": 1, "node-timeout": 0, "device": "cpu"}
-        grid = _AttendedGrid(client_app(bound_client_fn(options)), len(SITES))
+        grid = _AttendedGrid(client_app(bound_client_fn(resolve(options).config)), len(SITES))
         grid.attendance = nodes
         run(grid, resolve(options), folder)
         assert [row["nodes"] for row in read_rounds(folder)] == nodes

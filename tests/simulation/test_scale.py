@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.experiments import UsageError, resolve, serve
+from fedbn_flwr.data import Data
+from fedbn_flwr.experiments import Config, UsageError, resolve, serve
 from fedbn_flwr.experiments.client_side import bound_client_fn
-from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.resources import load_data
 from fedbn_flwr.randomness import numpy_generator
 from fedbn_flwr.server.sampling import ASKED_AT_ONCE, Roster
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, Contexts
@@ -230,13 +230,13 @@ def test_thousands_are_asked_some_at_a_time_and_once(monkeypatch: pytest.MonkeyP
 def test_options_are_read_once_for_all_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
 
-    def counted(options: Mapping[str, Any]) -> Experiment:
-        calls.append(options)
-        return resolve(options)
+    def counted(config: Config) -> Data:
+        calls.append(config)
+        return load_data(config)
 
-    monkeypatch.setattr("fedbn_flwr.experiments.client_side.resolve", counted)
-    options = resolve({"dataset": "synthetic:n=90:test=10", "clients": 9, "partition": "iid", "seed": 123}).to_mapping()
-    make = bound_client_fn(options)
+    monkeypatch.setattr("fedbn_flwr.experiments.client_side.load_data", counted)
+    options = {"dataset": "synthetic:n=90:test=10", "clients": 9, "partition": "iid", "seed": 123}
+    make = bound_client_fn(resolve(options).config)
     contexts = Contexts(1, range(9), 9, {})
     assert [len(make(contexts[number]).indices) for number in contexts] == [10] * 9
     assert len(calls) == 1

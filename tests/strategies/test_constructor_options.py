@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from mypy import api
 
-from fedbn_flwr.experiments.strategy_options import own_options
+from fedbn_flwr.experiments.method import own_options
 from fedbn_flwr.norm import StaticBatchNorm
 from fedbn_flwr.server.constructor_options import BaseOptions
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg, FedTANII, FixBN, prepare

@@ -14,11 +14,12 @@ from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.batch_plan import BatchLoader, plan
 from fedbn_flwr.client.training import Batch
 from fedbn_flwr.diagnosis import Diagnosis, check, diagnose
-from fedbn_flwr.experiments.config import Config, UsageError
+from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.diagnosis.report import plot_diagnosis, show_diagnosis
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.run_folder import as_json, make_folder
 from fedbn_flwr.experiments.resources import check_simulation, fresh_model, load_data, make_partition, set_threads
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.randomness import numpy_generator, torch_generator
 from fedbn_flwr.wire import Instruction, wire_key
 

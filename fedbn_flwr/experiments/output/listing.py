@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
+from fedbn_flwr.experiments.method import own_options
 from fedbn_flwr.experiments.output.console import console
-from fedbn_flwr.experiments.strategy_options import own_options
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord
 from safetensors.torch import save_file
 
 from fedbn_flwr import __version__
-from fedbn_flwr.experiments.config import UsageError
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state import from_record
 from fedbn_flwr.state.record_files import write_bytes
 

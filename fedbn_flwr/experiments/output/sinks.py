@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.experiments.config import UsageError
 from fedbn_flwr.plugins import extra
+from fedbn_flwr.plugins.options import UsageError
 
 #: takes the row of a round
 Sink = Callable[[Mapping[str, Any]], None]

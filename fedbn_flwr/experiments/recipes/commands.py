@@ -14,7 +14,6 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fedbn_flwr.experiments.comparison import metric_of
-from fedbn_flwr.experiments.config import UsageError, convert
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.output.recorder import outcome_of
@@ -33,6 +32,7 @@ from fedbn_flwr.experiments.recipes.matrix import (
 from fedbn_flwr.experiments.recipes.recipe import Recipe, check_recipe, read_recipe, recipe_names, recipe_path
 from fedbn_flwr.experiments.recipes.record import MatrixRecord
 from fedbn_flwr.experiments.recipes.table import values_of, write_table
+from fedbn_flwr.plugins.options import UsageError, convert
 from fedbn_flwr.strategies import CannotTrainError
 
 #: options of a run that may be given to all runs of a matrix
@@ -48,12 +48,16 @@ def add_recipe_commands(commands: Any, command: Any) -> None:
     parser.add_argument("--smoke", action="store_true", help="run the same cells in small, on embedded data")
     parser.add_argument("--only", action="append", metavar="LABEL", help="only cells with this label; may be repeated")
     parser.add_argument("--workers", metavar="N", help="cells that run side by side, each in a process [1]")
-    parser.add_argument("--dry-run", action="store_true", help="show what would run, how many steps, and how long")
+    parser.add_argument(
+        "--dry-run", dest="dry-run", action="store_true", help="show what would run, how many steps, and how long"
+    )
     parser.add_argument("--seeds", metavar="N", help="runs a method, instead of the recipe's number")
-    parser.add_argument("--results-dir", metavar="DIR", help="where results go [results/NAME]")
+    parser.add_argument("--results-dir", dest="results-dir", metavar="DIR", help="where results go [results/NAME]")
     parser.add_argument("--engine", help=f"{', '.join(ENGINES)} [stacked]")
     for key in CHANGES:
-        parser.add_argument(f"--{key}", metavar=key.upper().replace("-", "_"), help="as for `run`, for every run")
+        parser.add_argument(
+            f"--{key}", dest=key, metavar=key.upper().replace("-", "_"), help="as for `run`, for every run"
+        )
 
 
 def list_recipes(options: Mapping[str, Any]) -> None:
@@ -84,15 +88,15 @@ def reproduce(options: Mapping[str, Any]) -> None:
     engine = str(options.get("engine", "stacked"))
     if engine not in ENGINES:
         raise UsageError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}")
-    folder = Path(options.get("results_dir") or Path("results", recipe.name.replace("/", "-") + "-smoke" * small))
-    changes = {key: options[key.replace("-", "_")] for key in CHANGES if key.replace("-", "_") in options}
+    folder = Path(options.get("results-dir") or Path("results", recipe.name.replace("/", "-") + "-smoke" * small))
+    changes = {key: options[key] for key in CHANGES if key in options}
     cells = plan_cells(recipe, folder, engine, changes, 0 if small else CHECKPOINT_EVERY)
     workers = at_least_one("--workers", options.get("workers", 1))
-    if options.get("dry_run"):
+    if options.get("dry-run"):
         _show_estimate(recipe, cells, workers)
         return
     check_resources(recipe, cells)
-    check_sinks(cells[0].plan.experiment(cells[0].method, 0).config.sink_names)
+    check_sinks(cells[0].plan.experiment(cells[0].method, 0).config.log_to)
     setting, label = full.cells()[0]
     rounds = full.experiment(setting, label).config.rounds
     only = options.get("only") or ()

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fedbn_flwr.experiments.config import UsageError
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.method import Experiment, parse
 from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.experiments.recipes.matrix import Cell
 from fedbn_flwr.experiments.resources import expected_steps, rounds_within_budget
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.strategies import CannotTrainError
 
 #: training samples, classes, channels and side of the papers' data sets, for a plan where they are not there

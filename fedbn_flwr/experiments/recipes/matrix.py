@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from fedbn_flwr.experiments.checkpoint import FREE, read_checkpoint, refuse_foreign
 from fedbn_flwr.experiments.comparison import Plan, folder_name, plot_comparison, run_method
-from fedbn_flwr.experiments.config import Config, UsageError
+from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.engines import ENGINES, Engine
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
@@ -23,6 +23,7 @@ from fedbn_flwr.experiments.output.run_folder import as_json, make_folder, read_
 from fedbn_flwr.experiments.recipes.recipe import Recipe, Setting
 from fedbn_flwr.experiments.recipes.side_by_side import run_side_by_side
 from fedbn_flwr.experiments.resources import load_data, rounds_within_budget, shared_model
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state.record_files import write_bytes
 from fedbn_flwr.strategies import CannotTrainError
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from fedbn_flwr.experiments.config import UsageError
 from fedbn_flwr.experiments.method import Experiment, parse, resolve
 from fedbn_flwr.experiments.recipes.quantities import QUANTITIES
 from fedbn_flwr.experiments.recipes.reported import Direction, Reported, read_directions, read_reported
 from fedbn_flwr.experiments.recipes.schema import KEYS, SMOKE_KEYS, Fields
+from fedbn_flwr.plugins.options import UsageError
 
 #: options that a matrix sets for every run
 MATRIX_OPTIONS = ("method", "seed", "validation", "results-dir", "resume", "checkpoint-every")

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from fedbn_flwr.experiments.config import UsageError
 from fedbn_flwr.experiments.output.run_folder import as_json, make_folder, read_json
 from fedbn_flwr.experiments.recipes.matrix import Results
 from fedbn_flwr.experiments.recipes.recipe import Recipe, read_recipe
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state.record_files import write_bytes
 
 RECIPE, MATRIX, RESULTS = "recipe.yaml", "matrix.json", "results.json"

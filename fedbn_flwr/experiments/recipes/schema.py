@@ -3,8 +3,9 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
-from fedbn_flwr.experiments.config import Config, UsageError, convert
-from fedbn_flwr.experiments.strategy_options import all_options
+from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.method import all_options
+from fedbn_flwr.plugins.options import UsageError, convert
 
 #: the keys of a recipe
 KEYS = (

@@ -6,12 +6,12 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from fedbn_flwr.experiments.config import UsageError, convert
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.recipes.record import is_matrix
 from fedbn_flwr.experiments.reports.page import write_report
 from fedbn_flwr.experiments.reports.progress import Progress
 from fedbn_flwr.experiments.reports.sources import read_sources
+from fedbn_flwr.plugins.options import UsageError, convert
 
 #: seconds between two looks at a running matrix
 EVERY = 15

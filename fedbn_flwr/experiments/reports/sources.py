@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.experiments.comparison import run_folder
-from fedbn_flwr.experiments.config import UsageError
 from fedbn_flwr.experiments.output.plots import title_of
 from fedbn_flwr.experiments.output.run_folder import read_json
 from fedbn_flwr.experiments.recipes.matrix import Results, is_running, setting_folder
 from fedbn_flwr.experiments.recipes.quantities import QUANTITIES, columns_of
 from fedbn_flwr.experiments.recipes.recipe import Recipe, Setting
 from fedbn_flwr.experiments.recipes.record import MatrixRecord, is_matrix, read_matrix
+from fedbn_flwr.plugins.options import UsageError
 
 Row = Mapping[str, Any]
 #: options in which the seeds of one method differ

@@ -10,8 +10,9 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
-from fedbn_flwr.experiments.config import Config, UsageError
+from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.resources import Form
+from fedbn_flwr.plugins.options import UsageError, as_value
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.wire.site_data import DATA_MEAN, DATA_SHAPE, DATA_STD, SITE_DATA, SiteData
 
@@ -32,7 +33,7 @@ class Agreement:
     @property
     def form(self) -> Form:
         """What a model must know of the data."""
-        return Form(len(self.config.class_names), self.shape[0], self.shape[-1])
+        return Form(len(self.config.classes), self.shape[0], self.shape[-1])
 
     @property
     def samples(self) -> int:
@@ -41,12 +42,13 @@ class Agreement:
 
     def to_config(self) -> ConfigRecord:
         """Return what every message tells a site."""
-        return ConfigRecord({DATA_MEAN: self.config.mean, DATA_STD: self.config.std, DATA_SHAPE: list(self.shape)})
+        mean, std = self.config.mean, self.config.std
+        return ConfigRecord({DATA_MEAN: as_value(mean), DATA_STD: as_value(std), DATA_SHAPE: list(self.shape)})
 
     def objection(self, site: SiteData) -> str | None:
         """Return why a site cannot take part, or None if it can."""
-        if unknown := [name for name in site.class_names if name not in self.config.class_names]:
-            return f"its class {unknown[0]!r} is none of the run's: {', '.join(self.config.class_names)}"
+        if unknown := [name for name in site.class_names if name not in self.config.classes]:
+            return f"its class {unknown[0]!r} is none of the run's: {', '.join(self.config.classes)}"
         if site.shape != self.shape:
             return (
                 f"its images are {_times(site.shape)}, and not {_times(self.shape)} as at the first site "
@@ -76,7 +78,7 @@ def agree(config: Config, answers: Answers) -> Agreement:
         if other := holder(answer.site, sites):
             raise UsageError(f"nodes {other} and {node} both have the site number {answer.site}: give each its own")
         sites[node] = answer
-    if not config.class_names:
+    if not config.classes:
         names = sorted({name for site in sites.values() for name in site.class_names})
         raise UsageError(
             f"the data set 'sites' needs classes, in the order of their numbers; there are: {','.join(names)}"
@@ -106,7 +108,7 @@ def _normalized(config: Config, sites: Sequence[SiteData]) -> Config:
 
     mean = sum n_k m_k / N,   variance = sum n_k (v_k + (m_k - mean)^2) / N,   N = sum n_k
     """
-    if config.normalization:
+    if config.mean:
         return config
     counts = [sum(site.train) for site in sites]
     total, means, deviations = sum(counts), [], []
@@ -118,11 +120,7 @@ def _normalized(config: Config, sites: Sequence[SiteData]) -> Config:
         variance = sum(count * (width + (center - mean) ** 2) for count, center, width in moments) / total
         means.append(mean)
         deviations.append(variance**0.5 or 1.0)
-    return replace(config, mean=_text(means), std=_text(deviations))
-
-
-def _text(numbers: Sequence[float]) -> str:
-    return ",".join(map(repr, numbers))
+    return replace(config, mean=tuple(means), std=tuple(deviations))
 
 
 def _times(shape: Sequence[int]) -> str:

@@ -12,9 +12,10 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr import wire
 from fedbn_flwr.data import SITES
-from fedbn_flwr.experiments.config import Config, UsageError
+from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.resources import load_data
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.wire.site_data import DATA_MEAN, DATA_STD, SITE_DATA, SiteData, problem
 
 #: where a site names its data, in its SuperNode's node configuration: `folder:/PATH` or `package.module:function`
@@ -47,7 +48,7 @@ def describe_data(context: Context) -> SiteData:
     config = resolve(context.run_config).config
     own = at_site(config, str(context.node_config.get(DATA_KEY, "")))
     # by their own names: which names the run knows is for the server to say
-    data = load_data(replace(own, classes="", mean="", std=""))
+    data = load_data(replace(own, classes=(), mean=(), std=()))
     if not data.class_names:
         raise UsageError(f"the site's data {own.dataset!r} have no class names: `Data` takes `class_names`")
     mean, deviations = data.train.measured()

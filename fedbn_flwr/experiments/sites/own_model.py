@@ -71,7 +71,7 @@ def load_own_model(path: str | Path) -> OwnModel:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
         options, about = (json.loads(file.metadata()[key]) for key in ("options", "about"))
     config, shape = replace(resolve(options).config, init_from=""), about["shape"]
-    form = Form(len(config.class_names), shape[0], shape[-1]) if shape else None
+    form = Form(len(config.classes), shape[0], shape[-1]) if shape else None
     model = fresh_model(config, form).eval()
     state.load(model, tensors)
     return OwnModel(model, options, about)

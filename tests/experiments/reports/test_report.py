@@ -10,12 +10,12 @@ import pytest
 from PIL import Image
 
 from fedbn_flwr.experiments import main
-from fedbn_flwr.experiments.config import UsageError
 from fedbn_flwr.experiments.recipes.matrix import _alone_in
 from fedbn_flwr.experiments.recipes.table import values_of
 from fedbn_flwr.experiments.reports import bars
 from fedbn_flwr.experiments.reports.curves import _megabytes
 from fedbn_flwr.experiments.reports.sources import read_sources
+from fedbn_flwr.plugins.options import UsageError
 from tests.helpers.matrix_files import ROUNDS, round_row, write_matrix, write_run
 from tests.helpers.runs import run
 

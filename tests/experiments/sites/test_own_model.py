@@ -69,5 +69,7 @@ def test_a_site_without_a_folder_for_models_writes_none(
 
 
 def test_a_site_opens_no_file_that_a_run_names() -> None:
-    at = at_site(Config(dataset="sites", init_from="/weights.pt", data_root="/data", classes="a,b"), "folder:/images")
+    at = at_site(
+        Config(dataset="sites", init_from="/weights.pt", data_root="/data", classes=("a", "b")), "folder:/images"
+    )
     assert (at.init_from, at.data_root, at.dataset, at.partition) == ("", "", "folder:/images", "union")

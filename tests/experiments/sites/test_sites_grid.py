@@ -17,7 +17,7 @@ from fedbn_flwr.wire.site_data import SITE_DATA, SiteData, problem
 
 NORTH = SiteData(0, ("ill", "well"), (3, 1), (1, 1), (1, 8, 8), (0.25,), (0.01,))
 SOUTH = replace(NORTH, site=1, train=(8, 4), mean=(0.75,), variance=(0.09,))
-CONFIG_OF_RUN = Config(dataset="sites", classes="ill,well")
+CONFIG_OF_RUN = Config(dataset="sites", classes=("ill", "well"))
 
 
 class Answering(InProcessGrid):
@@ -50,11 +50,11 @@ def test_normalization_is_that_of_all_images_together() -> None:
     # 4 images of mean 1/4 and variance 1/100, 12 of mean 3/4 and variance 9/100
     config = agree(CONFIG_OF_RUN, {1: NORTH, 2: SOUTH}).config
     mean = (4 * 0.25 + 12 * 0.75) / 16
-    assert float(config.mean) == mean
+    assert config.mean == (mean,)
     spread = 4 * (0.01 + (0.25 - mean) ** 2) + 12 * (0.09 + (0.75 - mean) ** 2)
-    assert float(config.std) == pytest.approx((spread / 16) ** 0.5, rel=1e-15)
+    assert config.std[0] == pytest.approx((spread / 16) ** 0.5, rel=1e-15)
     # a channel without any spread is not divided by 0
-    assert agree(CONFIG_OF_RUN, {1: replace(NORTH, variance=(0.0,))}).config.std == "1.0"
+    assert agree(CONFIG_OF_RUN, {1: replace(NORTH, variance=(0.0,))}).config.std == (1.0,)
 
 
 def test_a_node_that_does_not_answer_is_named() -> None:

@@ -19,6 +19,7 @@ from fedbn_flwr.experiments import Config, UsageError, serve, task
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.sites.agreement import Agreement, Answers, agree
 from fedbn_flwr.models import build
+from fedbn_flwr.plugins.options import as_value
 from fedbn_flwr.simulation.sequential import InProcessGrid
 from tests.helpers.deaths import Death
 from tests.helpers.site_folders import CLASSES, SitesInProcess, images, write_images, write_sites
@@ -193,7 +194,7 @@ def test_a_run_goes_on_with_what_the_sites_agreed_on(
 
     monkeypatch.setattr(task, "agree", noting)
     serve(later, {**given, "resume": str(tmp_path / "run")})
-    assert [(config.mean, config.std) for config in seen] == [(agreed["mean"], agreed["std"])]
+    assert [(as_value(config.mean), as_value(config.std)) for config in seen] == [(agreed["mean"], agreed["std"])]
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "run"))
     assert one == other
 

@@ -1,0 +1,164 @@
+"""Options of everything that has a name, written `key=value`: their names, types and defaults come from signatures.
+
+Methods, data sets, augmentations, normalizers and the options that all methods share are all read by `read_options`.
+A parameter with a default is an option: `mu: Annotated[float, "weight of the proximal term", Range(0)] = 0.01`.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from math import inf, isfinite
+from types import MappingProxyType, NoneType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+
+Value = bool | int | float | str
+#: options that are read before their types are known
+Pairs = tuple[tuple[str, Value], ...]
+_SPOKEN: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+class UsageError(ValueError):
+    """Bad input: the message is one line that names what was wrong and what is allowed."""
+
+
+class Range(NamedTuple):
+    """The smallest and the largest number that an option takes."""
+
+    low: float
+    high: float = inf
+
+    def __str__(self) -> str:
+        return f"at least {self.low:g}" if self.high == inf else f"between {self.low:g} and {self.high:g}"
+
+
+class Option(NamedTuple):
+    """A parameter with a default, written `name: Annotated[kind, "help"] = default`."""
+
+    name: str
+    #: a type or a union of types
+    kind: Any
+    default: Any
+    help: str = ""
+    range: Range | None = None
+
+    def read(self, value: Any) -> Any:
+        """Return text or a number as the option takes it; a UsageError says what it takes."""
+        return self.check(convert(option_key(self.name), value, self.kind))
+
+    def check(self, value: Any) -> Any:
+        """Return the value; a number out of range is a UsageError."""
+        if self.range and isinstance(value, int | float) and not self.range.low <= value <= self.range.high:
+            raise UsageError(f"{option_key(self.name)} must be {self.range}, got {value}")
+        return value
+
+
+def option_key(name: str) -> str:
+    """Return how a parameter's name is written as an option: `local_steps` is `local-steps`."""
+    return name.replace("_", "-")
+
+
+def options_of(function: Callable[..., object]) -> Mapping[str, Option]:
+    """Return the options of a function or class by kebab-case key: its parameters with a default that can be text."""
+    return _options_of(function)
+
+
+@cache
+def _options_of(function: Callable[..., object]) -> Mapping[str, Option]:
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    options = [_option(parameter) for parameter in parameters if parameter.default is not parameter.empty]
+    return MappingProxyType({option_key(option.name): option for option in options if _is_written(option.kind)})
+
+
+def read_options(owner: str, known: Mapping[str, Option], pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return typed values by parameter name; an unknown key is a UsageError that names the owner's options."""
+    values = {}
+    for key, value in pairs:
+        option = known.get(option_key(key))
+        if option is None:
+            raise UsageError(f"{owner}: unknown option {key!r}; its options: {', '.join(known) or 'none'}")
+        try:
+            values[option.name] = option.read(value)
+        except UsageError as error:
+            raise UsageError(f"{owner}: {error}") from None
+    return values
+
+
+def read_pairs(owner: str, items: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Split each `key=value`; an item of another form is a UsageError."""
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise UsageError(f"{owner}: {item!r} is not of the form key=value")
+        yield key, value
+
+
+def convert(key: str, value: Any, kind: Any) -> Any:
+    """Turn text or a number into what an option takes.
+
+    `kind` is a type, literals, a union of these, or a tuple of any length, which is written with commas.
+    """
+    if kind is Pairs:
+        return value if isinstance(value, tuple) else tuple(read_pairs(key, _listed(value)))
+    if get_origin(kind) is tuple:
+        items = value if isinstance(value, tuple) else _listed(str(value))
+        return tuple(convert(key, item, get_args(kind)[0]) for item in items)
+    for candidate in _alternatives(kind):
+        try:
+            return _converted(value, candidate)
+        except ValueError:
+            continue
+    *others, last = (_SPOKEN.get(part, part) for part in _alternatives(kind))
+    raise UsageError(f"{key} must be {', '.join(others)}{' or ' * bool(others)}{last}, got {value!r}")
+
+
+def as_value(value: Any) -> Value:
+    """Return an option's value as it is written in a file: items of a tuple with commas between."""
+    if not isinstance(value, tuple):
+        return value  # type: ignore[no-any-return]
+    return ",".join("=".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value)
+
+
+def _option(parameter: inspect.Parameter) -> Option:
+    hint = str if parameter.annotation is parameter.empty else parameter.annotation
+    kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    text = " ".join(note for note in notes if isinstance(note, str))
+    limits = next((note for note in notes if isinstance(note, Range)), None)
+    return Option(parameter.name, kind, parameter.default, text, limits)
+
+
+def _is_written(kind: Any) -> bool:
+    """Whether a command line can say it: numbers, text, true or false, and not an object of Python's."""
+    if get_origin(kind) is tuple:
+        return kind is Pairs or _is_written(get_args(kind)[0])
+    return all(part in tuple(_SPOKEN) or isinstance(part, str) for part in _alternatives(kind))
+
+
+def _alternatives(kind: Any) -> Iterator[Any]:
+    """Return the types of a union, and its literals."""
+    if get_origin(kind) is Literal or not get_args(kind):
+        yield from (part for part in get_args(kind) or (kind,) if part is not NoneType)
+    else:
+        for part in get_args(kind):
+            yield from _alternatives(part)
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _converted(value: Any, kind: Any) -> Value:
+    if isinstance(kind, str):  # a literal
+        if value != kind:
+            raise ValueError
+        return kind
+    if kind is bool:
+        if str(value).lower() not in ("true", "false"):
+            raise ValueError
+        return str(value).lower() == "true"
+    if isinstance(value, bool):
+        raise ValueError
+    if kind is int and isinstance(value, float) and not value.is_integer():
+        raise ValueError
+    if kind is float and not isfinite(float(value)):
+        raise ValueError
+    return kind(value)  # type: ignore[no-any-return]
