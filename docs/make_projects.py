@@ -9,31 +9,34 @@ PAGE = Path(__file__).with_name("projects.md")
 INTRODUCTION = """\
 # Six projects, before and after
 
-This page is written from `apps/examples` by `make docs`. Each project runs there as it was `before`, and `after`, with
-`flwr run`. The module `task.py`, with model, data and training loop, is the same in both and not shown. `FixBN` stands
-for any strategy: [plugin.md](plugin.md) has the table of methods and projects.
+This page shows what changes when a Flower project uses this package. There are six projects in `apps/examples`, each
+`before` and `after`. Both versions run with `flwr run`. `make docs` writes this page from them.
 
-In all of them `pyproject.toml` gets one line, the dependency `"fedbn-flwr>=0.1"`.
+The module `task.py`, with model, data and training loop, is the same in both versions and is not shown. The examples
+use `FixBN`; any other strategy works in the same way. [This table](plugin.md#six-projects) has all methods and projects.
+
+In every project, `pyproject.toml` gets one more line: the dependency `"fedbn-flwr>=0.1"`.
 """
 
 PROJECTS = {
     "quickstart": "Flower's quickstart: the message API, and a training loop in plain PyTorch.",
     "advanced": (
-        "A strategy of the project's own, a global evaluation that keeps the best model, and a classification head "
-        "that stays on each node in its `context.state`. The strategy goes on as a subclass of another base."
+        "The project has its own strategy, a global evaluation that keeps the best model, and a classification head "
+        "that stays on each node in its `context.state`. Only the base class of the strategy changes."
     ),
     "lightning": "A LightningModule, trained by Lightning's `Trainer`, whose optimizer calls the loss as a closure.",
     "huggingface": (
-        "A ResNet of Hugging Face's `transformers`. Its outputs are an object with `loss` and `logits`; the loop stays "
-        "as it is, since nothing of this project calls the model."
+        "A ResNet of Hugging Face's `transformers`. Its outputs are an object with `loss` and `logits`. The loop stays "
+        "the same, because this package never calls the model itself."
     ),
     "numpy-client": (
-        "FedBN by the names of layers, as in Flower's baseline: a `NumPyClient` and Flower's older server. Names and "
-        "files of BN go, because the strategy finds BN by type and the node's state keeps it. Lists of arrays stay."
+        "FedBN by the names of layers, as in Flower's baseline: a `NumPyClient` and Flower's older server. The names of "
+        "BN layers and their files are removed: the strategy finds BN by type, and the node's state keeps it. Lists of "
+        "arrays stay."
     ),
     "client-library": (
-        "Clients that inherit from a library, which makes model, data and optimizer in hooks and leaves layers out of "
-        "the exchange by type, as FL4Health's do. The library is not touched: the client stops leaving layers out."
+        "Clients that inherit from a library, as FL4Health's do. The library makes model, data and optimizer in hooks, "
+        "and does not send some types of layers. The library stays the same; the client sends all layers again."
     ),
 }
 

@@ -20,43 +20,50 @@ SOURCE = Path(wire.__file__).with_name("instruction.py")
 INTRODUCTION = """\
 # Wire keys
 
-This page is written from the code by `make docs`. It is for clients in another language, or without this package.
+This page is for clients in another language, or without this package. It lists the keys of the messages between
+strategies and clients. `make docs` writes it from the code.
 
-A strategy's message holds an ArrayRecord `arrays`, with the entries of the model's `state_dict` by name, each with its
-own dtype, and a ConfigRecord `config`. `arrayrecord_key` and `configrecord_key` of a strategy change these two names.
-How to train has plain names, which a user may write; what changes the method has names that begin with `fedbn.`. A key
-at its default is not sent, unless the user wrote it. Flower's own `server-round` counts rounds from 1.
+**A message of a strategy** has two records. A strategy's `arrayrecord_key` and `configrecord_key` change their names:
 
-A reply holds `arrays`, without the entries that stay on the node; a MetricRecord `metrics` with `num-examples` and
-whatever the client measured; and a ConfigRecord `report` with `obeyed`, the list of *binding* keys that the client
-acted upon, without the prefix. A reply that does not list every binding key of its message ends the run: without
-that, the method would silently be another one. Evaluation replies list theirs, too.
+- ArrayRecord `arrays`: the entries of the model's `state_dict` by name, each with its own dtype;
+- ConfigRecord `config`: the keys below. Keys for training have plain names, and users may set them. Keys that change
+  the method begin with `fedbn.`. A key with its default value is not sent, unless the user set it. Flower's own
+  `server-round` counts rounds from 1.
+
+**A reply of a client** has three records:
+
+- ArrayRecord `arrays`: the entries of the model, without those that stay on the node;
+- MetricRecord `metrics`: `num-examples`, and what the client measured;
+- ConfigRecord `report`: `obeyed`, the list of *binding* keys that the client acted on, without the prefix.
+
+If a reply does not list every binding key of its message, the run ends. Otherwise the method would silently be a
+different one. This also holds for replies to evaluations.
 """
 
 #: where else names of this package are seen
 ELSEWHERE = {
-    wire.PARTITION_ID: "metric: the node's partition, which orders replies so that a run repeats its bits",
-    wire.TRAIN_LOSS: "metric: the mean loss over the round's mini-batches; the weights of `fedbs:loss=running`",
-    wire.LOCAL_LOSS: "metric: the loss on all local data, where it was asked for; the weights of `fedbs`",
+    wire.PARTITION_ID: "metric: the node's partition; replies are sorted by it, so that a run can be repeated exactly",
+    wire.TRAIN_LOSS: "metric: the mean loss over the round's mini-batches; `fedbs:loss=running` uses it as weight",
+    wire.LOCAL_LOSS: "metric: the loss on all local data, if it was requested; `fedbs` uses it as weight",
     wire.EVAL_LOSS: "metric of an evaluation",
     wire.ACCURACY: "metric of an evaluation",
     wire.ACCURACY_PERSONAL: "metric of an evaluation: on data like the node's own",
     wire.DOMAIN_ACCURACY: "metric of an evaluation: a list, by domain",
     wire.DOMAIN: "metric: the domain of the node's samples, -1 for none; FedNorm averages within domains",
     wire.STATISTICS_CHANGE: "metric: how much BN's mini-batch statistics changed, for `fixbn:freeze-round=auto`",
-    wire.LACKS_STATE: "in `report`: the node has lost the entries that stay on it, and asks for the whole model",
+    wire.LACKS_STATE: "in `report`: the node has lost the entries that stay on it, and needs the whole model",
     wire.MOMENTUM: "ArrayRecord: the optimizer's state, with `momentum-state=global`",
     wire.CONTROL_VARIATES: "ArrayRecord: SCAFFOLD's c in a message, and the change of c_i in a reply",
-    wire.MOMENTS: "ArrayRecord: count, mean and variance of every BN layer, of `train.gather`",
-    wire.PERSONAL: "ArrayRecord: entries that the node keeps, in an evaluation that asks for them",
+    wire.MOMENTS: "ArrayRecord: count, mean and variance of every BN layer, in replies to `train.gather`",
+    wire.PERSONAL: "ArrayRecord: entries that the node keeps, in an evaluation that requests them",
     wire.PARAMETERS: "in the `report` of `query.describe`: the names of the model's parameters",
     wire.BN_ENTRIES: "in the `report` of `query.describe`: the names of entries of BN layers",
     wire.NORMALIZERS: "in the `report` of `query.describe`: the classes of the model's BN layers",
-    wire.NUM_ROUNDS: "key of a user's: how many rounds there will be, where a loop of one's own drives the strategy",
-    wire.DESCRIBE: "message type: a node says who it is and what its model has",
+    wire.NUM_ROUNDS: "key: number of rounds; set it if your own loop drives the strategy",
+    wire.DESCRIBE: "message type: a node describes itself and its model",
     wire.GATHER: "message type: a node runs its data through the model and replies with `moments` (HBN, HeteroFL)",
     wire.LAYERWISE: "message type: one exchange of a layer-wise step (FedTAN, FedDNA)",
-    STATE_HISTORY: "key: the runs whose kept states a resumed run goes on with",
+    STATE_HISTORY: "key: the runs whose saved states a resumed run continues with",
     CHECKPOINT: "key: the round of the last checkpoint",
 }
 
@@ -84,15 +91,16 @@ def page() -> str:
         "\n\n".join(
             [
                 INTRODUCTION.strip(),
-                "## Of an instruction",
+                "## Keys of a message",
                 table(("key", "default", "binding", "meaning"), keys),
-                f"The groups of entries are {groups}: BN's statistics with counters, its affine parameters, both, "
-                "HBN's learned mix, and the whole model. BN is found by type.",
-                "## Of clients' rules",
-                "All of these are binding. A package of your own adds keys with `register_rule`.",
-                table(("key", "off at", "rule"), rules),
+                f"The groups of entries are {groups}: nothing, BN's statistics with counters, BN's affine parameters, "
+                "both, HBN's learned mix, and the whole model. BN is found by type.",
+                "## Keys of rules",
+                "A rule changes local training. All its keys are binding. Your own package can add rules with "
+                "`register_rule`.",
+                table(("key", "value if off", "rule"), rules),
                 "## Metrics, records and message types",
-                table(("name", "where, and what"), others),
+                table(("name", "where, and meaning"), others),
             ]
         )
         + "\n"

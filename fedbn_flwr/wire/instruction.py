@@ -91,47 +91,47 @@ class Instruction:
 
     server_round: int = 0
     seed: int = 0
-    #: mini-batch steps a round; 0 means that `local_epochs` counts instead
+    #: mini-batch steps per round; 0: use `local_epochs`
     local_steps: int = 0
     local_epochs: int = 1
     batch_size: int = 32
-    #: draw every mini-batch anew from all samples, instead of walking through them
+    #: draw every mini-batch from all samples, instead of going through the samples in order
     replacement: bool = False
     augmentation: str = "none"
     optimizer: str = "sgd"
     lr: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
-    #: `float32`, `tf32` to let GPUs use it for float32's products, or `bf16` for bfloat16 autocast
+    #: `float32`, `tf32` (float32 with TF32 products on GPUs) or `bf16` (bfloat16 autocast)
     precision: str = field(default="float32", metadata={"any type": True})
 
-    #: which part of BN stands still while training: one of FREEZES
+    #: part of BN that is frozen during training: one of FREEZES
     freeze: str = _binding("none")
-    #: state entries that live on the client and are neither sent nor overwritten: one of GROUPS
+    #: state entries that stay on the client, neither sent nor overwritten: one of GROUPS
     keep_local: str = _binding("none")
-    #: state entries that the server holds and does not want back: one of GROUPS
+    #: state entries that the client does not send back, because the server has them: one of GROUPS
     omit: str = _binding("none")
-    #: what becomes of the optimizer's state at the end of a round: one of MOMENTUM_STATES
+    #: where the optimizer's state is kept between rounds: one of MOMENTUM_STATES
     momentum_state: str = _binding("none")
     #: share BN statistics with the other clients in the first step: one of LAYERWISE_MODES
     layerwise: str = _binding("none")
     #: forget the optimizer's state after the layer-wise step
     fresh_optimizer: bool = _binding(False)
-    #: how many megabytes (2^20 bytes) of received arrays a node may keep in its state during a layer-wise step
+    #: megabytes (2^20 bytes) of received arrays that a node may keep in its state during a layer-wise step
     replay_limit: float = 16.0
-    #: how many samples a gathering of statistics uses; 0 means all
+    #: samples from which statistics are gathered; 0: all
     gather_samples: int = 0
-    #: what layers normalize with while statistics are gathered: `batch` or `running` statistics
+    #: statistics that layers normalize with while statistics are gathered: `batch` or `running`
     gather_with: str = "batch"
-    #: in an evaluation, also send the entries kept on the client, for a diagnostic
+    #: in an evaluation, also send the entries that stay on the client
     send_personal: bool = _binding(False)
     #: after training, or in an evaluation, also report the model's loss on all local training data
     report_local_loss: bool = _binding(False)
-    #: per-class metrics, with commas between, that an evaluation also reports
+    #: comma-separated metrics per class that an evaluation also reports
     class_metrics: str = ""
-    #: report how every BN layer's mini-batch statistics move, with the variance over so many rounds; 0: do not
+    #: report how every BN layer's mini-batch statistics change, with their variance over this many rounds; 0: off
     dynamics_window: int = 0
-    #: binding keys, with commas between, that later rounds ask for: who does not know them is refused at once
+    #: comma-separated binding keys of later rounds: a client that does not know them is refused at once
     later: str = _binding("")
     #: what clients' rules are asked for: wire keys and values, sorted by key; see `with_rule`
     rule_keys: tuple[tuple[str, Scalar], ...] = ()
