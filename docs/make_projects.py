@@ -13,7 +13,7 @@ This page shows what changes when a Flower project uses this package. There are 
 `before` and `after`. Both versions run with `flwr run`. `make docs` writes this page from them.
 
 The module `task.py`, with model, data and training loop, is the same in both versions and is not shown. The examples
-use `FixBN`; any other strategy works in the same way. [This table](plugin.md#six-projects) has all methods and projects.
+use `FixBN`; any other strategy works in the same way. [This table](plugin.md#six-projects) has all methods.
 
 In every project, `pyproject.toml` gets one more line: the dependency `"fedbn-flwr>=0.1"`.
 """
@@ -30,7 +30,7 @@ PROJECTS = {
         "the same, because this package never calls the model itself."
     ),
     "numpy-client": (
-        "FedBN by the names of layers, as in Flower's baseline: a `NumPyClient` and Flower's older server. The names of "
+        "FedBN by the names of layers, as in Flower's baseline: a `NumPyClient` and Flower's older server. Names of "
         "BN layers and their files are removed: the strategy finds BN by type, and the node's state keeps it. Lists of "
         "arrays stay."
     ),
