@@ -25,7 +25,7 @@ from torch import nn
 
 from fedbn_flwr import norm, state
 from fedbn_flwr.client.node_memory import Memory
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state import State
 from tests.helpers.checkout import ROOT
 

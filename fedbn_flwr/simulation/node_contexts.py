@@ -54,7 +54,7 @@ class Contexts(MutableMapping[int, Context]):
         self._states.pop(self._partition(node), None)
 
     def __iter__(self) -> Iterator[int]:
-        return (FIRST_NODE_ID + partition for partition in self._partitions)
+        return map(FIRST_NODE_ID.__add__, self._partitions)
 
     def __len__(self) -> int:
         return len(self._partitions)

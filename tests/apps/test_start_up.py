@@ -13,7 +13,7 @@ from flwr.app import Message
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments import resolve, serve
 from fedbn_flwr.experiments.client_side import bound_client_fn
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.checkout import environment, run
 from tests.helpers.site_folders import CLASSES, SitesInProcess, write_sites
 
@@ -59,10 +59,10 @@ class Recording(InProcessGrid):
     def sent(self) -> list[bytes]:
         return []
 
-    def _answer_all(self, messages: Sequence[Message]) -> list[Message]:
-        first = min(self._contexts)
-        self.sent += [pickle.dumps(message) for message in messages if message.metadata.dst_node_id == first]
-        return super()._answer_all(messages)
+    def _answer(self, message: Message) -> Message:
+        if message.metadata.dst_node_id == min(self._contexts):
+            self.sent.append(pickle.dumps(message))
+        return super()._answer(message)
 
 
 class RecordingSites(Recording, SitesInProcess):

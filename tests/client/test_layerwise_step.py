@@ -13,7 +13,7 @@ from fedbn_flwr.client import layerwise_step as suspended
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.layerwise import StepCache
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import layerwise as layerwise_wire

@@ -14,7 +14,7 @@ from torchvision.models import mobilenet_v2
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.wire import Instruction
 from tests.helpers.toys import CLASSES, assert_same_state, random_state, toy_cnn, toy_split
 

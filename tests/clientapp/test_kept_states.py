@@ -15,7 +15,7 @@ from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp import keep_states, keep_states_in
 from fedbn_flwr.clientapp.kept_states import STATE_VARIABLE, KeptStates
 from fedbn_flwr.server.averaging import Arrays
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state.record_files import read_records
 from fedbn_flwr.strategies import REGISTRY, FedBN
 from fedbn_flwr.wire import Instruction

@@ -18,7 +18,7 @@ from fedbn_flwr import norm
 from fedbn_flwr.client import BNClient, frozen_parts, layerwise_step, read_instruction
 from fedbn_flwr.clientapp import ClientApp, numpy_client_app, obey
 from fedbn_flwr.server.replies import CannotTrainError
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import (
     HBN,
     BaseStrategy,

@@ -15,7 +15,7 @@ from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 
 from fedbn_flwr import norm, state
 from fedbn_flwr.client import BNClient
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import (
     MTFL,
     BaseStrategy,

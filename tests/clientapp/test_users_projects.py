@@ -22,7 +22,7 @@ from fedbn_flwr.clientapp.bn_client_app import BNClientApp
 from fedbn_flwr.clientapp.mods import ClientAppCallable
 from fedbn_flwr.server.replies import CannotTrainError, NodeReply, NotObeyedError
 from fedbn_flwr.simulation import StackedGrid
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import (
     HBN,
     BaseStrategy,

@@ -14,7 +14,7 @@ from fedbn_flwr.experiments import UsageError, resolve
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.experiments.server_side import run
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError
 from tests.helpers.runs import OPTIONS
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.experiments import UsageError, engines, serve
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.runs import run
 
 

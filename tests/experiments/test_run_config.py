@@ -12,7 +12,7 @@ from fedbn_flwr.experiments import Config, resolve, serve, server_side
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.method import all_options
 from fedbn_flwr.plugins.options import Value
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import REGISTRY
 from tests.helpers.checkout import ROOT
 from tests.helpers.runs import OPTIONS

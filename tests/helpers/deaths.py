@@ -14,8 +14,8 @@ import torch
 
 from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.output.recorder import Journal
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
-from fedbn_flwr.simulation.sequential import InProcessGrid
 
 Die = Callable[[], None]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fedbn_flwr.simulation.stacked.grid as engine
 from fedbn_flwr import state, wire
 from fedbn_flwr.simulation import StackedGrid, train_together
-from fedbn_flwr.simulation.sequential import Config, InProcessGrid
+from fedbn_flwr.simulation.in_process import Config, InProcessGrid
 from fedbn_flwr.simulation.stacked.model import Stack
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import BaseStrategy

@@ -6,7 +6,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Message
 
 from fedbn_flwr import wire
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.wire import layerwise as layerwise_wire
 from fedbn_flwr.wire.layerwise import StepPosition
 

@@ -16,7 +16,7 @@ from fedbn_flwr.experiments import resolve
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.experiments.server_side import run
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.checkout import ROOT, copy_checkout
 from tests.helpers.federation import OPTIONS, await_that
 from tests.helpers.loopback import LoopbackFederation

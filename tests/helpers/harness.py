@@ -18,7 +18,7 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.clientapp.mods import Mod
 from fedbn_flwr.data import Split
-from fedbn_flwr.simulation.sequential import Config, InProcessGrid
+from fedbn_flwr.simulation.in_process import Config, InProcessGrid
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.wire import Instruction
 

@@ -10,7 +10,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.waiting import PATIENCE, wait_until
 
 

@@ -18,7 +18,7 @@ from fedbn_flwr import state
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.data import Split
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.wire import Instruction
 

@@ -12,7 +12,7 @@ from PIL import Image
 from apps.client import app
 from fedbn_flwr import data
 from fedbn_flwr.data import Split
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 
 CLASSES = ("covid", "normal", "pneumonia")
 SIDE = 8

@@ -15,7 +15,7 @@ from fedbn_flwr.server.channel_grid import (
     ChannelGrid,
     ChannelOptions,
 )
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.process_per_message import make_client
 
 VARIABLES = (PORT_VARIABLE, ADDRESS_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE)

@@ -12,7 +12,8 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments import main, resolve
 from fedbn_flwr.server.sampling import NAMED, Roster, draw
-from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.strategies import CannotTrainError
 from tests.helpers.runs import command
 from tests.helpers.toys import toy_cnn, toy_split

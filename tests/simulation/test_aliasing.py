@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, Message
 
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.server.averaging import Arrays
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.state import records as arrays
 from fedbn_flwr.strategies import REGISTRY, FedAvg, NodeReply

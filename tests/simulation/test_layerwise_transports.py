@@ -21,10 +21,11 @@ from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt
 from fedbn_flwr.server.message_step import MessageStep
 from fedbn_flwr.server.replies import Expected
 from fedbn_flwr.simulation import StackedGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.simulation.processes.channel import Channel
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.service import WorkerError
-from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, InProcessGrid
 from fedbn_flwr.simulation.stacked.layerwise_step import StackedLayerwiseStep
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire.layerwise import StepPosition

@@ -19,7 +19,7 @@ from flwr.simulation import run_simulation
 from fedbn_flwr import state, wire
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt
-from fedbn_flwr.simulation.sequential import FIRST_NODE_ID
+from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire.layerwise import StepPosition

@@ -19,8 +19,8 @@ from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.resources import load_data
 from fedbn_flwr.randomness import numpy_generator
 from fedbn_flwr.server.sampling import ASKED_AT_ONCE, Roster
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, Contexts
-from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 from tests.helpers.checkout import ROOT
 from tests.helpers.harness import Federation, make_model

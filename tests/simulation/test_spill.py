@@ -21,7 +21,7 @@ from fedbn_flwr.experiments.engines import MakeGrid, open_stacked_grid, sequenti
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.server.averaging import average, not_finite
-from fedbn_flwr.simulation import prepared as staged
+from fedbn_flwr.simulation import one_by_one as staged
 from fedbn_flwr.simulation import spill
 from fedbn_flwr.simulation.spill import SpillBuffer, is_on_disk
 from fedbn_flwr.state.flat import FlatArrays, FlatState
@@ -187,7 +187,7 @@ def test_the_file_goes_with_the_last_reply(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_a_run_has_the_same_bits(engine: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = resolve({**OPTIONS, "method": method, "clients": "5", "workers": "1"})
-    monkeypatch.setattr("fedbn_flwr.simulation.prepared.PORTION", 2)
+    monkeypatch.setattr("fedbn_flwr.simulation.in_process.PORTION", 2)
     written, real = list[int](), SpillBuffer._write
 
     def noting(self: SpillBuffer, buffer: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedbn_flwr.client import training
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, FedBS, FedProx, FixBN, Scaffold, SiloBN, Standalone
 from tests.helpers.harness import (
     ALONE,

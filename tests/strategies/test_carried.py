@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from fedbn_flwr import norm, state, wire
 from fedbn_flwr.layerwise.carried import CarriedValues, carried_corrections
-from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.state.records import payload_bytes
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid

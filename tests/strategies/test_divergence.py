@@ -11,7 +11,8 @@ from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import wire
 from fedbn_flwr.server.replies import LostRounds, Refusal
-from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.strategies import CannotTrainError, DivergedError, FedAvg, FedTAN, FixBN
 from tests.helpers.faults import lies
 from tests.helpers.harness import ALONE, SIZES, Federation, make_model

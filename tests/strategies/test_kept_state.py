@@ -10,7 +10,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedbn_flwr import state
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from tests.helpers.harness import INSTRUCTION, Backwards, Federation, make_model

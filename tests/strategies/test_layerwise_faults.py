@@ -16,7 +16,7 @@ from flwr.common.constant import ErrorCode
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.layerwise_step import STEPS
 from fedbn_flwr.client.node_memory import Memory
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError, FedAvg, FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import layerwise as layerwise_wire

@@ -14,7 +14,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.server.base_strategy import Round
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.server.sampling import Node as Description
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedBN, Scaffold
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, make_split, participants
 from tests.helpers.quadratic import Quadratics

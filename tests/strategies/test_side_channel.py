@@ -26,7 +26,7 @@ from fedbn_flwr.deployment.cli import main as fedbn_flwr
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.server.channel_grid import ChannelGrid, ChannelOptions
 from fedbn_flwr.simulation import StackedGrid
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, HeteroFL
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.traffic.tally import Tally

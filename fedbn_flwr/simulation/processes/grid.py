@@ -15,10 +15,10 @@ from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.layerwise import Answer, OrderError, Requests, join
 from fedbn_flwr.simulation.grid import LocalGrid
-from fedbn_flwr.simulation.prepared import in_portions
+from fedbn_flwr.simulation.in_process import identify, in_portions
+from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.simulation.processes.service import GridFactory, OwnShare, WorkerError
 from fedbn_flwr.simulation.processes.worker import Worker, WorkerDiedError
-from fedbn_flwr.simulation.sequential import FIRST_NODE_ID, identify
 from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.wire.layerwise_grid import Participant
 

@@ -1,21 +1,23 @@
 """The in-process `Grid` that trains clients as one stack of models, where it can."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from logging import INFO
 from pathlib import Path
 
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 from flwr.common import log
+from torch import nn
 
-from fedbn_flwr.client import Reply
+from fedbn_flwr import wire
+from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.client.layerwise_step import Replicas
-from fedbn_flwr.clientapp import pack
+from fedbn_flwr.client.rules import rules_for
+from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.layerwise import Exchange
-from fedbn_flwr.simulation.prepared import Job, PreparedGrid
-from fedbn_flwr.simulation.sequential import Config, identify
+from fedbn_flwr.simulation.in_process import Config, InProcessGrid, Job, Trained, identify, job_reply
+from fedbn_flwr.simulation.one_by_one import OneByOne
 from fedbn_flwr.simulation.spill import SpillBuffer
-from fedbn_flwr.simulation.stacked.jobs import count_steps, stack_key, trial_key, why_not_stackable
 from fedbn_flwr.simulation.stacked.layerwise_step import StackedLayerwiseStep
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
 from fedbn_flwr.simulation.stacked.training import train_together
@@ -27,7 +29,105 @@ from fedbn_flwr.wire.layerwise_grid import Participant
 WAITING_PER_TRAINING = 2
 
 
-class StackedGrid(PreparedGrid):
+class Stacks:
+    """Trains clients that share a model and an instruction as one stack of models, others one after another.
+
+    At most `chunk` clients are stacked; 0 is as many as speed up a step and fit into the `share` of the memory.
+    """
+
+    def __init__(self, chunk: int, share: float) -> None:
+        self._chunk, self._share = chunk, share
+        #: by the id of a model, what a step keeps in memory; and how many clients a stack of it has at most
+        self._memory: dict[int, StepMemory] = {}
+        self._sizes: dict[tuple[int, bool], int] = {}
+        self._failed: set[Hashable] = set()
+        self._logged: set[str] = set()
+
+    def train(self, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Train stacks, then what cannot be stacked; the clients of a stack that fails are left to their messages."""
+        tried: set[int] = set()
+        for stack in self.cut(jobs):
+            if len(stack) == 1 or self.has_failed(stack[0]):
+                continue
+            tried |= {job.place for job in stack}
+            try:
+                replies = self.train_stack(stack)
+            except Exception as error:
+                self.log_once(f"{type(error).__name__}: {error}")
+                continue
+            yield list(zip(stack, replies, strict=True))
+        yield from OneByOne().train([job for job in jobs if job.place not in tried])
+
+    def train_stack(
+        self, stack: Sequence[Job], exchange: Exchange | None = None, model: nn.Module | None = None
+    ) -> list[Reply]:
+        """Train a stack with the clients' model, or a copy of it; if that fails, clients like these are not stacked."""
+        first, received = stack[0], [job.received for job in stack]
+        clients = [job.client for job in stack]
+        try:
+            return train_together(clients, model or first.client.model, received, first.instruction, exchange)
+        except Exception:
+            self._failed.add(_trial(first))
+            raise
+
+    def cut(self, jobs: Sequence[Job], layerwise: bool = False) -> list[list[Job]]:
+        """Return stacks of jobs that go together, those with similar numbers of steps, the largest numbers first."""
+        stacks: list[list[Job]] = []
+        for group in self._group(jobs):
+            size = self._size(group[0], layerwise) if len(group) > 1 else 1
+            ordered = sorted(group, key=lambda job: -job.steps)
+            stacks += [ordered[start : start + size] for start in range(0, len(ordered), size)]
+        return stacks
+
+    def has_failed(self, job: Job) -> bool:
+        """Whether jobs like this one turned out not to stack."""
+        return _trial(job) in self._failed
+
+    def count_fitting(self, job: Job) -> int:
+        """Return how many clients like this one fit into memory, next to those in other processes of this machine."""
+        return max(int(clients_that_fit(self._step_memory(job), job.client.device) * self._share), 1)
+
+    def log_once(self, reason: str) -> None:
+        """Say why clients train one after another."""
+        if reason not in self._logged:
+            self._logged.add(reason)
+            log(INFO, "Clients train one after another: %s", " ".join(reason.split()))
+
+    def _group(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        """Put jobs together that can be stacked; those that cannot be planned are reported by their messages."""
+        groups: dict[Hashable, list[Job]] = {}
+        for job in jobs:
+            try:
+                key = _stack_key(job)
+            except Exception:
+                continue
+            groups.setdefault(key, []).append(job)
+        for key, group in list(groups.items()):
+            if reason := _why_not_stackable(group[0]):
+                self.log_once(reason)
+                del groups[key]
+        if len(groups) > 1 and len({id(group[0].client.model) for group in groups.values()}) == len(jobs):
+            self.log_once("each has a model of its own")
+        return list(groups.values())
+
+    def _size(self, job: Job, layerwise: bool) -> int:
+        """Return the largest stack of clients like this one that speeds up a step and fits into memory."""
+        if self._chunk:
+            return self._chunk
+        client, key = job.client, (id(job.client.model), layerwise)
+        if key not in self._sizes:
+            most = largest_useful_stack(client.model, client.device, lambda: self._step_memory(job), layerwise)
+            self._sizes[key] = min(most, self.count_fitting(job)) if most > 1 else 1
+        return self._sizes[key]
+
+    def _step_memory(self, job: Job) -> StepMemory:
+        model = id(job.client.model)
+        if model not in self._memory:
+            self._memory[model] = StepMemory.of(job.client, job.instruction)
+        return self._memory[model]
+
+
+class StackedGrid(InProcessGrid):
     """Trains clients that share a model and an instruction at once, as a stack of models.
 
     Results are those of `InProcessGrid` up to rounding, and the same bits whenever the same messages come again. Other
@@ -48,14 +148,19 @@ class StackedGrid(PreparedGrid):
         *,
         chunk: int = 0,
     ) -> None:
-        super().__init__(client_app, num_nodes, run_config, partitions, state_dir)
-        self._given_chunk, self._num_nodes = chunk, num_nodes
-        #: by the id of a model, what a step keeps in memory
-        self._steps: dict[int, StepMemory] = {}
-        self._unstackable: set[Hashable] = set()
-        self._logged: set[str] = set()
+        share = 1.0 if partitions is None else len(partitions) / num_nodes
+        self._stacks = Stacks(chunk, share)
+        super().__init__(client_app, num_nodes, run_config, partitions, state_dir, trainer=self._stacks)
         #: copies of models, for steps that wait in the middle of a pass
         self._structures = Replicas()
+
+    def _hands_to_clients(self) -> bool:
+        hands = super()._hands_to_clients()
+        if not hands:
+            self._stacks.log_once("the ClientApp was not made by `client_app`, or has mods")
+        return hands
+
+    # ---- layer-wise steps ----------------------------------------------------------------------------------------
 
     def open_step(self, messages: Sequence[Message]) -> StackedLayerwiseStep | None:
         """Open the layer-wise step that these messages begin, if all of their nodes can take it in stacks."""
@@ -63,124 +168,72 @@ class StackedGrid(PreparedGrid):
             return None
         for message in messages:
             identify(message)
-        stacks = [
-            chunk
-            for group in self._group(self._jobs(dict(enumerate(messages))))
-            for chunk in self._chunks(group, layerwise=True)
-        ]
-        if sum(map(len, stacks)) < len(messages) or any(trial_key(chunk[0]) in self._unstackable for chunk in stacks):
+        stacks = self._stacks.cut(self._prepare(dict(enumerate(messages))), layerwise=True)
+        if sum(map(len, stacks)) < len(messages) or any(self._stacks.has_failed(stack[0]) for stack in stacks):
             return None
-        if len(messages) > WAITING_PER_TRAINING * self._fitting(stacks[0][0]):
-            self._log_once(f"a layer-wise step of all {len(messages)} takes more memory than there is")
+        if len(messages) > WAITING_PER_TRAINING * self._stacks.count_fitting(stacks[0][0]):
+            self._stacks.log_once(f"a layer-wise step of all {len(messages)} takes more memory than there is")
             return None
-        steps = [([job.place for job in chunk], self._step_of(chunk)) for chunk in stacks]
-        jobs = {job.place: job for chunk in stacks for job in chunk}
+        steps = [([job.place for job in stack], self._step_of(stack)) for stack in stacks]
+        jobs = {job.place: job for stack in stacks for job in stack}
         participants = {
             place: Participant(job.client.partition_id, job.node, len(job.client.indices))
             for place, job in jobs.items()
         }
         return StackedLayerwiseStep(steps, participants, lambda replies: self._close_step(jobs, replies))
 
-    def _step_of(self, jobs: Sequence[Job]) -> Callable[[Exchange], list[Reply]]:
+    def _step_of(self, stack: Sequence[Job]) -> Callable[[Exchange], list[Reply]]:
         """Return the training of a stack as a function of its exchange; it uses a copy of the model."""
 
         def train(exchange: Exchange) -> list[Reply]:
-            client, instruction = jobs[0].client, jobs[0].instruction
-            structure = self._structures.take(client.model)
-            clients, received = [job.client for job in jobs], [job.received for job in jobs]
+            model = stack[0].client.model
+            structure = self._structures.take(model)
             try:
-                return train_together(clients, structure, received, instruction, exchange)
-            except Exception:
-                self._unstackable.add(trial_key(jobs[0]))
-                raise
+                return self._stacks.train_stack(stack, exchange, structure)
             finally:
-                self._structures.give_back(client.model, structure)
+                self._structures.give_back(model, structure)
 
         return train
 
     def _close_step(self, jobs: Mapping[int, Job], replies: Mapping[int, Reply]) -> list[Message]:
         """Make messages of the replies, in the order of the messages that opened the step."""
         self._spill = SpillBuffer()
-        messages = [self._spill.store(pack(replies[place], jobs[place].message, copy=False)) for place in sorted(jobs)]
+        messages = [self._spill.store(job_reply(jobs[place], replies[place])) for place in sorted(jobs)]
         for job in jobs.values():
             self._keep(job.node, job.context)
         for message in messages:
             identify(message)
         return messages
 
-    def _hands_to_clients(self) -> bool:
-        answer = super()._hands_to_clients()
-        if not answer:
-            self._log_once("the ClientApp was not made by `client_app`, or has mods")
-        return answer
 
-    def _train(self, messages: dict[int, Message]) -> dict[int, Message]:
-        answers: dict[int, Message] = {}
-        jobs = self._jobs(messages)
-        alone = {job.place: job for job in jobs}
-        for group in self._group(jobs):
-            for chunk in self._chunks(group):
-                if len(chunk) > 1 and trial_key(chunk[0]) not in self._unstackable:
-                    answers |= self._train_stack(chunk)
-                    for job in chunk:
-                        del alone[job.place]
-        return answers | self._train_in_turn(list(alone.values()))
+def _trial(job: Job) -> Hashable:
+    """Return what jobs have in common that stack or fail to stack alike."""
+    return id(job.client.model), tuple(job.instruction.binding_keys()), job.instruction.augmentation
 
-    def _train_stack(self, jobs: Sequence[Job]) -> dict[int, Message]:
-        """Train clients at once; return their replies by place, none if they turn out not to stack."""
-        try:
-            clients, received = [job.client for job in jobs], [job.received for job in jobs]
-            replies = train_together(clients, jobs[0].client.model, received, jobs[0].instruction)
-        except Exception as error:
-            self._unstackable.add(trial_key(jobs[0]))
-            self._log_once(f"{type(error).__name__}: {error}")
-            return {}
-        return {job.place: self._pack(job, reply) for job, reply in zip(jobs, replies, strict=True)}
 
-    def _group(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Put jobs together that can be stacked."""
-        groups: dict[Hashable, list[Job]] = {}
-        for job in jobs:
-            try:
-                key = stack_key(job)
-            except Exception:  # reported when the message is answered
-                continue
-            groups.setdefault(key, []).append(job)
-        for key, group in list(groups.items()):
-            if reason := why_not_stackable(group[0]):
-                self._log_once(reason)
-                del groups[key]
-        if len(groups) > 1 and len({id(group[0].client.model) for group in groups.values()}) == len(jobs):
-            self._log_once("each has a model of its own")
-        return list(groups.values())
+def _stack_key(job: Job) -> Hashable:
+    """Return what jobs must have in common to be stacked; raise if a job cannot be planned."""
+    client, instruction, _ = job.client, job.instruction, job.steps
+    remembered = tuple(sorted(name for name, _ in client.memory.kept("")))
+    groups = tuple(sorted(job.received))
+    # the first mini-batches of a layer-wise step meet at every layer
+    apart = instruction.layerwise in ("none", *wire.CARRIED_MODES)
+    first_batch = apart or client.first_batch_size(instruction)
+    usual = client.make_optimizer is make_optimizer
+    made = type(client), usual, id(client.model), client.loss_function, client.device
+    return made, instruction, groups, remembered, first_batch
 
-    def _chunks(self, jobs: list[Job], layerwise: bool = False) -> list[list[Job]]:
-        """Cut a group into stacks of clients with similar numbers of steps, the largest numbers first."""
-        if len(jobs) == 1:
-            return [jobs]
-        size = self._given_chunk or self._useful(jobs[0], layerwise)
-        ordered = sorted(jobs, key=lambda job: -count_steps(job))
-        return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
-    def _useful(self, job: Job, layerwise: bool) -> int:
-        """Return the largest stack of clients like this one that speeds up a step and fits into memory."""
-        client = job.client
-        most = largest_useful_stack(client.model, client.device, lambda: self._step_memory(job), layerwise)
-        return min(most, self._fitting(job)) if most > 1 else 1
-
-    def _fitting(self, job: Job) -> int:
-        """Return how many clients like this one fit into memory, next to those in other processes of this machine."""
-        share = len(self._contexts) / self._num_nodes
-        return max(int(clients_that_fit(self._step_memory(job), job.client.device) * share), 1)
-
-    def _step_memory(self, job: Job) -> StepMemory:
-        """Return what a step keeps in memory, looked at once for each model."""
-        model = id(job.client.model)
-        if model not in self._steps:
-            self._steps[model] = StepMemory.of(job.client, job.instruction)
-        return self._steps[model]
-
-    def _log_once(self, reason: str) -> None:
-        if reason not in self._logged:
-            self._logged.add(reason)
-            log(INFO, "Clients train one after another: %s", " ".join(reason.split()))
+def _why_not_stackable(job: Job) -> str:
+    """Say why clients of this job's key cannot be stacked, whatever their model is; empty if they can."""
+    client, instruction = job.client, job.instruction
+    if type(client) is not BNClient:
+        return f"{type(client).__name__} may train in a way of its own"
+    if client.make_optimizer is not make_optimizer:
+        return "its optimizer is its own"
+    for rule in rules_for(instruction):
+        if not rule.stacks:
+            return f"{type(rule).__name__} does not work on stacked models"
+    if instruction.optimizer != "sgd" and instruction.momentum_state != "none":
+        return f"the state of {instruction.optimizer} counts the steps of all clients of a stack alike"
+    return ""

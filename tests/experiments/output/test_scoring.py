@@ -22,7 +22,7 @@ from fedbn_flwr.data import Data, load
 from fedbn_flwr.data.image_augmentation import IGNORED
 from fedbn_flwr.experiments.output.scoring import Scorer, score_nodes
 from fedbn_flwr.models import build
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, NodeReply
 from fedbn_flwr.wire import Instruction
 from tests.helpers.runs import run

@@ -20,7 +20,7 @@ from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.sites.agreement import Agreement, Answers, agree
 from fedbn_flwr.models import build
 from fedbn_flwr.plugins.options import as_value
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.deaths import Death
 from tests.helpers.site_folders import CLASSES, SitesInProcess, images, write_images, write_sites
 

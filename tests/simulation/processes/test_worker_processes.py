@@ -20,10 +20,10 @@ from torch import Tensor
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.data.prefetch import decode
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.service import OwnShare, WorkerError
 from fedbn_flwr.simulation.processes.worker import preload
-from fedbn_flwr.simulation.sequential import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold
 from fedbn_flwr.wire import layerwise as layerwise_wire
 from tests.helpers.checkout import ROOT
@@ -148,7 +148,7 @@ def test_a_worker_that_is_slower_than_this_process_still_gets_its_next_portion(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The last portion here waits for the worker's second one."""
-    monkeypatch.setattr("fedbn_flwr.simulation.prepared.PORTION", 1)
+    monkeypatch.setattr("fedbn_flwr.simulation.in_process.PORTION", 1)
     with WorkersGrid(partial(obeying, 5), 5, 2, here=True) as grid:
         words = ["hello", "rest", "hello", f"touch {tmp_path / 'flag'}", f"await {tmp_path / 'flag'}"]
         assert answers(send(grid, *words)) == [(1, word, index) for index, word in enumerate(words)]
@@ -264,7 +264,7 @@ def test_the_first_worker_may_die_if_it_is_another_process(two_workers: WorkersG
 def test_of_a_long_push_only_what_a_worker_has_is_lost_with_it(
     grid: WorkersGrid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedbn_flwr.simulation.prepared.PORTION", 1)
+    monkeypatch.setattr("fedbn_flwr.simulation.in_process.PORTION", 1)
     replies = send(grid, "hello", "hello", "hello", "die", "hello")
     assert [reply.has_error() for reply in replies] == [False, False, False, True, False]
     # the second node's state is lost all the same

@@ -12,7 +12,7 @@ from torch import nn
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.simulation import train_together
-from fedbn_flwr.simulation.sequential import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state.records import flat_of
 from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold, SiloBN
 from tests.helpers.engine_comparison import APART, EXACT, Stacked, asked, assert_same, both, difference, quiet, watching

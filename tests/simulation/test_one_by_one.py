@@ -8,7 +8,7 @@ from flwr.app import Message, RecordDict
 
 from fedbn_flwr import wire
 from fedbn_flwr.client import BNClient, Reply
-from fedbn_flwr.simulation.prepared import PreparedGrid
+from fedbn_flwr.simulation.one_by_one import PreparedGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 from fedbn_flwr.wire import Instruction

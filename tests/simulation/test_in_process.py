@@ -8,7 +8,7 @@ from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
-from fedbn_flwr.simulation.sequential import InProcessGrid, run_in_process
+from fedbn_flwr.simulation.in_process import InProcessGrid, run_in_process
 from tests.helpers.obedient_nodes import answers, counting_app, question
 
 

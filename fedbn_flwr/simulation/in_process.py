@@ -1,0 +1,237 @@
+"""Flower's `Grid` without Ray or a network: the nodes run in the ServerApp's own process."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from logging import WARNING
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
+from uuid import uuid4
+
+from flwr.app import ArrayRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common import log
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.serverapp import Grid
+
+from fedbn_flwr.client import BNClient, Reply
+from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, pack, unpack
+from fedbn_flwr.simulation.grid import LocalGrid
+from fedbn_flwr.simulation.node_contexts import Contexts
+from fedbn_flwr.simulation.spill import SpillBuffer
+from fedbn_flwr.state import State
+from fedbn_flwr.state.records import lend_record
+from fedbn_flwr.wire import Instruction
+
+Config = Mapping[str, Any]
+T = TypeVar("T")
+
+#: most messages of a push that are prepared before the first of them trains
+PORTION = 100
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work of one training message; `place` is the message's position in the push."""
+
+    place: int
+    message: Message
+    context: Context
+    client: BNClient
+    received: Mapping[str, State]
+    instruction: Instruction
+
+    @property
+    def node(self) -> int:
+        """The node that the message is for."""
+        return self.message.metadata.dst_node_id
+
+    @cached_property
+    def steps(self) -> int:
+        """The number of mini-batch steps; an error if the job cannot be planned."""
+        return self.client.count_steps(self.instruction)
+
+
+#: jobs whose clients have trained, with what these reply
+Trained = Sequence[tuple[Job, Reply]]
+
+
+class Trainer(Protocol):
+    """Trains the clients of many training messages."""
+
+    def train(self, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Train, and yield replies, some at a time: these are packed before the next ones train.
+
+        Jobs that fail have no reply here: their messages are answered one by one, and say then why.
+        """
+
+
+class InProcessGrid(LocalGrid):
+    """Runs the same ServerApp and ClientApp as Flower's engines do.
+
+    Each node has a `Context` that lives as long as the grid. A message is answered when it is pushed; what the
+    ClientApp raises becomes an error reply, and what it had stored by then is lost, as in Flower.
+
+    With `partitions` only these nodes of all are here. With `state_dir` what nodes store is kept in this folder, a
+    file for each, and not in memory.
+
+    With a `trainer`, the training messages of a push are handed to it together, if the ClientApp is one of `client_app`
+    without mods. That bypasses the app's handler, and calls its `client_fn` for up to `PORTION` nodes before the first
+    of them trains. A client that fails is asked again, by its message, and is reported if it fails then.
+    """
+
+    def __init__(
+        self,
+        client_app: ClientApp,
+        num_nodes: int,
+        run_config: Config | None = None,
+        partitions: Sequence[int] | None = None,
+        state_dir: Path | None = None,
+        *,
+        trainer: Trainer | None = None,
+    ) -> None:
+        super().__init__()
+        self._client_app, self._trainer = client_app, trainer
+        here = range(num_nodes) if partitions is None else partitions
+        self._contexts: MutableMapping[int, Context] = Contexts(
+            self._run.run_id, here, num_nodes, dict(run_config or {}), state_dir
+        )
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return all nodes: they are always connected."""
+        return list(self._contexts)
+
+    def context(self, node: int) -> Context:
+        """A node's context, to look into."""
+        return self._contexts[node]
+
+    def save_states(self, folder: Path) -> None:
+        """Write what the nodes here remember into a folder."""
+        cast(Contexts, self._contexts).save(folder)
+
+    def restore_states(self, folder: Path) -> None:
+        """Let the nodes here remember what is in a folder."""
+        cast(Contexts, self._contexts).restore(folder)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Deliver the messages and keep the replies."""
+        messages = list(messages)
+        self._spill = SpillBuffer()
+        ids = [identify(message) for message in messages]
+        trained = self._train_together(messages)
+        replies = [trained.get(place) or self._answer(message) for place, message in enumerate(messages)]
+        for message_id, reply in zip(ids, replies, strict=True):
+            identify(reply)
+            self._replies[message_id] = reply
+        return ids
+
+    # ---- many messages at once -----------------------------------------------------------------------------------
+
+    def _train_together(self, messages: Sequence[Message]) -> dict[int, Message]:
+        """Let the trainer answer training messages; return the replies of those that do not fail, by place."""
+        places = [place for place, message in enumerate(messages) if message.metadata.message_type == MessageType.TRAIN]
+        if self._trainer is None or len(places) < 2 or not self._hands_to_clients():
+            return {}
+        replies: dict[int, Message] = {}
+        for portion in in_portions(places):
+            jobs = self._prepare({place: messages[place] for place in portion})
+            for trained in self._trainer.train(jobs):
+                for job, reply in trained:
+                    with suppress(Exception):  # reported when the message is answered
+                        replies[job.place] = self._spill.store(job_reply(job, reply))
+                        self._keep(job.node, job.context)
+        return replies
+
+    def _prepare(self, messages: Mapping[int, Message]) -> list[Job]:
+        """Make the clients of messages, given by place, except those that cannot be made."""
+        assert isinstance(self._client_app, BNClientApp)
+        jobs, shared, nodes = list[Job](), SharedRecords(), set[int]()
+        for place, message in messages.items():
+            if (node := message.metadata.dst_node_id) in nodes:
+                continue  # a node's second message finds what the first has left
+            nodes.add(node)
+            with suppress(Exception):  # reported when the message is answered
+                context = self._lend(node)
+                client = self._client_app.client_fn(context)
+                received = unpack(message, shared if changes_nothing(client) else None)
+                jobs.append(Job(place, message, context, client, *received))
+        return jobs
+
+    # ---- one message ---------------------------------------------------------------------------------------------
+
+    def _answer(self, message: Message) -> Message:
+        node = message.metadata.dst_node_id
+        try:
+            context = self._lend(node)
+            reply = self._spill.store(self._client_app(self._deliver(message), context))
+        except Exception as error:
+            log(WARNING, "The ClientApp of node %d raised", node, exc_info=error)
+            reason = f"{type(error).__name__}: {error}"
+            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+        self._keep(node, context)
+        return reply
+
+    def _deliver(self, message: Message) -> Message:
+        """Return the message as a node gets it, to change as it likes: messages of a push share their records."""
+        return message if self._hands_to_clients() else _copy(message)
+
+    def _hands_to_clients(self) -> bool:
+        """Whether nothing but clients of this project sees messages; they leave them as they are."""
+        return isinstance(self._client_app, BNClientApp) and self._client_app.is_plain
+
+    def _lend(self, node: int) -> Context:
+        """A node's context, changes to which are lost unless they are kept."""
+        kept = self._contexts[node]
+        return replace(kept, state=RecordDict(dict(kept.state)))
+
+    def _keep(self, node: int, context: Context) -> None:
+        self._contexts[node] = context
+
+
+def job_reply(job: Job, reply: Reply) -> Message:
+    """Make a message of a client's reply."""
+    return pack(reply, job.message, copy=not changes_nothing(job.client))
+
+
+def changes_nothing(client: BNClient) -> bool:
+    """Whether a client surely changes no tensor that it received or replied, so that none needs to be copied."""
+    return type(client) is BNClient
+
+
+def in_portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Cut a sequence into parts of at most `PORTION` items."""
+    return (items[start : start + PORTION] for start in range(0, len(items), PORTION))
+
+
+def identify(message: Message) -> str:
+    """Give a message the id that it otherwise gets on its way."""
+    message.metadata.__dict__["_message_id"] = str(uuid4())
+    return message.metadata.message_id
+
+
+def _copy(message: Message) -> Message:
+    delivered = copy.copy(message)
+    # a Message has no setter for what it is made of
+    delivered.__dict__ = {**message.__dict__}
+    records: Any = message.content.items()
+    delivered.content = RecordDict({name: _copy_record(record) for name, record in records})
+    return delivered
+
+
+def _copy_record(record: Any) -> Any:
+    return lend_record(record) if isinstance(record, ArrayRecord) else type(record)(dict(record))
+
+
+def run_in_process(
+    server_main: Callable[[Grid, Context], None],
+    client_app: ClientApp,
+    num_nodes: int,
+    run_config: Config,
+    make_grid: Callable[[ClientApp, int, Config], Grid] | None = None,
+) -> None:
+    """Run a server's main function against in-process nodes, or those of another grid, such as `StackedGrid`."""
+    grid = (make_grid or InProcessGrid)(client_app, num_nodes, run_config)
+    context = Context(grid.run.run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(run_config))
+    server_main(grid, context)
