@@ -33,10 +33,10 @@ from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.experiments.workers import count_workers, one_step
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.one_by_one import PreparedGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import preload
-from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
 from fedbn_flwr.simulation.stacked.memory_budget import clients_that_fit, keep_freed_memory
 from fedbn_flwr.strategies import Layerwise

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from flwr.app import RecordDict
 from torch import Tensor, nn
 from torch.func import vmap
 
 from fedbn_flwr.client import training
-from fedbn_flwr.simulation.stacked.batch_norm import StackedBatchNorm
-from fedbn_flwr.simulation.stacked.image_order import ImageOrder
+from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.simulation.stacked.layers import ImageOrder, StackedBatchNorm
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import FlatState
 
@@ -74,29 +75,24 @@ class Stack(nn.Module):
         # the cross entropy of class numbers is computed in one pass over all clients' outputs
         afterwards = loss_function is F.cross_entropy and not batch[1].is_floating_point()
         loss_or_outputs = _outputs if afterwards else loss_function
-        values, structure = self._entries_of(rows), self.structure
-        slots, batch_norm, buffers = self._slots, self._batch_norm, list(self._buffers_of_all)
-        assigned: list[str] = []
-        every_input, every_target = self._image_order.images(batch[0]), batch[1]
-        kept = self._image_order.kept
+        buffers = list(self._buffers_of_all)
 
-        def one(inputs: Tensor, targets: Tensor, *entries: Tensor) -> tuple[Tensor, ...]:
-            given = dict(zip(values, entries, strict=True))
-            with slots.holding(given), batch_norm.used(), kept(), around():
-                result = training.model_loss(structure, inputs, targets, loss_or_outputs)
-                # a layer may change its buffers in place, or put new ones there
-                new = {name: slots.read(name) for name in buffers}
-            assigned[:] = [name for name in buffers if new[name] is not given[name]]
-            return result, *(new[name] for name in assigned)
+        def one(inputs: Tensor, targets: Tensor, entries: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            """Return one client's result, and the buffers in whose places a layer has put new ones."""
+            with self._slots.holding(entries), self._batch_norm.used(), self._image_order.kept(), around():
+                result = training.model_loss(self.structure, inputs, targets, loss_or_outputs)
+                now = {name: self._slots.read(name) for name in buffers}
+            return result, {name: value for name, value in now.items() if value is not entries[name]}
 
-        result, *news = vmap(one)(every_input, every_target, *values.values())
-        changed = {**values, **dict(zip(assigned, news, strict=True))}
+        values = self._entries_of(rows)
+        result, replaced = vmap(one)(self._image_order.images(batch[0]), batch[1], values)
         for name in buffers:
-            if isinstance(rows, Tensor) or name in assigned:
-                self._buffers_of_all[name][rows] = changed[name].detach()
-        return _cross_entropies(result, every_target) if afterwards else result
+            # other buffers may have been changed in their places; those of chosen rows are copies
+            if isinstance(rows, Tensor) or name in replaced:
+                self._buffers_of_all[name][rows] = replaced.get(name, values[name]).detach()
+        return _cross_entropies(result, batch[1]) if afterwards else result
 
-    def _entries_of(self, rows: Rows) -> State:
+    def _entries_of(self, rows: Rows) -> dict[str, Tensor]:
         everything = {**self._parameters_of_all, **self._buffers_of_all}
         if isinstance(rows, slice) and rows == slice(0, self.clients):
             return everything
@@ -118,14 +114,14 @@ class _Slots:
     @contextmanager
     def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Give the model these values, inside the block."""
-        own = [(entries, key, entries[key]) for places in self._places.values() for entries, key in places]
+        before = [(entries, key, entries[key]) for places in self._places.values() for entries, key in places]
         try:
             for name, value in values.items():
                 for entries, key in self._places[name]:
                     entries[key] = value
             yield
         finally:
-            for entries, key, value in own:
+            for entries, key, value in before:
                 entries[key] = value
 
     def read(self, name: str) -> Tensor:
@@ -156,6 +152,35 @@ def stacked(states: Sequence[State]) -> State:
     if len(flat) == len(states) and len({id(state.layout) for state in flat}) == 1:
         return FlatState.stacked(flat)
     return {name: torch.stack([state[name] for state in states]) for name in first}
+
+
+class CannotStackError(RuntimeError):
+    """Says why these clients must train one after another."""
+
+
+class StackedMemory(Memory):
+    """The memories of several clients, which must hold the same entries of a group."""
+
+    def __init__(self, memories: Sequence[Memory]) -> None:
+        super().__init__(RecordDict())
+        self._memories, self._stored = memories, dict[str, State]()
+
+    def recall(self, group: str) -> State:
+        """Return a group's values of all clients, stacked."""
+        states = [memory.recall(group) for memory in self._memories]
+        if any(state.keys() != states[0].keys() for state in states):
+            raise CannotStackError(f"the clients remember different entries of {group!r}")
+        return stacked(states)
+
+    def store(self, group: str, values: State) -> None:
+        """Hold stacked values until `write`."""
+        self._stored[group] = values
+
+    def write(self) -> None:
+        """Store every client's rows, as copies, in the client's own memory."""
+        for group, values in self._stored.items():
+            for memory, rows in zip(self._memories, FlatState.copies_of(values, len(self._memories)), strict=True):
+                memory.store(group, rows)
 
 
 def _entries(structure: nn.Module) -> dict[str, Tensor]:

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedbn_flwr import models
 from fedbn_flwr.layerwise import Answer, Requests, shared_statistics
-from fedbn_flwr.simulation.stacked.batch_norm import apply_shared
-from fedbn_flwr.simulation.stacked.image_order import ImageOrder
+from fedbn_flwr.simulation.stacked.layers import ImageOrder, apply_shared
 from fedbn_flwr.simulation.stacked.model import Stack
 from fedbn_flwr.state import State
 from tests.helpers.engine_comparison import assert_as_alone
@@ -147,7 +146,7 @@ def test_models_of_this_project_that_are_such_chains(name: str) -> None:
 
 
 def test_a_torch_without_what_is_needed_keeps_the_usual_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedbn_flwr.simulation.stacked.batched._functorch", None)
+    monkeypatch.setattr("fedbn_flwr.simulation.stacked.layers._functorch", None)
     stack, inputs, targets = example(chain(in_place=False))
     assert ImageOrder(chain()).images(inputs) is inputs
     stack.losses(slice(0, CLIENTS), (inputs, targets), F.cross_entropy).sum().backward()

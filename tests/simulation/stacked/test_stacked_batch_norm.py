@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.layerwise.shared_batch_norm import SharedBatchNorm, Use
-from fedbn_flwr.simulation.stacked.batch_norm import apply_shared
+from fedbn_flwr.simulation.stacked.layers import apply_shared
 from fedbn_flwr.simulation.stacked.model import Stack
 from tests.helpers.engine_comparison import assert_as_alone
 from tests.helpers.toys import random_state
@@ -139,7 +139,7 @@ def test_all_clients_are_in_one_call() -> None:
 
 
 def test_a_torch_without_what_is_needed_does_it_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedbn_flwr.simulation.stacked.batched._functorch", None)
+    monkeypatch.setattr("fedbn_flwr.simulation.stacked.layers._functorch", None)
     assert channels_normalized(*images(nn.BatchNorm2d(4))) == [4]
 
 

@@ -1,0 +1,294 @@
+"""The layers of stacked clients inside `torch.func.vmap`: BN in one call, images channels last, dropout by client.
+
+`vmap` by itself would compute the same, slower; docs/benchmarks.md has the times. It hides the dimension for the
+clients, and the functions of torch that show it are private: a version of torch may not have them. Without them a model
+is left as it is.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from fedbn_flwr.layerwise import OwnRandomness
+from fedbn_flwr.layerwise.shared_batch_norm import SharedBatchNorm, Use
+from fedbn_flwr.norm import bn_layers
+
+try:
+    from torch._C import _functorch
+    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as outside_of_vmap
+except ImportError:
+    _functorch = None  # type: ignore[assignment]
+
+#: torch's private functions that are called here
+NEEDED = ("maybe_current_level", "_unwrap_batched", "_add_batch_dim")
+#: what a model may consist of to have images channels last: torch's own layers, one after another, whose forward
+#: leaves open which order images have
+_ANY_ORDER = {
+    *(nn.Sequential, nn.Identity, nn.Conv2d, nn.BatchNorm2d, nn.BatchNorm1d, nn.ReLU, nn.ReLU6),
+    *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Linear),
+}
+#: layers that multiply their inputs by a random mask
+_MASKING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+def is_available() -> bool:
+    """Whether torch has these functions; without them `vmap` does what it does by itself."""
+    return all(hasattr(_functorch, name) for name in NEEDED)
+
+
+def unwrapped(value: Tensor) -> tuple[Tensor, int | None]:
+    """Return the tensor of all clients and its dimension for them, None for one that is the same for all."""
+    values: tuple[Tensor, int | None] = _functorch._unwrap_batched(value, _level())
+    return values
+
+
+def wrapped(values: Tensor, dim: int) -> Tensor:
+    """Return a tensor of all clients as that of one."""
+    return _functorch._add_batch_dim(values, dim, _level())
+
+
+def _level() -> int:
+    return _functorch.maybe_current_level() or 0
+
+
+# ---- batch normalization ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _StackedForward:
+    """The forward of one BN layer for all clients at once: one call that takes their channels side by side."""
+
+    layer: _BatchNorm
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        layer = self.layer
+        moving = layer.training and layer.track_running_stats
+        statistics = [layer.running_mean, layer.running_var] if moving or not layer.training else [None, None]
+        entries = [*statistics, layer.weight, layer.bias]
+        values, dim = unwrapped(inputs)
+        if dim is None or not all(_is_stacked(value) for value in entries):
+            alone: Tensor = type(layer).forward(layer, inputs)
+            return alone
+        layer._check_input_dim(inputs)
+        if moving and layer.num_batches_tracked is not None:
+            layer.num_batches_tracked.add_(1)
+        by_client = values.movedim(dim, 1)
+        mean, variance, weight, bias = (_in_a_row(value) for value in entries)
+        of_batch, momentum = layer.training or mean is None, layer.momentum or 0.0
+        outputs = F.batch_norm(by_client.flatten(1, 2), mean, variance, weight, bias, of_batch, momentum, layer.eps)
+        return wrapped_images(outputs.view_as(by_client))
+
+
+def _is_stacked(value: Tensor | None) -> bool:
+    return value is None or unwrapped(value)[1] is not None
+
+
+def _in_a_row(value: Tensor | None) -> Tensor | None:
+    """Return all clients' values one after the other: a view, because running statistics are updated in place."""
+    if value is None:
+        return None
+    values, dim = unwrapped(value)
+    return values.movedim(dim or 0, 0).view(-1)
+
+
+class StackedBatchNorm:
+    """The BN layers of a model whose forward is torch's own, with a fixed momentum.
+
+    (With `momentum=None` a layer averages over its steps, of which each client has a number of its own.)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [
+            layer
+            for layer in bn_layers(model).values()
+            if type(layer).forward is _BatchNorm.forward and layer.momentum is not None and is_available()
+        ]
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Call each layer once for all clients, inside the block and inside `vmap`.
+
+        A layer whose `forward` somebody else has replaced stays as it is.
+        """
+        layers = [layer for layer in self._layers if "forward" not in layer.__dict__]
+        for layer in layers:
+            # in the instance's own dictionary, where it comes before the class's `forward`
+            layer.__dict__["forward"] = _StackedForward(layer)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.__dict__["forward"]
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """What an autograd function's `vmap` is told."""
+
+    batch_size: int
+
+
+def apply_shared(
+    inputs: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, use: Use
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Take a layer of all clients through `SharedBatchNorm`, inside `vmap`.
+
+    Its `apply` does the same, in twice the time, most of which `vmap` takes to find and prepare the function.
+    """
+    if not is_available():
+        alone: tuple[Tensor, Tensor, Tensor, Tensor] = SharedBatchNorm.apply(inputs, weight, bias, eps, use)
+        return alone
+    values, dims = zip(*(_unwrapped(value) for value in (inputs, weight, bias)), strict=True)
+    batch = _Stacked(values[0].shape[dims[0] or 0])
+    rule: Callable[..., tuple[tuple[Tensor, ...], tuple[int | None, ...]]] = SharedBatchNorm.vmap
+    with outside_of_vmap():
+        (outputs, mean, variance, count), _ = rule(batch, (*dims, None, None), *values, eps, use)
+    return wrapped_images(outputs), wrapped(mean, 0), wrapped(variance, 0), count
+
+
+def _unwrapped(value: Tensor | None) -> tuple[Tensor | None, int | None]:
+    return (None, None) if value is None else unwrapped(value)
+
+
+# ---- the order of images ---------------------------------------------------------------------------------------------
+
+
+class ImageOrder:
+    """Puts the images of a model in which it pays in the order "channels last", and keeps their gradients in it.
+
+    On a CPU, grouped convolutions and BN are mostly faster where the channels of all clients lie side by side. Only
+    chains of torch's own layers are put into this order: a forward of a model's own may need the usual one, and other
+    normalizers put images back into it. Pools and sums over positions have gradients in the usual order; an activation
+    whose gradient is in another order than its output is slow, and hands that order on.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        kinds = {type(layer) for layer in model.modules()}
+        self._pays = nn.Conv2d in kinds and kinds <= _ANY_ORDER and is_available()
+        activations = [layer for layer in model.modules() if isinstance(layer, nn.ReLU | nn.ReLU6)]
+        self._activations = activations if self._pays else []
+
+    def images(self, images: Tensor) -> Tensor:
+        """Return (clients, batch, C, H, W) so that `vmap` makes of them images of one network, channels last."""
+        if not (self._pays and images.dim() == 5 and images.device.type == "cpu"):
+            return images
+        return images.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep gradients in order, inside the block and inside `vmap`."""
+        with ExitStack() as hooks:
+            for layer in self._activations:
+                hooks.callback(layer.register_forward_hook(_keep_order).remove)
+            yield
+
+
+def wrapped_images(images: Tensor) -> Tensor:
+    """Return (batch, clients, ...), what a layer put out for all clients, as the output for one.
+
+    If channels are last, as a copy: the gradient of a ReLU that changes a view in place would be handed on in the usual
+    order.
+    """
+    if _are_channels_last(images):
+        return wrapped(images.movedim(1, 0).clone(), 0)
+    return wrapped(images, 1)
+
+
+def _are_channels_last(images: Tensor) -> bool:
+    return images.dim() == 5 and images.stride(-3) < images.stride(-1)
+
+
+def _keep_order(_: nn.Module, __: Any, outputs: Tensor) -> None:
+    """See to it that the gradient of an activation's outputs comes in their order."""
+    values, _dim = unwrapped(outputs)
+    if values.requires_grad and _are_channels_last(values):
+        values.register_hook(partial(_in_order, values.stride()))
+
+
+def _in_order(strides: Sequence[int], gradient: Tensor) -> Tensor:
+    if gradient.stride() == strides:
+        return gradient
+    return gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
+
+
+def _pool(images: Tensor, size: Sequence[int]) -> Tensor:
+    """Pool inside of `vmap`: where one position is left, torch's own way loops over the clients, and warns of it."""
+    if list(size) == [1, 1]:
+        return images.mean((-2, -1), keepdim=True)
+    pooled: Tensor = torch.ops.aten._adaptive_avg_pool2d(images, size)
+    return pooled
+
+
+_RULES = torch.library.Library("aten", "IMPL")
+_RULES.impl("adaptive_avg_pool2d", _pool, "FuncTorchBatched")
+
+
+# ---- dropout: every client gets the masks that it would draw alone ---------------------------------------------------
+
+
+class Dropouts:
+    """The active dropout layers of a model, which is already in the mode in which it will train.
+
+    Other layers that draw at random are refused by `torch.func.vmap` itself.
+    """
+
+    def __init__(self, structure: nn.Module) -> None:
+        layers = [layer for layer in structure.modules() if isinstance(layer, _DropoutNd) and layer.training]
+        self._layers = [layer for layer in layers if type(layer) in _MASKING and layer.p > 0]
+
+    @contextmanager
+    def drawing(self, streams: Sequence[OwnRandomness]) -> Iterator[None]:
+        """Draw the mask of row i of a layer's inputs from stream i, inside the block."""
+        try:
+            for layer in self._layers:
+                # in the instance's own dictionary, where it comes before the class's `forward`; hooks still run
+                layer.__dict__["forward"] = _OwnMasks(layer, streams)
+            yield
+        finally:
+            for layer in self._layers:
+                layer.__dict__.pop("forward", None)
+
+
+class _OwnMasks:
+    """The forward of a dropout layer for all clients at once."""
+
+    def __init__(self, layer: nn.Module, streams: Sequence[OwnRandomness]) -> None:
+        self._layer, self._streams = layer, streams
+        self._in_place = bool(layer.inplace)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        masks: Tensor = _Masks.apply(inputs.detach(), self._layer, self._streams)
+        return inputs.mul_(masks) if self._in_place else inputs * masks
+
+
+class _Masks(torch.autograd.Function):
+    """The masks of all clients: what the layer makes of ones, client by client."""
+
+    @staticmethod
+    def forward(inputs: Tensor, layer: nn.Module, streams: Sequence[OwnRandomness]) -> Tensor:
+        """Refuse: masks are only drawn for stacked clients."""
+        raise RuntimeError("masks are only drawn for stacked clients")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing: masks have no gradient."""
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: tuple[int | None, ...], inputs: Tensor, layer: nn.Module, streams: Sequence[OwnRandomness]
+    ) -> tuple[Tensor, int]:
+        """Draw a mask for one client after another."""
+        rows = inputs.movedim(dims[0] or 0, 0)
+        masks = []
+        for row, stream in zip(rows, streams, strict=True):
+            with stream.drawing():
+                masks.append(type(layer).forward(layer, torch.ones_like(row)))
+        return torch.stack(masks), 0
