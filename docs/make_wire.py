@@ -8,12 +8,13 @@ from pathlib import Path
 from fedbn_flwr import client, wire
 from fedbn_flwr.client.rules.registry import RULES
 from fedbn_flwr.experiments import Config
+from fedbn_flwr.plugins.options import options_of
 from fedbn_flwr.wire import Instruction, wire_key
 from fedbn_flwr.wire.history import CHECKPOINT, STATE_HISTORY
 from fedbn_flwr.wire.instruction import on_wire
 
 #: what options of the command say of the fields that bear their names
-HELP = {item.name: item.metadata["help"] for item in fields(Config)}
+HELP = {name: option.help for name, option in options_of(Config).items()}
 PAGE = Path(__file__).with_name("wire.md")
 SOURCE = Path(wire.__file__).with_name("instruction.py")
 
@@ -110,7 +111,9 @@ def page() -> str:
 def help_of(name: str) -> str:
     """Return the comment above a field of `Instruction`, or what its name says."""
     found = re.search(rf"((?:    #: .*\n)+)    {name}: ", SOURCE.read_text())
-    text = " ".join(line.strip().removeprefix("#: ") for line in found[1].splitlines()) if found else HELP[name]
+    text = (
+        " ".join(line.strip().removeprefix("#: ") for line in found[1].splitlines()) if found else HELP[wire_key(name)]
+    )
     for constant in ("GROUPS", "MOMENTUM_STATES", "FREEZES", "LAYERWISE_MODES"):
         text = text.replace(constant, ", ".join(f"`{value}`" for value in getattr(wire, constant)))
     return text
