@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from logging import WARNING
-from typing import Annotated, ClassVar, Unpack
+from typing import Annotated, Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import log
@@ -13,15 +13,7 @@ from fedbn_flwr.server.averaging import Arrays, record
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import Instruction
 
-from .base_layerwise import Layerwise, LayerwiseOptions
-
-
-class CarriedOptions(LayerwiseOptions, total=False):
-    """The constructor's arguments."""
-
-    carry: bool
-    trust: float
-    carry_limit: float
+from .base_layerwise import Layerwise
 
 
 class CarriedCorrections(Layerwise):
@@ -54,7 +46,7 @@ class CarriedCorrections(Layerwise):
             float, "bound of carried corrections, in standard deviations and as ratio of variances; 0 is none"
         ] = 3.0,
         carry_limit: Annotated[float, "megabytes of nodes' values that the server keeps for carry=true"] = 256.0,
-        **options: Unpack[LayerwiseOptions],
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         if trust != 0 and trust <= 1:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import WARNING
-from typing import Annotated, ClassVar, Unpack
+from typing import Annotated, Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
@@ -18,7 +18,7 @@ from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.layerwise import StepPosition
 from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep, Participant
 
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 
 Contents = Mapping[int, RecordDict]
 EXCHANGES = ("fused", "paper")
@@ -29,14 +29,6 @@ def parse_exchange(exchange: str) -> str:
     if exchange not in EXCHANGES:
         raise ValueError(f"unknown exchange {exchange!r}; known: {', '.join(EXCHANGES)}")
     return exchange
-
-
-class LayerwiseOptions(FedAvgOptions, total=False):
-    """The constructor's arguments."""
-
-    max_attempts: int
-    fresh_optimizer: bool
-    replay_limit: float
 
 
 class Layerwise(FedAvg):
@@ -70,7 +62,7 @@ class Layerwise(FedAvg):
             bool, "use another optimizer for the layer-wise step than for the steps after it"
         ] = False,
         replay_limit: Annotated[float, "megabytes of arrays that a node keeps to replay a suspended step"] = 16.0,
-        **options: Unpack[FedAvgOptions],
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         if max_attempts < 1 or replay_limit < 0:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from logging import WARNING
-from typing import Annotated, ClassVar, Unpack
+from typing import Annotated, Any, ClassVar
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
@@ -16,13 +16,7 @@ from fedbn_flwr.server.replies import NodeReply, lacks_state
 from fedbn_flwr.state.records import make_record
 from fedbn_flwr.wire import Instruction
 
-from .fedavg import FedAvg, FedAvgOptions
-
-
-class PartialSharingOptions(FedAvgOptions, total=False):
-    """The constructor's arguments."""
-
-    mean_personal: bool
+from .fedavg import FedAvg
 
 
 class PartialSharing(FedAvg):
@@ -48,7 +42,7 @@ class PartialSharing(FedAvg):
         mean_personal: Annotated[
             bool, "in evaluations, also send the entries that nodes keep, to test their mean"
         ] = False,
-        **options: Unpack[FedAvgOptions],
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         if self.privacy and mean_personal:

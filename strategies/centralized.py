@@ -1,8 +1,8 @@
 """The centralized reference."""
 
-from typing import ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal
 
-from .fixbn import FixBN, FreezeOptions
+from .fixbn import FixBN
 from .registry import register_strategy
 
 
@@ -18,5 +18,5 @@ class Centralized(FixBN):
     leaves: ClassVar[str] = "all data"
     pooled: ClassVar[bool] = True
 
-    def __init__(self, *, freeze_round: float | Literal["auto"] = 10**9, **options: Unpack[FreezeOptions]) -> None:
+    def __init__(self, *, freeze_round: float | Literal["auto"] = 10**9, **options: Any) -> None:
         super().__init__(freeze_round=freeze_round, **options)

@@ -11,13 +11,12 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 
 from collections.abc import Sequence
 from logging import WARNING
-from typing import Annotated, ClassVar, Literal, Unpack, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from flwr.common import log
 
 from fedbn_flwr.server.averaging import Arrays, average, is_floating
 from fedbn_flwr.server.base_strategy import BaseStrategy
-from fedbn_flwr.server.constructor_options import BaseOptions
 from fedbn_flwr.server.privacy import Privacy
 from fedbn_flwr.server.replies import NodeReply
 
@@ -25,13 +24,6 @@ from .registry import register_strategy
 
 Weighting = Literal["examples", "uniform"]
 WEIGHTINGS = get_args(Weighting)
-
-
-class FedAvgOptions(BaseOptions, total=False):
-    """The constructor's arguments."""
-
-    weighting: Weighting
-    privacy: Privacy | None
 
 
 @register_strategy("fedavg")
@@ -59,7 +51,7 @@ class FedAvg(BaseStrategy):
         *,
         weighting: Annotated[Weighting, "how much a client counts: examples or uniform"] = "examples",
         privacy: Privacy | None = None,
-        **options: Unpack[BaseOptions],
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         if weighting not in WEIGHTINGS:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Annotated, ClassVar, Literal, Unpack
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from flwr.common import log
@@ -12,7 +12,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.server.replies import CannotTrainError, NodeReply
 from fedbn_flwr.wire import Instruction
 
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 from .registry import register_strategy
 
 #: the metrics of the losses that can be weights
@@ -54,7 +54,7 @@ class FedBS(FedAvg):
             Literal["local", "running"],
             "losses that are weights: local (on all local data, after training) or running (of the mini-batches)",
         ] = "local",
-        **options: Unpack[FedAvgOptions],
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         if epsilon < 0 or mu < 0 or patience_rounds < 1:

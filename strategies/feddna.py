@@ -1,8 +1,8 @@
 """FedDNA: FedTAN's forward pass (Algorithm 2) without its backward pass; see `strategies/fedtan.py`."""
 
-from typing import Annotated, ClassVar, Literal, Unpack
+from typing import Annotated, Any, ClassVar, Literal
 
-from .base_carried import CarriedCorrections, CarriedOptions
+from .base_carried import CarriedCorrections
 from .base_layerwise import parse_exchange
 from .registry import register_strategy
 
@@ -37,7 +37,7 @@ class FedDNA(CarriedCorrections):
         exchange: Annotated[
             Literal["fused", "paper"], "fused (mean and variance in one exchange) or paper (in two); the same numbers"
         ] = "fused",
-        **options: Unpack[CarriedOptions],
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self.exchange = parse_exchange(exchange)

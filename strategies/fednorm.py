@@ -1,7 +1,7 @@
 """FedNorm."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord
 
@@ -9,7 +9,7 @@ from fedbn_flwr.server.averaging import Arrays, average, record
 from fedbn_flwr.server.replies import CannotTrainError, NodeReply
 from fedbn_flwr.state.records import make_record
 
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 from .registry import register_strategy
 
 
@@ -33,7 +33,7 @@ class FedNorm(FedAvg):
     personal: ClassVar[bool] = True
     kept: ClassVar[tuple[str, ...]] = ("_by_domain",)
 
-    def __init__(self, **options: Unpack[FedAvgOptions]) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if self.server_optimizer:
             raise ValueError("fednorm averages BN within domains: server_optimizer must be none")

@@ -1,10 +1,10 @@
 """FedProx."""
 
-from typing import Annotated, ClassVar, Unpack
+from typing import Annotated, Any, ClassVar
 
 from fedbn_flwr.wire import Instruction
 
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 from .registry import register_strategy
 
 
@@ -22,9 +22,7 @@ class FedProx(FedAvg):
     paper: ClassVar[str] = "T. Li et al., MLSys 2020"
     leaves: ClassVar[str] = "everything"
 
-    def __init__(
-        self, *, mu: Annotated[float, "weight of the proximal term"] = 0.01, **options: Unpack[FedAvgOptions]
-    ) -> None:
+    def __init__(self, *, mu: Annotated[float, "weight of the proximal term"] = 0.01, **options: Any) -> None:
         super().__init__(**options)
         if mu < 0:
             raise ValueError(f"mu must not be negative, got {mu}")

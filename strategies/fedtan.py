@@ -19,17 +19,11 @@ nodes that fail, is in `base_layerwise.py`. The client's half is `fedbn_flwr/cli
 mathematics of one layer `fedbn_flwr/layerwise/shared_batch_norm.py`.
 """
 
-from typing import Annotated, ClassVar, Literal, Unpack
+from typing import Annotated, Any, ClassVar, Literal
 
-from .base_carried import CarriedCorrections, CarriedOptions
+from .base_carried import CarriedCorrections
 from .base_layerwise import parse_exchange
 from .registry import register_strategy
-
-
-class FedTANOptions(CarriedOptions, total=False):
-    """The constructor's arguments."""
-
-    exchange: Literal["fused", "paper"]
 
 
 @register_strategy("fedtan")
@@ -64,7 +58,7 @@ class FedTAN(CarriedCorrections):
         exchange: Annotated[
             Literal["fused", "paper"], "fused (mean and variance in one exchange) or paper (in two); the same numbers"
         ] = "fused",
-        **options: Unpack[CarriedOptions],
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         if self.carry and exchange != "fused":

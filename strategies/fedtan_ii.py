@@ -1,14 +1,10 @@
 """FedTAN-II."""
 
-from typing import Annotated, Any, ClassVar, Literal, Unpack
+from typing import Annotated, Any, ClassVar, Literal
 
-from .fedtan import FedTAN, FedTANOptions
-from .fixbn import FixBN, FreezeOptions
+from .fedtan import FedTAN
+from .fixbn import FixBN
 from .registry import register_strategy
-
-
-class FedTANIIOptions(FedTANOptions, FreezeOptions, total=False):
-    """The constructor's arguments beside `m`."""
 
 
 @register_strategy("fedtan-ii")
@@ -37,7 +33,7 @@ class FedTANII(FedTAN, FixBN):
             float | Literal["auto"],
             "rounds of FedTAN before the statistics are frozen, or their fraction of the run, or auto",
         ] = 0.5,
-        **options: Unpack[FedTANIIOptions],
+        **options: Any,
     ) -> None:
         # FedTAN passes on what it does not know to FixBN
         passed: Any = {**options, "freeze_round": m}

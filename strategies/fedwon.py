@@ -1,11 +1,11 @@
 """FedWon."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Unpack
+from typing import Annotated, Any, ClassVar, Literal
 
 from fedbn_flwr.wire import Instruction
 
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 from .registry import register_strategy
 
 CLIPPING = ("auto", "on", "off")
@@ -50,7 +50,7 @@ class FedWon(FedAvg):
             float | Literal["auto", "paper"],
             "gain at the end of residual branches: auto, paper (which is 1) or a number",
         ] = "auto",
-        **options: Unpack[FedAvgOptions],
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         if agc not in CLIPPING:

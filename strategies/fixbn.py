@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Annotated, ClassVar, Literal, Unpack, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.common import log
@@ -13,7 +13,7 @@ from fedbn_flwr.server.lr_schedule import moment, rounds_of
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import FREEZES, Instruction
 
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 from .registry import register_strategy
 
 #: said where clients have a rate that the server does not know
@@ -24,18 +24,6 @@ UNBOUNDED = (
 Change = Literal["channels", "norm"]
 CHANGES = get_args(Change)
 Freeze = Literal["statistics", "affine", "both"]
-
-
-class FreezeOptions(FedAvgOptions, total=False):
-    """The constructor's arguments beside the freeze's round, which subclasses name otherwise."""
-
-    freeze: Freeze
-    frozen_lr: float
-    send_frozen: bool
-    window: int
-    threshold: float
-    latest: float
-    change: Change
 
 
 @register_strategy("fixbn")
@@ -88,7 +76,7 @@ class FixBN(FedAvg):
         change: Annotated[
             Change, "changes that auto looks at: channels (relative to sampling noise) or norm (their L1 norm)"
         ] = "channels",
-        **options: Unpack[FedAvgOptions],
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         if freeze not in FREEZES[1:]:

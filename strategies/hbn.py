@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Unpack
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fedbn_flwr.server.averaging import Arrays
 
 from .base_gathering import Gathering
-from .base_partial import PartialSharing, PartialSharingOptions
+from .base_partial import PartialSharing
 from .registry import register_strategy
 
 Number = NDArray[Any]
@@ -44,7 +44,7 @@ class HBN(PartialSharing, Gathering):
         gather_samples: Annotated[int, "samples of each node that gathered statistics come from; 0 means all"] = 64,
         average: Annotated[float, "weight of the previous global statistics when new ones are gathered"] = 0.0,
         fixed_mix: Annotated[float | None, "fix the share of the batch's statistics instead of learning it"] = None,
-        **options: Unpack[PartialSharingOptions],
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         if gather_samples < 0 or not 0 <= average < 1:

@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Unpack
+from typing import Annotated, Any, ClassVar, Literal
 
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.wire import Instruction
 
 from .base_gathering import Gathering
-from .fedavg import FedAvgOptions
 from .registry import register_strategy
 
 STATISTICS = ("gathered", "layer-wise", "instant")
@@ -42,7 +41,7 @@ class HeteroFL(Gathering):
             Literal["gathered", "layer-wise", "instant"],
             "source of the evaluation's statistics: gathered, layer-wise or instant",
         ] = "gathered",
-        **options: Unpack[FedAvgOptions],
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         if statistics not in STATISTICS:

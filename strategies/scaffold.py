@@ -17,7 +17,7 @@ with a global step of eta_g = 1:
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -27,7 +27,7 @@ from fedbn_flwr.server.averaging import Arrays, average, record
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import Instruction
 
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 from .registry import register_strategy
 
 
@@ -57,7 +57,7 @@ class Scaffold(FedAvg):
     required: ClassVar[tuple[str, ...]] = (wire.CONTROL_VARIATES,)
     kept: ClassVar[tuple[str, ...]] = ("_variate",)
 
-    def __init__(self, **options: Unpack[FedAvgOptions]) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         #: the server's c, in float64: it is a sum over all rounds
         self._variate: Arrays = {}

@@ -25,7 +25,7 @@ FLOORS = (
     ("apps", "benchmarks"),
 )
 #: public import paths that stand for a room, and the package itself, which imports nothing
-DOORS = {"fedbn_flwr.strategies": "strategies", "fedbn_flwr.inprocess": "fedbn_flwr.simulation", "fedbn_flwr": ""}
+DOORS = {"fedbn_flwr.strategies": "strategies", "fedbn_flwr": ""}
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 #: what is inherited from or used inside other strategies, and is no method of its own
 NOT_METHODS = {"CarriedCorrections", "Gathering", "Layerwise", "PartialSharing"}

@@ -1,38 +1,13 @@
-"""Partitions drawn by `flwr-datasets` (`dirichlet`), and others in the form of its partitioners.
+"""Partitions drawn by `flwr-datasets`: `dirichlet`.
 
 Importing this module imports `flwr-datasets`, which takes seconds.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from datasets import Dataset
-from flwr_datasets.partitioner import DirichletPartitioner, Partitioner
+from flwr_datasets.partitioner import DirichletPartitioner
 
 from fedbn_flwr.data.partition_functions import Rows
-
-
-class RowPartitioner(Partitioner):  # type: ignore[misc]
-    """A partitioner around a function of `partition_functions`, which gets one column of numbers of the data set.
-
-    `RowPartitioner(10, "label", lambda labels: rotating_classes(labels, 10, num_classes=10, classes_per_client=2))`
-    """
-
-    def __init__(self, num_partitions: int, column: str, share: Callable[[Rows], list[Rows]]) -> None:
-        super().__init__()
-        self._num_partitions, self._column, self._share = num_partitions, column, share
-        self._assigned: list[Rows] | None = None
-
-    @property
-    def num_partitions(self) -> int:
-        """The number of partitions."""
-        return self._num_partitions
-
-    def load_partition(self, partition_id: int) -> Dataset:
-        """Return the rows of one partition."""
-        if self._assigned is None:
-            self._assigned = self._share(np.asarray(self.dataset.with_format("arrow")[self._column][:]))
-        return self.dataset.select(self._assigned[partition_id])
 
 
 class RowNumbers(Dataset):  # type: ignore[misc]

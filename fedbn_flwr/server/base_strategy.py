@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import WARNING
-from typing import Annotated, Any, ClassVar, Unpack
+from typing import Annotated, Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
@@ -15,7 +15,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import wire
 from fedbn_flwr.server.averaging import Arrays, record, unpack
-from fedbn_flwr.server.constructor_options import FlowerOptions, MomentumKind, OptimizerKind, refuse_unknown
+from fedbn_flwr.server.constructor_options import MomentumKind, OptimizerKind, refuse_unknown
 from fedbn_flwr.server.global_momentum import MomentumState
 from fedbn_flwr.server.kept_state import KeptState
 from fedbn_flwr.server.later_rounds import Evaluate, LaterRounds
@@ -119,7 +119,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             OptimizerKind, "treat the averaged update as a gradient: none, adam, yogi, adagrad or momentum"
         ] = "none",
         server_lr: Annotated[float | None, "rate of the server optimizer [1 for momentum, else 0.1]"] = None,
-        **flower: Unpack[FlowerOptions],
+        **flower: Any,
     ) -> None:
         refuse_unknown(type(self), flower)
         super().__init__(**flower)

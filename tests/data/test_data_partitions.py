@@ -296,18 +296,14 @@ def test_shards_are_those_of_flwr_datasets_where_nothing_is_left_over() -> None:
     from datasets import Dataset
     from flwr_datasets.partitioner import ShardPartitioner
 
-    from fedbn_flwr.data.flower_partitioners import RowPartitioner
-
     labels = np.random.default_rng(0).permutation(np.arange(200) % 5)
     theirs = ShardPartitioner(10, "label", num_shards_per_partition=2, shard_size=10, shuffle=False, seed=7)
-    ours = RowPartitioner(10, "label", lambda labels: shards(labels, np.full(10, 2), seed=7))
-    for partitioner in (theirs, ours):
-        partitioner.dataset = Dataset.from_dict({"label": labels, "index": np.arange(200)})
-    for client in range(10):
+    theirs.dataset = Dataset.from_dict({"label": labels, "index": np.arange(200)})
+    for client, rows in enumerate(shards(labels, np.full(10, 2), seed=7)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of pyarrow, about how flwr-datasets sorts
             expected = theirs.load_partition(client)["index"][:]
-        assert list(ours.load_partition(client)["index"][:]) == list(expected)
+        assert list(rows) == list(expected)
 
 
 def test_even_parts_are_those_of_flwr_datasets() -> None:
@@ -335,17 +331,6 @@ def test_many_clients_are_shared_out_in_no_time(spec: str) -> None:
     sys.setprofile(None)
     assert len(parts) == 10_000
     assert calls < 50 * 10_000
-
-
-def test_what_flwr_datasets_lacks_is_a_partitioner_too() -> None:
-    from datasets import Dataset
-
-    from fedbn_flwr.data.flower_partitioners import RowPartitioner
-
-    partitioner = RowPartitioner(5, "label", lambda labels: rotating_classes(labels, 5, 10, 2))
-    partitioner.dataset = Dataset.from_dict({"label": np.arange(40) % 10})
-    assert partitioner.num_partitions == 5
-    assert set(partitioner.load_partition(1)["label"]) == {2, 3}
 
 
 @pytest.mark.parametrize(("samples", "shards"), [(60_000, 1200), (50_000, 1000)])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedbn_flwr.experiments.paper_counts import CLIENTS, MEGABYTE, count, fedtan_ii
+from tests.helpers.paper_counts import CLIENTS, MEGABYTE, count, fedtan_ii
 
 #: parameters of ResNet-20, and its BN statistics (appendix G): 2 x (16 x 7 + 32 x 6 + 64 x 6)
 PARAMETERS, STATISTICS = 269_722, 2 * (16 * 7 + 32 * 6 + 64 * 6)

@@ -77,4 +77,4 @@ def test_combines_with_other_rules() -> None:
 
 def test_unknown_one_is_named() -> None:
     with pytest.raises(ValueError, match="unknown server_optimizer 'sgd'; known: none, adagrad, adam, yogi, momentum"):
-        FedAvg(server_optimizer="sgd")  # type: ignore[arg-type]
+        FedAvg(server_optimizer="sgd")

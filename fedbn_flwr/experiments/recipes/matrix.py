@@ -5,10 +5,17 @@ Each run has the folder that `fedbn-flwr run` writes. The folder of a setting is
 """
 
 import fcntl
+import logging
+import signal
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import sleep
 from typing import IO, Any
@@ -16,14 +23,14 @@ from typing import IO, Any
 from fedbn_flwr.experiments.checkpoint import FREE, read_checkpoint, refuse_foreign
 from fedbn_flwr.experiments.comparison import Plan, folder_name, plot_comparison, run_method
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.engines import ENGINES, Engine
+from fedbn_flwr.experiments.engines import ENGINES, NEEDED, Engine
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import as_json, make_folder, read_json
 from fedbn_flwr.experiments.recipes.recipe import Recipe, Setting
-from fedbn_flwr.experiments.recipes.side_by_side import run_side_by_side
 from fedbn_flwr.experiments.resources import load_data, rounds_within_budget, shared_model
 from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.simulation.processes.worker import end_with_parent, preload
 from fedbn_flwr.state.record_files import write_bytes
 from fedbn_flwr.strategies import CannotTrainError
 
@@ -123,13 +130,63 @@ def run_matrix(
     with _alone_in(folder):
         record(folder)
         write_bytes(folder / "results.json", b"[]\n")
-        pairs = run_side_by_side(cells, workers) if workers > 1 else ((cell, cell.run()) for cell in cells)
+        pairs = _run_side_by_side(cells, workers) if workers > 1 else ((cell, cell.run()) for cell in cells)
         for cell, summaries in pairs:
             results.runs[cell.setting.name, cell.label] = summaries
             # whole at every moment: a report may be reading it
             write_bytes(folder / "results.json", (as_json(_as_rows(results), indent=2) + "\n").encode())
             yield cell, results
         _write_comparisons(cells, results)
+
+
+def _run_side_by_side(cells: Sequence[Cell], workers: int) -> Iterator[tuple[Cell, list[Summary]]]:
+    """Run the cells in so many processes at once; return each with its result, in the order in which they end."""
+    preload(NEEDED)
+    ahead, running = deque(cells), dict[Connection, tuple[Cell, BaseProcess]]()
+    try:
+        while ahead or running:
+            while ahead and len(running) < workers:
+                cell = ahead.popleft()
+                connection, process = _start(cell)
+                running[connection] = cell, process
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                cell, process = running.pop(ready)
+                yield cell, _result(ready, process, cell)
+    finally:
+        for connection, (_, process) in running.items():
+            connection.close()
+            process.kill()
+
+
+def _start(cell: Cell) -> tuple[Connection, BaseProcess]:
+    # never a copy of this process, in which torch may have started threads
+    context = get_context("forkserver")
+    here, there = context.Pipe()
+    process = context.Process(target=_work, args=(there, cell, logging.getLogger("flwr").level), daemon=False)
+    process.start()
+    there.close()
+    return here, process
+
+
+def _result(connection: Connection, process: BaseProcess, cell: Cell) -> list[Summary]:
+    try:
+        result: list[Summary] = connection.recv()
+    except EOFError:
+        process.join()
+        return cell.failed(f"its process ended with exit code {process.exitcode}")
+    finally:
+        connection.close()
+    process.join()
+    return result
+
+
+def _work(connection: Connection, cell: Cell, level: int) -> None:
+    """Run one cell: what a process does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    logging.getLogger("flwr").setLevel(level)
+    connection.send(cell.run())
 
 
 def _write_comparisons(cells: Sequence[Cell], results: Results) -> None:
