@@ -16,8 +16,8 @@ from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, largest_usef
 #: multiplications in the forward passes of a run from which on it starts processes. At this size two took about as long
 #: to start as they saved (on two cores one is started): 40,000 steps of small-cnn, or 2,000 of resnet20, batches of 20
 WORTH_STARTING = 10**11
-#: clients that take part in a round, for each process, where models are stacked: a stack of five takes 0.57 (small-cnn)
-#: or 0.75 (resnet20) times as long as five clients one after another, and a stack of ten 0.42 or 0.67 times
+#: clients per process in a round where models are stacked: five clients are faster in a stack than one after another
+#: (docs/benchmarks.md, "Choices in the code")
 CLIENTS_PER_WORKER = 5
 
 
@@ -25,9 +25,8 @@ def count_workers(config: Config, layerwise: bool = False) -> int:
     """Return the number of processes of the stacked engine: `workers`, or in a long run as many as there are cores.
 
     The rule knows the model, the sizes of its activations, the number of clients and steps, the cores and the options,
-    and nothing that is measured. A GPU is not made faster by several processes. A round that is a single layer-wise
-    step is, though processes wait for each other at every layer: with 10 and 40 clients, two took 0.90 and 0.66 times
-    as long as one with resnet20, 0.95 and 0.71 times with small-cnn.
+    and nothing that is measured. Several processes do not make a GPU faster. They make a round of a single
+    layer-wise step faster, although they wait for each other at every layer (docs/benchmarks.md).
     """
     if config.workers:
         return min(config.workers, config.clients)

@@ -19,15 +19,14 @@ from fedbn_flwr.wire import Instruction
 
 #: larger stacks do not make a step faster: a CPU's caches are full, a GPU's processors busy
 _LARGEST = {"cpu": 20, "cuda": 512}
-#: parameters of the largest model that a CPU trains faster in a stack than alone. Stacks of resnet20 (270,000) take
-#: 0.72 times as long as its clients one by one; of mobilenetv2 (2.2 million) 1.19, of digits-cnn (14 million) 2.9
+#: parameters of the largest model that a CPU trains faster in a stack than alone: between resnet20 (270,000) and
+#: mobilenetv2 (2.2 million), see docs/benchmarks.md, "Choices in the code"
 _LARGEST_MODEL = 1_000_000
-#: mean bytes of a tensor that a forward pass keeps, from which on a CPU gains nothing by stacks: one client's step by
-#: itself leaves the caches. At 58,000 (resnet20 on 50 images of 8 x 8 pixels) a stack of 20 takes 0.79 times as long as
-#: clients one by one, at 64,000 to 93,000 0.93 to 0.97, at 144,000 to 160,000 1.01 to 1.25, at 210,000 1.18
+#: mean bytes of a tensor that a forward pass keeps, from which on stacks do not make a CPU faster, because the step of
+#: a single client does not fit into the caches (docs/benchmarks.md, "Stacks and image sizes")
 _LARGE_ACTIVATIONS = 100_000
-#: the largest stack of such steps where they are layer-wise: clients that wait for each other at every layer take 0.75
-#: (small-cnn) and 0.9 times (resnet20) as long in stacks of 5 as one by one, and more memory in larger ones
+#: the largest stack of such steps if they are layer-wise: clients that wait for each other at every layer are faster in
+#: stacks of 5 than one by one, and larger stacks need more memory (docs/benchmarks.md, "Choices in the code")
 _LARGEST_LAYERWISE = 5
 #: the share of the whole memory that a stack may take
 _SHARE = 0.5
