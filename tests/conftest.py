@@ -1,5 +1,6 @@
 """What every test can rely on."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -41,3 +42,9 @@ def flower_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFi
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
+
+
+def pytest_collection_finish() -> None:
+    """Take what thousands of collected tests consist of out of what Python looks through for garbage."""
+    gc.collect()
+    gc.freeze()

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from flwr.app import Context
@@ -107,11 +107,19 @@ def _app(experiment: Experiment, partitions: Sequence[int]) -> ClientApp:
         # the other clients may be in other processes of this machine
         room = _steps_that_fit(config) * len(partitions) // config.clients
         STEPS.make_room(min(len(partitions), room))
-    # what was imported is never garbage: to look through it for some takes a part of every round
-    gc.freeze()
-    # at the end it is, or libraries complain of what they find left
-    atexit.register(gc.unfreeze)
+    _freeze_imports()
     return client_app(bound_client_fn(experiment.config))
+
+
+@cache
+def _freeze_imports() -> None:
+    """Take what was imported out of what Python looks through for garbage in every round.
+
+    Once a process: a second run would also freeze what the first one left, and keep it for good.
+    """
+    gc.freeze()
+    # at the end it is garbage, or libraries complain of what they find left
+    atexit.register(gc.unfreeze)
 
 
 def _steps_that_fit(config: Config) -> int:
