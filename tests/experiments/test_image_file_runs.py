@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from fedbn_flwr.experiments.output.run_folder import read_rounds
 from tests.helpers.image_sets import write_cityscapes, write_imagenet
 from tests.helpers.runs import run
 
@@ -21,9 +22,8 @@ def trained(images: Path, folder: Path, **options: str) -> tuple[dict[str, Any],
     """The model after two rounds, and the accuracies."""
     shared = {"dataset": f"imagenet:{images}", "image-size": "8", "rounds": "2", "augmentation": "resized-crop-flip"}
     assert run("run", **shared, **options, results_dir=str(folder)) == 0
-    rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     (model,) = folder.glob("*.safetensors")
-    return load_file(model), [row["accuracy"] for row in rows if "accuracy" in row]
+    return load_file(model), [row["accuracy"] for row in read_rounds(folder) if "accuracy" in row]
 
 
 def test_the_number_of_decoding_processes_changes_no_bit(images: Path, tmp_path: Path) -> None:

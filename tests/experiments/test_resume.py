@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fedbn_flwr.experiments import main
 from tests.helpers.checkout import ROOT, environment
 from tests.helpers.deaths import Death, dying
-from tests.helpers.runs import command
+from tests.helpers.runs import command, results
 
 #: methods and options that keep something on the server, on the nodes, or both
 CASES: dict[str, dict[str, Any]] = {
@@ -48,22 +48,14 @@ def words(case: str, folder: Path) -> Sequence[str]:
     return command("run", results_dir=str(folder), **options)
 
 
-def results(folder: Path) -> dict[str, Any]:
+def written(folder: Path) -> dict[str, Any]:
     """Return what is in a run's folder, without times and the folder's own name."""
-    rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-    summary, config = (json.loads((folder / f"{name}.json").read_text()) for name in ("summary", "config"))
-    for record in (*rows, summary):
-        del record["seconds"]
+    config = json.loads((folder / "config.json").read_text())
     for key in ("results-dir", "state-dir"):
         del config["options"][key]
     # a run's own, and the test's program where it runs in its process
     assert config.pop("command")
-    names = sorted(path.name for path in folder.iterdir())
-    return {"files": names, "rows": rows, "summary": summary, "config": config, "model": model(folder)}
-
-
-def model(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()
+    return {**results(folder), "config": config}
 
 
 def go_on(case: str, folder: Path) -> Sequence[str]:
@@ -80,7 +72,7 @@ def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     folder = tmp_path_factory.mktemp("whole") / "run"
     with dying(0, die) as moments:
         assert main(words(request.param, folder)) == 0
-    return Whole(request.param, results(folder), moments.count)
+    return Whole(request.param, written(folder), moments.count)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -99,7 +91,7 @@ def test_the_moment_of_death_does_not_matter(uninterrupted: Whole, tmp_path: Pat
                 arguments = go_on(case, folder)
     else:
         assert main(arguments) == 0
-    assert results(folder) == expected
+    assert written(folder) == expected
 
 
 def test_a_run_goes_on_where_its_checkpoint_is(tmp_path: Path) -> None:
@@ -112,7 +104,7 @@ def test_a_run_goes_on_where_its_checkpoint_is(tmp_path: Path) -> None:
     with dying(0, die) as rest:
         assert main(["run", "--resume", str(folder)]) == 0
     assert rest.count < whole.count / 2
-    assert results(folder) == results(tmp_path / "whole")
+    assert written(folder) == written(tmp_path / "whole")
 
 
 def child(fatal: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -138,7 +130,7 @@ def test_a_killed_process(case: str, engine: tuple[str, ...], share: float, tmp_
     assert not (folder / "summary.json").exists()
     assert list(folder.glob("checkpoint-[0-9]*"))
     assert main(["run", "--resume", str(folder)]) == 0
-    assert results(folder) == results(tmp_path / "whole")
+    assert written(folder) == written(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -154,4 +146,4 @@ def test_a_killed_simulation_of_flowers(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoint-4").exists()
     resumed = child("0", "run", "--resume", str(tmp_path / "run"))
     assert resumed.returncode == 0, resumed.stderr
-    assert results(tmp_path / "run") == results(tmp_path / "whole")
+    assert written(tmp_path / "run") == written(tmp_path / "whole")

@@ -1,6 +1,5 @@
 """A run whose nodes keep their states themselves, as in a deployment, is resumed by another ServerApp."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from fedbn_flwr.experiments.server_side import RESULTS_VARIABLE
 from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.deaths import Death
-from tests.helpers.runs import OPTIONS
+from tests.helpers.runs import OPTIONS, results
 
 CASES: dict[str, dict[str, Any]] = {
     "fedbn": {"momentum": 0.5, "momentum-state": "local"},
@@ -82,18 +81,7 @@ class Server:
         if resume:
             options["resume"], self.run = str(self.run), self.run + 1
         serve(Nodes(options, self.sites, self.run, fatal), options, self.run)
-        folder = self.results / str(self.run)
-        rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-        summary = json.loads((folder / "summary.json").read_text())
-        for record in (*rows, summary):
-            del record["seconds"]
-        model = (folder / "model.safetensors").read_bytes()
-        return {
-            "rows": rows,
-            "summary": summary,
-            "model": model,
-            "files": sorted(path.name for path in folder.iterdir()),
-        }
+        return results(self.results / str(self.run))
 
 
 @pytest.mark.parametrize("method", [*USUAL, *MORE])

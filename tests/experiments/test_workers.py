@@ -9,7 +9,7 @@ import torch
 from fedbn_flwr.experiments import Config, workers
 from fedbn_flwr.experiments.workers import count_multiplications, count_workers
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory
-from tests.helpers.runs import DATA, run
+from tests.helpers.runs import DATA, model_bytes, run
 
 #: multiplications of a sample: 64 x 30 and 30 x 4
 MLP = 64 * 30 + 30 * 4
@@ -96,5 +96,5 @@ def test_the_same_command_gives_the_same_bits(options: dict[str, str], tmp_path:
     for name in ("first", "second"):
         folder = tmp_path / name
         assert run("run", clients="4", model="small-cnn", results_dir=str(folder), **options) == 0
-        models.append((folder / "model.safetensors").read_bytes())
+        models.append(model_bytes(folder))
     assert models[0] == models[1]

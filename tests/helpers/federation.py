@@ -16,6 +16,7 @@ from fedbn_flwr.deployment.cli import main as fedbn_flwr
 from fedbn_flwr.deployment.errors import DeploymentError
 from fedbn_flwr.deployment.operator import Operator
 from tests.helpers.checkout import BIN, copy_checkout, environment, run
+from tests.helpers.runs import results
 from tests.helpers.waiting import PATIENCE, wait_until
 
 #: small runs whose every bit is compared
@@ -140,16 +141,8 @@ def await_that(condition: Callable[[], bool], what: str, patience: float = PATIE
 
 
 def assert_same_results(there: Path, here: Path) -> None:
-    """Compare two runs by their files' names, their models' bits and their rounds."""
-    assert {path.name for path in there.iterdir()} == {path.name for path in here.iterdir()}
-    assert (there / "model.safetensors").read_bytes() == (here / "model.safetensors").read_bytes()
-    assert _rounds(there) == _rounds(here)
-
-
-def _rounds(folder: Path) -> list[dict[str, object]]:
-    """Return the rounds of a run without their times, which differ between engines."""
-    rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    """Compare two runs by what they have written."""
+    assert results(there) == results(here)
 
 
 def free_ports(count: int) -> list[int]:

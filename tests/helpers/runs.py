@@ -1,8 +1,12 @@
-"""Runs of the console command that take a second."""
+"""Runs of the console command that take a second, and what runs leave."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from fedbn_flwr.experiments import main
+from fedbn_flwr.experiments.output.run_folder import read_rounds
 
 DATA = "synthetic:n=80:test=40:classes=4:size=8:channels=1"
 OPTIONS = {
@@ -26,3 +30,21 @@ def command(*words: str, **options: str) -> Sequence[str]:
 def run(*words: str, **options: str) -> int:
     """Run `fedbn-flwr` with these words and options, and return its exit code."""
     return main(command(*words, **options))
+
+
+def rounds(folder: Path) -> list[dict[str, Any]]:
+    """Return a run's rounds without their times."""
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_rounds(folder)]
+
+
+def model_bytes(folder: Path) -> bytes:
+    """Return the model that a run has written."""
+    return (folder / "model.safetensors").read_bytes()
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """Return what a run has written, without times: the names of its files, rounds, summary and model."""
+    summary = json.loads((folder / "summary.json").read_text())
+    del summary["seconds"]
+    names = sorted(path.name for path in folder.iterdir())
+    return {"files": names, "rounds": rounds(folder), "summary": summary, "model": model_bytes(folder)}

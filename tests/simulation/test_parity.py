@@ -3,14 +3,13 @@
 With one torch thread on both: sums are formed in another order by several.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fedbn_flwr.experiments import main
+from tests.helpers.runs import model_bytes, rounds
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -54,13 +53,3 @@ def test_a_run_in_which_no_client_can_train_fails_on_ray(tmp_path: Path, capsys:
     assert main(["run", *SHARED, *options]) == 1
     assert "batch normalization cannot train on a mini-batch of 1 sample" in capsys.readouterr().err
     assert not (tmp_path / "summary.json").exists()
-
-
-def rounds(folder: Path) -> list[dict[str, Any]]:
-    """Return every round's record without its time."""
-    rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-    return [{key: row[key] for key in row if key != "seconds"} for row in rows]
-
-
-def model_bytes(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()

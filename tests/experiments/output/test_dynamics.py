@@ -15,9 +15,10 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.rules.dynamics import Dynamics
 from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.output.dynamics import DynamicsTable
+from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.strategies import NodeReply
 from fedbn_flwr.wire import ARRAYS, DYNAMICS, Instruction
-from tests.helpers.runs import run
+from tests.helpers.runs import model_bytes, run
 from tests.helpers.toys import CLASSES, toy_split
 
 OPTIONS = {"record-dynamics": "2", "rounds": "4", "model": "mlp", "workers": "1"}
@@ -81,7 +82,7 @@ def test_a_run_has_a_row_for_each_layer_and_round(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, model="small-cnn")
     assert [row["round"] for row in rows] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
     assert [row["layer"] for row in rows[:3]] == ["1", "4", "7"]
-    losses = [json.loads(line)["train-loss"] for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    losses = [row["train-loss"] for row in read_rounds(tmp_path)]
     assert [row["loss"] for row in rows[::3]] == losses
     assert all(row["batch-change"] is None and row["window-variance"] is None for row in rows[:3])
     numbers = ("global-change", "batch-change", "local-distance", "window-variance")
@@ -93,8 +94,7 @@ def test_recording_changes_no_bit_of_the_model(tmp_path: Path) -> None:
     shared = {"rounds": "4", "model": "mlp", "workers": "1", "engine": "inprocess"}
     assert run("run", **shared, results_dir=str(tmp_path / "without")) == 0
     assert not (tmp_path / "without" / "dynamics.jsonl").exists()
-    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("with", "without")]
-    assert models[0] == models[1]
+    assert model_bytes(tmp_path / "with") == model_bytes(tmp_path / "without")
 
 
 def test_frozen_statistics_stand_still_on_the_server(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.config import SINKS
 from fedbn_flwr.experiments.engines import run_in_process
 from fedbn_flwr.experiments.method import resolve
+from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.experiments.output.sinks import MODULES, OPENERS, numbers_of
 from tests.helpers.deaths import Death, dying
 from tests.helpers.runs import OPTIONS, command, run
@@ -28,14 +29,10 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-
-
 def columns(folder: Path) -> dict[str, list[tuple[int, Any]]]:
     """Return the numbers of `rounds.jsonl` as (round, approximate value); TensorBoard's are of single precision."""
     found: dict[str, list[tuple[int, Any]]] = {}
-    for row in rows_of(folder):
+    for row in read_rounds(folder):
         for name, value in row.items():
             found.setdefault(name, []).append((row["round"], pytest.approx(value, rel=1e-6)))
     return found
@@ -119,7 +116,7 @@ def test_weights_and_biases_has_the_numbers_of_every_round(tmp_path: Path, monke
     assert json.loads(next(item.value_json for item in begun.config.update if item.key == "rounds")) == 5
     steps = [record.history for record in records if record.HasField("history")]
     assert [step.step.num for step in steps] == [1, 2, 3, 4, 5]
-    assert [numbers(step.item) for step in steps] == rows_of(tmp_path)
+    assert [numbers(step.item) for step in steps] == read_rounds(tmp_path)
     (end,) = [record.exit for record in records if record.HasField("exit")]
     assert end.exit_code == 0
 

@@ -17,11 +17,13 @@ from fedbn_flwr import data, state
 from fedbn_flwr.clientapp.kept_states import STATE_VARIABLE
 from fedbn_flwr.experiments import Config, UsageError, serve, task
 from fedbn_flwr.experiments.output.recorder import Journal
+from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.experiments.sites.agreement import Agreement, Answers, agree
 from fedbn_flwr.models import build
 from fedbn_flwr.plugins.options import as_value
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.deaths import Death
+from tests.helpers.runs import model_bytes
 from tests.helpers.site_folders import CLASSES, SitesInProcess, images, write_images, write_sites
 
 TRAIN, TEST = images(48, 1), images(24, 2)
@@ -70,8 +72,7 @@ def test_models_have_the_bits_of_runs_on_shared_data(
     shared = {**OPTIONS, "dataset": f"folder:{whole}", "partition": PARTITION, "method": method}
     shared["results-dir"] = str(tmp_path / "shared")
     serve(InProcessGrid(app, 3, shared), shared)
-    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("sites", "shared"))
-    assert one == other
+    assert model_bytes(tmp_path / "sites") == model_bytes(tmp_path / "shared")
     losses = [_column(tmp_path / name, "train-loss") for name in ("sites", "shared")]
     assert losses[0] == losses[1]
 
@@ -136,8 +137,7 @@ def test_given_normalization_is_used(sites: list[str], tmp_path: Path) -> None:
     run_at_sites(tmp_path / "pooled", sites)
     options = json.loads((tmp_path / "given" / "config.json").read_text())["options"]
     assert {key: options[key] for key in own} == own
-    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("given", "pooled"))
-    assert one != other
+    assert model_bytes(tmp_path / "given") != model_bytes(tmp_path / "pooled")
 
 
 def test_personal_entries_stay_at_the_sites(sites: list[str], tmp_path: Path) -> None:
@@ -195,12 +195,11 @@ def test_a_run_goes_on_with_what_the_sites_agreed_on(
     monkeypatch.setattr(task, "agree", noting)
     serve(later, {**given, "resume": str(tmp_path / "run")})
     assert [(as_value(config.mean), as_value(config.std)) for config in seen] == [(agreed["mean"], agreed["std"])]
-    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "run"))
-    assert one == other
+    assert model_bytes(tmp_path / "whole") == model_bytes(tmp_path / "run")
 
 
 def _column(folder: Path, key: str) -> list[Any]:
-    return [json.loads(line)[key] for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    return [row[key] for row in read_rounds(folder)]
 
 
 def test_a_run_on_shared_data_is_refused_by_a_site_with_its_own(sites: list[str], tmp_path: Path) -> None:
