@@ -1,6 +1,5 @@
 """The root as a Flower app: `flwr run` from a fresh clone, in Flower's Ray simulation."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +8,9 @@ import pytest
 from fedbn_flwr.experiments import main
 from tests.helpers.checkout import copy_checkout
 from tests.helpers.flower_command import FlowerCommand
+from tests.helpers.runs import results
 
-pytestmark = pytest.mark.xdist_group("flower")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +37,9 @@ def test_flwr_run_leaves_the_results_of_the_console_command(app: Path, flower: F
     same = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     here_only = ["--engine", "inprocess", "--clients", "2", "--partition", "classes:5", "--results-dir", str(here)]
     assert main(["run", *same, *here_only]) == 0
-    assert {path.name for path in there.iterdir()} == {path.name for path in here.iterdir()}
-    assert (there / "model.safetensors").read_bytes() == (here / "model.safetensors").read_bytes()
-    assert comparable(summary(there)) == comparable(summary(here))
+    assert results(there) == results(here)
 
 
-@pytest.mark.slow
 def test_five_nodes_and_a_relative_folder(app: Path, flower: FlowerCommand) -> None:
     shown, status = flower.run(
         app,
@@ -56,20 +53,10 @@ def test_five_nodes_and_a_relative_folder(app: Path, flower: FlowerCommand) -> N
     assert status == "finished:completed", shown
     # relative to where the SuperLink was started
     assert f"Results: {flower.home / 'results'}" in shown
-    assert summary(flower.home / "results")["clients"] == 5
+    assert results(flower.home / "results")["summary"]["clients"] == 5
 
 
-@pytest.mark.slow
 def test_a_run_that_cannot_work_has_failed(app: Path, flower: FlowerCommand) -> None:
     shown, status = flower.run(app, dataset="nonsense")
     assert status == "finished:failed"
     assert "unknown data set 'nonsense'; there are: digits" in shown
-
-
-def summary(folder: Path) -> dict[str, object]:
-    return dict(json.loads((folder / "summary.json").read_text()))
-
-
-def comparable(row: dict[str, object]) -> dict[str, object]:
-    """Return a row without its time."""
-    return {key: value for key, value in row.items() if key != "seconds"}

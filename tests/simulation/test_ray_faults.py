@@ -29,7 +29,7 @@ from tests.helpers.process_per_message import dropout_model, make_client
 from tests.helpers.ray_cluster import Cluster
 from tests.helpers.waiting import PATIENCE, wait_until
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 EVERYONE = set(range(len(SIZES)))
 #: the last exchange of a step with two BN layers
@@ -218,7 +218,6 @@ class Clock:
         return time.monotonic() + self.ahead
 
 
-@pytest.mark.slow
 def test_a_late_answer_leaves_the_round_to_the_others(
     joined: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +237,6 @@ def test_a_late_answer_leaves_the_round_to_the_others(
     check_without_the_node(strategy, 1)
 
 
-@pytest.mark.slow
 def test_a_worker_killed_between_two_exchanges(joined: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     victims: list[int] = []
 

@@ -25,7 +25,7 @@ def trained(folder: Path, **options: Any) -> tuple[dict[str, torch.Tensor], Any]
         return load_file(folder / "model.safetensors"), grid
 
 
-@pytest.mark.parametrize("method", ["fedbn", "fedtan"])
+@pytest.mark.parametrize("method", [pytest.param("fedbn", marks=pytest.mark.slow), "fedtan"])
 def test_two_processes_train_as_one_does(method: str, tmp_path: Path) -> None:
     one, here = trained(tmp_path / "one", method=method, workers="1")
     two, there = trained(tmp_path / "two", method=method, workers="2")
