@@ -20,7 +20,7 @@ from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.server.channel_grid import ChannelGrid, ChannelOptions
 from tests.helpers.checkout import ROOT
 from tests.helpers.concurrent_nodes import ConcurrentNodes, Site
-from tests.helpers.federation import free_ports
+from tests.helpers.ports import free_ports
 from tests.helpers.relay import Relay
 
 #: what the server's log says of each round over the side channel

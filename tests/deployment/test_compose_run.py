@@ -17,8 +17,9 @@ import yaml
 from fedbn_flwr.deployment.site import read_env
 from tests.helpers.checkout import ROOT
 from tests.helpers.compose import health_check, read_compose
-from tests.helpers.federation import OPTIONS, Federation, assert_same_results, await_that, command, free_ports
+from tests.helpers.federation import OPTIONS, Federation, assert_same_results, await_that, command
 from tests.helpers.namespaces import Containers, why_not
+from tests.helpers.ports import free_ports
 
 #: before and after FixBN's freeze, with personal BN, and an exchange for each BN layer and direction
 METHODS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from fedbn_flwr.deployment.relay import start_relay
-from tests.helpers.federation import free_ports
+from tests.helpers.ports import free_ports
 
 
 @pytest.fixture

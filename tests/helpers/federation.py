@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -143,12 +142,3 @@ def await_that(condition: Callable[[], bool], what: str, patience: float = PATIE
 def assert_same_results(there: Path, here: Path) -> None:
     """Compare two runs by what they have written."""
     assert results(there) == results(here)
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(item.getsockname()[1]) for item in sockets]
-    for item in sockets:
-        item.close()
-    return ports

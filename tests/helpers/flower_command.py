@@ -2,11 +2,11 @@
 
 import json
 import re
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers.checkout import BIN, environment, run
+from tests.helpers.ports import free_ports
 from tests.helpers.processes import kill_processes
 from tests.helpers.waiting import wait_until
 
@@ -23,7 +23,7 @@ class FlowerCommand:
     def prepare(cls, home: Path, bin_folder: Path = BIN) -> "FlowerCommand":
         """Make the home. Nothing runs yet: the first `flwr run` starts a local SuperLink."""
         home.mkdir()
-        ports = _free_ports(2)
+        ports = free_ports(2)
         env = environment(
             FLWR_HOME=str(home),
             FLWR_LOCAL_SUPERLINK_HTTP_API_PORT=str(ports[0]),
@@ -59,13 +59,3 @@ class FlowerCommand:
 
     def __call__(self, *arguments: str) -> str:
         return run(self.program, *arguments, cwd=self.home, env=self.env)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for item in sockets:
-        item.bind(("127.0.0.1", 0))
-    ports = [item.getsockname()[1] for item in sockets]
-    for item in sockets:
-        item.close()
-    return ports

@@ -14,7 +14,8 @@ from fedbn_flwr.deployment.site import read_env
 from fedbn_flwr.server.channel_grid import PORT_VARIABLE
 from tests.helpers.checkout import environment
 from tests.helpers.compose import Service, image_environment, read_compose
-from tests.helpers.federation import Federation, app_hash, free_ports
+from tests.helpers.federation import Federation, app_hash
+from tests.helpers.ports import free_ports
 from tests.helpers.relay import Relay
 from tests.helpers.supervisor import Supervised
 

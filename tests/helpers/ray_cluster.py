@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import ray
 
 from fedbn_flwr.data import Data, load
 from tests.helpers.checkout import BIN, run
+from tests.helpers.ports import free_ports
 from tests.helpers.processes import kill, kill_processes, processes_with
 from tests.helpers.waiting import PATIENCE, wait_until
 
@@ -61,7 +61,7 @@ class Cluster:
 def ray_cluster(nodes: int = 2) -> Iterator[Cluster]:
     """Start a cluster; its processes, and no others, have ended afterwards."""
     # of a short name, since a socket's path has at most 107 characters
-    folder, port = tempfile.mkdtemp(prefix="ray-"), free_port()
+    folder, port = tempfile.mkdtemp(prefix="ray-"), free_ports(1)[0]
     # without RAY_TMPDIR, other commands of this machine would find this cluster and join it
     own = {FOLDER: folder, "RAY_TMPDIR": folder, "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **PATIENT_RAY, **own}
@@ -77,13 +77,6 @@ def ray_cluster(nodes: int = 2) -> Iterator[Cluster]:
     finally:
         kill_processes(FOLDER, folder)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def digits() -> Data:

@@ -35,8 +35,8 @@ from fedbn_flwr.wire.layerwise import SIDE_CHANNEL
 from tests.helpers.checkout import ROOT
 from tests.helpers.concurrent_nodes import ConcurrentNodes, Site
 from tests.helpers.faults import FAULTY
-from tests.helpers.federation import free_ports
 from tests.helpers.harness import SIZES, Federation, distance
+from tests.helpers.ports import free_ports
 from tests.helpers.process_per_message import dropout_model, make_client, make_repeating_client, make_static_client
 
 CASES: dict[str, Callable[..., FedAvg]] = {
