@@ -11,8 +11,7 @@ from tests.helpers.quadratic import Quadratics
 LR, STEPS, SIZES = 0.1, 5, (1, 2, 3, 4, 10)
 
 
-@pytest.mark.parametrize("mu", [0.0, 0.5, 3.0])
-@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+@pytest.mark.parametrize(("mu", "weighting"), [(0.0, "examples"), (0.5, "uniform"), (3.0, "examples")])
 def test_settles_where_the_local_ends_average_to_the_start(mu: float, weighting: Any) -> None:
     """FedAvg is biased to flat clients' disadvantage, and a proximal term takes some of that away.
 
