@@ -27,6 +27,9 @@ from tests.helpers.registered import registries_restored
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
+#: pytest-xdist begins with groups: these tests take long, and would otherwise be the last
+first = pytest.mark.xdist_group("docs")
+
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
@@ -57,6 +60,7 @@ def folder(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@first
 @by_page
 @pytest.mark.usefixtures("folder")
 def test_python_blocks_run(page: Path) -> None:
@@ -172,6 +176,7 @@ def shortened(words: list[str]) -> list[str]:
     return [words[0], *chain(*{**options, "--rounds": rounds, "--evaluate-every": rounds}.items())]
 
 
+@first
 @pytest.mark.parametrize(
     "page",
     [
