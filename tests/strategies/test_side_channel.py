@@ -48,6 +48,9 @@ CASES: dict[str, Callable[..., FedAvg]] = {
     "momentum of the server": lambda **options: FedTAN(momentum_state="global", **options),
     "momentum of the node": lambda **options: FedTAN(momentum_state="local", **options),
 }
+#: the most exchanges, the fewest, and what the server and the nodes keep
+USUAL = ["FedTAN, mean and variance one after the other", "FedDNA", "momentum of the server", "momentum of the node"]
+MORE_CASES = [pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in USUAL]
 #: uses of BN layers, and the exchanges at them in a round of FedTAN
 LAYERS = 2
 EXCHANGES = 2 * LAYERS
@@ -91,7 +94,7 @@ def same(one: state.State, other: state.State) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*USUAL, *MORE_CASES])
 def test_bits_and_counts_are_those_in_process(case: str, caplog: pytest.LogCaptureFixture) -> None:
     with concurrent() as nodes:
         after, counted = run(ChannelGrid(nodes, options()), CASES[case](fraction_evaluate=0.0), 2)
@@ -276,8 +279,14 @@ def survivors() -> state.State:
     return in_process(FedTAN(fraction_evaluate=0.0), without=FAULTY)[0]
 
 
-@pytest.mark.parametrize("index", [0, EXCHANGES - 1])
-@pytest.mark.parametrize("case", FAULTS)
+@pytest.mark.parametrize(
+    ("case", "index"),
+    [
+        *((case, 0) for case in FAULTS),
+        ("dies", EXCHANGES - 1),
+        *(pytest.param(case, EXCHANGES - 1, marks=pytest.mark.slow) for case in FAULTS if case != "dies"),
+    ],
+)
 def test_a_fault_leaves_the_round_to_the_others(
     case: str, index: int, survivors: state.State, caplog: pytest.LogCaptureFixture
 ) -> None:
