@@ -1,4 +1,4 @@
-"""What a strategy's constructor and `start` take is checked: by types before a run, by name in it."""
+"""What a strategy's constructor and `start` take is checked by name."""
 
 from typing import Any
 

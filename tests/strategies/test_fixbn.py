@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.server.base_strategy import Round
-from fedbn_flwr.strategies import FedTANII, FixBN, Privacy, fit_config
+from fedbn_flwr.strategies import FedTANII, FixBN, fit_config
 from fedbn_flwr.wire import Instruction
 
 
@@ -33,13 +33,6 @@ def test_what_stands_still_is_not_sent_unless_that_is_asked_for(freeze: str, sen
 def test_a_client_that_could_not_freeze_is_known_before_the_freeze() -> None:
     strategy = FixBN(freeze_round=3)
     assert [strategy.instruct(Instruction(server_round=number)).later for number in (3, 4)] == ["freeze,omit", ""]
-
-
-def test_frozen_entries_are_sent_without_privacy_only() -> None:
-    FixBN(send_frozen=True)
-    FixBN(privacy=Privacy(1.0, 1.0), weighting="uniform")
-    with pytest.raises(ValueError, match="send_frozen must be False"):
-        FixBN(privacy=Privacy(1.0, 1.0), weighting="uniform", send_frozen=True)
 
 
 FROZEN_RATES: dict[str, tuple[dict[str, Any], list[float]]] = {
