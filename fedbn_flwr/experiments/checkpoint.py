@@ -114,9 +114,7 @@ def refuse_foreign(run: Path, checkpoint: Checkpoint, options: Mapping[str, Any]
     # a method brings options of its own: it is what differs
     for key in ("method", *sorted({*before, *now} - FREE)):
         if before.get(key) != now.get(key):
-            raise UsageError(
-                f"{run} cannot be resumed: its {key} is {before.get(key)!r}, and not {now.get(key)!r} as asked for"
-            )
+            raise UsageError(f"{run} cannot be resumed: its {key} is {before.get(key)!r}, not {now.get(key)!r}")
 
 
 def refuse_other_model(run: Path, checkpoint: Checkpoint, model: Arrays) -> None:
@@ -128,7 +126,7 @@ def refuse_other_model(run: Path, checkpoint: Checkpoint, model: Arrays) -> None
     for name in (*before, *now):
         if before.get(name) != now.get(name):
             raise UsageError(
-                f"{run} cannot be resumed: its model's entry {name!r} is {before.get(name)}, and not {now.get(name)}"
+                f"{run} cannot be resumed: its model's entry {name!r} is {before.get(name)}, not {now.get(name)}"
             )
 
 
@@ -137,7 +135,7 @@ def _latest(run: Path) -> Path:
     rounds = [int(number) for number in numbers if number.isdecimal()]
     if not rounds:
         reason = "the run is complete" if (run / "summary.json").exists() else "`checkpoint-every` makes some"
-        raise UsageError(f"{run} cannot be resumed: it holds no checkpoint ({reason})")
+        raise UsageError(f"{run} cannot be resumed: it has no checkpoint ({reason})")
     return run / f"{PREFIX}{max(rounds)}"
 
 

@@ -145,7 +145,9 @@ class Config:
         parse_augmentation(self.augmentation)
         if bool(self.mean) != bool(self.std) or any(number <= 0 for number in self.std):
             mean, std = as_value(self.mean), as_value(self.std)
-            raise UsageError(f"mean and std go together, and std is above 0, got mean={mean!r} and std={std!r}")
+            raise UsageError(
+                f"mean and std must be given together, and std must be above 0, got mean={mean!r} and std={std!r}"
+            )
         if 0 < self.clients < self.min_nodes:
             raise UsageError(f"min-nodes must be at most clients, got {self.min_nodes} of {self.clients}")
         if self.fraction_train == 0:

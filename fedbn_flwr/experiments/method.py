@@ -179,7 +179,7 @@ def _with_norm(config: Config, strategy: type[BaseStrategy], options: Mapping[st
     own = strategy.own_norm(options)
     chosen, brought = own or (norm or config.norm, {})
     if norm not in (None, chosen):
-        raise UsageError(f"method {config.method!r}: the strategy brings its own normalizer {chosen!r}")
+        raise UsageError(f"method {config.method!r}: the strategy sets its own normalizer {chosen!r}")
     if chosen not in NORMS:
         raise UsageError(f"unknown normalizer {chosen!r}; known: {', '.join(NORMS)}")
     if own is None and chosen in BOUND_NORMS:

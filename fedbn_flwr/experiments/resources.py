@@ -120,7 +120,9 @@ def check(experiment: Experiment) -> None:
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     if config.dataset == data.SITES and experiment.strategy_class.pooled:
-        raise UsageError(f"method {config.method!r} unites all data, and those of the data set 'sites' stay there")
+        raise UsageError(
+            f"method {config.method!r} needs all data in one place, but the data set 'sites' stays at the sites"
+        )
     if config.class_metrics and config.dataset != data.SITES:
         raise UsageError("class-metrics are measured by sites: they need the data set 'sites'")
     if config.clients:
@@ -155,7 +157,7 @@ def check_simulation(experiment: Experiment) -> None:
     if experiment.config.dataset == data.SITES:
         raise UsageError("the data set 'sites' is at the sites of a deployment: submit the run with `flwr run`")
     if not experiment.config.clients:
-        raise UsageError("clients must be at least 1: only a federation that is already there knows its own number")
+        raise UsageError("clients must be at least 1: only a running federation has a number of its own")
     check(experiment)
 
 

@@ -184,7 +184,7 @@ def count_nodes(grid: Grid, config: Config) -> int:
     if nodes > config.clients > 0:
         raise UsageError(
             f"the federation has {nodes} nodes, the experiment {config.clients} clients: they must be equal "
-            "(clients=0 takes one for every node)"
+            "(clients=0: one per node)"
         )
     if nodes < config.clients:
         log(

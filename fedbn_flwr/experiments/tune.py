@@ -59,7 +59,7 @@ def candidates(method: str, grid: str) -> dict[str, str]:
     if name not in owners(OPTION):
         raise UsageError(f"method {method!r} has no {OPTION} to tune; those that have: {', '.join(owners(OPTION))}")
     if OPTION in given:
-        raise UsageError(f"method {method!r} says its {OPTION}, which is what is tuned")
+        raise UsageError(f"method {method!r} sets {OPTION}, which is the option that is tuned")
     values = [value.strip() for value in grid.split(",") if value.strip()]
     if wrong := [value for value in values if not _is_moment(value)]:
         raise UsageError(f"--grid has shares of the rounds, as 0.3, or numbers of rounds, as 30, got {wrong[0]!r}")

@@ -87,4 +87,6 @@ def test_an_unknown_class_ends_the_run_with_one_line(deployment: Deployment) -> 
     federation, _ = deployment
     number = federation.submit({**OPTIONS, "dataset": "sites", "classes": "covid,normal"})
     assert federation.await_end(number) == "finished:failed"
-    assert "its class 'pneumonia' is none of the run's: covid, normal" in " ".join(federation.log(number).split())
+    assert "class 'pneumonia' is not one of the run's classes: covid, normal" in " ".join(
+        federation.log(number).split()
+    )

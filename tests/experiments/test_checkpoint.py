@@ -58,13 +58,13 @@ def refusal(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> str:
 
 
 OTHERS = {
-    ("--method", "fedavg"): "its method is 'fedbn', and not 'fedavg' as asked for",
-    ("--method", "fedbn:mean-personal=true"): "its method is 'fedbn', and not 'fedbn:mean-personal=true' as asked for",
-    ("--model", "small-cnn"): "its model is 'mlp', and not 'small-cnn' as asked for",
-    ("--lr", "0.2"): "its lr is 0.1, and not 0.2 as asked for",
-    ("--rounds", "9"): "its rounds is 3, and not 9 as asked for",
-    ("--mean-personal", "true"): "its mean-personal is None, and not True as asked for",
-    ("--engine", "stacked"): "its engine is 'inprocess', and not 'stacked' as asked for",
+    ("--method", "fedavg"): "its method is 'fedbn', not 'fedavg'",
+    ("--method", "fedbn:mean-personal=true"): "its method is 'fedbn', not 'fedbn:mean-personal=true'",
+    ("--model", "small-cnn"): "its model is 'mlp', not 'small-cnn'",
+    ("--lr", "0.2"): "its lr is 0.1, not 0.2",
+    ("--rounds", "9"): "its rounds is 3, not 9",
+    ("--mean-personal", "true"): "its mean-personal is None, not True",
+    ("--engine", "stacked"): "its engine is 'inprocess', not 'stacked'",
 }
 
 
@@ -96,7 +96,7 @@ def test_another_architecture_under_the_same_name_is_refused(run: Path, capsys: 
     name = next(iter(saved.model))
     (run / "rounds.jsonl").touch()
     write_checkpoint(run, replace(saved, model={**saved.model, name: np.zeros((3, 5), np.float32)}), None)
-    assert f"its model's entry {name!r} is ((3, 5), 'float32'), and not " in refusal(capsys, run)
+    assert f"its model's entry {name!r} is ((3, 5), 'float32'), not " in refusal(capsys, run)
 
 
 def truncate(path: Path) -> None:
@@ -138,9 +138,9 @@ def test_rows_after_the_checkpoint_may_be_torn(run: Path) -> None:
 
 
 def test_without_a_checkpoint_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refusal(capsys, tmp_path).endswith("it holds no checkpoint (`checkpoint-every` makes some)")
+    assert refusal(capsys, tmp_path).endswith("it has no checkpoint (`checkpoint-every` makes some)")
     assert main(command("run", results_dir=str(tmp_path), **OPTIONS)) == 0
-    assert refusal(capsys, tmp_path).endswith("it holds no checkpoint (the run is complete)")
+    assert refusal(capsys, tmp_path).endswith("it has no checkpoint (the run is complete)")
 
 
 def test_a_run_from_the_start_forgets_the_checkpoint_of_an_earlier_one(run: Path) -> None:

@@ -112,7 +112,7 @@ def test_what_an_option_cannot_take_is_named(value: Any, kind: Any, spoken: str)
         ({"class-metrics": "f1,f2"}, "unknown metric 'f2' in class-metrics; known: f1, auc, precision, recall"),
         ({"classes": "a,b,a"}, "classes names 'a' twice"),
         ({"mean": "0.5", "std": "wide"}, "std must be a number, got 'wide'"),
-        ({"mean": "0.5"}, "mean and std go together, and std is above 0, got mean='0.5' and std=''"),
+        ({"mean": "0.5"}, "mean and std must be given together, and std must be above 0, got mean='0.5' and std=''"),
         ({"norm-options": "r_max"}, "norm-options: 'r_max' is not of the form key=value"),
     ],
 )

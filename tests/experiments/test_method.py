@@ -152,7 +152,7 @@ def test_a_strategy_that_brings_its_own_normalizer_refuses_another() -> None:
         assert resolve({"method": name}).config.norm == norm
         assert resolve({"method": name, "norm": "gn"}).config.norm == norm
         assert resolve({"method": f"{name}+{norm}"}).config.norm == norm
-        with pytest.raises(UsageError, match=f"brings its own normalizer '{norm}'"):
+        with pytest.raises(UsageError, match=f"sets its own normalizer '{norm}'"):
             resolve({"method": f"{name}+gn"})
 
 

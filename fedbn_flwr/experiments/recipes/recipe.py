@@ -84,7 +84,7 @@ class Recipe:
     def in_small(self) -> "Recipe":
         """Return the same cells with the options of the recipe's `smoke`."""
         if self.smoke is None:
-            raise UsageError(f"recipe {self.name} has no smoke, and so cannot run in small")
+            raise UsageError(f"recipe {self.name} has no smoke section, so --smoke does not work")
         small = self.smoke
         settings = [
             Setting(setting.labels, {**setting.options, **small.options, **small.options_of(setting)})
@@ -150,7 +150,7 @@ def recipe_path(name: str) -> Path:
     if name.endswith(SUFFIXES):
         return Path(name).expanduser()
     if name not in recipe_names():
-        raise UsageError(f"unknown recipe {name!r}; `fedbn-flwr recipes` lists them; a file of your own ends in .yaml")
+        raise UsageError(f"unknown recipe {name!r}; `fedbn-flwr recipes` lists them; your own file must end in .yaml")
     return recipes_folder() / f"{name}.yaml"
 
 

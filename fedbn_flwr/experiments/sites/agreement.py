@@ -48,11 +48,11 @@ class Agreement:
     def objection(self, site: SiteData) -> str | None:
         """Return why a site cannot take part, or None if it can."""
         if unknown := [name for name in site.class_names if name not in self.config.classes]:
-            return f"its class {unknown[0]!r} is none of the run's: {', '.join(self.config.classes)}"
+            return f"class {unknown[0]!r} is not one of the run's classes: {', '.join(self.config.classes)}"
         if site.shape != self.shape:
             return (
-                f"its images are {_times(site.shape)}, and not {_times(self.shape)} as at the first site "
-                "(image-size makes images of one size)"
+                f"its images are {_times(site.shape)}, but {_times(self.shape)} at the first site "
+                "(set image-size to scale all images)"
             )
         return None
 
@@ -76,7 +76,9 @@ def agree(config: Config, answers: Answers) -> Agreement:
         if isinstance(answer, str):
             raise UsageError(f"node {node}: {answer}")
         if other := holder(answer.site, sites):
-            raise UsageError(f"nodes {other} and {node} both have the site number {answer.site}: give each its own")
+            raise UsageError(
+                f"nodes {other} and {node} both have the site number {answer.site}: give each site its own number"
+            )
         sites[node] = answer
     if not config.classes:
         names = sorted({name for site in sites.values() for name in site.class_names})

@@ -34,7 +34,7 @@ def at_site(config: Config, own_data: str) -> Config:
         )
     if not own_data:
         if config.dataset == SITES:
-            raise UsageError('this site names no data: its SuperNode needs data="folder:/PATH" in --node-config')
+            raise UsageError('this site has no data: its SuperNode needs data="folder:/PATH" in --node-config')
         return config
     kind, _, path = own_data.partition(":")
     if kind == "folder" and not Path(path).is_absolute():

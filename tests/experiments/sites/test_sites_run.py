@@ -209,10 +209,14 @@ def test_a_run_on_shared_data_is_refused_by_a_site_with_its_own(sites: list[str]
 
 
 REFUSED = [
-    ("classes", "covid,normal", r"site \d \(node \d+\): its class 'pneumonia' is none of the run's: covid, normal"),
+    (
+        "classes",
+        "covid,normal",
+        r"site \d \(node \d+\): class 'pneumonia' is not one of the run's classes: covid, normal",
+    ),
     ("classes", "", "needs classes, in the order of their numbers; there are: covid,normal,pneumonia"),
-    ("method", "centralized:clients=3", "method 'centralized:clients=3' unites all data"),
-    ("mean", "0.5", "mean and std go together"),
+    ("method", "centralized:clients=3", "method 'centralized:clients=3' needs all data in one place"),
+    ("mean", "0.5", "mean and std must be given together"),
     ("class-metrics", "f2", "unknown metric 'f2' in class-metrics; known: f1, auc, precision, recall"),
 ]
 
@@ -230,12 +234,14 @@ def test_a_site_number_is_given_once(sites: list[str], tmp_path: Path) -> None:
     given = {**OPTIONS, "dataset": "sites", "classes": ",".join(CLASSES), "results-dir": str(tmp_path / "results")}
     grid = SitesInProcess(sites, given)
     grid.changed[2] = {"partition-id": 0}
-    with pytest.raises(UsageError, match="nodes 1000 and 1002 both have the site number 0: give each its own"):
+    with pytest.raises(
+        UsageError, match="nodes 1000 and 1002 both have the site number 0: give each site its own number"
+    ):
         serve(grid, given)
 
 
 BAD_DATA = [
-    ("", 'this site names no data: its SuperNode needs data="folder:/PATH" in --node-config'),
+    ("", 'this site has no data: its SuperNode needs data="folder:/PATH" in --node-config'),
     ("folder:images", "the site's data must be an absolute path, as in folder:/data, not 'folder:images'"),
     ("folder:/nowhere/at/all", "found neither train/CLASS/ nor DOMAIN/train/CLASS/ in it"),
     ("digits", "the site's data 'digits' have no class names"),
@@ -256,6 +262,6 @@ def test_images_of_another_size_are_refused_or_made_equal(sites: list[str], tmp_
     for role, split in (("train", TRAIN), ("test", TEST)):
         write_images(data.Split(split.inputs[:9].repeat(1, 1, 2, 2), split.labels[:9]), large / role, range(9))
     both = [sites[0], f"folder:{large}"]
-    with pytest.raises(UsageError, match=r"site 1 \(node 1001\): its images are 3x16x16, and not 3x8x8"):
+    with pytest.raises(UsageError, match=r"site 1 \(node 1001\): its images are 3x16x16, but 3x8x8 at"):
         run_at_sites(tmp_path / "refused", both)
     run_at_sites(tmp_path / "equal", both, **{"image-size": 8})
