@@ -16,7 +16,7 @@ from fedbn_flwr.experiments.checkpoint import (
 )
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Journal
-from fedbn_flwr.server.averaging import unpack
+from fedbn_flwr.server.averaging import record, unpack
 from fedbn_flwr.simulation.grid import SavesStates
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.wire.history import CHECKPOINT, STATE_HISTORY, History
@@ -68,8 +68,9 @@ class Recovery:
             self._save(server_round, arrays)
         return metrics
 
-    def restore(self, saved: Checkpoint, arrays: ArrayRecord) -> None:
-        """Bring everything into the state of a checkpoint, whose model `arrays` are."""
+    def restore(self, saved: Checkpoint) -> ArrayRecord:
+        """Bring everything into the state of a checkpoint; return its model."""
+        arrays = record(saved.model)
         descriptions = self._strategy.describe(self._grid, sorted(self._grid.get_node_ids()))
         nodes = {description.partition: node for node, description in descriptions.items()}
         self._strategy.load_state_dict(saved.strategy, nodes)
@@ -78,6 +79,7 @@ class Recovery:
         self._last = saved.server_round
         if isinstance(self._grid, SavesStates):
             self._grid.restore_states(nodes_folder(self._folder))
+        return arrays
 
     def _save(self, server_round: int, arrays: ArrayRecord) -> None:
         checkpoint = Checkpoint(

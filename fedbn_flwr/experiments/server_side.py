@@ -7,13 +7,13 @@ from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import state
 from fedbn_flwr.data import SITES
-from fedbn_flwr.experiments.checkpoint import clear, read_checkpoint, refuse_foreign, refuse_other_model
+from fedbn_flwr.experiments.checkpoint import Checkpoint, clear, read_checkpoint, refuse_foreign, refuse_other_model
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.plots import plot_curves, title_of
@@ -22,9 +22,9 @@ from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
 from fedbn_flwr.experiments.output.sinks import open_sinks
 from fedbn_flwr.experiments.recovery import Recovery
 from fedbn_flwr.experiments.resources import check, fresh_model, refuse_state_dir, refuse_workers
-from fedbn_flwr.experiments.task import make_task
+from fedbn_flwr.experiments.task import Task, make_task
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.server.averaging import record, unpack
+from fedbn_flwr.server.averaging import unpack
 from fedbn_flwr.server.channel_grid import ChannelGrid, ChannelOptions
 from fedbn_flwr.strategies import Layerwise, wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
@@ -100,34 +100,23 @@ def run(
     nodes = count_nodes(grid, experiment.config)
     saved = read_checkpoint(folder) if experiment.config.resume else None
     task = make_task(grid, experiment.config, nodes, saved.options if saved else {})
-    config, grid = task.config, task.grid
-    experiment = replace(experiment, config=config)
-    initial = state.to_record(fresh_model(config, task.form).state_dict())
-    if saved:
-        refuse_foreign(folder, saved, experiment.to_mapping(), engine)
-        refuse_other_model(folder, saved, unpack(initial))
-    else:
-        clear(folder)
-    rounds_done = saved.server_round if saved else 0
-    files = RunFolder(folder, rounds_done)
-    if not saved:
-        files.config(experiment.to_mapping(), task.sites)
-    strategy, counted = experiment.make_strategy(nodes), CountingGrid(grid)
-    with open_sinks(config.log_to, folder, experiment.to_mapping(), rounds_done) as sink:
-        journal = Journal(files, strategy, counted, task.scorer, config, sink, progress)
-        recovery = Recovery(folder, experiment, engine, grid, strategy, journal)
-        if saved:
-            initial = record(saved.model)
-            recovery.restore(saved, initial)
+    experiment = replace(experiment, config=task.config)
+    initial = state.to_record(fresh_model(task.config, task.form).state_dict())
+    files = _continued(folder, experiment, engine, saved, initial) if saved else _begun(folder, experiment, task)
+    strategy, counted = experiment.make_strategy(nodes), CountingGrid(task.grid)
+    with open_sinks(task.config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sink:
+        journal = Journal(files, strategy, counted, task.scorer, task.config, sink, progress)
+        recovery = Recovery(folder, experiment, engine, task.grid, strategy, journal)
+        arrays = recovery.restore(saved) if saved else initial
         try:
             strategy.start(
                 counted,
-                initial,
-                config.rounds,
-                rounds_done=rounds_done,
-                timeout=config.timeout,
+                arrays,
+                task.config.rounds,
+                rounds_done=files.rounds_done,
+                timeout=task.config.timeout,
                 train_config=recovery.tell(
-                    ConfigRecord({**instruction_of(config).to_config(always=("lr",)), **task.told})
+                    ConfigRecord({**instruction_of(task.config).to_config(always=("lr",)), **task.told})
                 ),
                 evaluate_config=recovery.tell(ConfigRecord({**evaluation_of(experiment).to_config(), **task.told})),
                 evaluate_fn=recovery.record,
@@ -139,10 +128,25 @@ def run(
                 log(ERROR, "The run ended after round %d, its last model is in %s", summary["rounds-done"], folder)
             raise
     summary = journal.summary(experiment, nodes)
-    plot_curves({config.method: [read_rounds(folder)]}, folder / "curves.png", title_of(summary))
-    files.finish(summary, journal.arrays or initial)
+    plot_curves({task.config.method: [read_rounds(folder)]}, folder / "curves.png", title_of(summary))
+    files.finish(summary, journal.arrays or arrays)
     clear(folder)
     return summary
+
+
+def _begun(folder: Path, experiment: Experiment, task: Task) -> RunFolder:
+    """Return the folder of a run that starts at round 1, with its options written."""
+    clear(folder)
+    files = RunFolder(folder)
+    files.config(experiment.to_mapping(), task.sites)
+    return files
+
+
+def _continued(folder: Path, experiment: Experiment, engine: str, saved: Checkpoint, initial: ArrayRecord) -> RunFolder:
+    """Return the folder of the run that a checkpoint is of; a UsageError if it is of another run."""
+    refuse_foreign(folder, saved, experiment.to_mapping(), engine)
+    refuse_other_model(folder, saved, unpack(initial))
+    return RunFolder(folder, saved.server_round)
 
 
 def instruction_of(config: Config) -> Instruction:

@@ -17,10 +17,10 @@ from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Announce, Plan, 
 from fedbn_flwr.experiments.engines import Engine
 from fedbn_flwr.experiments.method import Experiment, owners, parse
 from fedbn_flwr.experiments.output.console import console
+from fedbn_flwr.experiments.output.plots import figure
 from fedbn_flwr.experiments.output.recorder import outcome_of
 from fedbn_flwr.experiments.output.run_folder import as_json, read_rounds
 from fedbn_flwr.experiments.resources import check_simulation
-from fedbn_flwr.plugins import extra
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.lr_schedule import Moment, moment
 from fedbn_flwr.strategies import CannotTrainError
@@ -142,32 +142,24 @@ def write_tuning(found: Sequence[Candidate], method: str, folder: Path, title: s
 
 def plot_tuning(found: Sequence[Candidate], path: Path, title: str) -> None:
     """Plot the score over the round of the freeze, as FixBN's Figure 3 (d), and where the window rule fires."""
-    with extra("cli"):  # imported here because it takes a second
-        import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(figsize=(6.5, 4), layout="constrained")
-    searched = sorted(
-        (c for c in found if c.freeze_round != AUTO and c.after and not c.failure), key=lambda c: c.after or 0
-    )
-    places, scores = [c.after or 0 for c in searched], [c.score for c in searched]
-    panel.fill_between(
-        places, [min(c.scores) for c in searched], [max(c.scores) for c in searched], alpha=0.15, linewidth=0
-    )
-    panel.plot(places, scores, marker="o", label="frozen after a given round")
-    for rule in (c for c in found if c.freeze_round == AUTO and not c.failure):
-        if rule.after is None:
-            panel.axhline(rule.score, color="C1", linestyle="dashed", label="auto never freezes")
-        else:
-            panel.axvline(rule.after, color="C1", linestyle="dotted")
-            panel.plot([rule.after], [rule.score], "s", color="C1", label="where auto freezes")
-    panel.set(xlabel="round of the freeze", ylabel="score on held-out training data", title=title)
-    panel.grid(alpha=0.3)
-    panel.legend()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with figure(path, size=(6.5, 4)) as (_, panel):
+        searched = sorted(
+            (c for c in found if c.freeze_round != AUTO and c.after and not c.failure), key=lambda c: c.after or 0
+        )
+        places, scores = [c.after or 0 for c in searched], [c.score for c in searched]
+        panel.fill_between(
+            places, [min(c.scores) for c in searched], [max(c.scores) for c in searched], alpha=0.15, linewidth=0
+        )
+        panel.plot(places, scores, marker="o", label="frozen after a given round")
+        for rule in (c for c in found if c.freeze_round == AUTO and not c.failure):
+            if rule.after is None:
+                panel.axhline(rule.score, color="C1", linestyle="dashed", label="auto never freezes")
+            else:
+                panel.axvline(rule.after, color="C1", linestyle="dotted")
+                panel.plot([rule.after], [rule.score], "s", color="C1", label="where auto freezes")
+        panel.set(xlabel="round of the freeze", ylabel="score on held-out training data", title=title)
+        panel.grid(alpha=0.3)
+        panel.legend()
 
 
 def _is_moment(value: str) -> bool:

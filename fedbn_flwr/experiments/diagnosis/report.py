@@ -10,7 +10,7 @@ from rich.table import Table
 
 from fedbn_flwr.diagnosis import Diagnosis, Measurement, overall
 from fedbn_flwr.experiments.output.console import console
-from fedbn_flwr.plugins import extra
+from fedbn_flwr.experiments.output.plots import figure
 
 DISTANCES = {"mean": "means", "variance": "variances", "gradients": "gradients by them"}
 #: by what clients share: the values that are each client's own, and the method
@@ -48,18 +48,10 @@ def show_diagnosis(diagnosis: Diagnosis, title: str, advice: str, folder: Path) 
 
 def plot_diagnosis(diagnosis: Diagnosis, path: Path, title: str) -> None:
     """Draw two panels, distances by layer and errors by mismatch; what chance alone does is dotted or grey."""
-    with extra("cli"):  # imported here because it takes a second
-        import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
-    _plot_layers(left, diagnosis)
-    _plot_errors(right, diagnosis)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with figure(path, 2, (12, 4.8)) as (picture, (left, right)):
+        _plot_layers(left, diagnosis)
+        _plot_errors(right, diagnosis)
+        picture.suptitle(title)
 
 
 def _plot_layers(panel: Any, diagnosis: Diagnosis) -> None:

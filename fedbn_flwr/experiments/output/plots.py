@@ -1,6 +1,7 @@
 """Plots of accuracy (or mean IoU) and training loss over the rounds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +20,53 @@ WIDTHS = (3.0, 1.2)
 LEGEND_COLUMNS = 6
 
 
-def plot_curves(runs: Mapping[str, Sequence[Rows]], path: Path, title: str = "") -> None:
-    """Plot accuracy (or mean IoU) and training loss over the rounds: each method's mean over seeds, and the range."""
+#: x and y of every point of a line
+Line = tuple[Sequence[float], Sequence[float]]
+
+
+@contextmanager
+def figure(path: Path, panels: int = 1, size: tuple[float, float] = (11, 4.3)) -> Iterator[tuple[Any, Any]]:
+    """Open a figure with panels side by side, and write it as a PNG file at the end; yield figure and panels."""
     with extra("cli"):  # imported here because it takes a second
         import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    picture, axes = pyplot.subplots(1, panels, figsize=size, layout="constrained")
+    yield picture, axes
+    picture.savefig(path, dpi=130)
+    pyplot.close(picture)
+
+
+def draw_runs(axes: Any, runs: Sequence[Line], **style: Any) -> None:
+    """Draw the mean of runs at the points that they have in common, and their range."""
+    common = sorted(set.intersection(*(set(x) for x, _ in runs))) if len(runs) > 1 else list(runs[0][0])
+    values = np.array([[dict(zip(x, y, strict=True))[at] for at in common] for x, y in runs])
+    (line,) = axes.plot(common, values.mean(0), **style)
+    if len(runs) > 1:
+        axes.fill_between(common, values.min(0), values.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
+
+
+def plot_curves(runs: Mapping[str, Sequence[Rows]], path: Path, title: str = "") -> None:
+    """Plot accuracy (or mean IoU) and training loss over the rounds: each method's mean over seeds, and the range."""
     rows = [row for seeds in runs.values() for seed in seeds for row in seed]
     score = next((key for key in SCORES if any(key in row for row in rows)), "accuracy")
-    panels = {score: SCORES[score], **LOSS}
     legend_rows = -(-len(runs) // LEGEND_COLUMNS)
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(11, 4.3 + 0.2 * legend_rows), layout="constrained")
-    for panel, (key, label) in zip(axes, panels.items(), strict=True):
-        widths = np.linspace(*WIDTHS, len(runs))
-        for index, (method, seeds) in enumerate(runs.items()):
-            _line(panel, method, seeds, key, linestyle=STROKES[index % len(STROKES)], linewidth=widths[index])
-        panel.set(xlabel="round", ylabel=label, xlim=(0, None))
-        panel.grid(alpha=0.3)
-    axes[1].set_yscale("log")
-    figure.suptitle(title)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=LEGEND_COLUMNS, frameon=False)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with figure(path, 2, (11, 4.3 + 0.2 * legend_rows)) as (picture, axes):
+        for panel, (key, label) in zip(axes, {score: SCORES[score], **LOSS}.items(), strict=True):
+            widths = np.linspace(*WIDTHS, len(runs))
+            for index, (method, seeds) in enumerate(runs.items()):
+                lines = [_points(rows, key) for rows in seeds]
+                marker = "o" if len(set.intersection(*(set(x) for x, _ in lines))) < 15 else None
+                stroke = {"linestyle": STROKES[index % len(STROKES)], "linewidth": widths[index]}
+                draw_runs(panel, lines, label=method, marker=marker, markersize=4, **stroke)
+            panel.set(xlabel="round", ylabel=label, xlim=(0, None))
+            panel.grid(alpha=0.3)
+        axes[1].set_yscale("log")
+        picture.suptitle(title)
+        handles = axes[0].get_legend_handles_labels()
+        picture.legend(*handles, loc="outside lower center", ncols=LEGEND_COLUMNS, frameon=False)
 
 
 def title_of(summary: Mapping[str, Any]) -> str:
@@ -50,11 +74,6 @@ def title_of(summary: Mapping[str, Any]) -> str:
     return "{dataset}, {model}, {partition}, {clients} clients".format_map(summary)
 
 
-def _line(panel: Any, method: str, seeds: Sequence[Rows], key: str, **style: Any) -> None:
-    curves = [{row["round"]: row[key] for row in rows if row.get(key) is not None} for rows in seeds]
-    rounds = sorted(set.intersection(*(set(curve) for curve in curves)))
-    values = np.array([[curve[item] for item in rounds] for curve in curves])
-    marker = "o" if len(rounds) < 15 else None
-    (line,) = panel.plot(rounds, values.mean(0), label=method, marker=marker, markersize=4, **style)
-    if len(curves) > 1:
-        panel.fill_between(rounds, values.min(0), values.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
+def _points(rows: Rows, key: str) -> Line:
+    pairs = [(row["round"], row[key]) for row in rows if row.get(key) is not None]
+    return [x for x, _ in pairs], [y for _, y in pairs]

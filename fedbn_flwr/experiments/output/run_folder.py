@@ -41,7 +41,7 @@ class RunFolder:
 
     def __init__(self, path: Path, rounds_done: int = 0) -> None:
         """With `rounds_done` the folder is that of a run that goes on after so many rounds."""
-        self.path = make_folder(path)
+        self.path, self.rounds_done = make_folder(path), rounds_done
         self._rounds = path / "rounds.jsonl"
         self._dynamics = path / "dynamics.jsonl"
         self._keep_rounds(rounds_done)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fedbn_flwr.experiments.output.plots import Line, draw_runs
 from fedbn_flwr.experiments.reports.sources import Run, Source
 from fedbn_flwr.experiments.reports.style import Picture, draw, finite, line_style, logarithmic, marked, whole_numbers
 
@@ -22,8 +23,6 @@ DYNAMICS = {
 LOSSES = {"train-loss": "training loss", "loss-deviation": "standard deviation of the clients' losses"}
 #: the range of values from which on a scale is logarithmic
 DECADE = 10
-#: x and y of every point of a line
-Line = tuple[Sequence[float], Sequence[float]]
 Rows = Sequence[Mapping[str, Any]]
 #: label -> the runs' lines
 Lines = Mapping[str, Sequence[Line]]
@@ -82,7 +81,8 @@ def _picture(
 
     def paint(axes: Any) -> None:
         for index, (label, runs) in enumerate(drawn.items()):
-            _paint_line(axes, runs, label, styles[label], index)
+            step = marked(index, min(len(x) for x, _ in runs))
+            draw_runs(axes, runs, label=label, markevery=step, **styles[label])
         for label, position in (stages or {}).items():
             axes.axvline(position, color=styles[label]["color"], linestyle=styles[label]["linestyle"], linewidth=1)
             axes.annotate(
@@ -98,15 +98,6 @@ def _picture(
         axes.grid(alpha=0.3)
 
     yield draw(name.rstrip("-"), caption[0].upper() + caption[1:], paint)
-
-
-def _paint_line(axes: Any, runs: Sequence[Line], label: str, style: Mapping[str, Any], index: int) -> None:
-    """Draw the mean of runs that have points in common, and their range."""
-    common = sorted(set.intersection(*(set(x) for x, _ in runs))) if len(runs) > 1 else list(runs[0][0])
-    values = np.array([[dict(zip(x, y, strict=True))[at] for at in common] for x, y in runs])
-    axes.plot(common, values.mean(0), label=label, markevery=marked(index, len(common)), **style)
-    if len(runs) > 1:
-        axes.fill_between(common, values.min(0), values.max(0), color=style["color"], alpha=0.15, linewidth=0)
 
 
 def _lines(
