@@ -14,11 +14,10 @@ from fedbn_flwr.layerwise import pool_in_order, why_unusable
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.averaging import Arrays, record
-from fedbn_flwr.server.layerwise_attempt import NodesFailedError, leave_out
 from fedbn_flwr.server.replies import CannotTrainError, Expected, Refusal, parse_replies
+from fedbn_flwr.transports.message_records import StepPosition
+from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesFailedError, NodesTransport, leave_out
 from fedbn_flwr.wire import Instruction, moments
-from fedbn_flwr.wire.layerwise import StepPosition
-from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep
 
 from .fedavg import FedAvg
 
@@ -91,7 +90,7 @@ class Gathering(FedAvg):
         return RecordDict({wire.ARRAYS: own, wire.CONFIG: config})
 
 
-def pool_nodes_in_order(step: NodesStep, state: Arrays) -> dict[str, Moments]:
+def pool_nodes_in_order(step: NodesTransport, state: Arrays) -> dict[str, Moments]:
     """Return the pooled moments of all nodes, by layer.
 
     NodesFailedError names the nodes whose moments cannot be pooled in the dtype of the model's state.

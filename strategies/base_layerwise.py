@@ -11,12 +11,11 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
-from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt, NodesFailedError
-from fedbn_flwr.server.message_step import MessageStep
 from fedbn_flwr.server.replies import NodeReply, Refusal
+from fedbn_flwr.transports.message_records import StepPosition
+from fedbn_flwr.transports.message_server import MessageTransport
+from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
 from fedbn_flwr.wire import Instruction
-from fedbn_flwr.wire.layerwise import StepPosition
-from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep, Participant
 
 from .fedavg import FedAvg
 
@@ -121,14 +120,6 @@ class Layerwise(FedAvg):
         self._compare_weights(self.train_replies)
         return result
 
-    def take_step(self, step: NodesStep) -> list[Message]:
-        """Take all nodes through a step, layer by layer, and return their replies."""
-        return take_step(step, lambda: self.weigh_participants(step.participants))
-
-    def take_step_by_messages(self, attempt: LayerwiseAttempt) -> list[Message]:
-        """Take all nodes through a step by messages, and return their replies."""
-        return self.take_step(MessageStep(attempt))
-
     def weigh_participants(self, participants: Iterable[Participant]) -> list[float]:
         """Return the weights of the nodes' models before there are models: p_i, up to a common factor."""
         self._expected_replies = [
@@ -154,37 +145,39 @@ class Layerwise(FedAvg):
 
     def _train(self, grid: Grid, contents: Contents) -> list[Message]:
         """Return the replies of the nodes that do not fail; none after `max_attempts`."""
-        reasons, takes = list[Refusal](), [self._take_on_grid, self._take_by_messages]
-        for number in range(1, self.max_attempts + 1):
+        reasons, by_messages = list[Refusal](), not isinstance(grid, LayerwiseGrid)
+        for attempt in range(1, self.max_attempts + 1):
             try:
-                while (replies := takes[0](grid, contents, number)) is None:
-                    del takes[0]
-                return replies
+                if not by_messages:
+                    replies = self._take_on_grid(grid, contents, attempt)
+                    if replies is not None:
+                        return replies
+                    by_messages = True
+                return self._take_by_messages(grid, contents, attempt)
             except NodesFailedError as failure:
                 reasons = failure.reasons
                 contents = {node: content for node, content in contents.items() if node not in failure.nodes}
                 if not contents:
                     break
         skipped = "Round %d is skipped, its layer-wise step failed %d times: %s"
-        log(WARNING, skipped, self.server_round, number, "; ".join(map(str, reasons)))
+        log(WARNING, skipped, self.server_round, attempt, "; ".join(map(str, reasons)))
         self._refused += reasons
         return []
 
-    def _take_on_grid(self, grid: Grid, contents: Contents, number: int) -> list[Message] | None:
+    def _take_on_grid(self, grid: Grid, contents: Contents, attempt: int) -> list[Message] | None:
         """Take an attempt without messages for exchanges, and return the replies; None if the grid cannot do it.
 
         A failed step leaves the nodes as before. Unless the failure names nodes, it is then taken by messages, which
         find out which node failed.
         """
-        if not isinstance(grid, LayerwiseGrid):
-            return None
-        position = StepPosition("exchange", number).pack()
+        assert isinstance(grid, LayerwiseGrid)
+        position = StepPosition("exchange", attempt).pack()
         self._sent = [
             Message(RecordDict({**content, **position}), node, wire.LAYERWISE) for node, content in contents.items()
         ]
         try:
-            step = grid.open_step(self._sent)
-            return None if step is None else self.take_step(step)
+            transport = grid.open_step(self._sent)
+            return None if transport is None else self._take_step(transport)
         except NodesFailedError:
             raise
         except Exception as error:
@@ -192,15 +185,19 @@ class Layerwise(FedAvg):
             log(WARNING, failed, self.server_round, error)
             return None
 
-    def _take_by_messages(self, grid: Grid, contents: Contents, number: int) -> list[Message]:
+    def _take_by_messages(self, grid: Grid, contents: Contents, attempt: int) -> list[Message]:
         """Take an attempt by messages, and return the replies."""
         # only the last of a step's replies holds more than requests
-        plain = replace(self.round.expected, groups=(), weighted_by=wire.NUM_EXAMPLES)
-        expected, is_last = plain, number == self.max_attempts
-        attempt = LayerwiseAttempt(grid, contents, number, is_last, self.exchange_timeout, expected)
-        replies = self.take_step_by_messages(attempt)
-        self._sent = attempt.sent
+        expected = replace(self.round.expected, groups=(), weighted_by=wire.NUM_EXAMPLES)
+        is_last = attempt == self.max_attempts
+        transport = MessageTransport(grid, contents, attempt, is_last, self.exchange_timeout, expected)
+        replies = self._take_step(transport)
+        self._sent = transport.sent
         return replies
+
+    def _take_step(self, transport: NodesTransport) -> list[Message]:
+        """Take all nodes through a step, layer by layer, and return their replies."""
+        return take_step(transport, lambda: self.weigh_participants(transport.participants))
 
     def _refuse_wrapper(self) -> None:
         """Refuse to run inside another strategy, which would see neither statistics nor models."""

@@ -14,9 +14,9 @@
         clients send {w_i, S_i} to the server                               take_step
         server: {w_r, S_r} = sum_i p_i {w_i, S_i}                           Layerwise.aggregate_train   (7)
 
-`take_step` is in `fedbn_flwr/layerwise/take_step.py`, for every transport; `Layerwise`, which starts again without the
-nodes that fail, is in `base_layerwise.py`. The client's half is `fedbn_flwr/client/layerwise_step.py`, and the
-mathematics of one layer `fedbn_flwr/layerwise/shared_batch_norm.py`.
+`take_step` is in `fedbn_flwr/layerwise/take_step.py`, and the mathematics of one layer, which is the client's half, in
+`shared_batch_norm.py` beside it. `Layerwise`, which starts again without the nodes that fail, is in
+`base_layerwise.py`. What carries the exchanges between the two halves is in `fedbn_flwr/transports/`.
 """
 
 from typing import Annotated, Any, ClassVar, Literal

@@ -9,10 +9,10 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply, read_instruction
-from fedbn_flwr.client.layerwise_step import handle_layerwise_message
 from fedbn_flwr.client.lost_state import has_all, lacking_reply
 from fedbn_flwr.clientapp.mods import Mod
 from fedbn_flwr.state.records import array_records
+from fedbn_flwr.transports.node import handle_layerwise_message
 from fedbn_flwr.wire import Instruction
 
 #: makes the client of a node from its Context, for each message

@@ -14,7 +14,6 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedbn_flwr.client import pick_device
-from fedbn_flwr.client.layerwise_step import STEPS
 from fedbn_flwr.clientapp import client_app, keep_states_in
 from fedbn_flwr.experiments.checkpoint import STATES
 from fedbn_flwr.experiments.client_side import bound_client_fn
@@ -40,6 +39,7 @@ from fedbn_flwr.simulation.processes.worker import preload
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
 from fedbn_flwr.simulation.stacked.memory_budget import clients_that_fit, keep_freed_memory
 from fedbn_flwr.strategies import Layerwise
+from fedbn_flwr.transports.message_client import STEPS
 
 Engine = Callable[[Experiment, Path, Progress | None], Summary]
 #: makes the grid of some partitions' nodes

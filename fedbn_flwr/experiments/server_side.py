@@ -25,9 +25,9 @@ from fedbn_flwr.experiments.resources import check, fresh_model, refuse_state_di
 from fedbn_flwr.experiments.task import Task, make_task
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.averaging import unpack
-from fedbn_flwr.server.channel_grid import ChannelGrid, ChannelOptions
 from fedbn_flwr.strategies import Layerwise, wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.transports.stream_grid import StreamGrid, StreamOptions
 from fedbn_flwr.wire import Instruction
 
 #: where a deployment's server keeps the results of its runs, each in a folder of the run's number
@@ -73,10 +73,10 @@ def with_side_channel(grid: Grid, experiment: Experiment) -> Grid:
         return grid
     waits = config.connect_timeout, config.exchange_timeout or config.timeout
     try:
-        options = ChannelOptions.of(config.exchange_port, config.exchange_address, *waits)
+        options = StreamOptions.of(config.exchange_port, config.exchange_address, *waits)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return grid if options is None else ChannelGrid(grid, options)
+    return grid if options is None else StreamGrid(grid, options)
 
 
 def warn_of_small_batches(experiment: Experiment) -> None:

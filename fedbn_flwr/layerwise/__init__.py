@@ -35,7 +35,7 @@ from fedbn_flwr.layerwise.gathering import gather_in_order, pool_in_order, why_n
 from fedbn_flwr.layerwise.gradients import gradients
 from fedbn_flwr.layerwise.shared_batch_norm import Mode, SharedBatchNorm, Use
 from fedbn_flwr.layerwise.shared_statistics import shared_statistics
-from fedbn_flwr.layerwise.step_cache import StepCache
+from fedbn_flwr.layerwise.step_cache import Replicas, StepCache
 from fedbn_flwr.layerwise.suspended_step import Abandoned, Done, Step, SuspendedStep
 from fedbn_flwr.layerwise.take_step import Lockstep, Transport, lockstep, take_step
 from fedbn_flwr.randomness import OwnRandomness
@@ -56,6 +56,7 @@ __all__ = [
     "Observer",
     "OrderError",
     "OwnRandomness",
+    "Replicas",
     "Requests",
     "SharedBatchNorm",
     "Step",

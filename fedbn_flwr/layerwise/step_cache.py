@@ -1,9 +1,13 @@
-"""The suspended steps that a process holds between messages."""
+"""What a process keeps between the exchanges of suspended steps: the steps, and copies of models for them."""
 
+import copy
 import threading
 from collections.abc import Hashable
 from time import monotonic
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from fedbn_flwr.layerwise.suspended_step import SuspendedStep
 
@@ -76,3 +80,19 @@ class StepCache:
             for key in [key for key, (deadline, _) in self._kept.items() if deadline <= now]:
                 self._drop(key)
             self._watch()
+
+
+class Replicas:
+    """Copies of models, to be used again: to make one takes as long as several messages."""
+
+    def __init__(self) -> None:
+        self._free: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+
+    def take(self, model: nn.Module) -> nn.Module:
+        """Return a copy that nobody else uses, with any values."""
+        free = self._free.get(model)
+        return free.pop() if free else copy.deepcopy(model)
+
+    def give_back(self, model: nn.Module, replica: nn.Module) -> None:
+        """Take back a copy that is not used any more, and has no hooks."""
+        self._free.setdefault(model, []).append(replica)

@@ -1,16 +1,86 @@
 """Count the exchanges of a run, and the bytes of the arrays in them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.server.passing_grid import PassingGrid
-from fedbn_flwr.traffic.layerwise import CountedStep
 from fedbn_flwr.traffic.sizes import message_sizes, paper_bytes
-from fedbn_flwr.traffic.tally import Tally
+from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesTransport, Participant
 from fedbn_flwr.wire import DESCRIBE
-from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid
+
+#: counts messages to nodes, and their replies, as one exchange
+CountExchange = Callable[[Sequence[Message], Sequence[Message]], None]
+
+
+@dataclass
+class Tally:
+    """Numbers of one kind of traffic."""
+
+    #: messages sent to nodes and answered, all nodes of one push counting as one exchange
+    exchanges: int = 0
+    #: bytes of the arrays' numbers, server to nodes and nodes to server, every node counted
+    payload_down: int = 0
+    payload_up: int = 0
+    #: payload as papers count it: what goes to several nodes once, and batch counters not at all
+    paper: int = 0
+
+    def __sub__(self, other: "Tally") -> "Tally":
+        return Tally(*(getattr(self, name) - getattr(other, name) for name in self.__dataclass_fields__))
+
+    def copy(self) -> "Tally":
+        """The numbers as they are now."""
+        return Tally(**vars(self))
+
+    @property
+    def payload(self) -> int:
+        """Bytes in both directions."""
+        return self.payload_down + self.payload_up
+
+
+class CountedTransport:
+    """A `NodesTransport`, counted as if every exchange had taken a message to and from each node.
+
+    In such a message, the one array is the tensor of the answer or the request.
+    """
+
+    def __init__(
+        self, transport: NodesTransport, tally: Tally, count_exchange: CountExchange, messages: Sequence[Message]
+    ) -> None:
+        self._transport, self._tally, self._count_exchange, self._messages = transport, tally, count_exchange, messages
+
+    @property
+    def participants(self) -> Sequence[Participant]:
+        """Return the participants of the step."""
+        return self._transport.participants
+
+    def advance(self, answer: Answer | None = None) -> Requests | None:
+        """Advance the step, and count one exchange."""
+        requests = self._transport.advance(answer)
+        if answer is None:
+            self._count_exchange(self._messages, [])
+        else:
+            self._tally.exchanges += 1
+            self._tally.payload_down += len(self._messages) * answer.tensor.nbytes
+            # what goes to several nodes counts once
+            self._tally.paper += answer.tensor.nbytes
+        received = 0 if requests is None else requests.tensor.nbytes
+        self._tally.payload_up += received
+        self._tally.paper += received
+        return requests
+
+    def replies(self) -> list[Message]:
+        """Return the nodes' replies, and count them."""
+        replies = self._transport.replies()
+        self._count_exchange([], replies)
+        return replies
+
+    def abandon(self) -> None:
+        """Abandon the step."""
+        self._transport.abandon()
 
 
 class CountingGrid(PassingGrid):
@@ -42,10 +112,10 @@ class CountingGrid(PassingGrid):
         self._count_received(replies)
         return replies
 
-    def open_step(self, messages: Sequence[Message]) -> CountedStep | None:
+    def open_step(self, messages: Sequence[Message]) -> CountedTransport | None:
         """Open a layer-wise step that is counted, where the grid offers steps without messages."""
         step = self._grid.open_step(messages) if isinstance(self._grid, LayerwiseGrid) else None
-        return None if step is None else CountedStep(step, self.training, self.count_exchange, messages)
+        return None if step is None else CountedTransport(step, self.training, self.count_exchange, messages)
 
     def count_exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> None:
         """Count what did not need to be sent as if it had been."""

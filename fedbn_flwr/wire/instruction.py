@@ -11,7 +11,7 @@ theirs. The reply holds
 - MetricRecord `metrics`: `num-examples`, `partition-id`, `train-loss`, ...
 - ConfigRecord `report`: `obeyed`, the binding keys that the client acted upon.
 
-A layer-wise step takes several messages a round (`train.layerwise`, see `fedbn_flwr.wire.layerwise`).
+A layer-wise step takes several messages a round (`train.layerwise`, see `transports/message_records.py`).
 
 A *binding* key changes the method: a client that ignores it would turn the method into another one in silence, so
 a strategy refuses a reply that does not list every binding key it sent.

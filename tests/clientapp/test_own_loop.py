@@ -15,7 +15,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fedbn_flwr import norm
-from fedbn_flwr.client import BNClient, frozen_parts, layerwise_step, read_instruction
+from fedbn_flwr.client import BNClient, frozen_parts, read_instruction
 from fedbn_flwr.clientapp import ClientApp, numpy_client_app, obey
 from fedbn_flwr.server.replies import CannotTrainError
 from fedbn_flwr.simulation.in_process import InProcessGrid
@@ -35,6 +35,7 @@ from fedbn_flwr.strategies import (
     SiloBN,
     prepare,
 )
+from fedbn_flwr.transports.message_client import STEPS
 from tests.helpers.harness import SIZES, Federation, distance, make_model, make_split, parts
 
 #: the largest difference between the two in float64
@@ -311,7 +312,7 @@ class Forgetful(InProcessGrid):
     """A grid that loses the suspended steps between messages, as another process would not have them."""
 
     def _answer(self, message: Message) -> Message:
-        layerwise_step.STEPS.clear()
+        STEPS.clear()
         return super()._answer(message)
 
 

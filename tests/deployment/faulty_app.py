@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr import wire
 from fedbn_flwr.clientapp import client_app, keep_states
 from fedbn_flwr.experiments import client_fn
-from fedbn_flwr.wire.layerwise import POSITION, StepPosition
+from fedbn_flwr.transports.message_records import POSITION, StepPosition
 
 FOLDER = Path("@FOLDER@")
 #: bytes of an array that nobody asked for

@@ -18,9 +18,9 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.client import BNClient
-from fedbn_flwr.client.side_channel import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.simulation.in_process import InProcessGrid, identify
+from fedbn_flwr.transports.stream_node import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE
 from tests.helpers.checkout import ROOT
 from tests.helpers.process_per_message import make_client
 

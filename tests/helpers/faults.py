@@ -7,8 +7,8 @@ from flwr.app import Array, ArrayRecord, Message
 
 from fedbn_flwr import wire
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.wire import layerwise as layerwise_wire
-from fedbn_flwr.wire.layerwise import StepPosition
+from fedbn_flwr.transports import message_records as layerwise_wire
+from fedbn_flwr.transports.message_records import StepPosition
 
 #: the node with partition 1, in one process
 FAULTY = 1001

@@ -14,9 +14,9 @@ from torch import nn
 
 from fedbn_flwr import norm
 from fedbn_flwr.client import BNClient
-from fedbn_flwr.client.layerwise_step import STEPS
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.transports.message_client import STEPS
 from tests.helpers.checkout import ROOT
 from tests.helpers.harness import CLASSES, SIZES, Double, make_split, parts
 

@@ -18,11 +18,11 @@ from flwr.simulation import run_simulation
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.wire.layerwise import StepPosition
+from fedbn_flwr.transports.message_records import StepPosition
+from fedbn_flwr.transports.nodes import Participant
 from tests.helpers.faults import Fault, Faulty, Without, elsewhere, lies
 from tests.helpers.harness import SIZES, Federation
 from tests.helpers.process_per_message import dropout_model, make_client
@@ -100,10 +100,11 @@ class Noting(FedTAN):
         self.stepping[server_round], self.voting[server_round] = set(), set()
         return super().configure_train(server_round, arrays, config, grid)
 
-    def take_step_by_messages(self, attempt: LayerwiseAttempt) -> list[Message]:
+    def weigh_participants(self, participants: Iterable[Participant]) -> list[float]:
+        participants = list(participants)
         # the last attempt counts
-        self.stepping[self.server_round] = {self.describe_node(node).partition for node in attempt.contents}
-        return super().take_step_by_messages(attempt)
+        self.stepping[self.server_round] = {participant.partition for participant in participants}
+        return super().weigh_participants(participants)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

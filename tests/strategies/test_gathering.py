@@ -13,10 +13,9 @@ from fedbn_flwr import norm, state, wire
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.averaging import Arrays, unpack
-from fedbn_flwr.server.layerwise_attempt import NodesFailedError
 from fedbn_flwr.strategies import HBN, CannotTrainError, FedAvg, HeteroFL
+from fedbn_flwr.transports.nodes import NodesFailedError, Participant
 from fedbn_flwr.wire import Instruction
-from fedbn_flwr.wire.layerwise_grid import Participant
 from strategies.base_gathering import Gathering, pool_nodes_in_order
 from tests.helpers.engine_comparison import quiet
 from tests.helpers.faults import FAULTY, FaultyReply
@@ -232,7 +231,7 @@ def test_where_no_moments_can_be_pooled_the_run_says_why() -> None:
 
 
 class TwoLayers:
-    """A `NodesStep` of three nodes, of which one says a mean of 1e20 of the second of two layers."""
+    """A `NodesTransport` of three nodes, of which one says a mean of 1e20 of the second of two layers."""
 
     def __init__(self) -> None:
         self.participants = [Participant(number, 1000 + number, 10) for number in range(3)]

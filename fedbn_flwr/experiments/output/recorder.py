@@ -15,8 +15,7 @@ from fedbn_flwr.experiments.output.scoring import Score, Scorer
 from fedbn_flwr.experiments.output.sinks import Sink
 from fedbn_flwr.experiments.output.site_scoring import SiteScorer
 from fedbn_flwr.strategies import BaseStrategy, DivergedError
-from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.traffic.tally import Tally
+from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally
 
 #: called after every round with the round, the number of rounds, and the latest accuracy (or mean IoU) if there is one
 Progress = Callable[[int, int, float | None], None]

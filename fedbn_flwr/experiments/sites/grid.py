@@ -9,7 +9,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.experiments.sites.agreement import Agreement, ask_sites, holder, spoken
 from fedbn_flwr.server.passing_grid import PassingGrid
-from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep
+from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesTransport
 
 #: seconds that a site has to describe its data when it comes after round 1
 PATIENCE = 120.0
@@ -34,7 +34,7 @@ class SitesGrid(PassingGrid):
             self._meet(new, connected)
         return [node for node in connected if node in self._accepted]
 
-    def open_step(self, messages: Sequence[Message]) -> NodesStep | None:
+    def open_step(self, messages: Sequence[Message]) -> NodesTransport | None:
         """Open a layer-wise step where the grid offers steps without messages."""
         return self._grid.open_step(messages) if isinstance(self._grid, LayerwiseGrid) else None
 

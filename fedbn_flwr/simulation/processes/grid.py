@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from logging import WARNING
 from pathlib import Path
@@ -13,14 +13,13 @@ from flwr.app import Context, Error, Message
 from flwr.common import log
 from flwr.common.constant import ErrorCode
 
-from fedbn_flwr.layerwise import Answer, OrderError, Requests, join
 from fedbn_flwr.simulation.grid import LocalGrid
 from fedbn_flwr.simulation.in_process import identify, in_portions
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.simulation.processes.service import GridFactory, OwnShare, WorkerError
 from fedbn_flwr.simulation.processes.worker import Worker, WorkerDiedError
 from fedbn_flwr.simulation.spill import SpillBuffer
-from fedbn_flwr.wire.layerwise_grid import Participant
+from fedbn_flwr.transports.workers import WorkersTransport
 
 AnyWorker = Worker | OwnShare
 
@@ -91,7 +90,7 @@ class WorkersGrid(LocalGrid):
             self._deliver(self._split(messages, self._shares(messages)))
         return [message.metadata.message_id for message in messages]
 
-    def open_step(self, messages: Sequence[Message]) -> "WorkersStep | None":
+    def open_step(self, messages: Sequence[Message]) -> WorkersTransport[AnyWorker] | None:
         """Open the layer-wise step that these messages begin, if all of their nodes can take it without messages.
 
         Workers go to the first exchange at once, without another request.
@@ -105,7 +104,15 @@ class WorkersGrid(LocalGrid):
         if None in opened.values():
             self._abandon(shares)
             return None
-        return WorkersStep(self._ask_all, self._abandon, messages, shares, opened)
+
+        def close(answers: Mapping[AnyWorker, list[Message]]) -> list[Message]:
+            self._spill = SpillBuffer()
+            replies = _in_order(shares, answers)
+            for message, reply in zip(messages, replies, strict=True):
+                _take_id(message, self._spill.store(reply))
+            return replies
+
+        return WorkersTransport(opened, self._ask_all, close, self._abandon)
 
     def _abandon(self, shares: Iterable[AnyWorker]) -> None:
         """End a step in all workers; one that has died has no step any more, and a closed grid has no workers."""
@@ -202,45 +209,6 @@ class WorkersGrid(LocalGrid):
         if not self._workers:
             raise WorkerError("the grid is closed")
         return self._workers[(node - FIRST_NODE_ID) % self._num_workers]
-
-
-class WorkersStep:
-    """A layer-wise step whose nodes are in several processes (a `NodesStep`)."""
-
-    def __init__(
-        self,
-        ask_all: Callable[[str, Mapping[AnyWorker, Any]], dict[AnyWorker, Any]],
-        abandon: Callable[[Iterable[AnyWorker]], None],
-        messages: Sequence[Message],
-        shares: Mapping[AnyWorker, Sequence[int]],
-        opened: Mapping[AnyWorker, tuple[Sequence[Participant], Any]],
-    ) -> None:
-        self._ask_all, self._abandon, self._messages, self._shares = ask_all, abandon, messages, shares
-        self._first = {worker: requests for worker, (_, requests) in opened.items()}
-        #: each worker's participants are in order, and so are its requests
-        everyone = [participant for worker in shares for participant in opened[worker][0]]
-        self._order = sorted(range(len(everyone)), key=everyone.__getitem__)
-        self.participants = [everyone[position] for position in self._order]
-
-    def advance(self, answer: Answer | None = None) -> Requests | None:
-        """Take the nodes of all workers to their next exchange; they are at the first one."""
-        answers = self._first if answer is None else self._ask_all("advance", dict.fromkeys(self._shares, answer))
-        parts = [requests for worker in self._shares if (requests := answers[worker]) is not None]
-        if 0 < len(parts) < len(self._shares):
-            raise OrderError(0, "is at a BN layer where others are at their end")
-        return join(parts, self._order) if parts else None
-
-    def replies(self) -> list[Message]:
-        """Return the nodes' replies."""
-        replies: list[Message] = _in_order(self._shares, self._ask_all("replies", dict.fromkeys(self._shares)))
-        spill = SpillBuffer()
-        for message, reply in zip(self._messages, replies, strict=True):
-            _take_id(message, spill.store(reply))
-        return replies
-
-    def abandon(self) -> None:
-        """End the step in all workers."""
-        self._abandon(self._shares)
 
 
 def _in_turn(workers: Iterable[AnyWorker]) -> list[AnyWorker]:

@@ -10,8 +10,7 @@ from flwr.app import Context, Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.data import prefetch
-from fedbn_flwr.layerwise import Answer, Requests
-from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep, Participant
+from fedbn_flwr.transports.workers import WorkerShare
 
 #: makes the grid of some partitions' nodes; it is pickled, and called in the worker
 GridFactory = Callable[[Sequence[int]], Grid]
@@ -21,16 +20,12 @@ class WorkerError(RuntimeError):
     """A worker cannot do what it was asked for."""
 
 
-class Service:
+class Service(WorkerShare):
     """The service of a worker: the methods named in `REQUESTS`, with one payload each."""
 
     REQUESTS: ClassVar[frozenset[str]] = frozenset(
         {"open", "deliver", "context", "save_states", "restore_states", "open_step", "advance", "replies", "abandon"}
     )
-
-    def __init__(self) -> None:
-        self._grid: Grid | None = None
-        self._step: NodesStep | None = None
 
     def open(self, payload: tuple[GridFactory, Sequence[int]]) -> None:
         """Make the grid that later requests are about."""
@@ -54,44 +49,6 @@ class Service:
     def restore_states(self, folder: Path) -> None:
         """Let this worker's nodes remember what is in a folder."""
         self.grid.restore_states(folder)  # type: ignore[attr-defined]
-
-    def open_step(self, messages: list[Message]) -> tuple[Sequence[Participant], Requests | None] | None:
-        """Take this worker's nodes to the first exchange of a layer-wise step; return them, and what they ask for.
-
-        None if they cannot take it together.
-        """
-        self._step = self.grid.open_step(messages) if isinstance(self.grid, LayerwiseGrid) else None
-        if self._step is None:
-            return None
-        requests = self._step.advance()
-        return self._step.participants, requests
-
-    def advance(self, answer: Answer) -> Requests | None:
-        """Take this worker's nodes to their next exchange."""
-        return self.step.advance(answer)
-
-    def replies(self, _: None) -> list[Message]:
-        """Return the nodes' replies at the end of the step."""
-        return self.step.replies()
-
-    def abandon(self, _: None) -> None:
-        """Forget the step."""
-        if self._step is not None:
-            self._step.abandon()
-
-    @property
-    def step(self) -> NodesStep:
-        """The layer-wise step, once it is opened."""
-        if self._step is None:
-            raise RuntimeError("it has no layer-wise step")
-        return self._step
-
-    @property
-    def grid(self) -> Grid:
-        """The grid, once it is made."""
-        if self._grid is None:
-            raise RuntimeError("it has no nodes")
-        return self._grid
 
 
 def respond(service: Service, name: str, payload: Any) -> tuple[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fedbn_flwr.simulation.processes.channel import Channel
+from fedbn_flwr.simulation.processes.pipe import ObjectPipe
 from fedbn_flwr.simulation.processes.service import Service, WorkerError, respond
 
 #: seconds that an idle process has to end by itself
@@ -35,14 +35,14 @@ class Worker:
         self._unanswered += 1
         # `answer` reports a process that has ended
         with suppress(ConnectionError):
-            self._channel.send((name, payload))
+            self._pipe.send((name, payload))
 
     def answer(self) -> Any:
         """Wait for the answer to the latest request; earlier ones that nobody waited for must not have failed."""
         value = None
         while self._unanswered:
             try:
-                failure, value = self._channel.receive()
+                failure, value = self._pipe.receive()
             except EOFError:
                 raise self._died() from None
             self._unanswered, self._alive = self._unanswered - 1, True
@@ -57,12 +57,12 @@ class Worker:
 
     def restart(self) -> None:
         """Start a new process in place of the one that ended."""
-        self._channel.close()
+        self._pipe.close()
         self._start()
 
     def hang_up(self) -> None:
         """Close the connection, so that an idle process ends by itself."""
-        self._channel.close()
+        self._pipe.close()
 
     def end(self) -> None:
         """End the process, and wait until it has ended."""
@@ -73,7 +73,7 @@ class Worker:
 
     def _start(self) -> None:
         here, there = _processes().Pipe()
-        self._channel, self._unanswered, self._alive = Channel(here), 0, False
+        self._pipe, self._unanswered, self._alive = ObjectPipe(here), 0, False
         level = logging.getLogger("flwr").level
         self._process = _processes().Process(target=work, args=(there, self._threads, level), daemon=True)
         self._process.start()
@@ -107,10 +107,10 @@ def work(connection: Connection, threads: int, level: int) -> None:
     logging.getLogger("flwr").setLevel(level)
     if threads:
         torch.set_num_threads(threads)
-    channel, service = Channel(connection), Service()
+    pipe, service = ObjectPipe(connection), Service()
     with suppress(EOFError, ConnectionError):
         while True:
-            channel.send(respond(service, *channel.receive()))
+            pipe.send(respond(service, *pipe.receive()))
     # without the exit functions of libraries
     os._exit(0)
 

@@ -11,18 +11,17 @@ from torch import nn
 
 from fedbn_flwr import wire
 from fedbn_flwr.client import BNClient, Reply
-from fedbn_flwr.client.layerwise_step import Replicas
 from fedbn_flwr.client.rules import rules_for
 from fedbn_flwr.client.training import make_optimizer
-from fedbn_flwr.layerwise import Exchange
+from fedbn_flwr.layerwise import Exchange, Replicas
 from fedbn_flwr.simulation.in_process import Config, InProcessGrid, Job, Trained, identify, job_reply
 from fedbn_flwr.simulation.one_by_one import OneByOne
 from fedbn_flwr.simulation.spill import SpillBuffer
-from fedbn_flwr.simulation.stacked.layerwise_step import StackedLayerwiseStep
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
 from fedbn_flwr.simulation.stacked.training import train_together
-from fedbn_flwr.wire.layerwise import StepPosition
-from fedbn_flwr.wire.layerwise_grid import Participant
+from fedbn_flwr.transports.local import StackedTransport
+from fedbn_flwr.transports.message_records import StepPosition
+from fedbn_flwr.transports.nodes import Participant
 
 #: clients that can wait in the middle of a layer-wise step where there is memory to train one: they have no reply yet,
 #: and most of them no gradients
@@ -162,7 +161,7 @@ class StackedGrid(InProcessGrid):
 
     # ---- layer-wise steps ----------------------------------------------------------------------------------------
 
-    def open_step(self, messages: Sequence[Message]) -> StackedLayerwiseStep | None:
+    def open_step(self, messages: Sequence[Message]) -> StackedTransport | None:
         """Open the layer-wise step that these messages begin, if all of their nodes can take it in stacks."""
         if not self._hands_to_clients() or StepPosition.of(messages[0].content).phase != "exchange":
             return None
@@ -180,7 +179,7 @@ class StackedGrid(InProcessGrid):
             place: Participant(job.client.partition_id, job.node, len(job.client.indices))
             for place, job in jobs.items()
         }
-        return StackedLayerwiseStep(steps, participants, lambda replies: self._close_step(jobs, replies))
+        return StackedTransport(steps, participants, lambda replies: self._close_step(jobs, replies))
 
     def _step_of(self, stack: Sequence[Job]) -> Callable[[Exchange], list[Reply]]:
         """Return the training of a stack as a function of its exchange; it uses a copy of the model."""

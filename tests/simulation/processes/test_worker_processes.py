@@ -25,7 +25,7 @@ from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.service import OwnShare, WorkerError
 from fedbn_flwr.simulation.processes.worker import preload
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold
-from fedbn_flwr.wire import layerwise as layerwise_wire
+from fedbn_flwr.transports import message_records as layerwise_wire
 from tests.helpers.checkout import ROOT
 from tests.helpers.harness import SIZES, Federation, make_model
 from tests.helpers.obedient_nodes import answers, obeying, question

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fedbn_flwr import models
-from fedbn_flwr.client.layerwise_step import STEPS
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.layerwise import Answer
 from fedbn_flwr.simulation import StackedGrid
@@ -18,7 +17,8 @@ from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.wire.layerwise import StepPosition
+from fedbn_flwr.transports.message_client import STEPS
+from fedbn_flwr.transports.message_records import StepPosition
 from tests.helpers.engine_comparison import (
     EXACT,
     Stacked,

@@ -19,19 +19,19 @@ from flwr.app import Context, Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr import state
-from fedbn_flwr.client import BNClient, side_channel
-from fedbn_flwr.client.side_channel import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE, SideChannelExchange
+from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.deployment.cli import main as fedbn_flwr
 from fedbn_flwr.layerwise import Answer, Requests
-from fedbn_flwr.server.channel_grid import ChannelGrid, ChannelOptions
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, HeteroFL
-from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.traffic.tally import Tally
-from fedbn_flwr.wire.frames import Done, pack_frame
-from fedbn_flwr.wire.layerwise import SIDE_CHANNEL
+from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally
+from fedbn_flwr.transports import stream_node
+from fedbn_flwr.transports.message_records import SIDE_CHANNEL
+from fedbn_flwr.transports.stream_grid import StreamGrid, StreamOptions
+from fedbn_flwr.transports.stream_messages import Done, pack_frame
+from fedbn_flwr.transports.stream_node import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE, StreamExchange
 from tests.helpers.checkout import ROOT
 from tests.helpers.concurrent_nodes import ConcurrentNodes, Site
 from tests.helpers.faults import FAULTY
@@ -60,10 +60,10 @@ PARTITION = FAULTY - 1000
 ENOUGH = 120.0
 
 
-def options(**changes: Any) -> ChannelOptions:
+def options(**changes: Any) -> StreamOptions:
     """Return options of a channel without TLS, with deadlines that nobody misses."""
     (port,) = free_ports(1)
-    return replace(ChannelOptions(port, f"localhost:{port}", None, ENOUGH, ENOUGH), **changes)
+    return replace(StreamOptions(port, f"localhost:{port}", None, ENOUGH, ENOUGH), **changes)
 
 
 def run(grid: Grid, strategy: FedAvg, rounds: int = 1) -> tuple[state.State, Tally]:
@@ -97,7 +97,7 @@ def same(one: state.State, other: state.State) -> bool:
 @pytest.mark.parametrize("case", [*USUAL, *MORE_CASES])
 def test_bits_and_counts_are_those_in_process(case: str, caplog: pytest.LogCaptureFixture) -> None:
     with concurrent() as nodes:
-        after, counted = run(ChannelGrid(nodes, options()), CASES[case](fraction_evaluate=0.0), 2)
+        after, counted = run(StreamGrid(nodes, options()), CASES[case](fraction_evaluate=0.0), 2)
         assert len(nodes.processes()) == 2 * len(SIZES), "one message a node and round"
     here, wanted = in_process(CASES[case](fraction_evaluate=0.0), 2)
     assert same(after, here)
@@ -118,7 +118,7 @@ def gathered_in_process(make: Callable[[Context], BNClient] = make_static_client
 
 def test_statistics_are_gathered_layer_by_layer_in_one_message(caplog: pytest.LogCaptureFixture) -> None:
     with concurrent({number: Site(make_client=make_static_client) for number in range(len(SIZES))}) as nodes:
-        after, counted = run(ChannelGrid(nodes, options()), gathered(), 2)
+        after, counted = run(StreamGrid(nodes, options()), gathered(), 2)
         messages = 1 + 2 * 2
         assert len(nodes.processes()) == messages * len(SIZES), (
             "one to describe itself; to train, and to gather, a round"
@@ -134,7 +134,7 @@ def test_a_layer_in_several_places_is_gathered_by_messages(caplog: pytest.LogCap
     """Its first pass is not all that it sees."""
     model = dropout_model()
     with concurrent({number: Site(make_client=make_repeating_client) for number in range(len(SIZES))}) as nodes:
-        after, _ = run(ChannelGrid(nodes, options()), gathered(), 2)
+        after, _ = run(StreamGrid(nodes, options()), gathered(), 2)
     assert same(after, gathered_in_process(make_repeating_client))
     assert after.keys() == model.state_dict().keys()
     (named,) = [text for text in caplog.messages if "by messages" in text]
@@ -158,7 +158,7 @@ def test_a_node_that_fails_in_gathering_is_left_out(case: str, caplog: pytest.Lo
     sites = {number: Site(make_client=make_static_client) for number in range(len(SIZES))}
     sites[PARTITION] = replace(sites[PARTITION], fault=fault)
     with concurrent(sites) as nodes:
-        after, _ = run(ChannelGrid(nodes, options()), gathered())
+        after, _ = run(StreamGrid(nodes, options()), gathered())
     assert_left_out(caplog, "it failed: " if case == "raises" else reason)
 
     class WithoutOne(HeteroFL):
@@ -176,79 +176,79 @@ def test_a_node_that_fails_in_gathering_is_left_out(case: str, caplog: pytest.Lo
 class AtExchange:
     """A fault of a node's process, at one exchange of a step; after the last one it is at the end of the step."""
 
-    what: Callable[[SideChannelExchange, Requests | None], Requests | None]
+    what: Callable[[StreamExchange, Requests | None], Requests | None]
     index: int
 
     def __call__(self, message: Message) -> None:
-        numbers, ask, finish = count(), SideChannelExchange.__call__, SideChannelExchange.finish
+        numbers, ask, finish = count(), StreamExchange.__call__, StreamExchange.finish
 
-        def spoiled(exchange: SideChannelExchange, request: Requests) -> Answer:
+        def spoiled(exchange: StreamExchange, request: Requests) -> Answer:
             changed = self.what(exchange, request) if next(numbers) == self.index else request
             assert changed is not None
             return ask(exchange, changed)
 
-        def spoiled_end(exchange: SideChannelExchange) -> None:
+        def spoiled_end(exchange: StreamExchange) -> None:
             if next(numbers) == self.index:
                 self.what(exchange, None)
             finish(exchange)
 
-        patch.object(SideChannelExchange, "__call__", spoiled).start()
-        patch.object(SideChannelExchange, "finish", spoiled_end).start()
+        patch.object(StreamExchange, "__call__", spoiled).start()
+        patch.object(StreamExchange, "finish", spoiled_end).start()
 
 
-def dies(exchange: SideChannelExchange, request: Requests | None) -> None:
+def dies(exchange: StreamExchange, request: Requests | None) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def raises(exchange: SideChannelExchange, request: Requests | None) -> None:
+def raises(exchange: StreamExchange, request: Requests | None) -> None:
     raise ArithmeticError("no more of this")
 
 
-def waits(exchange: SideChannelExchange, request: Requests | None) -> None:
+def waits(exchange: StreamExchange, request: Requests | None) -> None:
     time.sleep(1000)
 
 
-def freezes(exchange: SideChannelExchange, request: Requests | None) -> None:
+def freezes(exchange: StreamExchange, request: Requests | None) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def not_a_number(exchange: SideChannelExchange, request: Requests | None) -> Requests:
+def not_a_number(exchange: StreamExchange, request: Requests | None) -> Requests:
     assert request is not None
     return replace(request, tensor=request.tensor * torch.nan)
 
 
-def too_large(exchange: SideChannelExchange, request: Requests | None) -> Requests:
+def too_large(exchange: StreamExchange, request: Requests | None) -> Requests:
     assert request is not None
     return replace(request, tensor=torch.full_like(request.tensor, torch.finfo(request.tensor.dtype).max / 2))
 
 
-def another_shape(exchange: SideChannelExchange, request: Requests | None) -> Requests:
+def another_shape(exchange: StreamExchange, request: Requests | None) -> Requests:
     assert request is not None
     return replace(request, tensor=torch.cat([request.tensor, request.tensor], dim=-1))
 
 
-def another_layer(exchange: SideChannelExchange, request: Requests | None) -> Requests:
+def another_layer(exchange: StreamExchange, request: Requests | None) -> Requests:
     assert request is not None
     return replace(request, layer="another")
 
 
-def says(content: bytes) -> Callable[[SideChannelExchange, Requests | None], Requests | None]:
-    def fault(exchange: SideChannelExchange, request: Requests | None) -> Requests | None:
+def says(content: bytes) -> Callable[[StreamExchange, Requests | None], Requests | None]:
+    def fault(exchange: StreamExchange, request: Requests | None) -> Requests | None:
         exchange._outgoing.put(content)
         return request
 
     return fault
 
 
-def too_much(exchange: SideChannelExchange, request: Requests | None) -> Requests | None:
+def too_much(exchange: StreamExchange, request: Requests | None) -> Requests | None:
     return says(bytes(2**21))(exchange, request)
 
 
-def far_too_much(exchange: SideChannelExchange, request: Requests | None) -> Requests | None:
+def far_too_much(exchange: StreamExchange, request: Requests | None) -> Requests | None:
     return says(bytes(2**24))(exchange, request)
 
 
-def nonsense(exchange: SideChannelExchange, request: Requests | None) -> Requests | None:
+def nonsense(exchange: StreamExchange, request: Requests | None) -> Requests | None:
     return says(b"\0\0\0\2[]")(exchange, request)
 
 
@@ -292,7 +292,7 @@ def test_a_fault_leaves_the_round_to_the_others(
 ) -> None:
     fault, reason = FAULTS[case]
     with concurrent({PARTITION: Site(fault=AtExchange(fault, index))}) as nodes:
-        after, _ = run(ChannelGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
+        after, _ = run(StreamGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
         # the others started again, without it
         assert len(nodes.processes()) == 2 * len(SIZES) - 1
     assert same(after, survivors)
@@ -310,7 +310,7 @@ def test_a_node_that_is_late_or_silent(
         "freezes": (freezes, "its side channel was silent for 15 s", ENOUGH),
     }[case]
     with concurrent({PARTITION: Site(fault=AtExchange(fault, index))}) as nodes:
-        after, _ = run(ChannelGrid(nodes, options(exchange_timeout=timeout)), FedTAN(fraction_evaluate=0.0))
+        after, _ = run(StreamGrid(nodes, options(exchange_timeout=timeout)), FedTAN(fraction_evaluate=0.0))
     assert same(after, survivors)
     assert_left_out(caplog, reason)
 
@@ -321,7 +321,7 @@ def test_a_node_that_fails_after_the_last_answer_costs_it_its_vote(
 ) -> None:
     strategy = FedTAN(fraction_evaluate=0.0)
     with concurrent({PARTITION: Site(fault=AtExchange(fault, EXCHANGES))}) as nodes:
-        run(ChannelGrid(nodes, options()), strategy)
+        run(StreamGrid(nodes, options()), strategy)
         assert len(nodes.processes()) == len(SIZES)
     assert [reply.node for reply in strategy.train_replies] == [1000, 1002, 1003]
     assert_left_out(caplog, "")
@@ -330,17 +330,17 @@ def test_a_node_that_fails_after_the_last_answer_costs_it_its_vote(
 def stops_after_the_step(message: Message) -> None:
     """Raise once the step is taken, in what is left of the round."""
 
-    def finish(exchange: SideChannelExchange) -> None:
+    def finish(exchange: StreamExchange) -> None:
         exchange._outgoing.put(pack_frame(Done()))
         raise ArithmeticError("no more steps")
 
-    patch.object(SideChannelExchange, "finish", finish).start()
+    patch.object(StreamExchange, "finish", finish).start()
 
 
 def test_a_node_that_fails_in_its_other_steps_costs_it_its_vote(caplog: pytest.LogCaptureFixture) -> None:
     strategy = FedTAN(fraction_evaluate=0.0)
     with concurrent({PARTITION: Site(fault=stops_after_the_step)}) as nodes:
-        run(ChannelGrid(nodes, options()), strategy)
+        run(StreamGrid(nodes, options()), strategy)
     assert [reply.node for reply in strategy.train_replies] == [1000, 1002, 1003]
     assert_left_out(caplog, "it failed: ArithmeticError: no more steps")
 
@@ -350,7 +350,7 @@ def test_several_nodes_fail_one_after_the_other_until_the_round_is_skipped(caplo
     strategy = FedTAN(fraction_evaluate=0.0, max_attempts=2)
     # the second node is only reached where the first one is gone
     with concurrent(sites) as nodes, pytest.raises(Exception, match="no node could train in round 1"):
-        run(ChannelGrid(nodes, options()), strategy)
+        run(StreamGrid(nodes, options()), strategy)
     named = [text for text in caplog.messages if "is left out of this round" in text]
     assert [text.split()[1] for text in named] == ["1000", "1001"]
     assert any("is skipped, its layer-wise step failed 2 times" in text for text in caplog.messages)
@@ -361,7 +361,7 @@ def test_several_nodes_fail_one_after_the_other_until_the_round_is_skipped(caplo
 
 def soon(message: Message) -> None:
     """Give up early, where nobody can be reached in any case."""
-    side_channel.PATIENCE = 0.5
+    stream_node.PATIENCE = 0.5
 
 
 def away() -> Site:
@@ -372,7 +372,7 @@ def away() -> Site:
 
 def test_a_node_that_cannot_reach_the_channel(survivors: state.State, caplog: pytest.LogCaptureFixture) -> None:
     with concurrent({PARTITION: away()}) as nodes:
-        after, _ = run(ChannelGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
+        after, _ = run(StreamGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
     assert same(after, survivors)
     assert_left_out(caplog, "it cannot use the side channel: 127.0.0.1:.* cannot be reached within 0.5 s: .*refused")
 
@@ -388,7 +388,7 @@ def never_comes(message: Message) -> None:
 
 def test_a_node_whose_app_fails_before_it_connects(survivors: state.State, caplog: pytest.LogCaptureFixture) -> None:
     with concurrent({PARTITION: Site(fault=raises_at_once)}) as nodes:
-        after, _ = run(ChannelGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
+        after, _ = run(StreamGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
     assert same(after, survivors)
     assert_left_out(caplog, "it failed: ")
 
@@ -396,7 +396,7 @@ def test_a_node_whose_app_fails_before_it_connects(survivors: state.State, caplo
 @pytest.mark.slow
 def test_a_node_that_never_connects(survivors: state.State, caplog: pytest.LogCaptureFixture) -> None:
     with concurrent({PARTITION: Site(fault=never_comes)}) as nodes:
-        after, _ = run(ChannelGrid(nodes, options(connect_timeout=30.0)), FedTAN(fraction_evaluate=0.0))
+        after, _ = run(StreamGrid(nodes, options(connect_timeout=30.0)), FedTAN(fraction_evaluate=0.0))
     assert same(after, survivors)
     assert_left_out(caplog, "it did not connect to the side channel within 30 s")
 
@@ -404,7 +404,7 @@ def test_a_node_that_never_connects(survivors: state.State, caplog: pytest.LogCa
 @pytest.mark.slow
 def test_where_no_node_reaches_the_channel_rounds_go_by_messages(caplog: pytest.LogCaptureFixture) -> None:
     with concurrent({number: away() for number in range(len(SIZES))}) as nodes:
-        after, _ = run(ChannelGrid(nodes, options()), FedDNA(fraction_evaluate=0.0), 2)
+        after, _ = run(StreamGrid(nodes, options()), FedDNA(fraction_evaluate=0.0), 2)
     assert same(after, in_process(FedDNA(fraction_evaluate=0.0), 2)[0])
     (named,) = [text for text in caplog.messages if "by messages" in text]
     assert all(f"node {1000 + number}: it cannot use the side channel" in named for number in range(len(SIZES)))
@@ -416,7 +416,7 @@ def test_where_the_port_is_taken_rounds_go_by_messages(caplog: pytest.LogCapture
     port = taken.getsockname()[1]
     with taken:
         after, _ = run(
-            ChannelGrid(InProcessGrid(client_app(make_client), len(SIZES)), options(port=port)),
+            StreamGrid(InProcessGrid(client_app(make_client), len(SIZES)), options(port=port)),
             FedTAN(fraction_evaluate=0.0),
             2,
         )
@@ -435,13 +435,13 @@ def test_the_port_is_open_in_a_step_only() -> None:
             opened.append((before, is_open(channel.port)))
             return messages
 
-        def take_step(self, step: Any) -> Any:
+        def weigh_participants(self, participants: Any) -> list[float]:
             opened.append(is_open(channel.port))
-            return super().take_step(step)
+            return super().weigh_participants(participants)
 
     opened: list[object] = []
     with concurrent() as nodes:
-        run(ChannelGrid(nodes, channel), Strategy(fraction_evaluate=0.0))
+        run(StreamGrid(nodes, channel), Strategy(fraction_evaluate=0.0))
     assert opened == [True, (False, False)]
 
 
@@ -473,7 +473,7 @@ def test_tls_with_the_deployments_certificates(
     sites = {number: Site({CERTIFICATES_VARIABLE: str(own / "ca.crt")}) for number in range(len(SIZES))}
     sites[PARTITION] = Site({CERTIFICATES_VARIABLE: str(other / "ca.crt")}, soon)
     with concurrent(sites) as nodes:
-        after, _ = run(ChannelGrid(nodes, options(certificates=certificates)), FedTAN(fraction_evaluate=0.0))
+        after, _ = run(StreamGrid(nodes, options(certificates=certificates)), FedTAN(fraction_evaluate=0.0))
     assert same(after, survivors)
     assert_left_out(caplog, "cannot be reached within 0.5 s: .*CERTIFICATE_VERIFY_FAILED")
 
@@ -490,5 +490,5 @@ def test_an_address_of_the_sites_own_must_have_the_servers_certificate(
     for address, is_let in ((f"fl.example.org:{channel.port}", True), (f"example.net:{channel.port}", False)):
         caplog.clear()
         with concurrent({number: Site(through, None if is_let else soon) for number in range(len(SIZES))}) as nodes:
-            run(ChannelGrid(nodes, replace(channel, address=address)), FedTAN(fraction_evaluate=0.0))
+            run(StreamGrid(nodes, replace(channel, address=address)), FedTAN(fraction_evaluate=0.0))
         assert is_let is not any("by messages" in text for text in caplog.messages)

@@ -10,10 +10,10 @@ from flwr.app import ConfigRecord, Message
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedbn_flwr.server.channel_step import ChannelStep, UnreachableError
 from fedbn_flwr.server.passing_grid import PassingGrid
-from fedbn_flwr.server.side_channel import SideChannel
-from fedbn_flwr.wire.layerwise import ADDRESS, SIDE_CHANNEL, TOKEN
+from fedbn_flwr.transports.message_records import ADDRESS, SIDE_CHANNEL, TOKEN
+from fedbn_flwr.transports.stream_server import SideChannel
+from fedbn_flwr.transports.stream_transport import StreamTransport, UnreachableError
 
 #: where a deployment's server names what a run does not: the port to listen on, the address by which sites reach it,
 #: and certificate and private key, or `none` if a proxy in front of it has them
@@ -22,7 +22,7 @@ CERTIFICATE_VARIABLE, KEY_VARIABLE = "FEDBN_FLWR_EXCHANGE_CERTIFICATE", "FEDBN_F
 
 
 @dataclass(frozen=True)
-class ChannelOptions:
+class StreamOptions:
     """Where the server listens, and how long it waits."""
 
     port: int
@@ -35,7 +35,7 @@ class ChannelOptions:
     exchange_timeout: float
 
     @classmethod
-    def of(cls, port: int, address: str, connect_timeout: float, exchange_timeout: float) -> "ChannelOptions | None":
+    def of(cls, port: int, address: str, connect_timeout: float, exchange_timeout: float) -> "StreamOptions | None":
         """Return the options of a run, completed from the environment; None if there is to be no channel.
 
         `port` is -1 where the environment decides, and 0 for none. ValueError names what is missing.
@@ -50,19 +50,19 @@ class ChannelOptions:
         return cls(port, address, _certificates(), connect_timeout, exchange_timeout)
 
 
-class ChannelGrid(PassingGrid):
+class StreamGrid(PassingGrid):
     """A grid in front of Flower's own, which must run all nodes at the same time.
 
     It listens while a layer-wise step lasts. If no node reaches it, or the port cannot be had, the step is left to
     messages, and the log says once why.
     """
 
-    def __init__(self, grid: Grid, options: ChannelOptions) -> None:
+    def __init__(self, grid: Grid, options: StreamOptions) -> None:
         super().__init__(grid)
         self._options = options
         self._why_not = ""
 
-    def open_step(self, messages: Sequence[Message]) -> ChannelStep | None:
+    def open_step(self, messages: Sequence[Message]) -> StreamTransport | None:
         """Send the messages, and wait until the nodes have connected; None if none can.
 
         NodesFailedError names the nodes that did not connect where others did.
@@ -77,7 +77,7 @@ class ChannelGrid(PassingGrid):
         for message in messages:
             access = {ADDRESS: options.address, TOKEN: channel.tokens[message.metadata.dst_node_id]}
             message.content[SIDE_CHANNEL] = ConfigRecord(dict(access))
-        step = ChannelStep(self._grid, messages, channel, options.exchange_timeout)
+        step = StreamTransport(self._grid, messages, channel, options.exchange_timeout)
         try:
             step.connect(options.connect_timeout)
         except UnreachableError as error:

@@ -14,13 +14,13 @@ from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.client.layerwise_step import STEPS
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError, FedAvg, FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.wire import layerwise as layerwise_wire
-from fedbn_flwr.wire.layerwise import StepPosition
+from fedbn_flwr.transports import message_records as layerwise_wire
+from fedbn_flwr.transports.message_client import STEPS
+from fedbn_flwr.transports.message_records import StepPosition
 from tests.helpers.faults import FAULTY, Fault, Faulty, Without, elsewhere, lies, silent, too_large
 from tests.helpers.harness import Federation, make_model
 from tests.helpers.waiting import wait_until

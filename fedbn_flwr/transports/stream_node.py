@@ -1,20 +1,31 @@
-"""A node's end of a side channel: an exchange that asks the server over one gRPC stream.
+"""The nodes' end of a layer-wise step over a side channel: an exchange that asks the server over one gRPC stream.
 
-The server's end is `fedbn_flwr.server.side_channel`.
+The server's end is in `stream_server.py`, what both say to each other in `side_channel.proto`.
 """
 
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
+from flwr.app import RecordDict
 
-from fedbn_flwr.layerwise import Answer, Requests
-from fedbn_flwr.wire.frames import (
+from fedbn_flwr import state, wire
+from fedbn_flwr.client.bn_client import BNClient
+from fedbn_flwr.client.reply import Reply
+from fedbn_flwr.client.rules import read_instruction
+from fedbn_flwr.layerwise import Answer, OwnRandomness, Requests
+from fedbn_flwr.state import State
+from fedbn_flwr.state.records import array_records
+from fedbn_flwr.transports.message_client import LayerwiseClient, train
+from fedbn_flwr.transports.message_records import ADDRESS, OVER, SIDE_CHANNEL, UNREACHABLE
+from fedbn_flwr.transports.message_records import TOKEN as TOKEN_KEY
+from fedbn_flwr.transports.stream_messages import (
     METHOD,
     SERVICE,
     SILENCE,
@@ -29,6 +40,7 @@ from fedbn_flwr.wire.frames import (
     pack_frame,
     read_frame,
 )
+from fedbn_flwr.wire import Instruction
 
 #: where a site names the address by which it reaches the server's side channel, in place of the server's own, and the
 #: certificates that it trusts: a file, `none` for a channel without TLS; without it, those that gRPC trusts
@@ -51,7 +63,59 @@ class AttemptOverError(RuntimeError):
     """The server has ended the attempt: another node failed."""
 
 
-class SideChannelExchange:
+def step_over_stream(content: RecordDict, make_client: Callable[[], LayerwiseClient]) -> Reply:
+    """Take the whole step, and all other steps of the round, while a side channel is open for the exchanges."""
+    config: Any = content[wire.CONFIG]
+
+    def step(exchange: "StreamExchange") -> Reply:
+        client, instruction = make_client(), read_instruction(config)
+        exchange.introduce = partial(_introduction, client, instruction)
+        with OwnRandomness(client.step_seed(instruction)).drawing():
+            return train(client, _received(content), instruction, exchange)
+
+    return _with_exchange(content, step)
+
+
+def gather_over_stream(content: RecordDict, make_client: Callable[[], LayerwiseClient]) -> Reply:
+    """Gather statistics layer by layer, while a side channel is open for the exchanges."""
+    config: Any = content[wire.CONFIG]
+    client, instruction = make_client(), read_instruction(config)
+    if not isinstance(client, BNClient):
+        return Reply(0, {}, report={UNREACHABLE: "a client with a loop of its own gathers no statistics"})
+    if why := client.why_not_in_order(instruction):
+        return Reply(0, {}, report={UNREACHABLE: why})
+
+    def gather(exchange: "StreamExchange") -> Reply:
+        exchange.introduce = partial(_introduction, client, instruction)
+        reply = client.gather_in_order(_received(content), instruction, exchange)
+        exchange.finish()
+        return reply
+
+    return _with_exchange(content, gather)
+
+
+def _introduction(client: LayerwiseClient, instruction: Instruction) -> tuple[int, int]:
+    """Return the node's partition, and how many samples are behind it."""
+    return client.partition_id, client.reply({}, instruction, {}).num_examples or 0
+
+
+def _received(content: RecordDict) -> dict[str, State]:
+    return {name: state.from_record(arrays) for name, arrays in array_records(content).items()}
+
+
+def _with_exchange(content: RecordDict, act: Callable[["StreamExchange"], Reply]) -> Reply:
+    """Return the reply of what is done while the side channel is open, or why it was not."""
+    record: Any = content[SIDE_CHANNEL]
+    try:
+        with StreamExchange(record[ADDRESS], record[TOKEN_KEY]) as exchange:
+            return act(exchange)
+    except UnreachableError as error:
+        return Reply(0, {}, report={UNREACHABLE: str(error)})
+    except AttemptOverError:
+        return Reply(0, {}, report={OVER: True})
+
+
+class StreamExchange:
     """An `Exchange` over a stream, which is open inside the block; UnreachableError if it cannot be opened.
 
     `introduce` is to return the node's partition and number of samples; it is called with every request.
@@ -62,14 +126,14 @@ class SideChannelExchange:
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
         self._incoming: SimpleQueue[Frame | Exception] = SimpleQueue()
         target = os.environ.get(ADDRESS_VARIABLE) or address
-        self._channel = _open_channel(target, address)
+        self._connection = _connect(target, address)
         try:
-            _await_ready(self._channel, target)
-            stream = self._channel.stream_stream(f"/{SERVICE}/{METHOD}")
+            _await_ready(self._connection, target)
+            stream = self._connection.stream_stream(f"/{SERVICE}/{METHOD}")
             self._call = stream(frames_to_send(self._outgoing), metadata=((TOKEN, token),))
             _await_admission(self._call, target)
         except BaseException:
-            self._channel.close()
+            self._connection.close()
             raise
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -108,7 +172,7 @@ class SideChannelExchange:
         self._outgoing.put(None)
         # until the server has read all and closed the stream
         self._listener.join(PATIENCE)
-        self._channel.close()
+        self._connection.close()
 
     def _end(self, frame: Frame) -> None:
         self._outgoing.put(pack_frame(frame))
@@ -129,7 +193,7 @@ class SideChannelExchange:
             self._call.cancel()
 
 
-def _open_channel(target: str, address: str) -> Any:
+def _connect(target: str, address: str) -> Any:
     trusted = os.environ.get(CERTIFICATES_VARIABLE, "")
     if trusted == "none":
         return grpc.insecure_channel(target, options=_OPTIONS)
@@ -142,17 +206,17 @@ def _open_channel(target: str, address: str) -> Any:
     return grpc.secure_channel(target, grpc.ssl_channel_credentials(roots), options=[*_OPTIONS, name])
 
 
-def _await_ready(channel: Any, target: str) -> None:
+def _await_ready(connection: Any, target: str) -> None:
     try:
-        grpc.channel_ready_future(channel).result(timeout=PATIENCE)
+        grpc.channel_ready_future(connection).result(timeout=PATIENCE)
     except grpc.FutureTimeoutError:
-        raise UnreachableError(f"{target} cannot be reached within {PATIENCE:g} s: {_why_not(channel)}") from None
+        raise UnreachableError(f"{target} cannot be reached within {PATIENCE:g} s: {_why_not(connection)}") from None
 
 
-def _why_not(channel: Any) -> str:
-    """Return why a channel is not ready, from a call that fails."""
+def _why_not(connection: Any) -> str:
+    """Return why a connection is not ready, from a call that fails."""
     try:
-        channel.unary_unary(f"/{SERVICE}/{METHOD}")(b"", timeout=1)
+        connection.unary_unary(f"/{SERVICE}/{METHOD}")(b"", timeout=1)
     except grpc.RpcError as error:
         answer: Any = error
         return "no answer" if answer.code() == grpc.StatusCode.DEADLINE_EXCEEDED else str(answer.details())

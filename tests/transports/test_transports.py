@@ -17,19 +17,18 @@ from torch import Tensor
 from fedbn_flwr import state, wire
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.layerwise import Answer, Exchange, Requests, lockstep, shared_statistics, take_step
-from fedbn_flwr.server.layerwise_attempt import LayerwiseAttempt
-from fedbn_flwr.server.message_step import MessageStep
 from fedbn_flwr.server.replies import Expected
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
-from fedbn_flwr.simulation.processes.channel import Channel
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from fedbn_flwr.simulation.processes.pipe import ObjectPipe
 from fedbn_flwr.simulation.processes.service import WorkerError
-from fedbn_flwr.simulation.stacked.layerwise_step import StackedLayerwiseStep
 from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.wire.layerwise import StepPosition
-from fedbn_flwr.wire.layerwise_grid import LayerwiseGrid, NodesStep
+from fedbn_flwr.transports.local import StackedTransport
+from fedbn_flwr.transports.message_records import StepPosition
+from fedbn_flwr.transports.message_server import MessageTransport
+from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesTransport
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model, make_split, parts
 from tests.helpers.references import Node, mini_batches
 
@@ -68,24 +67,24 @@ def contents() -> dict[int, RecordDict]:
 
 
 @contextmanager
-def message_step() -> Iterator[tuple[CountingGrid, NodesStep]]:
+def message_step() -> Iterator[tuple[CountingGrid, NodesTransport]]:
     grid = CountingGrid(InProcessGrid(client_app(Federation(make_model())._client), len(SIZES)))
-    yield grid, MessageStep(LayerwiseAttempt(grid, contents(), 1, True, 60.0, Expected((), {})))
+    yield grid, MessageTransport(grid, contents(), 1, True, 60.0, Expected((), {}))
 
 
 @contextmanager
-def stacked_step() -> Iterator[tuple[CountingGrid, NodesStep]]:
+def stacked_step() -> Iterator[tuple[CountingGrid, NodesTransport]]:
     yield opened(stacked_nodes(range(len(SIZES))))
 
 
 @contextmanager
-def workers_step() -> Iterator[tuple[CountingGrid, NodesStep]]:
+def workers_step() -> Iterator[tuple[CountingGrid, NodesTransport]]:
     with WorkersGrid(stacked_nodes, len(SIZES), 2) as grid:
         yield opened(grid)
 
 
 @contextmanager
-def shared_out_step() -> Iterator[tuple[CountingGrid, NodesStep]]:
+def shared_out_step() -> Iterator[tuple[CountingGrid, NodesTransport]]:
     with WorkersGrid(stacked_nodes, len(SIZES), 2, here=True) as grid:
         yield opened(grid)
 
@@ -99,7 +98,7 @@ def asked() -> list[Message]:
     ]
 
 
-def opened(grid: Grid) -> tuple[CountingGrid, NodesStep]:
+def opened(grid: Grid) -> tuple[CountingGrid, NodesTransport]:
     counting = CountingGrid(grid)
     assert isinstance(grid, LayerwiseGrid)
     step = counting.open_step(asked())
@@ -154,7 +153,7 @@ class HalfOpenGrid(StackedGrid):
 
     odd, how = 0, ""
 
-    def open_step(self, messages: Sequence[Message]) -> StackedLayerwiseStep | None:
+    def open_step(self, messages: Sequence[Message]) -> StackedTransport | None:
         step = super().open_step(messages)
         if FIRST_NODE_ID + self.odd not in self.get_node_ids():
             return step
@@ -206,7 +205,7 @@ def test_an_interrupt_in_the_middle_of_a_step_closes_the_grid(monkeypatch: pytes
         _, step = opened(grid)
         requests = step.advance()
         assert requests is not None
-        monkeypatch.setattr(Channel, "receive", interrupted)
+        monkeypatch.setattr(ObjectPipe, "receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step.advance(Answer(requests.tensor[0], 1))
         # what comes would be the answer to the question before

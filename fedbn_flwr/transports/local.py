@@ -1,4 +1,4 @@
-"""The layer-wise step of stacked clients: all clients of a stack ask at once, and nothing is packed."""
+"""Nodes of this process, in stacks: all clients of a stack ask at once, and nothing is packed."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -6,15 +6,15 @@ from flwr.app import Message
 
 from fedbn_flwr.client import Reply
 from fedbn_flwr.layerwise import Answer, Lockstep, Requests, Step, SuspendedStep
-from fedbn_flwr.wire.layerwise_grid import Participant
+from fedbn_flwr.transports.nodes import Participant
 
 
-class StackedLayerwiseStep:
-    """A layer-wise step of some nodes of this process, in stacks (a `NodesStep`).
+class StackedTransport:
+    """A `NodesTransport` of stacked nodes in this process.
 
-    A stack is the places of its clients' messages among those that opened the step, and their training, whose seed is
-    its own. `participants` are given by place. `close` makes messages of the replies, given by place, and keeps what
-    the nodes remember.
+    A stack is the places of its clients' messages among those that opened the step, and their training, which draws
+    from streams of the clients' own. `participants` are given by place. `close` makes messages of the replies, given by
+    place, and keeps what the nodes remember.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""The layer-wise step of nodes that are reached by a side channel: one Flower message a node and round.
+"""The server's end of a layer-wise step over a side channel: one Flower message a node and round.
 
-The client's half is `fedbn_flwr.client.side_channel`.
+The nodes' end is in `stream_node.py`; the streams themselves are in `stream_server.py`.
 """
 
 import time
@@ -16,20 +16,19 @@ from flwr.serverapp import Grid
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.server.ask_nodes import question_of
-from fedbn_flwr.server.layerwise_attempt import NodesFailedError, join_nodes, leave_out
 from fedbn_flwr.server.replies import Refusal
-from fedbn_flwr.server.side_channel import NodeLink, SideChannel
-from fedbn_flwr.wire.frames import NodeRequest, pack_frame
-from fedbn_flwr.wire.layerwise import LACKS_ARRAYS, REQUEST, UNREACHABLE
-from fedbn_flwr.wire.layerwise_grid import Participant
+from fedbn_flwr.transports.message_records import LACKS_ARRAYS, REQUEST, UNREACHABLE
+from fedbn_flwr.transports.nodes import NodesFailedError, Participant, join_nodes, leave_out
+from fedbn_flwr.transports.stream_messages import NodeRequest, pack_frame
+from fedbn_flwr.transports.stream_server import NodeLink, SideChannel
 
 
 class UnreachableError(RuntimeError):
     """No node can be reached by the side channel."""
 
 
-class ChannelStep:
-    """A `NodesStep` over a side channel, in one attempt of a round.
+class StreamTransport:
+    """A `NodesTransport` over a side channel, in one attempt of a round.
 
     `connect` and `advance` raise NodesFailedError if nodes fail, are late, or send what cannot be combined. A node that
     fails only after the last answer has no final reply, and the step ends without the node.

@@ -6,13 +6,13 @@ from typing import cast
 import pytest
 from flwr.serverapp import Grid
 
-from fedbn_flwr.server.channel_step import ChannelStep
-from fedbn_flwr.server.layerwise_attempt import NodesFailedError
-from fedbn_flwr.server.side_channel import SideChannel
-from fedbn_flwr.wire.frames import Done, pack_frame
-from tests.wire.test_frames import BODY, NAMED, frame
+from fedbn_flwr.transports.nodes import NodesFailedError
+from fedbn_flwr.transports.stream_messages import Done, pack_frame
+from fedbn_flwr.transports.stream_server import SideChannel
+from fedbn_flwr.transports.stream_transport import StreamTransport
+from tests.transports.test_stream_messages import REQUEST
 
-DONE, REQUEST = pack_frame(Done()), frame(NAMED, BODY)
+DONE = pack_frame(Done())
 
 
 def advance(*sent: bytes) -> dict[int, str]:
@@ -21,7 +21,7 @@ def advance(*sent: bytes) -> dict[int, str]:
     for link, content in zip(channel.links.values(), sent, strict=True):
         link.hear(content)
     try:
-        step = ChannelStep(cast(Grid, SimpleNamespace()), [], channel, timeout=60.0)
+        step = StreamTransport(cast(Grid, SimpleNamespace()), [], channel, timeout=60.0)
         assert step.advance() is None
     finally:
         channel.close()

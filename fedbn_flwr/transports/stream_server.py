@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 from flwr.common import log
 
-from fedbn_flwr.wire.frames import (
+from fedbn_flwr.transports.stream_messages import (
     METHOD,
     SERVICE,
     SILENCE,

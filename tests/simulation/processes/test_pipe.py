@@ -1,4 +1,4 @@
-"""Objects come out of a channel as they went in."""
+"""Objects come out of a pipe as they went in."""
 
 import os
 import threading
@@ -13,20 +13,20 @@ import torch
 from flwr.app import Array, ArrayRecord
 
 from fedbn_flwr.layerwise import Answer, Requests
-from fedbn_flwr.simulation.processes.channel import Channel
+from fedbn_flwr.simulation.processes.pipe import ObjectPipe
 
 SIZES = [0, 1, 5_000, 1_000_000]
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Channel, Channel]]:
-    one, other = map(Channel, Pipe())
+def ends() -> Iterator[tuple[ObjectPipe, ObjectPipe]]:
+    one, other = map(ObjectPipe, Pipe())
     yield one, other
     one.close()
     other.close()
 
 
-def sent(ends: tuple[Channel, Channel], item: Any) -> Any:
+def sent(ends: tuple[ObjectPipe, ObjectPipe], item: Any) -> Any:
     """Through it: larger items than fit into a socket need a reader."""
     writer = threading.Thread(target=ends[0].send, args=(item,))
     writer.start()
@@ -36,7 +36,7 @@ def sent(ends: tuple[Channel, Channel], item: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_arrays_of_any_size_keep_their_bytes(ends: tuple[Channel, Channel], size: int) -> None:
+def test_arrays_of_any_size_keep_their_bytes(ends: tuple[ObjectPipe, ObjectPipe], size: int) -> None:
     value = np.random.default_rng(0).normal(size=size).astype("float32")
     record = ArrayRecord({"a": Array(value), "b": Array(np.array(size))})
     found = sent(ends, {"record": record, "more": "text"})
@@ -45,7 +45,7 @@ def test_arrays_of_any_size_keep_their_bytes(ends: tuple[Channel, Channel], size
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_numbers_can_be_changed_as_before(ends: tuple[Channel, Channel], size: int) -> None:
+def test_numbers_can_be_changed_as_before(ends: tuple[ObjectPipe, ObjectPipe], size: int) -> None:
     value, fixed = np.arange(size), np.arange(size)
     fixed.flags.writeable = False
     changeable, unchangeable = sent(ends, [value, fixed])
@@ -54,13 +54,13 @@ def test_numbers_can_be_changed_as_before(ends: tuple[Channel, Channel], size: i
     assert (changeable.flags.writeable, unchangeable.flags.writeable) == (True, False)
 
 
-def test_many_large_arrays(ends: tuple[Channel, Channel]) -> None:
+def test_many_large_arrays(ends: tuple[ObjectPipe, ObjectPipe]) -> None:
     values = [np.full(4_096, number) for number in range(1_100)]
     found = sent(ends, values)
     assert all(np.array_equal(one, other) for one, other in zip(found, values, strict=True))
 
 
-def test_what_occurs_twice_travels_once(ends: tuple[Channel, Channel]) -> None:
+def test_what_occurs_twice_travels_once(ends: tuple[ObjectPipe, ObjectPipe]) -> None:
     record = ArrayRecord({"a": Array(np.zeros(100_000))})
     first, second = sent(ends, [{"to": 1, "arrays": record}, {"to": 2, "arrays": record}])
     assert first["arrays"] is second["arrays"]
@@ -74,7 +74,7 @@ def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("channels", [1, 64, 10_000])
 def test_requests_and_answers_of_a_layerwise_step(
-    ends: tuple[Channel, Channel], channels: int, dtype: torch.dtype
+    ends: tuple[ObjectPipe, ObjectPipe], channels: int, dtype: torch.dtype
 ) -> None:
     values = torch.randn(3, 2, channels, dtype=dtype)
     found = sent(ends, Requests("statistics", "bn", values, (7, 8, 9)))
@@ -86,7 +86,7 @@ def test_requests_and_answers_of_a_layerwise_step(
     assert_same(answer.tensor, values[:, 0].T)
 
 
-def test_several_items_come_in_their_order_and_then_an_end(ends: tuple[Channel, Channel]) -> None:
+def test_several_items_come_in_their_order_and_then_an_end(ends: tuple[ObjectPipe, ObjectPipe]) -> None:
     for item in ("a", [1, 2], None):
         ends[0].send(item)
     ends[0].close()
@@ -100,7 +100,7 @@ def test_several_items_come_in_their_order_and_then_an_end(ends: tuple[Channel, 
 def test_an_end_in_the_middle_of_an_item_is_an_end() -> None:
     one, other = Pipe()
     with one, other:
-        Channel(one).send(np.zeros(4_000))
+        ObjectPipe(one).send(np.zeros(4_000))
         whole = os.read(other.fileno(), 100_000)
         for size in (1, 20, len(whole) - 1):
             sender, receiver = Pipe()
@@ -108,10 +108,10 @@ def test_an_end_in_the_middle_of_an_item_is_an_end() -> None:
                 os.write(sender.fileno(), whole[:size])
                 sender.close()
                 with pytest.raises(EOFError):
-                    Channel(receiver).receive()
+                    ObjectPipe(receiver).receive()
 
 
-def test_a_process_that_waits_for_long_sleeps(ends: tuple[Channel, Channel]) -> None:
+def test_a_process_that_waits_for_long_sleeps(ends: tuple[ObjectPipe, ObjectPipe]) -> None:
     threading.Timer(1.0, ends[0].send, ("late",)).start()
     before = time.thread_time()
     assert ends[1].receive() == "late"

@@ -9,15 +9,15 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.client import layerwise_step as suspended
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.layerwise import StepCache
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.wire import layerwise as layerwise_wire
-from fedbn_flwr.wire.layerwise import StepPosition
+from fedbn_flwr.transports import message_client as suspended
+from fedbn_flwr.transports import message_records as layerwise_wire
+from fedbn_flwr.transports.message_records import StepPosition
 from tests.helpers.harness import SIZES, Federation
 from tests.helpers.process_per_message import NewProcesses, dropout_model, make_client
 

@@ -1,4 +1,4 @@
-"""A channel for Python objects between processes, which sends large arrays without pickling their numbers."""
+"""A pipe for Python objects between processes, which sends large arrays without pickling their numbers."""
 
 import io
 import os
@@ -22,7 +22,7 @@ _LARGE = 16 * 1024
 _LOOKING = 0.004
 
 
-class Channel:
+class ObjectPipe:
     """One end of a connection. An object that occurs several times in an item is sent once."""
 
     def __init__(self, connection: Connection) -> None:

@@ -7,9 +7,10 @@ A message holds
 - ConfigRecord `position`: `phase`, `attempt`, `index` (see `StepPosition`),
 - ArrayRecord `answers`, in the phase `exchange`: by their number, the answers that the node does not have yet,
 - with it a ConfigRecord `answers-counts`: how many values are behind an answer,
-- ConfigRecord `side-channel`, where the whole step is taken over one (see `frames.py`): its `address` and the node's
-  `token`. The one reply is that of the end of the step. In the phase `gather` nodes do not train: the exchanges are the
-  moments of what BN layers see of all local data, from the first layer to the last, and the reply holds nothing more.
+- ConfigRecord `side-channel`, where the whole step is taken over one (see `stream_node.py`): its `address` and the
+  node's `token`. The one reply is that of the end of the step. In the phase `gather` nodes do not train: the exchanges
+  are the moments of what BN layers see of all local data, from the first layer to the last, and the reply holds nothing
+  more.
 
 At the end of the step, a reply is that of plain training. Before, a reply holds
 
@@ -26,9 +27,8 @@ from typing import Any, get_args
 
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
-from fedbn_flwr import state
+from fedbn_flwr import state, wire
 from fedbn_flwr.layerwise import Answer, Kind, Requests
-from fedbn_flwr.wire import instruction as wire
 
 POSITION = "position"
 ANSWERS, COUNTS = "answers", "answers-counts"

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbn_flwr.server import side_channel
-from fedbn_flwr.server.side_channel import NodeLink, SideChannel
-from fedbn_flwr.wire.frames import METHOD, SERVICE, TOKEN, Alive, Done, pack_frame
-from tests.wire.test_frames import BODY, NAMED, frame
+from fedbn_flwr.transports import stream_server
+from fedbn_flwr.transports.stream_messages import METHOD, SERVICE, TOKEN, Alive, Done, pack_frame
+from fedbn_flwr.transports.stream_server import NodeLink, SideChannel
+from tests.transports.test_stream_messages import REQUEST
 
 NODES = (3, 7)
 #: seconds that no wait of these tests takes
@@ -73,7 +73,7 @@ def test_only_a_nodes_own_token_is_admitted_and_only_once(channel: SideChannel) 
     assert not channel.links[7].is_connected
     assert_not_admitted(channel, channel.tokens[3])
     # the second comer has not ended the first one's stream
-    peer.frames.put(frame(NAMED, BODY))
+    peer.frames.put(REQUEST)
     link = wait(channel, 3, lambda link: link.has_spoken)
     assert link.request
     assert not link.failure
@@ -97,14 +97,14 @@ def test_tokens_differ_and_are_kept_as_digests_only(channel: SideChannel) -> Non
 
 @pytest.mark.parametrize(
     ("name", "second"),
-    [("NodeRequest", frame(NAMED, BODY)), ("Done", pack_frame(Done()))],
+    [("NodeRequest", REQUEST), ("Done", pack_frame(Done()))],
     ids=["another request", "done"],
 )
 def test_before_the_answer_to_a_request_another_frame_ends_the_stream(
     name: str, second: bytes, channel: SideChannel
 ) -> None:
     peer = Peer(channel, channel.tokens[3])
-    peer.frames.put(frame(NAMED, BODY))
+    peer.frames.put(REQUEST)
     peer.frames.put(second)
     link = wait(channel, 3, lambda link: link.failure or link.is_done)
     assert link.failure == f"it sent a frame of the type {name} where none is due"
@@ -122,7 +122,7 @@ def test_nothing_counts_after_the_end(channel: SideChannel) -> None:
 
 
 def test_silence_ends_a_wait_that_would_be_longer(channel: SideChannel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_channel, "SILENCE", 0.5)
+    monkeypatch.setattr(stream_server, "SILENCE", 0.5)
     peer = Peer(channel, channel.tokens[3])
     link = wait(channel, 3, lambda link: link.failure)
     assert link.failure == "its side channel was silent for 0.5 s"
@@ -130,7 +130,7 @@ def test_silence_ends_a_wait_that_would_be_longer(channel: SideChannel, monkeypa
 
 
 #: what a node may send, in any order
-SENT = st.one_of(st.binary(max_size=60), st.sampled_from([pack_frame(Alive()), frame(NAMED, BODY)]))
+SENT = st.one_of(st.binary(max_size=60), st.sampled_from([pack_frame(Alive()), REQUEST]))
 
 
 @settings(max_examples=30, deadline=None)

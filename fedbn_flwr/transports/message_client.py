@@ -1,0 +1,174 @@
+"""The nodes' end of a layer-wise step by messages.
+
+Between two messages a step waits in this process (`HeldStep`), or is replayed from what the node has kept (`StepLog`).
+The server's end is in `message_server.py`, the records of the messages in `message_records.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from flwr.app import Context, RecordDict
+
+from fedbn_flwr import state, wire
+from fedbn_flwr.client.bn_client import BNClient
+from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.client.own_loop_client import OwnLoopClient
+from fedbn_flwr.client.reply import Reply
+from fedbn_flwr.client.rules import read_instruction
+from fedbn_flwr.layerwise import Answer, Exchange, Replicas, Requests, StepCache, SuspendedStep
+from fedbn_flwr.state import State
+from fedbn_flwr.state.records import payload_bytes
+from fedbn_flwr.transports.message_records import (
+    ANSWERS,
+    COUNTS,
+    LACKS_ARRAYS,
+    REQUEST,
+    StepPosition,
+    read_answers,
+    request_report,
+)
+from fedbn_flwr.wire import Instruction
+
+#: the suspended steps of this process, at most one a node; of the module, because Flower may make a ClientApp for every
+#: message
+STEPS = StepCache(max_steps=32)
+_REPLICAS = Replicas()
+_PREFIX = "layerwise/"
+
+#: what takes layer-wise steps: this project's client, or one around a handler of a user's own
+LayerwiseClient = BNClient | OwnLoopClient
+ClientFunction = Callable[[Context], LayerwiseClient]
+
+
+def take_exchange(
+    content: RecordDict, context: Context, make_client: ClientFunction, position: StepPosition, log: "StepLog"
+) -> Reply:
+    """Take the node's step to its next exchange, and reply with its request; at the end of the step, with its model."""
+    config: Any = content[wire.CONFIG]
+    # the fields alone: to make the client may import the module that registers a rule
+    limit = Instruction.from_config(config).replay_limit
+    node = context.run_id, context.node_id
+    held = _take_held(node, (log.attempt, position.index - 1))
+    log.add(content, limit)
+    if held is not None:
+        held.client.memory.attach(context.state)
+        outcome = held.advance(read_answers(content)[str(position.index - 1)])
+    else:
+        received, answers = log.received(content), log.answers(position.index)
+        if received is None or answers is None:
+            return Reply(0, {}, report={LACKS_ARRAYS: True})
+        held = HeldStep(make_client(context), received, read_instruction(config), answers)
+        outcome = held.advance()
+    if not isinstance(outcome, Requests):
+        held.release()
+        log.clear()
+        return outcome.result
+    held.place = log.attempt, position.index
+    STEPS.keep(node, held)
+    return add_request(held.client.reply({}, read_instruction(config), {}), outcome)
+
+
+def forget_step(context: Context, log: "StepLog") -> Reply:
+    """Abandon the node's step, and forget what it has kept to replay it."""
+    held = STEPS.take((context.run_id, context.node_id))
+    if held is not None:
+        held.abandon()
+    log.clear()
+    return Reply(0, {})
+
+
+def train(
+    client: LayerwiseClient, received: Mapping[str, State], instruction: Instruction, exchange: Exchange
+) -> Reply:
+    """Let a client train for a round, with an exchange to the other clients."""
+    client.exchange = exchange
+    return client.train(received, instruction)
+
+
+def add_request(reply: Reply, request: Requests) -> Reply:
+    """Put a client's request into its reply."""
+    reply.records[REQUEST] = {request.layer: request.tensor[0]}
+    reply.report |= request_report(request)
+    return reply
+
+
+def _take_held(node: tuple[int, int], place: tuple[str, int]) -> "HeldStep | None":
+    """Return the node's suspended step if it waits at this place; a step that waits elsewhere is abandoned."""
+    step = STEPS.take(node)
+    if isinstance(step, HeldStep) and step.place == place:
+        return step
+    if step is not None:
+        step.abandon()
+    return None
+
+
+class HeldStep(SuspendedStep[Reply]):
+    """A client's whole local training, which stops at each exchange of its layer-wise step."""
+
+    def __init__(
+        self, client: LayerwiseClient, received: Mapping[str, State], instruction: Instruction, answers: list[Answer]
+    ) -> None:
+        # the steps of several clients alternate, and these may share a model
+        self._shared, client.model = client.model, _REPLICAS.take(client.model)
+        self.client = client
+        #: round and attempt, and the number of the answer that the step waits for
+        self.place = "", 0
+        super().__init__(partial(train, client, received, instruction), client.step_seed(instruction), answers)
+
+    def release(self) -> None:
+        """Let another step have the model, at the end of this one."""
+        _REPLICAS.give_back(self._shared, self.client.model)
+
+
+class StepLog:
+    """The arrays and answers that a node has received in one attempt at a step; they are in its `Context.state`.
+
+    `attempt` names the round and the attempt.
+    """
+
+    def __init__(self, memory: Memory, attempt: str) -> None:
+        self._memory, self.attempt = memory, attempt
+        self._received, self._answers = f"{_PREFIX}{attempt}/received/", f"{_PREFIX}{attempt}/log/"
+
+    def add(self, content: RecordDict, limit: float) -> None:
+        """Keep the arrays and answers of a message.
+
+        Arrays begin a new step, so everything before is forgotten. More than `limit` megabytes of arrays are not kept.
+        """
+        received = _received(content)
+        if received:
+            self.clear()
+            size = sum(payload_bytes(array) for record in received.values() for array in record.values())
+            for name, record in received.items() if size <= limit * 2**20 else ():
+                self._memory.keep(f"{self._received}{name}", record)
+        kept: dict[str, Any] = dict(self._memory.kept(self._answers))
+        for group in (ANSWERS, COUNTS):
+            new: Any = content.get(group)
+            if group in kept and new:
+                kept[group].update(new)
+            elif new:
+                # a copy: the messages to all nodes may share their records
+                self._memory.keep(f"{self._answers}{group}", new.copy())
+
+    def received(self, content: RecordDict) -> dict[str, State] | None:
+        """Return the groups of arrays that the step starts from, of this message or kept; None if there are none."""
+        records = _received(content) or dict(self._memory.kept(self._received))
+        return {name: state.from_record(record) for name, record in records.items()} or None
+
+    def answers(self, count: int) -> list[Answer] | None:
+        """Return the first `count` answers, None if some are missing."""
+        answers = read_answers(dict(self._memory.kept(self._answers)))
+        numbers = [str(number) for number in range(count)]
+        return [answers[number] for number in numbers] if answers.keys() >= set(numbers) else None
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self._memory.forget(_PREFIX)
+
+
+def _received(content: RecordDict) -> dict[str, Any]:
+    """Return a message's groups of arrays, as plain training has them; none if it does not bring arrays."""
+    if wire.ARRAYS not in content:
+        return {}
+    return {name: record for name, record in content.array_records.items() if name != ANSWERS}

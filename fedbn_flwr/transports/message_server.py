@@ -1,0 +1,147 @@
+"""The server's end of a layer-wise step by messages: one message a node and exchange.
+
+The nodes' end is in `message_client.py`, the records of the messages in `message_records.py`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedbn_flwr import wire
+from fedbn_flwr.layerwise import Answer, Requests
+from fedbn_flwr.server.ask_nodes import ask_nodes
+from fedbn_flwr.server.replies import Expected, parse_replies
+from fedbn_flwr.transports.message_records import (
+    REQUEST,
+    Content,
+    StepPosition,
+    lacks_arrays,
+    pack_answers,
+    read_request,
+)
+from fedbn_flwr.transports.nodes import NodesFailedError, Participant, join_nodes, leave_out
+
+#: replies by node; a node that did not reply in time is absent
+Replies = Mapping[int, Message]
+
+#: seconds that a node has to forget a step
+_ABANDON_TIMEOUT = 10.0
+
+
+@dataclass
+class MessageTransport:
+    """A `NodesTransport` over messages, in one attempt of a round, in which every node must take part until the end.
+
+    `advance` raises NodesFailedError if nodes fail, are late, or send what cannot be combined. A node that fails only
+    in the last exchange has no final reply, and the step ends without the node.
+    """
+
+    grid: Grid
+    #: the content of a plain training message to each node
+    contents: Mapping[int, RecordDict]
+    attempt: int
+    #: whether the round is skipped if this attempt fails
+    is_last_attempt: bool
+    #: seconds that nodes have to reply, each time
+    timeout: float
+    expected: Expected
+    #: the nodes in the order of their partitions, from the first requests on
+    participants: list[Participant] = field(default_factory=list)
+    #: the messages of the latest exchange
+    sent: list[Message] = field(default_factory=list)
+    _answers: list[Answer] = field(default_factory=list)
+    _final: list[Message] = field(default_factory=list)
+    _answering: frozenset[int] = frozenset()
+    _failed: frozenset[int] = frozenset()
+
+    def advance(self, answer: Answer | None = None) -> Requests | None:
+        """Send every node the answer, and return the nodes' next requests."""
+        if answer is not None:
+            self._answers.append(answer)
+        replies = self._ask()
+        if _is_at_end(replies):
+            self._final = self._final_replies(replies)
+            return None
+        try:
+            return self._read_requests(replies)
+        except NodesFailedError as failure:
+            self._failed = failure.nodes
+            raise
+
+    def replies(self) -> list[Message]:
+        """Return the nodes' final replies."""
+        return self._final
+
+    def abandon(self) -> None:
+        """Let nodes forget the step; a node that is about to start again is spared the message."""
+        nodes = self._answering if self.is_last_attempt else self._answering & self._failed
+        if messages := self._messages(StepPosition("abandon", self.attempt), nodes, {}):
+            ask_nodes(self.grid, messages, min(self.timeout, _ABANDON_TIMEOUT))
+
+    def _ask(self) -> Replies:
+        """Send the latest answer and wait for the replies; a node that lacks arrays is sent everything again."""
+        number = len(self._answers)
+        position = StepPosition("exchange", self.attempt, number)
+        latest = pack_answers({str(number - 1): self._answers[-1]}) if self._answers else {}
+        self.sent = self._messages(position, self.contents, latest, whole=number == 0)
+        replies = ask_nodes(self.grid, self.sent, self.timeout)
+        self._answering = frozenset(node for node, reply in replies.items() if reply.has_content())
+        lacking = [node for node in self._answering if lacks_arrays(replies[node].content)]
+        if not lacking:
+            return replies
+        every = pack_answers({str(index): answer for index, answer in enumerate(self._answers)})
+        again = self._messages(position, lacking, every, whole=True)
+        completed = ask_nodes(self.grid, again, self.timeout)
+        self.sent = [*self.sent, *again]
+        return {**{node: reply for node, reply in replies.items() if node not in lacking}, **completed}
+
+    def _messages(
+        self, position: StepPosition, nodes: Iterable[int], answers: Content, whole: bool = False
+    ) -> list[Message]:
+        """Return the messages to nodes: the instruction and answers, with the arrays too if they are to be `whole`."""
+        messages = []
+        for node in nodes:
+            content = self.contents[node]
+            records = RecordDict({**(content if whole else content.config_records), **position.pack(), **answers})
+            messages.append(Message(records, dst_node_id=node, message_type=wire.LAYERWISE))
+        return messages
+
+    def _read_requests(self, replies: Replies) -> Requests:
+        """Return every node's request, in the order of `participants`.
+
+        NodesFailedError names the nodes whose requests are missing, cannot be read, or cannot be combined with the
+        others'.
+        """
+        reasons = [leave_out(node, "it did not answer in time") for node in self.contents.keys() - replies.keys()]
+        nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in self.sent}
+        usable, refused = parse_replies(replies.values(), nodes, self.expected)
+        requests: dict[int, Requests] = {}
+        for reply in usable:
+            try:
+                requests[reply.node] = read_request(reply.content)
+            except ValueError as error:
+                reasons.append(leave_out(reply.node, str(error)))
+        if missing := self.contents.keys() - requests.keys():
+            raise NodesFailedError(missing, [*reasons, *refused])
+        joined = join_nodes(requests)
+        if not self.participants:
+            self.participants = [Participant(reply.partition, reply.node, reply.num_examples) for reply in usable]
+        return joined
+
+    def _final_replies(self, replies: Replies) -> list[Message]:
+        """Return the replies with models, and errors; a node without is left out, as in plain training."""
+        for node in self.contents.keys() - replies.keys():
+            leave_out(node, "it did not answer in time")
+        for node, reply in replies.items():
+            if reply.has_content() and REQUEST in reply.content:
+                leave_out(node, "it is at a BN layer where the others are at their end")
+        return [reply for reply in replies.values() if reply.has_error() or REQUEST not in reply.content]
+
+
+def _is_at_end(replies: Replies) -> bool:
+    """Return whether most nodes have sent their models."""
+    contents = [reply.content for reply in replies.values() if reply.has_content()]
+    requesting = sum(REQUEST in content for content in contents)
+    return len(contents) - requesting >= max(requesting, 1)

@@ -1,0 +1,36 @@
+"""A node's door for the messages of layer-wise steps, whichever transport they belong to."""
+
+from functools import partial
+from typing import Any
+
+from flwr.app import Context, RecordDict
+
+from fedbn_flwr import wire
+from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.client.reply import Reply
+from fedbn_flwr.transports.message_client import ClientFunction, StepLog, forget_step, take_exchange
+from fedbn_flwr.transports.message_records import SIDE_CHANNEL, StepPosition
+from fedbn_flwr.transports.stream_node import gather_over_stream, step_over_stream
+from fedbn_flwr.wire import Instruction
+
+
+def handle_layerwise_message(content: RecordDict, context: Context, make_client: ClientFunction) -> Reply:
+    """Answer one message of a layer-wise step: with the client's next request, or at the end with its model."""
+    position, config = StepPosition.of(content), content[wire.CONFIG]
+    log = StepLog(Memory(context.state), f"{_round(config)}.{position.attempt}")
+    match position.phase:
+        case "abandon":
+            return forget_step(context, log)
+        case "exchange" if SIDE_CHANNEL not in content:
+            return take_exchange(content, context, make_client, position, log)
+        case "exchange":
+            log.clear()
+            return step_over_stream(content, partial(make_client, context))
+        case _:
+            log.clear()
+            return gather_over_stream(content, partial(make_client, context))
+
+
+def _round(config: Any) -> int:
+    # the fields alone: to make the client may import the module that registers a rule
+    return Instruction.from_config(config).server_round

@@ -1,0 +1,77 @@
+"""What the transports of Flower's nodes have in common: the nodes of a step, and the failures that name them."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from logging import WARNING
+from typing import Protocol, runtime_checkable
+
+from flwr.app import Message
+from flwr.common import log
+
+from fedbn_flwr.layerwise import ExchangeError, Requests, Transport, join
+from fedbn_flwr.layerwise.exchange import check
+from fedbn_flwr.server.replies import Refusal
+
+
+@dataclass(frozen=True, order=True)
+class Participant:
+    """A node that takes part in a layer-wise step. Participants are ordered by partition, as replies are."""
+
+    partition: int
+    node: int
+    num_examples: float
+
+
+class NodesTransport(Transport[Message], Protocol):
+    """The transport of nodes in a layer-wise step; their replies are those to training messages."""
+
+    @property
+    def participants(self) -> Sequence[Participant]:
+        """The nodes in the order of their rows, which is that of their partitions.
+
+        They are known when the first requests are.
+        """
+
+
+@runtime_checkable
+class LayerwiseGrid(Protocol):
+    """A grid that can take nodes through a layer-wise step without messages."""
+
+    def open_step(self, messages: Sequence[Message]) -> NodesTransport | None:
+        """Open the step that these messages begin, one message a node; None if not all nodes can take it so.
+
+        The nodes may go to their first exchange at once. Where None is returned, or the step fails, they are as before,
+        and the same step can be taken by messages.
+        """
+
+
+class NodesFailedError(RuntimeError):
+    """Nodes failed in the middle of a step."""
+
+    def __init__(self, nodes: Collection[int], reasons: Iterable[Refusal]) -> None:
+        self.nodes, self.reasons = frozenset(nodes), list(reasons)
+        super().__init__("; ".join(map(str, self.reasons)))
+
+
+def join_nodes(requests: Mapping[int, Requests]) -> Requests:
+    """Return all nodes' requests as one batch; NodesFailedError names every node that is in the way of it."""
+    sound, refused = dict(requests), list[Refusal]()
+    while sound:
+        try:
+            joined = join(list(sound.values()))
+            check(joined)
+        except ExchangeError as error:
+            node = list(sound)[error.client]
+            refused.append(leave_out(node, error.reason))
+            del sound[node]
+        else:
+            break
+    if refused:
+        raise NodesFailedError([refusal.node for refusal in refused], refused)
+    return joined
+
+
+def leave_out(node: int, reason: str) -> Refusal:
+    """Say in the log why a node is left out, and return it."""
+    log(WARNING, "Node %d is left out of this round: %s", node, reason)
+    return Refusal(node, reason)
