@@ -16,12 +16,11 @@ from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import batch_plan as batches
 from fedbn_flwr.client import training
 from fedbn_flwr.client.batch_plan import BatchLoader
-from fedbn_flwr.client.device import is_on, pick_device
+from fedbn_flwr.client.device import is_on, pick_device, products
 from fedbn_flwr.client.evaluation import evaluate, mean_loss, shares
 from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask
 from fedbn_flwr.client.modes import carried_exchange, carried_records, frozen_parts, layerwise_mode
 from fedbn_flwr.client.node_memory import Memory
-from fedbn_flwr.client.precision import products
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import Session, obeyed_keys, read_instruction, rules_for
 from fedbn_flwr.data import Split
@@ -72,7 +71,7 @@ class BNClient(NumPyClient):
         """Train for one round, and reply with what the instruction shares."""
         self._load(received[wire.ARRAYS], instruction)
         local = state.group_keys(self.model, instruction.keep_local)
-        with norm.freeze(self.model, **frozen_parts(instruction.freeze)), products(instruction):
+        with training.frozen(self.model, instruction), products(instruction):
             optimizer = self.make_optimizer(self.model, instruction)
             session = Session(self.model, optimizer, instruction, received, self.memory, local)
             with nullcontext() if self.exchange else OwnRandomness(self.step_seed(instruction)).drawing():

@@ -1,7 +1,16 @@
-"""The device that a client trains on."""
+"""The device that a client trains on, and the numerical precision: TF32 products and bfloat16 autocast."""
+
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
+
+from fedbn_flwr.wire import Instruction
+
+PRECISIONS = ("float32", "tf32", "bf16")
 
 
 def pick_device(name: str) -> torch.device:
@@ -25,3 +34,43 @@ def is_on(model: nn.Module, device: torch.device) -> bool:
                 if value is not None and value.device != device:
                     return False
     return True
+
+
+def autocast(instruction: Instruction, device: torch.device) -> AbstractContextManager[Any]:
+    """Bfloat16 autocast where the instruction asks for it."""
+    if instruction.precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {instruction.precision!r}; known: {', '.join(PRECISIONS)}")
+    return torch.autocast(device.type, torch.bfloat16) if instruction.precision == "bf16" else nullcontext()
+
+
+def products(instruction: Instruction) -> AbstractContextManager[Any]:
+    """Around forward and backward passes: lets GPUs use TF32 for products and convolutions, where that is asked for."""
+    return _TF32 if instruction.precision == "tf32" else nullcontext()
+
+
+class _AllowTF32:
+    """A setting of the process, in force until everybody who asked for it is done: steps may be suspended in turn."""
+
+    def __init__(self) -> None:
+        self._kinds: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+        self._askers, self._before, self._lock = 0, list[bool](), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._askers:
+                self._before = [kind.allow_tf32 for kind in self._kinds]
+                self._set([True] * len(self._kinds))
+            self._askers += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._askers -= 1
+            if not self._askers:
+                self._set(self._before)
+
+    def _set(self, allowed: Sequence[bool]) -> None:
+        for kind, value in zip(self._kinds, allowed, strict=True):
+            kind.allow_tf32 = value
+
+
+_TF32 = _AllowTF32()

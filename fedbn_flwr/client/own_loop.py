@@ -16,11 +16,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fedbn_flwr import norm, state
-from fedbn_flwr.client.modes import carried_exchange, carried_records, frozen_parts, layerwise_mode
+from fedbn_flwr import state
+from fedbn_flwr.client.modes import carried_exchange, carried_records, layerwise_mode
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Rule, Session, rules_for
+from fedbn_flwr.client.training import frozen
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
@@ -49,7 +50,7 @@ class OwnLoop:
         memory: Memory,
         exchange: Exchange | None = None,
     ) -> None:
-        self._entries = list(structure.state_dict())
+        self._structure, self._entries = structure, list(structure.state_dict())
         self._instruction, self._received, self._memory = instruction, received, memory
         self._exchange = exchange or carried_exchange(received, instruction)
         self._thread = threading.get_ident()
@@ -102,7 +103,7 @@ class OwnLoop:
 
     def begin(self, model: nn.Module) -> None:
         """Begin with this model: freeze it, share its statistics, begin its rules."""
-        self._undo.enter_context(norm.freeze(model, **frozen_parts(self._instruction.freeze)))
+        self._undo.enter_context(frozen(model, self._instruction))
         if self._instruction.layerwise != "none":
             if self._exchange is None:
                 raise ValueError("a layer-wise step needs the messages that a ClientApp of this project handles")
@@ -126,15 +127,23 @@ class OwnLoop:
             self.first_batch_size = next((len(value) for value in inputs if isinstance(value, torch.Tensor)), 0)
 
     def _find_model(self, module: nn.Module) -> nn.Module | None:
-        """Return the model that this module is, or is a part of, if its entries are those of the structure."""
+        """Return the model that this module is, or is a part of, if its entries are those of the structure.
+
+        A loop may call parts of its model only, as LightningModules do: of the structure, or of a model of its own.
+        """
         if self._is_model(module):
             return module
         self._other = self._other or type(module).__name__
+        if any(part is module for part in self._structure.modules()):
+            return self._structure
+        return self._search_memory(module)
+
+    def _search_memory(self, module: nn.Module) -> nn.Module | None:
+        """Return the model in this process that the module is a part of; a module knows its parts, not its whole."""
         if type(module) in self._searched:
             return None
         self._searched.add(type(module))
-        # a loop may call parts of its model only, as LightningModules do; isinstance would ask stand-ins for modules
-        # that are deprecated, which warn
+        # isinstance would ask stand-ins for modules that are deprecated, which warn
         modules = (cast(nn.Module, item) for item in gc.get_objects() if issubclass(type(item), nn.Module))
         for whole in modules:
             if self._is_model(whole) and any(part is module for part in whole.modules()):

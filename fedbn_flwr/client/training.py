@@ -1,13 +1,16 @@
 """The one local training loop. Every Flower API and every engine of this project trains here."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedbn_flwr.client.precision import autocast
+from fedbn_flwr import norm
+from fedbn_flwr.client.device import autocast
+from fedbn_flwr.client.modes import frozen_parts
 from fedbn_flwr.wire import Instruction
 
 OPTIMIZERS = ("sgd", "adam")
@@ -62,6 +65,13 @@ def batch_loss(
     inputs, targets = batch
     with autocast(instruction, inputs.device):
         return model_loss(model, inputs, targets, loss_function), len(targets)
+
+
+def frozen(model: nn.Module, instruction: Instruction) -> AbstractContextManager[Any]:
+    """Freeze the parts of BN that the instruction names, until the end of the block."""
+    if instruction.freeze == "none":
+        return nullcontext()
+    return norm.freeze(model, **frozen_parts(instruction.freeze))
 
 
 def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Optimizer:

@@ -26,18 +26,13 @@ def decode(requests: Iterable[DecodeRequest], workers: int) -> Iterator[Decoded]
     as in suspended steps, is decoded in this process. So is every stream in a worker of an engine; there are as many of
     these as cores. (A worker process may have no processes of its own.)
     """
-    if (
-        workers
-        and not (_POOL.is_spared or multiprocessing.current_process().daemon)
-        and _POOL.lock.acquire(blocking=False)
-    ):
+    if workers and _POOL.claim():
         try:
             yield from _POOL.decode(requests, workers)
         finally:
-            _POOL.lock.release()
+            _POOL.release()
     else:
-        for request in requests:
-            yield request.decode()
+        yield from (request.decode() for request in requests)
 
 
 @contextmanager
@@ -71,15 +66,25 @@ class _Requests:
 
 
 class _Pool:
-    """A loader whose workers stay: to start two takes 30 ms or more, and a client's round has few mini-batches."""
+    """A loader whose workers stay: to start them takes long, and a client's round has few mini-batches."""
 
     def __init__(self) -> None:
-        self.lock = Lock()
+        self._in_use = Lock()
         #: whether streams are decoded without it
         self.is_spared = False
         self._requests = _Requests()
         self._loader: DataLoader[Any] | None = None
         self._key = 0, 0
+
+    def claim(self) -> bool:
+        """Take the workers for one stream; False where this process has none, or another stream has them."""
+        if self.is_spared or multiprocessing.current_process().daemon:
+            return False
+        return self._in_use.acquire(blocking=False)
+
+    def release(self) -> None:
+        """Leave the workers to the next stream."""
+        self._in_use.release()
 
     def decode(self, requests: Iterable[DecodeRequest], workers: int) -> Iterator[Decoded]:
         """Decode one stream of mini-batches."""

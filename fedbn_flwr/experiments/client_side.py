@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedbn_flwr.client import BNClient, pick_device
-from fedbn_flwr.client.learning_task import task_of
+from fedbn_flwr.client.learning_task import LearningTask, task_of
 from fedbn_flwr.data import Data, without_domains
 from fedbn_flwr.data.loading import ROOT_VARIABLE
 from fedbn_flwr.experiments.config import Config
@@ -27,6 +27,7 @@ class Resources(NamedTuple):
     partition: list[NDArray[np.int64]]
     model: nn.Module
     device: str
+    task: LearningTask
 
 
 def client_fn(context: Context) -> BNClient:
@@ -61,7 +62,7 @@ def _client(config: Config, context: Context) -> BNClient:
         partition_id=partition_id,
         memory=context.state,
         device=shared.device,
-        task=task_of(shared.data.task),
+        task=shared.task,
     )
 
 
@@ -76,7 +77,7 @@ def _resources(config: Config, nodes: int, root: str | None, own_data: str) -> R
     set_threads(config)
     partition = make_partition(config, config.clients or nodes)
     data = without_domains(load_data(config)) if own_data else load_data(config)
-    return Resources(data, partition, shared_model(config), str(pick_device(config.device)))
+    return Resources(data, partition, shared_model(config), str(pick_device(config.device)), task_of(data.task))
 
 
 def _place(context: Context) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from fedbn_flwr.experiments.checkpoint import (
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.server.averaging import record, unpack
-from fedbn_flwr.simulation.grid import SavesStates
+from fedbn_flwr.simulation.node_contexts import SavesStates
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.wire.history import CHECKPOINT, STATE_HISTORY, History
 

@@ -1,4 +1,4 @@
-"""Flower's `Grid` without Ray or a network: the nodes run in the ServerApp's own process."""
+"""Flower's `Grid` without Ray or a network: nodes on this machine, and those that the ServerApp's own process runs."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import WARNING
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from uuid import uuid4
 
 from flwr.app import ArrayRecord, Context, Error, Message, MessageType, RecordDict
@@ -18,18 +18,66 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, pack, unpack
-from fedbn_flwr.simulation.grid import LocalGrid
 from fedbn_flwr.simulation.node_contexts import Contexts
 from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.state import State
 from fedbn_flwr.state.records import lend_record
 from fedbn_flwr.wire import Instruction
 
+if TYPE_CHECKING:
+    from flwr.supercore.run import Run
+else:
+    try:
+        from flwr.supercore.run import Run
+    except ImportError:  # before Flower 1.35
+        from flwr.common.typing import Run
+
+try:
+    from flwr.supercore.task_identity import TaskIdentity
+except ImportError:  # before Flower 1.38: messages need none
+    TaskIdentity = None  # type: ignore[assignment,misc]
+
 Config = Mapping[str, Any]
 T = TypeVar("T")
 
 #: most messages of a push that are prepared before the first of them trains
 PORTION = 100
+
+
+class LocalGrid(Grid):
+    """A grid whose nodes are on this machine: whoever pushes messages finds the replies in `_replies`, by their ids."""
+
+    def __init__(self) -> None:
+        self._run = Run.create_empty(run_id=1)
+        self._replies: dict[str, Message] = {}
+        #: for the replies to the latest push
+        self._spill = SpillBuffer()
+        if TaskIdentity is not None:
+            # Flower reads these when a message is created
+            TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = self._run.run_id, SUPERLINK_NODE_ID, 0
+
+    def set_run(self, run: Run) -> None:
+        """Take the run's description."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """The run's description."""
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Create a message, as Flower's older interface does."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Hand the replies over, once."""
+        return [self._replies.pop(item) for item in message_ids if item in self._replies]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Deliver and collect."""
+        return self.pull_messages(self.push_messages(messages))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from flwr.app import Context, RecordDict
 
@@ -125,3 +125,14 @@ class StateFolder(MutableMapping[int, RecordDict]):
 
     def _path(self, partition: int) -> Path:
         return self._folder / f"{partition}{SUFFIX}"
+
+
+@runtime_checkable
+class SavesStates(Protocol):
+    """A grid that can save what its nodes remember, and restore it, where nodes do not do that themselves."""
+
+    def save_states(self, folder: Path) -> None:
+        """Write the state of every node that has one into a folder."""
+
+    def restore_states(self, folder: Path) -> None:
+        """Give the nodes the states of a folder."""

@@ -40,9 +40,9 @@ from fedbn_flwr.wire.instruction import (
     Instruction,
     Record,
     Scalar,
+    record_names,
     wire_key,
 )
-from fedbn_flwr.wire.record_names import record_names
 
 __all__ = [
     "ACCURACY",

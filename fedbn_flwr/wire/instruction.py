@@ -22,7 +22,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Self
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 ARRAYS = "arrays"
 CONFIG = "config"
@@ -224,3 +224,18 @@ def _typed_like(key: str, value: Any, default: Any) -> Any:
 
 #: what Flower's messages hold
 Record = ArrayRecord | ConfigRecord | MetricRecord
+
+
+def record_names(content: RecordDict) -> tuple[str, str]:
+    """Return the names of the model's arrays and of the configuration in a strategy's message.
+
+    They are its `arrayrecord_key` and `configrecord_key`. What a method adds comes after the model.
+    """
+    return _one_of(content, ArrayRecord, ARRAYS), _one_of(content, ConfigRecord, CONFIG)
+
+
+def _one_of(content: RecordDict, kind: type[ArrayRecord | ConfigRecord], usual: str) -> str:
+    # `content.array_records` takes ten times as long, and every message is asked
+    if isinstance(content.get(usual), kind):
+        return usual
+    return next((name for name, record in content.items() if isinstance(record, kind)), usual)

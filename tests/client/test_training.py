@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedbn_flwr.client.device import products
 from fedbn_flwr.client.node_memory import Memory
-from fedbn_flwr.client.precision import products
 from fedbn_flwr.client.rules import Session, rules_for
 from fedbn_flwr.client.training import Batch, batch_loss, make_optimizer, train
 from fedbn_flwr.wire import Instruction

@@ -22,7 +22,7 @@ from fedbn_flwr.deployment.errors import DeploymentError
 from fedbn_flwr.deployment.guarded import guard
 from fedbn_flwr.deployment.relay import start_relay
 from fedbn_flwr.deployment.sent_log import SentLog, read_log, rows_of
-from fedbn_flwr.simulation.grid import LocalGrid
+from fedbn_flwr.simulation.in_process import LocalGrid
 from tests.helpers.waiting import PATIENCE, wait_until
 
 MODULE = importlib.import_module("flwr.supernode.start_client_internal")

@@ -55,7 +55,8 @@ class Stacks:
                 self.log_once(f"{type(error).__name__}: {error}")
                 continue
             yield list(zip(stack, replies, strict=True))
-        yield from OneByOne().train([job for job in jobs if job.place not in tried])
+        if others := [job for job in jobs if job.place not in tried]:
+            yield from OneByOne().train(others)
 
     def train_stack(
         self, stack: Sequence[Job], exchange: Exchange | None = None, model: nn.Module | None = None

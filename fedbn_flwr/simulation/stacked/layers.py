@@ -19,7 +19,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedbn_flwr.layerwise import OwnRandomness
 from fedbn_flwr.layerwise.shared_batch_norm import SharedBatchNorm, Use
-from fedbn_flwr.norm import bn_layers
 
 try:
     from torch._C import _functorch
@@ -108,8 +107,11 @@ class StackedBatchNorm:
     def __init__(self, model: nn.Module) -> None:
         self._layers = [
             layer
-            for layer in bn_layers(model).values()
-            if type(layer).forward is _BatchNorm.forward and layer.momentum is not None and is_available()
+            for layer in model.modules()
+            if isinstance(layer, _BatchNorm)
+            and type(layer).forward is _BatchNorm.forward
+            and layer.momentum is not None
+            and is_available()
         ]
 
     @contextmanager

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr import norm, state, wire
-from fedbn_flwr.client import BNClient, Reply, frozen_parts, layerwise_mode, training
+from fedbn_flwr import state, wire
+from fedbn_flwr.client import BNClient, Reply, layerwise_mode, training
 from fedbn_flwr.client.batch_plan import BatchLoader, load_groups
-from fedbn_flwr.client.precision import autocast, products
+from fedbn_flwr.client.device import autocast, products
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Session, rules_for
 from fedbn_flwr.layerwise import CorrectedClients, Exchange, OwnRandomness, shared_statistics
@@ -37,7 +37,7 @@ def train_together(
     of steps, the largest first: those that are at their end wait, unchanged, for the others.
     """
     local = state.group_keys(structure, instruction.keep_local)
-    with norm.freeze(structure, **frozen_parts(instruction.freeze)), products(instruction):
+    with training.frozen(structure, instruction), products(instruction):
         structure.train()
         stack = Stack(structure, _states(clients, received, local, structure))
         memory = StackedMemory([client.memory for client in clients])
