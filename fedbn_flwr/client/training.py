@@ -91,8 +91,8 @@ class SGD(torch.optim.SGD):
     To a small network that takes as long as one of its layers.
     """
 
-    # torch's own imports its compiler first, to be left out of what is compiled: 4.3 of the 13.7 CPU seconds that a
-    # message of a deployment takes in its new process (two idle cores, `-X importtime`)
+    # torch's own imports its compiler first, to be left out of what is compiled: a third of the time that a message of
+    # a deployment takes in its new process
     add_param_group = getattr(  # private, and so only if it is there
         torch.optim.Optimizer.add_param_group, "__wrapped__", torch.optim.Optimizer.add_param_group
     )

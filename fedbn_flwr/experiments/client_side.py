@@ -52,7 +52,6 @@ def _client(config: Config, context: Context) -> BNClient:
     partition_id, nodes = _place(context)
     own_data = str(context.node_config.get(DATA_KEY, ""))
     shared = _resources(config, nodes, os.environ.get(ROOT_VARIABLE), own_data)
-    set_threads(config)
     return BNClient(
         shared.model,
         shared.data.train,

@@ -73,7 +73,7 @@ class InMemoryArray(Array):
 def make_record(arrays: Mapping[str, Array]) -> ArrayRecord:
     """A record of these very arrays: Flower's constructor would serialize each."""
     record = ArrayRecord()
-    # past the checks of one entry at a time, which take three times as long as to copy a small array
+    # past the checks of one entry at a time, which take longer than to copy a small array
     record.__dict__["_data"].update(arrays)
     return record
 

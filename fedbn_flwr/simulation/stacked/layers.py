@@ -1,8 +1,8 @@
 """The layers of stacked clients inside `torch.func.vmap`: BN in one call, images channels last, dropout by client.
 
-`vmap` by itself would compute the same, slower; docs/benchmarks.md has the times. It hides the dimension for the
-clients, and the functions of torch that show it are private: a version of torch may not have them. Without them a model
-is left as it is.
+`vmap` by itself would compute the same, slower (docs/benchmarks.md, "Choices in the code"). It hides the dimension for
+the clients, and the functions of torch that show it are private: a version of torch may not have them. Without them a
+model is left as it is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
