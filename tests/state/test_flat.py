@@ -13,7 +13,7 @@ from torch import Tensor
 from fedbn_flwr import state
 from fedbn_flwr.state.flat import FlatArrays, FlatState
 from fedbn_flwr.state.records import flat_of
-from fedbn_flwr.traffic.sizes import _record_sizes
+from fedbn_flwr.traffic.counting_grid import _record_sizes
 from tests.helpers.toys import assert_same_state, random_state, toy_cnn
 
 #: of several dtypes in turn, with a counter, an empty tensor and one in another order of memory

@@ -13,8 +13,7 @@ import fedbn_flwr.state.records
 from fedbn_flwr.server.averaging import record
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state.records import make_record, payload_bytes
-from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally
-from fedbn_flwr.traffic.sizes import paper_bytes
+from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally, paper_bytes
 from fedbn_flwr.wire import DESCRIBE, GATHER
 from tests.helpers.toys import hold
 
