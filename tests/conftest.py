@@ -48,3 +48,8 @@ def pytest_collection_finish() -> None:
     """Take what thousands of collected tests consist of out of what Python looks through for garbage."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """At the end it is garbage, or libraries complain of what they find left."""
+    gc.unfreeze()
