@@ -1,6 +1,6 @@
 """Averaging state dicts by name: exact dtypes, counters that stay counters, weights that are what they say."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import chain
 from typing import Any
@@ -31,10 +31,10 @@ def unpack(packed: ArrayRecord) -> Arrays:
     return {name: array.numpy() for name, array in packed.items()}
 
 
-def view(packed: ArrayRecord) -> Mapping[str, NDArray[Any]]:
+def view(packed: ArrayRecord) -> FlatArrays:
     """The arrays of a message, without copies where they were never serialized: to be read only."""
     flat = flat_of(packed)
-    return {name: view_array(array) for name, array in packed.items()} if flat is None else flat
+    return FlatArrays.copy_of({name: view_array(array) for name, array in packed.items()}) if flat is None else flat
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
@@ -51,20 +51,16 @@ def average(states: Sequence[Mapping[str, NDArray[Any]]], weights: Sequence[floa
     Sums are formed in float64. Integers and booleans (BN's batch counters) are not measurements to be averaged: the
     largest is taken, so that a 0-d int64 counter stays one and never runs backwards.
     """
-    shares, first = normalize(weights), states[0]
-    if isinstance(first, FlatArrays):
-        runs = [state.buffers for state in states if isinstance(state, FlatArrays) and state.layout is first.layout]
-        if len(runs) == len(states):
-            means = {dtype: _mean_run([own[dtype] for own in runs], shares) for dtype in first.buffers}
-            return dict(FlatArrays(first.layout, means).items())
-    alike = all(_shapes(state, first) == _shapes(first, first) for state in states[1:])
-    merged: Arrays = {}
-    for names in _portions(first):
-        if alike and is_floating(first[names[0]]):
-            merged |= _fused(names, states, shares)
-        else:
-            merged |= {name: _mean([state[name] for state in states], shares) for name in names}
-    return {name: merged[name] for name in first}
+    shares, flat = normalize(weights), [_flat(state) for state in states]
+    first = flat[0]
+    if any(state.layout is not first.layout for state in flat):
+        return {name: _mean([state[name] for state in states], shares) for name in first}
+    means = {dtype: _mean_run([state.buffers[dtype] for state in flat], shares) for dtype in first.buffers}
+    return dict(FlatArrays(first.layout, means).items())
+
+
+def _flat(state: Mapping[str, NDArray[Any]]) -> FlatArrays:
+    return state if isinstance(state, FlatArrays) else FlatArrays.copy_of(state)
 
 
 def is_floating(array: NDArray[Any]) -> bool:
@@ -76,10 +72,7 @@ def not_finite(arrays: Mapping[str, NDArray[Any]]) -> str | None:
     """The first of the arrays that holds an infinity or what is not a number."""
     if isinstance(arrays, FlatArrays) and all(map(_is_finite, arrays.buffers.values())):
         return None
-    for names in _portions(arrays):
-        if is_floating(arrays[names[0]]) and not np.isfinite(_joined(names, arrays)).all():
-            return next(name for name in names if not np.isfinite(arrays[name]).all())
-    return None
+    return next((name for name, array in arrays.items() if is_floating(array) and not np.isfinite(array).all()), None)
 
 
 def _is_finite(run: NDArray[Any]) -> bool:
@@ -88,47 +81,6 @@ def _is_finite(run: NDArray[Any]) -> bool:
 
 def _parts(run: NDArray[Any]) -> list[slice]:
     return [slice(start, start + _PORTION) for start in range(0, len(run), _PORTION)]
-
-
-def _portions(arrays: Mapping[str, NDArray[Any]]) -> Iterator[list[str]]:
-    """The names of the arrays, those of many small ones of a dtype together: numpy's calls cost more than its sums."""
-    by_dtype: dict[np.dtype[Any], list[str]] = {}
-    for name, array in arrays.items():
-        by_dtype.setdefault(array.dtype, []).append(name)
-    for names in by_dtype.values():
-        portion: list[str] = []
-        room = _PORTION
-        for name in names:
-            if portion and arrays[name].size > room:
-                yield portion
-                portion, room = [], _PORTION
-            portion.append(name)
-            room -= arrays[name].size
-        yield portion
-
-
-def _joined(names: Sequence[str], arrays: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
-    if len(names) == 1:
-        return arrays[names[0]]
-    return np.concatenate([arrays[name].ravel() for name in names])
-
-
-def _shapes(arrays: Mapping[str, NDArray[Any]], names: Iterable[str]) -> list[tuple[int, ...]]:
-    return [arrays[name].shape for name in names]
-
-
-def _fused(names: Sequence[str], states: Sequence[Mapping[str, NDArray[Any]]], shares: Sequence[float]) -> Arrays:
-    """The means of some arrays at once; number by number the same sums as one after another."""
-    first = states[0]
-    total = np.zeros(sum(first[name].size for name in names), np.float64)
-    term = np.empty_like(total)
-    for state, share in zip(states, shares, strict=True):
-        np.concatenate([state[name].ravel() for name in names], out=term)
-        term *= share
-        total += term
-    ends = np.cumsum([first[name].size for name in names])[:-1]
-    parts = zip(names, np.split(total, ends), strict=True)
-    return {name: part.reshape(first[name].shape).astype(first[name].dtype) for name, part in parts}
 
 
 def _mean_run(runs: Sequence[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:
