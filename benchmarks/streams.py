@@ -16,8 +16,8 @@ from fedbn_flwr.experiments import resolve
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.experiments.server_side import run
-from fedbn_flwr.transports.stream_grid import StreamGrid, StreamOptions
 from fedbn_flwr.transports.stream_node import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE
+from fedbn_flwr.transports.stream_transport import StreamGrid, StreamOptions
 from tests.helpers.checkout import ROOT
 from tests.helpers.concurrent_nodes import ConcurrentNodes, Site
 from tests.helpers.ports import free_ports

@@ -27,7 +27,7 @@ from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.averaging import unpack
 from fedbn_flwr.strategies import Layerwise, wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.transports.stream_grid import StreamGrid, StreamOptions
+from fedbn_flwr.transports.stream_transport import StreamGrid, StreamOptions
 from fedbn_flwr.wire import Instruction
 
 #: where a deployment's server keeps the results of its runs, each in a folder of the run's number

@@ -46,11 +46,9 @@ def take_exchange(
 ) -> Reply:
     """Take the node's step to its next exchange, and reply with its request; at the end of the step, with its model."""
     config: Any = content[wire.CONFIG]
-    # the fields alone: to make the client may import the module that registers a rule
-    limit = Instruction.from_config(config).replay_limit
     node = context.run_id, context.node_id
     held = _take_held(node, (log.attempt, position.index - 1))
-    log.add(content, limit)
+    log.add(content)
     if held is not None:
         held.client.memory.attach(context.state)
         outcome = held.advance(read_answers(content)[str(position.index - 1)])
@@ -124,23 +122,20 @@ class HeldStep(SuspendedStep[Reply]):
 class StepLog:
     """The arrays and answers that a node has received in one attempt at a step; they are in its `Context.state`.
 
-    `attempt` names the round and the attempt.
+    `attempt` names the round and the attempt. More than `limit` megabytes of arrays are not kept.
     """
 
-    def __init__(self, memory: Memory, attempt: str) -> None:
-        self._memory, self.attempt = memory, attempt
+    def __init__(self, memory: Memory, attempt: str, limit: float) -> None:
+        self._memory, self.attempt, self._limit = memory, attempt, limit
         self._received, self._answers = f"{_PREFIX}{attempt}/received/", f"{_PREFIX}{attempt}/log/"
 
-    def add(self, content: RecordDict, limit: float) -> None:
-        """Keep the arrays and answers of a message.
-
-        Arrays begin a new step, so everything before is forgotten. More than `limit` megabytes of arrays are not kept.
-        """
+    def add(self, content: RecordDict) -> None:
+        """Keep the arrays and answers of a message; arrays begin a new step, so everything before is forgotten."""
         received = _received(content)
         if received:
             self.clear()
             size = sum(payload_bytes(array) for record in received.values() for array in record.values())
-            for name, record in received.items() if size <= limit * 2**20 else ():
+            for name, record in received.items() if size <= self._limit * 2**20 else ():
                 self._memory.keep(f"{self._received}{name}", record)
         kept: dict[str, Any] = dict(self._memory.kept(self._answers))
         for group in (ANSWERS, COUNTS):

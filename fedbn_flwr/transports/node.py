@@ -16,8 +16,8 @@ from fedbn_flwr.wire import Instruction
 
 def handle_layerwise_message(content: RecordDict, context: Context, make_client: ClientFunction) -> Reply:
     """Answer one message of a layer-wise step: with the client's next request, or at the end with its model."""
-    position, config = StepPosition.of(content), content[wire.CONFIG]
-    log = StepLog(Memory(context.state), f"{_round(config)}.{position.attempt}")
+    position, config = StepPosition.of(content), _config(content)
+    log = StepLog(Memory(context.state), f"{config.server_round}.{position.attempt}", config.replay_limit)
     match position.phase:
         case "abandon":
             return forget_step(context, log)
@@ -31,6 +31,7 @@ def handle_layerwise_message(content: RecordDict, context: Context, make_client:
             return gather_over_stream(content, partial(make_client, context))
 
 
-def _round(config: Any) -> int:
-    # the fields alone: to make the client may import the module that registers a rule
-    return Instruction.from_config(config).server_round
+def _config(content: RecordDict) -> Instruction:
+    """Return the fields of the instruction alone: to make the client may import the module that registers a rule."""
+    config: Any = content[wire.CONFIG]
+    return Instruction.from_config(config)

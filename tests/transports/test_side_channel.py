@@ -29,9 +29,9 @@ from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, HeteroFL
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally
 from fedbn_flwr.transports import stream_node
 from fedbn_flwr.transports.message_records import SIDE_CHANNEL
-from fedbn_flwr.transports.stream_grid import StreamGrid, StreamOptions
 from fedbn_flwr.transports.stream_messages import Done, pack_frame
 from fedbn_flwr.transports.stream_node import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE, StreamExchange
+from fedbn_flwr.transports.stream_transport import StreamGrid, StreamOptions
 from tests.helpers.checkout import ROOT
 from tests.helpers.concurrent_nodes import ConcurrentNodes, Site
 from tests.helpers.faults import FAULTY
