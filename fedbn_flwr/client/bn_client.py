@@ -145,8 +145,8 @@ class BNClient(NumPyClient):
     def domain(self) -> int:
         """The domain of all of the node's samples; -1 if they have several."""
         domains = self.train_split.domains
-        own = set() if domains is None else set(domains[torch.from_numpy(self.indices)].tolist())
-        return int(own.pop()) if len(own) == 1 else -1
+        present = set() if domains is None else set(domains[torch.from_numpy(self.indices)].tolist())
+        return int(present.pop()) if len(present) == 1 else -1
 
     def _num_domains(self) -> int:
         splits = (self.train_split, self.test_split)

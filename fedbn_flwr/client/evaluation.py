@@ -59,8 +59,8 @@ class Evaluation:
         tested = domain_share * (self.confusion.sum((1, 2)) > 0)
         if len(domain_share) < 2 or not tested.any():
             return measure(self.confusion.sum(0))
-        own = [measure(matrix) * float(share) for matrix, share in zip(self.confusion, tested, strict=True) if share]
-        return sum(own) / float(tested.sum())
+        scores = [measure(matrix) * float(share) for matrix, share in zip(self.confusion, tested, strict=True) if share]
+        return sum(scores) / float(tested.sum())
 
 
 @torch.no_grad()

@@ -16,15 +16,15 @@ def export_personal(arrays: ArrayRecord, kept: RecordDict) -> ArrayRecord:
     ValueError if the node keeps no entry of the model: its own model is then the server's, or it never trained.
     """
     memory = Memory(kept)
-    own = {**memory.recall(wire.PERSONAL), **memory.recall(KEPT)}
-    if not own:
+    personal = {**memory.recall(wire.PERSONAL), **memory.recall(KEPT)}
+    if not personal:
         raise ValueError("the node keeps no entries of the model: it never trained, or the strategy shares all of them")
     model = from_record(arrays)
-    if unknown := sorted(own.keys() - model.keys()):
+    if unknown := sorted(personal.keys() - model.keys()):
         raise ValueError(f"the node keeps {unknown[0]!r}, which is not an entry of the server's model")
-    for name, value in own.items():
+    for name, value in personal.items():
         if value.shape != model[name].shape:
             raise ValueError(
                 f"the node keeps {name!r} with shape {tuple(value.shape)}, the model has {tuple(model[name].shape)}"
             )
-    return ArrayRecord({**model, **own})
+    return ArrayRecord({**model, **personal})

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from fedbn_flwr.state.flat import FlatArrays
-from fedbn_flwr.state.records import flat_of, flat_record, view_array
+from fedbn_flwr.state.records import flat_of, record_of, view_array
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -20,8 +20,7 @@ _PORTION = 2**17
 
 def record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     """Pack copies of arrays for a message."""
-    flat = FlatArrays.copy_of({name: np.asarray(value) for name, value in arrays.items()})
-    return flat_record(flat.layout, flat.buffers)
+    return record_of(FlatArrays.copy_of({name: np.asarray(value) for name, value in arrays.items()}))
 
 
 def unpack(packed: ArrayRecord) -> Arrays:

@@ -7,8 +7,8 @@ from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from fedbn_flwr import norm
-from fedbn_flwr.state.flat import FlatState
-from fedbn_flwr.state.records import flat_of, flat_record, view_array
+from fedbn_flwr.state.flat import FlatArrays, FlatState
+from fedbn_flwr.state.records import flat_of, record_of, view_array
 
 #: tensors by name; do not write to them, because others may hold the same memory
 State = Mapping[str, Tensor]
@@ -20,7 +20,7 @@ def to_record(state: Mapping[str, Tensor], *, copy: bool = True) -> ArrayRecord:
     With `copy=False` the record shares the memory of a `FlatState`, which nobody may change any more.
     """
     flat = state if isinstance(state, FlatState) and not copy else FlatState.copy_of(state)
-    return flat_record(flat.layout, flat.buffers)
+    return record_of(FlatArrays(flat.layout, flat.buffers))
 
 
 def from_record(record: ArrayRecord) -> dict[str, Tensor]:

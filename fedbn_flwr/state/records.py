@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from flwr.common.constant import SType
 from numpy.typing import NDArray
 
-from fedbn_flwr.state.flat import Buffers, FlatArrays, Layout
+from fedbn_flwr.state.flat import FlatArrays
 
 #: what a value is made of, and so how large it is when serialized: dtype, shape, whether in Fortran's order
 Form = tuple[np.dtype[Any], tuple[int, ...], bool]
@@ -29,8 +29,8 @@ class InMemoryArray(Array):
 
     def __init__(self, value: NDArray[Any]) -> None:
         # around `Array.__setattr__`, which is for changes
-        own = self.__dict__
-        own["_value"], own["dtype"], own["shape"], own["stype"] = value, _name(value.dtype), value.shape, SType.NUMPY
+        fields = {"_value": value, "dtype": _name(value.dtype), "shape": value.shape, "stype": SType.NUMPY}
+        self.__dict__.update(fields)
 
     def __getattr__(self, name: str) -> Any:
         """Serialize, at the first use of `data`."""
@@ -76,11 +76,6 @@ def make_record(arrays: Mapping[str, Array]) -> ArrayRecord:
     # past the checks of one entry at a time, which take longer than to copy a small array
     record.__dict__["_data"].update(arrays)
     return record
-
-
-def flat_record(layout: Layout, buffers: Buffers) -> ArrayRecord:
-    """Make a record of a state, which shares these buffers."""
-    return record_of(FlatArrays(layout, buffers))
 
 
 def record_of(state: FlatArrays) -> ArrayRecord:

@@ -73,12 +73,12 @@ def _kept_for_backward(client: BNClient, instruction: Instruction) -> tuple[int,
     # two samples at least, for layers that normalize over the batch
     whole = replace(instruction, batch_size=max(instruction.batch_size, 2), local_steps=1, replacement=True)
     model = copy.deepcopy(client.model).train()
-    own = {value.untyped_storage().data_ptr() for value in model.state_dict().values()}
+    of_model = {value.untyped_storage().data_ptr() for value in model.state_dict().values()}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in of_model:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 

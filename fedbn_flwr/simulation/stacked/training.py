@@ -42,7 +42,7 @@ def train_together(
         stack = Stack(structure, _states(clients, received, local, structure))
         memory = StackedMemory([client.memory for client in clients])
         optimizer = training.make_optimizer(stack, instruction)
-        groups = {name: [each[name] for each in received] for name in received[0] if name != wire.ARRAYS}
+        groups = {name: [records[name] for records in received] for name in received[0] if name != wire.ARRAYS}
         others = {name: stacked(states) for name, states in groups.items()}
         session = Session(stack, optimizer, instruction, others, memory, local, structure=structure)
         losses = _learn(clients, stack, session, exchange)
@@ -82,8 +82,8 @@ def _states(
     for client, groups in zip(clients, received, strict=True):
         personal = client.memory.personal(local)
         states.append({**groups[wire.ARRAYS], **personal} if personal else groups[wire.ARRAYS])
-    for each in {id(each): each for each in states}.values():
-        state.check(structure, each)
+    for start in {id(start): start for start in states}.values():
+        state.check(structure, start)
     return states
 
 
