@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from fedbn_flwr import norm
+from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.server.base_strategy import BaseStrategy
 
 from .registry import REGISTRY
@@ -17,6 +18,6 @@ def prepare(model: nn.Module, method: str | type[BaseStrategy], **options: Any) 
     in place. The server's initial model and the nodes' models are both made so.
     """
     if isinstance(method, str) and method not in REGISTRY:
-        raise ValueError(f"unknown strategy {method!r}; known: {', '.join(REGISTRY)}")
+        raise ValueError(f"unknown strategy {method!r}; {did_you_mean(method, REGISTRY)}")
     own = (REGISTRY[method] if isinstance(method, str) else method).own_norm(options)
     return model if own is None else norm.replace(model, own[0], **own[1])

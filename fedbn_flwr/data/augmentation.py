@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedbn_flwr.data.image_augmentation import FlipRotate, RandomCrop, ResizedCropFlip
 from fedbn_flwr.data.pixels import Channels, normalize
+from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import Range, UsageError, options_of, read_options, read_pairs
 
 #: batch N x C x H x W, generator, and the channels' mean and standard deviation that the batch was normalized with
@@ -101,6 +102,6 @@ def parse_augmentation(spec: str) -> Augmentation:
     """Read `NAME[:option=VALUE]...`; a name or option that does not exist is a UsageError."""
     name, *items = spec.split(":")
     if name not in AUGMENTATIONS:
-        raise UsageError(f"unknown augmentation {name!r}; there are: {', '.join(AUGMENTATIONS)}")
+        raise UsageError(f"unknown augmentation {name!r}; {did_you_mean(name, AUGMENTATIONS)}")
     owner, make = f"augmentation {name!r}", AUGMENTATIONS[name]
     return make(**read_options(owner, options_of(make), read_pairs(owner, items)))

@@ -16,6 +16,7 @@ from fedbn_flwr.data.file_split import FileSplit
 from fedbn_flwr.data.files import TORCHVISION, from_torchvision
 from fedbn_flwr.data.sets.catalog import CATALOG, OR
 from fedbn_flwr.data.splits import Data, Split
+from fedbn_flwr.plugins import did_you_mean
 
 #: lists of checksums that `md5sum` and `sha256sum` write, and that are checked where they are found
 SUM_FILES = {"MD5SUMS": "md5", "SHA256SUMS": "sha256"}
@@ -40,7 +41,7 @@ def check_dataset(name: str, path: str, images: int = IMAGES) -> Iterator[Findin
     With `images` of 0 all are decoded. An unknown name is a ValueError.
     """
     if name not in CATALOG:
-        raise ValueError(f"data check: unknown data set {name!r}; there are: {', '.join(CATALOG)}")
+        raise ValueError(f"data check: unknown data set {name!r}; {did_you_mean(name, CATALOG)}")
     home = Path(path).expanduser()
     missing = False
     for finding in _check_needs(name, home):

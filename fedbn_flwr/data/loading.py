@@ -10,6 +10,7 @@ from fedbn_flwr.data import readers as readers  # registers them
 from fedbn_flwr.data.dataset_registry import DATASETS, DatasetRequest, Read
 from fedbn_flwr.data.file_split import WORKERS
 from fedbn_flwr.data.splits import Data
+from fedbn_flwr.plugins import did_you_mean
 
 #: environment variable with the folder of data sets in files, and the folder without the variable
 ROOT_VARIABLE, DEFAULT_ROOT = "FEDBN_FLWR_DATA", "~/.cache/fedbn-flwr"
@@ -67,4 +68,4 @@ def _call(request: DatasetRequest) -> Data:
 
 def _unknown(request: DatasetRequest) -> ValueError:
     spec = f"{request.name}:{request.argument}" if request.argument else request.name
-    return ValueError(f"unknown data set {spec!r}; there are: {', '.join(DATASETS)}, or package.module:function")
+    return ValueError(f"unknown data set {spec!r}; {did_you_mean(spec, DATASETS, 'or package.module:function')}")

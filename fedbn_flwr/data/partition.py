@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedbn_flwr.data import partition_functions as partition_rows
 from fedbn_flwr.data.partition_functions import Rows
 from fedbn_flwr.data.splits import Data
-from fedbn_flwr.plugins import add, extra
+from fedbn_flwr.plugins import add, did_you_mean, extra
 from fedbn_flwr.randomness import derive, numpy_generator
 
 #: FedBS's unbalanced case: the samples of a shard, and the largest number of shards of a client
@@ -255,8 +255,8 @@ def _parse(spec: str) -> tuple[Kind, list[str]]:
     name, *arguments = spec.split(":")
     kind = PARTITIONS.get(name)
     if kind is None or len(arguments) > kind.form.count(":"):
-        forms = ", ".join(kind.form for kind in PARTITIONS.values())
-        raise ValueError(f"unknown partition {spec!r}; there are: {forms}")
+        forms = (kind.form for kind in PARTITIONS.values())
+        raise ValueError(f"unknown partition {spec!r}; {did_you_mean(spec, forms)}")
     return kind, arguments
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fedbn_flwr import __version__
 from fedbn_flwr.deployment.errors import DeploymentError
 from fedbn_flwr.plugins import MissingExtraError, extra
 
@@ -25,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; 0 is success, 2 bad input, 1 any other failure."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if words[:1] == ["--version"]:
+            print(f"fedbn-flwr {__version__}")
+            return 0
         if not words or words[0] not in COMMANDS:
             # takes seconds to import: only training pays
             with extra("cli"):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fedbn_flwr import __version__
 from fedbn_flwr.experiments.comparison import Plan, compare
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.data_command import add_data_command, check_data
@@ -23,6 +24,7 @@ from fedbn_flwr.experiments.recovery import resume
 from fedbn_flwr.experiments.reports.command import add_report_command, report
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.experiments.tune import GRID, candidates, check, search, write_tuning
+from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import Option, UsageError, as_value, convert, options_of
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
 
@@ -76,8 +78,13 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            raise UsageError(f"unknown option {unknown[0]!r}; known: {', '.join(self._option_string_actions)}")
+            option = unknown[0].partition("=")[0]
+            raise UsageError(f"unknown option {option!r}; {did_you_mean(option, self._option_string_actions)}")
         return parsed, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise UsageError(f"unknown {action.dest} {value!r}; {did_you_mean(value, action.choices)}")
 
 
 def _plugins(arguments: Sequence[str] | None) -> str:
@@ -89,6 +96,7 @@ def _plugins(arguments: Sequence[str] | None) -> str:
 
 def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="fedbn-flwr", description="Batch normalization in federated learning, side by side.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     run = _command(commands, "run", "train with one method")
     _add_engine(run)
@@ -239,5 +247,5 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int | None]] = {
 def _engine(name: str | None) -> Any:
     name = name or "stacked"
     if name not in ENGINES:
-        raise UsageError(f"unknown engine {name!r}; known: {', '.join(ENGINES)}")
+        raise UsageError(f"unknown engine {name!r}; {did_you_mean(name, ENGINES)}")
     return ENGINES[name]

@@ -9,6 +9,7 @@ from fedbn_flwr.client.device import PRECISIONS
 from fedbn_flwr.client.training import OPTIMIZERS
 from fedbn_flwr.data import parse_augmentation
 from fedbn_flwr.data.pixels import Channels
+from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import Pairs, Range, UsageError, Value, as_value, options_of
 from fedbn_flwr.wire import wire_key
 
@@ -136,7 +137,7 @@ class Config:
             option.check(getattr(self, option.name))
         for name, known in (("optimizer", OPTIMIZERS), ("precision", PRECISIONS)):
             if getattr(self, name) not in known:
-                raise UsageError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
+                raise UsageError(f"unknown {name} {getattr(self, name)!r}; {did_you_mean(getattr(self, name), known)}")
         for what, name, names in (("metric", "class_metrics", CLASS_METRICS), ("sink", "log_to", SINKS)):
             if unknown := [item for item in getattr(self, name) if item not in names]:
                 raise UsageError(f"unknown {what} {unknown[0]!r} in {wire_key(name)}; known: {', '.join(names)}")
@@ -159,8 +160,8 @@ class Config:
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
         """Read kebab-case keys whose values are of the right type or text."""
         known = options_of(cls)
-        if unknown := sorted(set(values) - set(known)):
-            raise UsageError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
+        if others := sorted(set(values) - set(known)):
+            raise UsageError(f"unknown option {others[0]!r}; {did_you_mean(others[0], known)}")
         return cls(**{known[key].name: known[key].read(value) for key, value in values.items()})
 
     def to_mapping(self) -> dict[str, Value]:

@@ -11,7 +11,7 @@ from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.models import build
 from fedbn_flwr.norm import NORMS
-from fedbn_flwr.plugins import load_plugins
+from fedbn_flwr.plugins import did_you_mean, load_plugins
 from fedbn_flwr.plugins.options import Option, UsageError, Value, options_of, read_options, read_pairs
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy
 from fedbn_flwr.wire import wire_key
@@ -142,9 +142,9 @@ def parse(text: str) -> Method:
     head, *items = text.split(":")
     strategy, plus, norm = head.partition("+")
     if strategy not in REGISTRY:
-        raise UsageError(f"unknown strategy {strategy!r}; known: {', '.join(REGISTRY)}")
+        raise UsageError(f"unknown strategy {strategy!r}; {did_you_mean(strategy, REGISTRY)}")
     if plus and norm not in NORMS:
-        raise UsageError(f"unknown normalizer {norm!r}; known: {', '.join(NORMS)}")
+        raise UsageError(f"unknown normalizer {norm!r}; {did_you_mean(norm, NORMS)}")
     options = dict(read_pairs(f"method {text!r}", _rejoined(items)))
     return Method(strategy, norm if plus else None, options)
 
@@ -181,7 +181,7 @@ def _with_norm(config: Config, strategy: type[BaseStrategy], options: Mapping[st
     if norm not in (None, chosen):
         raise UsageError(f"method {config.method!r}: the strategy sets its own normalizer {chosen!r}")
     if chosen not in NORMS:
-        raise UsageError(f"unknown normalizer {chosen!r}; known: {', '.join(NORMS)}")
+        raise UsageError(f"unknown normalizer {chosen!r}; {did_you_mean(chosen, NORMS)}")
     if own is None and chosen in BOUND_NORMS:
         raise UsageError(f"normalizer {chosen!r} only works with the strategy {BOUND_NORMS[chosen]!r}")
     # what `build` takes itself, such as groups, has options of its own

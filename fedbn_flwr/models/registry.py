@@ -11,7 +11,7 @@ from torch import nn
 from fedbn_flwr import norm as norms
 from fedbn_flwr.models.custom import custom_model
 from fedbn_flwr.models.load_weights import load_weights
-from fedbn_flwr.plugins import add
+from fedbn_flwr.plugins import add, did_you_mean
 from fedbn_flwr.randomness import derive
 
 #: makes a model from the number of classes, the number of channels and the side of the images
@@ -92,8 +92,7 @@ def _maker(name: str, image_size: int) -> Make:
     if ":" in name:
         return custom_model(name)
     if name not in MODELS:
-        known = ", ".join(MODELS)
-        raise ValueError(f"unknown model {name!r}; there are: {known}, or package.module:function")
+        raise ValueError(f"unknown model {name!r}; {did_you_mean(name, MODELS, 'or package.module:function')}")
     entry = MODELS[name]
     if image_size < entry.smallest or (entry.largest is not None and image_size > entry.largest):
         raise ValueError(f"model {name!r} cannot take {image_size}x{image_size} images; it takes those {entry.sizes()}")

@@ -14,6 +14,7 @@ from fedbn_flwr.norm.registry import NORMS, register_norm
 from fedbn_flwr.norm.renorm import BatchRenorm
 from fedbn_flwr.norm.static import StaticBatchNorm
 from fedbn_flwr.norm.substitute import Slot, substitute, swap_normalizers
+from fedbn_flwr.plugins import did_you_mean
 
 
 def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) -> nn.Module:
@@ -24,7 +25,7 @@ def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) 
     `groups` is for GN. A kind that leaves no normalizer ("none", "wsconv", "fixup") cannot be turned back.
     """
     if kind not in NORMS:
-        raise ValueError(f"unknown normalizer {kind!r}; there are: {', '.join(NORMS)}")
+        raise ValueError(f"unknown normalizer {kind!r}; {did_you_mean(kind, NORMS)}")
     swap = NORMS[kind]
     allowed = list(inspect.signature(swap).parameters)[1:]
     for option in options:

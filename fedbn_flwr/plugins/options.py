@@ -11,6 +11,8 @@ from math import inf, isfinite
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
+from fedbn_flwr.plugins.did_you_mean import did_you_mean
+
 Value = bool | int | float | str
 #: options that are read before their types are known
 Pairs = tuple[tuple[str, Value], ...]
@@ -75,7 +77,7 @@ def read_options(owner: str, known: Mapping[str, Option], pairs: Iterable[tuple[
     for key, value in pairs:
         option = known.get(option_key(key))
         if option is None:
-            raise UsageError(f"{owner}: unknown option {key!r}; its options: {', '.join(known) or 'none'}")
+            raise UsageError(f"{owner}: unknown option {key!r}; {did_you_mean(key, known)}")
         try:
             values[option.name] = option.read(value)
         except UsageError as error:

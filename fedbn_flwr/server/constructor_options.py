@@ -2,10 +2,11 @@
 
 import inspect
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from flwr.serverapp.strategy import FedAvg
+
+from fedbn_flwr.plugins import did_you_mean
 
 MomentumKind = Literal["none", "local", "global"]
 OptimizerKind = Literal["none", "adam", "yogi", "adagrad", "momentum"]
@@ -20,6 +21,4 @@ def refuse_unknown(strategy: type, given: Mapping[str, Any] | Iterable[str]) -> 
     flowers = inspect.signature(FedAvg).parameters
     for name in given:
         if name not in flowers:
-            meant = get_close_matches(name, known, n=1)
-            hint = f"did you mean {meant[0]!r}?" if meant else f"known: {', '.join(sorted(known))}"
-            raise TypeError(f"{strategy.__name__} has no option {name!r}; {hint}")
+            raise TypeError(f"{strategy.__name__} has no option {name!r}; {did_you_mean(name, sorted(known))}")

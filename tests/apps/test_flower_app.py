@@ -59,4 +59,4 @@ def test_five_nodes_and_a_relative_folder(app: Path, flower: FlowerCommand) -> N
 def test_a_run_that_cannot_work_has_failed(app: Path, flower: FlowerCommand) -> None:
     shown, status = flower.run(app, dataset="nonsense")
     assert status == "finished:failed"
-    assert "unknown data set 'nonsense'; there are: digits" in shown
+    assert "unknown data set 'nonsense'; known: digits" in shown

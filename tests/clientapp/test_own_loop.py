@@ -439,7 +439,7 @@ def test_a_model_is_prepared_with_the_methods_options() -> None:
         "HybridBatchNorm"
     ] * 2
     assert not norm.bn_layers(prepare(make(), FedWon))
-    with pytest.raises(ValueError, match=r"unknown strategy 'fedwin'; known: .*fedwon"):
+    with pytest.raises(ValueError, match=r"unknown strategy 'fedwin'; did you mean 'fedwon'"):
         prepare(make(), "fedwin")
 
 

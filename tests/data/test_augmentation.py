@@ -122,15 +122,15 @@ def test_a_cpu_generator_gives_the_same_on_a_gpu(name: str) -> None:
 
 
 def test_an_unknown_augmentation_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown augmentation 'cutout'; there are: none, crop, crop-flip"):
+    with pytest.raises(ValueError, match="unknown augmentation 'cutout'; known: none, crop, crop-flip"):
         augment("cutout", torch.zeros(1, 1, 8, 8), generator())
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("none:padding=2", "augmentation 'none': unknown option 'padding'; its options: none"),
-        ("crop:size=2", "augmentation 'crop': unknown option 'size'; its options: padding, fill"),
+        ("none:padding=2", "augmentation 'none': unknown option 'padding'; known: none"),
+        ("crop:size=2", "augmentation 'crop': unknown option 'size'; known: padding, fill"),
         ("crop:2", "augmentation 'crop': '2' is not of the form key=value"),
         ("crop:padding", "augmentation 'crop': 'padding' is not of the form key=value"),
         ("crop-flip:padding=-1", "augmentation 'crop-flip': padding must be at least 0, got -1"),

@@ -156,7 +156,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert licence.startswith("licence: non-commercial research")
     assert any("https://image-net.org/download.php" in source for source in sources)
     assert main(["data", "check", "imagnet", str(home)]) == 2
-    assert "unknown data set 'imagnet'; there are: mnist, " in capsys.readouterr().err
+    assert "unknown data set 'imagnet'; did you mean 'imagenet'?" in capsys.readouterr().err
     paint(tmp_path / "own" / "train" / "a" / "1.png")
     assert main(["data", "check", "folder", str(tmp_path / "own")]) == 1
     assert "bad     no image in" in capsys.readouterr().out

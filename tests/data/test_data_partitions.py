@@ -436,8 +436,8 @@ def test_union_is_everything() -> None:
 @pytest.mark.parametrize(
     ("spec", "clients", "message"),
     [
-        ("shard:2", 2, "unknown partition 'shard:2'; there are: iid, dirichlet:ALPHA"),
-        ("", 2, "unknown partition ''; there are: iid"),
+        ("shard:2", 2, "unknown partition 'shard:2'; did you mean 'shards:"),
+        ("", 2, "unknown partition ''; known: iid"),
         ("iid:2", 2, "unknown partition 'iid:2'"),
         ("domain:1:2:3", 5, "unknown partition 'domain:1:2:3'"),
         ("iid", 0, "0 clients cannot share 100 samples"),

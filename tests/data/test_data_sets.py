@@ -195,9 +195,7 @@ def test_a_hugging_face_data_set(tmp_path: Path) -> None:
         load("hf:me/saved:test=valid", root=tmp_path)
     with pytest.raises(ValueError, match=r"^hf: me/saved has no column 'fine'; there are: img, label$"):
         load("hf:me/saved:label=fine", root=tmp_path)
-    with pytest.raises(
-        ValueError, match=r"^hf: unknown option 'config'; its options: train, test, image, label, subset$"
-    ):
+    with pytest.raises(ValueError, match=r"^hf: unknown option 'config'; known: train, test, image, label, subset$"):
         load("hf:me/saved:config=a", root=tmp_path)
     with pytest.raises(ValueError, match="hf: needs a name"):
         load("hf:", root=tmp_path)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fedbn_flwr import __version__
 from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
+from fedbn_flwr.deployment.cli import main as console_command
 from fedbn_flwr.experiments import Config, main
 from fedbn_flwr.experiments.method import all_options, own_options
 from fedbn_flwr.experiments.output.listing import listing
@@ -30,20 +32,25 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
 
 MISTAKES = {
     "unknown strategy": (["--method", "fedsgd"], "unknown strategy 'fedsgd'; known: fedavg, "),
-    "unknown normalizer": (["--method", "fedavg+bnn"], "unknown normalizer 'bnn'; known: bn, "),
-    "unknown data set": (["--dataset", "imagenette"], "unknown data set 'imagenette'; there are: digits, "),
+    "unknown normalizer": (["--method", "fedavg+bnn"], "unknown normalizer 'bnn'; did you mean 'bn'?"),
+    "unknown data set": (["--dataset", "imagenette"], "unknown data set 'imagenette'; did you mean 'imagenet'?"),
     "data set that is not there": (["--dataset", "folder:/nowhere"], "/nowhere"),
-    "unknown partition": (["--partition", "halves"], "unknown partition 'halves'; there are: iid, "),
+    "unknown partition": (["--partition", "halves"], "unknown partition 'halves'; known: iid, "),
     "impossible partition": (["--partition", "classes:9"], "classes:9"),
     "more clients than samples": (["--clients", "81"], "81 clients cannot share 80 samples"),
     "no clients": (["--clients", "0"], "clients must be at least 1"),
-    "unknown model": (["--model", "vgg"], "unknown model 'vgg'; there are: alexnet-bn, "),
+    "unknown model": (["--model", "vgg"], "unknown model 'vgg'; known: alexnet-bn, "),
     "model of nowhere": (["--model", "nowhere.at:all"], "cannot import 'nowhere.at'"),
     "image too small": (["--image-size", "5"], "cannot take 5x5 images"),
     "negative image size": (["--image-size", "-5"], "image-size must be at least 0, got -5"),
     "unknown option": (["--learning-rate", "0.1"], "unknown option '--learning-rate'; known: "),
-    "unknown option of a method": (["--method", "fedavg:mu=1"], "unknown option 'mu'; its options: "),
-    "abbreviated option": (["--round", "5"], "unknown option '--round'; known: "),
+    "unknown option of a method": (["--method", "fedavg:mu=1"], "unknown option 'mu'; known: "),
+    "abbreviated option": (["--round", "5"], "unknown option '--round'; did you mean '--rounds'?"),
+    "slip in an option": (["--freezeround=3"], "unknown option '--freezeround'; did you mean '--freeze-round'?"),
+    "slip in a method": (["--method", "FedAvg"], "unknown strategy 'FedAvg'; did you mean 'fedavg'?"),
+    "slip in a method's option": (["--method", "fixbn:freezeround=3"], "did you mean 'freeze-round'?"),
+    "slip in a model": (["--model", "resnet21"], "unknown model 'resnet21'; did you mean 'resnet20'?"),
+    "slip in a partition": (["--partition", "class:2"], "unknown partition 'class:2'; did you mean 'classes:"),
     "word too many": (["fedbn"], "unknown option 'fedbn'; known: "),
     "option without a value": (["--rounds"], "argument --rounds: expected one argument"),
     "unknown engine": (["--engine", "spark"], "unknown engine 'spark'; known: stacked, inprocess, ray"),
@@ -60,7 +67,7 @@ MISTAKES = {
     "schedule": (["--lr-schedule", "soon"], "cannot read 'soon'"),
     "unknown optimizer": (["--optimizer", "lamb"], "unknown optimizer 'lamb'; known: sgd, adam"),
     "unknown precision": (["--precision", "fp8"], "unknown precision 'fp8'; known: float32, tf32, bf16"),
-    "unknown augmentation": (["--augmentation", "mixup"], "unknown augmentation 'mixup'; there are: none, "),
+    "unknown augmentation": (["--augmentation", "mixup"], "unknown augmentation 'mixup'; known: none, "),
     "padding": (["--augmentation", "crop:padding=few"], "'crop': padding must be a whole number, got 'few'"),
     "unknown device": (["--device", "gpu"], "unknown device 'gpu'; known: auto, cpu"),
     "no file to start from": (["--init-from", "/nowhere.pt"], "no file /nowhere.pt"),
@@ -90,7 +97,7 @@ COMPARISONS = {
     "rates": (["--methods", "fedavg", "--lr-grid", "0.1,fast"], "--lr-grid must be a number, got 'fast'"),
     "negative rate": (["--methods", "fedavg", "--lr-grid", "0.1,-1"], "lr must be at least 0, got -1.0"),
     "mistake in the last": (["--methods", "fedavg,fedprox:mu=-1"], "method 'fedprox:mu=-1': mu must not be negative"),
-    "method": (["--methods", "fedavg", "--method", "fedbn"], "unknown option '--method'; known: "),
+    "method": (["--methods", "fedavg", "--method", "fedbn"], "unknown option '--method'; did you mean '--methods'?"),
     "none": ([], "--methods"),
 }
 
@@ -110,6 +117,16 @@ def test_a_mistake_in_a_comparison_is_found_before_its_first_run(
 def test_an_unknown_command_is_a_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     refused(capsys)
+
+
+def test_a_slip_in_a_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compair"]) == 2
+    assert refused(capsys) == "fedbn-flwr: unknown command 'compair'; did you mean 'compare'?"
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert console_command(["--version"]) == 0
+    assert capsys.readouterr().out == f"fedbn-flwr {__version__}\n"
 
 
 def test_success_is_0_and_says_where_the_results_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,8 +105,7 @@ def test_what_an_option_cannot_take_is_named(value: Any, kind: Any, spoken: str)
         ({"precision": "fp8"}, "unknown precision 'fp8'; known: float32, tf32, bf16"),
         (
             {"augmentation": "mixup"},
-            "unknown augmentation 'mixup'; there are: none, crop, crop-flip, resized-crop-flip, flip-rotate, "
-            "random-crop",
+            "unknown augmentation 'mixup'; known: none, crop, crop-flip, resized-crop-flip, flip-rotate, random-crop",
         ),
         ({"augmentation": "crop:fill=2"}, "augmentation 'crop': fill must be between 0 and 1, got 2.0"),
         ({"class-metrics": "f1,f2"}, "unknown metric 'f2' in class-metrics; known: f1, auc, precision, recall"),

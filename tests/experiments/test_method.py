@@ -29,7 +29,7 @@ def test_a_method_is_taken_apart(method: str, wanted: tuple[Any, ...]) -> None:
     assert parse(method) == wanted
 
 
-@pytest.mark.parametrize("method", ["", "fedsgd", "FedAvg", "fedsgd+gn:lr=1", "+gn", ":lr=1"])
+@pytest.mark.parametrize("method", ["", "fedsgd", "fedsgd+gn:lr=1", "+gn", ":lr=1"])
 def test_an_unknown_strategy_is_named_with_those_there_are(method: str) -> None:
     with pytest.raises(UsageError) as caught:
         resolve({"method": method})
@@ -49,11 +49,11 @@ def test_an_empty_normalizer_is_not_the_default_one() -> None:
         resolve({"method": "fedavg+"})
 
 
-@pytest.mark.parametrize("option", ["mu", "frobnicate", "results", "method"])
+@pytest.mark.parametrize("option", ["mu", "frobnicate", "method"])
 def test_an_unknown_option_in_a_method_is_named_with_its_own_and_the_shared_ones(option: str) -> None:
     with pytest.raises(UsageError) as caught:
         resolve({"method": f"fixbn:{option}=1"})
-    assert f"unknown option {option!r}; its options: " in str(caught.value)
+    assert f"unknown option {option!r}; known: " in str(caught.value)
     assert "freeze-round" in str(caught.value)
     assert "batch-size" in str(caught.value)
 

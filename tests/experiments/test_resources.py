@@ -118,7 +118,7 @@ def test_a_partition_is_a_function_of_the_seed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dataset": "synthetic:m=5"}, "unknown option 'm'; its options: n, test, "),
+        ({"dataset": "synthetic:m=5"}, "unknown option 'm'; known: n, test, "),
         ({"partition": "classes:5"}, "classes:5"),
         ({"partition": "domain"}, "domain"),
         ({"clients": "300"}, "300 clients cannot share 200 samples"),

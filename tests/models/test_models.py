@@ -173,7 +173,7 @@ def test_a_file_with_code_in_it_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "size", "message"),
     [
-        ("resnet21", 32, "unknown model 'resnet21'; there are: alexnet-bn, "),
+        ("resnet21", 32, "unknown model 'resnet21'; did you mean 'resnet20'?"),
         ("digits-cnn", 32, "cannot take 32x32 images; it takes those of 28x28 only"),
         ("alexnet-bn", 32, "cannot take 32x32 images; it takes those of 63x63 and more"),
         ("nosuchpackage.models:make", 32, "cannot import 'nosuchpackage.models'"),

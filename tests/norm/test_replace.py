@@ -233,7 +233,7 @@ def test_a_lazy_layer_is_named() -> None:
 
 
 def test_unknown_kinds_and_options() -> None:
-    with pytest.raises(ValueError, match=r"unknown normalizer 'batch'; there are: bn, gn, ln, in, gn-ws, .*fixup"):
+    with pytest.raises(ValueError, match=r"unknown normalizer 'batch'; known: bn, gn, ln, in, gn-ws, .*fixup"):
         replace(nn.Sequential(), "batch")
     with pytest.raises(ValueError, match="normalizer 'ln' has no option 'eps'; its options: none"):
         replace(nn.Sequential(), "ln", eps=1.0)

@@ -32,6 +32,7 @@ from fedbn_flwr.experiments.recipes.matrix import (
 from fedbn_flwr.experiments.recipes.recipe import Recipe, check_recipe, read_recipe, recipe_names, recipe_path
 from fedbn_flwr.experiments.recipes.record import MatrixRecord
 from fedbn_flwr.experiments.recipes.table import values_of, write_table
+from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError, convert
 from fedbn_flwr.strategies import CannotTrainError
 
@@ -87,7 +88,7 @@ def reproduce(options: Mapping[str, Any]) -> None:
         recipe = replace(recipe, seeds=at_least_one("--seeds", options["seeds"]))
     engine = str(options.get("engine", "stacked"))
     if engine not in ENGINES:
-        raise UsageError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}")
+        raise UsageError(f"unknown engine {engine!r}; {did_you_mean(engine, ENGINES)}")
     folder = Path(options.get("results-dir") or Path("results", recipe.name.replace("/", "-") + "-smoke" * small))
     changes = {key: options[key] for key in CHANGES if key in options}
     cells = plan_cells(recipe, folder, engine, changes, 0 if small else CHECKPOINT_EVERY)

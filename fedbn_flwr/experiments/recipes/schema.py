@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import all_options
+from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError, convert
 
 #: the keys of a recipe
@@ -129,7 +130,7 @@ class Fields:
             if key in refused:
                 self.refuse(f"{where}: {key!r} is set by the matrix")
             if key not in known:
-                self.refuse(f"{where}: unknown option {key!r}; known: {', '.join(known)}")
+                self.refuse(f"{where}: unknown option {key!r}; {did_you_mean(key, known)}")
             if not isinstance(value, bool | int | float | str):
                 self.refuse(f"{where}: {key} must be one value, got {value!r}")
         return dict(given)
