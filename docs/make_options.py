@@ -27,7 +27,8 @@ This page is written from the code by `make docs`. The same names are used every
   overrides the command line;
 - in Flower's run configuration: `flwr run . --run-config "method='fedprox' mu=0.1 lr=0.05"`.
 
-An unknown option or an invalid value is an error that names it, with exit code 2.
+An unknown option or an invalid value is an error that names it, with exit code 2. `fedbn-flwr run --help` shows the
+common options, `--help-all` all of them.
 
 **Your own methods, models and data.** `plugins` names the modules that register them. Every process of a run imports
 these modules:

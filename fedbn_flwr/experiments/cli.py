@@ -16,8 +16,8 @@ from fedbn_flwr.experiments.data_command import add_data_command, check_data
 from fedbn_flwr.experiments.diagnosis.command import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, prepare
 from fedbn_flwr.experiments.method import all_options, import_plugins, owners, resolve, split_methods
-from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_run
-from fedbn_flwr.experiments.output.listing import listing, show_listing
+from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_run, write_to_any_terminal
+from fedbn_flwr.experiments.output.listing import listing, show_listing, show_one
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.recipes.commands import add_recipe_commands, at_least_one, list_recipes, reproduce
 from fedbn_flwr.experiments.recovery import resume
@@ -28,10 +28,14 @@ from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import Option, UsageError, as_value, convert, options_of
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
 
-EPILOG = """\
-A method is STRATEGY[+NORM][:key=value]..., e.g. fedavg+gn or fedprox:mu=0.01:lr=0.05; its own options override the
-shared ones. `fedbn-flwr list` shows all names.
-"""
+#: options that the help shows; `--help-all` shows all
+COMMON = ("method", "model", "dataset", "partition", "clients", "rounds", "lr", "seed", "results-dir")
+EXAMPLES = {
+    "run": ("--method fixbn:freeze-round=0.3 --partition classes:2", "--method fedavg+gn --model resnet20 --lr 0.05"),
+    "compare": ("--methods fedavg,fedavg+gn,fixbn --seeds 3", "--methods fedavg,fedprox:mu=0.01 --lr-grid 0.1,0.03"),
+    "diagnose": ("--model resnet20 --partition classes:2",),
+    "freeze-round": ("--partition classes:2 --grid 0.3,0.5,0.7",),
+}
 
 
 def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | None = None) -> int:
@@ -40,11 +44,13 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
     `others` are commands that a caller handles itself, with their help: here they are only shown.
     """
     try:
+        write_to_any_terminal()
         # where `package.module:function` may be, which a console command does not look into by itself
         sys.path.append(os.getcwd())
         # before the parser is made: it has an option for each of theirs
         import_plugins(_plugins(arguments))
-        options = vars(_parser(others or {}).parse_args(arguments))
+        words = sys.argv[1:] if arguments is None else arguments
+        options = vars(_parser(others or {}, "--help-all" in words).parse_args(words))
         command = options.pop("command")
         _quiet(verbose=options.pop("verbose", False))
         return _COMMANDS[command](options) or 0
@@ -94,27 +100,29 @@ def _plugins(arguments: Sequence[str] | None) -> str:
     return str(parser.parse_known_args(arguments)[0].plugins)
 
 
-def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
+def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.ArgumentParser:
+    """Make the parser; its help has every option, or those of `COMMON`."""
     parser = _Parser(prog="fedbn-flwr", description="Batch normalization in federated learning, side by side.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     run = _command(commands, "run", "train with one method")
-    _add_engine(run)
-    _add_shared(run, skip=())
+    _add_engine(run, everything)
+    _add_shared(run, everything, skip=())
     several = _command(commands, "compare", "train with several methods on the same data, model and seeds")
-    several.add_argument("--methods", required=True, help="comma-separated methods")
+    several.add_argument("--methods", required=True, metavar="A,B", help="comma-separated methods")
     several.add_argument("--seeds", default="1", metavar="N", help="runs per method, with seeds from --seed on [1]")
-    text = "comma-separated learning rates; each method uses its best one"
-    several.add_argument("--lr-grid", dest="lr-grid", metavar="LR_GRID", default="", help=text)
-    _add_engine(several)
-    _add_shared(several, skip=("method", "resume"))
+    text = "learning rates to choose from for each method"
+    several.add_argument("--lr-grid", dest="lr-grid", metavar="LRS", default="", help=text)
+    _add_engine(several, everything)
+    _add_shared(several, everything, skip=("method", "resume"))
     single = _command(
         commands, "diagnose", "measure which mismatch of BN statistics the clients' data cause, without training"
     )
     single.add_argument("--batches", default="4", metavar="N", help="mini-batches per client to average over [4]")
-    _add_shared(single, skip=("resume", "checkpoint-every", "log-to"))
-    _add_tune(commands)
+    _add_shared(single, everything, skip=("resume", "checkpoint-every", "log-to"))
+    _add_tune(commands, everything)
     names = _command(commands, "list", "show every strategy, normalizer, model, data set, partition and augmentation")
+    names.add_argument("name", nargs="?", metavar="NAME", help="say all about this one, or about all of a kind")
     names.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
     names.add_argument("--json", action="store_true", help="print JSON")
     add_recipe_commands(commands, _command)
@@ -125,7 +133,7 @@ def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_tune(commands: Any) -> None:
+def _add_tune(commands: Any, everything: bool) -> None:
     text = "find the value of an option on held-out training data"
     actions = commands.add_parser("tune", help=text).add_subparsers(dest="action", required=True, parser_class=_Parser)
     freeze = _command(actions, "freeze-round", "find when to freeze: FixBN's window rule, and a small search")
@@ -133,8 +141,8 @@ def _add_tune(commands: Any) -> None:
         "--grid", default=GRID, help=f"comma-separated rounds, or shares of all rounds, after which to freeze [{GRID}]"
     )
     freeze.add_argument("--seeds", default="1", metavar="N", help="runs per value, with seeds from --seed on [1]")
-    _add_engine(freeze)
-    _add_shared(freeze, skip=("resume", "checkpoint-every", "validation"))
+    _add_engine(freeze, everything)
+    _add_shared(freeze, everything, skip=("resume", "checkpoint-every", "validation"))
 
 
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -142,32 +150,54 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
         name,
         help=text,
         description=text,
-        epilog=EPILOG,
+        epilog=_examples(name),
+        formatter_class=_formatter,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
     return parser
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", help=f"{', '.join(ENGINES)} [stacked]")
-    parser.add_argument("--verbose", action="store_true", default=False, help="show Flower's own log")
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    """Keep the lines of examples, and most options with their texts on one line."""
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=20)
 
 
-def _add_shared(parser: argparse.ArgumentParser, skip: Sequence[str]) -> None:
-    group = parser.add_argument_group("shared options")
+def _examples(name: str) -> str | None:
+    place = "fedbn-flwr tune" if name == "freeze-round" else "fedbn-flwr"
+    lines = "\n".join(f"  {place} {name} {words}" for words in EXAMPLES.get(name, ()))
+    return f"examples:\n{lines}\nall options: --help-all; all names: fedbn-flwr list" if lines else None
+
+
+def _add_engine(parser: argparse.ArgumentParser, everything: bool) -> None:
+    engine, verbose = f"{', '.join(ENGINES)} [stacked]", "show Flower's own log"
+    parser.add_argument("--engine", help=engine if everything else argparse.SUPPRESS)
+    parser.add_argument(
+        "--verbose", action="store_true", default=False, help=verbose if everything else argparse.SUPPRESS
+    )
+
+
+def _add_shared(parser: argparse.ArgumentParser, everything: bool, skip: Sequence[str]) -> None:
+    # a list of all would fill a screen by itself
+    parser.usage = "%(prog)s [--OPTION VALUE]..."
+    parser.add_argument("--help-all", action="help", help="show all options" if everything else argparse.SUPPRESS)
+    parser._option_string_actions["--help"].help = "show common options" if everything else argparse.SUPPRESS
+    group: Any = parser.add_argument_group("shared options") if everything else parser
     for key, option in options_of(Config).items():
         if key not in skip:
-            _add_option(group, key, option, "")
+            _add_option(group, key, option, "", shown=everything or key in COMMON, brief=not everything)
     group = parser.add_argument_group("options of single strategies")
     for key, option in all_options().items():
         names = owners(key)
-        _add_option(group, key, option, f" ({'all strategies' if len(names) == len(REGISTRY) else ', '.join(names)})")
+        whose = f" ({'all strategies' if len(names) == len(REGISTRY) else ', '.join(names)})"
+        _add_option(group, key, option, whose, shown=everything)
 
 
-def _add_option(group: Any, key: str, option: Option, whose: str) -> None:
-    text = f"{option.help} [{as_value(option.default)}]{whose}"
-    group.add_argument(f"--{key}", dest=key, metavar=option.name.upper(), help=text.replace("%", "%%"))
+def _add_option(group: Any, key: str, option: Option, whose: str, shown: bool, brief: bool = False) -> None:
+    about = option.help.partition(";")[0] if brief else option.help
+    text = f"{about} [{as_value(option.default)}]{whose}".replace("%", "%%")
+    metavar = "X" if brief else option.name.upper()
+    group.add_argument(f"--{key}", dest=key, metavar=metavar, help=text if shown else argparse.SUPPRESS)
 
 
 def _run(options: dict[str, Any]) -> None:
@@ -227,6 +257,8 @@ def _diagnose(options: dict[str, Any]) -> None:
 def _list(options: dict[str, Any]) -> None:
     if options.get("json"):
         print(json.dumps(listing(), indent=2))
+    elif name := options.get("name"):
+        show_one(name)
     else:
         show_listing()
 

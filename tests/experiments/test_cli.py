@@ -1,7 +1,14 @@
 """The console command: exit codes, one line for each mistake, and help that names everything."""
 
+import fcntl
 import json
+import os
+import pty
+import struct
 import subprocess
+import termios
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,13 +18,14 @@ from fedbn_flwr import __version__
 from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
 from fedbn_flwr.deployment.cli import main as console_command
 from fedbn_flwr.experiments import Config, main
-from fedbn_flwr.experiments.method import all_options, own_options
+from fedbn_flwr.experiments.cli import _parser
+from fedbn_flwr.experiments.method import all_options, own_options, parse, split_methods
 from fedbn_flwr.experiments.output.listing import listing
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY
 from fedbn_flwr.wire import wire_key
-from tests.helpers.checkout import BIN, environment
+from tests.helpers.checkout import BIN, ROOT, environment
 from tests.helpers.runs import command, run
 
 
@@ -113,7 +121,7 @@ def test_a_mistake_in_a_comparison_is_found_before_its_first_run(
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("words", [[], ["train"], ["list", "models"]])
+@pytest.mark.parametrize("words", [[], ["train"], ["list", "models", "all"]])
 def test_an_unknown_command_is_a_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     refused(capsys)
@@ -159,7 +167,7 @@ def test_an_interrupt_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["run", "compare"])
 def test_help_names_every_option_with_its_default(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        main([name, "--help"])
+        main([name, "--help-all"])
     assert left.value.code == 0
     words = capsys.readouterr().out.split()
     wanted = {wire_key(item.name) for item in fields(Config)} | set(all_options()) | {"engine", "verbose"}
@@ -167,6 +175,25 @@ def test_help_names_every_option_with_its_default(name: str, capsys: pytest.Capt
         wanted = wanted - {"method", "resume"} | {"methods", "seeds", "lr-grid"}
     assert {f"--{key}" for key in wanted} <= set(words)
     assert f"[{Config.lr_schedule}]" in words
+
+
+@pytest.mark.parametrize("name", ["run", "compare"])
+def test_short_help_is_one_screen_with_examples_that_can_be_run(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as left:
+        main([name, "--help"])
+    assert left.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 23
+    assert max(map(len, lines)) <= 80
+    examples = [line.split()[1:] for line in lines if line.startswith("  fedbn-flwr ")]
+    assert len(examples) == 2
+    for words in examples:
+        parsed = vars(_parser({}).parse_args(words))
+        for method in split_methods(parsed.get("methods") or parsed["method"]):
+            assert parse(method).strategy in REGISTRY
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,14 +225,67 @@ def test_everything_that_is_listed_has_a_line_about_it() -> None:
     assert {"freeze-round", "freeze", "weighting"} <= set(fixbn["options"])
 
 
-def test_the_list_for_people_is_a_table_of_them_all(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
+FORMS = {kind.form for kind in PARTITIONS.values()}
+
+
+def test_a_redirected_list_has_one_whole_line_about_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    first = {line[0] for line in lines}
-    assert {*REGISTRY, *NORMS, *MODELS, *DATASETS, *AUGMENTATIONS, "classes:PER-CLIENT"} <= first
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert {line.split()[0] for line in lines} == {*REGISTRY, *NORMS, *MODELS, *DATASETS, *AUGMENTATIONS, *FORMS}
+    assert len(lines) == sum(len(rows) for rows in listing().values())
+    for row in listing()["strategies"]:
+        assert any(line.endswith(row["about"]) for line in lines)
+
+
+def test_the_list_fits_an_ascii_terminal_of_80_columns() -> None:
+    text = in_terminal(["list"], {"PYTHONIOENCODING": "ascii", "TERM": "xterm"})
+    lines = [line for line in text.splitlines() if line.startswith("  ")]
+    assert {line.split()[0] for line in lines} == {*REGISTRY, *NORMS, *MODELS, *DATASETS, *AUGMENTATIONS, *FORMS}
+    assert max(map(len, lines)) <= 80
+    assert text.isascii()
+    assert "Traceback" not in text
+
+
+def in_terminal(words: Sequence[str], variables: Mapping[str, str]) -> str:
+    """Run the command in a pseudo-terminal of 80 columns, and return what it shows."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with subprocess.Popen(
+        [BIN / "fedbn-flwr", *words],
+        stdout=follower,
+        stderr=follower,
+        env={**environment(PYTHONPATH=str(ROOT)), **variables},
+    ) as process:
+        os.close(follower)
+        shown = b""
+        with suppress(OSError):  # the way in which a terminal says that nobody writes any more
+            while part := os.read(leader, 4096):
+                shown += part
+    os.close(leader)
+    assert process.returncode == 0
+    return shown.decode()
+
+
+def test_list_tells_all_about_one_name_or_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "fixbn"]) == 0
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("Zhong", "after the freeze no statistics", "freeze-round"))
+    assert main(["list", "models"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in MODELS)
+    assert main(["list", "fixbm"]) == 2
+    assert "unknown name 'fixbm'; did you mean 'fixbn'?" in refused(capsys)
+
+
+@pytest.mark.parametrize("name", ["run", "compare"])
+def test_progress_is_told_line_by_line_where_the_output_is_redirected(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods = ["--methods", "fedavg,fedbn"] if name == "compare" else []
+    assert run(name, *methods, rounds="3", results_dir=str(tmp_path)) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("round ")]
+    assert len(lines) == (6 if name == "compare" else 3)
+    assert lines[1].startswith("round 2/3, fedavg")
 
 
 def test_a_reader_that_stops_reading_is_no_error() -> None:

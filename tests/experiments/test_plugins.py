@@ -64,7 +64,7 @@ def test_its_options_are_those_of_the_command(tmp_path: Path, capsys: pytest.Cap
     assert main(["list", "--json", "--plugins", TOY]) == 0
     assert "toy" in [row["name"] for row in json.loads(capsys.readouterr().out)["strategies"]]
     with pytest.raises(SystemExit):
-        run("run", "--help", plugins=TOY)
+        run("run", "--help-all", plugins=TOY)
     helped = " ".join(capsys.readouterr().out.split())
     assert "--rate RATE share of a weight that is added to its gradient [0.1] (toy)" in helped
 

@@ -1,6 +1,9 @@
 """Output to the terminal: a progress bar during runs, a table at the end."""
 
+import codecs
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
@@ -17,9 +20,29 @@ from fedbn_flwr.experiments.output.recorder import Summary, outcome_of
 
 console = Console()
 
+#: what stands for a character that a terminal's encoding lacks
+_PLAIN = {"±": "+-", "…": "...", "–": "-", "—": "-", "×": "x"}
+
+
+def write_to_any_terminal() -> None:
+    """Print other characters where the encoding of the output lacks ours, instead of failing."""
+    codecs.register_error("fedbn-flwr", lambda error: (_replacement(error), error.end))  # type: ignore[attr-defined]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # tests and notebooks put others in their place
+            stream.reconfigure(errors="fedbn-flwr")
+
+
+def _replacement(error: UnicodeError) -> str:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_PLAIN.get(letter, "?") for letter in error.object[error.start : error.end])
+
 
 class Bars:
-    """A progress bar over all runs, with the present run and the last score of its model."""
+    """A progress bar over all runs, with the present run and the last score of its model.
+
+    Where the output is no terminal, each run prints a line in every tenth of its rounds.
+    """
 
     def __init__(self, runs: int) -> None:
         self._progress = Progress(
@@ -34,7 +57,8 @@ class Bars:
         self._done = 0
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        if console.is_terminal:
+            self._progress.start()
         return self
 
     def __exit__(
@@ -48,10 +72,17 @@ class Bars:
 
         def advance(server_round: int, rounds: int, score: float | None) -> None:
             text = f"{label}: {score:.3f}" if score is not None else label
+            if not console.is_terminal and _is_tenth(server_round, rounds):
+                console.print(f"round {server_round}/{rounds}, {text}", markup=False, highlight=False, soft_wrap=True)
             total = rounds * max(self._runs, self._done)
             self._progress.update(self._task, total=total, completed=before * rounds + server_round, description=text)
 
         return advance
+
+
+def _is_tenth(server_round: int, rounds: int) -> bool:
+    """Whether a tenth of the rounds, or one more, was complete in this round."""
+    return server_round * 10 // rounds > (server_round - 1) * 10 // rounds
 
 
 def show_run(summary: Summary, folder: Path) -> None:

@@ -1,19 +1,21 @@
 """What `fedbn-flwr list` shows: every name that an option takes, with a line about each."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from inspect import getdoc
 from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
 from fedbn_flwr.experiments.method import own_options
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norm import NORMS
-from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg
+from fedbn_flwr.plugins import did_you_mean
+from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.strategies import REGISTRY, BaseStrategy
+
+#: the column of names is no wider; a longer name moves its own line
+WIDEST = 24
 
 #: facts about a name, by column
 Row = dict[str, Any]
@@ -32,16 +34,40 @@ def listing() -> dict[str, list[Row]]:
 
 
 def show_listing() -> None:
-    """Print a table of each kind."""
+    """Print a line about each name, by kind; to a terminal, lines are as wide as it and names are never cut."""
+    for kind, rows in listing().items():
+        console.print(f"{kind}", style="bold")
+        names = [str(row.get("form") or row["name"]) for row in rows]
+        width = max(len(name) for name in names if len(name) <= WIDEST)
+        for name, row in zip(names, rows, strict=True):
+            line = f"  {name:<{width}}  {row['about']}"
+            shown = shorten_line(line, max(console.width, len(name) + 2)) if console.is_terminal else line
+            console.print(shown, markup=False, highlight=False, soft_wrap=True)
+        console.print()
+    console.print("`fedbn-flwr list NAME` says more about one of them.", markup=False, highlight=False)
+
+
+def show_one(name: str) -> None:
+    """Print all about one name; one that no kind has is a UsageError."""
     tables = listing()
-    common = list(own_options(FedAvg))
-    strategies = [
-        {**row, "options": [key for key in row["options"] if key not in common]} for row in tables.pop("strategies")
-    ]
-    _show("strategies", strategies, ("name", "about", "paper", "leaves the client", "options"))
-    console.print(f"  All strategies also have the options {', '.join(common)}.\n")
-    for kind, rows in tables.items():
-        _show(kind, [{**row, "name": row.get("form", row["name"])} for row in rows], ("name", "about"))
+    if name in tables:
+        tables = {name: tables[name]}
+    else:
+        known = [row["name"] for rows in tables.values() for row in rows]
+        if name not in known:
+            raise UsageError(f"unknown name {name!r}; {did_you_mean(name, [*tables, *known])}")
+        tables = {kind: [row for row in rows if row["name"] == name] for kind, rows in tables.items()}
+    for row in (row for rows in tables.values() for row in rows):
+        console.print(f"{row['name']}: {row['about']}", markup=False, highlight=False)
+        for key in ("form", "paper", "leaves the client", "options"):
+            if value := row.get(key):
+                text = ", ".join(value) if isinstance(value, list) else value
+                console.print(f"  {key}: {text}", markup=False, highlight=False)
+
+
+def shorten_line(line: str, width: int) -> str:
+    """Cut a line after a word so that it fits with three dots."""
+    return line if len(line) <= width else f"{line[: width - 3].rpartition(' ')[0].rstrip(' ,;:')}..."
 
 
 def _strategy(name: str, strategy: type[BaseStrategy]) -> Row:
@@ -54,12 +80,3 @@ def _strategy(name: str, strategy: type[BaseStrategy]) -> Row:
 def _row(name: str, thing: Callable[..., object]) -> Row:
     text = getdoc(thing.func if isinstance(thing, partial) else thing) or ""
     return {"name": name, "about": " ".join(text.partition("\n\n")[0].split())}
-
-
-def _show(kind: str, rows: Iterable[Row], columns: tuple[str, ...]) -> None:
-    table = Table(title=kind, title_justify="left", box=SIMPLE_HEAD)
-    for column in columns:
-        table.add_column(column, no_wrap=column == "name")
-    for row in rows:
-        table.add_row(*(", ".join(row[column]) if isinstance(row[column], list) else row[column] for column in columns))
-    console.print(table)

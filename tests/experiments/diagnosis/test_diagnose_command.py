@@ -83,7 +83,7 @@ def test_the_command_writes_numbers_and_a_picture(tmp_path: Path, capsys: pytest
 
 def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        main(["diagnose", "--help"])
+        main(["diagnose", "--help-all"])
     assert left.value.code == 0
     words = capsys.readouterr().out.split()
     assert {"--batches", "--init-from", "--partition", "--method"} <= set(words)
