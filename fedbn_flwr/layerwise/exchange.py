@@ -141,7 +141,7 @@ def why_unusable(kind: Kind, values: Tensor) -> str:
     if not values.is_floating_point():
         return f"is {values.dtype}, no floating-point numbers"
     largest = torch.finfo(values.dtype).max
-    # below this norm all values pass; 2.4 us for 100 clients and 64 channels, where the sum of the pool takes 1.5 us
+    # one pass over the values: below this norm all of them are finite, and small enough
     if not torch.linalg.vector_norm(values).item() < largest**0.5 / 4:
         if not values.isfinite().all():
             return NOT_FINITE

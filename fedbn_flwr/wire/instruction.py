@@ -235,7 +235,7 @@ def record_names(content: RecordDict) -> tuple[str, str]:
 
 
 def _one_of(content: RecordDict, kind: type[ArrayRecord | ConfigRecord], usual: str) -> str:
-    # `content.array_records` takes ten times as long, and every message is asked
+    # every message is asked, and `content.array_records` would make a new collection of all records each time
     if isinstance(content.get(usual), kind):
         return usual
     return next((name for name, record in content.items() if isinstance(record, kind)), usual)

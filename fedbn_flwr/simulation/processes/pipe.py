@@ -17,8 +17,7 @@ from fedbn_flwr.state.records import InMemoryArray, Members, view_array
 
 #: bytes of the smallest array that is sent by itself: for smaller ones, a call costs more than a copy
 _LARGE = 16 * 1024
-#: seconds that a process looks for the next item before it sleeps, from which it wakes late, with its caches cold: a
-#: FedTAN round of 10 clients in two processes takes 0.95 times as long (small-cnn and resnet20), 0.87 times where E = 1
+#: seconds that a process looks for the next item before it sleeps: from sleep it wakes late, with its caches cold
 _LOOKING = 0.004
 
 
@@ -86,8 +85,7 @@ def _members(layout: Layout, buffers: Buffers) -> Members:
 def _bytes_of(values: Tensor) -> tuple[str, tuple[int, ...], bytearray]:
     """Return the bytes of a tensor, and what they are.
 
-    Where a process comes from other work, numpy's own way of pickling takes 0.08 ms more an exchange: a FedTAN round of
-    one step (resnet20, 10 clients, two processes) takes 0.96 times as long without it.
+    numpy's own way of pickling is slower where a process comes from other work.
     """
     array = values.numpy(force=True)
     # a copy, as a `PickleBuffer` of a memoryview crashes Python 3.11 and 3.12 where both are collected as garbage
