@@ -106,8 +106,14 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def command_line() -> str:
-    """Return the command of this process as typed, without the folder of its program."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """Return the command of this process as typed, without its program's folder and without Flower's task token."""
+    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    for place, word in enumerate(words):
+        if word.startswith("--token="):
+            words[place] = "--token=..."
+        elif words[place - 1] == "--token":
+            words[place] = "..."
+    return shlex.join(words)
 
 
 def as_json(content: object, indent: int | None = None) -> str:

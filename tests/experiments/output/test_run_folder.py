@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from fedbn_flwr import norm
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.experiments import Config, UsageError
 from fedbn_flwr.experiments.output import run_folder
-from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
+from fedbn_flwr.experiments.output.run_folder import RunFolder, command_line, read_rounds
 from fedbn_flwr.experiments.resources import fresh_model, load_data
 from fedbn_flwr.state import to_record
 from tests.helpers.runs import DATA, OPTIONS, run
@@ -234,3 +235,11 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_the_options_above_are_options() -> None:
     Config.from_mapping(OPTIONS)
+
+
+@pytest.mark.parametrize("words", [["--token", "abc123"], ["--token=abc123"]])
+def test_flowers_task_token_is_not_written_down(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/flwr-serverapp", *words, "--parent-pid", "7"])
+    assert "abc123" not in command_line()
+    assert command_line().startswith("flwr-serverapp --token")
+    assert command_line().endswith(" --parent-pid 7")
