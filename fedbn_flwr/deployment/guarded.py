@@ -5,12 +5,14 @@ Flower's SuperNode pulls and pushes messages in two functions of its own, around
 
 import hashlib
 from collections.abc import Callable, Collection
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
 from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
 from fedbn_flwr.deployment.errors import DeploymentError
 from fedbn_flwr.deployment.sent_log import Asked, SentLog, round_of, wait_for_contents
@@ -76,14 +78,50 @@ def _pulling(
 
 def _pushing(push: Callable[..., None], log: SentLog) -> Callable[..., None]:
     def guarded(**given: Any) -> None:
+        upload = _Upload(given["send"], given["push_object"])
+
         def send(message: Message, *others: Any) -> Any:
             # before it leaves: what cannot be recorded is not sent
             log.record(message, wait_for_contents(given["object_store"], message))
-            return given["send"](message, *others)
+            return upload.send(message, *others)
 
-        push(**{**given, "send": send})
+        push(**{**given, "send": send, "push_object": upload.push_object})
 
     return guarded
+
+
+class _Upload:
+    """Sends a message and pushes its objects, and sends the message again if the server no longer expects an object.
+
+    A SuperLink that is killed while an object arrives expects it no more when it is back: the object counts as pushed,
+    and is not there. Flower gives the message up then, and the site misses the round. When the message is sent again,
+    the server names the objects that it lacks.
+    """
+
+    def __init__(self, send: Callable[..., tuple[set[str], str]], push: Callable[[int, str, str, bytes], None]) -> None:
+        self._send, self._push = send, push
+        self._lock = Lock()
+        self._sent: tuple[Any, ...] = ()
+        self._lacking: set[str] = set()
+        self._session = ""
+
+    def send(self, *message: Any) -> tuple[set[str], str]:
+        """Send a message; returns the objects that the server lacks, and under which session it expects them."""
+        self._sent = message
+        self._lacking, self._session = self._send(*message)
+        return self._lacking, self._session
+
+    def push_object(self, run_id: int, _: str, object_id: str, content: bytes) -> None:
+        """Push an object; several threads do."""
+        session = self._session
+        try:
+            self._push(run_id, session, object_id, content)
+        except ObjectPushError:
+            with self._lock:
+                if self._session == session:
+                    self.send(*self._sent)
+            if object_id in self._lacking:
+                self._push(run_id, self._session, object_id, content)
 
 
 class _NotedObjects:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.supercore.fab import Fab
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.run import Run
 from flwr.supernode.nodestate import NodeStateFactory
@@ -43,6 +44,9 @@ class SuperNode:
         guard(self.module, SentLog(log), allowed)
         self.sent: list[Message] = []
         self.on_send: Callable[[], None] = lambda: None
+        #: whether the server wants objects, and after how many it is killed; which it has, each with its session
+        self.stores_objects, self.forgets_after = False, -1
+        self.pushed: dict[str, str] = {}
 
     def receive(self, content: RecordDict, kind: str = "train") -> Message:
         message = Message(content, dst_node_id=7, message_type=kind)
@@ -68,13 +72,19 @@ class SuperNode:
 
     def push(self) -> None:
         self.module._push_messages(
-            state=self.state, object_store=self.store, send=self._send, push_object=lambda *_: None
+            state=self.state, object_store=self.store, send=self._send, push_object=self._push_object
         )
 
     def _send(self, message: Message, tree: Any, seconds: float) -> tuple[set[str], str]:
         self.on_send()
         self.sent.append(message)
-        return set(), "session"
+        wanted = {part.object_id for part in iterate_object_tree(tree)} if self.stores_objects else set()
+        return wanted - set(self.pushed), f"session {len(self.sent)}"
+
+    def _push_object(self, run_id: int, session: str, object_id: str, content: bytes) -> None:
+        if len(self.pushed) == self.forgets_after and len(self.sent) == 1:
+            raise ObjectPushError(object_id, run_id, session)
+        self.pushed[object_id] = session
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +133,18 @@ def test_a_message_that_cannot_be_recorded_is_not_sent(tmp_path: Path) -> None:
     node = SuperNode(tmp_path / "no" / "folder" / "sent.jsonl")
     node.reply(node.receive(model()), RecordDict())
     assert node.sent == []
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_message_is_sent_again_where_the_server_has_forgotten_its_objects(after: int, tmp_path: Path) -> None:
+    node = SuperNode(tmp_path / "sent.jsonl")
+    node.stores_objects, node.forgets_after = True, after
+    node.reply(node.receive(model()), model())
+    assert len(node.sent) == 2
+    tree = {part.object_id for part in iterate_object_tree(get_object_tree(node.sent[-1]))} | set(node.pushed)
+    assert set(node.pushed) == tree
+    # it has left once
+    assert len(list(read_log(tmp_path / "sent.jsonl"))) == 1
 
 
 def test_without_a_file_messages_are_sent_all_the_same() -> None:
