@@ -8,6 +8,8 @@ from typing import Any
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE
 from flwr.proto.fleet_pb2 import DeactivateNodeRequest
 
+from fedbn_flwr.deployment.health import note_accepted
+
 #: seconds between two attempts
 PAUSE = 3.0
 #: seconds for which a node stays offline, so that a run finds it so: it looks for replies every three seconds
@@ -33,6 +35,7 @@ def come_back_noticed(client: Any) -> None:
 
     def activate_noticed(self: Any, request: Any) -> Any:
         end, refused = time.monotonic() + REFUSED, False
+        note_accepted(False)
         while True:
             try:
                 accepted = activate(self, request)
@@ -45,6 +48,7 @@ def come_back_noticed(client: Any) -> None:
                 time.sleep(PAUSE)
                 continue
             if not refused:
+                note_accepted(True)
                 return accepted
             self.DeactivateNode(DeactivateNodeRequest(node_id=accepted.node_id))
             time.sleep(OFFLINE)

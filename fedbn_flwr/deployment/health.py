@@ -1,13 +1,16 @@
 """The health check of a container: does its server answer, or is its client connected?
 
 Reads `FEDBN_HEALTH`: `answers URL CA_FILE`, or `connected PORT` for an established TCP connection to that remote port.
-A SuperNode that lives but cannot reach its server has none, a SuperExec without its SuperNode neither.
+A SuperNode that lives but cannot reach its server has none, a SuperExec without its SuperNode neither. `accepted PORT
+FILE` also wants the file that a SuperNode makes when its server has accepted it.
 """
 
 import os
 import ssl
 import sys
+from http import HTTPStatus
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 #: seconds to wait for an answer
@@ -31,8 +34,11 @@ def check(wanted: str) -> str:
     """Return what is well; raise what is not."""
     match wanted.split():
         case ["answers", url, ca]:
-            with urlopen(url, timeout=PATIENCE, context=ssl.create_default_context(cafile=ca)) as answer:
-                return f"{url} answers {answer.status}"
+            return f"{url} answers {_status(url, ca)}"
+        case ["accepted", port, file]:
+            if not Path(file).exists():
+                raise ValueError("the server has not accepted this node: its key is not registered, or not yet again")
+            return check(f"connected {port}")
         case ["connected", port] if port.isdecimal():
             tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
             if any(connected(path.read_text(), int(port)) for path in tables if path.exists()):
@@ -41,7 +47,29 @@ def check(wanted: str) -> str:
         case []:
             return "nothing to check"
         case _:
-            raise ValueError(f"{_VARIABLE} must be `answers URL CA_FILE` or `connected PORT`, got {wanted!r}")
+            raise ValueError(
+                f"{_VARIABLE} must be `answers URL CA_FILE`, `connected PORT` or `accepted PORT FILE`, got {wanted!r}"
+            )
+
+
+def note_accepted(accepted: bool) -> None:
+    """Make or remove the file that `accepted PORT FILE` names; without such a check, do nothing."""
+    match os.environ.get(_VARIABLE, "").split():
+        case ["accepted", _, file] if accepted:
+            Path(file).touch()
+        case ["accepted", _, file]:
+            Path(file).unlink(missing_ok=True)
+
+
+def _status(url: str, ca: str) -> int:
+    try:
+        with urlopen(url, timeout=PATIENCE, context=ssl.create_default_context(cafile=ca)) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        # a door that wants a key is there
+        if error.code == HTTPStatus.UNAUTHORIZED:
+            return error.code
+        raise
 
 
 def connected(table: str, port: int) -> bool:

@@ -2,13 +2,14 @@
 
 from http import HTTPStatus
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from flwr.proto.fleet_pb2 import ActivateNodeResponse, DeactivateNodeRequest
 
-from fedbn_flwr.deployment import activation
+from fedbn_flwr.deployment import activation, health
 from fedbn_flwr.deployment.activation import OFFLINE, PAUSE, REFUSED, come_back_noticed
 
 
@@ -84,6 +85,19 @@ def test_other_errors_are_flowers_to_handle(done: list[object]) -> None:
     with pytest.raises(AnsweredError, match="502"):
         client([REFUSES, BREAKS], done).ActivateNode("request")
     assert done == ["activate", "activate", PAUSE, "activate"]
+
+
+def test_a_node_that_is_connected_and_refused_is_not_healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(
+        activation, "time", SimpleNamespace(sleep=lambda _: codes.append(health.main()), monotonic=lambda: 0.0)
+    )
+    monkeypatch.setattr(health, "connected", lambda *_: True)
+    monkeypatch.setenv("FEDBN_HEALTH", f"accepted 8443 {tmp_path / 'accepted'}")
+    (tmp_path / "accepted").touch()  # by the node before
+    client([REFUSES, None], []).ActivateNode("request")
+    assert codes == [1, 1]
+    assert health.main() == 0
 
 
 def test_flower_has_what_is_wrapped() -> None:

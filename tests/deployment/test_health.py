@@ -51,6 +51,10 @@ def test_an_answer_counts_only_with_a_certificate_of_the_federation(tmp_path: Pa
         assert health.check(f"answers {url} {tmp_path / 'one/ca/ca.crt'}") == f"{url} answers 200"
         with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
             health.check(f"answers {url} {tmp_path / 'two/ca/ca.crt'}")
+    with TLSServer(tmp_path / "one" / "server", {}, "key") as server:
+        # the operator's door, which wants a key
+        url = f"https://127.0.0.1:{server.port}/health"
+        assert health.check(f"answers {url} {tmp_path / 'one/ca/ca.crt'}") == f"{url} answers 401"
     with pytest.raises(OSError, match="refused"):
         health.check(f"answers {url} {tmp_path / 'one/ca/ca.crt'}")
 
