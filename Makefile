@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # uv leaves it to Python to keep compiled modules: without them, an import of torch takes 3.0 s instead of 1.6
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-deploy faults smoke-all check format docs dist bench bench-deploy bench-quick mutants matrix clean
+.PHONY: demo test test-all test-deploy test-docker faults smoke-all check format docs dist bench bench-deploy bench-quick mutants matrix clean
 
 demo: $(VENV)/installed
 	$(BIN)/fedbn-flwr compare --methods fedavg,fedavg+gn,fixbn,fedbn,fedtan,fedtan:carry=true,centralized \
@@ -20,10 +20,13 @@ test: $(VENV)/installed
 test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
-# the compose file's services and the Dockerfile's lines, run without Docker; namespaces need root, iproute2 and nginx
+# the compose file's services as plain processes, without Docker
 test-deploy: $(VENV)/installed
-	$(BIN)/python -m pytest -s -rs tests/deployment/test_dockerfile.py tests/deployment/test_compose_run.py \
-		tests/deployment/test_loopback_run.py
+	$(BIN)/python -m pytest -s -rs tests/deployment/test_loopback_run.py
+
+# the image, the compose file and what they let through, with real containers: needs Docker with Compose, and root
+test-docker: $(VENV)/installed
+	FEDBN_TEST_DOCKER=1 $(BIN)/python -m pytest -s -rs -n 0 tests/deployment/test_docker.py
 
 # kills and cuts real processes, and shows what becomes of the run: about 25 minutes
 faults: $(VENV)/installed

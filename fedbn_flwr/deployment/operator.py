@@ -3,6 +3,7 @@
 The folder `operator/` is the home of Flower's own command, too: `FLWR_HOME=federation/operator flwr run . --stream`.
 """
 
+import base64
 import json
 import os
 import re
@@ -11,13 +12,14 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
 from fedbn_flwr.deployment.errors import DeploymentError
-from fedbn_flwr.deployment.keys import check_public_key
+from fedbn_flwr.deployment.keys import PRIVATE, check_public_key
 
 #: seconds to wait for the server, and for Flower's command
 PATIENCE, COMMAND_PATIENCE = 30.0, 120.0
@@ -43,8 +45,11 @@ class Operator:
         links = tomllib.loads(here)["superlink"]
         self.name: str = links["default"]
         self.address: str = links[self.name]["address"]
+        self._key = self._read_key()
+        self._write_credentials()
         context = ssl.create_default_context(cafile=self.home / "ca.crt")
         self._opener = build_opener(ProxyHandler({}), HTTPSHandler(context=context))
+        self._opener.addheaders = [("Authorization", f"Bearer {self._key}")]
 
     def register(self, key: Path) -> str:
         """Register a site's public key under the name of its file; returns the node's number."""
@@ -101,7 +106,7 @@ class Operator:
             with self._opener.open(f"https://{self.address}/results/{path}", timeout=PATIENCE) as answer:
                 return bytes(answer.read())
         except HTTPError as error:
-            if error.code == 404:
+            if error.code == HTTPStatus.NOT_FOUND:
                 return None
             raise DeploymentError(f"https://{self.address}/results/{path}: {error.reason}") from error
         except OSError as error:
@@ -124,6 +129,27 @@ class Operator:
         options: Mapping[str, Any] = json.loads(config)["options"]
         rows = [json.loads(line) for line in rounds.splitlines() if line.endswith(b"}")]
         return {"method": options["method"], "rounds": options["rounds"], "done": len(rows), "last": (rows or [{}])[-1]}
+
+    def _read_key(self) -> str:
+        path = self.home / "operator.key"
+        try:
+            return path.read_text().strip()
+        except OSError as error:
+            raise DeploymentError(
+                f"{path} cannot be read ({error.strerror}); `fedbn-flwr provision` makes one, and what the server needs"
+            ) from error
+
+    def _write_credentials(self) -> None:
+        """Let Flower's own command send the operator's key to the address that its configuration names."""
+        values = {"authn-type": "oidc", "oidc-access-token": self._key, "oidc-refresh-token": "none"}
+        lines = [
+            f"flower.account-auth.{self.address}.{name}: {base64.b64encode(value.encode()).decode()}\n"
+            for name, value in values.items()
+        ]
+        path = self.home / "credentials.yaml"
+        path.touch(PRIVATE)
+        if path.read_text() != "".join(lines):
+            path.write_text("".join(lines))
 
     def _results(self) -> list[str]:
         listed = self.result("") or b"[]"

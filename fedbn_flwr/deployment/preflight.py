@@ -1,22 +1,27 @@
-"""Checks at a site, before its SuperNode is started for the first time."""
+"""Checks at a site, before its SuperNode is started for the first time.
+
+They try what the containers will do: as the service `preflight` of the kit's compose file, with their user and mounts.
+"""
 
 import os
 import shutil
 import socket
 import ssl
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException, HTTPSConnection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fedbn_flwr import __version__
 from fedbn_flwr.deployment.errors import DeploymentError
 from fedbn_flwr.deployment.keys import load_node_key, public_text
-from fedbn_flwr.deployment.site import read_env
+from fedbn_flwr.deployment.site import WRITTEN, read_env
 
 #: seconds that Flower's node authentication lets a node's clock be ahead of the server's, and behind it
 AHEAD, BEHIND = 5, 305
@@ -35,7 +40,7 @@ class Check:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.verdict:<8} {self.name:<9} {self.text}"
+        return f"{self.verdict:<8} {self.name:<10} {self.text}"
 
 
 def preflight(kit: Path) -> Iterator[Check]:
@@ -52,7 +57,7 @@ def preflight(kit: Path) -> Iterator[Check]:
 
 def _server(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
     """TLS, whose certificate it is, and what the server lets through."""
-    connection = _connect(kit, env)
+    connection = _connect(kit, env["FEDBN_SERVER"])
     assert isinstance(connection.sock, ssl.SSLSocket)
     certificate = connection.sock.getpeercert() or {}
     days = (ssl.cert_time_to_seconds(str(certificate["notAfter"])) - time.time()) / 86400
@@ -70,15 +75,88 @@ def _server(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
     yield Check("control", "ok" if closed else "warning", text)
 
 
-def _connect(kit: Path, env: Mapping[str, str]) -> HTTPSConnection:
-    host, _, port = env["FEDBN_SERVER"].rpartition(":")
+def _connect(kit: Path, address: str) -> HTTPSConnection:
+    host, _, port = address.rpartition(":")
     context = ssl.create_default_context(cafile=kit / "ca.crt")
     connection = HTTPSConnection(host.strip("[]"), int(port), timeout=PATIENCE, context=context)
     try:
         connection.connect()
     except (socket.gaierror, TimeoutError, ConnectionError) as error:
-        raise DeploymentError(f"{env['FEDBN_SERVER']} cannot be reached: {error}") from error
+        raise DeploymentError(f"{address} cannot be reached: {error}") from error
     return connection
+
+
+def _exchange(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
+    """The server's side channel."""
+    address = env.get("FEDBN_EXCHANGE", "")
+    if not address:
+        yield Check("exchange", "warning", "FEDBN_EXCHANGE is empty in .env: FedTAN and its relatives go by messages")
+        return
+    connection = _connect(kit, address)
+    connection.request("GET", "/")
+    connection.getresponse().read()
+    yield Check("exchange", "ok", f"{address} is open to this site")
+
+
+def _registered(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
+    """Whether the server knows this site's key: to a known key it refuses an interval of 0 between heartbeats."""
+    import httpx
+    from flwr.proto.fleet_pb2 import ActivateNodeRequest
+    from flwr.supercore.error import ApiErrorCode, FlowerError
+    from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+    from flwr.supernode.fleet_http_client import FleetHttpClient
+    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+    key = load_node_key(kit / "node.key")
+    public = key.public_key()
+    signed: list[Any] = [
+        RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+        NodeAuthHttpInterceptor(key, public),
+    ]
+    certificate = (kit / "ca.crt").read_bytes()
+    with FleetHttpClient.from_server_address(env["FEDBN_SERVER"], False, certificate, interceptors=signed) as client:
+        try:
+            client.ActivateNode(ActivateNodeRequest(public_key=public_key_to_bytes(public), heartbeat_interval=0))
+        except httpx.HTTPStatusError as error:
+            answer = FlowerError.from_json(error.response.text)
+            if answer and answer.code == ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL:
+                yield Check("registered", "ok", "the server knows this site's key")
+                return
+            if answer is None or answer.code != ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
+                raise DeploymentError(f"the server says {error.response.status_code} to this site's key") from error
+        except httpx.HTTPError as error:
+            raise DeploymentError(str(error)) from error
+    text = f"not yet: give {env['FEDBN_SITE']}.pub to the operator, who registers it"
+    yield Check("registered", "warning", text)
+
+
+def _folders(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
+    """What the containers write."""
+    for name in WRITTEN:
+        try:
+            with tempfile.TemporaryFile(dir=_place(kit, name)):
+                pass
+        except OSError as error:
+            raise DeploymentError(
+                f"{name} cannot be written by user {_user()} ({error.strerror}): `docker compose run --rm init`, or as "
+                f"root `fedbn-flwr site init`, gives the kit to FEDBN_USER={env.get('FEDBN_USER', '10001:10001')}"
+            ) from error
+    yield Check("folders", "ok", f"{', '.join(WRITTEN)} can be written by user {_user()}")
+
+
+def _place(kit: Path, name: str) -> Path:
+    """Return a folder of the kit, which in a container is mounted elsewhere."""
+    return Path("/srv", name) if _in_container() else kit / name
+
+
+def _in_container() -> bool:
+    """Whether this is the service `preflight`, in which the site's folders are where its services have them."""
+    return bool(os.environ.get("FEDBN_FLWR_DATA"))
+
+
+def _user() -> str:
+    return f"{os.geteuid()}:{os.getegid()}"
 
 
 def _clock(date: str) -> Check:
@@ -120,7 +198,7 @@ def _version(name: str) -> str:
 
 
 def _disk(kit: Path, _: Mapping[str, str]) -> Iterator[Check]:
-    free = shutil.disk_usage(kit).free
+    free = shutil.disk_usage(_place(kit, "state")).free
     text = f"{free / 2**30:.0f} GB free where the kit is"
     yield Check("disk", "ok" if free > FREE else "warning", text + ("" if free > FREE else "; 10 GB are advised"))
 
@@ -145,8 +223,9 @@ def _data(_: Path, env: Mapping[str, str]) -> Iterator[Check]:
     folder = Path(named)
     if not folder.is_absolute():
         raise DeploymentError(f"FEDBN_DATA must be an absolute path, got {named!r}")
-    if not os.access(folder, os.R_OK | os.X_OK):
-        raise DeploymentError(f"{folder} is not a folder that can be read")
+    if _in_container():
+        folder = Path(os.environ["FEDBN_FLWR_DATA"])
+    _require_readable(folder)
     homes = [folder] if (folder / "train").is_dir() else sorted(path.parent for path in folder.glob("*/train"))
     if not homes:
         names = sorted(path.name for path in folder.iterdir())
@@ -159,14 +238,39 @@ def _data(_: Path, env: Mapping[str, str]) -> Iterator[Check]:
             yield Check("data", verdict, f"{home / role}: {text or 'no classes'}")
 
 
+def _require_readable(folder: Path) -> None:
+    """Open every folder and file of the data, as an app will."""
+
+    def refuse(error: OSError) -> None:
+        path = Path(error.filename)
+        with suppress(OSError):
+            status = path.stat()
+            owner = f"{status.st_uid}:{status.st_gid}"
+            raise DeploymentError(
+                f"{path} cannot be read by user {_user()}, it belongs to {owner}: FEDBN_USER={owner} in .env, then "
+                "`docker compose run --rm init`, lets the containers run as its owner"
+            ) from error
+        raise DeploymentError(f"{folder} is not a folder that can be read") from error
+
+    for place, _, files in os.walk(folder, onerror=refuse):
+        for file in files:
+            try:
+                os.close(os.open(Path(place, file), os.O_RDONLY))
+            except OSError as error:
+                refuse(error)
+
+
 def _count(folder: Path) -> int:
     return sum(len(files) for _, _, files in os.walk(folder))
 
 
 _CHECKS: dict[str, Callable[[Path, Mapping[str, str]], Iterator[Check]]] = {
     "tls": _server,
+    "exchange": _exchange,
     "key": _key,
+    "registered": _registered,
     "versions": _versions,
+    "folders": _folders,
     "disk": _disk,
     "gpu": _gpu,
     "data": _data,

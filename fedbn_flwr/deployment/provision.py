@@ -2,8 +2,9 @@
 
 ```
 ca/        ca.key                                the CA's private key: needed to renew, best kept offline
-server/    .env docker-compose.yml nginx.conf ca.crt server.crt server.key superexec.secret state/ results/
-operator/  config.toml ca.crt                    Flower's own configuration (FLWR_HOME), and who is registered
+server/    .env docker-compose.yml ca.crt server.crt server.key superexec.secret state/ results/
+           nginx.conf operator.conf              the doors for sites and for the operator
+operator/  config.toml operator.key ca.crt       Flower's own configuration (FLWR_HOME), and who is registered
 .env       for all of it on one machine
 sites/S/   .env docker-compose.yml ca.crt *.service state/ models/ log/      the kit of site S
 ```
@@ -12,6 +13,7 @@ A folder that exists is completed: new sites get their kits, and no file is over
 """
 
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from ipaddress import ip_address
@@ -21,6 +23,7 @@ from fedbn_flwr import __version__
 from fedbn_flwr.deployment.errors import DeploymentError
 from fedbn_flwr.deployment.federation import Federation
 from fedbn_flwr.deployment.keys import (
+    PRIVATE,
     PUBLIC,
     certificate_hosts,
     make_ca,
@@ -29,10 +32,16 @@ from fedbn_flwr.deployment.keys import (
     set_aside,
     write_new,
 )
+from fedbn_flwr.deployment.operator import Operator
 
 _TEMPLATES = Path(__file__).parent / "templates"
-#: the names of the SuperLink and the proxy in docker-compose.yml, and the machine itself
+#: the names of the server's services in docker-compose.yml, and the machine itself
 _INNER_HOSTS = ("superlink", "proxy", "localhost", "127.0.0.1")
+_SITES_DOOR = (
+    "The proxy between the sites and the SuperLink: sites reach Flower's Fleet API and the health check, and by\n"
+    "# another port the ServerApp's side channel, nothing else."
+)
+_OPERATORS_DOOR = "The operator's door: the Control API and the results, for those who hold the operator's key."
 #: for containers of folders that root has made: services never run as root
 _UNPRIVILEGED = 10001
 _DOCKER_RESOLVER = "\n    resolver 127.0.0.11 valid=10s ipv6=off;\n"
@@ -50,8 +59,8 @@ def provision(federation: Federation, out: Path, superlink: str = "superlink:800
     _make_folders(federation, out)
     if not (out / "ca" / "ca.crt").exists():
         make_ca(federation.name, out / "ca" / "ca.crt", out / "ca" / "ca.key")
-    _provision_server(federation, out, superlink)
     _provision_operator(federation, out)
+    _provision_server(federation, out, superlink)
     for number, site in enumerate(federation.sites):
         _provision_site(federation, out, site, number)
     return sorted(path for path in out.rglob("*") if path.is_file() and path not in before)
@@ -72,11 +81,12 @@ def user_of(folder: Path) -> str:
     return f"{status.st_uid or _UNPRIVILEGED}:{status.st_gid or _UNPRIVILEGED}"
 
 
-def hand_over(*paths: Path) -> None:
-    """Give files that root has made to the unprivileged user of the containers."""
+def hand_over(folder: Path, user: str = "") -> None:
+    """Give a file, or a folder with all in it, to the user USER:GROUP of the containers; only root can and needs to."""
     if os.geteuid() == 0:
-        for path in paths:
-            os.chown(path, _UNPRIVILEGED, _UNPRIVILEGED)
+        number, group = map(int, (user or f"{_UNPRIVILEGED}:{_UNPRIVILEGED}").split(":"))
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, number, group, follow_symlinks=False)
 
 
 def fill(template: str, values: Mapping[str, object]) -> str:
@@ -118,19 +128,27 @@ def _provision_server(federation: Federation, out: Path, superlink: str) -> None
         "RESOLVER": "" if _is_address(superlink) else _DOCKER_RESOLVER,
         "USER": user_of(server),
         "OUT": out.resolve(),
+        "KEY": (out / "operator" / "operator.key").read_text().strip(),
     }
     _missing_text(out / ".env", fill("all.env", values))
     _missing(server / "superexec.secret", make_secret)
     _missing_text(server / "ca.crt", (out / "ca" / "ca.crt").read_text())
-    _missing_text(server / "nginx.conf", fill("nginx.conf", values))
+    for name, purpose, part in (
+        ("nginx.conf", _SITES_DOOR, "nginx-sites.conf"),
+        ("operator.conf", _OPERATORS_DOOR, "nginx-operator.conf"),
+    ):
+        text = fill("nginx.conf", {"PURPOSE": purpose, "SERVERS": fill(part, values), **values})
+        # the operator's key stands in the second one
+        _missing(server / name, lambda new, text=text: write_new(new, text, PRIVATE))  # type: ignore[misc]
     _missing_text(server / ".env", fill("server.env", values))
     _missing_text(server / "docker-compose.yml", compose_file().read_text())
-    hand_over(server, *server.rglob("*"))
+    hand_over(server)
 
 
 def _provision_operator(federation: Federation, out: Path) -> None:
     operator = (out / "operator").resolve()
     _missing_text(operator / "ca.crt", (out / "ca" / "ca.crt").read_text())
+    _missing(operator / "operator.key", lambda new: write_new(new, secrets.token_hex(32) + "\n", PRIVATE))
     address = f"127.0.0.1:{federation.operator_port}"
     lines = [
         "[superlink]",
@@ -141,6 +159,8 @@ def _provision_operator(federation: Federation, out: Path) -> None:
         f'root-certificates = "{operator / "ca.crt"}"',
     ]
     _missing_text(operator / "config.toml", "\n".join(lines) + "\n")
+    # for Flower's own command
+    Operator(operator)
 
 
 def _provision_site(federation: Federation, out: Path, site: str, number: int) -> None:
@@ -160,13 +180,13 @@ def _provision_site(federation: Federation, out: Path, site: str, number: int) -
     _missing_text(kit / "docker-compose.yml", compose_file().read_text())
     for unit in ("fedbn-node.service", "fedbn-exec.service"):
         _missing_text(kit / unit, fill(unit, values))
-    hand_over(kit, *kit.rglob("*"))
+    hand_over(kit)
 
 
 def _make_certificate(federation: Federation, out: Path) -> None:
     server, key = out / "server", _require_ca_key(out)
     make_server_certificate(out / "ca" / "ca.crt", key, _hosts(federation), federation.days, server)
-    hand_over(server / "server.crt", server / "server.key")
+    hand_over(server)
 
 
 def _require_ca_key(out: Path) -> Path:

@@ -1,10 +1,14 @@
 """The commands of a site: make its key and secret, and later new ones."""
 
+import os
 from pathlib import Path
 
 from fedbn_flwr.deployment.errors import DeploymentError
 from fedbn_flwr.deployment.keys import make_node_key, make_secret, set_aside
 from fedbn_flwr.deployment.provision import hand_over, user_of
+
+#: folders of a kit that the containers write to
+WRITTEN = ("log", "state", "models")
 
 
 def read_env(kit: Path) -> dict[str, str]:
@@ -19,16 +23,25 @@ def read_env(kit: Path) -> dict[str, str]:
 
 
 def init_site(kit: Path) -> Path:
-    """Make the site's private key and secret, which stay here; returns the public half, which the operator needs."""
-    site = _name(kit)
-    if (kit / "node.key").exists():
-        raise DeploymentError(f"{kit / 'node.key'} exists already: `fedbn-flwr site renew {kit}` makes a new one")
-    public = _make_key(kit, site)
+    """Make the site's private key and secret, which stay here, and give what they need to the user of the containers.
+
+    A key that is there stays. Returns the public half, which the operator needs.
+    """
+    site, env = _name(kit), read_env(kit)
+    # Compose has read `.env` already when it runs this as the service `init`, and says which user it found
+    user = os.environ.get("FEDBN_USER") or env.get("FEDBN_USER") or user_of(kit)
+    if "FEDBN_USER" not in env:
+        with (kit / ".env").open("a") as file:
+            file.write(f"\n# who the containers run as; must be able to read the data\nFEDBN_USER={user}\n")
+    public = kit / f"{site}.pub"
+    if not (kit / "node.key").exists():
+        make_node_key(kit / "node.key", public, site)
     if not (kit / "superexec.secret").exists():
         make_secret(kit / "superexec.secret")
-        hand_over(kit / "superexec.secret")
-    with (kit / ".env").open("a") as file:
-        file.write(f"\n# who the containers run as: the owner of this kit\nFEDBN_USER={user_of(kit)}\n")
+    for folder in WRITTEN:
+        (kit / folder).mkdir(mode=0o700, exist_ok=True)
+    for name in ("node.key", "superexec.secret", *WRITTEN):
+        hand_over(kit / name, user)
     return public
 
 
@@ -39,14 +52,7 @@ def renew_site(kit: Path) -> tuple[Path, Path]:
         raise DeploymentError(f"{kit} has no key yet: `fedbn-flwr site init {kit}` makes one")
     old = set_aside(kit / "node.key")
     set_aside(kit / f"{site}.pub")
-    return _make_key(kit, site), old
-
-
-def _make_key(kit: Path, site: str) -> Path:
-    public = kit / f"{site}.pub"
-    make_node_key(kit / "node.key", public, site)
-    hand_over(kit / "node.key", public)
-    return public
+    return init_site(kit), old
 
 
 def _name(kit: Path) -> str:

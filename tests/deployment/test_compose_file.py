@@ -22,12 +22,15 @@ SITES = Federation.read(ROOT / "federation.example.yaml").sites
 PARSERS = {
     "fedbn_flwr.deployment.superlink": ("flwr.superlink.cli.flower_superlink", "_parse_args_run_superlink"),
     "flower-superexec": ("flwr.supercore.cli.flower_superexec", "_parse_args"),
+    "fedbn_flwr.deployment.superexec": ("flwr.supercore.cli.flower_superexec", "_parse_args"),
     "fedbn_flwr.deployment.supernode": ("flwr.supernode.cli.flower_supernode", "_parse_args_run_supernode"),
 }
 
 
 def services() -> list[Service]:
-    return [service for profile in PROFILES for service in read_compose(profile, {}).values()]
+    """The services that stay; the others end when they have done their work."""
+    found = [service for profile in PROFILES for service in read_compose(profile, {}).values()]
+    return [service for service in found if service.name != "init"]
 
 
 every_service = pytest.mark.parametrize("service", services(), ids=lambda service: service.name)
@@ -38,10 +41,10 @@ def test_the_file_follows_the_compose_specification() -> None:
 
 
 def test_profiles_have_the_services_of_their_machines() -> None:
-    server = {"superlink", "superexec", "proxy"}
+    server = {"superlink", "superexec", "proxy", "operator"}
     assert set(read_compose("server", {})) == server
-    assert set(read_compose("site", {})) == {"node", "exec"}
-    assert set(read_compose("site-gpu", {})) == {"node", "exec-gpu"}
+    assert set(read_compose("site", {})) == {"init", "node", "exec"}
+    assert set(read_compose("site-gpu", {})) == {"init", "node", "exec-gpu"}
     assert set(read_compose("all", {})) == server | {*SITES, *(f"{site}-exec" for site in SITES)}
 
 
@@ -52,12 +55,31 @@ def test_no_service_runs_as_root_or_gains_rights(service: Service) -> None:
     assert service.raw["security_opt"] == ["no-new-privileges:true"]
 
 
+def test_the_service_that_gives_a_kit_to_the_others_has_no_network_and_sees_nothing_else() -> None:
+    init = read_compose("site", {})["init"]
+    assert init.raw["network_mode"] == "none"
+    assert init.raw["cap_drop"] == ["ALL"]
+    assert [volume.target for volume in init.volumes] == ["/srv/kit"]
+
+
+def test_preflight_has_the_user_the_folders_and_the_network_of_the_services() -> None:
+    here = read_compose("site", {})
+    preflight = read_compose("preflight", {})["preflight"]
+    mounts = {(volume.source, volume.target, volume.read_only) for volume in preflight.volumes}
+    for service in (here["node"], here["exec"]):
+        assert {(volume.source, volume.target, volume.read_only) for volume in service.volumes} <= mounts
+        assert service.user == preflight.user
+    assert "fleet" in here["node"].networks
+    assert preflight.networks == ("fleet",)
+
+
 @every_service
 def test_services_reap_what_they_start_come_back_and_say_how_they_are(service: Service) -> None:
     assert service.raw["init"] is True
     assert service.raw["restart"] == "unless-stopped"
     assert re.fullmatch(
-        r"answers https://127\.0\.0\.1:\d+/health /srv/\S+|connected \d+", service.environment["FEDBN_HEALTH"]
+        r"answers https://127\.0\.0\.1:\d+/health /srv/\S+|connected \d+|accepted \d+ /srv/home/accepted",
+        service.environment["FEDBN_HEALTH"],
     )
 
 
@@ -101,7 +123,28 @@ def test_apps_see_no_private_key_and_no_way_out(name: str) -> None:
     (service, *_) = [service for service in services() if service.name == name]
     assert not [volume for volume in service.volumes if volume.target.endswith(".key")]
     networks = yaml.safe_load(COMPOSE.read_text())["networks"]
-    assert all(networks[network].get("internal") for network in service.networks)
+    for network in service.networks:
+        assert networks[network]["internal"]
+        # nor to the machine: the bridge has no address there
+        assert networks[network]["driver_opts"] == {"com.docker.network.bridge.inhibit_ipv4": "true"}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_nothing_shares_a_network_with_the_operators_door_but_what_it_leads_to(profile: str) -> None:
+    here = read_compose(profile, {})
+    if "operator" in here:
+        networks = set(here["operator"].networks)
+        beside = {name for name, service in here.items() if networks & set(service.networks)}
+        assert beside == {"operator", "superlink", "superexec", "proxy"}
+        assert [name for name, service in here.items() if "operator" in service.networks] == ["operator"]
+
+
+@pytest.mark.parametrize("name", ["node", *SITES])
+def test_a_supernode_listens_in_the_network_of_its_site_only(name: str) -> None:
+    (service, *_) = [service for service in services() if service.name == name]
+    assert "--host=inside" in service.command
+    named = {network: (options or {}).get("aliases") for network, options in service.raw["networks"].items()}
+    assert named == {"fleet": None, "site" if name == "node" else name: ["inside"]}
 
 
 def test_data_and_keys_are_read_only_and_only_state_and_results_are_not() -> None:

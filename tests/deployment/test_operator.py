@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from flwr.cli.utils import load_cli_auth_plugin_from_connection
+from flwr.common.constant import ACCESS_TOKEN_KEY
+from flwr.supercore.credential_store.file_credential_store import FileCredentialStore
 
 from fedbn_flwr.deployment.cli import main
 from fedbn_flwr.deployment.operator import Operator
@@ -30,7 +33,7 @@ def federation(tmp_path: Path) -> Iterator[Path]:
     pages = {f"/results/{RUN}/{name}": content for name, content in FILES.items()}
     pages |= {f"/results/{RUN}/config.json": CONFIG, f"/results/{RUN}/rounds.jsonl": ROUNDS}
     pages |= {f"/results/{RUN}/": listing(**entries), "/results/": listing(**{RUN: "directory"})}
-    with TLSServer(out / "server", pages) as server:
+    with TLSServer(out / "server", pages, (out / "operator" / "operator.key").read_text().strip()) as server:
         config = out / "operator" / "config.toml"
         config.write_text(config.read_text().replace(":8444", f":{server.port}"))
         yield out
@@ -117,6 +120,27 @@ def test_a_private_key_is_not_sent(federation: Path, capsys: pytest.CaptureFixtu
     assert main(["site", "init", str(kit)]) == 0
     assert main(["site", "register", str(kit / "node.key"), "--operator", str(federation / "operator")]) == 2
     assert "is a private key, which must not leave its site" in capsys.readouterr().err
+
+
+def test_without_the_operators_key_nobody_is_answered(federation: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (federation / "operator" / "operator.key").write_text("another\n")
+    assert main(["fetch", RUN, "--operator", str(federation / "operator")]) == 2
+    assert capsys.readouterr().err.endswith(f"/results/{RUN}/: Unauthorized\n")
+    (federation / "operator" / "operator.key").unlink()
+    assert main(["status", "--operator", str(federation / "operator")]) == 2
+    assert "operator.key cannot be read" in capsys.readouterr().err
+
+
+def test_flowers_own_command_sends_the_operators_key(federation: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = Operator(federation / "operator")
+    store = FileCredentialStore(operator.home / "credentials.yaml")
+    assert store.file_path.stat().st_mode & 0o777 == 0o600
+    for module in ("flwr.cli.utils", "flwr.cli.auth_plugin.oidc_cli_plugin"):
+        monkeypatch.setattr(f"{module}.get_credential_store", lambda: store)
+    plugin = load_cli_auth_plugin_from_connection(operator.address)
+    plugin.load_tokens()
+    key = (operator.home / "operator.key").read_text().strip()
+    assert (ACCESS_TOKEN_KEY, key) in plugin.write_tokens_to_metadata([])
 
 
 def test_an_operators_folder_can_move(federation: Path, tmp_path: Path) -> None:

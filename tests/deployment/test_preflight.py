@@ -1,6 +1,8 @@
 """`fedbn-flwr preflight` at a site, against a server with the federation's certificate."""
 
+import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
@@ -8,10 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from flwr.supercore.error import ApiErrorCode
 
 from fedbn_flwr.deployment import preflight as module
 from fedbn_flwr.deployment.cli import main
-from tests.helpers.checkout import ROOT
+from tests.helpers.checkout import ROOT, run
 from tests.helpers.tls_server import TLSServer
 
 
@@ -21,8 +24,11 @@ def kit(tmp_path: Path) -> Iterator[Path]:
     out = tmp_path / "federation"
     assert main(["provision", str(ROOT / "federation.example.yaml"), "--out", str(out)]) == 0
     assert main(["site", "init", str(out / "sites" / "south")]) == 0
-    with TLSServer(out / "server", {"/health": b"{}"}) as server:
-        change(out / "sites" / "south", FEDBN_SERVER=f"127.0.0.1:{server.port}")
+    known = json.dumps({"code": ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL, "detail": "as to a key that is known"})
+    pages = {"/health": b"{}", "/v1/fleet/activate-node": known.encode()}
+    with TLSServer(out / "server", pages) as server:
+        address = f"127.0.0.1:{server.port}"
+        change(out / "sites" / "south", FEDBN_SERVER=address, FEDBN_EXCHANGE=address)
         yield out / "sites" / "south"
 
 
@@ -41,6 +47,7 @@ def test_a_site_that_can_take_part(kit: Path, capsys: pytest.CaptureFixture[str]
     change(kit, COMPOSE_PROFILES="site")
     found = checks(kit)
     assert {name for name, (verdict, _) in found.items() if verdict == "failed"} == set()
+    assert found["registered"] == ("ok", "the server knows this site's key")
     assert found["control"] == ("ok", "closed to this site (403)")
     assert "TLSv1.3, certificate valid for 36" in found["tls"][1]
     assert main(["preflight", str(kit)]) == 0
@@ -105,6 +112,53 @@ def test_classes_are_counted(kit: Path, tmp_path: Path) -> None:
     assert shown == [("ok", f"{data}/train: covid 3, normal 2"), ("ok", f"{data}/test: covid 1, normal 1")]
     (data / "test" / "covid" / "0.png").unlink()
     assert checks(kit)["data"] == ("failed", f"{data}/test: covid 0, normal 1")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+@pytest.mark.parametrize("name", ["log", "state", "models"])
+def test_a_folder_that_the_containers_cannot_write(name: str, kit: Path) -> None:
+    os.chown(kit / name, 0, 0)
+    verdict, text = as_user(10001, kit, "folders")
+    assert verdict == "failed"
+    assert text.startswith(f"{name} cannot be written by user 10001:10001 (Permission denied): `docker compose run")
+    assert main(["site", "init", str(kit)]) == 0
+    assert as_user(10001, kit, "folders")[0] == "ok"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+@pytest.mark.parametrize("closed", ["train", "train/covid/0.png"])
+def test_data_that_the_containers_cannot_read(closed: str, kit: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for role in ("train", "test"):
+        (data / role / "covid").mkdir(parents=True)
+        (data / role / "covid" / "0.png").touch()
+    os.chown(data / closed, 4711, 4712)
+    (data / closed).chmod(0o700)
+    change(kit, FEDBN_DATA=str(data))
+    verdict, text = as_user(10001, kit, "data")
+    assert verdict == "failed"
+    assert text.startswith(f"{data / closed} cannot be read by user 10001:10001, it belongs to 4711:4712: FEDBN_USER=")
+
+
+def as_user(number: int, kit: Path, name: str) -> tuple[str, str]:
+    """Verdict and text of the last check of a name, in a process of another user."""
+    for parent in kit.parents[:-2]:
+        parent.chmod(0o755)
+    for path in (kit, *kit.glob("*.*")):
+        os.chown(path, number, number)
+    # what is imported may lie where only root can read
+    code = f"""import json, os
+from pathlib import Path
+from fedbn_flwr.deployment import preflight
+kit = Path({str(kit)!r})
+os.setgid({number}), os.setuid({number})
+try:
+    *_, check = preflight._CHECKS[{name!r}](kit, preflight.read_env(kit))
+    print(json.dumps([check.verdict, check.text]))
+except ValueError as error:
+    print(json.dumps(["failed", str(error)]))"""
+    verdict, text = json.loads(run(sys.executable, "-c", code, env={**os.environ, "PYTHONPATH": str(ROOT)}))
+    return verdict, text
 
 
 @pytest.mark.parametrize(

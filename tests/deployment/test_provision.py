@@ -1,5 +1,7 @@
 """The folders that `fedbn-flwr provision` and `fedbn-flwr site` make."""
 
+import os
+import shutil
 import ssl
 import subprocess
 import sys
@@ -15,9 +17,13 @@ from fedbn_flwr.deployment.cli import main
 from fedbn_flwr.deployment.keys import certificate_hosts
 from fedbn_flwr.deployment.site import read_env
 from tests.helpers.checkout import ROOT
+from tests.helpers.compose import read_compose
 
 EXAMPLE = ROOT / "federation.example.yaml"
-SECRETS = ("ca/ca.key", "server/server.key", "server/superexec.secret")
+SECRETS = (
+    *("ca/ca.key", "server/server.key", "server/superexec.secret", "server/operator.conf"),
+    *("operator/operator.key", "operator/credentials.yaml"),
+)
 NO_SECRETS = ("ca/ca.crt", "server/server.crt", "sites/north/ca.crt", "sites/north/.env")
 
 
@@ -74,6 +80,13 @@ def test_the_ca_signs_the_server_and_cannot_make_further_cas(out: Path) -> None:
     limits = [item.extensions.get_extension_for_class(x509.BasicConstraints).value for item in (ca, server)]
     assert [(limit.ca, limit.path_length) for limit in limits] == [(True, 0), (False, None)]
     assert (server.not_valid_after_utc - server.not_valid_before_utc).days == 365
+
+
+def test_only_the_operators_door_knows_the_operators_key(out: Path) -> None:
+    key = (out / "operator" / "operator.key").read_bytes().strip()
+    assert len(key) == 64
+    holders = {name for name, content in files(out).items() if key in content}
+    assert holders == {"operator/operator.key", "server/operator.conf"}
 
 
 def test_no_kit_holds_a_private_key_or_secret(out: Path) -> None:
@@ -142,17 +155,47 @@ def test_a_sites_key_stays_and_flower_takes_it(out: Path) -> None:
     assert (kit / "superexec.secret").read_bytes() != (out / "server" / "superexec.secret").read_bytes()
 
 
-def test_a_key_is_not_overwritten_but_renewed(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_is_not_overwritten_but_renewed(out: Path) -> None:
     kit = out / "sites" / "south"
     assert main(["site", "renew", str(kit)]) == 2
     assert main(["site", "init", str(kit)]) == 0
     first = (kit / "node.key").read_bytes()
-    assert main(["site", "init", str(kit)]) == 2
-    assert "exists already: `fedbn-flwr site renew" in capsys.readouterr().err
+    assert main(["site", "init", str(kit)]) == 0
     assert (kit / "node.key").read_bytes() == first
     assert main(["site", "renew", str(kit)]) == 0
     assert (kit / "node.key.1").read_bytes() == first
     assert (kit / "node.key").read_bytes() != first
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("user", ["", "4711:4712"])
+def test_a_kit_that_root_has_copied_is_given_to_the_containers(user: str, out: Path, tmp_path: Path) -> None:
+    kit = tmp_path / "kit"
+    shutil.copytree(out / "sites" / "south", kit)
+    for path in (kit, *kit.rglob("*")):
+        os.chown(path, 0, 0)
+    (kit / "log").rmdir()  # an archive may leave out empty folders
+    if user:
+        with (kit / ".env").open("a") as file:
+            file.write(f"FEDBN_USER={user}\n")
+    assert main(["site", "init", str(kit)]) == 0
+    assert read_env(kit)["FEDBN_USER"] == (user or "10001:10001")
+    for name in ("node.key", "superexec.secret", "log", "state", "models"):
+        status = (kit / name).stat()
+        assert f"{status.st_uid}:{status.st_gid}" == (user or "10001:10001"), name
+    assert (kit / ".env").stat().st_uid == 0
+
+
+def test_no_two_projects_of_a_machine_have_a_container_of_one_name(tmp_path: Path) -> None:
+    names: list[str] = []
+    for name in ("hospitals", "banks"):
+        file, out = tmp_path / f"{name}.yaml", tmp_path / name
+        file.write_text(f"name: {name}\nserver: fl.example.org\nsites: [north, server, all]\n")
+        assert main(["provision", str(file), "--out", str(out)]) == 0
+        for folder in (out, out / "server", *(out / "sites").iterdir()):
+            env = read_env(folder)
+            names += [f"{env['COMPOSE_PROJECT_NAME']}-{key}" for key in read_compose(env["COMPOSE_PROFILES"], env)]
+    assert len(set(names)) == len(names)
 
 
 def test_services_do_not_run_as_root(out: Path) -> None:

@@ -1,6 +1,5 @@
 """docker-compose.yml as Compose reads it: what each service of a profile runs, with which files and networks."""
 
-import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -73,7 +72,7 @@ def _service(name: str, raw: Mapping[str, Any]) -> Service:
         # compose puts values into what it has parsed, so that an empty one is an empty text
         {key: "" if value is None else str(value) for key, value in raw.get("environment", {}).items()},
         tuple(Volume(source, target, mode == ["ro"]) for source, target, *mode in volumes),
-        tuple(raw["networks"]),
+        tuple(raw.get("networks", ())),
         tuple(raw.get("ports", ())),
         str(raw["user"]),
         raw,
@@ -84,12 +83,6 @@ def image_environment() -> dict[str, str]:
     """Return the variables that the Dockerfile sets."""
     lines = [text for instruction, text in read_dockerfile() if instruction == "ENV"]
     return dict(word.split("=", 1) for line in lines for word in shlex.split(line))
-
-
-def health_check() -> list[str]:
-    """Return the command of the Dockerfile's health check."""
-    (text,) = [text for instruction, text in read_dockerfile() if instruction == "HEALTHCHECK"]
-    return [str(word) for word in json.loads(text.partition("CMD")[2])]
 
 
 def read_dockerfile() -> list[tuple[str, str]]:

@@ -72,7 +72,7 @@ class LoopbackFederation(Federation):
     def _add_services(self) -> None:
         server = read_compose("server", read_env(self.out / "server"))
         if not has_proxy():
-            del server["proxy"]
+            del server["proxy"], server["operator"]
         for service in server.values():
             self._add(service.name, service, self.out / "server", dict.fromkeys(server, self._superlink))
         for number, site in enumerate(self.sites):
@@ -84,6 +84,7 @@ class LoopbackFederation(Federation):
             if self._only_own_app:
                 env["FEDBN_APPS"] = f"{'0' * 64},{app_hash(self.app)}"
             services = read_compose("site", env)
+            del services["init"]  # the kits have their keys
             for service in services.values():
                 addresses = dict.fromkeys(services, _ADDRESS.format(number + 2))
                 self._add(f"{site}-{service.name}", service, self.kit(site), addresses)
@@ -95,7 +96,7 @@ class LoopbackFederation(Federation):
         places = _places(service, folder, addresses)
         words = [_replaced(word, places) for word in service.command]
         if words[0] == "nginx":
-            config = folder / "nginx.conf"
+            config = folder / words[words.index("-c") + 1]
             # the ServerApp's port is one that no other test run of this machine has
             serverapp = f"{self._superlink}:{self._serverapp_port}"
             text = config.read_text().replace("/srv/home", str(home))
@@ -103,7 +104,9 @@ class LoopbackFederation(Federation):
             # as root, workers would be nobody, who may not enter a test's folder
             words[-1] += " user root;" if os.geteuid() == 0 else ""
         image = {key: value.replace("/srv/home", str(home)) for key, value in image_environment().items()}
-        given = {key: _replaced(value, places) for key, value in service.environment.items()}
+        given = {
+            key: _replaced(value.replace("/srv/home", str(home)), places) for key, value in service.environment.items()
+        }
         if PORT_VARIABLE in given:
             given[PORT_VARIABLE] = str(self._serverapp_port)
         self.services[name] = Supervised(words, logs / f"{name}.log", environment(**image, **given))
@@ -121,7 +124,7 @@ def _places(service: Service, folder: Path, addresses: Mapping[str, str]) -> dic
     # a folder whose files are mounted one by one
     paths |= {str(Path(target).parent) + "/": str(Path(source).parent) + "/" for target, source in paths.items()}
     names = {f"{name}:": f"{address}:" for name, address in addresses.items()}
-    return {**paths, **names, "0.0.0.0": addresses[service.name]}
+    return {**paths, **names, "0.0.0.0": addresses[service.name], "inside": addresses[service.name]}
 
 
 def _replaced(word: str, places: Mapping[str, str]) -> str:

@@ -10,9 +10,12 @@ from typing import Self
 
 
 class TLSServer:
-    """Answers each path of the table with 200, and 404 (or 403 to a POST) elsewhere."""
+    """Answers each path of the table with 200, or with 412 to a POST, and 404 or 403 elsewhere.
 
-    def __init__(self, folder: Path, pages: Mapping[str, bytes]) -> None:
+    Those without the key get 401.
+    """
+
+    def __init__(self, folder: Path, pages: Mapping[str, bytes], key: str = "") -> None:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
@@ -20,9 +23,12 @@ class TLSServer:
                 self._answer(200 if self.path in pages else 404, pages.get(self.path, b""))
 
             def do_POST(self) -> None:
-                self._answer(403, b"")
+                self.rfile.read(int(self.headers["Content-Length"] or 0))
+                self._answer(412 if self.path in pages else 403, pages.get(self.path, b""))
 
             def _answer(self, status: int, content: bytes) -> None:
+                if key and self.headers["Authorization"] != f"Bearer {key}":
+                    status, content = 401, b""
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
