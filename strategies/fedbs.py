@@ -84,8 +84,9 @@ class FedBS(FedAvg):
         key = LOSSES[self.loss]
         if not any(key in reply.metrics for reply in replies):
             known = ", ".join(sorted(replies[0].metrics))
+            remedy = "; name the one that holds it: ClientApp(..., loss_key=...)" if self.loss == "running" else ""
             raise CannotTrainError(
-                f"FedBS weighs by the metric {key!r}, which no node sent; node {replies[0].node} sent {known}"
+                f"FedBS weighs by the metric {key!r}, which no node sent; node {replies[0].node} sent {known}{remedy}"
             )
         losses = [_usable_loss(reply, key) for reply in replies]
         usable = [loss for loss in losses if loss is not None]

@@ -71,8 +71,13 @@ def _quiet(verbose: bool) -> None:
     logger.addFilter(lambda record: not any(text in record.getMessage() for text in _NORMAL))
 
 
-#: evaluation is the server's; and `run_simulation` is the only way to start a simulation from Python
-_NORMAL = ("Federated evaluation will be skipped", "`run_simulation` function is deprecated")
+#: evaluation is the server's; `run_simulation` is the only way to start a simulation from Python; and the command
+#: measures models that stay on nodes by itself
+_NORMAL = (
+    "Federated evaluation will be skipped",
+    "`run_simulation` function is deprecated",
+    "that stay on the nodes and were not trained",
+)
 
 
 class _Parser(argparse.ArgumentParser):

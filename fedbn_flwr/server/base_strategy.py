@@ -37,8 +37,8 @@ from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
 from fedbn_flwr.wire import Instruction
 
 UNTRAINED = (
-    "`result.arrays` has %d entries that nobody trained, because they stay on the nodes: %s. Evaluate on the nodes; "
-    "`export_personal` of fedbn_flwr.clientapp makes a node's own model"
+    "`result.arrays` has %d entries that stay on the nodes and were not trained (%s): evaluate on the nodes, or use "
+    "`export_personal`"
 )
 
 
@@ -241,7 +241,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         else:
             result = super().start(grid, initial_arrays, num_rounds, *configs, evaluate_fn)
         if names := self.untrained():
-            log(WARNING, UNTRAINED, len(names), ", ".join(names))
+            log(WARNING, UNTRAINED, len(names), ", ".join(names[:3]) + ", ..." * (len(names) > 3))
         return result
 
     def configure_train(

@@ -91,6 +91,14 @@ def test_a_loss_of_zero_counts_in_the_deviation() -> None:
     assert strategy.measured["loss-deviation"] == 1.5
 
 
+def test_without_the_training_loss_the_remedy_is_named() -> None:
+    silent: Any = [SimpleNamespace(node=7, metrics={"train_loss": 2.0})]
+    with pytest.raises(
+        CannotTrainError, match=r"node 7 sent train_loss; name the one that holds it: .*loss_key=\.\.\."
+    ):
+        FedBS(loss="running").weigh(silent)
+
+
 def test_without_the_metric_it_is_said_what_there_is() -> None:
     silent: Any = [SimpleNamespace(node=7, metrics={"speed": 1.0, "loss": 2.0})]
     with pytest.raises(CannotTrainError, match=r"'local-loss', which no node sent; node 7 sent loss, speed$"):
