@@ -32,7 +32,7 @@ def normalize(gathered: Tensor, mean: Channels, std: Channels, *, into: Tensor |
     float32 tensor of the same shape, if one is given.
     """
     unit = 255.0 if gathered.dtype == torch.uint8 else 1.0
-    center, width = _constants(mean or (0.0,), std or (1.0,), unit, gathered.device)
+    center, width = _constants(mean or (0.0,), std or (1.0,), unit, gathered.dim(), gathered.device)
     inputs = gathered.to(torch.float32) if into is None else into.copy_(gathered)
     return inputs.sub_(center).div_(width)
 
@@ -55,7 +55,7 @@ def measure(images: Tensor) -> tuple[Channels, Channels]:
     """Return mean and standard deviation of every channel, for pixels from 0 to 1; a deviation of 0 is made 1."""
     if images.dtype == torch.uint8:
         return measure_bytes([images])
-    variance, mean = torch.var_mean(images.double(), dim=(0, 2, 3), correction=0)
+    variance, mean = torch.var_mean(images.double(), dim=[0, *range(2, images.dim())], correction=0)
     return _channels(mean, variance)
 
 
@@ -77,7 +77,10 @@ def _channels(mean: Tensor, variance: Tensor) -> tuple[Channels, Channels]:
 
 
 @lru_cache(maxsize=64)
-def _constants(mean: Channels, std: Channels, unit: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def _constants(
+    mean: Channels, std: Channels, unit: float, dimensions: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Return both as tensors in the units of the stored numbers, on a device, for a batch; sent only once."""
-    center, width = (torch.tensor(values).mul(unit).view(-1, 1, 1).to(device) for values in (mean, std))
+    shape = -1, *(1,) * (dimensions - 2)
+    center, width = (torch.tensor(values).mul(unit).view(shape).to(device) for values in (mean, std))
     return center, width

@@ -29,9 +29,10 @@ Batch = tuple[Tensor, Tensor]
 class Split:
     """Samples with labels and, where the data have domains, each sample's domain.
 
-    The inputs are N x C x H x W, uint8 (0 to 255) or float32, in memory or memory-mapped
-    (`torch.from_file`); labels and domains are int64. `mean` and `std` hold one number a channel, for
-    inputs scaled to [0, 1]; where they are empty, batches are not normalized.
+    The inputs are N x C x H x W, or of another shape that starts with N x C; uint8 (0 to 255) or float32,
+    in memory or memory-mapped (`torch.from_file`). Labels and domains are int64. Only images can be resized
+    or augmented. `mean` and `std` hold one number a channel, for inputs scaled to [0, 1]; where they are
+    empty, batches are not normalized.
     """
 
     inputs: Tensor
@@ -43,8 +44,8 @@ class Split:
 
     def __post_init__(self) -> None:
         shape, dtype = tuple(self.inputs.shape), self.inputs.dtype
-        if len(shape) != 4 or dtype not in (torch.uint8, torch.float32):
-            raise ValueError(f"inputs must be N x C x H x W, uint8 or float32, not {shape}, {dtype}")
+        if len(shape) < 2 or dtype not in (torch.uint8, torch.float32):
+            raise ValueError(f"inputs must be N x C, or N x C x H x W, uint8 or float32, not {shape}, {dtype}")
         for name, column in (("labels", self.labels), ("domains", self.domains)):
             if column is not None and (column.dtype != torch.int64 or column.shape != shape[:1]):
                 actual = f"{tuple(column.shape)}, {column.dtype}"
@@ -106,6 +107,8 @@ class Split:
 
     def resized(self, side: int) -> "Split":
         """Return the split with images of another size."""
+        if self.inputs.dim() != 4:
+            raise ValueError(f"image-size is for images, not for inputs of the shape {tuple(self.inputs.shape[1:])}")
         return replace(self, inputs=resize(self.inputs, side))
 
     def measured(self) -> tuple[Channels, Channels]:
@@ -185,13 +188,13 @@ class Data:
 
     @property
     def in_channels(self) -> int:
-        """Number of channels of an image."""
+        """Number of channels of an image, or of values of another sample."""
         return self.train.inputs.shape[1]
 
     @property
     def image_size(self) -> int:
-        """Side of a square image, in pixels."""
-        return self.train.inputs.shape[-1]
+        """Side of a square image, in pixels; 1 where samples have nothing but channels."""
+        return self.train.inputs.shape[-1] if self.train.inputs.dim() > 2 else 1
 
     def resized(self, side: int) -> "Data":
         """Return the data with images of another size."""

@@ -17,7 +17,9 @@ from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.sinks import check_sinks
+from fedbn_flwr.layerwise.shared_statistics import check_layers
 from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.strategies import Layerwise
 
 #: the share of the training data and the draw of the validation split are the same for every seed
 VALIDATION_SEED = 0
@@ -116,7 +118,9 @@ def check(experiment: Experiment) -> None:
         pick_device(config.device)
         if config.dataset != data.SITES:
             check_task(config)
-            shared_model(config)
+            check_shapes(config)
+            if issubclass(experiment.strategy_class, Layerwise):
+                _check_layers(config)
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     if config.dataset == data.SITES and experiment.strategy_class.pooled:
@@ -140,6 +144,35 @@ def check_task(config: Config) -> None:
         raise UsageError(
             f"model {config.model!r} is for {entry.task}, {loaded.name} for {loaded.task}; there are: {able}"
         )
+
+
+def check_shapes(config: Config) -> None:
+    """Refuse a model that cannot take the data's inputs, or has too few outputs for their classes."""
+    loaded, model = load_data(config), shared_model(config)
+    if not isinstance(loaded.train, data.Split):
+        return  # read from files at the size that the model is made for
+    shape = tuple(loaded.train.inputs.shape[1:])
+    if len(shape) != 3 and config.augmentation != "none":
+        raise UsageError(f"augmentation {config.augmentation!r} is for images, not for inputs of the shape {shape}")
+    modes = {layer: layer.training for layer in model.modules()}
+    device = next((parameter.device for parameter in model.parameters()), None)
+    try:
+        with torch.no_grad():
+            outputs = model.eval()(torch.zeros(1, *shape, device=device))
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"model {config.model!r} cannot take inputs of the shape {shape}: {error}") from error
+    finally:
+        for layer, mode in modes.items():
+            layer.training = mode
+    if isinstance(outputs, torch.Tensor) and outputs.dim() > 1 and outputs.shape[1] < loaded.num_classes:
+        raise UsageError(f"model {config.model!r} has {outputs.shape[1]} outputs for {loaded.num_classes} classes")
+
+
+def _check_layers(config: Config) -> None:
+    try:
+        check_layers(shared_model(config))
+    except TypeError as error:
+        raise UsageError(f"method {config.method!r}: {error}") from error
 
 
 def check_partition(config: Config, clients: int) -> None:

@@ -106,6 +106,11 @@ def _move(layer: _BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
         running.mul_(1 - factor).add_(new.to(running), alpha=factor)
 
 
+def check_layers(model: nn.Module) -> None:
+    """Refuse a model with a BN layer whose statistics cannot be shared: a TypeError names it."""
+    _plain_layers(model)
+
+
 def _plain_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     layers = bn_layers(model)
     for name, layer in layers.items():

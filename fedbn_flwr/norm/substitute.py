@@ -46,7 +46,10 @@ def swap_normalizers(model: nn.Module, make: Callable[[Slot], nn.Module]) -> nn.
             return layer
         slot = _slot(name, layer)
         new = make(slot)
-        return layer if new is layer else _fit(new, slot, fallback)
+        if new is layer:
+            return layer
+        _refuse_loss(slot, new)
+        return _fit(new, slot, fallback)
 
     return substitute(model, make_one)
 
@@ -57,6 +60,19 @@ def _slot(name: str, layer: nn.Module) -> Slot:
         raise ValueError(f"layer {name!r} is lazy and not built yet: run the model once first")
     momentum = getattr(layer, "momentum", 0.1)
     return Slot(name, layer, channels, layer.eps, momentum, affine=layer.weight is not None)  # type: ignore[arg-type]
+
+
+def _refuse_loss(slot: Slot, new: nn.Module) -> None:
+    """Refuse to replace a layer of a user's own that has parameters which no replacement would have.
+
+    Layers of this package start fresh.
+    """
+    layer = slot.layer
+    if type(layer).__module__.startswith(f"{__name__.partition('.')[0]}."):
+        return
+    if lost := [name for name, _ in layer.named_parameters(recurse=False) if name not in ("weight", "bias")]:
+        kind, other = type(layer).__name__, type(new).__name__
+        raise ValueError(f"layer {slot.name!r} is a {kind} with {', '.join(lost)}, which {other} would drop")
 
 
 def _fit(new: nn.Module, slot: Slot, fallback: Tensor | None) -> nn.Module:

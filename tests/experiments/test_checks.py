@@ -1,0 +1,63 @@
+"""What is checked before the first round: data, shapes, layers; and what needs no warning."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs import results, run
+
+HERE = "tests.helpers.other_shapes"
+
+REFUSED = {
+    "a replacement that drops a parameter": (
+        {"method": "fedavg+gn", "model": f"{HERE}:warm"},
+        "layer '1' is a WarmBatchNorm with temperature, which GroupNorm would drop",
+    ),
+    "a layer-wise step over a layer of its own kind": (
+        {"method": "fedtan", "model": f"{HERE}:warm"},
+        "method 'fedtan': layer '1' is a WarmBatchNorm, which computes something else than BN",
+    ),
+    "a model for other inputs": (
+        {"model": f"{HERE}:deaf"},
+        f"model '{HERE}:deaf' cannot take inputs of the shape (1, 8, 8)",
+    ),
+    "too few outputs": ({"model": f"{HERE}:narrow"}, f"model '{HERE}:narrow' has 3 outputs for 4 classes"),
+    "rows as images": (
+        {"dataset": f"{HERE}:rows_of_numbers", "model": f"{HERE}:perceptron", "image-size": "8"},
+        "image-size is for images, not for inputs of the shape (20,)",
+    ),
+    "augmented rows": (
+        {"dataset": f"{HERE}:rows_of_numbers", "model": f"{HERE}:perceptron", "augmentation": "crop"},
+        "augmentation 'crop' is for images, not for inputs of the shape (20,)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_one_line_before_training(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, message = REFUSED[case]
+    assert run("run", results_dir=str(tmp_path / "results"), **options) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize("engine", ["inprocess", "stacked"])
+@pytest.mark.parametrize("method", ["fedavg", "fedtan", "fixbn:freeze-round=15"])
+def test_rows_of_numbers_are_trained_on(method: str, engine: str, tmp_path: Path) -> None:
+    chosen = {"dataset": f"{HERE}:rows_of_numbers", "model": f"{HERE}:perceptron", "rounds": "20", "lr": "0.3"}
+    assert run("run", engine=engine, method=method, results_dir=str(tmp_path), **chosen) == 0
+    assert results(tmp_path)["summary"]["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize("method", ["fedbn", "hbn"])
+def test_a_command_does_not_warn_of_what_stays_on_nodes(
+    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    assert run("run", method=method, rounds="1", results_dir=str(tmp_path)) == 0
+    assert not [record for record in caplog.records if "not trained" in record.getMessage()]

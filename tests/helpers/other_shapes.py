@@ -1,0 +1,50 @@
+"""Data and models that are not those of images and plain BN."""
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.data import Data, Split
+
+
+def rows_of_numbers() -> Data:
+    """Samples of 20 numbers in four classes, by the signs of the first two."""
+    generator = torch.Generator().manual_seed(0)
+
+    def split(count: int) -> Split:
+        inputs = torch.randn(count, 20, generator=generator)
+        return Split(inputs, (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long())
+
+    return Data("rows", split(240), split(80), 4).standardized()
+
+
+def perceptron(num_classes: int, in_channels: int) -> nn.Module:
+    """Return a network with one BN layer for rows of numbers."""
+    return nn.Sequential(nn.Linear(in_channels, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, num_classes))
+
+
+class WarmBatchNorm(nn.BatchNorm2d):
+    """BN with a temperature that is learned."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.temperature = nn.Parameter(torch.ones(1))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize, and multiply by the temperature."""
+        return super().forward(input) * self.temperature
+
+
+def warm(num_classes: int, in_channels: int) -> nn.Module:
+    """Return a network with a BN layer of a kind of its own."""
+    layers = nn.Conv2d(in_channels, 8, 3), WarmBatchNorm(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(8, num_classes))
+
+
+def deaf(num_classes: int) -> nn.Module:
+    """Return a network for inputs of 7 numbers alone."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(7, num_classes))
+
+
+def narrow(num_classes: int) -> nn.Module:
+    """Return a network with an output too few."""
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes - 1))
