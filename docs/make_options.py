@@ -28,7 +28,8 @@ This page is written from the code by `make docs`. The same names are used every
 - in Flower's run configuration: `flwr run . --run-config "method='fedprox' mu=0.1 lr=0.05"`.
 
 An unknown option or an invalid value is an error that names it, with exit code 2. `fedbn-flwr run --help` shows the
-common options, `--help-all` all of them.
+common options, `--help-all` all of them. An option that the method does not have is an error too. In a comparison, an
+option of single strategies is for those methods that have it, and an error if none has it.
 
 **Your own methods, models and data.** `plugins` names the modules that register them. Every process of a run imports
 these modules:

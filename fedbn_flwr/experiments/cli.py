@@ -15,7 +15,7 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.data_command import add_data_command, check_data
 from fedbn_flwr.experiments.diagnosis.command import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, prepare
-from fedbn_flwr.experiments.method import all_options, import_plugins, owners, resolve, split_methods
+from fedbn_flwr.experiments.method import all_options, import_plugins, owners, parse, resolve, split_methods
 from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_run, write_to_any_terminal
 from fedbn_flwr.experiments.output.listing import listing, show_listing, show_one
 from fedbn_flwr.experiments.output.run_folder import make_folder
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
         words = sys.argv[1:] if arguments is None else arguments
         options = vars(_parser(others or {}, "--help-all" in words).parse_args(words))
         command = options.pop("command")
+        _refuse_ignored(command, options)
         _quiet(verbose=options.pop("verbose", False))
         return _COMMANDS[command](options) or 0
     except UsageError as error:
@@ -62,6 +63,20 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _refuse_ignored(command: str, options: Mapping[str, Any]) -> None:
+    """Refuse an option of single strategies that none of the methods has.
+
+    In a comparison, one that some of them have is for these.
+    """
+    if command not in ("run", "compare") or options.get("resume"):
+        return
+    methods = split_methods(str(options.get("methods", options.get("method", Config.method))))
+    strategies = [parse(method).strategy for method in methods]
+    for key in options:
+        if strategies and (names := owners(key)) and not set(names) & set(strategies):
+            raise UsageError(f"--{key} is an option of {', '.join(names)}; {', '.join(strategies)} would ignore it")
 
 
 def _quiet(verbose: bool) -> None:

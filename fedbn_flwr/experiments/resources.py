@@ -1,12 +1,15 @@
 """The data, the partition and the model of an experiment: made once a process, shared by all its clients."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from logging import WARNING
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from flwr.common.logger import log
 from numpy.typing import NDArray
 from torch import nn
 
@@ -21,6 +24,7 @@ from fedbn_flwr.layerwise.shared_statistics import check_layers
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.strategies import Layerwise
 
+CLASSIFICATION = "classification"
 #: the share of the training data and the draw of the validation split are the same for every seed
 VALIDATION_SEED = 0
 
@@ -185,6 +189,28 @@ def check_partition(config: Config, clients: int) -> None:
         raise UsageError(str(error)) from error
 
 
+def absent_classes(config: Config) -> list[str]:
+    """Return the names or numbers of the classes of which no client has a sample."""
+    if config.dataset == data.SITES or not config.clients or load_data(config).task != CLASSIFICATION:
+        return []
+    loaded = load_data(config)
+    held = set(loaded.train.labels[np.concatenate(make_partition(config, config.clients))].unique().tolist())
+    names = loaded.class_names or [str(number) for number in range(loaded.num_classes)]
+    return [name for number, name in enumerate(names) if number not in held]
+
+
+def about_absent(classes: Sequence[str], partition: str, clients: int) -> str:
+    """Return a sentence about classes that nobody has, though they are tested."""
+    few = ", ".join(classes[:5]) + ", ..." * (len(classes) > 5)
+    return f"no client has samples of {len(classes)} classes ({few}): {partition} with {clients} clients"
+
+
+@cache
+def _warn_once(line: str) -> None:
+    """Log a warning, once a process: the methods of a comparison have the same data."""
+    log(WARNING, line)
+
+
 def check_simulation(experiment: Experiment) -> None:
     """Check a run that brings its own nodes, and so must know how many."""
     if experiment.config.dataset == data.SITES:
@@ -192,6 +218,8 @@ def check_simulation(experiment: Experiment) -> None:
     if not experiment.config.clients:
         raise UsageError("clients must be at least 1: only a running federation has a number of its own")
     check(experiment)
+    if classes := absent_classes(experiment.config):
+        _warn_once(about_absent(classes, experiment.config.partition, experiment.config.clients))
 
 
 def state_folder(config: Config, run: Path) -> Path | None:

@@ -3,13 +3,20 @@
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from fedbn_flwr.experiments import Config
+from fedbn_flwr.experiments.resources import _warn_once, load_data, make_partition
 from tests.helpers.runs import results, run
 
 HERE = "tests.helpers.other_shapes"
 
 REFUSED = {
+    "an option of another method": (
+        {"method": "fedavg", "freeze-round": "0.3"},
+        "--freeze-round is an option of fixbn, centralized; fedavg would ignore it",
+    ),
     "a replacement that drops a parameter": (
         {"method": "fedavg+gn", "model": f"{HERE}:warm"},
         "layer '1' is a WarmBatchNorm with temperature, which GroupNorm would drop",
@@ -61,3 +68,43 @@ def test_a_command_does_not_warn_of_what_stays_on_nodes(
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     assert run("run", method=method, rounds="1", results_dir=str(tmp_path)) == 0
     assert not [record for record in caplog.records if "not trained" in record.getMessage()]
+
+
+def test_an_option_in_a_comparison_is_for_the_methods_that_have_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"rounds": "1", "results_dir": str(tmp_path)}
+    assert run("compare", "--methods", "fedavg,fixbn", "--freeze-round", "1", **words) == 0
+    capsys.readouterr()
+    assert run("compare", "--methods", "fedavg,fedbn", "--freeze-round", "1", **words) == 2
+    assert "fedavg, fedbn would ignore it" in capsys.readouterr().err
+
+
+def test_classes_that_nobody_has_and_a_single_seed_are_said(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    _warn_once.cache_clear()
+    chosen = {"dataset": "digits", "partition": "classes:2", "clients": "3", "rounds": "1"}
+    assert run("compare", "--methods", "fedavg,fedbn", results_dir=str(tmp_path), **chosen) == 0
+    held = set(load_data(Config()).train.labels[np.concatenate(make_partition(Config(), 3))].tolist())
+    few = ", ".join(str(number) for number in range(10) if number not in held)
+    assert len(held) == 6
+    line = f"no client has samples of 4 classes ({few}): classes:2 with 3 clients"
+    assert [record.getMessage() for record in caplog.records].count(line) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count(f"Caution: {line}.") == 1
+    assert shown.count("One seed: a difference may be chance.") == 1
+
+
+def test_nothing_is_said_where_all_classes_and_several_seeds_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = {"methods": "fedavg,fedbn", "seeds": "2", "rounds": "1"}
+    assert run("compare", results_dir=str(tmp_path), **chosen) == 0
+    shown = capsys.readouterr().out
+    assert "Caution" not in shown
+    assert "One seed" not in shown

@@ -17,6 +17,7 @@ from rich.table import Table
 from fedbn_flwr.experiments.comparison import Line, lines, metric_of
 from fedbn_flwr.experiments.output.recorder import Progress as Callback
 from fedbn_flwr.experiments.output.recorder import Summary, outcome_of
+from fedbn_flwr.experiments.resources import about_absent
 
 console = Console()
 
@@ -94,6 +95,7 @@ def show_run(summary: Summary, folder: Path) -> None:
         if isinstance(value, int | float) and not isinstance(value, bool):
             table.add_row(key, f"{value:.4f}" if isinstance(value, float) else f"{value:,}")
     console.print(table)
+    _show_absent(summary)
     console.print(f"Results: {folder.resolve()}")
 
 
@@ -135,6 +137,18 @@ def _show_accuracies(summaries: Sequence[Summary], failures: Mapping[str, str]) 
     for method, failure in failures.items():
         table.add_row(method, *([failure] if failure else numbers[method]))
     console.print(table)
+    if len(compared) > 1 and len(summaries) < 2 * len(compared):
+        _footer("One seed: a difference may be chance. `--seeds 3` gives intervals.")
+    _show_absent(first)
+
+
+def _show_absent(summary: Summary) -> None:
+    if classes := summary.get("absent-classes"):
+        _footer(f"Caution: {about_absent(classes, summary['partition'], summary['clients'])}.")
+
+
+def _footer(text: str) -> None:
+    console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_domains(summaries: Sequence[Summary]) -> None:
@@ -161,7 +175,12 @@ def _table(title: str) -> Table:
 
 
 def _difference(line: Line, several: bool) -> str:
-    return f"{line.difference:+.3f}" + (f" ± {line.half_width:.3f}" if several else "")
+    return f"{_rounded(line.difference, 3):+.3f}" + (f" ± {line.half_width:.3f}" if several else "")
+
+
+def _rounded(value: float, digits: int) -> float:
+    """Round; what is 0 then has no sign."""
+    return round(value, digits) + 0.0
 
 
 def _mean(summaries: Sequence[Summary], method: str, key: str) -> str:

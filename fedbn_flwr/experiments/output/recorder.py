@@ -14,6 +14,7 @@ from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.output.scoring import Score, Scorer
 from fedbn_flwr.experiments.output.sinks import Sink
 from fedbn_flwr.experiments.output.site_scoring import SiteScorer
+from fedbn_flwr.experiments.resources import absent_classes
 from fedbn_flwr.strategies import BaseStrategy, DivergedError
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally
 
@@ -112,6 +113,7 @@ class Journal:
             "evaluation-payload-bytes": self._grid.evaluation.payload,
             "seconds": time.perf_counter() - self._started,
             **self._until_target(),
+            **({"absent-classes": absent} if (absent := absent_classes(config)) else {}),
         }
 
     def summary_of_failure(self, experiment: Experiment, nodes: int, error: Exception) -> Summary:
