@@ -71,6 +71,7 @@ COMMAND = (
         "the training data, held out",
     ),
     ("`--batches`", "`4`", "of `diagnose`: mini-batches per client to average over"),
+    ("`--dry-run`", "", "of `compare`: show what would run, how many steps, and about how long"),
     ("`--smoke`, `--only`, `--dry-run`, ...", "", "of `reproduce`: see [recipes.md](recipes.md)"),
 )
 

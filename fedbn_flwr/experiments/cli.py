@@ -19,7 +19,15 @@ from fedbn_flwr.experiments.method import all_options, import_plugins, owners, p
 from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_run, write_to_any_terminal
 from fedbn_flwr.experiments.output.listing import listing, show_listing, show_one
 from fedbn_flwr.experiments.output.run_folder import make_folder
-from fedbn_flwr.experiments.recipes.commands import add_recipe_commands, at_least_one, list_recipes, reproduce
+from fedbn_flwr.experiments.recipes.commands import (
+    add_recipe_commands,
+    at_least_one,
+    list_recipes,
+    reproduce,
+    show_estimate,
+)
+from fedbn_flwr.experiments.recipes.matrix import Cell
+from fedbn_flwr.experiments.recipes.recipe import Setting
 from fedbn_flwr.experiments.recovery import resume
 from fedbn_flwr.experiments.reports.command import add_report_command, report
 from fedbn_flwr.experiments.resources import check_simulation
@@ -29,7 +37,7 @@ from fedbn_flwr.plugins.options import Option, UsageError, as_value, convert, op
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
 
 #: options that the help shows; `--help-all` shows all
-COMMON = ("method", "model", "dataset", "partition", "clients", "rounds", "lr", "seed", "results-dir")
+COMMON = ("method", "model", "dataset", "partition", "clients", "rounds", "lr", "results-dir")
 EXAMPLES = {
     "run": ("--method fixbn:freeze-round=0.3 --partition classes:2", "--method fedavg+gn --model resnet20 --lr 0.05"),
     "compare": ("--methods fedavg,fedavg+gn,fixbn --seeds 3", "--methods fedavg,fedprox:mu=0.01 --lr-grid 0.1,0.03"),
@@ -133,6 +141,8 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
     several.add_argument("--seeds", default="1", metavar="N", help="runs per method, with seeds from --seed on [1]")
     text = "learning rates to choose from for each method"
     several.add_argument("--lr-grid", dest="lr-grid", metavar="LRS", default="", help=text)
+    text = "show what would run, how many steps, and about how long"
+    several.add_argument("--dry-run", dest="dry-run", action="store_true", default=False, help=text)
     _add_engine(several, everything)
     _add_shared(several, everything, skip=("method", "resume"))
     single = _command(
@@ -233,7 +243,8 @@ def _run(options: dict[str, Any]) -> None:
 
 
 def _compare(options: dict[str, Any]) -> None:
-    engine = _engine(options.pop("engine", None))
+    name, dry = options.pop("engine", None), options.pop("dry-run")
+    engine = _engine(name)
     methods = split_methods(str(options.pop("methods")))
     if not methods:
         raise UsageError("--methods is empty")
@@ -242,6 +253,11 @@ def _compare(options: dict[str, Any]) -> None:
     seeds = at_least_one("--seeds", options.pop("seeds"))
     rates = [float(convert("--lr-grid", rate, float)) for rate in str(options.pop("lr-grid")).split(",") if rate]
     plan = Plan(options, methods, seeds, rates)
+    if dry:
+        setting = Setting({}, {})
+        cells = [Cell(setting, method, method, plan, Path(), name or "stacked") for method in methods]
+        show_estimate("comparison", cells, 1)
+        return
     for method in methods:
         prepare(engine, plan.experiment(method, 0).config)
     plan.check()

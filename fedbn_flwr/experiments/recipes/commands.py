@@ -19,7 +19,7 @@ from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.output.recorder import outcome_of
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.output.sinks import check_sinks
-from fedbn_flwr.experiments.recipes.estimate import estimate
+from fedbn_flwr.experiments.recipes.estimate import estimate, missing_data
 from fedbn_flwr.experiments.recipes.findings import findings
 from fedbn_flwr.experiments.recipes.matrix import (
     CHECKPOINT_EVERY,
@@ -94,7 +94,7 @@ def reproduce(options: Mapping[str, Any]) -> None:
     cells = plan_cells(recipe, folder, engine, changes, 0 if small else CHECKPOINT_EVERY)
     workers = at_least_one("--workers", options.get("workers", 1))
     if options.get("dry-run"):
-        _show_estimate(recipe, cells, workers)
+        show_estimate(recipe.name, cells, workers)
         return
     check_resources(recipe, cells)
     check_sinks(cells[0].plan.experiment(cells[0].method, 0).config.log_to)
@@ -131,8 +131,9 @@ def _outcome(cell: Cell, results: Results) -> str:
     return f"{metric_of(last)} {last[metric_of(last)]:.3f}"
 
 
-def _show_estimate(recipe: Recipe, cells: Sequence[Cell], workers: int) -> None:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True, title=recipe.name)
+def show_estimate(title: str, cells: Sequence[Cell], workers: int) -> None:
+    """Print what cells would run, how many steps and about how long, and which data are not there."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True, title=title)
     for heading in ("setting", "method", "runs", "rounds", "client steps", "time"):
         table.add_column(heading, justify="left" if heading in ("setting", "method") else "right")
     total, steps, unknown = 0.0, 0, False
@@ -145,9 +146,12 @@ def _show_estimate(recipe: Recipe, cells: Sequence[Cell], workers: int) -> None:
     console.print(table)
     console.print(
         f"{len(cells)} cells, {steps:,} client steps, about {_duration(total / workers)} with {workers} side by side "
-        f"on this machine, by a measured step; evaluation is not in it{', nor what has no time' * unknown}",
+        f"on this machine: a rough estimate from a few measured steps of each method, which half or twice the time "
+        f"would not contradict; evaluation is not in it{', nor what has no time' * unknown}",
         soft_wrap=True,
     )
+    for line in missing_data(cells):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _duration(seconds: float) -> str:
