@@ -1,5 +1,6 @@
 """Checkpoints of a run: all that the rounds after one depend on, in a folder that appears and disappears as a whole."""
 
+import io
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ VERSIONS = {"fedbn-flwr": __version__, "torch": str(torch.__version__)}
 #: options that change neither a bit of the model nor what is measured
 FREE = {"checkpoint-every", "data-root", "exchange-timeout", "log-to", "min-nodes", "node-timeout"}
 FREE |= {"connect-timeout", "exchange-address", "exchange-port"}
-FREE |= {"results-dir", "resume", "state-dir", "timeout"}
+FREE |= {"plugins", "results-dir", "resume", "state-dir", "timeout"}
 
 PREFIX, SERVER, NODES = "checkpoint-", "server.pt", "nodes"
 #: where the nodes of Flower's simulation keep their states
@@ -61,7 +62,9 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, save_states: Callable[[P
     if save_states:
         save_states(partial / NODES)
     content = {**vars(checkpoint), "nodes": _sizes(partial / NODES)}
-    torch.save(_pack(content), partial / SERVER)
+    packed = io.BytesIO()  # torch's own errors would not say that a disk is full
+    torch.save(_pack(content), packed)
+    (partial / SERVER).write_bytes(packed.getbuffer())
     for part in (*(partial / NODES).iterdir(), partial / SERVER, partial / NODES, partial, run / "rounds.jsonl"):
         sync(part)
     partial.rename(path)
@@ -130,13 +133,17 @@ def refuse_other_model(run: Path, checkpoint: Checkpoint, model: Arrays) -> None
             )
 
 
-def _latest(run: Path) -> Path:
+def checkpoint_round(run: Path) -> int:
+    """Return the round of a run's latest checkpoint; 0 if there is none."""
     numbers = [path.name.removeprefix(PREFIX) for path in run.glob(f"{PREFIX}*")]
-    rounds = [int(number) for number in numbers if number.isdecimal()]
-    if not rounds:
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
+def _latest(run: Path) -> Path:
+    if not (latest := checkpoint_round(run)):
         reason = "the run is complete" if (run / "summary.json").exists() else "`checkpoint-every` makes some"
         raise UsageError(f"{run} cannot be resumed: it has no checkpoint ({reason})")
-    return run / f"{PREFIX}{max(rounds)}"
+    return run / f"{PREFIX}{latest}"
 
 
 def _sizes(folder: Path) -> dict[str, int]:

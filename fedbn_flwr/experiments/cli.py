@@ -15,6 +15,7 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.data_command import add_data_command, check_data
 from fedbn_flwr.experiments.diagnosis.command import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, prepare
+from fedbn_flwr.experiments.kept_run import KeptRun, Terminated, keeping
 from fedbn_flwr.experiments.method import all_options, import_plugins, owners, parse, resolve, split_methods
 from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_run, write_to_any_terminal
 from fedbn_flwr.experiments.output.listing import listing, show_listing, show_one
@@ -31,7 +32,7 @@ from fedbn_flwr.experiments.recipes.recipe import Setting
 from fedbn_flwr.experiments.recovery import resume
 from fedbn_flwr.experiments.reports.command import add_report_command, report
 from fedbn_flwr.experiments.resources import check_simulation
-from fedbn_flwr.experiments.tune import GRID, candidates, check, search, write_tuning
+from fedbn_flwr.experiments.tune import GRID, candidates, check, runs_of, search, write_tuning
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import Option, UsageError, as_value, convert, options_of
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
@@ -69,6 +70,8 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
     except CannotTrainError as error:
         print(f"fedbn-flwr: {error}", file=sys.stderr)
         return 1
+    except Terminated:
+        return 143
     except KeyboardInterrupt:
         return 130
 
@@ -202,6 +205,8 @@ def _examples(name: str) -> str | None:
 def _add_engine(parser: argparse.ArgumentParser, everything: bool) -> None:
     engine, verbose = f"{', '.join(ENGINES)} [stacked]", "show Flower's own log"
     parser.add_argument("--engine", help=engine if everything else argparse.SUPPRESS)
+    text = "replace runs in the folder that differ from these [refuse them]"
+    parser.add_argument("--overwrite", action="store_true", default=False, help=text)
     parser.add_argument(
         "--verbose", action="store_true", default=False, help=verbose if everything else argparse.SUPPRESS
     )
@@ -231,20 +236,22 @@ def _add_option(group: Any, key: str, option: Option, whose: str, shown: bool, b
 
 
 def _run(options: dict[str, Any]) -> None:
-    name = options.pop("engine", None)
+    name, overwrite = options.pop("engine", None), options.pop("overwrite")
     experiment, name = resume(options, name) if options.get("resume") else (resolve(options), name)
     engine = _engine(name)
-    prepare(engine, experiment.config)
+    prepare(ENGINES[engine], experiment.config)
     check_simulation(experiment)
     folder = make_folder(Path(experiment.config.results_dir))
-    with Bars(1) as bars:
-        summary = engine(experiment, folder, bars.announce(experiment.config.method))
+    automatic = not (options.get("resume") or "checkpoint-every" in options)
+    run = KeptRun.of(experiment, engine, folder, overwrite, automatic)
+    with keeping(folder, [run]), Bars(1) as bars:
+        summary = run.run(bars.announce(experiment.config.method))
     show_run(summary, folder)
 
 
 def _compare(options: dict[str, Any]) -> None:
-    name, dry = options.pop("engine", None), options.pop("dry-run")
-    engine = _engine(name)
+    engine, overwrite = _engine(options.pop("engine", None)), options.pop("overwrite")
+    dry = options.pop("dry-run")
     methods = split_methods(str(options.pop("methods")))
     if not methods:
         raise UsageError("--methods is empty")
@@ -252,36 +259,39 @@ def _compare(options: dict[str, Any]) -> None:
         raise UsageError(f"--methods names {twice[0]!r} twice")
     seeds = at_least_one("--seeds", options.pop("seeds"))
     rates = [float(convert("--lr-grid", rate, float)) for rate in str(options.pop("lr-grid")).split(",") if rate]
-    plan = Plan(options, methods, seeds, rates)
+    plan = Plan(options, methods, seeds, rates, engine, overwrite)
     if dry:
-        setting = Setting({}, {})
-        cells = [Cell(setting, method, method, plan, Path(), name or "stacked") for method in methods]
+        cells = [Cell(Setting({}, {}), method, method, plan, Path()) for method in methods]
         show_estimate("comparison", cells, 1)
         return
     for method in methods:
-        prepare(engine, plan.experiment(method, 0).config)
+        prepare(ENGINES[engine], plan.experiment(method, 0).config)
     plan.check()
     folder = make_folder(Path(plan.experiment(methods[0], 0).config.results_dir))
-    with Bars(len(methods) * (seeds + len(rates))) as bars:
-        summaries = compare(plan, engine, folder, bars.announce)
+    runs = [run for method in methods for run in plan.runs(folder, method)]
+    with keeping(folder, runs), Bars(len(methods) * (seeds + len(rates))) as bars:
+        summaries = compare(plan, folder, bars.announce)
     show_comparison(summaries, folder)
-    if failed := dict.fromkeys(summary["method"] for summary in summaries if "error" in summary):
+    errors = {summary["method"] for summary in summaries if "error" in summary}
+    if failed := [method for method in methods if method in errors]:
         raise CannotTrainError(f"{len(failed)} of {len(methods)} methods failed: {', '.join(failed)}")
 
 
 def _tune(options: dict[str, Any]) -> None:
     option, engine, grid = options.pop("action"), _engine(options.pop("engine", None)), str(options.pop("grid"))
+    overwrite = options.pop("overwrite")
     if option in options:
         raise UsageError(f"--{option} is the option that is tuned: give the values to try with --grid")
     method = str(options.pop("method", "fixbn"))
     seeds = at_least_one("--seeds", options.pop("seeds"))
-    plan = Plan(options, list(candidates(method, grid).values()), seeds)
+    plan = Plan(options, list(candidates(method, grid).values()), seeds, engine=engine, overwrite=overwrite)
     check(plan)
     config = plan.experiment(plan.methods[0], 0).config
-    prepare(engine, config)
+    prepare(ENGINES[engine], config)
     folder = make_folder(Path(config.results_dir))
-    with Bars(len(plan.methods) * seeds) as bars:
-        found = list(search(plan, engine, folder, bars.announce))
+    runs = [run for value in plan.methods for run in runs_of(plan, value, folder)]
+    with keeping(folder, runs), Bars(len(plan.methods) * seeds) as bars:
+        found = list(search(plan, folder, bars.announce))
     write_tuning(found, method, folder, f"{config.dataset}, {config.model}, {config.partition}, {config.rounds} rounds")
 
 
@@ -312,8 +322,8 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int | None]] = {
 }
 
 
-def _engine(name: str | None) -> Any:
+def _engine(name: str | None) -> str:
     name = name or "stacked"
     if name not in ENGINES:
         raise UsageError(f"unknown engine {name!r}; {did_you_mean(name, ENGINES)}")
-    return ENGINES[name]
+    return name

@@ -1,21 +1,23 @@
 """Several methods on the same data, model and seeds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedbn_flwr.experiments.engines import Engine
+from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.kept_run import KeptRun
 from fedbn_flwr.experiments.method import Experiment, parse, resolve
-from fedbn_flwr.experiments.output.plots import plot_curves, title_of
-from fedbn_flwr.experiments.output.recorder import Progress, Summary, diverged
-from fedbn_flwr.experiments.output.run_folder import as_json, read_rounds
+from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
+from fedbn_flwr.experiments.output.recorder import Progress, Summary
+from fedbn_flwr.experiments.output.run_folder import as_json, finished_summary, make_folder, read_json, read_rounds
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.plugins import extra
-from fedbn_flwr.plugins.options import UsageError, convert
-from fedbn_flwr.strategies import CannotTrainError
+from fedbn_flwr.plugins.options import UsageError, convert, options_of
+from fedbn_flwr.state.record_files import write_bytes
 
 VALIDATION_SHARE = 0.2
 #: options that a comparison sets for all methods alike
@@ -24,18 +26,36 @@ COMMON = ("seed", "validation", "results-dir")
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of runs to compare: options, methods, seeds, and learning rates to choose from."""
+    """A plan of runs to compare: options, methods, seeds, learning rates to choose from, and the engine's name."""
 
     options: Mapping[str, Any]
     methods: Sequence[str]
     seeds: int = 1
     rates: Sequence[float] = ()
+    engine: str = "stacked"
+    #: whether other runs in the folders are replaced
+    overwrite: bool = False
 
     def experiment(self, method: str, seed: int, **changes: Any) -> Experiment:
         """Resolve one run of the plan."""
         base = int(convert("seed", self.options.get("seed", 0), int))
         experiment = resolve({**self.options, "method": method, "seed": base + seed})
         return replace(experiment, config=replace(experiment.config, **changes))
+
+    def kept(self, experiment: Experiment, place: Path, unknown: Sequence[str] = ()) -> KeptRun:
+        """Return a run of the plan with its folder; it makes checkpoints by itself if options do not say when."""
+        automatic = "checkpoint-every" not in self.options
+        return KeptRun.of(experiment, self.engine, place, self.overwrite, automatic, unknown)
+
+    def runs(self, folder: Path, method: str, **changes: Any) -> list[KeptRun]:
+        """Return the runs of a method, one a seed, with their folders in that of the comparison."""
+        unknown = ("lr",) if self.chooses_rate(method) and "lr" not in changes else ()
+        experiments = [self.experiment(method, seed, **changes) for seed in range(self.seeds)]
+        return [self.kept(each, run_folder(folder, method, each.config.seed), unknown) for each in experiments]
+
+    def chooses_rate(self, method: str) -> bool:
+        """Return whether there are learning rates to choose from, and the method does not name one."""
+        return bool(self.rates) and "lr" not in parse(method)[2]
 
     def check(self) -> None:
         """Find every usage error before the first run."""
@@ -51,25 +71,38 @@ class Plan:
 Announce = Callable[[str], Progress | None]
 
 
-def compare(plan: Plan, engine: Engine, folder: Path, announce: Announce) -> list[Summary]:
-    """Run everything; write `compare.json` and `compare.png` beside the runs' own folders."""
-    summaries: list[Summary] = []
+def compare(plan: Plan, folder: Path, announce: Announce) -> list[Summary]:
+    """Run what is not finished; write `compare.json` and `compare.png` with all runs of the folder.
+
+    Earlier runs of other methods or seeds stay in the table. A UsageError names one whose setting is another one.
+    """
+    runs = {run.folder: run for method in plan.methods for run in plan.runs(folder, method)}
+    before = _earlier(plan, folder, runs)
+    others = [entry for place, entry in before.items() if place not in runs]
+    done = {place: before[place] for place, run in runs.items() if place in before and run.finished() is not None}
+    write_comparison([*done.values(), *others], folder)
     for method in plan.methods:
-        for summary in run_method(plan, method, engine, folder, announce):
-            summaries.append(summary)
-            (folder / "compare.json").write_text(as_json(summaries, indent=2) + "\n")
+        for summary in run_method(plan, method, folder, announce):
+            done[run_folder(folder, method, summary["seed"])] = summary
+            with suppress(OSError):  # a full disk: it is written again after the next run
+                write_comparison([*done.values(), *others], folder)
+    summaries = [*(done[place] for place in runs), *others]
+    write_comparison(summaries, folder)
     plot_comparison(summaries, folder)
     return summaries
 
 
-def run_method(plan: Plan, method: str, engine: Engine, folder: Path, announce: Announce) -> Iterator[Summary]:
+def run_method(plan: Plan, method: str, folder: Path, announce: Announce) -> Iterator[Summary]:
     """Run one method of the plan with every seed, at its best rate if there are rates to choose from."""
-    chosen = _best_rate(plan, method, engine, folder, announce)
-    for seed in range(plan.seeds):
-        experiment = plan.experiment(method, seed, **({"lr": chosen["lr"]} if chosen else {}))
-        place = run_folder(folder, method, experiment.config.seed)
-        summary = run_or_error(engine, experiment, place, announce(f"{method}, seed {experiment.config.seed}"))
+    chosen = _best_rate(plan, method, folder, announce)
+    for run in plan.runs(folder, method, **({"lr": chosen["lr"]} if chosen else {})):
+        summary = run.run_or_error(announce(f"{method}, seed {run.experiment.config.seed}"))
         yield {**summary, **({"lr-grid": chosen["grid"]} if chosen else {})}
+
+
+def write_comparison(summaries: Sequence[Summary], folder: Path) -> None:
+    """Write `compare.json`, which is whole at every moment."""
+    write_bytes(make_folder(folder) / "compare.json", (as_json(summaries, indent=2) + "\n").encode())
 
 
 def plot_comparison(summaries: Sequence[Summary], folder: Path) -> None:
@@ -80,7 +113,7 @@ def plot_comparison(summaries: Sequence[Summary], folder: Path) -> None:
             place = run_folder(folder, summary["method"], summary["seed"])
             curves.setdefault(summary["method"], []).append(read_rounds(place))
     if curves:
-        plot_curves(curves, folder / "compare.png", title_of(_typical(summaries)))
+        draw_or_warn(curves, folder / "compare.png", title_of(_typical(summaries)))
 
 
 def run_folder(folder: Path, method: str, seed: int) -> Path:
@@ -94,25 +127,54 @@ def _typical(summaries: Sequence[Summary]) -> Summary:
     return next((summary for summary in finished if summary["partition"] != "union"), finished[0])
 
 
-def run_or_error(engine: Engine, experiment: Experiment, place: Path, progress: Progress | None) -> Summary:
-    """Return a run's summary; of a method that cannot train on these data, or diverges, the error."""
-    try:
-        return engine(experiment, place, progress)
-    except CannotTrainError as error:
-        config = experiment.config
-        named = {"method": config.method, "seed": config.seed, "lr": config.lr}
-        return {**named, "error": str(error), **diverged(error)}
+def run_folders(folder: Path) -> list[Path]:
+    """Return the folders of the runs of a comparison that have begun: first those of its table."""
+    entries = read_json(folder / "compare.json") or []
+    listed = [run_folder(folder, entry["method"], entry.get("seed", 0)) for entry in entries]
+    return list(dict.fromkeys([*listed, *(path.parent for path in sorted(folder.glob("*-seed*/config.json")))]))
 
 
-def _best_rate(plan: Plan, method: str, engine: Engine, folder: Path, announce: Announce) -> dict[str, Any]:
+def _earlier(plan: Plan, folder: Path, runs: Mapping[Path, KeptRun]) -> dict[Path, Summary]:
+    """Return the results that the folder has, by the run's folder; refuse those of another setting."""
+    entries = read_json(folder / "compare.json") or []
+    listed = {run_folder(folder, entry["method"], entry["seed"]): entry for entry in entries}
+    results = dict[Path, Summary]()
+    for place in run_folders(folder):
+        entry, summary = listed.get(place, {}), finished_summary(place)
+        if summary is None and "error" not in entry:
+            continue
+        if place not in runs and (differences := _other_setting(plan, place)):
+            if plan.overwrite:  # the run stays in its folder, and leaves the table
+                continue
+            raise UsageError(
+                f"{place} has another setting: its {'; its '.join(differences)} (--overwrite leaves it out)"
+            )
+        grid = {"lr-grid": entry["lr-grid"]} if "lr-grid" in entry else {}
+        results[place] = entry if summary is None else {**summary, **grid}
+    return results
+
+
+def _other_setting(plan: Plan, place: Path) -> list[str]:
+    """Return in which shared options a run differs from what the plan would give its method."""
+    options = (read_json(place / "config.json") or {}).get("options")
+    if not options:
+        return []
+    plugins = {"plugins": options["plugins"]} if options.get("plugins") else {}
+    alike = replace(plan, options={**plan.options, "seed": options["seed"], **plugins})
+    own = [key for key in options if key not in options_of(Config)]
+    rate = ["lr"] if plan.chooses_rate(options["method"]) else []
+    return alike.kept(alike.experiment(options["method"], 0), place, [*own, *rate]).differences()
+
+
+def _best_rate(plan: Plan, method: str, folder: Path, announce: Announce) -> dict[str, Any]:
     """The rate with the best score on a validation split of the training data, at the first seed."""
-    if not plan.rates or "lr" in parse(method)[2]:
+    if not plan.chooses_rate(method):
         return {}
     grid = {}
     for rate in plan.rates:
         experiment = plan.experiment(method, 0, lr=rate, validation=VALIDATION_SHARE)
-        place = folder / "lr-grid" / f"{folder_name(method)}-lr{rate:g}"
-        summary = run_or_error(engine, experiment, place, announce(f"{method}, validating lr {rate:g}"))
+        run = plan.kept(experiment, folder / "lr-grid" / f"{folder_name(method)}-lr{rate:g}")
+        summary = run.run_or_error(announce(f"{method}, validating lr {rate:g}"))
         grid[rate] = summary.get(metric_of(summary), 0.0)
     return {
         "lr": max(grid, key=lambda rate: grid[rate]),

@@ -16,7 +16,7 @@ from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import Checkpoint, clear, read_checkpoint, refuse_foreign, refuse_other_model
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment, resolve
-from fedbn_flwr.experiments.output.plots import plot_curves, title_of
+from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
 from fedbn_flwr.experiments.output.sinks import open_sinks
@@ -102,7 +102,9 @@ def run(
     task = make_task(grid, experiment.config, nodes, saved.options if saved else {})
     experiment = replace(experiment, config=task.config)
     initial = state.to_record(fresh_model(task.config, task.form).state_dict())
-    files = _continued(folder, experiment, engine, saved, initial) if saved else _begun(folder, experiment, task)
+    files = (
+        _continued(folder, experiment, engine, saved, initial) if saved else _begun(folder, experiment, engine, task)
+    )
     strategy, counted = experiment.make_strategy(nodes), CountingGrid(task.grid)
     with open_sinks(task.config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sink:
         journal = Journal(files, strategy, counted, task.scorer, task.config, sink, progress)
@@ -121,6 +123,8 @@ def run(
                 evaluate_config=recovery.tell(ConfigRecord({**evaluation_of(experiment).to_config(), **task.told})),
                 evaluate_fn=recovery.record,
             )
+        except OSError:  # the disk, and no fault of the run: it can go on
+            raise
         except Exception as error:
             if journal.arrays is not None:
                 summary = journal.summary_of_failure(experiment, nodes, error)
@@ -128,17 +132,17 @@ def run(
                 log(ERROR, "The run ended after round %d, its last model is in %s", summary["rounds-done"], folder)
             raise
     summary = journal.summary(experiment, nodes)
-    plot_curves({task.config.method: [read_rounds(folder)]}, folder / "curves.png", title_of(summary))
     files.finish(summary, journal.arrays or arrays)
     clear(folder)
+    draw_or_warn({task.config.method: [read_rounds(folder)]}, folder / "curves.png", title_of(summary))
     return summary
 
 
-def _begun(folder: Path, experiment: Experiment, task: Task) -> RunFolder:
+def _begun(folder: Path, experiment: Experiment, engine: str, task: Task) -> RunFolder:
     """Return the folder of a run that starts at round 1, with its options written."""
     clear(folder)
     files = RunFolder(folder)
-    files.config(experiment.to_mapping(), task.sites)
+    files.config(experiment.to_mapping(), task.sites, engine)
     return files
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Announce, Plan, folder_name, metric_of, run_or_error
-from fedbn_flwr.experiments.engines import Engine
+from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Announce, Plan, metric_of
+from fedbn_flwr.experiments.kept_run import KeptRun
 from fedbn_flwr.experiments.method import Experiment, owners, parse
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.output.plots import figure
@@ -69,25 +69,29 @@ def candidates(method: str, grid: str) -> dict[str, str]:
 def check(plan: Plan) -> None:
     """Find every usage error before the first run."""
     for method in plan.methods:
-        check_simulation(_experiment(plan, method, 0))
+        check_simulation(plan.experiment(method, 0, validation=VALIDATION_SHARE))
 
 
-def search(plan: Plan, engine: Engine, folder: Path, announce: Announce) -> Iterator[Candidate]:
+def runs_of(plan: Plan, method: str, folder: Path) -> list[KeptRun]:
+    """Return the runs of one value, a seed each, with their folders."""
+    return plan.runs(folder, method, validation=VALIDATION_SHARE)
+
+
+def search(plan: Plan, folder: Path, announce: Announce) -> Iterator[Candidate]:
     """Run every method of the plan with every seed, and return what became of it."""
     for method in plan.methods:
-        runs, failure = list[tuple[int | None, float]](), ""
-        for seed in range(plan.seeds):
-            experiment = _experiment(plan, method, seed)
-            place = folder / f"{folder_name(method)}-seed{experiment.config.seed}"
-            label = f"{method}, seed {experiment.config.seed}"
-            summary = run_or_error(engine, experiment, place, announce(label))
+        results, failure = list[tuple[int | None, float]](), ""
+        for run in runs_of(plan, method, folder):
+            label = f"{method}, seed {run.experiment.config.seed}"
+            summary = run.run_or_error(announce(label))
             if "error" in summary:
                 console.print(f"{label}: {summary['error']}", style="yellow", soft_wrap=True)
                 failure = failure or outcome_of(summary)
             else:
-                runs.append((frozen_after(experiment, summary, place), float(summary[metric_of(summary)])))
-        after, scores = [round_ for round_, _ in runs], [score for _, score in runs]
-        yield Candidate(parse(method)[2][OPTION], after, scores, failure)
+                after = frozen_after(run.experiment, summary, run.folder)
+                results.append((after, float(summary[metric_of(summary)])))
+        rounds, scores = [round_ for round_, _ in results], [score for _, score in results]
+        yield Candidate(parse(method)[2][OPTION], rounds, scores, failure)
 
 
 def frozen_after(experiment: Experiment, summary: Mapping[str, Any], folder: Path) -> int | None:
@@ -167,7 +171,3 @@ def _is_moment(value: str) -> bool:
         return moment(value) != Moment()
     except ValueError:
         return False
-
-
-def _experiment(plan: Plan, method: str, seed: int) -> Experiment:
-    return plan.experiment(method, seed, validation=VALIDATION_SHARE)

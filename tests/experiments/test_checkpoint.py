@@ -36,7 +36,7 @@ def died(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run that died in its last round."""
     folder = tmp_path_factory.mktemp("died") / "run"
     with dying(0, die) as moments:
-        assert main(command("run", results_dir=str(folder), **OPTIONS)) == 0
+        assert main(command("run", results_dir=str(folder.with_name("whole")), **OPTIONS)) == 0
     with dying(int(0.8 * moments.count), die), pytest.raises(Death):
         main(command("run", results_dir=str(folder), **OPTIONS))
     assert (folder / LAST).is_dir()
@@ -143,10 +143,12 @@ def test_without_a_checkpoint_it_says_what_to_do(tmp_path: Path, capsys: pytest.
     assert refusal(capsys, tmp_path).endswith("it has no checkpoint (the run is complete)")
 
 
-def test_a_run_from_the_start_forgets_the_checkpoint_of_an_earlier_one(run: Path) -> None:
-    with dying(10, die), pytest.raises(Death):
-        main(command("run", results_dir=str(run), **OPTIONS))
+def test_a_run_that_replaces_another_does_not_go_on_from_its_checkpoint(run: Path) -> None:
+    with dying(30, die), pytest.raises(Death):
+        main(command("run", "--overwrite", results_dir=str(run), **{**OPTIONS, "lr": "0.2"}))
     assert not list(run.glob("checkpoint*"))
+    # until the other one has finished
+    assert (run / "replaced" / LAST).is_dir()
 
 
 def test_only_one_run_can_be_resumed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,7 +150,7 @@ def test_an_error_of_the_program_is_not_taken_for_a_mistake_of_its_user(
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("fedbn_flwr.experiments.server_side.plot_curves", broken)
+    monkeypatch.setattr("fedbn_flwr.experiments.output.recorder.Journal.summary", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         run("run", rounds="1", results_dir=str(tmp_path))
     assert not (tmp_path / "summary.json").exists()

@@ -14,7 +14,7 @@ from fedbn_flwr.client.evaluation import Evaluation, evaluate
 from fedbn_flwr.data import Split
 from fedbn_flwr.experiments import Config, UsageError
 from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Line, Plan, compare, lines
-from fedbn_flwr.experiments.engines import run_in_process
+from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.resources import load_data
@@ -138,10 +138,11 @@ def silent(_: str) -> None:
     return None
 
 
-def test_each_method_runs_at_its_best_rate_of_the_grid(tmp_path: Path) -> None:
+def test_each_method_runs_at_its_best_rate_of_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(lr0_1=0.6, lr0_3=0.8, lr1=0.7)
+    monkeypatch.setitem(ENGINES, "stacked", engine)
     chosen = plan(["fedavg", "fedprox:lr=0.1"], seeds=2, rates=[0.1, 0.3, 1.0])
-    summaries = compare(chosen, engine, tmp_path, silent)
+    summaries = compare(chosen, tmp_path, silent)
     assert [(run["method"], run["seed"], run["lr"]) for run in summaries] == [
         ("fedavg", 0, 0.3),
         ("fedavg", 1, 0.3),
@@ -156,15 +157,17 @@ def test_each_method_runs_at_its_best_rate_of_the_grid(tmp_path: Path) -> None:
     assert [run.config.validation for run in engine.ran[3:]] == [0.0] * 4
 
 
-def test_a_rate_that_diverges_is_not_chosen(tmp_path: Path) -> None:
-    engine = Engine(lr0_1=0.2, lr9=-1)
-    (summary,) = compare(plan(["fedavg"], rates=[9.0, 0.1]), engine, tmp_path, silent)
+def test_a_rate_that_diverges_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "stacked", Engine(lr0_1=0.2, lr9=-1))
+    (summary,) = compare(plan(["fedavg"], rates=[9.0, 0.1]), tmp_path, silent)
     assert summary["lr"] == 0.1
 
 
-def test_a_method_that_cannot_train_says_why_and_the_others_go_on(tmp_path: Path) -> None:
-    engine = Engine(lr9=-1)
-    failed, worked = compare(plan(["fedavg:lr=9", "fedavg"]), engine, tmp_path, silent)
+def test_a_method_that_cannot_train_says_why_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENGINES, "stacked", Engine(lr9=-1))
+    failed, worked = compare(plan(["fedavg:lr=9", "fedavg"]), tmp_path, silent)
     assert (failed["method"], failed["error"]) == ("fedavg:lr=9", "it diverged")
     assert worked["accuracy"] == 0.5
     assert json.loads((tmp_path / "compare.json").read_text()) == [failed, worked]
@@ -181,8 +184,8 @@ def test_the_test_data_never_choose_the_rate(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(fedbn_flwr.experiments.output.scoring, "evaluate", watched)
     monkeypatch.setattr("fedbn_flwr.client.bn_client.evaluate", watched)
     announced: list[tuple[str, int]] = []
-    chosen = Plan({**OPTIONS, "rounds": "1"}, ["fedbn:mean-personal=true"], rates=[0.1, 0.01])
-    compare(chosen, run_in_process, tmp_path, lambda label: announced.append((label, len(seen))))
+    chosen = Plan({**OPTIONS, "rounds": "1"}, ["fedbn:mean-personal=true"], rates=[0.1, 0.01], engine="inprocess")
+    compare(chosen, tmp_path, lambda label: announced.append((label, len(seen))))
     (_, _), (_, _), (label, before) = announced
     assert "validating" not in label
     assert before > 0

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from unittest.mock import patch
 
 import torch
@@ -62,8 +62,8 @@ def dying(fatal: int, die: Die) -> Iterator[Moments]:
         yield moments
 
 
-def _write_half(content: object, path: Path) -> None:
-    path.write_bytes(b"PK" + bytes(1000))
+def _write_half(content: object, file: BinaryIO) -> None:
+    file.write(b"PK" + bytes(1000))
 
 
 def _remove_half(path: Path, **_: object) -> None:

@@ -70,6 +70,7 @@ def write_matrix(folder: Path, accuracies: Mapping[tuple[str, str], Sequence[flo
             place = run_folder(setting_folder(matrix, setting), method, seed)
             lines = [round_row(n, accuracy * n / ROUNDS if n % 2 == 0 else None) for n in range(1, ROUNDS + 1)]
             write_run(place, lines, method, seed)
+            (place / "summary.json").write_text(json.dumps({"method": method, **summary_of(accuracy, seed)}))
         runs = [{"method": method, **summary_of(value, seed)} for seed, value in enumerate(values)]
         rows.append({"labels": setting.labels, "label": label, "runs": runs})
     (matrix / "results.json").write_text(json.dumps(rows))

@@ -48,3 +48,8 @@ def results(folder: Path) -> dict[str, Any]:
     del summary["seconds"]
     names = sorted(path.name for path in folder.iterdir())
     return {"files": names, "rounds": rounds(folder), "summary": summary, "model": model_bytes(folder)}
+
+
+def summary_bytes(folder: Path) -> dict[str, bytes]:
+    """Return the summaries of a comparison's runs, with their times, by the names of their folders."""
+    return {path.parent.name: path.read_bytes() for path in folder.glob("*/summary.json")}

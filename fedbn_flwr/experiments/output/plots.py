@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flwr.common import log
 
 from fedbn_flwr.plugins import extra
 
@@ -67,6 +69,15 @@ def plot_curves(runs: Mapping[str, Sequence[Rows]], path: Path, title: str = "")
         picture.suptitle(title)
         handles = axes[0].get_legend_handles_labels()
         picture.legend(*handles, loc="outside lower center", ncols=LEGEND_COLUMNS, frameon=False)
+
+
+def draw_or_warn(runs: Mapping[str, Sequence[Rows]], path: Path, title: str) -> None:
+    """Plot as `plot_curves`; a picture that cannot be drawn is a warning, as results do not depend on it."""
+    try:
+        plot_curves(runs, path, title)
+    except Exception as error:
+        path.unlink(missing_ok=True)
+        log(WARNING, "%s could not be drawn: %s", path, error)
 
 
 def title_of(summary: Mapping[str, Any]) -> str:

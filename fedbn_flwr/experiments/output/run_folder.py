@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from flwr.app import ArrayRecord
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from fedbn_flwr import __version__
 from fedbn_flwr.plugins.options import UsageError
@@ -33,6 +34,13 @@ VERSIONED = (
 )
 
 
+#: what a run writes beside checkpoints; that the folder has a run at all is told by its options, the last
+FILES = ("summary.json", "model.safetensors", "curves.png", "rounds.jsonl", "dynamics.jsonl", "tensorboard", "states")
+CONFIG = "config.json"
+#: holds the results of a run until the run that replaces it has finished
+REPLACED = "replaced"
+
+
 class RunFolder:
     """Folder with `config.json`, `rounds.jsonl`, `summary.json`, `model.safetensors` and `curves.png` of one run.
 
@@ -50,13 +58,14 @@ class RunFolder:
         for stale in ("summary.json", "model.safetensors", "curves.png"):
             (path / stale).unlink(missing_ok=True)
 
-    def config(self, options: Mapping[str, Any], sites: Sequence[Mapping[str, Any]] = ()) -> None:
+    def config(self, options: Mapping[str, Any], sites: Sequence[Mapping[str, Any]] = (), engine: str = "") -> None:
         """Write the options, versions, command and machine, which are needed to repeat the run, and sites' data."""
         versions = installed_versions(VERSIONED) | {"fedbn-flwr": __version__, "python": platform.python_version()}
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
         machine = {"hardware": device, "cores": os.cpu_count(), "system": platform.platform()}
         content = {"options": dict(options), "versions": versions, **machine, "command": command_line()}
-        self._write("config.json", {**content, "sites": list(sites)} if sites else content)
+        content |= {"engine": engine} if engine else {}
+        self._write(CONFIG, {**content, "sites": list(sites)} if sites else content)
 
     def round(self, row: Mapping[str, Any]) -> None:
         """Append the row of one round."""
@@ -71,7 +80,7 @@ class RunFolder:
 
     def finish(self, summary: Mapping[str, Any], arrays: ArrayRecord) -> None:
         """Write the model and the summary; the summary last, as the sign that the run is complete."""
-        save_file(from_record(arrays), str(self.path / "model.safetensors"))
+        write_bytes(self.path / "model.safetensors", save(from_record(arrays)))
         self._write("summary.json", summary)
 
     def _keep_rounds(self, count: int) -> None:
@@ -141,6 +150,42 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+def has_results(path: Path) -> bool:
+    """Return whether a run has written something that would be lost: a row or a summary."""
+    rounds = path / "rounds.jsonl"
+    return (path / "summary.json").exists() or (rounds.exists() and rounds.stat().st_size > 0)
+
+
+def finished_summary(path: Path) -> dict[str, Any] | None:
+    """Return the summary of the run in a folder; None if the run has not come to its end, or failed."""
+    summary = read_json(path / "summary.json")
+    return summary if isinstance(summary, dict) and "failed" not in summary else None
+
+
+def set_aside(path: Path) -> None:
+    """Move a run's results into the folder `replaced`, where they stay until `forget_replaced`.
+
+    If the process is killed meanwhile, the next call moves the rest. A run that is there already stays if the one that
+    was to replace it has not finished.
+    """
+    aside, partial = path / REPLACED, path / f"{REPLACED}.partial"
+    if aside.exists() and finished_summary(path) is None:
+        return
+    shutil.rmtree(aside, ignore_errors=True)
+    partial.mkdir(exist_ok=True)
+    # the options last: without them the rest would be a run without a name
+    for name in (*FILES, *(part.name for part in path.glob("checkpoint-*")), CONFIG):
+        if (path / name).exists():
+            (path / name).rename(partial / name)
+    partial.rename(aside)
+
+
+def forget_replaced(path: Path) -> None:
+    """Remove the results of a run that another one has replaced."""
+    for replaced in path.glob(f"{REPLACED}*"):
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _processor() -> str:

@@ -22,7 +22,6 @@ from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.experiments.recipes.estimate import estimate, missing_data
 from fedbn_flwr.experiments.recipes.findings import findings
 from fedbn_flwr.experiments.recipes.matrix import (
-    CHECKPOINT_EVERY,
     Cell,
     Results,
     check_resources,
@@ -55,6 +54,7 @@ def add_recipe_commands(commands: Any, command: Any) -> None:
     parser.add_argument("--seeds", metavar="N", help="runs a method, instead of the recipe's number")
     parser.add_argument("--results-dir", dest="results-dir", metavar="DIR", help="where results go [results/NAME]")
     parser.add_argument("--engine", help=f"{', '.join(ENGINES)} [stacked]")
+    parser.add_argument("--overwrite", action="store_true", help="replace runs in the folder that differ from these")
     for key in CHANGES:
         parser.add_argument(
             f"--{key}", dest=key, metavar=key.upper().replace("-", "_"), help="as for `run`, for every run"
@@ -91,7 +91,7 @@ def reproduce(options: Mapping[str, Any]) -> None:
         raise UsageError(f"unknown engine {engine!r}; {did_you_mean(engine, ENGINES)}")
     folder = Path(options.get("results-dir") or Path("results", recipe.name.replace("/", "-") + "-smoke" * small))
     changes = {key: options[key] for key in CHANGES if key in options}
-    cells = plan_cells(recipe, folder, engine, changes, 0 if small else CHECKPOINT_EVERY)
+    cells = plan_cells(recipe, folder, engine, changes, bool(options.get("overwrite")))
     workers = at_least_one("--workers", options.get("workers", 1))
     if options.get("dry-run"):
         show_estimate(recipe.name, cells, workers)

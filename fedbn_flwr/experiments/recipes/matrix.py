@@ -4,40 +4,29 @@ A cell is a method in a setting, with all seeds and, where the recipe has rates 
 Each run has the folder that `fedbn-flwr run` writes. The folder of a setting is that of a comparison.
 """
 
-import fcntl
 import logging
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from time import sleep
-from typing import IO, Any
+from typing import Any
 
-from fedbn_flwr.experiments.checkpoint import FREE, read_checkpoint, refuse_foreign
-from fedbn_flwr.experiments.comparison import Plan, folder_name, plot_comparison, run_method
-from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.engines import ENGINES, NEEDED, Engine
-from fedbn_flwr.experiments.method import Experiment
-from fedbn_flwr.experiments.output.recorder import Progress, Summary
-from fedbn_flwr.experiments.output.run_folder import as_json, make_folder, read_json
+from fedbn_flwr.experiments.comparison import Plan, folder_name, plot_comparison, run_method, write_comparison
+from fedbn_flwr.experiments.engines import NEEDED
+from fedbn_flwr.experiments.kept_run import KeptRun, keeping
+from fedbn_flwr.experiments.output.recorder import Summary
+from fedbn_flwr.experiments.output.run_folder import as_json
 from fedbn_flwr.experiments.recipes.recipe import Recipe, Setting
-from fedbn_flwr.experiments.resources import load_data, rounds_within_budget, shared_model
+from fedbn_flwr.experiments.resources import load_data, shared_model
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.processes.worker import end_with_parent, preload
 from fedbn_flwr.state.record_files import write_bytes
-from fedbn_flwr.strategies import CannotTrainError
-
-#: rounds between checkpoints of a run at full size
-CHECKPOINT_EVERY = 100
-#: held by the process that runs the matrix
-_LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -50,7 +39,6 @@ class Cell:
     method: str
     plan: Plan
     folder: Path
-    engine: str
 
     @property
     def name(self) -> str:
@@ -59,7 +47,16 @@ class Cell:
 
     def run(self) -> list[Summary]:
         """Run what is not finished; an error of a run becomes its summary."""
-        return list(run_method(self.plan, self.method, _continuing(self.engine), self.folder, lambda _: None))
+        return list(run_method(self.plan, self.method, self.folder, lambda _: None))
+
+    def runs(self) -> list[KeptRun]:
+        """Return the runs at the rate of the plan, a seed each, with their folders."""
+        return self.plan.runs(self.folder, self.method)
+
+    @property
+    def engine(self) -> str:
+        """The engine's name."""
+        return self.plan.engine
 
     def failed(self, reason: str) -> list[Summary]:
         """Return the summary of a cell whose process ended."""
@@ -82,15 +79,17 @@ class Results:
         return {cell: run for cell, runs in self.runs.items() for run in runs if "error" in run}
 
 
-def plan_cells(recipe: Recipe, folder: Path, engine: str, changes: Mapping[str, Any], every: int) -> list[Cell]:
-    """Return the cells of a recipe; `changes` are options that the user gave, `every` rounds there is a checkpoint."""
+def plan_cells(
+    recipe: Recipe, folder: Path, engine: str, changes: Mapping[str, Any], overwrite: bool = False
+) -> list[Cell]:
+    """Return the cells of a recipe; `changes` are options that the user gave."""
     cells = []
     for setting, label in recipe.cells():
         # cells are what runs side by side, and the number of processes of one is among what decides its bits
-        options = {"workers": 1, **setting.options, **changes, "checkpoint-every": every}
+        options = {"workers": 1, **setting.options, **changes}
         method = recipe.methods[label]
-        plan = Plan(options, [method], recipe.seeds, recipe.rates)
-        cells.append(Cell(setting, label, method, plan, setting_folder(folder, setting), engine))
+        plan = Plan(options, [method], recipe.seeds, recipe.rates, engine, overwrite)
+        cells.append(Cell(setting, label, method, plan, setting_folder(folder, setting)))
     return cells
 
 
@@ -127,14 +126,18 @@ def run_matrix(
     `record` writes into the folder what the matrix is, before the first cell runs.
     """
     results = Results(recipe)
-    with _alone_in(folder):
+    with keeping(folder, [run for cell in cells for run in cell.runs()]):
         record(folder)
-        write_bytes(folder / "results.json", b"[]\n")
+        # what an earlier process has finished is shown from the start
+        for cell in cells:
+            summaries = [summary for run in cell.runs() if (summary := run.finished()) is not None]
+            if len(summaries) == cell.plan.seeds:
+                results.runs[cell.setting.name, cell.label] = summaries
+        _write_results(results, folder)
         pairs = _run_side_by_side(cells, workers) if workers > 1 else ((cell, cell.run()) for cell in cells)
         for cell, summaries in pairs:
             results.runs[cell.setting.name, cell.label] = summaries
-            # whole at every moment: a report may be reading it
-            write_bytes(folder / "results.json", (as_json(_as_rows(results), indent=2) + "\n").encode())
+            _write_results(results, folder)
             yield cell, results
         _write_comparisons(cells, results)
 
@@ -194,48 +197,13 @@ def _write_comparisons(cells: Sequence[Cell], results: Results) -> None:
     for place in dict.fromkeys(cell.folder for cell in cells):
         runs = (results.runs[cell.setting.name, cell.label] for cell in cells if cell.folder == place)
         summaries = list(chain.from_iterable(runs))
-        (make_folder(place) / "compare.json").write_text(as_json(summaries, indent=2) + "\n")
+        write_comparison(summaries, place)
         plot_comparison(summaries, place)
 
 
-def _continuing(name: str) -> Engine:
-    """Return an engine that takes up what a run has already done, and whose failures are those of its run alone."""
-    engine = ENGINES[name]
-
-    def run(experiment: Experiment, place: Path, progress: Progress | None) -> Summary:
-        try:
-            done = _summary_of(experiment, place)
-            return done or engine(_resumed(experiment, place, name), place, progress)
-        except CannotTrainError:
-            raise
-        except Exception as error:
-            raise CannotTrainError(" ".join(str(error).split()) or type(error).__name__) from error
-
-    return run
-
-
-def _summary_of(experiment: Experiment, place: Path) -> Summary | None:
-    """Return the summary of a complete run of this experiment; None if there is none."""
-    summary, config = read_json(place / "summary.json"), read_json(place / "config.json")
-    if not summary or not config or "failed" in summary:
-        return None
-    asked = _within_budget(experiment).to_mapping()
-    same = all(config["options"].get(key) == value for key, value in asked.items() if key not in FREE)
-    return summary if same else None
-
-
-def _resumed(experiment: Experiment, place: Path, engine: str) -> Experiment:
-    """Return the experiment that goes on after the run's last checkpoint, or the same if none fits."""
-    try:
-        refuse_foreign(place, read_checkpoint(place), _within_budget(experiment).to_mapping(), engine)
-    except UsageError:
-        return experiment
-    return replace(experiment, config=replace(experiment.config, resume=str(place)))
-
-
-def _within_budget(experiment: Experiment) -> Experiment:
-    config: Config = experiment.config
-    return replace(experiment, config=rounds_within_budget(config, config.clients))
+def _write_results(results: Results, folder: Path) -> None:
+    """Write `results.json`, which is whole at every moment: a report may be reading it."""
+    write_bytes(folder / "results.json", (as_json(_as_rows(results), indent=2) + "\n").encode())
 
 
 def _as_rows(results: Results) -> list[dict[str, Any]]:
@@ -244,34 +212,3 @@ def _as_rows(results: Results) -> list[dict[str, Any]]:
         {"labels": dict(settings[setting].labels), "label": method, "runs": summaries}
         for (setting, method), summaries in results.runs.items()
     ]
-
-
-def is_running(folder: Path) -> bool:
-    """Return whether a process runs the matrix of this folder."""
-    try:
-        with (folder / _LOCK).open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # nobody ran it yet, or its folder has no locks
-        return False
-    return False
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold a folder of results, so that no other matrix writes into it."""
-    with (make_folder(folder) / _LOCK).open("w") as file:
-        if not _locked(file):
-            raise UsageError(f"another matrix is running in {folder}")
-        yield
-
-
-def _locked(file: IO[str]) -> bool:
-    """Lock a file, also where a report asks at this moment whether the matrix runs."""
-    for _ in range(10):
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        sleep(0.05)
-    return False

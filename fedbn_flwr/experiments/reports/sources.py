@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.experiments.comparison import run_folder
+from fedbn_flwr.experiments.comparison import run_folder, run_folders
+from fedbn_flwr.experiments.folder_lock import is_running
 from fedbn_flwr.experiments.output.plots import title_of
 from fedbn_flwr.experiments.output.run_folder import read_json
-from fedbn_flwr.experiments.recipes.matrix import Results, is_running, setting_folder
+from fedbn_flwr.experiments.recipes.matrix import Results, setting_folder
 from fedbn_flwr.experiments.recipes.quantities import QUANTITIES, columns_of
 from fedbn_flwr.experiments.recipes.recipe import Recipe, Setting
 from fedbn_flwr.experiments.recipes.record import MatrixRecord, is_matrix, read_matrix
@@ -96,7 +97,7 @@ def read_sources(folders: Sequence[Path]) -> list[Source]:
             raise UsageError(f"{folder} is not a folder of results")
         if is_matrix(folder):
             sources.append(_matrix(folder))
-        elif (folder / "compare.json").is_file():
+        elif (folder / "compare.json").is_file() or any(folder.glob("*-seed*/config.json")):
             sources.append(_comparison(folder))
         elif (folder / "config.json").is_file():
             single.append(folder)
@@ -117,13 +118,16 @@ def _matrix(folder: Path) -> Source:
 
 
 def _comparison(folder: Path) -> Source:
-    summaries = read_json(folder / "compare.json")
+    path = folder / "compare.json"
+    summaries = read_json(path) if path.exists() else []
     if not isinstance(summaries, list) or not all(isinstance(item, dict) and "method" in item for item in summaries):
-        raise UsageError(f"{folder / 'compare.json'} is not the result of a comparison")
+        raise UsageError(f"{path} is not the result of a comparison")
+    listed = {run_folder(folder, entry["method"], entry.get("seed", 0)): entry for entry in summaries}
     runs = []
-    for summary in summaries:
-        method, seed = summary["method"], summary.get("seed", 0)
-        runs.append(_run(run_folder(folder, method, seed), "", method, seed, summary))
+    for place in run_folders(folder):
+        entry, options = listed.get(place, {}), (read_json(place / "config.json") or {}).get("options", {})
+        method, seed = entry.get("method", options.get("method")), entry.get("seed", options.get("seed", 0))
+        runs.append(_run(place, "", method or place.name, seed, entry))
     return _without_recipe(folder.resolve().name, runs)
 
 
@@ -159,9 +163,9 @@ def _without_recipe(title: str, runs: Sequence[Run]) -> Source:
 
 
 def _run(place: Path, setting: str, label: str, seed: int, summary: Mapping[str, Any] | None = None) -> Run:
-    """Read one run; `summary` is that of its matrix or comparison, else its own if it has ended."""
-    own = summary or read_json(place / "summary.json")
-    own = own if isinstance(own, dict) else None
+    """Read one run by its own files; the `summary` of its matrix or comparison tells more, or why it has no files."""
+    own = read_json(place / "summary.json")
+    own = {**(summary or {}), **own} if isinstance(own, dict) else summary if "error" in (summary or {}) else None
     config = read_json(place / "config.json")
     error = str((own or {}).get("error") or (own or {}).get("failed") or "")
     rows, dynamics = _rows(place / "rounds.jsonl"), _rows(place / "dynamics.jsonl")

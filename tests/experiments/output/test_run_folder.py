@@ -21,7 +21,7 @@ from fedbn_flwr.experiments.resources import fresh_model, load_data
 from fedbn_flwr.state import to_record
 from tests.helpers.runs import DATA, OPTIONS, run
 
-FILES = {"config.json", "rounds.jsonl", "summary.json", "model.safetensors", "curves.png"}
+FILES = {"config.json", "rounds.jsonl", "summary.json", "model.safetensors", "curves.png", "lock"}
 #: the keys that users of the results may rely on
 KEYS = {
     "method", "strategy", "norm", "model", "dataset", "partition", "clients", "rounds", "seed", "accuracy", "loss",
@@ -113,7 +113,7 @@ def test_the_training_loss_of_the_global_model_is_reported_where_it_is_evaluated
         expected = float(torch.nn.functional.cross_entropy(model.eval()(inputs), labels))
     assert rows[-1]["train-loss-global"] == pytest.approx(expected, rel=1e-5)
     assert rows[-1]["train-loss-global"] != pytest.approx(rows[-1]["train-loss"], rel=1e-3)
-    assert run("run", method="fedbn", **options) == 0
+    assert run("run", "--overwrite", method="fedbn", **options) == 0
     assert ["train-loss-global" in row for row in read_rounds(tmp_path)] == [False, True, True]
 
 
@@ -180,7 +180,7 @@ def test_a_run_that_fails_leaves_no_summary_and_not_the_last_ones(
     # batch normalization over one value a channel cannot train
     options = {"method": "fedavg:model=mlp:batch-size=1", "results_dir": str(tmp_path)}
     assert run("run", **options) == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "rounds.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "rounds.jsonl", "lock"}
     assert (tmp_path / "rounds.jsonl").read_text() == ""
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fedbn-flwr: ")]
     assert "batch normalization cannot train on a mini-batch of 1 sample" in line
@@ -215,7 +215,7 @@ def test_the_summary_is_the_last_file(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("fedbn_flwr.experiments.output.run_folder.save_file", full)
+    monkeypatch.setattr("fedbn_flwr.experiments.output.run_folder.save", full)
     with pytest.raises(OSError, match="no space left"):
         RunFolder(tmp_path).finish({"accuracy": 1.0}, to_record({"weight": torch.zeros(1)}))
     assert not (tmp_path / "summary.json").exists()

@@ -77,10 +77,10 @@ def test_a_run_may_be_logged_from_its_checkpoint_on(tmp_path: Path) -> None:
 
 
 def die_at_the_end(arguments: Sequence[str]) -> None:
-    """Run twice, and let the second run die in its last tenth."""
+    """Run twice, and let the second run die after its last round, before its model is written."""
     with dying(0, die) as whole:
-        assert main(arguments) == 0
-    with dying(int(0.9 * whole.count), die), pytest.raises(Death):
+        assert main([*arguments, "--results-dir", str(Path(arguments[-1], "whole"))]) == 0
+    with dying(whole.count - 9, die), pytest.raises(Death):
         main(arguments)
 
 
@@ -90,7 +90,7 @@ def die() -> None:
 
 def test_a_run_in_the_folder_of_another_replaces_it(tmp_path: Path) -> None:
     for rounds in ("5", "3"):
-        assert run("run", **{**SMALL, "rounds": rounds}, results_dir=str(tmp_path)) == 0
+        assert run("run", "--overwrite", **{**SMALL, "rounds": rounds}, results_dir=str(tmp_path)) == 0
     assert scalars(tmp_path) == columns(tmp_path)
 
 

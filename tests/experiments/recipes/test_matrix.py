@@ -64,12 +64,19 @@ def test_a_matrix_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert table.count("fixbn") == 2
 
 
-def test_finished_runs_are_taken_up_unless_their_options_changed(tmp_path: Path) -> None:
+def test_finished_runs_are_taken_up_unless_their_options_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert reproduce(tmp_path, MATRIX, "--only", "IID", "--only", "fedavg") == 0
     first = runs(tmp_path)
     assert set(first) == {("IID, local-steps=1", "fedavg"), ("IID, local-steps=2", "fedavg")}
     changed = {**MATRIX, "vary": {**MATRIX["vary"], "local-steps": {"local-steps=1": 1, "local-steps=2": 3}}}
-    assert reproduce(tmp_path, changed) == 0
+    capsys.readouterr()
+    assert reproduce(tmp_path, changed) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("holds another run: its local-steps is 2, not 3 (--overwrite replaces it)")
+    assert runs(tmp_path) == first
+    assert reproduce(tmp_path, changed, "--overwrite") == 0
     second = runs(tmp_path)
     assert len(second) == 8
     # with the time that they took then
@@ -131,7 +138,7 @@ def test_two_matrices_do_not_share_a_folder(tmp_path: Path, capsys: pytest.Captu
     with (tmp_path / "out/lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert reproduce(tmp_path, MATRIX) == 2
-    assert "another matrix is running in" in capsys.readouterr().err
+    assert "another process is running in" in capsys.readouterr().err
 
 
 @pytest.mark.slow

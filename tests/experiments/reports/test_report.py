@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from fedbn_flwr.experiments import main
-from fedbn_flwr.experiments.recipes.matrix import _alone_in
+from fedbn_flwr.experiments.folder_lock import alone_in
 from fedbn_flwr.experiments.recipes.table import values_of
 from fedbn_flwr.experiments.reports import bars
 from fedbn_flwr.experiments.reports.curves import _megabytes
@@ -272,18 +272,18 @@ def test_watch_says_that_the_matrix_does_not_run(
         if len(told) == 2:
             raise KeyboardInterrupt
         # as the process of a matrix does
-        held.enter_context(_alone_in(matrix))
+        held.enter_context(alone_in(matrix))
 
     told: list[str] = []
     monkeypatch.setattr("fedbn_flwr.experiments.reports.command.sleep", look)
     with ExitStack() as held:
         assert main(["report", "--watch", str(matrix)]) == 130
-        with pytest.raises(UsageError, match="another matrix is running"), _alone_in(matrix):
+        with pytest.raises(UsageError, match="another process is running"), alone_in(matrix):
             pass
     assert idle in told[0]
     assert "8 finished, 8 waiting" in told[1]
     assert "not running" not in told[1]
-    with _alone_in(matrix):
+    with alone_in(matrix):
         pass
 
 

@@ -1,0 +1,206 @@
+"""The one way from an experiment to its folder: a finished run is kept, an unfinished one goes on, another is refused.
+
+`fedbn-flwr run`, `compare`, `tune` and `reproduce` take it for every run.
+"""
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any, Self
+
+from flwr.common import log
+
+from fedbn_flwr.experiments.checkpoint import FREE, VERSIONS, checkpoint_round, clear, read_checkpoint
+from fedbn_flwr.experiments.engines import ENGINES
+from fedbn_flwr.experiments.folder_lock import alone_in
+from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
+from fedbn_flwr.experiments.output.recorder import Progress, Summary, diverged
+from fedbn_flwr.experiments.output.run_folder import (
+    as_json,
+    finished_summary,
+    forget_replaced,
+    has_results,
+    read_json,
+    read_rounds,
+    set_aside,
+)
+from fedbn_flwr.experiments.resources import rounds_within_budget
+from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.strategies import CannotTrainError
+
+#: checkpoints that a run makes by itself
+CHECKPOINTS = 10
+#: differing options that an error names
+NAMED = 4
+
+
+class OtherRunError(UsageError):
+    """A folder holds the results of another run."""
+
+
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end by SIGTERM."""
+
+
+@dataclass(frozen=True)
+class KeptRun:
+    """One experiment, the engine that runs it, and the folder of its results."""
+
+    experiment: Experiment
+    #: the engine's name
+    engine: str
+    folder: Path
+    #: whether another run in the folder is replaced, and not refused
+    overwrite: bool = False
+    #: options that are not known yet
+    unknown: Sequence[str] = ()
+
+    @classmethod
+    def of(
+        cls,
+        experiment: Experiment,
+        engine: str,
+        folder: Path,
+        overwrite: bool = False,
+        automatic: bool = False,
+        unknown: Sequence[str] = (),
+    ) -> Self:
+        """Return the run; `automatic` makes a checkpoint after every tenth of its rounds, at least one round apart.
+
+        Not on Ray: there nodes write their states into files, on machines that may not reach the folder.
+        """
+        config = rounds_within_budget(experiment.config, experiment.config.clients)
+        if automatic and engine != "ray":
+            config = replace(config, checkpoint_every=max(config.rounds // CHECKPOINTS, 1))
+        return cls(replace(experiment, config=config), engine, folder, overwrite, unknown)
+
+    def finished(self) -> Summary | None:
+        """Return the summary if the folder holds this run, and the run came to its end."""
+        return None if self.differences() else finished_summary(self.folder)
+
+    def differences(self) -> list[str]:
+        """Return in what the run in the folder differs from this one; empty if it is this one, or has no results."""
+        config = read_json(self.folder / "config.json")
+        if not isinstance(config, dict) or not has_results(self.folder):
+            return []
+        before = {**config["options"], "engine": config.get("engine", self.engine)}
+        now = {**json.loads(as_json(self.experiment.to_mapping())), "engine": self.engine}
+        # a method brings options of its own: it is what differs
+        keys = ("method", *sorted({*before, *now} - FREE - {"method"}))
+        differing = [key for key in keys if key not in self.unknown and before.get(key) != now.get(key)]
+        if checkpoint_round(self.folder) and finished_summary(self.folder) is None:
+            saved = self._saved_versions()
+            before, now = {**before, **saved}, {**now, **VERSIONS}
+            differing += [name for name in VERSIONS if saved.get(name, VERSIONS[name]) != VERSIONS[name]]
+        return [f"{key} is {before.get(key)!r}, not {now.get(key)!r}" for key in differing]
+
+    def refuse_other(self) -> None:
+        """Refuse the folder if it holds another run, unless that is to be replaced."""
+        if not self.overwrite and (differences := self.differences()):
+            more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
+            raise OtherRunError(
+                f"{self.folder} holds another run: its {'; its '.join(differences[:NAMED])}{more} "
+                "(--overwrite replaces it)"
+            )
+
+    def run(self, progress: Progress | None = None) -> Summary:
+        """Return the summary: of the finished run in the folder, else after the rounds that it lacks."""
+        self.refuse_other()
+        summary = self.finished()
+        if summary is None:
+            if self.differences():
+                set_aside(self.folder)
+            summary = ENGINES[self.engine](self._resumed(), self.folder, progress)
+        else:
+            clear(self.folder)
+            if not (self.folder / "curves.png").exists():
+                curves = {str(summary["method"]): [read_rounds(self.folder)]}
+                draw_or_warn(curves, self.folder / "curves.png", title_of(summary))
+        forget_replaced(self.folder)
+        return summary
+
+    def run_or_error(self, progress: Progress | None = None) -> Summary:
+        """Return a run's summary; of a run that fails, the reason, so that the others go on."""
+        try:
+            return self.run(progress)
+        except OtherRunError:
+            raise
+        except Exception as error:
+            log(INFO, "%s failed", self.folder, exc_info=error)
+            config = self.experiment.config
+            named = {"method": config.method, "seed": config.seed, "lr": config.lr}
+            return {**named, "error": " ".join(str(error).split()) or type(error).__name__, **diverged(error)}
+
+    def _resumed(self) -> Experiment:
+        """Return the experiment that goes on after the run's last checkpoint, or the same if there is none."""
+        if self.experiment.config.resume or not checkpoint_round(self.folder):
+            return self.experiment
+        try:
+            read_checkpoint(self.folder)
+        except UsageError as error:
+            log(WARNING, "%s: the run begins again", error)
+            return self.experiment
+        return replace(self.experiment, config=replace(self.experiment.config, resume=str(self.folder)))
+
+    def _saved_versions(self) -> dict[str, Any]:
+        try:
+            return dict(read_checkpoint(self.folder).versions)
+        except UsageError:  # a damaged one is not used
+            return {}
+
+
+def progress_of(runs: Sequence[KeptRun]) -> str:
+    """Return how many runs are finished, and how far the others have come; empty if none has results."""
+    finished = [run for run in runs if run.finished() is not None]
+    begun = [run for run in runs if run not in finished and has_results(run.folder) and not run.differences()]
+    parts = [f"{len(finished)} of {len(runs)} runs finished"] if finished else []
+    for run in begun:
+        round_ = checkpoint_round(run.folder)
+        parts.append(f"{run.folder.name} goes on after round {round_} of {run.experiment.config.rounds}")
+    return ", ".join(parts)
+
+
+@contextmanager
+def keeping(folder: Path, runs: Sequence[KeptRun]) -> Iterator[None]:
+    """Hold the folder of these runs; say what it has, and what is kept where the command ends before its end."""
+    with alone_in(folder), _interrupted_by_sigterm():
+        for run in runs:
+            run.refuse_other()
+        if had := progress_of(runs):
+            print(f"{folder}: {had}")
+        try:
+            yield
+        except KeyboardInterrupt:
+            print(f"fedbn-flwr: stopped; {_kept(folder, runs)}", file=sys.stderr)
+            raise
+        except OSError as error:
+            raise CannotTrainError(f"{error}; {_kept(folder, runs)}") from error
+
+
+def _kept(folder: Path, runs: Sequence[KeptRun]) -> str:
+    kept = progress_of(runs) or "nothing yet, as no round has ended"
+    return f"kept in {folder}: {kept}; the same command goes on"
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the command as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,243 @@
+"""Runs are kept: the same command goes on, another one is refused, and nothing that is finished is lost."""
+
+import errno
+import fcntl
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr.experiments import main
+from fedbn_flwr.experiments.output import run_folder
+from fedbn_flwr.experiments.output.run_folder import RunFolder
+from fedbn_flwr.experiments.reports.sources import read_sources
+from tests.helpers.checkout import ROOT, environment
+from tests.helpers.runs import command, results, run, summary_bytes
+
+METHODS = "fedavg,fedbn"
+FOLDERS = [f"{method}-seed{seed}" for method in ("fedavg", "fedbn") for seed in range(3)]
+TINY = {"dataset": "digits", "model": "mlp", "rounds": "12", "evaluate_every": "6", "workers": "1"}
+
+
+def compare_words(folder: Path, *words: str, **options: str) -> Sequence[str]:
+    return command("compare", "--methods", METHODS, *words, results_dir=str(folder), **{**TINY, **options})
+
+
+def all_results(folder: Path) -> dict[str, Any]:
+    """Return rounds, summaries and models of all runs, without times, and the order of the table."""
+    table = [(row["method"], row["seed"]) for row in json.loads((folder / "compare.json").read_text())]
+    return {"table": table, **{name: results(folder / name) for name in FOLDERS}}
+
+
+def check_report(folder: Path) -> None:
+    """What a report reads is what the runs' own files say."""
+    (source,) = read_sources([folder])
+    for each in source.runs:
+        finished = (each.folder / "summary.json").exists()
+        assert each.state == ("finished" if finished else "unfinished" if each.rows else "waiting")
+    assert {each.folder.name for each in source.runs} >= {path.parent.name for path in folder.glob("*/summary.json")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("whole")
+    assert main(compare_words(folder, "--seeds", "3")) == 0
+    return all_results(folder)
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_it_ends_with_the_same_bits(kills: int, tmp_path: Path, whole: dict[str, Any]) -> None:
+    moments, folder = random.Random(kills), tmp_path / "out"
+    program = (
+        "import os, signal, sys\n"
+        "from fedbn_flwr.experiments import main\n"
+        "sys.stdout.write('ready\\n'); sys.stdout.flush(); sys.stdin.readline()\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    words = compare_words(folder, "--seeds", "3")
+    for _ in range(kills):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, *words],
+            cwd=ROOT,
+            env=environment(OMP_NUM_THREADS="1"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert process.stdin
+        assert process.stdout
+        # the imports are not a part of what is killed
+        assert process.stdout.readline() == b"ready\n"
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+        time.sleep(moments.uniform(0.05, 1.5))
+        process.kill()
+        process.communicate()
+        if any(folder.glob("*-seed*/config.json")):
+            check_report(folder)
+    assert main(words) == 0
+    assert all_results(folder) == whole
+    check_report(folder)
+
+
+def test_a_disk_that_is_full_at_times_costs_no_bit(
+    tmp_path: Path, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every so many files one cannot be written; in each turn more can."""
+    words, written, every, write = compare_words(tmp_path, "--seeds", "3"), [0], [10], Path.write_bytes
+
+    def full_at_times(path: Path, content: bytes) -> int:
+        written[0] += 1
+        if written[0] % every[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, content)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_bytes", full_at_times)
+        assert main(words) == 1
+        assert re.search("methods failed|No space left on device", capsys.readouterr().err)
+        every[0] = 40
+        assert main(words) in (0, 1)
+    assert main(words) == 0
+    assert all_results(tmp_path) == whole
+    check_report(tmp_path)
+
+
+def test_a_disk_error_of_one_run_does_not_hide_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish = RunFolder.finish
+
+    def full(files: RunFolder, *arguments: Any) -> None:
+        if files.path.name == "fedavg-seed0":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finish(files, *arguments)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(RunFolder, "finish", full)
+        assert main(compare_words(tmp_path)) == 1
+    assert "1 of 2 methods failed: fedavg" in capsys.readouterr().err
+    failed, finished = json.loads((tmp_path / "compare.json").read_text())
+    assert "No space left" in failed["error"]
+    assert finished["accuracy"] > 0
+    assert list((tmp_path / "fedavg-seed0").glob("checkpoint-*"))
+    assert main(compare_words(tmp_path)) == 0
+
+
+def test_the_same_command_reuses_and_more_seeds_and_methods_are_added(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"results_dir": str(tmp_path)}
+    assert run("compare", "--methods", "fedavg", "--seeds", "2", **options) == 0
+    first = summary_bytes(tmp_path)
+    assert run("compare", "--methods", "fedbn", **options) == 0
+    assert run("compare", "--methods", "fedavg", "--seeds", "3", **options) == 0
+    assert "2 of 3 runs finished" in capsys.readouterr().out
+    table = [(row["method"], row["seed"]) for row in json.loads((tmp_path / "compare.json").read_text())]
+    assert table == [("fedavg", 0), ("fedavg", 1), ("fedavg", 2), ("fedbn", 0)]
+    assert {name: content for name, content in summary_bytes(tmp_path).items() if name in first} == first
+
+
+def test_another_run_is_refused_before_anything_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"results_dir": str(tmp_path)}
+    assert run("compare", "--methods", "fedavg", **options) == 0
+    first = summary_bytes(tmp_path)
+    capsys.readouterr()
+    for methods in ("fedbn,fedavg", "fedbn"):
+        assert run("compare", "--methods", methods, lr="0.3", **options) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "its lr is 0.1, not 0.3" in line
+        assert "--overwrite" in line
+        assert not (tmp_path / "fedbn-seed0").exists()
+    assert summary_bytes(tmp_path) == first
+    assert run("compare", "--methods", "fedbn", "--overwrite", lr="0.3", **options) == 0
+    assert [row["method"] for row in json.loads((tmp_path / "compare.json").read_text())] == ["fedbn"]
+    assert summary_bytes(tmp_path)["fedavg-seed0"] == first["fedavg-seed0"]
+
+
+def test_a_run_keeps_its_folder_until_the_one_that_replaces_it_has_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"results_dir": str(tmp_path)}
+    assert run("run", **options) == 0
+    first = (tmp_path / "summary.json").read_bytes()
+    assert run("run", **options) == 0
+    assert (tmp_path / "summary.json").read_bytes() == first
+    capsys.readouterr()
+    assert run("run", lr="0.3", **options) == 2
+    assert "its lr is 0.1, not 0.3 (--overwrite replaces it)" in capsys.readouterr().err
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(RunFolder, "finish", interrupt)
+        assert run("run", "--overwrite", lr="0.3", **options) == 130
+    assert re.search(r"kept in .*: .* goes on after round 3 of 3; the same command goes on", capsys.readouterr().err)
+    assert (tmp_path / "replaced/summary.json").read_bytes() == first
+    assert run("run", lr="0.3", **options) == 0
+    assert not (tmp_path / "replaced").exists()
+    assert json.loads((tmp_path / "summary.json").read_text())["lr"] == 0.3
+
+
+def test_moving_results_aside_can_be_killed_at_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("summary.json", "model.safetensors", "rounds.jsonl", "config.json")
+    for name in names:
+        (tmp_path / name).write_text(name)
+    rename, count = Path.rename, [0]
+
+    def dying(path: Path, target: Path) -> Path:
+        count[0] += 1
+        if count[0] in (2, 4):
+            raise KeyboardInterrupt
+        return Path(rename(path, target))
+
+    monkeypatch.setattr(Path, "rename", dying)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run_folder.set_aside(tmp_path)
+    run_folder.set_aside(tmp_path)
+    assert {path.name: path.read_text() for path in (tmp_path / "replaced").iterdir()} == {name: name for name in names}
+
+
+def test_sigterm_ends_it_as_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr(RunFolder, "finish", ask)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(compare_words(tmp_path)) == 143
+    assert "fedavg-seed0 goes on after round 12 of 12" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_picture_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr("fedbn_flwr.experiments.output.plots.plot_curves", broken)
+    assert run("run", results_dir=str(tmp_path)) == 0
+    assert (tmp_path / "summary.json").exists()
+    assert not (tmp_path / "curves.png").exists()
+
+
+@pytest.mark.parametrize("words", [("run",), ("compare", "--methods", "fedavg")])
+def test_two_processes_do_not_share_a_folder(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert run(*words, results_dir=str(tmp_path)) == 2
+    assert f"another process is running in {tmp_path}" in capsys.readouterr().err
