@@ -205,8 +205,11 @@ def _examples(name: str) -> str | None:
 def _add_engine(parser: argparse.ArgumentParser, everything: bool) -> None:
     engine, verbose = f"{', '.join(ENGINES)} [stacked]", "show Flower's own log"
     parser.add_argument("--engine", help=engine if everything else argparse.SUPPRESS)
-    text = "replace runs in the folder that differ from these [refuse them]"
-    parser.add_argument("--overwrite", action="store_true", default=False, help=text)
+    # the error that refuses a run names it: the short help has no line to spare
+    overwrite = "replace runs in the folder that differ from these [refuse them]"
+    parser.add_argument(
+        "--overwrite", action="store_true", default=False, help=overwrite if everything else argparse.SUPPRESS
+    )
     parser.add_argument(
         "--verbose", action="store_true", default=False, help=verbose if everything else argparse.SUPPRESS
     )
