@@ -57,8 +57,12 @@ def provision(federation: Federation, out: Path, superlink: str = "superlink:800
     """
     before = {path for path in out.rglob("*") if path.is_file()} if out.exists() else set()
     _make_folders(federation, out)
-    if not (out / "ca" / "ca.crt").exists():
-        make_ca(federation.name, out / "ca" / "ca.crt", out / "ca" / "ca.key")
+    certificate, in_use = out / "ca" / "ca.crt", out / "server" / "ca.crt"
+    if in_use.exists():
+        # the CA may be offline by now: a new one would sign nothing that the server shows
+        _missing_text(certificate, in_use.read_text())
+    if not certificate.exists():
+        make_ca(federation.name, certificate, out / "ca" / "ca.key")
     _provision_operator(federation, out)
     _provision_server(federation, out, superlink)
     for number, site in enumerate(federation.sites):

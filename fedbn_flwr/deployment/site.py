@@ -35,6 +35,8 @@ def init_site(kit: Path) -> Path:
             file.write(f"\n# who the containers run as; must be able to read the data\nFEDBN_USER={user}\n")
     public = kit / f"{site}.pub"
     if not (kit / "node.key").exists():
+        if public.exists():  # the key that it belonged to is lost
+            set_aside(public)
         make_node_key(kit / "node.key", public, site)
     if not (kit / "superexec.secret").exists():
         make_secret(kit / "superexec.secret")

@@ -122,6 +122,15 @@ def test_a_site_that_is_added_gets_the_next_number_and_the_others_stay(out: Path
     assert read_env(out / "sites" / "east")["FEDBN_PARTITION"] == "3"
 
 
+def test_a_site_is_added_while_the_ca_is_offline(out: Path, tmp_path: Path) -> None:
+    content, federation = yaml.safe_load(EXAMPLE.read_text()), tmp_path / "more.yaml"
+    federation.write_text(yaml.safe_dump({**content, "sites": [*content["sites"], "more"]}))
+    shutil.rmtree(out / "ca")
+    assert main(["provision", str(federation), "--out", str(out)]) == 0
+    assert (out / "sites/more/ca.crt").read_bytes() == (out / "server/ca.crt").read_bytes()
+    assert not (out / "ca/ca.key").exists()
+
+
 def test_another_server_needs_another_certificate(
     out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,6 +162,18 @@ def test_a_sites_key_stays_and_flower_takes_it(out: Path) -> None:
     assert private.public_key() == public
     assert uses_nist_ec_curve(public)  # type: ignore[arg-type]  # that is the question
     assert (kit / "superexec.secret").read_bytes() != (out / "server" / "superexec.secret").read_bytes()
+
+
+def test_a_lost_key_is_made_again_beside_the_old_public_half(out: Path) -> None:
+    kit = out / "sites/north"
+    assert main(["site", "init", str(kit)]) == 0
+    (kit / "node.key").unlink()
+    before = (kit / "north.pub").read_bytes()
+    assert main(["site", "init", str(kit)]) == 0
+    assert (kit / "north.pub.1").read_bytes() == before
+    public = load_ssh_private_key((kit / "node.key").read_bytes(), None).public_key()
+    assert load_ssh_public_key((kit / "north.pub").read_bytes()) == public
+    assert (kit / ".env").read_text().count("FEDBN_USER=") == 1
 
 
 def test_a_key_is_not_overwritten_but_renewed(out: Path) -> None:
