@@ -15,6 +15,6 @@ class FedBN(PartialSharing):
     On a model without BN this is FedAvg.
     """
 
-    paper: ClassVar[str] = "X. Li et al., ICLR 2021"
+    paper: ClassVar[str] = "X. Li et al., ICLR 2021, arXiv:2102.07623"
     leaves: ClassVar[str] = "everything but BN"
     stays: ClassVar[str] = "bn"

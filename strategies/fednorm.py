@@ -27,7 +27,7 @@ class FedNorm(FedAvg):
     domain's BN.
     """
 
-    paper: ClassVar[str] = "Bernecker et al., 2022"
+    paper: ClassVar[str] = "Bernecker et al., 2022, arXiv:2205.11096"
     leaves: ClassVar[str] = "everything; BN is averaged within a domain"
     beside_model: ClassVar[str] = "means of BN over few nodes"
     personal: ClassVar[bool] = True

@@ -49,7 +49,7 @@ class FedTAN(CarriedCorrections):
     variance is corrected by n / (n - 1), n being the count over all clients, as in PyTorch.
     """
 
-    paper: ClassVar[str] = "Wang et al., 2023"
+    paper: ClassVar[str] = "Wang et al., 2023, arXiv:2301.02982"
     leaves: ClassVar[str] = "everything, and statistics of each BN layer with their gradients: 2L + 1 exchanges"
 
     def __init__(

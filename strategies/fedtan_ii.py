@@ -22,7 +22,7 @@ class FedTANII(FedTAN, FixBN):
     learning rate at the freeze by hand, from 0.5 to 0.01 on CIFAR-10 and to 0.05 on MNIST: see `FixBN` for `frozen_lr`.
     """
 
-    paper: ClassVar[str] = "Wang et al., 2023"
+    paper: ClassVar[str] = "Wang et al., 2023, arXiv:2301.02982"
     leaves: ClassVar[str] = "as fedtan, then as fixbn"
     replaced: ClassVar[tuple[str, ...]] = ("freeze_round",)
 

@@ -57,7 +57,7 @@ class FixBN(FedAvg):
     none: the client's own rate holds, and the log says that it should be lowered.
     """
 
-    paper: ClassVar[str] = "Zhong, Chen and Chao, 2023"
+    paper: ClassVar[str] = "Zhong, Chen and Chao, 2023, arXiv:2303.06530"
     leaves: ClassVar[str] = "everything; after the freeze no statistics"
     kept_by_node: ClassVar[tuple[str, ...]] = ("watch.reports",)
 

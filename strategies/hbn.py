@@ -32,7 +32,7 @@ class HBN(PartialSharing, Gathering):
     `norm="hbn"`, which an experiment does by itself; there, `fixed_mix=1` trains as BN does.
     """
 
-    paper: ClassVar[str] = "Chen et al., ICML 2025"
+    paper: ClassVar[str] = "Chen et al., ICML 2025, arXiv:2505.21877"
     leaves: ClassVar[str] = "everything except BN's learned mix; statistics are gathered separately"
     stays: ClassVar[str] = "mix"
     personal: ClassVar[bool] = False

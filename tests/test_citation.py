@@ -1,0 +1,25 @@
+"""CITATION.cff, the strategies and the page on methods name the same papers."""
+
+import re
+import tomllib
+
+import yaml
+
+from fedbn_flwr.strategies import REGISTRY
+from tests.helpers.checkout import ROOT
+
+CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+
+
+def test_it_cites_the_version_and_the_licence_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (CITATION["version"], CITATION["license"]) == (project["version"], project["license"])
+    assert {"cff-version", "message", "title", "authors"} <= set(CITATION)
+
+
+def test_the_papers_are_those_that_strategies_name() -> None:
+    cited = {item["value"] for paper in CITATION["references"] for item in paper["identifiers"]}
+    named = {text for kind in REGISTRY.values() for text in re.findall(r"arXiv:[\d.]+\d", vars(kind).get("paper", ""))}
+    linked = re.findall(r"\[(arXiv:[\d.]+)\]\(https://arxiv.org/abs/([\d.]+)\)", (ROOT / "docs/methods.md").read_text())
+    assert cited == named == {text for text, _ in linked}
+    assert all(text == f"arXiv:{number}" for text, number in linked)
