@@ -46,7 +46,7 @@ def results(folder: Path) -> dict[str, Any]:
     """Return what a run has written, without times: the names of its files, rounds, summary and model."""
     summary = json.loads((folder / "summary.json").read_text())
     del summary["seconds"]
-    names = sorted(path.name for path in folder.iterdir())
+    names = sorted(path.name for path in folder.iterdir() if path.name != "lock")
     return {"files": names, "rounds": rounds(folder), "summary": summary, "model": model_bytes(folder)}
 
 

@@ -146,7 +146,7 @@ def test_a_data_set_of_ones_own_is_read_once_with_its_argument() -> None:
     assert len(data.load("grey:count=20").train) == 20
     assert data.load("grey") is data.load("grey")
     assert calls == ["count=20", ""]
-    with pytest.raises(ValueError, match="grey: unknown option 'size'; its options: count"):
+    with pytest.raises(ValueError, match="grey: unknown option 'size'; known: count"):
         data.load("grey:size=1")
 
 

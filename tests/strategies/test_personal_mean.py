@@ -75,10 +75,10 @@ def test_entries_of_the_result_that_nobody_trained_are_named(
 ) -> None:
     model = make_model()
     Federation(model).run(strategy(), 2)
-    (warning,) = {line.getMessage() for line in flower_log.records if "nobody trained" in line.getMessage()}
+    (warning,) = {line.getMessage() for line in flower_log.records if "were not trained" in line.getMessage()}
     stay = state.group_keys(model, group)
-    named = warning.partition("on the nodes: ")[2].partition(". ")[0].split(", ")
-    assert named == [name for name in model.state_dict() if name in stay]
+    first = [name for name in model.state_dict() if name in stay][:3]
+    assert f"({', '.join(first)}, ...)" in warning
     assert f"has {len(stay)} entries" in warning
 
 
@@ -87,4 +87,4 @@ def test_nothing_is_named_where_the_nodes_mean_is_in_its_place_or_all_is_shared(
 ) -> None:
     Federation(make_model()).run(FedBN(mean_personal=True), 2)
     Federation(make_model()).run(FedAvg(), 2)
-    assert "nobody trained" not in flower_log.text
+    assert "were not trained" not in flower_log.text
