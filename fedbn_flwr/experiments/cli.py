@@ -5,7 +5,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -62,8 +63,8 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
         options = vars(_parser(others or {}, "--help-all" in words).parse_args(words))
         command = options.pop("command")
         _refuse_ignored(command, options)
-        _quiet(verbose=options.pop("verbose", False))
-        return _COMMANDS[command](options) or 0
+        with _quiet(verbose=options.pop("verbose", False)):
+            return _COMMANDS[command](options) or 0
     except UsageError as error:
         print("fedbn-flwr:", *str(error).split(), file=sys.stderr)  # in one line, whatever a library says
         return 2
@@ -90,11 +91,22 @@ def _refuse_ignored(command: str, options: Mapping[str, Any]) -> None:
             raise UsageError(f"--{key} is an option of {', '.join(names)}; {', '.join(strategies)} would ignore it")
 
 
-def _quiet(verbose: bool) -> None:
-    """Flower's log tells every round, and warns of what is the normal case here."""
+@contextmanager
+def _quiet(verbose: bool) -> Iterator[None]:
+    """Hide Flower's lines about every round, and its warnings of what is the normal case here, inside the block."""
     logger = logging.getLogger("flwr")
+    level = logger.level
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not any(text in record.getMessage() for text in _NORMAL)
+
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
-    logger.addFilter(lambda record: not any(text in record.getMessage() for text in _NORMAL))
+    logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_news)
+        logger.setLevel(level)
 
 
 #: evaluation is the server's; `run_simulation` is the only way to start a simulation from Python; and the command

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import pty
 import struct
@@ -130,6 +131,13 @@ def test_an_unknown_command_is_a_mistake(words: list[str], capsys: pytest.Captur
 def test_a_slip_in_a_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compair"]) == 2
     assert refused(capsys) == "fedbn-flwr: unknown command 'compair'; did you mean 'compare'?"
+
+
+def test_a_command_leaves_the_log_of_its_process_as_it_was() -> None:
+    logger = logging.getLogger("flwr")
+    before = logger.level, list(logger.filters)
+    assert main(["list"]) == 0
+    assert (logger.level, list(logger.filters)) == before
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
