@@ -1,6 +1,7 @@
 """Data sets in files: the data sets of torchvision, and images in a folder per class."""
 
 import os
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import numpy as np
 import torch
 
 from fedbn_flwr.data.decoding import Fit, fitted, read_image
+from fedbn_flwr.data.sets import mnist
+from fedbn_flwr.data.sets.catalog import CATALOG
 from fedbn_flwr.data.sets.listing import FileList, folders
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.plugins import extra
@@ -31,11 +34,21 @@ TORCHVISION = {
 def from_torchvision(name: str, root: Path, download: bool = True) -> Data:
     """Read a data set in the folders and formats of torchvision, which downloads it if it is absent and it may.
 
-    A data set that is absent and cannot be downloaded is a FileNotFoundError.
+    MNIST and Fashion-MNIST are also read from a folder of their four files. A data set that is absent and cannot be
+    downloaded is a FileNotFoundError.
     """
     kind, num_classes = TORCHVISION[name]
-    train, test = (_read(name, kind, root, role, download) for role in ("train", "test"))
-    return Data(name, train, test, num_classes)
+    if name not in mnist.FOLDERS:
+        train, test = (_read(name, kind, root, role, download) for role in ("train", "test"))
+        return Data(name, train, test, num_classes)
+    if not (home := mnist.home_of(mnist.places(name, root))):
+        _open(name, kind, root, {}, download)
+        home = root / kind / "raw"
+    splits = []
+    for role in mnist.FILES:
+        images, labels = map(torch.from_numpy, mnist.read_split(home, role))
+        splits.append(Split(images.unsqueeze(1), labels.long()))
+    return Data(name, splits[0], splits[1], num_classes)
 
 
 def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
@@ -86,13 +99,17 @@ def _open(name: str, kind: str, root: Path, arguments: dict[str, Any], download:
     try:
         return getattr(datasets, kind)(root, **arguments, download=False)
     except (RuntimeError, FileNotFoundError) as error:  # torchvision raises these where the data set is absent
-        if not download:
-            raise FileNotFoundError(f"{name} is not in {root}, or broken: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())
+    folders = mnist.places(name, root) if name in mnist.FOLDERS else [root]
+    absent = f"{name} is not in {' or '.join(map(str, folders))}"
+    if not download:
+        raise FileNotFoundError(f"{absent}, or broken: {reason}")
     try:
         return getattr(datasets, kind)(root, **arguments, download=True)
-    except (RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise FileNotFoundError(f"{name} is not in {root} and cannot be downloaded: {reason}") from error
+    except (RuntimeError, OSError, HTTPException, EOFError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        ways = "; ".join(CATALOG[name].sources)
+        raise FileNotFoundError(f"{absent}, and cannot be downloaded: {reason}. It is at {ways}") from error
 
 
 def _list(path: Path, homes: list[str], classes: list[str]) -> FileList:

@@ -1,11 +1,13 @@
 """Data sets in files, from tiny files in each data set's own format on disk."""
 
 import bz2
+import gzip
 import os
 import pickle
 import struct
 import urllib.error
 from collections.abc import Callable
+from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from fedbn_flwr.data import load
 from fedbn_flwr.data.files import _files
+from fedbn_flwr.data.sets import mnist
+from fedbn_flwr.data.sets.catalog import CATALOG
 
 Pixels = NDArray[np.uint8]
 
@@ -38,6 +42,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
         return os.path.isfile(path)
 
     monkeypatch.setattr("urllib.request.urlopen", refuse)
+    monkeypatch.setitem(mnist.FOLDERS, "fashion-mnist", ("FashionMNIST", None))
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", exists)
     monkeypatch.setattr("torchvision.datasets.svhn.check_integrity", exists)
 
@@ -73,19 +78,64 @@ def test_cifar100(tmp_path: Path) -> None:
     assert data.test.labels.tolist() == [3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")])
-def test_mnist_and_fashion_mnist(tmp_path: Path, name: str, folder: str) -> None:
-    home = tmp_path / folder / "raw"
-    home.mkdir(parents=True)
+def write_idx(home: Path, packed: bool = False) -> None:
+    """Write the four files of MNIST: six images for training, four for testing."""
+    home.mkdir(parents=True, exist_ok=True)
     for role, count in (("train", 6), ("t10k", 4)):
-        header = struct.pack(">4i", 2051, count, 28, 28)
-        (home / f"{role}-images-idx3-ubyte").write_bytes(header + pixels(count, 28, 28, seed=count).tobytes())
+        images = struct.pack(">4i", 2051, count, 28, 28) + pixels(count, 28, 28, seed=count).tobytes()
         labels = struct.pack(">2i", 2049, count) + bytes(range(count))
-        (home / f"{role}-labels-idx1-ubyte").write_bytes(labels)
+        for name, content in ((f"{role}-images-idx3-ubyte", images), (f"{role}-labels-idx1-ubyte", labels)):
+            if packed:
+                (home / f"{name}.gz").write_bytes(gzip.compress(content))
+            else:
+                (home / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("mnist", "MNIST/raw"), ("mnist", "."), ("fashion-mnist", "FashionMNIST/raw"), ("fashion-mnist", "fashion-mnist")],
+)
+def test_mnist_and_fashion_mnist_as_they_lie(tmp_path: Path, name: str, folder: str, packed: bool) -> None:
+    write_idx(tmp_path / folder, packed)
     data = load(name, root=tmp_path)
-    assert data.train.inputs.shape == (6, 1, 28, 28)
+    assert (data.train.inputs.shape, data.train.inputs.dtype) == ((6, 1, 28, 28), torch.uint8)
     assert np.array_equal(data.test.inputs[:, 0].numpy(), pixels(4, 28, 28, seed=4))
     assert data.train.labels.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_folder_of_debians_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(mnist.FOLDERS, "fashion-mnist", ("FashionMNIST", tmp_path / "debian"))
+    write_idx(tmp_path / "debian", packed=True)
+    assert len(load("fashion-mnist", root=tmp_path).train) == 6
+
+
+BROKEN: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
+    "cut": ("train-images-idx3-ubyte", lambda content: content[:-1], "is not a whole IDX file of bytes with 3 dim"),
+    "no header": ("t10k-labels-idx1-ubyte", lambda _: b"", "is not a whole IDX file of bytes with 1 dimension$"),
+    "labels of others": (
+        "train-labels-idx1-ubyte",
+        lambda content: content[:4] + struct.pack(">i", 5) + content[8:13],
+        "the train split has 6 images and 5 labels",
+    ),
+}
+
+
+@pytest.mark.parametrize(("file", "damage", "message"), BROKEN.values(), ids=BROKEN)
+def test_broken_files_of_mnist(tmp_path: Path, file: str, damage: Callable[[bytes], bytes], message: str) -> None:
+    write_idx(tmp_path)
+    (tmp_path / file).write_bytes(damage((tmp_path / file).read_bytes()))
+    with pytest.raises(ValueError, match=message):
+        load("mnist", root=tmp_path)
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda _: b"no archive"], ids=["cut", "other"])
+def test_a_broken_archive_of_mnist(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    write_idx(tmp_path, packed=True)
+    file = tmp_path / "train-images-idx3-ubyte.gz"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match=r"^\S*train-images-idx3-ubyte.gz cannot be read: "):
+        load("mnist", root=tmp_path)
 
 
 def test_svhn(tmp_path: Path) -> None:
@@ -120,8 +170,22 @@ def test_absent_data_are_one_line_that_names_the_folder(tmp_path: Path, name: st
     with pytest.raises(FileNotFoundError) as error:
         load(name, root=tmp_path)
     message = str(error.value)
-    assert message.startswith(f"{name} is not in {tmp_path} and cannot be downloaded: ")
+    assert message.startswith(f"{name} is not in {tmp_path}")
+    assert ", and cannot be downloaded: " in message
+    assert message.endswith(f"It is at {'; '.join(CATALOG[name].sources)}")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "failure", [urllib.error.URLError("no route"), IncompleteRead(b""), EOFError(), OSError(28, "full")]
+)
+def test_a_download_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise failure
+
+    monkeypatch.setattr("urllib.request.urlopen", fail)
+    with pytest.raises(FileNotFoundError, match=r"fashion-mnist is not in .* cannot be downloaded: .* dataset-fashion"):
+        load("fashion-mnist", root=tmp_path)
 
 
 def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,9 @@ def _lists(domains: tuple[str, ...]) -> tuple[str, ...]:
 #: by the name of the data set
 CATALOG: dict[str, Published] = {
     "mnist": Published("CC BY-SA 3.0", (_MNIST_AT,), md5=_MNIST),
-    "fashion-mnist": Published("MIT", ("https://github.com/zalandoresearch/fashion-mnist",)),
+    "fashion-mnist": Published(
+        "MIT", ("https://github.com/zalandoresearch/fashion-mnist", "in Debian's package dataset-fashion-mnist")
+    ),
     "svhn": Published("non-commercial use only", (_SVHN_AT,), tuple(_SVHN), _SVHN),
     "usps": Published("none is stated", (_USPS_AT,), tuple(_USPS), _USPS),
     "cifar10": Published("none is stated", ("https://www.cs.toronto.edu/~kriz/cifar.html",), ("cifar-10-batches-py",)),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedbn_flwr.data.decoding import pixels, read_image
 from fedbn_flwr.data.pixels import resize
+from fedbn_flwr.data.sets import mnist
 from fedbn_flwr.data.sets.listing import DataFilesError, read_lines, require
 from fedbn_flwr.data.sets.pickled_arrays import read_pair
 from fedbn_flwr.data.splits import Data, Split
@@ -109,6 +110,12 @@ def _torchvision(kind: str, folder: str) -> Callable[[Path, str], Columns]:
     return read
 
 
+def original_mnist(home: Path, role: str) -> Columns:
+    """Read the split's two files in `MNIST/raw`."""
+    images, labels = mnist.read_split(home / "MNIST" / "raw", role)
+    return _colour(images), labels.astype(np.int64)
+
+
 def synth_digits(home: Path, role: str) -> Columns:
     """Read `SynthDigits/synth_train_32x32.mat` and `synth_test_32x32.mat`: X is 32 x 32 x 3 x N, y the digits."""
     path = require(home / "SynthDigits" / f"synth_{role}_32x32.mat", "SynthDigits, of Ganin and Lempitsky")
@@ -137,7 +144,7 @@ def mnist_m(home: Path, role: str) -> Columns:
 
 #: how each domain is read where it was published, below a folder with all of them
 ORIGINALS: dict[str, Callable[[Path, str], Columns]] = {
-    "mnist": _torchvision("MNIST", "."),
+    "mnist": original_mnist,
     "svhn": _torchvision("SVHN", "SVHN"),
     "usps": _torchvision("USPS", "USPS"),
     "synth": synth_digits,
