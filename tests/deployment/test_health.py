@@ -98,9 +98,3 @@ supernode.main()"""
     )
     assert done.returncode == 1
     assert shown in done.stderr
-
-
-def test_flowers_own_command_is_the_one_that_is_run() -> None:
-    command = [sys.executable, "-m", "fedbn_flwr.deployment.supernode", "--help"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
-    assert "Start a Flower SuperNode" in done.stdout

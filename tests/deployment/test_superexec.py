@@ -47,6 +47,8 @@ def flower_clientapp():
     part.rename(f"{{part}}.json")
 
 commands = {{"flower-superexec": flower_superexec, "flwr-clientapp": flower_clientapp}}
+if {kill}:
+    superexec._IMPORTED = ("numpy",)
 superexec.entry_points = lambda group, name: [SimpleNamespace(load=lambda: commands[name])]
 superexec.main()
 """

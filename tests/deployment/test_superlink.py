@@ -1,10 +1,9 @@
 """The SuperLink's requests wait for its database."""
 
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.checkout import ROOT, environment
+from tests.helpers.checkout import environment, run
 
 
 def test_every_connection_to_the_database_waits_a_minute(tmp_path: Path) -> None:
@@ -21,15 +20,4 @@ class Command:
     def load(self): return flower_superlink
 superlink.entry_points = lambda **_: [Command()]
 superlink.main()"""
-    assert _output("-c", code).split() == ["60000", "1"]
-
-
-def test_flowers_own_command_is_the_one_that_is_run() -> None:
-    assert "Start a Flower SuperLink" in _output("-m", "fedbn_flwr.deployment.superlink", "--help")
-
-
-def _output(*arguments: str) -> str:
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert run(sys.executable, "-c", code, env=environment()).split() == ["60000", "1"]

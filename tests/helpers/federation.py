@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import yaml
 from flwr.cli.build import build_fab_from_disk
 
+from fedbn_flwr.deployment import health
 from fedbn_flwr.deployment.cli import main as fedbn_flwr
-from fedbn_flwr.deployment.errors import DeploymentError
 from fedbn_flwr.deployment.operator import Operator
 from tests.helpers.checkout import BIN, copy_checkout, environment, run
 from tests.helpers.runs import results
@@ -41,6 +42,8 @@ class Federation:
     def __init__(self, folder: Path, description: Mapping[str, Any], superlink: str = "superlink:8000") -> None:
         self.folder, self.out, self.sites = folder, folder / "federation", tuple(description["sites"])
         self.home = self.out / "operator"
+        #: where sites and others ask for its health
+        self.server = f"{description['server']}:{description['port']}"
         file = folder / "federation.yaml"
         file.write_text(yaml.safe_dump(dict(description)))
         command("provision", file, "--out", self.out, "--superlink", superlink)
@@ -61,7 +64,14 @@ class Federation:
 
     def await_answer(self) -> None:
         """Wait until the SuperLink answers."""
-        await_that(self._answers, "the SuperLink answers")
+        check = f"answers https://{self.server}/health {self.home / 'ca.crt'}"
+
+        def answers() -> bool:
+            with suppress(OSError):
+                return bool(health.check(check))
+            return False
+
+        await_that(answers, "the SuperLink answers")
 
     def online(self) -> set[str]:
         """Return the sites whose nodes are online."""
@@ -91,7 +101,7 @@ class Federation:
 
     def await_end(self, number: str) -> str:
         """Wait until a run has ended, and return how."""
-        summary, looks = self.results(number) / "summary.json", count()
+        summary, looks = self.results(number) / "summary.json", count(1)
 
         def ended() -> bool:
             # a run that fails in its first round leaves no summary
@@ -115,13 +125,6 @@ class Federation:
 
     def _keys(self, sites: Sequence[str]) -> list[Path]:
         return [self.kit(site) / f"{site}.pub" for site in sites]
-
-    def _answers(self) -> bool:
-        try:
-            self.operator.nodes()
-        except DeploymentError:
-            return False
-        return True
 
 
 def app_hash(app: Path) -> str:

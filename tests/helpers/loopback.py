@@ -112,6 +112,7 @@ class LoopbackFederation(Federation):
         self.services[name] = Supervised(words, logs / f"{name}.log", environment(**image, **given))
 
     def _reach_superlink(self, operator_port: int) -> None:
+        self.server = f"{self._superlink}:8000"
         config = self.home / "config.toml"
         config.write_text(config.read_text().replace(f"127.0.0.1:{operator_port}", f"{self._superlink}:8000"))
         self.operator = type(self.operator)(self.home)
