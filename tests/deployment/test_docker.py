@@ -140,16 +140,20 @@ def test_the_image_is_small_and_has_what_the_dockerfile_copies(image: Path) -> N
     }
 
 
-def test_a_change_of_the_code_rebuilds_in_seconds(image: Path) -> None:
+def test_a_change_of_the_code_installs_no_package_again(image: Path, tmp_path: Path) -> None:
+    def installed() -> str:
+        return in_image(
+            tmp_path, "-c", "import os, torch; print(os.stat(torch.__path__[0]).st_mtime)", entrypoint="python"
+        )
+
+    before = installed()
     for name in ("pyproject.toml", "fedbn_flwr/__init__.py"):
         with (image / name).open("a") as file:
             file.write("# changed\n")
     started = time.monotonic()
     docker.build(image)
     print(f"a change of the code: rebuilt in {time.monotonic() - started:.0f} s")
-    # the packages are installed in a minute or more
-    layers = run("docker", "history", "--format", "{{.CreatedSince}} {{.Size}}", IMAGE)
-    assert re.search(r"(minute|hour)s? ago .*GB", layers)
+    assert installed() == before
 
 
 def test_the_image_has_the_command_and_a_home_that_everybody_can_write_to(image: Path, tmp_path: Path) -> None:
@@ -244,6 +248,7 @@ def test_a_kit_that_root_has_copied_takes_part_in_minutes(federation: DockerFede
     shutil.copytree(federation.kit("east"), kit)
     for path in (kit / "node.key", kit / "east.pub", kit / "superexec.secret"):
         path.unlink()
+    (kit / "log").rmdir()  # an archive may leave out empty folders
     for path in (kit, *kit.rglob("*")):
         os.chown(path, 0, 0)
     for role in ("train", "test"):
@@ -259,6 +264,14 @@ def test_a_kit_that_root_has_copied_takes_part_in_minutes(federation: DockerFede
         shown = site.fails("run", "--rm", "preflight")
         assert "/srv/data cannot be read by user 10001:10001, it belongs to 4711:4712" in shown
         (kit / ".env").write_text(re.sub("FEDBN_USER=.*", "FEDBN_USER=4711:4712", (kit / ".env").read_text()))
+        image = data / "train" / "normal" / "0.png"
+        os.chown(image, 0, 0)
+        shown = site.fails("run", "--rm", "preflight")
+        assert "/srv/data/train/normal/0.png cannot be read by user 4711:4712, it belongs to 0:0" in shown
+        os.chown(image, 4711, 4712)
+        os.chown(kit / "state", 0, 0)
+        shown = site.fails("run", "--rm", "--no-deps", "preflight")
+        assert "state cannot be written by user 4711:4712 (Permission denied): `docker compose run --rm init`" in shown
         shown = site.run("run", "--rm", "preflight")
         print(shown)
         for line in ("ok       exchange", "warning  registered not yet", "ok       folders", "this site can take part"):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
@@ -14,7 +13,7 @@ from flwr.supercore.error import ApiErrorCode
 
 from fedbn_flwr.deployment import preflight as module
 from fedbn_flwr.deployment.cli import main
-from tests.helpers.checkout import ROOT, run
+from tests.helpers.checkout import ROOT
 from tests.helpers.tls_server import TLSServer
 
 
@@ -112,53 +111,6 @@ def test_classes_are_counted(kit: Path, tmp_path: Path) -> None:
     assert shown == [("ok", f"{data}/train: covid 3, normal 2"), ("ok", f"{data}/test: covid 1, normal 1")]
     (data / "test" / "covid" / "0.png").unlink()
     assert checks(kit)["data"] == ("failed", f"{data}/test: covid 0, normal 1")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
-@pytest.mark.parametrize("name", ["log", "state", "models"])
-def test_a_folder_that_the_containers_cannot_write(name: str, kit: Path) -> None:
-    os.chown(kit / name, 0, 0)
-    verdict, text = as_user(10001, kit, "folders")
-    assert verdict == "failed"
-    assert text.startswith(f"{name} cannot be written by user 10001:10001 (Permission denied): `docker compose run")
-    assert main(["site", "init", str(kit)]) == 0
-    assert as_user(10001, kit, "folders")[0] == "ok"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
-@pytest.mark.parametrize("closed", ["train", "train/covid/0.png"])
-def test_data_that_the_containers_cannot_read(closed: str, kit: Path, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    for role in ("train", "test"):
-        (data / role / "covid").mkdir(parents=True)
-        (data / role / "covid" / "0.png").touch()
-    os.chown(data / closed, 4711, 4712)
-    (data / closed).chmod(0o700)
-    change(kit, FEDBN_DATA=str(data))
-    verdict, text = as_user(10001, kit, "data")
-    assert verdict == "failed"
-    assert text.startswith(f"{data / closed} cannot be read by user 10001:10001, it belongs to 4711:4712: FEDBN_USER=")
-
-
-def as_user(number: int, kit: Path, name: str) -> tuple[str, str]:
-    """Verdict and text of the last check of a name, in a process of another user."""
-    for parent in kit.parents[:-2]:
-        parent.chmod(0o755)
-    for path in (kit, *kit.glob("*.*")):
-        os.chown(path, number, number)
-    # what is imported may lie where only root can read
-    code = f"""import json, os
-from pathlib import Path
-from fedbn_flwr.deployment import preflight
-kit = Path({str(kit)!r})
-os.setgid({number}), os.setuid({number})
-try:
-    *_, check = preflight._CHECKS[{name!r}](kit, preflight.read_env(kit))
-    print(json.dumps([check.verdict, check.text]))
-except ValueError as error:
-    print(json.dumps(["failed", str(error)]))"""
-    verdict, text = json.loads(run(sys.executable, "-c", code, env={**os.environ, "PYTHONPATH": str(ROOT)}))
-    return verdict, text
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The folders that `fedbn-flwr provision` and `fedbn-flwr site` make."""
 
-import os
 import shutil
 import ssl
 import subprocess
@@ -186,25 +185,6 @@ def test_a_key_is_not_overwritten_but_renewed(out: Path) -> None:
     assert main(["site", "renew", str(kit)]) == 0
     assert (kit / "node.key.1").read_bytes() == first
     assert (kit / "node.key").read_bytes() != first
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-@pytest.mark.parametrize("user", ["", "4711:4712"])
-def test_a_kit_that_root_has_copied_is_given_to_the_containers(user: str, out: Path, tmp_path: Path) -> None:
-    kit = tmp_path / "kit"
-    shutil.copytree(out / "sites" / "south", kit)
-    for path in (kit, *kit.rglob("*")):
-        os.chown(path, 0, 0)
-    (kit / "log").rmdir()  # an archive may leave out empty folders
-    if user:
-        with (kit / ".env").open("a") as file:
-            file.write(f"FEDBN_USER={user}\n")
-    assert main(["site", "init", str(kit)]) == 0
-    assert read_env(kit)["FEDBN_USER"] == (user or "10001:10001")
-    for name in ("node.key", "superexec.secret", "log", "state", "models"):
-        status = (kit / name).stat()
-        assert f"{status.st_uid}:{status.st_gid}" == (user or "10001:10001"), name
-    assert (kit / ".env").stat().st_uid == 0
 
 
 def test_no_two_projects_of_a_machine_have_a_container_of_one_name(tmp_path: Path) -> None:
