@@ -1,4 +1,4 @@
-"""`from fedbn_flwr.strategies import FedAvg` in a checkout, an editable install, a Flower bundle and a wheel.
+"""`from fedbn_flwr.strategies import FedAvg` in an editable install, a Flower bundle and a wheel.
 
 The last beside a user's own `strategies` and `apps`. Nothing here needs a network.
 """
@@ -71,12 +71,7 @@ def where(*modules: str, cwd: Path, site: Path | None = None, path: Path | None 
     return [Path(line) for line in run(sys.executable, "-c", code, *modules, cwd=cwd, env=env).splitlines()]
 
 
-def test_checkout(checkout: Path) -> None:
-    door, strategy = where("fedbn_flwr.strategies", "strategies.fedavg", cwd=checkout)
-    assert door == checkout / "fedbn_flwr" / "strategies.py"
-    assert strategy == checkout / "strategies" / "fedavg.py"
-
-
+@pytest.mark.slow
 def test_editable_install(checkout: Path, tmp_path: Path) -> None:
     site = tmp_path / "site-packages"
     run(*PIP, "install", *OFFLINE, "--no-build-isolation", "--target", site, "--editable", checkout)
@@ -184,7 +179,7 @@ assert not norm.bn_layers(prepare(make(), FedWon))
     [
         (("list",), "rich", "cli"),
         (("run", "--rounds", "1"), "sklearn", "data"),
-        (("compare", "--methods", "fedavg", "--rounds", "1", "--log-to", "wandb"), "wandb", "wandb"),
+        slow(("compare", "--methods", "fedavg", "--rounds", "1", "--log-to", "wandb"), "wandb", "wandb"),
         slow(("run", "--rounds", "1", "--model", "resnet18"), "torchvision", "models"),
         slow(("run", "--rounds", "1", "--engine", "ray"), "ray", "simulation"),
         slow(("run", "--rounds", "1", "--log-to", "tensorboard"), "tensorboard", "tensorboard"),

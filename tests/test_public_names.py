@@ -21,18 +21,17 @@ by_package = pytest.mark.parametrize("package", PAGES)
 
 
 @cache
-def loaded(package: str) -> griffe.Object | griffe.Alias:
+def loaded() -> griffe.ModulesCollection:
     loader = griffe.GriffeLoader(search_paths=[ROOT])
     for root in ("strategies", "fedbn_flwr"):
         loader.load(root)
     loader.resolve_aliases()
-    module: griffe.Object | griffe.Alias = loader.modules_collection[package]
-    return module
+    return loader.modules_collection
 
 
 def public(package: str) -> list[griffe.Object | griffe.Alias]:
     """Return what a package names in `__all__`."""
-    module = loaded(package)
+    module = loaded()[package]
     assert module.exports is not None, f"{package} has no __all__"
     return [module[str(name)] for name in module.exports]
 
