@@ -22,6 +22,8 @@ from fedbn_flwr.state.record_files import write_bytes
 VALIDATION_SHARE = 0.2
 #: options that a comparison sets for all methods alike
 COMMON = ("seed", "validation", "results-dir")
+#: the runs that a comparison is to have, so that reports name those that have not begun
+PLANNED = "planned.json"
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ def compare(plan: Plan, folder: Path, announce: Announce) -> list[Summary]:
     others = [entry for place, entry in before.items() if place not in runs]
     done = {place: before[place] for place, run in runs.items() if place in before and run.finished() is not None}
     write_comparison([*done.values(), *others], folder)
+    planned = [(run.experiment.config.method, run.experiment.config.seed) for run in runs.values()]
+    write_bytes(folder / PLANNED, as_json(planned).encode())
     for method in plan.methods:
         for summary in run_method(plan, method, folder, announce):
             done[run_folder(folder, method, summary["seed"])] = summary

@@ -23,7 +23,7 @@ from fedbn_flwr.experiments.output.run_folder import as_json, read_rounds
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.lr_schedule import Moment, moment
-from fedbn_flwr.strategies import CannotTrainError
+from fedbn_flwr.strategies import BaseStrategy, CannotTrainError
 
 #: shares of the rounds, or numbers of rounds, that are tried, unless others are given
 GRID = "0.1,0.3,0.5,0.7,0.9"
@@ -97,13 +97,16 @@ def search(plan: Plan, folder: Path, announce: Announce) -> Iterator[Candidate]:
 def frozen_after(experiment: Experiment, summary: Mapping[str, Any], folder: Path) -> int | None:
     """Return the last round of a run with statistics of its own; None if that is the run's last one."""
     rounds = int(summary["rounds"])
-    strategy = experiment.make_strategy(int(summary["clients"]))
+    after = freeze_of(experiment.make_strategy(int(summary["clients"])), rounds, read_rounds(folder))
+    return None if after is None or after >= rounds else after
+
+
+def freeze_of(strategy: BaseStrategy, rounds: int, rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the round after which a run freezes its statistics, by its options or its rows; None if it never does."""
     freeze_at: Moment | None = getattr(strategy, "freeze_at", None)
     if freeze_at is not None:
-        after = freeze_at.after(rounds)
-    else:
-        after = next((row["frozen-after"] for row in read_rounds(folder) if "frozen-after" in row), None)
-    return None if after is None or after >= rounds else int(after)
+        return freeze_at.after(rounds)
+    return next((int(row["frozen-after"]) for row in rows if "frozen-after" in row), None)
 
 
 def best(found: Sequence[Candidate]) -> Candidate:

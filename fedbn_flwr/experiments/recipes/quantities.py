@@ -42,8 +42,8 @@ def _extra_exchanges(summary: Mapping[str, Any], _: int) -> dict[str, float]:
     return {"extra-exchanges": 100 * (1 - summary["rounds"] / summary["exchanges"])}
 
 
-#: columns that are counted and not measured: every printed digit says something
-COUNTED = ("megabytes", "gigabytes", "extra-exchanges")
+#: columns that are counted and not measured, with their units: every printed digit says something
+COUNTED = {"megabytes": "MB a round", "gigabytes": "GB in all rounds", "extra-exchanges": "share of extra exchanges, %"}
 
 #: accuracies and shares in percent
 QUANTITIES: dict[str, Read] = {
@@ -62,3 +62,8 @@ QUANTITIES: dict[str, Read] = {
     # the share of the exchanges beyond one a round
     "extra-exchanges": _extra_exchanges,
 }
+
+
+def heading_of(column: str) -> str:
+    """Return a column's name with its unit."""
+    return COUNTED.get(column) or column.replace("-", " ").replace("bn", "BN") + ("" if "loss" in column else ", %")

@@ -31,7 +31,7 @@ class Value:
 
     def text(self, digits: int) -> str:
         """Return the number with so many digits after the point."""
-        return f"{self.mean:.{digits}f}" + (f" ± {self.deviation:.{digits}f}" if self.seeds > 1 else "")
+        return f"{self.mean:z.{digits}f}" + (f" ± {self.deviation:.{digits}f}" if self.seeds > 1 else "")
 
 
 def values_of(results: Results, rounds: int) -> dict[Key, Value]:

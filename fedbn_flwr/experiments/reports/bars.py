@@ -10,11 +10,10 @@ from fedbn_flwr.experiments.recipes.quantities import AVERAGE, COUNTED
 from fedbn_flwr.experiments.recipes.recipe import Recipe
 from fedbn_flwr.experiments.recipes.table import Key, Value
 from fedbn_flwr.experiments.reports.sources import Source
-from fedbn_flwr.experiments.reports.style import SIZE, Picture, bar_style, draw, line_style
+from fedbn_flwr.experiments.reports.style import SIZE, Picture, bar_style, line_style
 
 #: settings of which a report draws bars
 SETTINGS = 12
-UNITS = {"megabytes": "MB a round", "gigabytes": "GB in all rounds", "extra-exchanges": "share of extra exchanges, %"}
 
 
 def bars(source: Source, values: Mapping[Key, Value]) -> Iterator[Picture]:
@@ -68,7 +67,7 @@ def _map(table: Any, rows: Sequence[str], columns: Sequence[str], caption: str, 
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
 
-    return draw(_file(f"gn-minus-bn-{name}"), caption, paint, height=1.2 + 0.42 * len(rows))
+    return Picture(_file(f"gn-minus-bn-{name}"), caption, paint, height=1.2 + 0.42 * len(rows))
 
 
 def _domains(source: Source, setting: str, values: Mapping[Key, Value]) -> Iterator[Picture]:
@@ -87,7 +86,7 @@ def _domains(source: Source, setting: str, values: Mapping[Key, Value]) -> Itera
     caption = f"Accuracy by domain{f' in {setting}' if setting else ''}"
     if any(values[setting, label, name].seeds > 1 for label in methods for name in order):
         caption += "; whiskers: standard deviation of the runs"
-    yield draw(_file(f"domains-{setting}"), caption, paint)
+    yield Picture(_file(f"domains-{setting}"), caption, paint, setting=setting)
 
 
 def _grouped(axes: Any, groups: Mapping[str, Sequence[Value]]) -> None:
@@ -120,12 +119,12 @@ def _counted(source: Source, column: str, values: Mapping[Key, Value]) -> Iterat
         names = [", ".join(filter(None, (method, setting))) for setting, method in cells]
         axes.set_yticks(positions + height * len(places) / 2, names, fontsize=9)
         axes.invert_yaxis()
-        axes.set_xlabel(UNITS[column])
+        axes.set_xlabel(COUNTED[column])
         axes.grid(alpha=0.3, axis="x")
         axes.set_axisbelow(True)
 
-    caption = f"{UNITS[column]}, as papers count".replace("share", "Share")
-    yield draw(column, caption, paint, height=max(SIZE[1], 1.4 + 0.3 * len(cells)))
+    caption = f"{COUNTED[column]}, as papers count".replace("share", "Share")
+    yield Picture(column, caption, paint, height=max(SIZE[1], 1.4 + 0.3 * len(cells)))
 
 
 def _freeze_rounds(source: Source, values: Mapping[Key, Value]) -> Iterator[Picture]:
@@ -146,7 +145,8 @@ def _freeze_picture(setting: str, points: Sequence[tuple[float, Value]]) -> Pict
         axes.grid(alpha=0.3)
 
     where = f" in {setting}" if setting else ""
-    return draw(_file(f"freeze-{setting}"), f"Final accuracy over the round of the freeze{where}", paint)
+    caption = f"Final accuracy over the round of the freeze{where}"
+    return Picture(_file(f"freeze-{setting}"), caption, paint, setting=setting)
 
 
 def _freeze_round(method: str) -> float | None:

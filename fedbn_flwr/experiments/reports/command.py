@@ -8,13 +8,21 @@ from typing import Any
 
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.recipes.record import is_matrix
-from fedbn_flwr.experiments.reports.page import write_report
+from fedbn_flwr.experiments.reports.page import WRITERS, write_report
 from fedbn_flwr.experiments.reports.progress import Progress
 from fedbn_flwr.experiments.reports.sources import read_sources
+from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError, convert
 
 #: seconds between two looks at a running matrix
 EVERY = 15
+#: what stands beside a main file
+BESIDE = {
+    ".html": " (and its pictures as PNG files)",
+    ".csv": " (and a file for each other table)",
+    ".tex": " (tables with booktabs, pictures as PDF files)",
+    ".svg": " (and a file for each other picture)",
+}
 
 
 def add_report_command(commands: Any, command: Any) -> None:
@@ -22,6 +30,8 @@ def add_report_command(commands: Any, command: Any) -> None:
     parser: argparse.ArgumentParser = command(commands, "report", "write a page with tables and pictures of results")
     parser.add_argument("runs", nargs="+", metavar="RUNS", help="folders of `run`, `compare` or `reproduce`")
     parser.add_argument("--out", metavar="DIR", help="where the page goes [RUNS/report, or results/report for several]")
+    text = f"comma-separated: {', '.join(WRITERS)} [html]"
+    parser.add_argument("--format", metavar="FORMATS", default="html", help=text)
     parser.add_argument("--watch", action="store_true", help="write it again while a matrix runs, until it has ended")
     parser.add_argument("--every", metavar="SECONDS", help=f"seconds between two looks of --watch [{EVERY}]")
 
@@ -34,14 +44,22 @@ def report(options: Mapping[str, Any]) -> None:
     every = int(convert("--every", options.get("every", EVERY), int))
     if every < 1:
         raise UsageError(f"--every must be at least 1, got {every}")
+    formats = list(dict.fromkeys(name.strip() for name in str(options["format"]).split(",")))
+    if unknown := [name for name in formats if name not in WRITERS]:
+        raise UsageError(f"unknown format {unknown[0]!r}; {did_you_mean(unknown[0], WRITERS)}")
     if options.get("watch"):
-        watch(folders, folder, every)
+        watch(folders, folder, every, formats)
     else:
-        page = write_report(read_sources(folders), folder)
-        console.print(f"Report: {page.resolve()} (and its pictures as PNG files)", soft_wrap=True, markup=False)
+        _say(write_report(read_sources(folders), folder, formats=formats))
 
 
-def watch(folders: Sequence[Path], out: Path, every: int) -> None:
+def _say(files: Sequence[Path]) -> None:
+    for file in files:
+        beside = BESIDE.get(file.suffix, "")
+        console.print(f"Report: {file.resolve()}{beside}", soft_wrap=True, markup=False, highlight=False)
+
+
+def watch(folders: Sequence[Path], out: Path, every: int, formats: Sequence[str]) -> None:
     """Write the page whenever a running matrix has come further; return when it has ended."""
     for folder in folders:
         if folder.is_dir() and not is_matrix(folder):
@@ -53,11 +71,11 @@ def watch(folders: Sequence[Path], out: Path, every: int) -> None:
         complete = all(item.complete for item in progress)
         now = "; ".join(item.text for item in progress) + str([len(run.rows) for s in sources for run in s.runs])
         if now != before:
-            page = write_report(sources, out, refresh=0 if complete else every)
+            files = write_report(sources, out, 0 if complete else every, formats)
             for source, item in zip(sources, progress, strict=True):
                 console.print(f"{source.title}: {item.text}", soft_wrap=True, markup=False)
             before = now
         if complete:
-            console.print(f"Report: {page.resolve()} (and its pictures as PNG files)", soft_wrap=True, markup=False)
+            _say(files)
             return
         sleep(every)

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr.experiments.output.plots import Line, draw_runs
-from fedbn_flwr.experiments.reports.sources import Run, Source
-from fedbn_flwr.experiments.reports.style import Picture, draw, finite, line_style, logarithmic, marked, whole_numbers
+from fedbn_flwr.experiments.recipes.quantities import heading_of
+from fedbn_flwr.experiments.reports.marks import STAGE, Mark, draw_marks, marks_of
+from fedbn_flwr.experiments.reports.sources import Run, Source, score_of
+from fedbn_flwr.experiments.reports.style import Picture, finite, line_style, logarithmic, marked, whole_numbers
 
 #: settings of which a report draws curves, and up to how many it draws more than the score over rounds
 SETTINGS, FEW = 12, 4
@@ -41,35 +43,37 @@ def curves(source: Source) -> Iterator[Picture]:
 def _setting(name: str, groups: Mapping[str, Sequence[Run]], few: bool) -> Iterator[Picture]:
     where = f" in {name}" if name else ""
     file = "".join(letter if letter.isalnum() else "-" for letter in name)
-    metric = next((run.metric for runs in groups.values() for run in runs if run.summary), "accuracy")
+    metric = score_of([run for runs in groups.values() for run in runs])
     score = metric.replace("-", " ")
+    marks = {label: marks_of(runs[0]) for label, runs in groups.items()}
     axes: dict[str, tuple[str, Callable[[Rows], Sequence[float]]]] = {"rounds": ("round", _rounds)}
     if few:
         axes |= {"exchanges": ("exchanges", _exchanges), "bytes": ("MB sent, as papers count", _megabytes)}
     for kind, (label, positions) in axes.items():
         lines = _lines(groups, metric, positions, scale=100)
         if kind != "exchanges" or _exchange_more_often(groups):
-            yield from _picture(
-                f"{score} against {kind}{where}", f"{metric}-{kind}-{file}", lines, label, f"{score}, %", kind
-            )
+            caption = f"{score} against {kind}{where}"
+            yield from _picture(caption, f"{metric}-{kind}-{file}", name, lines, label, heading_of(metric), marks)
     for key in LOSSES if few else ():
-        lines, stages = _lines(groups, key, _rounds), _stages(groups) if key == "loss-deviation" else {}
-        caption = f"{LOSSES[key]}{' and the round of stage 2' if stages else ''}{where}"
-        yield from _picture(caption, f"{key}-{file}", lines, "round", LOSSES[key], log=True, stages=stages)
+        stages = key == "loss-deviation" and any(mark.text == STAGE for each in marks.values() for mark in each)
+        caption = f"{LOSSES[key]}{f' and the round of {STAGE}' if stages else ''}{where}"
+        lines = _lines(groups, key, _rounds)
+        yield from _picture(caption, f"{key}-{file}", name, lines, "round", LOSSES[key], marks, log=True)
     for key, text in DYNAMICS.items() if few else ():
         lines = {label: [_dynamics(run, key) for run in runs] for label, runs in groups.items()}
-        yield from _picture(f"{text}, mean of all layers{where}", f"{key}-{file}", lines, "round", text[4:], log=True)
+        caption = f"{text}, mean of all layers{where}"
+        yield from _picture(caption, f"{key}-{file}", name, lines, "round", text[4:], marks, log=True)
 
 
 def _picture(
     caption: str,
     name: str,
+    setting: str,
     lines: Lines,
     x: str,
     y: str,
-    kind: str = "",
+    marks: Mapping[str, Sequence[Mark]],
     log: bool = False,
-    stages: Mapping[str, float] | None = None,
 ) -> Iterator[Picture]:
     """Draw lines, if one has two points: the mean of a method's runs, and their range."""
     drawn = {label: [line for line in runs if _has_points(line)] for label, runs in lines.items()}
@@ -83,21 +87,18 @@ def _picture(
         for index, (label, runs) in enumerate(drawn.items()):
             step = marked(index, min(len(x) for x, _ in runs))
             draw_runs(axes, runs, label=label, markevery=step, **styles[label])
-        for label, position in (stages or {}).items():
-            axes.axvline(position, color=styles[label]["color"], linestyle=styles[label]["linestyle"], linewidth=1)
-            axes.annotate(
-                f" stage 2: {label}", (position, 0.97), xycoords=("data", "axes fraction"), fontsize=9, va="top"
-            )
         axes.set(xlabel=x, ylabel=y)
         if x == "round":
             whole_numbers(axes)
+            colours = {label: style["color"] for label, style in styles.items()}
+            draw_marks(axes, {label: marks[label] for label in drawn}, colours)
         if log and max(values) > DECADE * min(values) > 0:
             axes.set_yscale("log")
-        if kind in ("exchanges", "bytes") and _spread(drawn) > 5:
+        if x != "round" and _spread(drawn) > 5:
             logarithmic(axes)
         axes.grid(alpha=0.3)
 
-    yield draw(name.rstrip("-"), caption[0].upper() + caption[1:], paint)
+    yield Picture(name.rstrip("-"), caption[0].upper() + caption[1:], paint, setting=setting)
 
 
 def _lines(
@@ -134,15 +135,6 @@ def _megabytes(rows: Rows) -> list[float]:
 
 def _exchange_more_often(groups: Mapping[str, Sequence[Run]]) -> bool:
     return any((row.get("exchanges") or 1) > 1 for runs in groups.values() for run in runs for row in run.rows)
-
-
-def _stages(groups: Mapping[str, Sequence[Run]]) -> dict[str, float]:
-    """Return the first round of stage 2, in the first run of every method that has reached one."""
-    stages = dict[str, float]()
-    for label, runs in groups.items():
-        first = [row["round"] for run in runs[:1] for row in run.rows if row.get("fedbs-stage") == 2]
-        stages |= {label: first[0]} if first else {}
-    return stages
 
 
 def _is_number(value: object) -> bool:

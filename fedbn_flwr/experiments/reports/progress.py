@@ -27,8 +27,7 @@ class Progress:
         states = counts(source.runs)
         if _complete(source):
             return cls(True, 1.0, 0.0, states)
-        idle = source.record is not None and not source.running
-        note = "; not running now: the same command goes on where it stopped" if idle else ""
+        note = "" if source.running else "; not running now: the same command goes on where it stopped"
         spent = sum(map(_spent, source.runs))
         totals = [_total(run, source.runs) for run in source.runs if run.state in ("unfinished", "waiting")]
         if not spent or None in totals:
@@ -45,7 +44,7 @@ class Progress:
 def _complete(source: Source) -> bool:
     """Whether every cell of a matrix has its result; other runs are as complete as they are."""
     if source.record is None:
-        return not any(run.state == "unfinished" for run in source.runs)
+        return not any(run.state in ("unfinished", "waiting") for run in source.runs)
     return all((setting.name, label) in source.results.runs for setting, label in source.recipe.cells())
 
 

@@ -1,22 +1,27 @@
 """The results that a report shows: run folders, comparison folders and matrix folders, also unfinished ones."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.experiments.comparison import run_folder, run_folders
+from fedbn_flwr.experiments.comparison import PLANNED, run_folder, run_folders
 from fedbn_flwr.experiments.folder_lock import is_running
 from fedbn_flwr.experiments.output.plots import title_of
 from fedbn_flwr.experiments.output.run_folder import read_json
 from fedbn_flwr.experiments.recipes.matrix import Results, setting_folder
-from fedbn_flwr.experiments.recipes.quantities import QUANTITIES, columns_of
+from fedbn_flwr.experiments.recipes.quantities import COUNTED, QUANTITIES, columns_of
 from fedbn_flwr.experiments.recipes.recipe import Recipe, Setting
 from fedbn_flwr.experiments.recipes.record import MatrixRecord, is_matrix, read_matrix
 from fedbn_flwr.plugins.options import UsageError
 
 Row = Mapping[str, Any]
+#: the partition of the centralized reference
+UNION = "union"
+#: options in which settings differ: their runs share no picture, and no difference is taken
+OF_SETTINGS = ("dataset", "model", "partition", "clients", "rounds")
 #: options in which the seeds of one method differ
 OF_SEEDS = ("seed", "results-dir", "resume", "checkpoint-every", "device", "workers")
 
@@ -60,10 +65,10 @@ class Run:
             return "finished"
         return "unfinished" if self.rows else "waiting"
 
-    @property
-    def metric(self) -> str:
-        """The score by which methods are compared."""
-        return str((self.summary or {}).get("metric", "accuracy"))
+
+def score_of(runs: Sequence[Run]) -> str:
+    """Return the score by which methods are compared."""
+    return next((str(run.summary["metric"]) for run in runs if run.summary and "metric" in run.summary), "accuracy")
 
 
 @dataclass(frozen=True)
@@ -122,44 +127,75 @@ def _comparison(folder: Path) -> Source:
     summaries = read_json(path) if path.exists() else []
     if not isinstance(summaries, list) or not all(isinstance(item, dict) and "method" in item for item in summaries):
         raise UsageError(f"{path} is not the result of a comparison")
-    listed = {run_folder(folder, entry["method"], entry.get("seed", 0)): entry for entry in summaries}
+    planned = [{"method": method, "seed": seed} for method, seed in read_json(folder / PLANNED) or []]
+    listed = {run_folder(folder, entry["method"], entry.get("seed", 0)): entry for entry in [*planned, *summaries]}
     runs = []
-    for place in run_folders(folder):
+    for place in dict.fromkeys([*listed, *run_folders(folder)]):
         entry, options = listed.get(place, {}), (read_json(place / "config.json") or {}).get("options", {})
         method, seed = entry.get("method", options.get("method")), entry.get("seed", options.get("seed", 0))
         runs.append(_run(place, "", method or place.name, seed, entry))
-    return _without_recipe(folder.resolve().name, runs)
+    return _without_recipe(folder.resolve().name, runs, is_running(folder))
 
 
 def _single(folders: Sequence[Path]) -> Source:
     runs = [_run(folder, "", "", 0) for folder in folders]
     methods = [str(run.options.get("method", "")) for run in runs]
     kinds = {
-        (method, json.dumps({key: value for key, value in run.options.items() if key not in OF_SEEDS}))
+        (method, json.dumps({key: value for key, value in run.options.items() if key not in (*OF_SEEDS, *OF_SETTINGS)}))
         for method, run in zip(methods, runs, strict=True)
     }
-    seeds = {(method, _seed(run)) for method, run in zip(methods, runs, strict=True)}
+    seeds = {(method, _seed(run), *_setting_of(run, runs).values()) for method, run in zip(methods, runs, strict=True)}
     # runs of one method are its seeds only if nothing else differs
     alike = all(methods) and len(kinds) == len(set(methods)) and len(seeds) == len(runs)
     labels = methods if alike else [folder.resolve().name for folder in folders]
-    named = [_run(folder, "", label, _seed(run)) for folder, label, run in zip(folders, labels, runs, strict=True)]
-    return _without_recipe("Runs" if len(folders) > 1 else folders[0].resolve().name, named)
+    named = [replace(run, label=label, seed=_seed(run)) for label, run in zip(labels, runs, strict=True)]
+    running = any(map(is_running, folders))
+    return _without_recipe("Runs" if len(folders) > 1 else folders[0].resolve().name, named, running)
 
 
-def _without_recipe(title: str, runs: Sequence[Run]) -> Source:
-    """Return results without a paper's numbers as those of a matrix with one setting."""
+def _without_recipe(title: str, runs: Sequence[Run], running: bool) -> Source:
+    """Return results without a paper's numbers as those of a matrix, with a setting for each data set and model."""
+    runs = _with_settings(runs)
     done: dict[tuple[str, str], list[Any]] = {}
     for run in runs:
         entry = {**(run.summary or {}), "seed": run.seed, "error": run.error} if run.error else run.summary
-        done.setdefault(("", run.label), []).extend([entry] if entry else [])
+        done.setdefault((run.setting, run.label), []).extend([entry] if entry else [])
     finished = [run.summary for run in runs if run.state == "finished" and run.summary]
-    about = title_of(finished[0]) if finished and "partition" in finished[0] else ""
+    settings = list(dict.fromkeys(run.setting for run in runs))
+    about = title_of(finished[0]) if len(settings) == 1 and finished and "partition" in finished[0] else ""
     quantities = [name for name in QUANTITIES if any(columns_of(summary, name, 0) for summary in finished)]
     methods = {run.label: str(run.options.get("method", run.label)) for run in runs}
-    seeds = max(sum(run.label == label for run in runs) for label in methods)
-    quantities = [name for name in quantities if name not in ("gigabytes",)]
-    recipe = Recipe(title, "", about, methods, [Setting({}, {})], [], seeds, [], quantities, [], [], [])
-    return Source(title, Results(recipe, done), runs)
+    absent = [([label for label in methods if (name, label) not in done], [name]) for name in settings if name]
+    seeds = max(Counter((run.setting, run.label) for run in runs).values())
+    # what is counted stands in the table of costs
+    quantities = [name for name in quantities if name not in COUNTED]
+    places = [Setting({"setting": name} if name else {}, {}) for name in settings]
+    recipe = Recipe(title, "", about, methods, places, absent, seeds, [], quantities, [], [], [])
+    return Source(title, Results(recipe, done), runs, running=running)
+
+
+def _with_settings(runs: Sequence[Run]) -> list[Run]:
+    """Name each run's setting by the options in which the settings differ."""
+    values = [_setting_of(run, runs) for run in runs]
+    differing = [key for key in OF_SETTINGS if len({each[key] for each in values}) > 1]
+    named = [
+        ", ".join(f"{each[key]} {key}" if isinstance(each[key], int) else str(each[key]) for key in differing)
+        for each in values
+    ]
+    return [replace(run, setting=name) for run, name in zip(runs, named, strict=True)]
+
+
+def _setting_of(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the options of a run's setting.
+
+    The first run tells those that a method names itself, and those of the centralized reference and of waiting runs.
+    """
+    begun = [other for other in runs if other.options]
+    first = next((other for other in begun if other.options.get("partition") != UNION), run)
+    own = run.options
+    pooled = ("partition", "clients") if own.get("partition") == UNION else ()
+    shared = [key for key in OF_SETTINGS if not own or key in pooled or f":{key}=" in str(own.get("method"))]
+    return {key: (first if key in shared else run).options.get(key) for key in OF_SETTINGS}
 
 
 def _run(place: Path, setting: str, label: str, seed: int, summary: Mapping[str, Any] | None = None) -> Run:

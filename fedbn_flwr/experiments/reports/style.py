@@ -1,7 +1,7 @@
 """The look of the report's pictures: legible in print and on a phone, without relying on colours."""
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -22,38 +22,52 @@ FONT: dict[Any, Any] = {
     "legend.fontsize": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    # letters stay letters, which can be searched for
+    "pdf.fonttype": 42,
 }
+#: the same results make the same files
+UNDATED: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of the report."""
+    """A picture of the report: what draws it onto axes."""
 
     name: str
     caption: str
-    png: bytes
+    paint: Callable[[Any], None]
+    height: float = SIZE[1]
+    #: the setting that it is of; empty if it is of all
+    setting: str = ""
 
+    def file(self, kind: str) -> bytes:
+        """Return the picture as a file of a kind that matplotlib knows, such as `png` or `pdf`."""
+        with styled() as figure_class:
+            figure, file = figure_class(figsize=(SIZE[0], self.height), layout="constrained"), BytesIO()
+            self.draw(figure)
+            figure.savefig(file, format=kind, dpi=DPI, metadata=UNDATED.get(kind))
+        return file.getvalue()
 
-def draw(name: str, caption: str, paint: Callable[[Any], None], height: float = SIZE[1]) -> Picture:
-    """Return the picture that `paint` draws onto the axes that it is given."""
-    with extra("cli"):  # imported here because it takes a second
-        import matplotlib
-
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(FONT):
-        figure = Figure(figsize=(SIZE[0], height), layout="constrained")
-        FigureCanvasAgg(figure)
+    def draw(self, figure: Any) -> None:
+        """Draw onto a figure, or a part of one."""
         axes = figure.add_subplot()
-        paint(axes)
+        self.paint(axes)
         handles, labels = axes.get_legend_handles_labels()
         if labels:
             columns = 1 if max(map(len, labels)) > 24 else 2 if max(map(len, labels)) > 14 else 3
             figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-        file = BytesIO()
-        figure.savefig(file, format="png", dpi=DPI)
-    return Picture(name, caption, file.getvalue())
+
+
+@contextmanager
+def styled() -> Iterator[Any]:
+    """Set the fonts inside the block, and yield the class of figures, which need no display."""
+    with extra("cli"):  # imported here because it takes a second
+        import matplotlib
+
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(FONT):
+        yield Figure
 
 
 def line_style(index: int, count: int) -> dict[str, Any]:

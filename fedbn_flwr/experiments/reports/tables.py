@@ -2,16 +2,19 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 from fedbn_flwr.experiments.comparison import lines
-from fedbn_flwr.experiments.recipes.quantities import columns_of
+from fedbn_flwr.experiments.recipes.quantities import columns_of, heading_of
 from fedbn_flwr.experiments.recipes.recipe import Setting
-from fedbn_flwr.experiments.recipes.table import Key, Value, rows_of
-from fedbn_flwr.experiments.reports.sources import Run, Source
+from fedbn_flwr.experiments.recipes.table import Key, Row, Value, rows_of
+from fedbn_flwr.experiments.reports.sources import Run, Source, score_of
+
+#: said of results that have one run each
+WEAK = "One seed: a difference may be chance."
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,8 @@ class Cell:
 
     text: str
     number: float | None = None
+    #: what stands behind the number's plus-minus sign
+    spread: float | None = None
 
 
 @dataclass(frozen=True)
@@ -32,30 +37,53 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     #: columns of numbers
     numeric: frozenset[int] = field(default_factory=frozenset)
+    footer: str = ""
 
 
 def result_table(source: Source, values: dict[Key, Value]) -> Table:
-    """Return means, deviations and paired differences of the runs, beside the numbers of the paper."""
-    recipe, differences = source.recipe, _differences(source)
-    places = [place.place for place in recipe.reported]
-    headings = ["setting", "method", "quantity", "here", "deviation", "runs", "difference", *places]
-    rows = []
-    for row in rows_of(source.results, values):
-        here, number = row.here, row.text.partition(" ")[0]
-        state = row.failure or ("" if number else _state(source, row.setting, row.method))
-        shown = Cell(state) if state else Cell(number, here.mean if here else None)
-        deviation = Cell(f"± {here.deviation:.2f}", here.deviation) if here and here.seeds > 1 else Cell("")
-        count = Cell(str(here.seeds), here.seeds) if here else Cell("")
-        difference = differences.get((row.setting, row.method, row.column), Cell(""))
-        printed = [Cell(text, _leading(text)) for text in row.printed]
-        rows.append([*map(Cell, (row.setting, row.method, row.column)), shown, deviation, count, difference, *printed])
-    quantities = {row[2].text for row in rows}
-    if len(quantities) == 1:
-        rows = [[*row[:2], Cell(""), *row[3:]] for row in rows]
-    caption = quantities.pop().replace("-", " ").capitalize() if len(quantities) == 1 else "Results"
-    caption += ": mean and standard deviation of the runs, the difference to the first method paired by seed"
-    caption += " with half its 95 % interval, and the numbers that are printed" if places else ""
-    return _without_empty("results", caption, headings, rows, {3, 4, 5, 6, *range(7, 7 + len(places))})
+    """Return a row for each method: its score, the paired difference, and other numbers beside those of the paper."""
+    places = [place.place for place in source.recipe.reported]
+    cells: dict[tuple[str, str], dict[str, Row]] = {}
+    for item in rows_of(source.results, values):
+        cells.setdefault((item.setting, item.method), {})[item.column] = item
+    score = score_of(source.runs)
+    columns = sorted({column: None for rows in cells.values() for column in rows if column}, key=lambda c: c != score)
+    columns = columns or [score]
+    headings = ["setting", "method"]
+    for column in columns:
+        headings += [heading_of(column), *(["difference"] if column == columns[0] else [])]
+        headings += places if column == columns[0] else [f"{heading_of(column)} ({place})" for place in places]
+    differences, rows = _differences(source, columns[0]), []
+    for (setting, method), by_column in cells.items():
+        state = next(iter(by_column.values())).failure or _state(source, setting, method)
+        row = [Cell(setting), Cell(method)]
+        for column in columns:
+            here = by_column.get(column)
+            number = _number(here) if here and here.text and not here.failure else Cell("")
+            if column == columns[0]:
+                row += [number if number.text else Cell(state), differences.get((setting, method), Cell(""))]
+            else:
+                row.append(number)
+            row += [Cell(text, _leading(text)) for text in (here.printed if here else [""] * len(places))]
+        seeds = max((item.here.seeds for item in by_column.values() if item.here), default=0)
+        rows.append([*row, Cell(str(seeds) if seeds else "", seeds)])
+    counted = {int(row[-1].text) for row in rows if row[-1].text}
+    most, alike = max(counted, default=0), len(counted) == 1
+    shown = [row[:-1] for row in rows] if alike else rows
+    caption = f"{heading_of(columns[0]).capitalize()}: mean"
+    caption += f" of {most} runs" if alike and most > 1 else ""
+    if most > 1:
+        caption += " ± standard deviation; difference to the first method, paired by seed, ± half its 95 % interval"
+    caption += "; beside it the numbers that are printed" if places else ""
+    weak = WEAK if counted == {1} and any(cell.spread is None for cell in differences.values()) else ""
+    last = [] if alike else ["runs"]
+    numeric = set(range(2, len(headings) + len(last)))
+    return _without_empty("results", caption, [*headings, *last], shown, numeric, weak)
+
+
+def _number(row: Row) -> Cell:
+    spread = row.here.deviation if row.here and row.here.seeds > 1 else None
+    return Cell(row.text, row.here.mean if row.here else None, spread)
 
 
 def cost_table(source: Source) -> Table:
@@ -94,19 +122,17 @@ def counts(runs: Sequence[Run]) -> str:
     return f"{len(runs)} run{'s' * (len(runs) != 1)}: {', '.join(named)}"
 
 
-def _differences(source: Source) -> dict[Key, Cell]:
+def _differences(source: Source, column: str) -> dict[tuple[str, str], Cell]:
     """Return the paired difference of each cell to the first finished method of its setting."""
-    cells: dict[Key, Cell] = {}
+    cells: dict[tuple[str, str], Cell] = {}
     for setting in source.recipe.settings:
-        summaries = list(_flat(source, setting))
-        for column in dict.fromkeys(key for summary in summaries for key in summary if key not in ("method", "seed")):
-            compared = lines([summary for summary in summaries if column in summary], column)
-            for line in compared:
-                half = f" ± {line.half_width:.2f}" if line.half_width else ""
-                cell = Cell(f"{line.difference:+.2f}{half}", line.difference)
-                first = line is compared[0]
-                if not math.isnan(line.difference) and len(compared) > 1:
-                    cells[setting.name, line.method, column] = Cell("baseline", 0.0) if first else cell
+        summaries = [summary for summary in _flat(source, setting) if column in summary]
+        compared = lines(summaries, column) if summaries else []
+        for line in compared if len(compared) > 1 else ():
+            half = f" ± {line.half_width:.2f}" if line.half_width else ""
+            cell = Cell(f"{line.difference:+z.2f}{half}", line.difference, line.half_width or None)
+            if not math.isnan(line.difference):
+                cells[setting.name, line.method] = Cell("baseline", 0.0) if line is compared[0] else cell
     return cells
 
 
@@ -122,19 +148,18 @@ def _flat(source: Source, setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def _without_empty(
-    name: str, caption: str, headings: Sequence[str], rows: Sequence[Sequence[Cell]], numeric: set[int]
+    name: str,
+    caption: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    numeric: Collection[int],
+    footer: str = "",
 ) -> Table:
     """Return a table without the columns in which no row has a text."""
-    texts = [{row[index].text for row in rows} for index in range(len(headings))]
-    kept = [index for index, column in enumerate(texts) if column - {""}]
+    kept = [index for index in range(len(headings)) if any(row[index].text for row in rows)]
     shown = [[row[index] for index in kept] for row in rows]
-    return Table(
-        name,
-        caption,
-        [headings[index] for index in kept],
-        shown,
-        frozenset(position for position, index in enumerate(kept) if index in numeric),
-    )
+    numbers = frozenset(position for position, index in enumerate(kept) if index in numeric)
+    return Table(name, caption, [headings[index] for index in kept], shown, numbers, footer)
 
 
 def _cells(source: Source) -> list[tuple[str, str]]:

@@ -1,24 +1,38 @@
 """The page of a report: what it says of finished, failed and unfinished results, and that it stands alone."""
 
+import csv
 import json
 import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from fedbn_flwr.experiments import main
+from fedbn_flwr.experiments.comparison import run_folder
 from fedbn_flwr.experiments.folder_lock import alone_in
+from fedbn_flwr.experiments.kept_run import KeptRun
 from fedbn_flwr.experiments.recipes.table import values_of
 from fedbn_flwr.experiments.reports import bars
 from fedbn_flwr.experiments.reports.curves import _megabytes
-from fedbn_flwr.experiments.reports.sources import read_sources
+from fedbn_flwr.experiments.reports.documents import DOCUMENT, latex_figure, to_latex
+from fedbn_flwr.experiments.reports.marks import draw_marks, marks_of
+from fedbn_flwr.experiments.reports.sources import Run, read_sources
+from fedbn_flwr.experiments.reports.style import Picture
+from fedbn_flwr.experiments.reports.tables import Cell, Table
 from fedbn_flwr.plugins.options import UsageError
-from tests.helpers.matrix_files import ROUNDS, round_row, write_matrix, write_run
+from tests.helpers.matrix_files import ROUNDS, round_row, summary_of, write_matrix, write_run
 from tests.helpers.runs import run
 
+SCORE = "accuracy, %"
 ALL = {
     ("IID, E=1", "BN"): (0.9, 0.8),
     ("IID, E=1", "GN"): (0.7, 0.7),
@@ -76,6 +90,18 @@ class Page(HTMLParser):
         return found[rows[0].index(heading)]
 
 
+def write_comparison(folder: Path, planned: Sequence[tuple[str, int]], finished: Mapping[str, float]) -> Path:
+    """Write a comparison of which the runs with seed 0 of these methods have finished."""
+    table = [{"method": method, **summary_of(value, 0), "metric": "accuracy"} for method, value in finished.items()]
+    for row in table:
+        place = run_folder(folder, row["method"], 0)
+        write_run(place, [round_row(n, row["accuracy"]) for n in range(1, ROUNDS + 1)], row["method"])
+        (place / "summary.json").write_text(json.dumps(row))
+    (folder / "compare.json").write_text(json.dumps(table))
+    (folder / "planned.json").write_text(json.dumps(planned))
+    return folder
+
+
 def write_page(*folders: Path, out: Path) -> Page:
     assert main(["report", *map(str, folders), "--out", str(out)]) == 0
     return Page(out / "report.html")
@@ -83,15 +109,17 @@ def write_page(*folders: Path, out: Path) -> Page:
 
 def test_a_matrix_stands_beside_the_papers_numbers(tmp_path: Path) -> None:
     page = write_page(write_matrix(tmp_path, ALL), out=tmp_path / "page")
-    cell = ("IID, E=1", "BN", "accuracy")
-    assert page.cell("results", "here", *cell) == "85.00"
-    # of 90 and 80: the sample's
-    assert page.cell("results", "deviation", *cell) == "± 7.07"
+    # a row for each method of each setting, the score first
+    assert len(page.tables["results"]) == 1 + len(ALL)
+    assert page.tables["results"][0][:5] == ["setting", "method", "accuracy, %", "difference", "page 7"]
+    cell = ("IID, E=1", "BN")
+    # of 90 and 80: the sample's deviation
+    assert page.cell("results", "accuracy, %", *cell) == "85.00 ± 7.07"
     assert page.cell("results", "page 7", *cell) == "90.10 ± 0.40"
     # paired by seed, 70 - 90 and 70 - 80; t of one degree of freedom is 12.706
-    assert page.cell("results", "difference", "IID, E=1", "GN", "accuracy") == "-15.00 ± 63.53"
+    assert page.cell("results", "difference", "IID, E=1", "GN") == "-15.00 ± 63.53"
     assert page.cell("results", "difference", *cell) == "baseline"
-    assert page.cell("results", "page 7", "Shards, E=9", "BN", "accuracy") == ""
+    assert page.cell("results", "page 7", "Shards, E=9", "BN") == ""
     assert page.cell("costs", "MB a round, as papers count", "IID, E=1", "GN") == "1.00"
     assert "8 finished" not in page.text
     assert "16 runs: 16 finished" in page.text
@@ -148,9 +176,9 @@ def test_failed_unfinished_and_waiting_cells_are_named(tmp_path: Path) -> None:
     with (matrix / "Shards__E=1/fedavg-seed0/rounds.jsonl").open("a") as file:
         file.write('{"round": 3, "acc')  # a row that is written just now
     page = write_page(matrix, out=tmp_path / "page")
-    assert page.cell("results", "here", "IID, E=1", "GN") == "failed"
-    assert page.cell("results", "here", "Shards, E=1", "BN") == "unfinished"
-    assert page.cell("results", "here", "Shards, E=9", "GN") == "waiting"
+    assert page.cell("results", SCORE, "IID, E=1", "GN") == "failed"
+    assert page.cell("results", SCORE, "Shards, E=1", "BN") == "unfinished"
+    assert page.cell("results", SCORE, "Shards, E=9", "GN") == "waiting"
     assert "Failed: GN | IID, E=1: the loss is <nan>" in page.text
     assert page.cell("runs", "rounds done", "Shards, E=1", "BN", "0") == "2"
     assert page.cell("runs", "of", "Shards, E=1", "BN", "0") == str(ROUNDS)
@@ -208,8 +236,8 @@ def test_runs_and_comparisons_in_one_page(tmp_path: Path) -> None:
     assert "2 results" in page.text
     assert "6 runs: 6 finished" in page.text
     # both are fedavg with one seed: the folders tell them apart
-    assert page.cell("results", "runs", "one", "accuracy") == "1"
-    assert page.cell("results", "runs", "fedavg-seed0", "accuracy") == "1"
+    assert page.cell("results", SCORE, "one")
+    assert page.cell("results", SCORE, "fedavg-seed0")
 
 
 @pytest.mark.parametrize(
@@ -317,3 +345,124 @@ def test_the_map_is_gn_minus_bn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (source,) = read_sources([write_matrix(tmp_path, cells)])
     list(bars.maps(source, values_of(source.results, 1)))
     assert drawn[0][0][0] == 25.0
+
+
+def test_runs_of_a_comparison_that_have_not_begun_are_waiting(tmp_path: Path) -> None:
+    planned = [("fedavg", 0), ("fedavg", 1), ("fixbn", 0)]
+    page = write_page(write_comparison(tmp_path, planned, {"fedavg": 0.5}), out=tmp_path / "page")
+    assert "3 runs: 1 finished, 2 waiting" in page.text
+    assert page.cell("results", SCORE, "fixbn") == "waiting"
+    assert "the same command goes on where it stopped" in page.text
+
+
+def test_a_comparison_plans_its_runs_before_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(KeptRun, "run", interrupt)
+    assert run("compare", "--methods", "fedavg,fixbn", "--seeds", "2", results_dir=str(tmp_path)) == 130
+    assert json.loads((tmp_path / "planned.json").read_text()) == [[m, s] for m in ("fedavg", "fixbn") for s in (0, 1)]
+
+
+def test_one_seed_is_said_once_and_zero_has_no_sign(tmp_path: Path) -> None:
+    runs = {"fedavg": 0.5, "fixbn": 0.49999}
+    folder = write_comparison(tmp_path, [], runs)
+    page = write_page(folder, out=tmp_path / "page")
+    assert page.text.count("One seed: a difference may be chance.") == 1
+    assert page.cell("results", "difference", "fixbn") == "+0.00"
+    assert "-0.00" not in page.text
+    matrix = write_page(write_matrix(tmp_path, ALL), out=tmp_path / "matrix")
+    assert "One seed" not in matrix.text
+
+
+def test_runs_of_several_settings_share_no_picture(tmp_path: Path) -> None:
+    for number, (method, partition) in enumerate([("fedavg", "iid"), ("fixbn", "iid"), ("fedavg", "classes:2")]):
+        folder = tmp_path / str(number)
+        write_run(folder, [round_row(n, 0.5) for n in range(1, ROUNDS + 1)], method)
+        config = json.loads((folder / "config.json").read_text())
+        config["options"] |= {"partition": partition}
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "summary.json").write_text(json.dumps({"method": method, **summary_of(0.5, 0)}))
+    page = write_page(*(tmp_path / str(number) for number in range(3)), out=tmp_path / "page")
+    assert page.cell("results", SCORE, "classes:2", "fedavg") == "50.00"
+    assert page.cell("results", "difference", "classes:2", "fedavg") == ""
+    assert len(page.tables["results"]) == 1 + 3
+    for setting in ("iid", "classes:2"):
+        assert f"Accuracy against rounds in {setting}" in page.pictures
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("fedavg", []),
+        ("fedavg:lr-schedule=0.1@0.5,0.1@0.75", [("learning rate", 10), ("learning rate", 15)]),
+        ("fixbn:freeze-round=0.3:lr-schedule==0.01@freeze", [("freeze", 6), ("learning rate", 6)]),
+        ("fixbn:freeze-round=auto:lr-schedule=", [("freeze", 4)]),
+        ("fedbs:lr-schedule=", [("stage 2", 8)]),
+    ],
+)
+def test_freezes_and_rate_drops_are_marked(method: str, expected: list[tuple[str, int]], tmp_path: Path) -> None:
+    options = {"method": method, "rounds": 20, **({} if "lr-schedule" in method else {"lr-schedule": ""})}
+    rows: list[dict[str, Any]] = [{"round": n} for n in range(1, 21)]
+    if "auto" in method:
+        rows[3]["frozen-after"] = 4
+    if "fedbs" in method:
+        rows = [{**row, "fedbs-stage": 1 + (row["round"] > 8)} for row in rows]
+    begun = Run("", method, 0, tmp_path, {"options": options}, rows, [], None)
+    assert marks_of(begun) == expected
+    figure = Figure()
+    axes = figure.add_subplot()
+    axes.plot([1, 20], [0, 1])
+    draw_marks(axes, {method: marks_of(begun)}, {method: "#0072B2"})
+    assert [float(np.asarray(line.get_xdata())[0]) for line in axes.lines[1:]] == sorted(
+        {after + 0.5 for _, after in expected}
+    )
+
+
+HARD = r"a_b&50%#{x}~^\<|[*]"
+
+
+def test_every_format_has_the_same_table(tmp_path: Path) -> None:
+    folder = write_comparison(tmp_path, [], {"fedavg": 0.5, "fixbn": 0.75})
+    assert main(["report", str(folder), "--format", "html,csv,latex,pdf,svg"]) == 0
+    out = folder / "report"
+    rows = list(csv.reader((out / "results.csv").read_text().splitlines()))
+    assert rows[0][:3] == ["method", SCORE, "difference"]
+    assert rows[2][:3] == ["fixbn", "75.0", "25.0"]
+    latex = (out / "results.tex").read_text()
+    assert [latex.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 1, 1]
+    assert r"fixbn & 75.00 & $+$25.00" in latex
+    assert "One seed: a difference may be chance." in latex
+    document = (out / "example.tex").read_text()
+    assert r"\input{results}" in document
+    for name in re.findall(r"includegraphics\[.*\]{(.*)}", document):
+        assert (out / name).read_bytes().startswith(b"%PDF")
+    assert (out / "report.pdf").read_bytes().startswith(b"%PDF")
+    # letters and lines, and no pixels
+    assert b"/Subtype /Image" not in (out / "report.pdf").read_bytes()
+    assert "<svg" in (out / "accuracy-rounds.svg").read_text()
+    assert (out / "report.html").exists()
+
+
+def test_latex_prints_names_as_they_are() -> None:
+    table = Table("results", HARD, ["method", "n"], [[Cell(HARD), Cell("-1.00", -1.0)]], frozenset({1}))
+    text = to_latex(table)
+    hard = r"a\_b\&50\%\#\{x\}\textasciitilde{}\textasciicircum{}\textbackslash{}\textless{}\textbar{}{[}{*}]"
+    assert rf"\caption{{{hard}}}" in text
+    assert hard + r" & $-$1.00 \\" in text
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX here (Debian: texlive-latex-recommended)")
+def test_latex_compiles(tmp_path: Path) -> None:
+    tables = [Table("results", HARD, ["method", "n"], [[Cell(HARD), Cell("1 ± 2", 1.0)]], frozenset({1}), HARD)]
+    picture = Picture("curve", HARD, lambda axes: axes.plot([0, 1]))
+    (tmp_path / "curve.pdf").write_bytes(picture.file("pdf"))
+    body = "\n".join([*map(to_latex, tables), latex_figure(picture, "curve.pdf")])
+    (tmp_path / "paper.tex").write_text(DOCUMENT % body)
+    words = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
+    assert subprocess.run(words, cwd=tmp_path, stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_an_unknown_format_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path), "--format", "html,latx"]) == 2
+    assert "unknown format 'latx'; did you mean 'latex'" in capsys.readouterr().err

@@ -17,8 +17,8 @@ pytestmark = [
 WIDTHS = (390, 1280)
 CELLS = {("IID, E=1", "BN"): (0.9, 0.8), ("IID, E=1", "GN"): (0.105, 0.105), ("Shards, E=1", "BN"): (0.3, 0.3)}
 #: the texts of the first table's column `here`
-COLUMN = "[...document.querySelectorAll('table.results tbody tr')].map(row => row.cells[3].textContent)"
-HEADING = "document.querySelectorAll('table.results th button')[3]"
+COLUMN = "[...document.querySelectorAll('table.results tbody tr')].map(row => row.cells[2].textContent.split(' ')[0])"
+HEADING = "document.querySelectorAll('table.results th button')[2]"
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,10 @@ def test_tables_and_pictures_are_shown_without_an_error(page: Browser, report: P
     heights = page.evaluate("[...document.querySelectorAll('main > section > .scroll table')].map(t => t.offsetHeight)")
     assert len(heights) == 2
     assert min(heights) > 50
+    # the difference stands beside the score, on a phone too
+    difference = "document.querySelectorAll('table.results th')[3]"
+    assert page.evaluate(f"{difference}.innerText").startswith("difference")
+    assert page.evaluate(f"{difference}.getBoundingClientRect().right") <= width
     # tables scroll, the page does not
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.console == []
@@ -65,7 +69,7 @@ def test_a_click_sorts_by_number_and_back(page: Browser, report: Path, width: in
 def test_the_keyboard_sorts(page: Browser, report: Path) -> None:
     page.open(report, 1280)
     page.evaluate("document.querySelector('table.results th button').focus()")
-    for _ in range(3):
+    for _ in range(2):
         page.press("Tab", "Tab", "\t")
     page.press("Enter", "Enter", "\r")
     assert page.evaluate(f"{HEADING}.closest('th').ariaSort") == "ascending"
