@@ -44,6 +44,8 @@ fedbn-flwr run --plugins my_package.methods --method my-method:strength=0.5
   two nodes.
 - A relative `results-dir` is relative to the folder in which the SuperLink was started. That may not be the folder of
   `flwr run`. Use an absolute path, or look for the path in the last line of the log.
+- A folder of results belongs to one run: the same options again reuse a finished run, or continue one with checkpoints.
+  Other options need another `results-dir`.
 - An option of a strategy that is `""` counts as not given.
 - Options of plugins have no keys. Give them inside `method`.
 """

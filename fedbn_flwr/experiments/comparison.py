@@ -9,11 +9,18 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.kept_run import KeptRun
+from fedbn_flwr.experiments.kept_run import KeptRun, OtherRunError
 from fedbn_flwr.experiments.method import Experiment, parse, resolve
 from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
-from fedbn_flwr.experiments.output.run_folder import as_json, finished_summary, make_folder, read_json, read_rounds
+from fedbn_flwr.experiments.output.run_folder import (
+    as_json,
+    finished_summary,
+    has_results,
+    make_folder,
+    read_json,
+    read_rounds,
+)
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.plugins.options import UsageError, convert, options_of
@@ -80,6 +87,7 @@ def compare(plan: Plan, folder: Path, announce: Announce) -> list[Summary]:
     """
     runs = {run.folder: run for method in plan.methods for run in plan.runs(folder, method)}
     before = _earlier(plan, folder, runs)
+    _refuse_other_rates(plan, folder, runs)
     others = [entry for place, entry in before.items() if place not in runs]
     done = {place: before[place] for place, run in runs.items() if place in before and run.finished() is not None}
     write_comparison([*done.values(), *others], folder)
@@ -156,6 +164,21 @@ def _earlier(plan: Plan, folder: Path, runs: Mapping[Path, KeptRun]) -> dict[Pat
         grid = {"lr-grid": entry["lr-grid"]} if "lr-grid" in entry else {}
         results[place] = entry if summary is None else {**summary, **grid}
     return results
+
+
+def _refuse_other_rates(plan: Plan, folder: Path, runs: Mapping[Path, KeptRun]) -> None:
+    """Refuse runs at a rate that was not chosen from the plan's rates, before these are tried."""
+    entries = read_json(folder / "compare.json") or []
+    listed = {run_folder(folder, entry["method"], entry["seed"]): entry for entry in entries}
+    rates = {f"{rate:g}" for rate in plan.rates}
+    for place, run in runs.items():
+        if plan.overwrite or "lr" not in run.unknown or not has_results(place):
+            continue
+        used = f"{(read_json(place / 'config.json') or {})['options']['lr']:g}"
+        grid = set(listed[place].get("lr-grid", [used])) if place in listed else rates
+        if used not in rates or grid != rates:
+            text = f"{place} holds another run: its lr is {used}, from {', '.join(sorted(grid))}"
+            raise OtherRunError(f"{text} and not from {', '.join(sorted(rates))} (--overwrite replaces it)")
 
 
 def _other_setting(plan: Plan, place: Path) -> list[str]:

@@ -101,13 +101,12 @@ class KeptRun:
             differing += [name for name in VERSIONS if saved.get(name, VERSIONS[name]) != VERSIONS[name]]
         return [f"{key} is {before.get(key)!r}, not {now.get(key)!r}" for key in differing]
 
-    def refuse_other(self) -> None:
+    def refuse_other(self, remedy: str = "--overwrite replaces it") -> None:
         """Refuse the folder if it holds another run, unless that is to be replaced."""
         if not self.overwrite and (differences := self.differences()):
             more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
             raise OtherRunError(
-                f"{self.folder} holds another run: its {'; its '.join(differences[:NAMED])}{more} "
-                "(--overwrite replaces it)"
+                f"{self.folder} holds another run: its {'; its '.join(differences[:NAMED])}{more} ({remedy})"
             )
 
     def run(self, progress: Progress | None = None) -> Summary:
@@ -117,7 +116,7 @@ class KeptRun:
         if summary is None:
             if self.differences():
                 set_aside(self.folder)
-            summary = ENGINES[self.engine](self._resumed(), self.folder, progress)
+            summary = ENGINES[self.engine](self.resumed(), self.folder, progress)
         else:
             clear(self.folder)
             if not (self.folder / "curves.png").exists():
@@ -138,7 +137,7 @@ class KeptRun:
             named = {"method": config.method, "seed": config.seed, "lr": config.lr}
             return {**named, "error": " ".join(str(error).split()) or type(error).__name__, **diverged(error)}
 
-    def _resumed(self) -> Experiment:
+    def resumed(self) -> Experiment:
         """Return the experiment that goes on after the run's last checkpoint, or the same if there is none."""
         if self.experiment.config.resume or not checkpoint_round(self.folder):
             return self.experiment

@@ -1,11 +1,8 @@
 """The server's side of an experiment: one run, from a grid to a folder of results."""
 
-import os
-from collections.abc import Mapping
 from dataclasses import replace
-from logging import ERROR, INFO, WARNING
+from logging import ERROR, WARNING
 from pathlib import Path
-from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.common import log
@@ -15,78 +12,19 @@ from fedbn_flwr import state
 from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import Checkpoint, clear, read_checkpoint, refuse_foreign, refuse_other_model
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.method import Experiment, resolve
+from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
 from fedbn_flwr.experiments.output.sinks import open_sinks
 from fedbn_flwr.experiments.recovery import Recovery
-from fedbn_flwr.experiments.resources import check, fresh_model, refuse_state_dir, refuse_workers
+from fedbn_flwr.experiments.resources import check, fresh_model
 from fedbn_flwr.experiments.task import Task, make_task
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.averaging import unpack
-from fedbn_flwr.strategies import Layerwise, wait_for_nodes
+from fedbn_flwr.strategies import wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.transports.stream_transport import StreamGrid, StreamOptions
 from fedbn_flwr.wire import Instruction
-
-#: where a deployment's server keeps the results of its runs, each in a folder of the run's number
-RESULTS_VARIABLE = "FEDBN_FLWR_RESULTS"
-#: samples that stand behind the statistics of a layer-wise step, at least: remark 4 of FedTAN's paper
-LEAST_BATCH = 32
-
-
-def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary:
-    """Run what a Flower run configuration says, and log where the results are.
-
-    A relative `results-dir` is relative to where the SuperLink was started: Flower does not tell where `flwr run` was.
-    Where `FEDBN_FLWR_RESULTS` names a folder, results go to `run_id` in it, and `results-dir` counts for nothing;
-    `resume` is then the number of a run.
-    """
-    experiment = resolve(run_config)
-    refuse_state_dir(experiment.config)
-    refuse_workers(experiment.config)
-    warn_of_small_batches(experiment)
-    folder = results_folder(experiment.config, run_id)
-    summary = run(with_side_channel(grid, experiment), experiment, folder)
-    log(INFO, "Results: %s", folder)
-    return summary
-
-
-def results_folder(config: Config, run_id: int) -> Path:
-    """Return where the results of a run go; the folder of a run that goes on with another one is that one's."""
-    kept = os.environ.get(RESULTS_VARIABLE)
-    if not kept:
-        return Path(config.resume or config.results_dir).expanduser().resolve()
-    folder = Path(kept, str(run_id))
-    if config.resume:
-        if not config.resume.isdecimal() or not Path(kept, config.resume).is_dir():
-            raise UsageError(f"resume must be the number of a run with results on the server, got {config.resume!r}")
-        folder.symlink_to(config.resume)
-    return folder
-
-
-def with_side_channel(grid: Grid, experiment: Experiment) -> Grid:
-    """Return the grid with a side channel for the exchanges of layer-wise steps, if the run is to have one."""
-    config = experiment.config
-    if not issubclass(experiment.strategy_class, Layerwise):
-        return grid
-    waits = config.connect_timeout, config.exchange_timeout or config.timeout
-    try:
-        options = StreamOptions.of(config.exchange_port, config.exchange_address, *waits)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    return grid if options is None else StreamGrid(grid, options)
-
-
-def warn_of_small_batches(experiment: Experiment) -> None:
-    """Warn if the statistics of few samples leave the sites, from which an attacker may reconstruct these samples."""
-    size = experiment.config.batch_size
-    if issubclass(experiment.strategy_class, Layerwise) and size < LEAST_BATCH:
-        text = (
-            "%s sends the BN statistics of mini-batches of %d samples; FedTAN's authors advise at least %d (remark 4)"
-        )
-        log(WARNING, text, experiment.strategy, size, LEAST_BATCH)
 
 
 def run(

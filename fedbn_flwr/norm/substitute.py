@@ -54,6 +54,10 @@ def swap_normalizers(model: nn.Module, make: Callable[[Slot], nn.Module]) -> nn.
     return substitute(model, make_one)
 
 
+#: entries of a BN layer, which each replacement has in its own form
+ENTRIES = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
+
 def _slot(name: str, layer: nn.Module) -> Slot:
     channels = layer.num_channels if isinstance(layer, nn.GroupNorm) else layer.num_features
     if not channels:
@@ -63,14 +67,15 @@ def _slot(name: str, layer: nn.Module) -> Slot:
 
 
 def _refuse_loss(slot: Slot, new: nn.Module) -> None:
-    """Refuse to replace a layer of a user's own that has parameters which no replacement would have.
+    """Refuse to replace a layer of a user's own that has parameters or buffers which no replacement would have.
 
     Layers of this package start fresh.
     """
     layer = slot.layer
     if type(layer).__module__.startswith(f"{__name__.partition('.')[0]}."):
         return
-    if lost := [name for name, _ in layer.named_parameters(recurse=False) if name not in ("weight", "bias")]:
+    held = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+    if lost := [name for name, _ in held if name not in ENTRIES]:
         kind, other = type(layer).__name__, type(new).__name__
         raise ValueError(f"layer {slot.name!r} is a {kind} with {', '.join(lost)}, which {other} would drop")
 

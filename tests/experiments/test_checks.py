@@ -21,6 +21,10 @@ REFUSED = {
         {"method": "fedavg+gn", "model": f"{HERE}:warm"},
         "layer '1' is a WarmBatchNorm with temperature, which GroupNorm would drop",
     ),
+    "a replacement that drops a buffer": (
+        {"method": "fedavg+gn", "model": f"{HERE}:counting"},
+        "layer '1' is a CountingBatchNorm with scale, which GroupNorm would drop",
+    ),
     "a layer-wise step over a layer of its own kind": (
         {"method": "fedtan", "model": f"{HERE}:warm"},
         "method 'fedtan': layer '1' is a WarmBatchNorm, which computes something else than BN",

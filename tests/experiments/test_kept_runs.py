@@ -54,7 +54,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return all_results(folder)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_random_moments_it_ends_with_the_same_bits(kills: int, tmp_path: Path, whole: dict[str, Any]) -> None:
     moments, folder = random.Random(kills), tmp_path / "out"
     program = (
@@ -112,6 +112,30 @@ def test_a_disk_that_is_full_at_times_costs_no_bit(
     check_report(tmp_path)
 
 
+def test_a_file_system_that_is_full_costs_no_bit(
+    tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file system of some kilobytes, which has more room in each turn."""
+    words = compare_words(tmp_path, "--seeds", "3")
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(tmp_path)], check=False, capture_output=True, text=True
+    )
+    if mount.returncode:
+        pytest.skip(f"no file system can be mounted here: {mount.stderr.strip()}")
+    try:
+        for size in ("100k", "400k"):
+            subprocess.run(["mount", "-o", f"remount,size={size}", str(tmp_path)], check=True)
+            assert main(words) == 1
+            assert re.search("methods failed|No space left on device", capsys.readouterr().err)
+            check_report(tmp_path)
+        subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path)], check=True)
+        assert main(words) == 0
+        assert all_results(tmp_path) == whole
+        check_report(tmp_path)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
 def test_a_disk_error_of_one_run_does_not_hide_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +186,21 @@ def test_another_run_is_refused_before_anything_is_trained(tmp_path: Path, capsy
     assert run("compare", "--methods", "fedbn", "--overwrite", lr="0.3", **options) == 0
     assert [row["method"] for row in json.loads((tmp_path / "compare.json").read_text())] == ["fedbn"]
     assert summary_bytes(tmp_path)["fedavg-seed0"] == first["fedavg-seed0"]
+
+
+def test_another_grid_of_rates_is_refused_before_it_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"results_dir": str(tmp_path), "rounds": "1", "evaluate_every": "1"}
+    assert run("compare", "--methods", "fedavg", "--lr-grid", "0.1,0.03", **options) == 0
+    first = summary_bytes(tmp_path)
+    for grid in ("0.1,0.03,0.3", "0.5"):
+        assert run("compare", "--methods", "fedavg", "--lr-grid", grid, **options) == 2
+        assert "from 0.03, 0.1 and not from" in capsys.readouterr().err
+    assert not list((tmp_path / "lr-grid").glob("*lr0.3*"))
+    assert not list((tmp_path / "lr-grid").glob("*lr0.5*"))
+    assert run("compare", "--methods", "fedavg", "--lr-grid", "0.1,0.03", **options) == 0
+    assert summary_bytes(tmp_path) == first
 
 
 def test_a_run_keeps_its_folder_until_the_one_that_replaces_it_has_finished(

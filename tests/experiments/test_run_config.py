@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.experiments import Config, resolve, serve, server_side
+from fedbn_flwr.experiments import Config, UsageError, flower_run, resolve, serve
+from fedbn_flwr.experiments.checkpoint import checkpoint_round
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.method import all_options
+from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.plugins.options import Value
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import REGISTRY
@@ -81,9 +83,34 @@ def test_statistics_of_small_batches_are_warned_about(
     options: dict[str, str], warned: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(server_side, "log", lambda _, text, *values: lines.append(text % values))
+    monkeypatch.setattr(flower_run, "log", lambda _, text, *values: lines.append(text % values))
     run_config = {**OPTIONS, **options, "rounds": "1", "results-dir": str(tmp_path)}
     serve(InProcessGrid(client_app(bound_client_fn(resolve(run_config).config)), 2), run_config)
     warnings = [line for line in lines if "FedTAN's authors advise at least 32" in line]
     assert len(warnings) == warned
     assert all(f"mini-batches of {options['batch-size']} samples" in line for line in warnings)
+
+
+def test_results_of_flwr_run_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {**OPTIONS, "checkpoint-every": "1", "results-dir": str(tmp_path)}
+
+    def start(**changes: str) -> Any:
+        app = client_app(bound_client_fn(resolve(options).config))
+        return serve(InProcessGrid(app, 2), {**options, **changes})
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(RunFolder, "finish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            start()
+    assert checkpoint_round(tmp_path) == 3
+    assert start()["rounds"] == 3
+    first = (tmp_path / "summary.json").read_bytes()
+    monkeypatch.setattr(RunFolder, "finish", interrupt)
+    start()
+    with pytest.raises(UsageError, match=r"its lr is 0.1, not 0.3 \(give another results-dir\)"):
+        start(lr="0.3")
+    assert (tmp_path / "summary.json").read_bytes() == first
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
