@@ -4,13 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply, read_instruction
 from fedbn_flwr.client.lost_state import has_all, lacking_reply
 from fedbn_flwr.clientapp.mods import Mod
+from fedbn_flwr.layerwise.shared_statistics import UnlikeBatchNormError
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.transports.node import handle_layerwise_message
 from fedbn_flwr.wire import Instruction
@@ -53,7 +55,10 @@ def client_app(client_fn: ClientFunction, mods: list[Mod] | None = None) -> Clie
 
     @app.train("layerwise")
     def layerwise(message: Message, context: Context) -> Message:
-        return pack(handle_layerwise_message(message.content, context, client_fn), message)
+        try:
+            return pack(handle_layerwise_message(message.content, context, client_fn), message)
+        except UnlikeBatchNormError as error:  # a model that the method is not for: Flower would show a traceback
+            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
 
     @app.query("describe")
     def describe(message: Message, context: Context) -> Message:

@@ -43,8 +43,10 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
     folder = results_folder(experiment.config, run_id)
     kept = KeptRun.of(experiment, "flower", folder)
     with alone_in(folder):
-        kept.refuse_other("give another results-dir")
-        summary = None if experiment.config.resume else kept.finished()
+        summary = None
+        if not experiment.config.resume:
+            kept.refuse_other("give another results-dir")
+            summary = kept.finished()
         if summary is None:
             summary = run(with_side_channel(grid, experiment), kept.resumed(), folder)
     log(INFO, "Results: %s", folder)

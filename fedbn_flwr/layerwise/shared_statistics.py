@@ -106,8 +106,12 @@ def _move(layer: _BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
         running.mul_(1 - factor).add_(new.to(running), alpha=factor)
 
 
+class UnlikeBatchNormError(TypeError):
+    """A BN layer whose statistics cannot be shared, as it computes something else."""
+
+
 def check_layers(model: nn.Module) -> None:
-    """Refuse a model with a BN layer whose statistics cannot be shared: a TypeError names it."""
+    """Refuse a model with a BN layer whose statistics cannot be shared: an UnlikeBatchNormError names it."""
     _plain_layers(model)
 
 
@@ -116,7 +120,7 @@ def _plain_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     for name, layer in layers.items():
         if _uses_batch_statistics(layer) and type(layer).forward not in _PLAIN_FORWARDS:
             kind = type(layer).__name__
-            raise TypeError(f"layer {name!r} is a {kind}, which computes something else than BN")
+            raise UnlikeBatchNormError(f"layer {name!r} is a {kind}, which computes something else than BN")
     return layers
 
 

@@ -1,9 +1,12 @@
 """The message-based ClientApp: names and dtypes survive, and the reply says what was obeyed."""
 
+import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
@@ -15,7 +18,9 @@ from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.strategies import CannotTrainError, FedTAN
 from fedbn_flwr.wire import Instruction
+from tests.helpers.other_shapes import warm
 from tests.helpers.toys import CLASSES, assert_same_state, random_state, toy_cnn, toy_split
 
 INSTRUCTION = Instruction(local_steps=2, batch_size=4, lr=0.05, seed=3)
@@ -146,3 +151,13 @@ def test_flowers_own_strategies_train_it() -> None:
     # a strong proximal term keeps the model closer to its start
     start = initial["0.weight"].numpy()
     assert np.abs(finals[1] - start).sum() < np.abs(finals[0] - start).sum()
+
+
+def test_a_layer_that_cannot_be_shared_is_a_line_without_a_traceback(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    grid = InProcessGrid(client_app(partial(toy_client, make=partial(warm, CLASSES, 3))), num_nodes=2)
+    with pytest.raises(CannotTrainError, match="it failed: layer '1' is a WarmBatchNorm, which computes something"):
+        FedTAN().start(grid, ArrayRecord(warm(CLASSES, 3).state_dict()), num_rounds=1)
+    assert not [record for record in caplog.records if record.exc_info]

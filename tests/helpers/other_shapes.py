@@ -45,6 +45,7 @@ class CountingBatchNorm(nn.BatchNorm2d):
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
+        self.scale: Tensor
         self.register_buffer("scale", torch.ones(1))
 
     def forward(self, input: Tensor) -> Tensor:
