@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flwr.proto.fleet_pb2 import ActivateNodeResponse, DeactivateNodeRequest
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, ActivateNodeResponse
 
 from fedbn_flwr.deployment import activation, health
-from fedbn_flwr.deployment.activation import OFFLINE, PAUSE, REFUSED, come_back_noticed
+from fedbn_flwr.deployment.activation import CONNECTED, OFFLINE, PAUSE, REFUSED, come_back_noticed
 
 
 class AnsweredError(RuntimeError):
@@ -22,6 +22,7 @@ class AnsweredError(RuntimeError):
 
 
 REFUSES, BREAKS = AnsweredError(HTTPStatus.PRECONDITION_FAILED), AnsweredError(HTTPStatus.BAD_GATEWAY)
+REQUEST = ActivateNodeRequest(public_key=b"key", heartbeat_interval=30)
 
 
 @pytest.fixture
@@ -39,41 +40,47 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return events
 
 
-def client(answers: list[Exception | None], done: list[object]) -> Any:
+def client(answers: list[Exception | None], done: list[object], registered: bool = True) -> Any:
     """A client of Flower's kind; the server gives these answers, and then the last one again and again."""
 
-    def activate(self: object, request: object) -> ActivateNodeResponse:
+    def activate(self: object, request: ActivateNodeRequest) -> ActivateNodeResponse:
+        if registered and not request.heartbeat_interval:
+            assert request.public_key == REQUEST.public_key
+            raise AnsweredError(HTTPStatus.BAD_REQUEST)
+        if not request.heartbeat_interval:
+            raise REFUSES
         done.append("activate")
         if answer := answers.pop(0) if len(answers) > 1 else answers[0]:
             raise answer
         return ActivateNodeResponse(node_id=7)
 
-    def deactivate(self: object, request: DeactivateNodeRequest) -> None:
-        done.append(f"deactivate {request.node_id}")
-
-    kind = type("Client", (), {"ActivateNode": activate, "DeactivateNode": deactivate})
+    kind = type("Client", (), {"ActivateNode": activate})
     come_back_noticed(kind)
     return kind()
 
 
 def test_a_first_start_goes_straight_on(done: list[object]) -> None:
-    assert client([None], done).ActivateNode("request").node_id == 7
+    assert client([None], done).ActivateNode(REQUEST).node_id == 7
     assert done == ["activate"]
 
 
-def test_after_a_refusal_the_node_is_offline_for_some_looks_of_a_run(
+def test_the_node_comes_back_when_the_one_before_it_has_been_offline_for_some_looks_of_a_run(
     done: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert client([REFUSES, REFUSES, None], done).ActivateNode("request").node_id == 7
-    tries = ["activate", PAUSE, "activate", PAUSE, "activate"]
-    assert done == [*tries, "deactivate 7", OFFLINE, "activate"]
+    assert client([REFUSES, None], done).ActivateNode(REQUEST).node_id == 7
+    assert done == ["activate", CONNECTED + OFFLINE, "activate"]
     assert OFFLINE > 3 * 3  # a ServerApp looks for replies every three seconds
     assert capsys.readouterr().err.count("Failed to activate SuperNode") == 1
 
 
+def test_a_key_is_accepted_as_soon_as_it_is_registered(done: list[object]) -> None:
+    assert client([REFUSES, REFUSES, None], done, registered=False).ActivateNode(REQUEST).node_id == 7
+    assert done == ["activate", PAUSE, "activate", PAUSE, "activate"]
+
+
 def test_a_key_that_nobody_registered_is_refused_in_the_end(done: list[object]) -> None:
     with pytest.raises(AnsweredError, match="412"):
-        client([REFUSES], done).ActivateNode("request")
+        client([REFUSES], done, registered=False).ActivateNode(REQUEST)
     # as long as a dead node counts as connected
     assert REFUSED >= 60
     assert sum(event for event in done if isinstance(event, float)) == pytest.approx(REFUSED, abs=PAUSE)
@@ -81,10 +88,10 @@ def test_a_key_that_nobody_registered_is_refused_in_the_end(done: list[object]) 
 
 def test_other_errors_are_flowers_to_handle(done: list[object]) -> None:
     with pytest.raises(AnsweredError, match="502"):
-        client([BREAKS], done).ActivateNode("request")
+        client([BREAKS], done).ActivateNode(REQUEST)
     with pytest.raises(AnsweredError, match="502"):
-        client([REFUSES, BREAKS], done).ActivateNode("request")
-    assert done == ["activate", "activate", PAUSE, "activate"]
+        client([REFUSES, BREAKS], done).ActivateNode(REQUEST)
+    assert done == ["activate", "activate", CONNECTED + OFFLINE, "activate"]
 
 
 def test_a_node_that_is_connected_and_refused_is_not_healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,11 +102,11 @@ def test_a_node_that_is_connected_and_refused_is_not_healthy(tmp_path: Path, mon
     monkeypatch.setattr(health, "connected", lambda *_: True)
     monkeypatch.setenv("FEDBN_HEALTH", f"accepted 8443 {tmp_path / 'accepted'}")
     (tmp_path / "accepted").touch()  # by the node before
-    client([REFUSES, None], []).ActivateNode("request")
-    assert codes == [1, 1]
+    client([REFUSES, None], []).ActivateNode(REQUEST)
+    assert codes == [1]
     assert health.main() == 0
 
 
 def test_flower_has_what_is_wrapped() -> None:
     wrapped = import_module("flwr.supernode.fleet_http_client").FleetHttpClient
-    assert {"ActivateNode", "DeactivateNode"} <= vars(wrapped).keys()
+    assert "ActivateNode" in vars(wrapped)
