@@ -16,7 +16,7 @@ from rich.table import Table
 from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Announce, Plan, metric_of
 from fedbn_flwr.experiments.kept_run import KeptRun
 from fedbn_flwr.experiments.method import Experiment, owners, parse
-from fedbn_flwr.experiments.output.console import console
+from fedbn_flwr.experiments.output.console import console, percent
 from fedbn_flwr.experiments.output.plots import figure
 from fedbn_flwr.experiments.output.recorder import outcome_of
 from fedbn_flwr.experiments.output.run_folder import as_json, read_rounds
@@ -133,13 +133,13 @@ def write_tuning(found: Sequence[Candidate], method: str, folder: Path, title: s
     (folder / "tune.json").write_text(as_json(content, indent=2) + "\n")
     plot_tuning(found, folder / "tune.png", title)
     table = Table(title=title, box=SIMPLE_HEAD)
-    for heading in ("freeze-round", "frozen after", "score on held-out data"):
+    for heading in ("freeze-round", "frozen after", "score on held-out data, %"):
         table.add_column(heading, justify="right")
     for c in found:
-        spread = f" ({min(c.scores):.3f} to {max(c.scores):.3f})" if len(c.scores) > 1 else ""
+        spread = f" ({percent(min(c.scores))} to {percent(max(c.scores))})" if len(c.scores) > 1 else ""
         mark = " *" if c is best(found) else ""
         frozen = "" if c.failure else "never" if c.after is None else f"{c.after:g}"
-        table.add_row(c.freeze_round, frozen, c.failure or f"{c.score:.3f}{spread}{mark}")
+        table.add_row(c.freeze_round, frozen, c.failure or f"{percent(c.score)}{spread}{mark}")
     console.print(table)
     if best(found).failure:
         raise CannotTrainError("a run of every candidate failed")

@@ -16,6 +16,7 @@ from fedbn_flwr.experiments import Config, UsageError
 from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Line, Plan, compare, lines
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.output.console import percent
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.resources import load_data
 from fedbn_flwr.strategies import CannotTrainError
@@ -210,6 +211,17 @@ def test_compare_writes_its_summaries_and_a_picture(tmp_path: Path, capsys: pyte
     table = capsys.readouterr().out
     assert "fedprox:mu=0.1" in table
     assert "±" in table
+
+
+def test_the_command_shows_percent_as_the_report_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("compare", "--methods", "fedavg,fedavg:weighting=uniform", results_dir=str(tmp_path)) == 0
+    (summary, _) = json.loads((tmp_path / "compare.json").read_text())
+    shown = capsys.readouterr().out
+    assert "accuracy, %" in shown
+    assert f" {100 * summary['accuracy']:.1f} " in shown
+    assert run("run", results_dir=str(tmp_path / "one")) == 0
+    assert "accuracy, %" in capsys.readouterr().out
+    assert percent(-0.0001) == "0.0"
 
 
 def test_a_comparison_in_which_nothing_trains_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

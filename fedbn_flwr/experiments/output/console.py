@@ -39,6 +39,15 @@ def _replacement(error: UnicodeError) -> str:
     return "".join(_PLAIN.get(letter, "?") for letter in error.object[error.start : error.end])
 
 
+#: numbers of a summary that are shares: files have them as shares, people read percent
+SHARES = ("accuracy", "mean-iou", "accuracy-personal", "accuracy-mean-bn")
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """Return a share in percent, as all tables and pictures show it; what is 0 has no sign."""
+    return f"{100 * share:z.{digits}f}"
+
+
 class Bars:
     """A progress bar over all runs, with the present run and the last score of its model.
 
@@ -72,7 +81,7 @@ class Bars:
         before, self._done = self._done, self._done + 1
 
         def advance(server_round: int, rounds: int, score: float | None) -> None:
-            text = f"{label}: {score:.3f}" if score is not None else label
+            text = f"{label}: {percent(score)} %" if score is not None else label
             if not console.is_terminal and _is_tenth(server_round, rounds):
                 console.print(f"round {server_round}/{rounds}, {text}", markup=False, highlight=False, soft_wrap=True)
             total = rounds * max(self._runs, self._done)
@@ -93,7 +102,9 @@ def show_run(summary: Summary, folder: Path) -> None:
     table.add_column("value", justify="right")
     for key, value in summary.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
-            table.add_row(key, f"{value:.4f}" if isinstance(value, float) else f"{value:,}")
+            share = key in SHARES and isinstance(value, float)
+            number = percent(value, 2) if share else f"{value:.4f}" if isinstance(value, float) else f"{value:,}"
+            table.add_row(f"{key}, %" if share else key, number)
     console.print(table)
     _show_absent(summary)
     console.print(f"Results: {folder.resolve()}")
@@ -120,7 +131,9 @@ def _show_accuracies(summaries: Sequence[Summary], failures: Mapping[str, str]) 
     first = next((run for run in summaries if run["partition"] != "union"), summaries[0])
     table = _table(f"{first['dataset']}, {first['model']}, {first['partition']}, {first['rounds']} rounds")
     columns: dict[str, Callable[[Line], str]] = {
-        metric_of(first): lambda line: f"{line.mean:.3f}" + (f" ± {line.deviation:.3f}" if several else ""),
+        f"{metric_of(first)}, %": lambda line: (
+            percent(line.mean) + (f" ± {percent(line.deviation)}" if several else "")
+        ),
         "personal": lambda line: _mean(summaries, line.method, "accuracy-personal"),
         "mean BN": lambda line: _mean(summaries, line.method, "accuracy-mean-bn"),
         f"vs {baseline}": lambda line: "" if line is compared[0] else _difference(line, several),
@@ -158,13 +171,13 @@ def _show_domains(summaries: Sequence[Summary]) -> None:
             by_method.setdefault(summary["method"], []).append(summary["domain-accuracy"])
     if not by_method:
         return
-    table = _table("accuracy by domain (personal models: on their nodes' domain)")
+    table = _table("accuracy by domain, % (personal models: on their nodes' domain)")
     domains = list(next(iter(by_method.values()))[0])
     for heading in (*domains, "mean"):
         table.add_column(heading, justify="right")
     for method, runs in by_method.items():
         means = [fmean(run[domain] for run in runs) for domain in domains]
-        table.add_row(method, *(f"{value:.3f}" for value in (*means, fmean(means))))
+        table.add_row(method, *(percent(value) for value in (*means, fmean(means))))
     console.print(table)
 
 
@@ -175,14 +188,9 @@ def _table(title: str) -> Table:
 
 
 def _difference(line: Line, several: bool) -> str:
-    return f"{_rounded(line.difference, 3):+.3f}" + (f" ± {line.half_width:.3f}" if several else "")
-
-
-def _rounded(value: float, digits: int) -> float:
-    """Round; what is 0 then has no sign."""
-    return round(value, digits) + 0.0
+    return f"{100 * line.difference:+z.1f}" + (f" ± {percent(line.half_width)}" if several else "")
 
 
 def _mean(summaries: Sequence[Summary], method: str, key: str) -> str:
     values = [run[key] for run in summaries if run["method"] == method and key in run]
-    return f"{fmean(values):.3f}" if values else ""
+    return percent(fmean(values)) if values else ""

@@ -14,7 +14,7 @@ from fedbn_flwr.plugins import extra
 Rows = Sequence[Mapping[str, Any]]
 
 #: what models are compared by, the first that rows have
-SCORES = {"mean-iou": "test mean IoU", "accuracy": "test accuracy"}
+SCORES = {"mean-iou": "test mean IoU, %", "accuracy": "test accuracy, %"}
 LOSS = {"train-loss": "training loss"}
 STROKES = ("solid", "dashed", "dashdot", "dotted")
 #: line widths of the first and the last method; where curves coincide, the wider one below stays visible
@@ -86,5 +86,6 @@ def title_of(summary: Mapping[str, Any]) -> str:
 
 
 def _points(rows: Rows, key: str) -> Line:
-    pairs = [(row["round"], row[key]) for row in rows if row.get(key) is not None]
+    scale = 100 if key in SCORES else 1
+    pairs = [(row["round"], scale * row[key]) for row in rows if row.get(key) is not None]
     return [x for x, _ in pairs], [y for _, y in pairs]

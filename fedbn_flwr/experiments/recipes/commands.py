@@ -15,7 +15,7 @@ from rich.table import Table
 
 from fedbn_flwr.experiments.comparison import metric_of
 from fedbn_flwr.experiments.engines import ENGINES
-from fedbn_flwr.experiments.output.console import console
+from fedbn_flwr.experiments.output.console import console, percent
 from fedbn_flwr.experiments.output.recorder import outcome_of
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.output.sinks import check_sinks
@@ -128,7 +128,7 @@ def _outcome(cell: Cell, results: Results) -> str:
     if failure := results.failures().get(key):
         return outcome_of(failure)
     last = results.finished(*key)[-1]
-    return f"{metric_of(last)} {last[metric_of(last)]:.3f}"
+    return f"{metric_of(last)} {percent(last[metric_of(last)])} %"
 
 
 def show_estimate(title: str, cells: Sequence[Cell], workers: int) -> None:
