@@ -1,13 +1,26 @@
 """Batch normalization in federated learning, on Flower and PyTorch.
 
-The library knows no strategy and no app. The strategies are imported from `fedbn_flwr.strategies`.
+The library knows no strategy and no app. The strategies are imported from `fedbn_flwr.strategies`. `compare` and `run`
+start experiments; they are imported when they are asked for, because they need packages that the library does without.
 """
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 try:
     __version__ = version("fedbn-flwr")
 except PackageNotFoundError:  # a checkout that was never installed
     __version__ = "0+unknown"
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from fedbn_flwr.experiments.laboratory import compare as compare
+    from fedbn_flwr.experiments.laboratory import run as run
+
+__all__ = ["__version__", "compare", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("compare", "run"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.experiments.laboratory"), name)

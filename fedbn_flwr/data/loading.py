@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from threading import RLock
 
@@ -10,7 +10,7 @@ from fedbn_flwr.data import readers as readers  # registers them
 from fedbn_flwr.data.dataset_registry import DATASETS, DatasetRequest, Read
 from fedbn_flwr.data.file_split import WORKERS
 from fedbn_flwr.data.splits import Data
-from fedbn_flwr.plugins import did_you_mean
+from fedbn_flwr.plugins import Named, did_you_mean
 
 #: environment variable with the folder of data sets in files, and the folder without the variable
 ROOT_VARIABLE, DEFAULT_ROOT = "FEDBN_FLWR_DATA", "~/.cache/fedbn-flwr"
@@ -32,6 +32,8 @@ def load(
     if image_size is not None and image_size < 1:
         raise ValueError(f"the image size must be at least 1, not {image_size}")
     with _loading:  # clients in other threads wait for the first client
+        if isinstance(spec, Named):
+            return _prepared(spec.target, image_size)
         return _load(spec, DATASETS.get(spec.partition(":")[0], _call), image_size, folder, image_workers)
 
 
@@ -39,10 +41,18 @@ def load(
 def _load(spec: str, read: Read, image_size: int | None, root: Path, image_workers: int) -> Data:
     name, _, argument = spec.partition(":")
     request = DatasetRequest(name, argument, image_size, root, image_workers)
-    data = read(request)
+    return _prepare(read(request), image_size)
+
+
+def _prepare(data: Data, image_size: int | None) -> Data:
+    """Return the data with images of this size, normalized."""
     if image_size not in (None, data.image_size):
         data = data.resized(image_size)
     return data if data.train.mean else data.standardized()
+
+
+#: for a user's own data, which are not kept for as long as the process lives
+_prepared = lru_cache(maxsize=2)(_prepare)
 
 
 def _call(request: DatasetRequest) -> Data:

@@ -2,25 +2,25 @@
 
 import argparse
 import json
-import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fedbn_flwr import __version__
-from fedbn_flwr.experiments.comparison import Plan, compare
+from fedbn_flwr.experiments.comparison import Plan
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.data_command import add_data_command, check_data
 from fedbn_flwr.experiments.diagnosis.command import run_diagnosis
-from fedbn_flwr.experiments.engines import ENGINES, prepare
-from fedbn_flwr.experiments.kept_run import KeptRun, Terminated, keeping
-from fedbn_flwr.experiments.method import all_options, import_plugins, owners, parse, resolve, split_methods
+from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
+from fedbn_flwr.experiments.kept_run import OVERWRITE, Terminated, keeping
+from fedbn_flwr.experiments.laboratory import compare, plan_of, run
+from fedbn_flwr.experiments.method import all_options, import_plugins, owners, split_methods
 from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_run, write_to_any_terminal
 from fedbn_flwr.experiments.output.listing import listing, show_listing, show_one
 from fedbn_flwr.experiments.output.run_folder import make_folder
+from fedbn_flwr.experiments.quiet import quiet
 from fedbn_flwr.experiments.recipes.commands import (
     add_recipe_commands,
     at_least_one,
@@ -30,9 +30,7 @@ from fedbn_flwr.experiments.recipes.commands import (
 )
 from fedbn_flwr.experiments.recipes.matrix import Cell
 from fedbn_flwr.experiments.recipes.recipe import Setting
-from fedbn_flwr.experiments.recovery import resume
 from fedbn_flwr.experiments.reports.command import add_report_command, report
-from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.experiments.tune import GRID, candidates, check, runs_of, search, write_tuning
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import Option, UsageError, as_value, convert, options_of
@@ -62,11 +60,11 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
         words = sys.argv[1:] if arguments is None else arguments
         options = vars(_parser(others or {}, "--help-all" in words).parse_args(words))
         command = options.pop("command")
-        _refuse_ignored(command, options)
-        with _quiet(verbose=options.pop("verbose", False)):
+        with quiet(verbose=options.get("verbose", False)):
             return _COMMANDS[command](options) or 0
     except UsageError as error:
-        print("fedbn-flwr:", *str(error).split(), file=sys.stderr)  # in one line, whatever a library says
+        text = str(error).replace(OVERWRITE, "--overwrite")
+        print("fedbn-flwr:", *text.split(), file=sys.stderr)  # in one line, whatever a library says
         return 2
     except CannotTrainError as error:
         print(f"fedbn-flwr: {error}", file=sys.stderr)
@@ -75,47 +73,6 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
         return 143
     except KeyboardInterrupt:
         return 130
-
-
-def _refuse_ignored(command: str, options: Mapping[str, Any]) -> None:
-    """Refuse an option of single strategies that none of the methods has.
-
-    In a comparison, one that some of them have is for these.
-    """
-    if command not in ("run", "compare") or options.get("resume"):
-        return
-    methods = split_methods(str(options.get("methods", options.get("method", Config.method))))
-    strategies = [parse(method).strategy for method in methods]
-    for key in options:
-        if strategies and (names := owners(key)) and not set(names) & set(strategies):
-            raise UsageError(f"--{key} is an option of {', '.join(names)}; {', '.join(strategies)} would ignore it")
-
-
-@contextmanager
-def _quiet(verbose: bool) -> Iterator[None]:
-    """Hide Flower's lines about every round, and its warnings of what is the normal case here, inside the block."""
-    logger = logging.getLogger("flwr")
-    level = logger.level
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return not any(text in record.getMessage() for text in _NORMAL)
-
-    logger.setLevel(logging.INFO if verbose else logging.WARNING)
-    logger.addFilter(is_news)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_news)
-        logger.setLevel(level)
-
-
-#: evaluation is the server's; `run_simulation` is the only way to start a simulation from Python; and the command
-#: measures models that stay on nodes by itself
-_NORMAL = (
-    "Federated evaluation will be skipped",
-    "`run_simulation` function is deprecated",
-    "that stay on the nodes and were not trained",
-)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -251,58 +208,41 @@ def _add_option(group: Any, key: str, option: Option, whose: str, shown: bool, b
 
 
 def _run(options: dict[str, Any]) -> None:
-    name, overwrite = options.pop("engine", None), options.pop("overwrite")
-    experiment, name = resume(options, name) if options.get("resume") else (resolve(options), name)
-    engine = _engine(name)
-    prepare(ENGINES[engine], experiment.config)
-    check_simulation(experiment)
-    folder = make_folder(Path(experiment.config.results_dir))
-    automatic = not (options.get("resume") or "checkpoint-every" in options)
-    run = KeptRun.of(experiment, engine, folder, overwrite, automatic)
-    with keeping(folder, [run]), Bars(1) as bars:
-        summary = run.run(bars.announce(experiment.config.method))
-    show_run(summary, folder)
+    method, folder = options.pop("method", Config.method), options.pop("results-dir", Config.results_dir)
+    results = run(method, folder=folder, progress="lines", **options)
+    show_run(results.summaries[0], results.folder)
 
 
 def _compare(options: dict[str, Any]) -> None:
-    engine, overwrite = _engine(options.pop("engine", None)), options.pop("overwrite")
-    dry = options.pop("dry-run")
-    methods = split_methods(str(options.pop("methods")))
-    if not methods:
-        raise UsageError("--methods is empty")
-    if twice := [method for method in methods if methods.count(method) > 1]:
-        raise UsageError(f"--methods names {twice[0]!r} twice")
-    seeds = at_least_one("--seeds", options.pop("seeds"))
+    methods, seeds = split_methods(str(options.pop("methods"))), at_least_one("--seeds", options.pop("seeds"))
+    folder, engine = options.pop("results-dir", Config.results_dir), engine_named(options.pop("engine", None))
     rates = [float(convert("--lr-grid", rate, float)) for rate in str(options.pop("lr-grid")).split(",") if rate]
-    plan = Plan(options, methods, seeds, rates, engine, overwrite)
-    if dry:
-        cells = [Cell(Setting({}, {}), method, method, plan, Path()) for method in methods]
-        show_estimate("comparison", cells, 1)
+    told = {key: options.pop(key) for key in ("overwrite", "verbose")}
+    if options.pop("dry-run"):
+        plan = plan_of(methods, options, seeds, rates, engine)
+        show_estimate("comparison", [Cell(Setting({}, {}), method, method, plan, Path()) for method in methods], 1)
         return
-    for method in methods:
-        prepare(ENGINES[engine], plan.experiment(method, 0).config)
-    plan.check()
-    folder = make_folder(Path(plan.experiment(methods[0], 0).config.results_dir))
-    runs = [run for method in methods for run in plan.runs(folder, method)]
-    with keeping(folder, runs), Bars(len(methods) * (seeds + len(rates))) as bars:
-        summaries = compare(plan, folder, bars.announce)
-    show_comparison(summaries, folder)
-    errors = {summary["method"] for summary in summaries if "error" in summary}
+    results = compare(
+        methods, folder=folder, seeds=seeds, lr_grid=rates, engine=engine, progress="lines", **told, **options
+    )
+    show_comparison(results.summaries, results.folder)
+    errors = {method for method, _ in results.failures}
     if failed := [method for method in methods if method in errors]:
         raise CannotTrainError(f"{len(failed)} of {len(methods)} methods failed: {', '.join(failed)}")
 
 
 def _tune(options: dict[str, Any]) -> None:
-    option, engine, grid = options.pop("action"), _engine(options.pop("engine", None)), str(options.pop("grid"))
-    overwrite = options.pop("overwrite")
+    option, engine, grid = options.pop("action"), engine_named(options.pop("engine", None)), str(options.pop("grid"))
+    overwrite, _ = options.pop("overwrite"), options.pop("verbose")
     if option in options:
         raise UsageError(f"--{option} is the option that is tuned: give the values to try with --grid")
     method = str(options.pop("method", "fixbn"))
     seeds = at_least_one("--seeds", options.pop("seeds"))
     plan = Plan(options, list(candidates(method, grid).values()), seeds, engine=engine, overwrite=overwrite)
     check(plan)
-    config = plan.experiment(plan.methods[0], 0).config
-    prepare(ENGINES[engine], config)
+    experiment = plan.experiment(plan.methods[0], 0)
+    prepare(ENGINES[engine], experiment)
+    config = experiment.config
     folder = make_folder(Path(config.results_dir))
     runs = [run for value in plan.methods for run in runs_of(plan, value, folder)]
     with keeping(folder, runs), Bars(len(plan.methods) * seeds) as bars:
@@ -335,10 +275,3 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int | None]] = {
     "report": report,
     "data": check_data,
 }
-
-
-def _engine(name: str | None) -> str:
-    name = name or "stacked"
-    if name not in ENGINES:
-        raise UsageError(f"unknown engine {name!r}; {did_you_mean(name, ENGINES)}")
-    return name

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.kept_run import KeptRun, OtherRunError
-from fedbn_flwr.experiments.method import Experiment, parse, resolve
+from fedbn_flwr.experiments.kept_run import OVERWRITE, KeptRun, OtherRunError
+from fedbn_flwr.experiments.method import Experiment, import_plugins, parse, resolve
 from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import (
@@ -25,6 +25,7 @@ from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.plugins.options import UsageError, convert, options_of
 from fedbn_flwr.state.record_files import write_bytes
+from fedbn_flwr.strategies import REGISTRY
 
 VALIDATION_SHARE = 0.2
 #: options that a comparison sets for all methods alike
@@ -159,7 +160,7 @@ def _earlier(plan: Plan, folder: Path, runs: Mapping[Path, KeptRun]) -> dict[Pat
             if plan.overwrite:  # the run stays in its folder, and leaves the table
                 continue
             raise UsageError(
-                f"{place} has another setting: its {'; its '.join(differences)} (--overwrite leaves it out)"
+                f"{place} has another setting: its {'; its '.join(differences)} ({OVERWRITE} leaves it out)"
             )
         grid = {"lr-grid": entry["lr-grid"]} if "lr-grid" in entry else {}
         results[place] = entry if summary is None else {**summary, **grid}
@@ -178,7 +179,7 @@ def _refuse_other_rates(plan: Plan, folder: Path, runs: Mapping[Path, KeptRun]) 
         grid = set(listed[place].get("lr-grid", [used])) if place in listed else rates
         if used not in rates or grid != rates:
             text = f"{place} holds another run: its lr is {used}, from {', '.join(sorted(grid))}"
-            raise OtherRunError(f"{text} and not from {', '.join(sorted(rates))} (--overwrite replaces it)")
+            raise OtherRunError(f"{text} and not from {', '.join(sorted(rates))} ({OVERWRITE} replaces it)")
 
 
 def _other_setting(plan: Plan, place: Path) -> list[str]:
@@ -188,6 +189,9 @@ def _other_setting(plan: Plan, place: Path) -> list[str]:
         return []
     plugins = {"plugins": options["plugins"]} if options.get("plugins") else {}
     alike = replace(plan, options={**plan.options, "seed": options["seed"], **plugins})
+    import_plugins(str(options.get("plugins", "")))
+    if (strategy := options["method"].partition(":")[0].partition("+")[0]) not in REGISTRY:
+        return [f"strategy {strategy!r} is not known here"]
     own = [key for key in options if key not in options_of(Config)]
     rate = ["lr"] if plan.chooses_rate(options["method"]) else []
     return alike.kept(alike.experiment(options["method"], 0), place, [*own, *rate]).differences()

@@ -30,7 +30,7 @@ from fedbn_flwr.experiments.resources import (
 )
 from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.experiments.workers import count_workers, one_step
-from fedbn_flwr.plugins import extra
+from fedbn_flwr.plugins import did_you_mean, extra
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.one_by_one import PreparedGrid
@@ -70,7 +70,8 @@ def open_sequential_grid(experiment: Experiment, folder: Path) -> OpenGrid:
 
 def open_stacked_grid(experiment: Experiment, folder: Path) -> OpenGrid:
     """Open the grid of the engine `stacked`."""
-    workers = count_workers(experiment.config, layerwise=issubclass(experiment.strategy_class, Layerwise))
+    layerwise, alone = issubclass(experiment.strategy_class, Layerwise), bool(experiment.bound_here)
+    workers = 1 if alone else count_workers(experiment.config, layerwise)
     return open_grid(partial(stacked_grid, experiment, folder), experiment.config, workers)
 
 
@@ -191,12 +192,26 @@ def _cluster() -> str:
     return address
 
 
-def prepare(engine: Engine, config: Config) -> None:
+def prepare(engine: Engine, experiment: Experiment) -> None:
     """Refuse workers where there are none of ours; elsewhere let them import while their run is checked."""
+    config = experiment.config
+    if (bound := experiment.bound_here) and (config.workers > 1 or engine is run_on_ray):
+        raise UsageError(
+            f"{bound} stays in this process, so workers must be 1, and the engine not ray; put it into a module, and "
+            "name it as package.module:function, or the module of a registered strategy in plugins"
+        )
     if engine is run_on_ray:
         refuse_workers(config)
     elif config.workers > 1:
         preload(NEEDED)
+
+
+def engine_named(name: str | None) -> str:
+    """Return the engine's name, or that of the default one; a UsageError if there is none of the name."""
+    name = name or "stacked"
+    if name not in ENGINES:
+        raise UsageError(f"unknown engine {name!r}; {did_you_mean(name, ENGINES)}")
+    return name
 
 
 ENGINES: dict[str, Engine] = {"stacked": run_stacked, "inprocess": run_in_process, "ray": run_on_ray}

@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
@@ -37,6 +37,8 @@ from fedbn_flwr.strategies import CannotTrainError
 
 #: checkpoints that a run makes by itself
 CHECKPOINTS = 10
+#: how Python says that a run is replaced; the command has an option
+OVERWRITE = "overwrite=True"
 #: differing options that an error names
 NAMED = 4
 
@@ -90,8 +92,9 @@ class KeptRun:
         config = read_json(self.folder / "config.json")
         if not isinstance(config, dict) or not has_results(self.folder):
             return []
-        before = {**config["options"], "engine": config.get("engine", self.engine)}
+        before = {**config["options"], "engine": config.get("engine", self.engine), **_code_of(config.get("code", {}))}
         now = {**json.loads(as_json(self.experiment.to_mapping())), "engine": self.engine}
+        now |= _code_of(self.experiment.code)
         # a method brings options of its own: it is what differs
         keys = ("method", *sorted({*before, *now} - FREE - {"method"}))
         differing = [key for key in keys if key not in self.unknown and before.get(key) != now.get(key)]
@@ -101,7 +104,7 @@ class KeptRun:
             differing += [name for name in VERSIONS if saved.get(name, VERSIONS[name]) != VERSIONS[name]]
         return [f"{key} is {before.get(key)!r}, not {now.get(key)!r}" for key in differing]
 
-    def refuse_other(self, remedy: str = "--overwrite replaces it") -> None:
+    def refuse_other(self, remedy: str = f"{OVERWRITE} replaces it") -> None:
         """Refuse the folder if it holds another run, unless that is to be replaced."""
         if not self.overwrite and (differences := self.differences()):
             more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
@@ -155,6 +158,10 @@ class KeptRun:
             return {}
 
 
+def _code_of(prints: Mapping[str, str]) -> dict[str, str]:
+    return {f"code or data of {key}": value for key, value in prints.items()}
+
+
 def progress_of(runs: Sequence[KeptRun]) -> str:
     """Return how many runs are finished, and how far the others have come; empty if none has results."""
     finished = [run for run in runs if run.finished() is not None]
@@ -168,7 +175,7 @@ def progress_of(runs: Sequence[KeptRun]) -> str:
 
 @contextmanager
 def keeping(folder: Path, runs: Sequence[KeptRun]) -> Iterator[None]:
-    """Hold the folder of these runs; say what it has, and what is kept where the command ends before its end."""
+    """Hold the folder of these runs; say what it has, and what is kept where the work ends before its end."""
     with alone_in(folder), _interrupted_by_sigterm():
         for run in runs:
             run.refuse_other()
@@ -185,7 +192,7 @@ def keeping(folder: Path, runs: Sequence[KeptRun]) -> Iterator[None]:
 
 def _kept(folder: Path, runs: Sequence[KeptRun]) -> str:
     kept = progress_of(runs) or "nothing yet, as no round has ended"
-    return f"kept in {folder}: {kept}; the same command goes on"
+    return f"kept in {folder}: {kept}; run the same again to go on"
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.models import build
 from fedbn_flwr.norm import NORMS
-from fedbn_flwr.plugins import did_you_mean, load_plugins
+from fedbn_flwr.plugins import Named, did_you_mean, fingerprint, is_foreign, is_importable, load_plugins
 from fedbn_flwr.plugins.options import Option, UsageError, Value, options_of, read_options, read_pairs
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy
 from fedbn_flwr.wire import wire_key
@@ -31,6 +31,21 @@ class Experiment:
     config: Config
     strategy: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def code(self) -> dict[str, str]:
+        """The fingerprints of users' code and data, which their names do not tell, by the options that name them."""
+        named = {key: getattr(self.config, key) for key in ("model", "dataset")}
+        prints = {key: value.fingerprint for key, value in named.items() if isinstance(value, Named)}
+        return {"method": fingerprint(self.strategy_class), **prints} if is_foreign(self.strategy_class) else prints
+
+    @property
+    def bound_here(self) -> str:
+        """What another process could not import, such as a notebook's function; empty if there is nothing."""
+        strategy, model = self.strategy_class, self.config.model
+        if is_foreign(strategy) and (not self.config.plugins or not is_importable(strategy)):
+            return f"the strategy {strategy.__name__}"
+        return f"the model {model!r}" if isinstance(model, Named) and not is_importable(model.target) else ""
 
     @property
     def strategy_class(self) -> type[BaseStrategy]:

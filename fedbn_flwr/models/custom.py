@@ -1,4 +1,4 @@
-"""A user's own model, named as "package.module:function"."""
+"""A user's own model: a function or class, or its name as "package.module:function"."""
 
 import importlib
 import inspect
@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from fedbn_flwr.plugins import Named
+
 
 def custom_model(spec: str) -> Callable[[int, int, int], nn.Module]:
     """The function or class that `spec` names, called with those of the three arguments it accepts."""
-    factory = _find(spec)
+    factory = spec.target if isinstance(spec, Named) else _find(spec)
 
     def make(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
         offered = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}

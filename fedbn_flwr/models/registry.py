@@ -11,7 +11,7 @@ from torch import nn
 from fedbn_flwr import norm as norms
 from fedbn_flwr.models.custom import custom_model
 from fedbn_flwr.models.load_weights import load_weights
-from fedbn_flwr.plugins import add, did_you_mean
+from fedbn_flwr.plugins import Named, add, did_you_mean
 from fedbn_flwr.randomness import derive
 
 #: makes a model from the number of classes, the number of channels and the side of the images
@@ -89,7 +89,7 @@ def build(
 
 
 def _maker(name: str, image_size: int) -> Make:
-    if ":" in name:
+    if isinstance(name, Named) or ":" in name:
         return custom_model(name)
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; {did_you_mean(name, MODELS, 'or package.module:function')}")

@@ -3,6 +3,18 @@
 from fedbn_flwr.plugins.did_you_mean import did_you_mean
 from fedbn_flwr.plugins.extras import MissingExtraError, extra
 from fedbn_flwr.plugins.load import load_plugins
+from fedbn_flwr.plugins.named import Named, fingerprint, is_foreign, is_importable
 from fedbn_flwr.plugins.registry import add, same_definition
 
-__all__ = ["MissingExtraError", "add", "did_you_mean", "extra", "load_plugins", "same_definition"]
+__all__ = [
+    "MissingExtraError",
+    "Named",
+    "add",
+    "did_you_mean",
+    "extra",
+    "fingerprint",
+    "is_foreign",
+    "is_importable",
+    "load_plugins",
+    "same_definition",
+]

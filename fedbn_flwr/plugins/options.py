@@ -116,7 +116,7 @@ def convert(key: str, value: Any, kind: Any) -> Any:
 def as_value(value: Any) -> Value:
     """Return an option's value as it is written in a file: items of a tuple with commas between."""
     if not isinstance(value, tuple):
-        return value  # type: ignore[no-any-return]
+        return str(value) if isinstance(value, str) else value  # of a user's object, the name
     return ",".join("=".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value)
 
 
@@ -163,4 +163,4 @@ def _converted(value: Any, kind: Any) -> Value:
         raise ValueError
     if kind is float and not isfinite(float(value)):
         raise ValueError
-    return kind(value)  # type: ignore[no-any-return]
+    return value if isinstance(value, kind) else kind(value)  # type: ignore[no-any-return]

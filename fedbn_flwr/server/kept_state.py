@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 
 class KeptState:
@@ -16,6 +16,15 @@ class KeptState:
     kept: ClassVar[tuple[str, ...]] = ()
     #: dictionaries and sets of nodes, by the nodes' ids; `a.b` is an attribute of an attribute
     kept_by_node: ClassVar[tuple[str, ...]] = ()
+
+    #: the arguments of the constructor: an experiment makes a strategy of its own from them for each run
+    made_with: tuple[tuple[Any, ...], Mapping[str, Any]]
+
+    def __new__(cls, *positional: Any, **options: Any) -> Self:
+        """Note the arguments."""
+        strategy = super().__new__(cls)
+        strategy.made_with = positional, options
+        return strategy
 
     #: the partition of every node that has replied; nodes have other ids in another process
     partitions: dict[int, int]

@@ -15,7 +15,7 @@ HERE = "tests.helpers.other_shapes"
 REFUSED = {
     "an option of another method": (
         {"method": "fedavg", "freeze-round": "0.3"},
-        "--freeze-round is an option of fixbn, centralized; fedavg would ignore it",
+        "freeze-round is an option of fixbn, centralized; fedavg would ignore it",
     ),
     "a replacement that drops a parameter": (
         {"method": "fedavg+gn", "model": f"{HERE}:warm"},

@@ -98,8 +98,8 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_leaves_nothing(
 
 COMPARISONS = {
     "unknown strategy": (["--methods", "fedavg,fedsgd"], "unknown strategy 'fedsgd'"),
-    "no method": (["--methods", ","], "--methods is empty"),
-    "method twice": (["--methods", "fedavg,fedbn,fedavg"], "--methods names 'fedavg' twice"),
+    "no method": (["--methods", ","], "methods must be a list of at least one method"),
+    "method twice": (["--methods", "fedavg,fedbn,fedavg"], "methods names 'fedavg' twice"),
     "no seed": (["--methods", "fedavg", "--seeds", "0"], "--seeds must be at least 1, got 0"),
     "seeds": (["--methods", "fedavg", "--seeds", "few"], "--seeds must be a whole number, got 'few'"),
     "first seed": (["--methods", "fedavg", "--seed", "first"], "seed must be a whole number, got 'first'"),

@@ -221,7 +221,7 @@ def test_a_run_keeps_its_folder_until_the_one_that_replaces_it_has_finished(
     with monkeypatch.context() as stopped:
         stopped.setattr(RunFolder, "finish", interrupt)
         assert run("run", "--overwrite", lr="0.3", **options) == 130
-    assert re.search(r"kept in .*: .* goes on after round 3 of 3; the same command goes on", capsys.readouterr().err)
+    assert re.search(r"kept in .*: .* goes on after round 3 of 3; run the same again to go on", capsys.readouterr().err)
     assert (tmp_path / "replaced/summary.json").read_bytes() == first
     assert run("run", lr="0.3", **options) == 0
     assert not (tmp_path / "replaced").exists()

@@ -3,11 +3,13 @@
 import codecs
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -51,10 +53,11 @@ def percent(share: float, digits: int = 1) -> str:
 class Bars:
     """A progress bar over all runs, with the present run and the last score of its model.
 
-    Where the output is no terminal, each run prints a line in every tenth of its rounds.
+    It stands in a terminal or under a notebook's cell, which it leaves at the end. Elsewhere, `lines` lets each run
+    print a line in every tenth of its rounds.
     """
 
-    def __init__(self, runs: int) -> None:
+    def __init__(self, runs: int, progress: bool | Literal["lines"] = "lines") -> None:
         self._progress = Progress(
             BarColumn(),
             MofNCompleteColumn(),
@@ -62,19 +65,25 @@ class Bars:
             TimeRemainingColumn(),
             console=console,
         )
+        self._cell = _Cell() if progress and in_notebook() else None
+        self._has_bar = bool(progress) and self._cell is None and console.is_terminal
+        self._has_lines = progress == "lines" and self._cell is None and not console.is_terminal
         self._runs = runs
         self._task = self._progress.add_task("", total=None)
         self._done = 0
 
     def __enter__(self) -> Self:
-        if console.is_terminal:
+        if self._has_bar:
             self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if self._has_bar:
+            self._progress.stop()
+        if self._cell:
+            self._cell.show("")
 
     def announce(self, label: str) -> Callback:
         """Start the next run, and return the function to call after each of its rounds."""
@@ -82,12 +91,31 @@ class Bars:
 
         def advance(server_round: int, rounds: int, score: float | None) -> None:
             text = f"{label}: {percent(score)} %" if score is not None else label
-            if not console.is_terminal and _is_tenth(server_round, rounds):
+            if self._has_lines and _is_tenth(server_round, rounds):
                 console.print(f"round {server_round}/{rounds}, {text}", markup=False, highlight=False, soft_wrap=True)
             total = rounds * max(self._runs, self._done)
-            self._progress.update(self._task, total=total, completed=before * rounds + server_round, description=text)
+            done = before * rounds + server_round
+            if self._cell:
+                self._cell.show(f'<progress value="{done}" max="{total}"></progress> {escape(text)}')
+            self._progress.update(self._task, total=total, completed=done, description=text)
 
         return advance
+
+
+class _Cell:
+    """A place under a notebook's cell that is written again and again."""
+
+    def __init__(self) -> None:
+        self._handle = import_module("IPython.display").display({"text/html": ""}, raw=True, display_id=True)
+
+    def show(self, html: str) -> None:
+        self._handle.update({"text/html": html}, raw=True)
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return hasattr(shell, "kernel")
 
 
 def _is_tenth(server_round: int, rounds: int) -> bool:

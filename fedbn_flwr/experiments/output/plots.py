@@ -30,15 +30,11 @@ Line = tuple[Sequence[float], Sequence[float]]
 def figure(path: Path, panels: int = 1, size: tuple[float, float] = (11, 4.3)) -> Iterator[tuple[Any, Any]]:
     """Open a figure with panels side by side, and write it as a PNG file at the end; yield figure and panels."""
     with extra("cli"):  # imported here because it takes a second
-        import matplotlib
+        from matplotlib.figure import Figure  # not pyplot, whose backend is a notebook's own
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    picture, axes = pyplot.subplots(1, panels, figsize=size, layout="constrained")
-    yield picture, axes
+    picture = Figure(figsize=size, layout="constrained")
+    yield picture, picture.subplots(1, panels)
     picture.savefig(path, dpi=130)
-    pyplot.close(picture)
 
 
 def draw_runs(axes: Any, runs: Sequence[Line], **style: Any) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,13 +59,23 @@ class RunFolder:
         for stale in ("summary.json", "model.safetensors", "curves.png"):
             (path / stale).unlink(missing_ok=True)
 
-    def config(self, options: Mapping[str, Any], sites: Sequence[Mapping[str, Any]] = (), engine: str = "") -> None:
-        """Write the options, versions, command and machine, which are needed to repeat the run, and sites' data."""
+    def config(
+        self,
+        options: Mapping[str, Any],
+        sites: Sequence[Mapping[str, Any]] = (),
+        engine: str = "",
+        code: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Write the options, versions, command and machine, which are needed to repeat the run, and sites' data.
+
+        `code` has the fingerprints of users' objects.
+        """
         versions = installed_versions(VERSIONED) | {"fedbn-flwr": __version__, "python": platform.python_version()}
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
         machine = {"hardware": device, "cores": os.cpu_count(), "system": platform.platform()}
         content = {"options": dict(options), "versions": versions, **machine, "command": command_line()}
         content |= {"engine": engine} if engine else {}
+        content |= {"code": dict(code)} if code else {}
         self._write(CONFIG, {**content, "sites": list(sites)} if sites else content)
 
     def round(self, row: Mapping[str, Any]) -> None:

@@ -3,9 +3,10 @@
 import logging
 import os
 import signal
+import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -76,7 +77,8 @@ class Worker:
         self._pipe, self._unanswered, self._alive = ObjectPipe(here), 0, False
         level = logging.getLogger("flwr").level
         self._process = _processes().Process(target=work, args=(there, self._threads, level), daemon=True)
-        self._process.start()
+        with _without_script():
+            self._process.start()
         there.close()
 
     def _died(self) -> RuntimeError:
@@ -87,6 +89,18 @@ class Worker:
             # a new one would end in the same way
             return WorkerError(f"worker {self.index}: its process {how} before it could do anything")
         return WorkerDiedError(how)
+
+
+@contextmanager
+def _without_script() -> Iterator[None]:
+    """Let a process that starts not run this one's script again, which so needs no `if __name__ == "__main__":`."""
+    main = vars(sys.modules["__main__"])
+    kept: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    main["__spec__"] = None
+    try:
+        yield
+    finally:
+        main.update(kept)
 
 
 def preload(modules: Sequence[str]) -> None:

@@ -1,0 +1,74 @@
+"""A user's own data, as they are in Python: `Data`, or a pair of training and test data."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.data.splits import Data, Split
+
+#: `Data`, a function that returns them, or a pair of training and test data: each a `Split`, tensors or arrays
+#: (inputs, labels), or a torch `Dataset` of such pairs
+OwnData = Data | Callable[[], Data] | tuple[Any, Any]
+
+
+def own_data(given: Any) -> Data:
+    """Return a user's data as `Data`; a ValueError says what is allowed."""
+    made = given() if callable(given) and not isinstance(given, Data) else given
+    if isinstance(made, Data):
+        return made
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise ValueError(
+            "data must be a name, fedbn_flwr.data.Data, a function that returns Data, or a pair (training data, test "
+            f"data), got {type(made).__name__}"
+        )
+    train, test = (_split(part, name) for part, name in zip(made, ("training", "test"), strict=True))
+    labels = torch.cat([train.labels, test.labels])
+    return Data("own data", train, test, int(labels.max()) + 1 if len(labels) else 0)
+
+
+def fingerprint_of(data: Data) -> str:
+    """Return a short text that changes with any value of the data."""
+    splits = [getattr(split, item.name) for split in (data.train, data.test) for item in fields(split) if item.init]
+    return digest_of([*splits, data.num_classes, data.domain_names, data.class_names, data.task])
+
+
+def digest_of(values: Iterable[Any]) -> str:
+    """Return a short text that changes with any number of tensors, and with the text of other values."""
+    digest = blake2b(digest_size=4)
+    for value in values:
+        if not isinstance(value, Tensor):
+            digest.update(repr(value).encode())
+            continue
+        digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        if 0 not in value.stride():  # or it is the placeholder of images in files
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _split(part: Any, name: str) -> Split:
+    if isinstance(part, Split):
+        return part
+    try:
+        inputs, labels = (
+            part if isinstance(part, tuple | list) else zip(*(part[i] for i in range(len(part))), strict=True)
+        )
+        return Split(_inputs(_tensor(inputs)), _tensor(labels).to(torch.int64))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the {name} data must be a fedbn_flwr.data.Split, a pair (inputs, labels) of tensors or arrays, or a "
+            f"torch Dataset of such pairs: {error}"
+        ) from error
+
+
+def _tensor(values: Any) -> Tensor:
+    if isinstance(values, tuple | list) and any(isinstance(value, Tensor) for value in values):
+        return torch.stack([torch.as_tensor(value) for value in values])
+    return torch.as_tensor(values)
+
+
+def _inputs(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.uint8 else values.to(torch.float32)

@@ -1,0 +1,178 @@
+"""Experiments from Python: `compare` and `run` of `fedbn_flwr`. The commands of the same names call them."""
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, Literal
+
+from fedbn_flwr.data.own_data import OwnData
+from fedbn_flwr.experiments.comparison import Plan, run_folder
+from fedbn_flwr.experiments.comparison import compare as compare_runs
+from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
+from fedbn_flwr.experiments.given_objects import Method, Model, dataset_of, method_of, model_of
+from fedbn_flwr.experiments.kept_run import KeptRun, keeping
+from fedbn_flwr.experiments.method import import_plugins, owners, parse, resolve
+from fedbn_flwr.experiments.output.console import Bars
+from fedbn_flwr.experiments.output.run_folder import make_folder
+from fedbn_flwr.experiments.quiet import quiet
+from fedbn_flwr.experiments.recovery import resume
+from fedbn_flwr.experiments.resources import check_simulation
+from fedbn_flwr.experiments.results import Results
+from fedbn_flwr.plugins.options import UsageError
+
+RESULTS = "results-dir"
+#: how a call shows how far it has come: a bar, also lines where there is no terminal for a bar, or nothing
+Shown = bool | Literal["lines"]
+
+
+def compare(
+    methods: Sequence[Method],
+    *,
+    model: Model | None = None,
+    data: str | OwnData | None = None,
+    folder: str | Path | None = None,
+    seeds: int = 1,
+    lr_grid: Sequence[float] = (),
+    engine: str = "stacked",
+    overwrite: bool = False,
+    progress: Shown = True,
+    verbose: bool = False,
+    **options: Any,
+) -> Results:
+    """Train with several methods on the same data, model and seeds.
+
+        compare(["fedavg", "fixbn", MyMethod(mu=0.1)], model=make_net, data=(train, test), rounds=100, seeds=3)
+
+    - `methods`: names with options (`fedprox:mu=0.1`), strategies, or their classes.
+    - `model`: a name, a function or class that makes a `torch.nn.Module`, or such a module.
+    - `data`: a name, `fedbn_flwr.data.Data`, a function that returns them, or a pair of training and test data: each
+      tensors (inputs, labels), or a torch `Dataset`.
+    - `options`: those of the command, with underscores, such as `partition="classes:2"`.
+    - `folder`: where runs are kept. The same call goes on there, more methods and seeds are added, and other options
+      need `overwrite`. Without it, runs are gone with the results that are returned.
+    - `progress`: a bar in a terminal or a notebook; with `"lines"`, lines elsewhere.
+
+    A UsageError, which is a ValueError, says in one line what is wrong and what is allowed. A method that fails does
+    not stop the others: `Results.failures` says why it failed.
+    """
+    with quiet(verbose):
+        given = given_options(model, data, folder, options)
+        plan = plan_of(methods, given, seeds, lr_grid, engine, overwrite)
+        for method in plan.methods:
+            prepare(ENGINES[engine], plan.experiment(method, 0))
+        plan.check()
+        with _opened(given.get(RESULTS)) as (place, is_kept):
+            runs = [run for method in plan.methods for run in plan.runs(place, method)]
+            with _keeping(place, runs, is_kept), Bars(len(plan.methods) * (seeds + len(lr_grid)), progress) as bars:
+                summaries = compare_runs(plan, place, bars.announce)
+        folders = {
+            (each["method"], each["seed"]): run_folder(place, each["method"], each["seed"]) for each in summaries
+        }
+        return Results(place, summaries, folders, [run.experiment for run in runs], is_kept)
+
+
+def run(
+    method: Method = Config.method,
+    *,
+    model: Model | None = None,
+    data: str | OwnData | None = None,
+    folder: str | Path | None = None,
+    engine: str | None = None,
+    overwrite: bool = False,
+    progress: Shown = True,
+    verbose: bool = False,
+    **options: Any,
+) -> Results:
+    """Train with one method; arguments are as in `compare`. A run that fails raises an error."""
+    with quiet(verbose):
+        given = given_options(model, data, folder, options)
+        if given.get("resume"):
+            experiment, engine = resume(given, engine)
+        else:
+            text = method_of(method)
+            _refuse_ignored([text], given)
+            experiment = resolve({**given, "method": text})
+        engine = engine_named(engine)
+        prepare(ENGINES[engine], experiment)
+        check_simulation(experiment)
+        wanted = experiment.config.results_dir
+        with _opened(wanted if RESULTS in given or wanted != Config.results_dir else None) as (place, is_kept):
+            automatic = not (given.get("resume") or "checkpoint-every" in given)
+            kept = KeptRun.of(experiment, engine, place, overwrite, automatic)
+            with _keeping(place, [kept], is_kept), Bars(1, progress) as bars:
+                summary = kept.run(bars.announce(experiment.config.method))
+        return Results(place, [summary], {(summary["method"], summary["seed"]): place}, [experiment], is_kept)
+
+
+def given_options(
+    model: Model | None, data: str | OwnData | None, folder: str | Path | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return options by the keys of the command; objects become names that hold them."""
+    given = {
+        key.replace("_", "-"): tuple(value) if isinstance(value, list) else value for key, value in options.items()
+    }
+    if data is not None and "dataset" in given:
+        raise UsageError("data and dataset mean the same: give one of them")
+    given |= {} if model is None else {"model": model_of(model)}
+    given |= {} if data is None else {"dataset": dataset_of(data)}
+    return given | ({} if folder is None else {RESULTS: str(folder)})
+
+
+def plan_of(
+    methods: Sequence[Method],
+    given: Mapping[str, Any],
+    seeds: int = 1,
+    rates: Sequence[float] = (),
+    engine: str = "stacked",
+    overwrite: bool = False,
+) -> Plan:
+    """Return the plan of a comparison; a UsageError names methods, seeds or an engine that cannot be."""
+    engine_named(engine)
+    if isinstance(methods, str) or not isinstance(methods, Sequence) or not methods:
+        raise UsageError(f"methods must be a list of at least one method, got {methods!r}")
+    if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
+        raise UsageError(f"seeds must be a whole number of at least 1, got {seeds!r}")
+    for key in {"method", "resume"} & given.keys():
+        raise UsageError(f"compare has no option {key!r}; `methods` names methods, and the same call goes on by itself")
+    import_plugins(str(given.get("plugins", "")))
+    texts = [method_of(method) for method in methods]
+    if twice := [text for text in texts if texts.count(text) > 1]:
+        raise UsageError(f"methods names {twice[0]!r} twice")
+    _refuse_ignored(texts, given)
+    return Plan(given, texts, seeds, tuple(map(float, rates)), engine, overwrite)
+
+
+def _refuse_ignored(methods: Sequence[str], given: Mapping[str, Any]) -> None:
+    """Refuse an option of single strategies that none of the methods has.
+
+    In a comparison, one that some of them have is for these.
+    """
+    import_plugins(str(given.get("plugins", "")))
+    strategies = [parse(method).strategy for method in methods]
+    for key in given:
+        if (names := owners(key)) and not set(names) & set(strategies):
+            raise UsageError(f"{key} is an option of {', '.join(names)}; {', '.join(strategies)} would ignore it")
+
+
+@contextmanager
+def _opened(folder: str | None) -> Iterator[tuple[Path, bool]]:
+    """Make a folder of results; a temporary one, which is removed if the work fails, if there is no name."""
+    if folder is not None:
+        yield make_folder(Path(folder)), True
+        return
+    temporary = Path(mkdtemp(prefix="fedbn-flwr-"))
+    try:
+        yield temporary, False
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, KeyboardInterrupt):
+            print("fedbn-flwr: stopped; runs are kept where the call names a folder", file=sys.stderr)
+        raise
+
+
+def _keeping(folder: Path, runs: Sequence[KeptRun], is_kept: bool) -> AbstractContextManager[None]:
+    return keeping(folder, runs) if is_kept else nullcontext()

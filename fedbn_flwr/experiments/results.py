@@ -1,0 +1,154 @@
+"""The results of runs, for Python: a table, a picture, curves, paired differences and models."""
+
+import shutil
+import weakref
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedbn_flwr import state
+from fedbn_flwr.experiments.comparison import Line, lines, metric_of
+from fedbn_flwr.experiments.given_objects import Method, method_of
+from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.output.console import console, show_comparison, show_run
+from fedbn_flwr.experiments.output.recorder import Summary
+from fedbn_flwr.experiments.output.run_folder import read_rounds
+from fedbn_flwr.experiments.recipes.table import values_of
+from fedbn_flwr.experiments.reports.sources import read_sources
+from fedbn_flwr.experiments.reports.tables import result_table
+from fedbn_flwr.experiments.resources import fresh_model
+from fedbn_flwr.plugins import extra
+from fedbn_flwr.plugins.options import UsageError
+
+#: a method as text, and a seed
+Key = tuple[str, int]
+
+
+class Results:
+    """Runs of one or several methods, as they stand in a folder.
+
+    Shown as a table, in a notebook too. Each run's `summary`, the record of its end, is a dictionary.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        summaries: Sequence[Summary],
+        places: Mapping[Key, Path],
+        experiments: Sequence[Experiment],
+        is_kept: bool = True,
+    ) -> None:
+        #: where the runs are; without a folder of your own, it lives as long as this object
+        self.folder = folder
+        self.summaries = list(summaries)
+        self._places = places
+        self._experiments = {(each.config.method, each.config.seed): each for each in experiments}
+        if not is_kept:
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+
+    @property
+    def failures(self) -> dict[Key, str]:
+        """Why runs failed, by method and seed; empty if none did."""
+        return {_key(run): run["error"] for run in self.summaries if "error" in run}
+
+    @property
+    def differences(self) -> dict[str, Line]:
+        """The mean score of each method, and its mean difference to the first one.
+
+        Differences are paired by seed; `half_width` is half the width of their 95 % interval.
+        """
+        finished = self._finished
+        return {line.method: line for line in lines(finished)} if finished else {}
+
+    def curves(self, quantity: str = "") -> dict[Key, dict[int, float]]:
+        """Return a quantity by method and seed, and there by round; by default the score.
+
+        `pandas.DataFrame(results.curves())` has a row for each round and a column for each run. A ValueError lists what
+        is recorded.
+        """
+        quantity = quantity or (metric_of(self._finished[0]) if self._finished else "accuracy")
+        rows = {_key(run): read_rounds(self._place(_key(run))) for run in self._finished}
+        if recorded := {name for each in rows.values() for row in each for name in row} - {"round", quantity}:
+            found = any(quantity in row for each in rows.values() for row in each)
+            if not found:
+                raise UsageError(f"no run has recorded {quantity!r}; recorded: {', '.join(sorted(recorded))}")
+        return {
+            key: {row["round"]: row[quantity] for row in each if row.get(quantity) is not None}
+            for key, each in rows.items()
+        }
+
+    def model(self, method: Method = "", seed: int | None = None) -> nn.Module:
+        """Return the model that a run has trained, in evaluation mode; by default that of the first run.
+
+        It takes inputs as training had them: normalized. Of a method with a model for each node, it is the server's.
+        """
+        text = method_of(method) if method != "" else str(self.summaries[0]["method"])
+        runs = [_key(run) for run in self._finished if run["method"] == text and seed in (None, run["seed"])]
+        known = [key for key in runs if key in self._experiments]
+        if not known:
+            names = ", ".join(f"{name!r} (seed {number})" for name, number in self._experiments)
+            raise UsageError(f"there is no model of {text!r}{'' if seed is None else f', seed {seed}'}; of: {names}")
+        with extra("models"):
+            from safetensors.torch import load_file
+
+        model = fresh_model(self._experiments[known[0]].config)
+        state.load(model, load_file(self._place(known[0]) / "model.safetensors"))
+        return model.eval()
+
+    def to_pandas(self) -> Any:
+        """Return a `pandas.DataFrame` with a row for each run and the columns of its summary."""
+        with extra("cli"):
+            import pandas
+
+        return pandas.DataFrame(self.summaries)
+
+    def plot(self) -> "Picture":
+        """Return the picture of the curves, which a notebook shows; a UsageError if there is none."""
+        for name in ("compare.png", "curves.png"):
+            if (self.folder / name).exists():
+                return Picture((self.folder / name).read_bytes())
+        raise UsageError(f"{self.folder} has no picture: no run has finished, or it could not be drawn")
+
+    def __repr__(self) -> str:
+        with console.capture() as shown:
+            if self.folder in self._places.values():
+                show_run(self.summaries[0], self.folder)
+            else:
+                show_comparison(self.summaries, self.folder)
+        return shown.get().rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        (source,) = read_sources([self.folder])
+        table = result_table(source, values_of(source.results, 1))
+        head = "".join(f"<th>{escape(text)}</th>" for text in table.headings)
+        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell.text)}</td>' for cell in row)}</tr>" for row in table.rows)
+        return f"<table><caption>{escape(table.caption)}</caption><tr>{head}</tr>{rows}</table>"
+
+    @property
+    def _finished(self) -> list[Summary]:
+        return [run for run in self.summaries if "error" not in run]
+
+    def _place(self, key: Key) -> Path:
+        return self._places[key]
+
+
+class Picture:
+    """A picture that a notebook shows."""
+
+    def __init__(self, png: bytes) -> None:
+        #: the content of a PNG file
+        self.png = png
+
+    def save(self, path: str | Path) -> None:
+        """Write a PNG file."""
+        Path(path).write_bytes(self.png)
+
+    def _repr_png_(self) -> bytes:
+        return self.png
+
+
+def _key(run: Summary) -> Key:
+    return str(run["method"]), int(run["seed"])

@@ -1,0 +1,437 @@
+"""Experiments from Python: the bits of the command, objects in the place of names, and nothing else changed."""
+
+import gc
+import logging
+import random
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from fedbn_flwr import compare, run
+from fedbn_flwr.client.evaluation import evaluate
+from fedbn_flwr.data import Data, Split, load
+from fedbn_flwr.data.own_data import fingerprint_of
+from fedbn_flwr.experiments import UsageError
+from fedbn_flwr.experiments.output.run_folder import RunFolder
+from fedbn_flwr.strategies import REGISTRY, DivergedError, FedAvg, FedProx, FixBN, Privacy
+from fedbn_flwr.wire import Instruction
+from tests.helpers.checkout import ROOT, environment
+from tests.helpers.checkout import run as run_program
+from tests.helpers.registered import registries_restored
+from tests.helpers.runs import DATA, OPTIONS, results, rounds
+from tests.helpers.runs import run as command
+from tests.helpers.toys import CLASSES
+
+SMALL: dict[str, Any] = {key.replace("-", "_"): value for key, value in OPTIONS.items() if key != "dataset"}
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """Forget the strategies that a test hands over."""
+    with registries_restored():
+        yield
+
+
+class Pull(FedAvg):
+    """FedProx by another name."""
+
+    def __init__(self, *, mu: Annotated[float, "weight of the term"] = 0.5, **options: Any) -> None:
+        super().__init__(**options)
+        self.mu = mu
+
+    def instruct(self, instruction: Instruction) -> Instruction:
+        """Add the proximal term."""
+        return super().instruct(instruction).with_rule(proximal_mu=self.mu)
+
+
+WIDTH = 4
+
+
+def make_net(num_classes: int, in_channels: int) -> nn.Module:
+    """Return a convolution with BN, whose width is this module's, for images of 8 x 8 pixels."""
+    layers = nn.Conv2d(in_channels, WIDTH, 3), nn.BatchNorm2d(WIDTH), nn.ReLU(), nn.Dropout(0.1), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(WIDTH * 36, num_classes))
+
+
+def quick(method: Any = "fedavg", folder: Path | None = None, **options: Any) -> Any:
+    return run(method, folder=folder, **{**SMALL, "data": DATA, **options})
+
+
+def weights(*arguments: Any, **options: Any) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in quick(*arguments, **options).model().state_dict().items()}
+
+
+# ---- the command and Python ------------------------------------------------------------------------------------------
+
+
+def test_compare_is_the_command(tmp_path: Path) -> None:
+    methods = ["fedavg", "fixbn:freeze-round=1"]
+    there, here = tmp_path / "command", tmp_path / "python"
+    assert command("compare", "--methods", ",".join(methods), "--seeds", "2", results_dir=str(there)) == 0
+    found = compare([methods[0], FixBN(freeze_round=1)], folder=here, seeds=2, **{**SMALL, "data": DATA})
+    folders = sorted(path.name for path in there.glob("*-seed*"))
+    assert len(folders) == 4
+    for name in folders:
+        assert results(here / name) == results(there / name)
+    table = [(row["method"], row["seed"]) for row in found.summaries]
+    assert table == [(method, seed) for method in methods for seed in (0, 1)]
+    assert sorted(path.name for path in here.iterdir()) == sorted(path.name for path in there.iterdir())
+
+
+def test_run_is_the_command(tmp_path: Path) -> None:
+    assert command("run", method="fedbn", results_dir=str(tmp_path / "command")) == 0
+    quick("fedbn", tmp_path / "python")
+    assert results(tmp_path / "python") == results(tmp_path / "command")
+
+
+# ---- objects ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_strategy_of_ones_own_with_its_options() -> None:
+    found = compare([Pull(mu=0.1), "fedprox:mu=0.1", Pull, FedProx(mu=0.5)], **{**SMALL, "data": DATA})
+    methods = [row["method"] for row in found.summaries]
+    assert methods == ["pull:mu=0.1", "fedprox:mu=0.1", "pull", "fedprox:mu=0.5"]
+    states = [{name: value.tolist() for name, value in found.model(method).state_dict().items()} for method in methods]
+    assert states[0] == states[1]
+    assert states[2] == states[3]
+    assert states[0] != states[2]
+    assert found.model(Pull(mu=0.1)).state_dict().keys() == states[0].keys()
+
+
+def test_options_of_a_strategy_that_experiments_share() -> None:
+    assert weights(FedAvg(fraction_train=0.5)) == weights("fedavg:fraction-train=0.5") != weights("fedavg")
+
+
+def test_a_model_of_ones_own() -> None:
+    named = weights(model=f"{__name__}:make_net")
+    assert weights(model=make_net) == weights(model=partial(make_net)) == named
+    assert quick(model=make_net).summaries[0]["model"] == "make_net"
+    model = make_net(4, 1)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    trained = quick(model=model, lr=0.0).model().state_dict()
+    assert torch.equal(trained["0.weight"], start["0.weight"])
+    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_is_made_by_what_the_function_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in (4, 8):
+        monkeypatch.setattr(f"{__name__}.WIDTH", width)
+        assert len(quick(model=make_net).model().state_dict()["1.weight"]) == width
+
+
+def test_data_of_ones_own() -> None:
+    loaded = load(DATA)
+    train, test = loaded.train, loaded.test
+    known = weights()
+    assert weights(data=loaded) == weights(data=lambda: loaded) == known
+    pairs = (train.inputs, train.labels), (test.inputs.numpy(), test.labels.tolist())
+    sets = TensorDataset(train.inputs, train.labels), TensorDataset(test.inputs, test.labels)
+    assert weights(data=pairs) == weights(data=sets) == weights(data=(Split(*pairs[0]), test)) == known
+
+
+def test_data_of_ones_own_in_several_processes() -> None:
+    assert weights(data=load(DATA), workers=2) == weights(workers=2)
+
+
+def test_what_another_process_cannot_import_stays_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = weights("fedprox:mu=0.1", workers=1)
+    monkeypatch.setattr("fedbn_flwr.experiments.engines.count_workers", lambda *_: 2)
+    assert weights(Pull(mu=0.1)) == alone != weights("fedprox:mu=0.1")
+    with pytest.raises(UsageError, match="the strategy Pull stays in this process, so workers must be 1"):
+        quick(Pull(), workers=2)
+    with pytest.raises(UsageError, match="the model '<lambda>' stays in this process"):
+        quick(model=lambda: make_net(4, 1), engine="ray")
+    assert weights(model=make_net, workers=2) == weights(model=f"{__name__}:make_net", workers=2)
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_the_same_call_goes_on_after_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Interrupted in the second run's second round: the first is reused, the second goes on."""
+    call = partial(compare, ["fedavg", Pull(mu=0.1)], model=make_net, **{**SMALL, "data": load(DATA)})
+    call(folder=tmp_path / "whole")
+    written, write = [0], RunFolder.round
+
+    def stop(self: RunFolder, row: Any) -> None:
+        written[0] += 1
+        if written[0] == 5:
+            raise KeyboardInterrupt
+        write(self, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "round", stop)
+        with pytest.raises(KeyboardInterrupt):
+            call(folder=tmp_path / "cut")
+    assert "1 of 2 runs finished, pull_mu=0.1-seed0 goes on after round 1 of 3" in capsys.readouterr().err
+    first = (tmp_path / "cut" / "fedavg-seed0" / "summary.json").read_bytes()
+    call(folder=tmp_path / "cut")
+    assert (tmp_path / "cut" / "fedavg-seed0" / "summary.json").read_bytes() == first
+    for name in ("fedavg-seed0", "pull_mu=0.1-seed0"):
+        assert results(tmp_path / "cut" / name) == results(tmp_path / "whole" / name)
+
+
+def test_changed_code_or_data_are_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = partial(quick, Pull(mu=0.1), tmp_path, rounds=1)
+    call(model=make_net)
+    call(model=make_net)
+    with pytest.raises(UsageError, match=r"its code or data of dataset is .*\(overwrite=True replaces it\)"):
+        call(model=make_net, data=load(DATA))
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{__name__}.WIDTH", 8)
+        with pytest.raises(UsageError, match="code or data of model"):
+            call(model=make_net)
+        call(model=make_net, overwrite=True)
+    monkeypatch.setattr(Pull, "weigh", lambda self, replies: [1.0] * len(replies))
+    with pytest.raises(UsageError, match="code or data of method"):
+        call(model=make_net)
+
+
+def test_data_are_known_by_every_number() -> None:
+    loaded = load(DATA)
+    inputs = loaded.test.inputs.clone()
+    inputs.reshape(-1)[-1] += 1
+    changed = Data(loaded.name, loaded.train, replace(loaded.test, inputs=inputs), loaded.num_classes)
+    again = Data(loaded.name, loaded.train, replace(loaded.test), loaded.num_classes)
+    assert fingerprint_of(again) == fingerprint_of(loaded) != fingerprint_of(changed)
+
+
+def test_a_folder_with_a_method_that_is_not_known_here(tmp_path: Path) -> None:
+    def call(methods: Sequence[Any]) -> Any:
+        return compare(methods, folder=tmp_path, **{**SMALL, "data": DATA, "rounds": 1})
+
+    call(["fedavg", Pull()])
+    assert {row["method"] for row in call(["fedbn"]).summaries} == {"fedavg", "pull", "fedbn"}
+    del REGISTRY["pull"]
+    with pytest.raises(UsageError, match="strategy 'pull' is not known here"):
+        call(["fedbn"])
+
+
+def test_without_a_folder_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    found = quick()
+    assert found.folder.is_dir()
+    del found
+    gc.collect()
+    with pytest.raises(UsageError, match="clients"):
+        quick(clients=0)
+    monkeypatch.setattr(RunFolder, "round", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        quick()
+    assert list(tmp_path.iterdir()) == []
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+#: a script without a guard, whose own classes and functions are not in a module
+SCRIPT = """
+import torch
+from fedbn_flwr import compare, run
+from fedbn_flwr.strategies import FedAvg
+
+class Mine(FedAvg):
+    def weigh(self, replies):
+        return [1.0 if reply.num_examples in {3, 4} else 2.0 for reply in replies]
+
+def make_net(num_classes):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), torch.nn.BatchNorm1d(8),
+                               torch.nn.Linear(8, num_classes))
+
+data = (torch.rand(60, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3)
+options = dict(clients=2, rounds=2, partition="iid")
+found = compare(["fedavg", Mine()], model=make_net, data=(data, data), folder="out", **options)
+print([run["seconds"] for run in found.summaries])
+print(run("fedavg", data=(data, data), workers=2, **options).summaries[0]["accuracy"])
+"""
+
+
+def test_a_script_goes_on_in_another_process_and_needs_no_guard(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    path = environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    first, second = (run_program(sys.executable, "script.py", cwd=tmp_path, env=path).splitlines() for _ in range(2))
+    assert "2 of 2 runs finished" in second[0]
+    assert second[1:] == first
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("methods", "options", "message"),
+    [
+        ("fedavg", {}, "methods must be a list of at least one method, got 'fedavg'"),
+        ([], {}, "methods must be a list"),
+        (["fedsgd"], {}, "unknown strategy 'fedsgd'; known: fedavg"),
+        (["fedavg", FedAvg()], {}, "methods names 'fedavg' twice"),
+        (
+            [dict],
+            {},
+            "a method must be a name, or a strategy of fedbn_flwr.strategies or a subclass of one, got builtins",
+        ),
+        ([FedAvg(seed=3)], {}, "seed is the same for all methods of a comparison"),
+        ([FedAvg(patience=3.0)], {}, "unknown option 'patience'"),
+        ([FedAvg(weighting="uniform", privacy=Privacy(1, 1))], {}, "FedAvg: an experiment cannot write down privacy="),
+        (["fedavg"], {"rouns": 3}, "unknown option 'rouns'; did you mean 'rounds'?"),
+        (["fedavg"], {"mu": 3}, "mu is an option of fedbs, fedprox; fedavg would ignore it"),
+        (["fedavg"], {"rounds": "many"}, "rounds must be a whole number, got 'many'"),
+        (["fedavg"], {"seeds": 0}, "seeds must be a whole number of at least 1, got 0"),
+        (["fedavg"], {"engine": "warp"}, "unknown engine 'warp'"),
+        (["fedavg"], {"resume": "x"}, "compare has no option 'resume'"),
+        (["fedavg"], {"model": 3}, "model must be a name, a function or class that makes a torch.nn.Module, or"),
+        (["fedavg"], {"model": lambda: 3}, "model '<lambda>' returned a int, not a torch.nn.Module"),
+        (["fedavg"], {"data": 3}, "data must be a name, fedbn_flwr.data.Data, a function that returns Data, or a pair"),
+        (["fedavg"], {"data": ([1], [2])}, "the training data must be a fedbn_flwr.data.Split, a pair"),
+        (["fedavg"], {"dataset": "digits"}, "data and dataset mean the same"),
+    ],
+)
+def test_bad_input_is_one_line_that_says_what_is_allowed(methods: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        compare(methods, **{**SMALL, "data": DATA, **options})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_strategy_whose_name_or_options_are_taken() -> None:
+    class Seeded(FedAvg):
+        def __init__(self, *, model: int = 3, **options: Any) -> None:
+            super().__init__(**options)
+
+    with pytest.raises(UsageError, match="the option 'model' of its constructor is one of all commands"):
+        quick(Seeded())
+    assert "seeded" not in REGISTRY
+    quick()
+
+
+def test_a_method_that_fails_does_not_stop_the_others() -> None:
+    found = compare(["fedavg:lr=1e30", "fedavg"], **{**SMALL, "data": DATA})
+    assert list(found.failures) == [("fedavg:lr=1e30", 0)]
+    assert list(found.differences) == ["fedavg"]
+    assert "diverged" in repr(found)
+    assert "<td>failed" in found._repr_html_() or "diverged" in found._repr_html_()
+    with pytest.raises(UsageError, match="there is no model of 'fedavg:lr=1e30'"):
+        found.model("fedavg:lr=1e30")
+    with pytest.raises(DivergedError):
+        quick("fedavg:lr=1e30")
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+
+def process_state() -> list[Any]:
+    logger = logging.getLogger("flwr")
+    return [
+        torch.get_num_threads(),
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        [item.tolist() if isinstance(item, np.ndarray) else item for item in np.random.get_state()],
+        [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        list(warnings.filters),
+        (logger.level, list(logger.filters), list(logger.handlers)),
+        list(sys.path),
+        matplotlib.get_backend(auto_select=False),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+    ]
+
+
+def test_the_process_is_as_before(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    matplotlib.use("svg")
+    torch.set_num_threads(3)
+    try:
+        before = process_state()
+        found = compare(["fedavg", "fedbn", "fedtan"], model=make_net, folder=tmp_path, **{**SMALL, "data": DATA})
+        found.model()
+        quick(augmentation="crop-flip")
+        with pytest.raises(UsageError):
+            quick(model=3)
+        assert process_state() == before
+    finally:
+        torch.set_num_threads(threads)
+        matplotlib.use("agg")
+
+
+def test_the_import_brings_no_torch() -> None:
+    code = "import sys, fedbn_flwr; print('torch' in sys.modules, hasattr(fedbn_flwr, 'nothing'))"
+    assert run_program(sys.executable, "-c", code).split() == ["False", "False"]
+
+
+# ---- what is returned ------------------------------------------------------------------------------------------------
+
+
+def test_results(tmp_path: Path) -> None:
+    found = compare(["fedavg", "fedprox:mu=0.5"], folder=tmp_path, seeds=2, **{**SMALL, "data": DATA})
+    key = ("fedprox:mu=0.5", 1)
+    assert list(found.curves()) == [(method, seed) for method in ("fedavg", key[0]) for seed in (0, 1)]
+    rows = rounds(tmp_path / "fedprox_mu=0.5-seed1")
+    assert found.curves()[key] == {row["round"]: row["accuracy"] for row in rows if "accuracy" in row}
+    assert found.curves("train-loss")[key] == {row["round"]: row["train-loss"] for row in rows}
+    with pytest.raises(UsageError, match=r"no run has recorded 'loses'; recorded: .*loss"):
+        found.curves("loses")
+    scores = {(row["method"], row["seed"]): row["accuracy"] for row in found.summaries}
+    gaps = [scores[key[0], seed] - scores["fedavg", seed] for seed in (0, 1)]
+    assert found.differences[key[0]].difference == pytest.approx(sum(gaps) / 2)
+    frame = found.to_pandas()
+    assert dict(zip(zip(frame["method"], frame["seed"], strict=True), frame["accuracy"], strict=True)) == scores
+    model = found.model(*key)
+    assert not model.training
+    result = evaluate(model, load(DATA).test, CLASSES, torch.device("cpu"))
+    assert result.accuracy == scores[key]
+    with pytest.raises(UsageError, match="there is no model of 'fedavg', seed 7; of: "):
+        found.model("fedavg", 7)
+    found.plot().save(tmp_path / "copy.png")
+    assert (tmp_path / "copy.png").read_bytes() == (tmp_path / "compare.png").read_bytes() == found.plot()._repr_png_()
+    assert "fedprox:mu=0.5" in found._repr_html_()
+    assert repr(found).count("fedprox:mu=0.5") == 1
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    quick()
+    assert capfd.readouterr() == ("", "")
+    quick(progress="lines")
+    assert capfd.readouterr().out.count("round ") == 3
+
+
+def test_a_notebook_has_a_bar_under_the_cell(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+
+    class Handle:
+        def update(self, content: dict[str, str], raw: bool) -> None:
+            shown.append(content["text/html"])
+
+    def display(content: dict[str, str], raw: bool, display_id: bool) -> Handle:
+        return Handle()
+
+    shell = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=1))
+    monkeypatch.setitem(sys.modules, "IPython", shell)
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    compare(["fedavg", "fedbn"], **{**SMALL, "data": DATA})
+    assert len(shown) == 7
+    assert '<progress value="4" max="6"></progress> fedbn, seed 0' in shown[3]
+    assert shown[-1] == ""
+    quick(progress=False)
+    assert len(shown) == 7
+    assert capfd.readouterr() == ("", "")
