@@ -125,7 +125,9 @@ class Config:
         float, "seconds to wait for nodes to connect, at the start and before each round", Range(0)
     ] = 300.0
     results_dir: Annotated[str, "folder for results"] = "results"
-    checkpoint_every: Annotated[int, "write a checkpoint every N rounds, for resume; 0: none", Range(0)] = 0
+    checkpoint_every: Annotated[
+        int, "write a checkpoint every N rounds, for resume; 0: none; -1: as often as it costs little", Range(-1)
+    ] = 0
     resume: Annotated[
         str, "continue the run in this results folder from its last checkpoint, with its saved options"
     ] = ""

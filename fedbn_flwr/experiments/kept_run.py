@@ -31,12 +31,11 @@ from fedbn_flwr.experiments.output.run_folder import (
     read_rounds,
     set_aside,
 )
+from fedbn_flwr.experiments.recovery import AUTOMATIC
 from fedbn_flwr.experiments.resources import rounds_within_budget
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.strategies import CannotTrainError
 
-#: checkpoints that a run makes by itself
-CHECKPOINTS = 10
 #: how Python says that a run is replaced; the command has an option
 OVERWRITE = "overwrite=True"
 #: differing options that an error names
@@ -74,13 +73,13 @@ class KeptRun:
         automatic: bool = False,
         unknown: Sequence[str] = (),
     ) -> Self:
-        """Return the run; `automatic` makes a checkpoint after every tenth of its rounds, at least one round apart.
+        """Return the run; `automatic` makes checkpoints as often as it costs little.
 
         Not on Ray: there nodes write their states into files, on machines that may not reach the folder.
         """
         config = rounds_within_budget(experiment.config, experiment.config.clients)
         if automatic and engine != "ray":
-            config = replace(config, checkpoint_every=max(config.rounds // CHECKPOINTS, 1))
+            config = replace(config, checkpoint_every=AUTOMATIC)
         return cls(replace(experiment, config=config), engine, folder, overwrite, unknown)
 
     def finished(self) -> Summary | None:

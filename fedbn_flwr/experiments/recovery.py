@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -20,6 +21,11 @@ from fedbn_flwr.server.averaging import record, unpack
 from fedbn_flwr.simulation.node_contexts import SavesStates
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.wire.history import CHECKPOINT, STATE_HISTORY, History
+
+#: the `checkpoint-every` of a run that saves as often as it costs little
+AUTOMATIC = -1
+#: seconds of training for each second that the last of these checkpoints took
+TRAINING_PER_SAVING = 30
 
 
 def resume(given: Mapping[str, Any], engine: str | None) -> tuple[Experiment, str]:
@@ -49,6 +55,8 @@ class Recovery:
         self._folder, self._experiment, self._engine = folder, experiment, engine
         self._grid, self._strategy, self._journal = grid, strategy, journal
         self._history, self._last = History((), str(grid.run.run_id)), 0
+        #: when the latest checkpoint was complete, and the seconds that it took
+        self._ended, self._took = monotonic(), 0.0
         #: the configurations of messages to nodes that keep their states themselves
         self._told: list[ConfigRecord] = []
 
@@ -63,10 +71,18 @@ class Recovery:
     def record(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Record a round, then write a checkpoint if it is time for one (an `evaluate_fn`)."""
         metrics = self._journal.record(server_round, arrays)
-        every = self._experiment.config.checkpoint_every
-        if server_round and every and server_round % every == 0:
+        if server_round and self._is_due(server_round):
+            begun = monotonic()
             self._save(server_round, arrays)
+            self._ended = monotonic()
+            self._took = self._ended - begun
         return metrics
+
+    def _is_due(self, server_round: int) -> bool:
+        every = self._experiment.config.checkpoint_every
+        if every == AUTOMATIC:
+            return monotonic() - self._ended >= TRAINING_PER_SAVING * self._took
+        return every > 0 and server_round % every == 0
 
     def restore(self, saved: Checkpoint) -> ArrayRecord:
         """Bring everything into the state of a checkpoint; return its model."""

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flwr.app import ArrayRecord, MetricRecord
 
-from fedbn_flwr.experiments import main
+from fedbn_flwr.experiments import main, recovery
+from fedbn_flwr.experiments.checkpoint import Checkpoint
 from fedbn_flwr.experiments.output import run_folder
+from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.reports.sources import read_sources
 from tests.helpers.checkout import ROOT, environment
@@ -221,11 +224,34 @@ def test_a_run_keeps_its_folder_until_the_one_that_replaces_it_has_finished(
     with monkeypatch.context() as stopped:
         stopped.setattr(RunFolder, "finish", interrupt)
         assert run("run", "--overwrite", lr="0.3", **options) == 130
-    assert re.search(r"kept in .*: .* goes on after round 3 of 3; run the same again to go on", capsys.readouterr().err)
+    assert re.search(
+        r"kept in .*: .* goes on after round [123] of 3; run the same again to go on", capsys.readouterr().err
+    )
     assert (tmp_path / "replaced/summary.json").read_bytes() == first
     assert run("run", lr="0.3", **options) == 0
     assert not (tmp_path / "replaced").exists()
     assert json.loads((tmp_path / "summary.json").read_text())["lr"] == 0.3
+
+
+def test_checkpoints_cost_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round takes a second here, and a checkpoint a sixteenth of one: so two rounds pay for one."""
+    clock, saved = [0.0], []
+    write, record = recovery.write_checkpoint, Journal.record
+
+    def timed_write(folder: Path, checkpoint: Checkpoint, *rest: Any) -> None:
+        write(folder, checkpoint, *rest)
+        clock[0] += 1 / 16
+        saved.append(checkpoint.server_round)
+
+    def timed_record(journal: Journal, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        clock[0] += 1
+        return record(journal, server_round, arrays)
+
+    monkeypatch.setattr(recovery, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(recovery, "write_checkpoint", timed_write)
+    monkeypatch.setattr(Journal, "record", timed_record)
+    assert run("run", rounds="8", results_dir=str(tmp_path)) == 0
+    assert saved == [1, 3, 5, 7]
 
 
 def test_moving_results_aside_can_be_killed_at_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +284,7 @@ def test_sigterm_ends_it_as_an_interrupt(
     monkeypatch.setattr(RunFolder, "finish", ask)
     before = signal.getsignal(signal.SIGTERM)
     assert main(compare_words(tmp_path)) == 143
-    assert "fedavg-seed0 goes on after round 12 of 12" in capsys.readouterr().err
+    assert re.search(r"fedavg-seed0 goes on after round \d+ of 12", capsys.readouterr().err)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
