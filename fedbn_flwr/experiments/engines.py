@@ -4,8 +4,9 @@ import atexit
 import gc
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -29,13 +30,13 @@ from fedbn_flwr.experiments.resources import (
     state_folder,
 )
 from fedbn_flwr.experiments.server_side import run
-from fedbn_flwr.experiments.workers import count_workers, one_step
+from fedbn_flwr.experiments.workers import clients_in_round, count_workers, one_step, useful_workers, visible_gpus
 from fedbn_flwr.plugins import did_you_mean, extra
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.one_by_one import PreparedGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
-from fedbn_flwr.simulation.processes.worker import preload
+from fedbn_flwr.simulation.processes.worker import Worker, preload
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
 from fedbn_flwr.simulation.stacked.memory_budget import clients_that_fit, keep_freed_memory
 from fedbn_flwr.strategies import Layerwise
@@ -46,6 +47,8 @@ Engine = Callable[[Experiment, Path, Progress | None], Summary]
 MakeGrid = Callable[[Sequence[int]], InProcessGrid]
 OpenGrid = AbstractContextManager[InProcessGrid | WorkersGrid]
 
+#: the address of a Ray that is only for this run
+LOCAL = "local"
 #: what every worker needs, and takes seconds to import: itself, optimizers and the default data set
 NEEDED = (__name__, "torch._dynamo", "sklearn.datasets")
 
@@ -69,10 +72,14 @@ def open_sequential_grid(experiment: Experiment, folder: Path) -> OpenGrid:
 
 
 def open_stacked_grid(experiment: Experiment, folder: Path) -> OpenGrid:
-    """Open the grid of the engine `stacked`."""
-    layerwise, alone = issubclass(experiment.strategy_class, Layerwise), bool(experiment.bound_here)
-    workers = 1 if alone else count_workers(experiment.config, layerwise)
-    return open_grid(partial(stacked_grid, experiment, folder), experiment.config, workers)
+    """Open the grid of the engine `stacked`, with `RAY_ADDRESS` in the environment on the cluster that is there."""
+    config, layerwise = experiment.config, issubclass(experiment.strategy_class, Layerwise)
+    make_grid = partial(stacked_grid, experiment, folder)
+    if experiment.bound_here:
+        return open_grid(make_grid, config, 1)
+    if _cluster() != LOCAL:
+        return open_on_cluster(make_grid, config, layerwise)
+    return open_grid(make_grid, config, count_workers(config, layerwise))
 
 
 @contextmanager
@@ -83,6 +90,29 @@ def open_grid(make_grid: MakeGrid, config: Config, workers: int) -> Iterator[InP
         return
     preload(NEEDED)
     with spread_over(workers, make_grid, config) as grid:
+        yield grid
+
+
+@contextmanager
+def open_on_cluster(make_grid: MakeGrid, config: Config, layerwise: bool) -> Iterator[WorkersGrid]:
+    """Share the nodes out over a Ray cluster: a worker a GPU, or without GPUs one for each useful processor."""
+    with extra("simulation"):
+        from fedbn_flwr.simulation.processes import ray_worker
+    with ExitStack() as stack:
+        has = stack.enter_context(ray_worker.joined(_cluster()))
+        gpus = 0 if config.device == "cpu" else int(has.get("GPU", 0))
+        cores = int(has.get("CPU", 0)) // max(config.threads, 1)
+        workers = config.workers or min(gpus, clients_in_round(config)) or useful_workers(config, layerwise, cores)
+        try:
+            cluster = ray_worker.Cluster(min(workers, config.clients), config.threads, gpu=gpus > 0)
+        except ray_worker.NoRoomError as error:
+            raise UsageError(str(error)) from None
+        stack.callback(cluster.close)
+        ready = partial(_ready, make_grid, config)
+        grid = stack.enter_context(WorkersGrid(ready, config.clients, workers, threads=config.threads, start=cluster))
+        for worker in cluster.workers:
+            clients = len(range(worker.index, config.clients, len(cluster.workers)))
+            print(f"worker {worker.index}: {worker.describe()}, {clients} clients", file=sys.stderr)
         yield grid
 
 
@@ -130,7 +160,13 @@ def _steps_that_fit(config: Config) -> int:
 
 def spread_over(workers: int, make_grid: MakeGrid, config: Config) -> WorkersGrid:
     """Share the nodes out over this process and `workers` - 1 others."""
-    return WorkersGrid(partial(_ready, make_grid, config), config.clients, workers, threads=config.threads, here=True)
+    gpus = visible_gpus(config)
+
+    def start(index: int, threads: int) -> Worker:
+        return Worker(index, threads, {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {})
+
+    ready = partial(_ready, make_grid, config)
+    return WorkersGrid(ready, config.clients, workers, threads=config.threads, here=True, start=start)
 
 
 def _ready(make_grid: MakeGrid, config: Config, partitions: Sequence[int]) -> InProcessGrid:
@@ -182,7 +218,7 @@ def _cluster() -> str:
     Ray by itself would join whatever cluster was started last on this machine, and wait minutes for one that is not
     there.
     """
-    address = os.environ.get("RAY_ADDRESS") or "local"
+    address = os.environ.get("RAY_ADDRESS") or LOCAL
     host, colon, port = address.rpartition(":")
     if colon and "/" not in host:
         try:

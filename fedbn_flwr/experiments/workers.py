@@ -1,5 +1,7 @@
 """The number of processes of a run: a plain rule, so that the same command gives the same bits."""
 
+import os
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -25,20 +27,38 @@ def count_workers(config: Config, layerwise: bool = False) -> int:
     """Return the number of processes of the stacked engine: `workers`, or in a long run as many as there are cores.
 
     The rule knows the model, the sizes of its activations, the number of clients and steps, the cores and the options,
-    and nothing that is measured. Several processes do not make a GPU faster. They make a round of a single
-    layer-wise step faster, although they wait for each other at every layer (docs/benchmarks.md).
+    and nothing that is measured. Several processes do not make a GPU faster: each of several GPUs has one. They make a
+    round of a single layer-wise step faster, although they wait for each other at every layer (docs/benchmarks.md).
     """
     if config.workers:
         return min(config.workers, config.clients)
-    taking_part = max(int(config.clients * config.fraction_train), 1)
-    device = pick_device(config.device)
-    if device.type != "cpu" or min(count_cores(), taking_part) <= 1:
+    if gpus := visible_gpus(config):
+        return min(len(gpus), clients_in_round(config))
+    if pick_device(config.device).type != "cpu" or min(count_cores(), clients_in_round(config)) <= 1:
         return 1
     samples = expected_steps(config) * config.batch_size
     if samples * count_multiplications(config) < WORTH_STARTING:
         return 1
-    stacks = largest_useful_stack(shared_model(config), device, lambda: one_step(config), layerwise) > 1
-    return max(min(count_cores(), taking_part // (CLIENTS_PER_WORKER if stacks else 1)), 1)
+    return useful_workers(config, layerwise, count_cores())
+
+
+def useful_workers(config: Config, layerwise: bool, cores: int) -> int:
+    """Return how many processes on CPUs with so many cores make a round faster."""
+    stacks = largest_useful_stack(shared_model(config), torch.device("cpu"), lambda: one_step(config), layerwise) > 1
+    return max(min(cores, clients_in_round(config) // (CLIENTS_PER_WORKER if stacks else 1)), 1)
+
+
+def clients_in_round(config: Config) -> int:
+    """Return how many clients train in a round."""
+    return max(int(config.clients * config.fraction_train), 1)
+
+
+def visible_gpus(config: Config) -> list[str]:
+    """Return the names of the GPUs of a run, as `CUDA_VISIBLE_DEVICES` has them; none if it is not for all GPUs."""
+    if config.device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
 
 
 def one_step(config: Config) -> StepMemory:

@@ -119,6 +119,10 @@ class StateFolder(MutableMapping[int, RecordDict]):
             path.unlink()
         self._stored.clear()
 
+    def paths(self) -> list[Path]:
+        """Return the files that hold a state."""
+        return [self._path(partition) for partition in self._stored]
+
     def _files(self) -> list[tuple[int, Path]]:
         named = [(path.name.partition(".")[0], path) for path in self._folder.glob(f"*{SUFFIX}*")]
         return [(int(name), path) for name, path in named if name.isdecimal() and int(name) in self._partitions]

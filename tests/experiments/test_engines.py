@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr.experiments import UsageError, engines, serve
+from fedbn_flwr.experiments import UsageError, engines, resolve, serve
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.runs import results, run
 
@@ -25,7 +25,9 @@ def test_workers_are_counted(workers: str, wanted: int, tmp_path: Path, monkeypa
     started: list[Any] = []
 
     class Several(InProcessGrid):
-        def __init__(self, make_grid: Any, num_nodes: int, workers: int, *, threads: int, here: bool) -> None:
+        def __init__(
+            self, make_grid: Any, num_nodes: int, workers: int, *, threads: int, here: bool, start: Any
+        ) -> None:
             started.append((workers, threads, here))
             super().__init__(make_grid(range(num_nodes))._client_app, num_nodes)
 
@@ -39,6 +41,16 @@ def test_workers_are_counted(workers: str, wanted: int, tmp_path: Path, monkeypa
     monkeypatch.setattr(engines, "preload", lambda _: None)
     assert run("run", clients="3", workers=workers, rounds="1", results_dir=str(tmp_path)) == 0
     assert started == ([(wanted, 1, True), "closed"] if wanted else [])
+
+
+def test_a_worker_sees_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more workers than GPUs, they share them in turn; the first one is this process, and uses the first GPU."""
+    started: list[tuple[int, dict[str, str]]] = []
+    monkeypatch.setattr(engines, "visible_gpus", lambda _: ["4", "6"])
+    monkeypatch.setattr(engines, "Worker", lambda index, _, variables: started.append((index, variables)))
+    monkeypatch.setattr(engines, "WorkersGrid", lambda *_, start, **__: [start(index, 1) for index in (1, 2)])
+    engines.spread_over(3, InProcessGrid, resolve({}).config)  # type: ignore[arg-type]
+    assert started == [(1, {"CUDA_VISIBLE_DEVICES": "6"}), (2, {"CUDA_VISIBLE_DEVICES": "4"})]
 
 
 @pytest.mark.parametrize("words", [["run"], ["compare", "--methods", "fedbn,fedavg:workers=2"]])

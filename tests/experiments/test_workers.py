@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedbn_flwr.experiments import Config, workers
-from fedbn_flwr.experiments.workers import count_multiplications, count_workers
+from fedbn_flwr.experiments.workers import count_multiplications, count_workers, visible_gpus
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory
 from tests.helpers.runs import DATA, model_bytes, run
 
@@ -81,6 +81,31 @@ def test_a_gpu_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "WORTH_STARTING", 0)
     monkeypatch.setattr(workers, "pick_device", lambda _: torch.device("cuda"))
     assert count_workers(config()) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "named", "wanted"),
+    [
+        ("auto", None, ["0", "1", "2"]),
+        ("cuda", "", ["0", "1", "2"]),
+        ("cuda", "2,GPU-7", ["2", "GPU-7"]),
+        ("cuda:1", None, []),
+        ("cpu", None, []),
+    ],
+)
+def test_each_of_several_gpus_has_a_process(
+    device: str, named: str | None, wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    asked = config(device=device, clients=9)
+    assert visible_gpus(asked) == wanted
+    assert count_workers(asked) == max(len(wanted), 1)
+    assert count_workers(config(device=device, clients=1)) == 1
+    assert count_workers(config(device=device, clients=9, workers=5)) == 5
 
 
 def test_multiplications_are_those_of_convolutions_and_linear_layers() -> None:

@@ -68,7 +68,8 @@ def app_that_obeys() -> ClientApp:
         if word.startswith("await "):
             assert wait_until(Path(word.split()[1]).exists)
         if word == "threads":
-            told = ConfigRecord({"threads": torch.get_num_threads(), "process": os.getpid()})
+            gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            told = ConfigRecord({"threads": torch.get_num_threads(), "process": os.getpid(), "gpus": gpus})
             return Message(RecordDict({"answer": told}), reply_to=message)
         return counting(message, context)
 

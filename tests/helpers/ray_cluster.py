@@ -18,9 +18,9 @@ from tests.helpers.waiting import PATIENCE, wait_until
 
 #: in the environment of the cluster's processes: the folder that they write to
 FOLDER = "FEDBN_FLWR_TEST_CLUSTER"
-#: one processor each, ports of their own, and nothing that is not needed
+#: ports of their own, and nothing that is not needed
 OPTIONS = (
-    "--num-cpus=1 --num-gpus=0 --object-store-memory=80000000 --min-worker-port=0 --max-worker-port=0 "
+    "--num-gpus=0 --object-store-memory=80000000 --min-worker-port=0 --max-worker-port=0 "
     "--disable-usage-stats --include-log-monitor=false"
 )
 #: Ray takes a process that a busy machine leaves waiting for a minute for dead
@@ -58,7 +58,7 @@ class Cluster:
 
 
 @contextmanager
-def ray_cluster(nodes: int = 2) -> Iterator[Cluster]:
+def ray_cluster(nodes: int = 2, processors: int = 1) -> Iterator[Cluster]:
     """Start a cluster; its processes, and no others, have ended afterwards."""
     # of a short name, since a socket's path has at most 107 characters
     folder, port = tempfile.mkdtemp(prefix="ray-"), free_ports(1)[0]
@@ -72,7 +72,15 @@ def ray_cluster(nodes: int = 2) -> Iterator[Cluster]:
             place = f"--address={address}" if number else f"--head --port={port} --include-dashboard=false"
             # not 127.0.0.1, in the place of which Ray takes the machine's address in its network
             host = f"--node-ip-address=127.0.0.{number + 2}"
-            run(BIN / "ray", "start", host, *place.split(), *OPTIONS.split(), env=environment)
+            run(
+                BIN / "ray",
+                "start",
+                host,
+                *place.split(),
+                f"--num-cpus={processors}",
+                *OPTIONS.split(),
+                env=environment,
+            )
         yield Cluster(address, Path(folder))
     finally:
         kill_processes(FOLDER, folder)

@@ -1,8 +1,8 @@
-"""Flower's `Grid` over several processes of this machine, each of which runs a share of the nodes."""
+"""Flower's `Grid` over several processes, of this machine or of a cluster, each of which runs a share of the nodes."""
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from logging import WARNING
 from pathlib import Path
@@ -14,13 +14,15 @@ from flwr.common import log
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.simulation.in_process import LocalGrid, identify, in_portions
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
+from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, StateFolder
 from fedbn_flwr.simulation.processes.service import GridFactory, OwnShare, WorkerError
-from fedbn_flwr.simulation.processes.worker import Worker, WorkerDiedError
+from fedbn_flwr.simulation.processes.worker import RemoteWorker, Worker, WorkerDiedError
 from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.transports.workers import WorkersTransport
 
-AnyWorker = Worker | OwnShare
+AnyWorker = RemoteWorker | OwnShare
+#: starts the worker of a number, with so many threads
+Start = Callable[[int, int], RemoteWorker]
 
 
 class WorkersGrid(LocalGrid):
@@ -32,14 +34,22 @@ class WorkersGrid(LocalGrid):
     with empty contexts.
 
     With `here` the first of the workers is this process. It works while the grid waits for answers, with the threads
-    that it has, and makes its grid when that is wanted first. If it dies, so does the run.
+    that it has, and makes its grid when that is wanted first. If it dies, so does the run. The others are processes of
+    this machine, or what `start` starts.
 
     Other workers start, import and make their grids while the caller goes on; the first messages wait for them. Close
     the grid, or use it as a context manager, and no process is left.
     """
 
     def __init__(
-        self, make_grid: GridFactory, num_nodes: int, workers: int, *, threads: int = 1, here: bool = False
+        self,
+        make_grid: GridFactory,
+        num_nodes: int,
+        workers: int,
+        *,
+        threads: int = 1,
+        here: bool = False,
+        start: Start = Worker,
     ) -> None:
         super().__init__()
         self._make_grid, self._num_nodes = make_grid, num_nodes
@@ -48,8 +58,9 @@ class WorkersGrid(LocalGrid):
         # also called when the grid is garbage-collected, and at the interpreter's exit
         self.close = weakref.finalize(self, _end, self._workers)
         for index in range(self._num_workers):
-            self._workers.append(OwnShare() if here and index == 0 else Worker(index, threads))
-            self._open(self._workers[index])
+            self._workers.append(OwnShare() if here and index == 0 else start(index, threads))
+        for worker in self._workers:
+            self._open(worker)
 
     def __enter__(self) -> Self:
         return self
@@ -75,12 +86,23 @@ class WorkersGrid(LocalGrid):
         return context
 
     def save_states(self, folder: Path) -> None:
-        """Let every worker write what its nodes remember into a folder."""
-        self._ask_all("save_states", dict.fromkeys(self._workers, folder))
+        """Write what all nodes remember into a folder: every worker its own, or this process for other machines."""
+        self._ask_all("save_states", {worker: folder for worker in self._workers if worker.shares_files})
+        for worker in self._elsewhere():
+            for name, content in self._ask_all("states", {worker: None})[worker].items():
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
 
     def restore_states(self, folder: Path) -> None:
         """Let every worker restore what its nodes remember from a folder."""
-        self._ask_all("restore_states", dict.fromkeys(self._workers, folder))
+        self._ask_all("restore_states", {worker: folder for worker in self._workers if worker.shares_files})
+        for worker in self._elsewhere():
+            nodes = StateFolder(folder, self._partitions(worker.index))
+            self._ask_all("set_states", {worker: {path.name: path.read_bytes() for path in nodes.paths()}})
+
+    def _elsewhere(self) -> list[AnyWorker]:
+        """Return the workers on machines with files of their own."""
+        return [worker for worker in self._workers if not worker.shares_files]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Deliver the messages, to all workers at once, and keep the replies."""
@@ -190,7 +212,7 @@ class WorkersGrid(LocalGrid):
         return replies
 
     def _revive(self, worker: AnyWorker, death: WorkerDiedError) -> None:
-        assert isinstance(worker, Worker)
+        assert isinstance(worker, RemoteWorker)
         nodes = len(self._partitions(worker.index))
         log(WARNING, "Worker %d %s: it is started again, its %d nodes without state", worker.index, death, nodes)
         worker.restart()

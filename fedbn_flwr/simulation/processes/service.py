@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from flwr.app import Context, Message
@@ -24,7 +25,8 @@ class Service(WorkerShare):
     """The service of a worker: the methods named in `REQUESTS`, with one payload each."""
 
     REQUESTS: ClassVar[frozenset[str]] = frozenset(
-        {"open", "deliver", "context", "save_states", "restore_states", "open_step", "advance", "replies", "abandon"}
+        {"open", "deliver", "context", "save_states", "restore_states", "states", "set_states"}
+        | {"open_step", "advance", "replies", "abandon"}
     )
 
     def open(self, payload: tuple[GridFactory, Sequence[int]]) -> None:
@@ -50,6 +52,19 @@ class Service(WorkerShare):
         """Let this worker's nodes remember what is in a folder."""
         self.grid.restore_states(folder)  # type: ignore[attr-defined]
 
+    def states(self, _: None) -> dict[str, bytes]:
+        """Return what this worker's nodes remember, as files by name, for a machine with other files."""
+        with TemporaryDirectory() as folder:
+            self.save_states(Path(folder))
+            return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+    def set_states(self, files: dict[str, bytes]) -> None:
+        """Let this worker's nodes remember what is in these files."""
+        with TemporaryDirectory() as folder:
+            for name, content in files.items():
+                (Path(folder) / name).write_bytes(content)
+            self.restore_states(Path(folder))
+
 
 def respond(service: Service, name: str, payload: Any) -> tuple[str, Any]:
     """Return what went wrong, if anything, and the answer."""
@@ -71,7 +86,7 @@ class OwnShare:
     Images are decoded in this process meanwhile, as in the other workers, of which there are as many as cores.
     """
 
-    index = 0
+    index, shares_files = 0, True
 
     def __init__(self) -> None:
         self._service, self._unanswered = Service(), list[tuple[str, Any]]()

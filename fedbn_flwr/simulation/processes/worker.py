@@ -1,15 +1,16 @@
-"""A process that runs some of a federation's nodes, and the handle through which its parent uses it."""
+"""A process that runs some of a federation's nodes, and the handle through which the grid's process uses it."""
 
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, get_context, parent_process
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,12 +25,15 @@ class WorkerDiedError(RuntimeError):
     """A worker's process ended while it was needed; the message says how."""
 
 
-class Worker:
-    """The parent's side of one process: it sends requests, and receives the answer to each, in their order."""
+class RemoteWorker(ABC):
+    """The grid's side of one worker: it sends requests, and receives the answer to each, in their order."""
+
+    #: whether the worker's paths are those of this machine
+    shares_files: ClassVar[bool] = True
 
     def __init__(self, index: int, threads: int) -> None:
         self.index, self._threads, self._unanswered = index, threads, 0
-        self._start()
+        self._pipe = self._start()
 
     def ask(self, name: str, payload: Any) -> None:
         """Send a request, and do not wait."""
@@ -51,19 +55,44 @@ class Worker:
                 raise WorkerError(f"worker {self.index}: {failure}")
         return value
 
-    @property
-    def process_id(self) -> int:
-        """The number of the present process."""
-        return int(self._process.pid or 0)
-
     def restart(self) -> None:
         """Start a new process in place of the one that ended."""
         self._pipe.close()
-        self._start()
+        self._unanswered, self._pipe = 0, self._start()
 
     def hang_up(self) -> None:
         """Close the connection, so that an idle process ends by itself."""
         self._pipe.close()
+
+    @property
+    @abstractmethod
+    def process_id(self) -> int:
+        """The number of the present process."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the process, and wait until it has ended."""
+
+    @abstractmethod
+    def _start(self) -> ObjectPipe:
+        """Start the process; set `_alive` to False until it has answered."""
+
+    @abstractmethod
+    def _died(self) -> RuntimeError:
+        """Say how the process ended: a `WorkerDiedError`, or a `WorkerError` if a new one would end in the same way."""
+
+
+class Worker(RemoteWorker):
+    """A process of this machine, with the environment's variables and some of its own."""
+
+    def __init__(self, index: int, threads: int, variables: Mapping[str, str] | None = None) -> None:
+        self._variables = dict(variables or {})
+        super().__init__(index, threads)
+
+    @property
+    def process_id(self) -> int:
+        """The number of the present process."""
+        return int(self._process.pid or 0)
 
     def end(self) -> None:
         """End the process, and wait until it has ended."""
@@ -72,14 +101,17 @@ class Worker:
         self._process.kill()
         self._process.join()
 
-    def _start(self) -> None:
+    def _start(self) -> ObjectPipe:
         here, there = _processes().Pipe()
-        self._pipe, self._unanswered, self._alive = ObjectPipe(here), 0, False
+        self._alive = False
         level = logging.getLogger("flwr").level
-        self._process = _processes().Process(target=work, args=(there, self._threads, level), daemon=True)
+        self._process = _processes().Process(
+            target=work, args=(there, self._threads, level, self._variables), daemon=True
+        )
         with _without_script():
             self._process.start()
         there.close()
+        return ObjectPipe(here)
 
     def _died(self) -> RuntimeError:
         self._process.join()
@@ -114,10 +146,21 @@ def _processes() -> Any:
     return get_context("forkserver")
 
 
-def work(connection: Connection, threads: int, level: int) -> None:
-    """Answer requests until the parent closes the connection, or ends: what a worker's process does."""
+def work(connection: Connection, threads: int, level: int, variables: Mapping[str, str]) -> None:
+    """Answer requests until the parent closes the connection, or ends: what a worker's process does.
+
+    Its variables are in time to choose a GPU: whatever it was forked from has not used any.
+    """
+    os.environ.update(variables)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
+    serve(connection, threads, level)
+    # without the exit functions of libraries
+    os._exit(0)
+
+
+def serve(connection: Connection, threads: int, level: int) -> None:
+    """Answer requests until the other end closes the connection."""
     logging.getLogger("flwr").setLevel(level)
     if threads:
         torch.set_num_threads(threads)
@@ -125,8 +168,6 @@ def work(connection: Connection, threads: int, level: int) -> None:
     with suppress(EOFError, ConnectionError):
         while True:
             pipe.send(respond(service, *pipe.receive()))
-    # without the exit functions of libraries
-    os._exit(0)
 
 
 def end_with_parent() -> None:

@@ -23,7 +23,7 @@ from fedbn_flwr.data.prefetch import decode
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.service import OwnShare, WorkerError
-from fedbn_flwr.simulation.processes.worker import preload
+from fedbn_flwr.simulation.processes.worker import Worker, preload
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold
 from fedbn_flwr.transports import message_records as layerwise_wire
 from tests.helpers.checkout import ROOT
@@ -179,6 +179,16 @@ def test_images_are_decoded_by_this_process_while_it_is_a_worker() -> None:
     share.answer()
     assert processes == [os.getpid()]
     assert decoding_process() != os.getpid()
+
+
+def test_a_process_has_variables_of_its_own() -> None:
+    with WorkersGrid(
+        partial(obeying, 2),
+        2,
+        2,
+        start=lambda index, threads: Worker(index, threads, {"CUDA_VISIBLE_DEVICES": f"{index}"}),
+    ) as grid:
+        assert [answer[2] for answer in answers(send(grid, "threads", "threads"))] == ["0", "1"]
 
 
 def test_there_are_not_more_processes_than_nodes() -> None:
@@ -380,7 +390,7 @@ def test_a_worker_that_cannot_begin_says_why() -> None:
 PARENT = """
 import signal
 from functools import partial
-from fedbn_flwr.simulation.processes.worker import preload
+from fedbn_flwr.simulation.processes.worker import Worker, preload
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from tests.helpers.obedient_nodes import obeying, question
 

@@ -1,0 +1,155 @@
+"""Workers in a Ray cluster: the results of processes of this machine, and workers and machines that die."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.common.constant import ErrorCode
+
+from fedbn_flwr.experiments import main
+from fedbn_flwr.simulation.processes import ray_worker
+from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from tests.helpers.checkout import ROOT
+from tests.helpers.harness import SIZES, Federation, make_model
+from tests.helpers.obedient_nodes import answers, obeying
+from tests.helpers.processes import kill
+from tests.helpers.ray_cluster import Cluster, ray_cluster
+from tests.helpers.runs import model_bytes
+from tests.helpers.waiting import wait_until
+from tests.simulation.processes.test_worker_processes import STRATEGIES, harness_nodes, memories, send
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+#: in the usual run: what nodes keep
+USUAL = "fedbn"
+
+
+@contextmanager
+def room(cluster: Cluster, workers: int = 2) -> Iterator[ray_worker.Cluster]:
+    with ray_worker.joined(cluster.address):
+        reserved = ray_worker.Cluster(workers, threads=1, gpu=False)
+        yield reserved
+        reserved.close()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == USUAL else pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES]
+)
+def test_ray_workers_give_the_bits_of_one_process(name: str, joined: Cluster, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"momentum": 0.9} if name == "momentum" else {}
+    alone = Federation(make_model())
+    wanted = alone.run(STRATEGIES[name](), **options)
+    with room(joined) as start, WorkersGrid(harness_nodes, len(SIZES), 2, start=start) as grid:
+        found = Federation(make_model()).run(STRATEGIES[name](), grid=grid, **options)
+        kept = [memories(grid, node) for node in grid.get_node_ids()]
+        # the workers' machines have no such folder: what nodes keep comes and goes over the connection
+        grid.save_states(tmp_path / "states")
+        saved = sorted(path.name for path in (tmp_path / "states").glob("*"))
+        grid.restore_states(tmp_path / "none")
+        assert not any(memories(grid, node) for node in grid.get_node_ids())
+        grid.restore_states(tmp_path / "states")
+        assert [memories(grid, node) for node in grid.get_node_ids()] == kept
+        assert {worker.describe().partition(" ")[2] for worker in start.workers} == {
+            "(127.0.0.2), CPU",
+            "(127.0.0.3), CPU",
+        }
+    assert all(torch.equal(found[key], value) for key, value in wanted.items())
+    assert kept == [memories(alone.grid, node) for node in alone.grid.get_node_ids()]
+    assert len(saved) == sum(map(bool, kept))
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_an_error_of_its_nodes_and_starts_anew(
+    joined: Cluster, flower_log: pytest.LogCaptureFixture
+) -> None:
+    with room(joined) as start, WorkersGrid(partial(obeying, 5), 5, 2, start=start) as grid:
+        send(grid, *["hello"] * 5)
+        where = start.workers[1].describe()
+        replies = send(grid, "hello", "hello", "hello", "die", "hello")
+        assert [reply.has_error() for reply in replies] == [False, True, False, True, False]
+        assert replies[1].error.code == ErrorCode.CLIENT_APP_CRASHED
+        assert replies[1].error.reason == f"the process of worker 1 on {where} has ended"
+        assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))] == [3, 1, 3, 1, 3]
+    assert f"Worker 1 on {where} has ended: it is started again, its 2 nodes without state" in flower_log.messages
+
+
+@pytest.mark.slow
+def test_a_cluster_without_room_is_one_line(
+    joined: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "--workers", "3", "--clients", "4", "--results-dir", str(tmp_path / "results")]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == "fedbn-flwr: the Ray cluster has 2 CPU free, and 3 workers need 1 CPU each"
+
+
+#: runs the command as its own process, which can be killed
+COMMAND = "import sys; from fedbn_flwr.experiments import main; sys.exit(main(sys.argv[1:]))"
+
+
+def start_run(cluster: Cluster, folder: Path, *options: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", COMMAND, "run", "--workers", "3", "--clients", "6", "--model", "small-cnn"]
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+    return subprocess.Popen(
+        [*command, "--results-dir", str(folder), *options],
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def rounds_done(folder: Path) -> int:
+    path = folder / "rounds.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.mark.slow
+def test_machines_that_go_away_in_mid_run(tmp_path: Path) -> None:
+    with ray_cluster(3, processors=3) as cluster:
+        run = start_run(cluster, tmp_path, "--rounds", "60", "--evaluate-every", "1", "--method", "fedbn")
+        # not the first: it is the head, which the cluster cannot do without
+        for number in (1, 2):
+            done = rounds_done(tmp_path)
+            assert wait_until(lambda done=done: rounds_done(tmp_path) > done + 3)  # type: ignore[misc]
+            raylets = cluster.processes("raylet")
+            kill(raylets[-1:])
+            assert wait_until(lambda number=number: len(cluster.processes("raylet")) == 3 - number)  # type: ignore[misc]
+        _, errors = run.communicate()
+    assert run.returncode == 0, errors
+    assert rounds_done(tmp_path) == 60
+    assert errors.count("has ended: it is started again, its 2 nodes without state") >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_actor_is_left_of_a_run_that_is_stopped(how: signal.Signals, tmp_path: Path) -> None:
+    with ray_cluster(2, processors=3) as cluster:
+        run = start_run(cluster, tmp_path, "--rounds", "10000", "--evaluate-every", "1")
+        assert wait_until(lambda: rounds_done(tmp_path) > 3)
+        assert cluster.processes("ray::_Listening")
+        run.send_signal(how)
+        run.communicate()
+        assert wait_until(lambda: not cluster.processes("ray::_Listening"))
+        with ray_worker.joined(cluster.address) as has:
+            assert wait_until(lambda: ray_worker.free().get("CPU") == has["CPU"] == 6)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_cluster_is_one_in_processes(
+    joined: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["run", "--workers", "2", "--clients", "4", "--method", "fedbn", "--model", "mlp", "--rounds", "4"]
+    options += ["--dataset", "tests.helpers.ray_cluster:digits"]
+    assert main([*options, "--results-dir", str(tmp_path / "ray")]) == 0
+    assert len(joined.nodes_seen()) == 2
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert main([*options, "--results-dir", str(tmp_path / "own")]) == 0
+    assert model_bytes(tmp_path / "ray") == model_bytes(tmp_path / "own")
