@@ -18,7 +18,7 @@ import pytest
 from flwr.app import ArrayRecord, MetricRecord
 
 from fedbn_flwr.experiments import main, recovery
-from fedbn_flwr.experiments.checkpoint import Checkpoint
+from fedbn_flwr.experiments.checkpoint import Checkpoint, write_checkpoint
 from fedbn_flwr.experiments.output import run_folder
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.output.run_folder import RunFolder
@@ -236,10 +236,10 @@ def test_a_run_keeps_its_folder_until_the_one_that_replaces_it_has_finished(
 def test_checkpoints_cost_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round takes a second here, and a checkpoint a sixteenth of one: so two rounds pay for one."""
     clock, saved = [0.0], []
-    write, record = recovery.write_checkpoint, Journal.record
+    record = Journal.record
 
     def timed_write(folder: Path, checkpoint: Checkpoint, *rest: Any) -> None:
-        write(folder, checkpoint, *rest)
+        write_checkpoint(folder, checkpoint, *rest)
         clock[0] += 1 / 16
         saved.append(checkpoint.server_round)
 
