@@ -208,8 +208,8 @@ def _add_option(group: Any, key: str, option: Option, whose: str, shown: bool, b
 
 
 def _run(options: dict[str, Any]) -> None:
-    method, folder = options.pop("method", Config.method), options.pop("results-dir", Config.results_dir)
-    results = run(method, folder=folder, progress="lines", **options)
+    folder = options.pop("results-dir", Config.results_dir)
+    results = run(options.pop("method", None), folder=folder, progress="lines", **options)
     show_run(results.summaries[0], results.folder)
 
 

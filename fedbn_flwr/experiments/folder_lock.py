@@ -28,11 +28,21 @@ def is_running(folder: Path) -> bool:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Hold a folder of results, so that no other process writes into it; a UsageError if one does."""
+    """Hold a folder of results, so that no other process writes into it; a UsageError if one does.
+
+    A new folder in which nothing was written is removed again if the work fails.
+    """
+    is_new = not folder.exists()
     with (make_folder(folder) / LOCK).open("w") as file:
         if not _locked(file):
             raise UsageError(f"another process is running in {folder}")
-        yield
+        try:
+            yield
+        except BaseException:
+            if is_new and [path.name for path in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
+                folder.rmdir()
+            raise
 
 
 def _locked(file: IO[str]) -> bool:

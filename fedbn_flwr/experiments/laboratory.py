@@ -76,7 +76,7 @@ def compare(
 
 
 def run(
-    method: Method = Config.method,
+    method: Method | None = None,
     *,
     model: Model | None = None,
     data: str | OwnData | None = None,
@@ -90,12 +90,12 @@ def run(
     """Train with one method; arguments are as in `compare`. A run that fails raises an error."""
     with quiet(verbose):
         given = given_options(model, data, folder, options)
+        given |= {} if method is None else {"method": method_of(method)}
         if given.get("resume"):
             experiment, engine = resume(given, engine)
         else:
-            text = method_of(method)
-            _refuse_ignored([text], given)
-            experiment = resolve({**given, "method": text})
+            _refuse_ignored([given.get("method", Config.method)], given)
+            experiment = resolve(given)
         engine = engine_named(engine)
         prepare(ENGINES[engine], experiment)
         check_simulation(experiment)

@@ -45,11 +45,11 @@ def test_compare_finds_out_what_one_class_a_client_does(tmp_path: Path, capsys: 
 
     rows = table(capsys.readouterr().out)
     for method, found in accuracies.items():
-        assert rows[method][0] == f"{fmean(found):.3f} ± {stdev(found):.3f}"
-    assert rows["fedprox+gn:mu=0"][1] == "+0.000 ± 0.000"
+        assert rows[method][0] == f"{100 * fmean(found):.1f} ± {100 * stdev(found):.1f}"
+    assert rows["fedprox+gn:mu=0"][1] == "+0.0 ± 0.0"
     # the difference to the first method, seed by seed, and Student's t for 95 % and one degree of freedom
     worse = [bn - gn for bn, gn in zip(accuracies["fedavg"], accuracies["fedavg+gn"], strict=True)]
-    assert rows["fedavg"][1] == f"{fmean(worse):+.3f} ± {12.706205 * stdev(worse) / 2**0.5:.3f}"
+    assert rows["fedavg"][1] == f"{100 * fmean(worse):+.1f} ± {1270.6205 * stdev(worse) / 2**0.5:.1f}"
 
 
 @pytest.mark.usefixtures("wide")
@@ -57,7 +57,7 @@ def test_compare_shows_one_seed_without_a_spread(tmp_path: Path, capsys: pytest.
     assert run("compare", "--methods", "fedavg,fedprox:mu=0", model="mlp", results_dir=str(tmp_path)) == 0
     accuracy = json.loads((tmp_path / "compare.json").read_text())[0]["accuracy"]
     rows = table(capsys.readouterr().out)
-    assert rows["fedprox:mu=0"][:2] == [f"{accuracy:.3f}", "+0.000"]
+    assert rows["fedprox:mu=0"][:2] == [f"{100 * accuracy:.1f}", "+0.0"]
 
 
 def test_names_that_list_shows_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
