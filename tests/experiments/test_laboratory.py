@@ -263,6 +263,7 @@ print(run("fedavg", data=(data, data), workers=2, **options).summaries[0]["accur
 """
 
 
+@pytest.mark.slow
 def test_a_script_goes_on_in_another_process_and_needs_no_guard(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     path = environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
