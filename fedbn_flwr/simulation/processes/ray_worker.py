@@ -121,6 +121,8 @@ class RayWorker(RemoteWorker):
 
     def describe(self) -> str:
         """Say where this worker is."""
+        if self._failure:
+            return "not started"
         place = self._place()
         return f"{place.host}, {place.device}"
 

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.experiments import main
 from fedbn_flwr.simulation.processes import ray_worker
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from fedbn_flwr.simulation.processes.service import WorkerError
 from tests.helpers.checkout import ROOT
 from tests.helpers.harness import SIZES, Federation, make_model
 from tests.helpers.obedient_nodes import answers, obeying
@@ -79,6 +81,21 @@ def test_a_worker_that_is_killed_is_an_error_of_its_nodes_and_starts_anew(
         assert replies[1].error.reason == f"the process of worker 1 on {where} has ended"
         assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))] == [3, 1, 3, 1, 3]
     assert f"Worker 1 on {where} has ended: it is started again, its 2 nodes without state" in flower_log.messages
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_start_says_why(joined: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def listen(self, *_: object) -> None:
+            raise ImportError("no module named 'medical'")
+
+    monkeypatch.setattr(ray_worker, "_Actor", ray.remote(Broken))
+    with room(joined) as start, WorkersGrid(partial(obeying, 2), 2, 2, start=start) as grid:
+        assert [worker.describe() for worker in start.workers] == ["not started"] * 2
+        with pytest.raises(
+            WorkerError, match=r"^worker 0: its Ray actor failed before .*: .*no module named 'medical'$"
+        ):
+            send(grid, "hello", "hello")
 
 
 @pytest.mark.slow
