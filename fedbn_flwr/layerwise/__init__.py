@@ -28,6 +28,7 @@ from fedbn_flwr.layerwise.exchange import (
     Requests,
     combine,
     join,
+    pool,
     respond,
     why_unusable,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "gradients",
     "join",
     "lockstep",
+    "pool",
     "pool_in_order",
     "respond",
     "shared_statistics",

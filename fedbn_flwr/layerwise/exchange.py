@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,21 @@ from torch import Tensor
 Kind = Literal["mean", "variance", "statistics", "gradients"]
 
 
+class Pool(NamedTuple):
+    """The clients whose values are combined in one row."""
+
+    clients: int
+    weight: float
+    #: the row is in float64, whatever the clients' values are in
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True)
 class Requests:
-    """The local values of K clients at one use of one BN layer, to be averaged with those of the others."""
+    """The local values of K clients at one use of one BN layer, to be averaged with those of the others.
+
+    Where clients are reached together, a row may be the pool of several, and then says so.
+    """
 
     kind: Kind
     #: dotted path of the layer; the second use in a forward pass ends in "#2", the third in "#3"
@@ -24,6 +36,18 @@ class Requests:
     tensor: Tensor
     #: by client, the number of values of each channel that its row is computed from: B * H * W
     counts: tuple[int, ...]
+    #: by row; empty where each row is one client's
+    pools: tuple[Pool, ...] = ()
+
+    @property
+    def clients(self) -> int:
+        """The number of clients."""
+        return sum(pool.clients for pool in self.pools) if self.pools else len(self.counts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the clients' values."""
+        return self.pools[0].dtype if self.pools else self.tensor.dtype
 
     @classmethod
     def of_client(cls, kind: Kind, layer: str, values: Tensor, count: int) -> "Requests":
@@ -38,6 +62,8 @@ class Answer:
     #: (C,) or (2, C); or with a row for each client, where each has an answer of its own
     tensor: Tensor
     count: int
+    #: by client, its weight in the answer; empty where the requests were pools
+    weights: tuple[float, ...] = ()
 
 
 #: why values cannot be pooled; replies whose model is not finite are refused with the same words
@@ -76,7 +102,7 @@ def join(parts: Sequence[Requests], order: Sequence[int] | None = None) -> Reque
         raise ValueError(f"there are requests of {len(positions)} clients where {len(order)} are expected")
     positions = positions if order is None else list(order)
     clients = [part_of[position] for position in positions]
-    name, form = _most_common(map(_name, clients)), _most_common(map(_form, clients))
+    name, form = _most_common(_name, parts), _most_common(_form, parts)
     for row, part in enumerate(clients):
         if _name(part) != name:
             raise OrderError(row, f"is at the {_name(part)} where the others are at the {name}")
@@ -85,8 +111,14 @@ def join(parts: Sequence[Requests], order: Sequence[int] | None = None) -> Reque
             raise ExchangeError(row, f"the {name} is {_form(part)}, the others' is {form}")
     tensor = torch.cat([part.tensor for part in parts])
     counts = [count for part in parts for count in part.counts]
-    first = clients[0]
-    return Requests(first.kind, first.layer, tensor[positions], tuple(counts[position] for position in positions))
+    pools = [pool for part in parts for pool in part.pools]
+    return Requests(
+        clients[0].kind,
+        clients[0].layer,
+        tensor[positions],
+        tuple(counts[position] for position in positions),
+        tuple(pools[position] for position in positions) if pools else (),
+    )
 
 
 def check(requests: Requests) -> None:
@@ -103,7 +135,25 @@ def check(requests: Requests) -> None:
 def respond(requests: Requests, weights: Sequence[float]) -> Answer:
     """Return the answer to all clients; ExchangeError if some client's values cannot be pooled."""
     check(requests)
-    return Answer(combine(requests.kind, requests.tensor, weights), sum(requests.counts))
+    if requests.pools:
+        tensor = combine(requests.kind, requests.tensor, [pool.weight for pool in requests.pools])
+        return Answer(tensor.to(requests.dtype), sum(requests.counts))
+    return Answer(combine(requests.kind, requests.tensor, weights), sum(requests.counts), tuple(weights))
+
+
+def pool(requests: Requests, weights: Sequence[float]) -> Requests:
+    """Return the clients' requests as one row, their pool; ExchangeError if some client's values cannot be pooled.
+
+    The pool of pools is that of all clients, as the mean and the variance of each are kept, in float64, and no sums of
+    squares, which lose digits.
+    """
+    check(requests)
+    weight = sum(weights)
+    # nobody counts: the row has no weight, but must be there
+    weights = weights if weight > 0 else [1.0] * len(weights)
+    tensor = combine(requests.kind, requests.tensor.double(), weights)
+    pools = (Pool(len(weights), weight, requests.dtype),)
+    return Requests(requests.kind, requests.layer, tensor.unsqueeze(0), (sum(requests.counts),), pools)
 
 
 def combine(kind: Kind, rows: Tensor, weights: Sequence[float]) -> Tensor:
@@ -178,8 +228,12 @@ def _name(requests: Requests) -> str:
 
 def _form(requests: Requests) -> str:
     """Return shape and dtype of a client's row, as messages say them."""
-    return f"{tuple(requests.tensor.shape[1:])} {requests.tensor.dtype}"
+    return f"{tuple(requests.tensor.shape[1:])} {requests.dtype}"
 
 
-def _most_common(values: Iterable[str]) -> str:
-    return Counter(values).most_common(1)[0][0]
+def _most_common(name: Callable[[Requests], str], parts: Iterable[Requests]) -> str:
+    """Return the name that most clients' requests have."""
+    votes = Counter[str]()
+    for part in parts:
+        votes[name(part)] += part.clients
+    return votes.most_common(1)[0][0]

@@ -72,7 +72,8 @@ class CountedTransport:
             self._tally.payload_down += len(self._messages) * answer.tensor.nbytes
             # what goes to several nodes counts once
             self._tally.paper += answer.tensor.nbytes
-        received = 0 if requests is None else requests.tensor.nbytes
+        # a row each, whichever workers have pooled
+        received = 0 if requests is None else requests.clients * requests.tensor[0].numel() * requests.dtype.itemsize
         self._tally.payload_up += received
         self._tally.paper += received
         return requests

@@ -1,13 +1,14 @@
-"""Nodes in several processes of this machine: the end of the grid, and the end of each worker."""
+"""Nodes in several processes: the end of the grid, and the end of each worker."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.layerwise import Answer, OrderError, Requests, join
+from fedbn_flwr.layerwise import Answer, ExchangeError, OrderError, Requests, join, pool
 from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesTransport, Participant
 
 WorkerT = TypeVar("WorkerT")
@@ -27,7 +28,9 @@ class Opened:
 class WorkersTransport(Generic[WorkerT]):
     """A `NodesTransport` whose nodes are shared out over workers, which are at their first exchange.
 
-    `close` makes the replies of all nodes of the workers' replies.
+    From the first answer on that has the nodes' weights, a worker sends one row for all of its nodes, their pool: an
+    exchange then costs the same with 10 and with 1,000 nodes of a worker. `close` makes the replies of all nodes of the
+    workers' replies.
     """
 
     def __init__(
@@ -42,15 +45,33 @@ class WorkersTransport(Generic[WorkerT]):
         everyone = [participant for share in opened.values() for participant in share.participants]
         self._order = sorted(range(len(everyone)), key=everyone.__getitem__)
         self.participants = [everyone[position] for position in self._order]
+        rows = iter(sorted(range(len(everyone)), key=self._order.__getitem__))
+        #: by worker, the rows of its nodes
+        self._rows = {worker: list(islice(rows, len(share.participants))) for worker, share in opened.items()}
 
     def advance(self, answer: Answer | None = None) -> Requests | None:
         """Take the nodes of all workers to their next exchange."""
-        shares = self._first if answer is None else self._ask_all("advance", dict.fromkeys(self._first, answer))
+        shares = self._first if answer is None else self._ask_all("advance", self._answers(answer))
         # in the order of the workers, whichever answered first
         parts = [requests for worker in self._first if (requests := shares[worker]) is not None]
         if 0 < len(parts) < len(shares):
             raise OrderError(0, "is at a BN layer where others are at their end")
-        return join(parts, self._order) if parts else None
+        if not parts or not parts[0].pools:
+            return join(parts, self._order) if parts else None
+        try:
+            return join(parts)
+        except ExchangeError as error:
+            first = [rows[0] for rows in self._rows.values()]
+            raise type(error)(first[error.client], error.reason) from None
+
+    def _answers(self, answer: Answer) -> dict[WorkerT, Answer]:
+        """Return the answer to each worker, with the weights of its own nodes."""
+        if not answer.weights:
+            return dict.fromkeys(self._rows, answer)
+        return {
+            worker: replace(answer, weights=tuple(answer.weights[row] for row in rows))
+            for worker, rows in self._rows.items()
+        }
 
     def replies(self) -> list[Message]:
         """Return the nodes' replies."""
@@ -67,6 +88,8 @@ class WorkerShare:
     def __init__(self) -> None:
         self._grid: Grid | None = None
         self._transport: NodesTransport | None = None
+        #: of the nodes in the step, where their requests are to be pooled
+        self._weights: tuple[float, ...] = ()
 
     @property
     def grid(self) -> Grid:
@@ -78,14 +101,29 @@ class WorkerShare:
     def open_step(self, messages: list[Message]) -> Opened | None:
         """Take this worker's nodes to the first exchange of a step; None if they cannot take it together."""
         self._transport = self.grid.open_step(messages) if isinstance(self.grid, LayerwiseGrid) else None
+        self._weights = ()
         if self._transport is None:
             return None
-        requests = self._transport.advance()
+        requests = self._next_requests(None)
         return Opened(self._transport.participants, requests)
 
     def advance(self, answer: Answer) -> Requests | None:
-        """Take this worker's nodes to their next exchange."""
-        return self._opened.advance(answer)
+        """Take this worker's nodes to their next exchange; once it has their weights, as one row for all of them."""
+        self._weights = answer.weights or self._weights
+        return self._next_requests(answer)
+
+    def _next_requests(self, answer: Answer | None) -> Requests | None:
+        transport = self._opened
+        try:
+            requests = transport.advance(answer)
+            if requests is None:
+                return None
+            if self._weights:
+                requests = pool(requests, self._weights)
+        except ExchangeError as error:
+            raise RuntimeError(f"node {transport.participants[error.client].node}: {error.reason}") from None
+        # where those of other workers are
+        return replace(requests, tensor=requests.tensor.cpu())
 
     def replies(self, _: None) -> list[Message]:
         """Return the nodes' replies at the end of the step."""

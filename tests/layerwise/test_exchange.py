@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fedbn_flwr.layerwise import (
@@ -19,6 +19,7 @@ from fedbn_flwr.layerwise import (
     SuspendedStep,
     combine,
     join,
+    pool,
     respond,
     take_step,
     why_unusable,
@@ -55,6 +56,24 @@ def test_pooled_statistics_are_those_of_the_union(clients: list[list[float]]) ->
     torch.testing.assert_close(pooled, statistics(torch.cat(values)), rtol=1e-9, atol=1e-9)
     backwards = combine("statistics", rows.flip(0), weights[::-1])
     torch.testing.assert_close(pooled, backwards, rtol=1e-14, atol=1e-14)
+
+
+@given(
+    st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(1e-6, 1), st.floats(0, 100)), min_size=2, max_size=8),
+    st.integers(1, 7),
+)
+def test_the_pool_of_pools_is_that_of_all_clients(clients: list[tuple[float, float, float]], cut: int) -> None:
+    """Also where means are a million times as large as standard deviations: sums of squares would lose the variance."""
+    weights = [weight for _, _, weight in clients]
+    assume(sum(weights) > 0)
+    rows = torch.tensor([[[mean], [variance]] for mean, variance, _ in clients], dtype=torch.float64)
+    whole = Requests("statistics", "bn", rows, (4,) * len(clients))
+    shares = [rows[:cut], rows[cut:]] if cut < len(clients) else [rows]
+    parts = [Requests("statistics", "bn", share, (4,) * len(share)) for share in shares]
+    pools = join([pool(parts[0], weights[:cut]), *(pool(part, weights[cut:]) for part in parts[1:])])
+    found, wanted = respond(pools, ()), respond(whole, weights)
+    assert (pools.clients, found.count) == (whole.clients, wanted.count)
+    torch.testing.assert_close(found.tensor, wanted.tensor, rtol=1e-12, atol=1e-12)
 
 
 def test_the_dtype_is_the_clients_and_the_sum_is_exact() -> None:

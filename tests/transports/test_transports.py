@@ -1,11 +1,11 @@
 """Every transport of a layer-wise step, driven by the one loop: the same requests and gradients, in float64."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.layerwise import Answer, Exchange, Requests, lockstep, shared_statistics, take_step
+from fedbn_flwr.layerwise import Answer, Exchange, OrderError, Requests, lockstep, respond, shared_statistics, take_step
 from fedbn_flwr.server.replies import Expected
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid
@@ -24,11 +24,12 @@ from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.pipe import ObjectPipe
 from fedbn_flwr.simulation.processes.service import WorkerError
-from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.traffic.counting_grid import CountingGrid, message_sizes
 from fedbn_flwr.transports.local import StackedTransport
 from fedbn_flwr.transports.message_records import StepPosition
 from fedbn_flwr.transports.message_server import MessageTransport
-from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesTransport
+from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesTransport, Participant
+from fedbn_flwr.transports.workers import WorkerShare, WorkersTransport
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model, make_split, parts
 from tests.helpers.references import Node, mini_batches
 
@@ -128,9 +129,20 @@ def test_every_transport_has_the_requests_and_gradients_of_clients_in_one_proces
     # 2 L exchanges at the layers, and one that brings the models
     assert grid.training.exchanges == len(seen) + 1 == 2 * LAYERS + 1
     wanted_exchanges, wanted_gradients = in_process()
+    # in workers, all nodes of one are a row once it knows their weights
+    rows = [4, 2, 2, 2] if isinstance(grid._grid, WorkersGrid) else [4] * 4
+    assert [len(requests.tensor) for requests in seen] == rows
     for requests, wanted in zip(seen, wanted_exchanges, strict=True):
-        assert (requests.kind, requests.layer, requests.counts) == (wanted.kind, wanted.layer, wanted.counts)
-        torch.testing.assert_close(requests.tensor, wanted.tensor, rtol=1e-12, atol=1e-13)
+        assert (requests.kind, requests.layer, requests.clients) == (wanted.kind, wanted.layer, wanted.clients)
+        if not requests.pools:
+            assert requests.counts == wanted.counts
+            torch.testing.assert_close(requests.tensor, wanted.tensor, rtol=1e-12, atol=1e-13)
+        answer, wanted_answer = respond(requests, SIZES), respond(wanted, SIZES)
+        assert answer.count == wanted_answer.count
+        torch.testing.assert_close(answer.tensor, wanted_answer.tensor, rtol=1e-12, atol=1e-13)
+    # counted as if each node had sent its own values
+    models = sum(message_sizes(reply).payload for reply in replies)
+    assert grid.training.payload_up == models + sum(wanted.tensor.nbytes for wanted in wanted_exchanges)
     by_partition = {reply.content.metric_records[wire.METRICS][wire.PARTITION_ID]: reply for reply in replies}
     start = make_model().state_dict()
     for partition, gradients in enumerate(wanted_gradients):
@@ -174,6 +186,74 @@ def half_open(odd: int, how: str, partitions: Sequence[int]) -> StackedGrid:
     grid = HalfOpenGrid(client_app(Federation(make_model())._client), len(SIZES), partitions=partitions)
     grid.odd, grid.how = odd, how
     return grid
+
+
+class Scripted:
+    """The step of a worker's nodes, which say these values one after another; also the worker's grid."""
+
+    def __init__(self, nodes: Sequence[int], *said: Requests) -> None:
+        self.participants = [Participant(node, 1000 + node, 10.0) for node in nodes]
+        self.said, self.is_abandoned = [*said], False
+
+    def open_step(self, messages: Sequence[Message]) -> "Scripted":
+        return self
+
+    def advance(self, answer: Answer | None = None) -> Requests | None:
+        return self.said.pop(0) if self.said else None
+
+    def replies(self) -> list[Message]:
+        return []
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
+
+def said(layer: str, *means: float) -> Requests:
+    return Requests("mean", layer, torch.tensor(means).unsqueeze(1), (4,) * len(means))
+
+
+def scripted(*steps: Scripted) -> WorkersTransport[WorkerShare]:
+    """Return the step of workers in this process."""
+    shares = [WorkerShare() for _ in steps]
+    for share, step in zip(shares, steps, strict=True):
+        share._grid = step  # type: ignore[assignment]
+
+    def ask_all(name: str, payloads: Any) -> dict[WorkerShare, Any]:
+        return {share: getattr(share, name)(payload) for share, payload in payloads.items()}
+
+    def abandon(shares: Iterable[WorkerShare]) -> None:
+        ask_all("abandon", dict.fromkeys(shares))
+
+    return WorkersTransport(ask_all("open_step", {share: [] for share in shares}), ask_all, lambda _: [], abandon)
+
+
+def test_a_worker_names_the_node_whose_values_it_cannot_pool() -> None:
+    steps = (
+        Scripted([0, 2], said("a", 1.0, 2.0), said("b", 1.0, 2.0)),
+        Scripted([1, 3], said("a", 1.0, 2.0), said("b", 1.0, float("nan"))),
+    )
+    with pytest.raises(RuntimeError, match=r"^node 1003: the mean of BN layer 'b' is not finite$"):
+        take_step(scripted(*steps), lambda: [1.0] * 4)
+    assert [step.is_abandoned for step in steps] == [True, True]
+
+
+def test_where_workers_are_at_two_layers_most_nodes_are_right() -> None:
+    steps = Scripted([1], said("a", 0.0), said("c", 0.0)), Scripted([0, 2], said("a", 0.0, 0.0), said("b", 0.0, 0.0))
+    with pytest.raises(OrderError, match=r"is at the mean of BN layer 'c' where the others are at the .* 'b'") as error:
+        take_step(scripted(*steps), lambda: [1.0] * 3)
+    # the row of partition 1
+    assert error.value.client == 1
+
+
+def test_nodes_without_weight_may_have_a_worker_to_themselves() -> None:
+    step = scripted(
+        Scripted([0, 2], said("a", 0.0, 8.0), said("b", 0.0, 8.0)), Scripted([1], said("a", 5.0), said("b", 5.0))
+    )
+    seen: Exchanges = []
+    take_step(step, lambda: [3.0, 0.0, 1.0], seen.append)
+    assert [respond(requests, [3.0, 0.0, 1.0]).tensor.tolist() for requests in seen] == [[2.0], [2.0]]
+    # in the dtype of the nodes, and not in that of the pools
+    assert (seen[1].tensor.dtype, respond(seen[1], ()).tensor.dtype) == (torch.float64, torch.float32)
 
 
 @pytest.mark.parametrize("odd", [0, 1])
