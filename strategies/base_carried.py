@@ -54,7 +54,7 @@ class CarriedCorrections(Layerwise):
         if carry_limit <= 0:
             raise ValueError(f"carry_limit must be positive, got {carry_limit}")
         self.carry = carry
-        self.carried = CarriedValues(trust, carry_limit)
+        self.carried = CarriedValues(trust, carry_limit, self.combiner)
         self._corrections: Mapping[int, Entries] = {}
 
     def exchanges(self, instruction: Instruction) -> bool:
@@ -95,5 +95,7 @@ class CarriedCorrections(Layerwise):
         return self.carried.corrections(ordered, self._weigh_examples)
 
     def _weigh_examples(self, examples: Examples) -> list[float]:
-        """Return the weights that the nodes' models will have."""
+        """Return the weights that the nodes' models will have; none if these are fewer nodes than can be pooled."""
+        if len(examples) < self.fewest_nodes:
+            return []
         return self.weigh([NodeReply(node, 0, count, {}, {}, RecordDict()) for node, count in examples.items()])

@@ -1,6 +1,6 @@
 """Gathering BN statistics from the clients in an exchange of their own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from logging import WARNING
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ from flwr.common import log
 
 from fedbn_flwr import norm, wire
 from fedbn_flwr.layerwise import pool_in_order, why_unusable
+from fedbn_flwr.layerwise.gathering import Unite
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.averaging import Arrays, record
@@ -50,7 +51,7 @@ class Gathering(FedAvg):
             reason = next(iter([*refused, *unusable.values()]), "none answered")
             raise CannotTrainError(f"no node could gather BN statistics: {reason}")
         self._has_gathered = True
-        return norm.pool(values for node, values in seen.items() if node not in unusable)
+        return self.unite(values for node, values in seen.items() if node not in unusable)
 
     def gather_in_order(self, state: Arrays, nodes: Sequence[int], instruction: Instruction) -> Arrays | None:
         """Gather layer by layer, each with the layers before it installed, with one message a node.
@@ -59,7 +60,7 @@ class Gathering(FedAvg):
         fail are left out, and named in the log.
         """
         grid, attempt, nodes = self.grid, 0, list(nodes)
-        while nodes and isinstance(grid, LayerwiseGrid):
+        while len(nodes) >= self.fewest_nodes and isinstance(grid, LayerwiseGrid):
             attempt += 1
             arrays, position = record(state), StepPosition("gather", attempt).pack()
             messages = [
@@ -70,7 +71,7 @@ class Gathering(FedAvg):
                 step = grid.open_step(messages)
                 if step is None:
                     break
-                pooled = pool_nodes_in_order(step, state)
+                pooled = pool_nodes_in_order(step, state, self.unite)
                 self._has_gathered = True
                 return self.installed(state, pooled)
             except NodesFailedError as failure:
@@ -84,13 +85,31 @@ class Gathering(FedAvg):
         entries = moments.running_statistics(pooled)
         return {**state, **{name: value.numpy().astype(state[name].dtype) for name, value in entries.items()}}
 
+    def unite(self, seen: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
+        """Return the moments of all nodes' samples together, by layer, or what a robust rule takes in their place.
+
+        Of fewer nodes than the rule needs, there are none.
+        """
+        if self.robust is None:
+            return norm.pool(seen)
+        by_layer: dict[str, list[Moments]] = {}
+        for values in seen:
+            for layer, own in values.items():
+                by_layer.setdefault(layer, []).append(own)
+        pooled = {}
+        for layer, each in by_layer.items():
+            if len(each) >= self.fewest_nodes:
+                rows = torch.stack([torch.stack([own.mean, own.variance]) for own in each])
+                pooled[layer] = Moments(sum(own.count for own in each), *self.combiner("statistics", rows, []))
+        return pooled
+
     def _question(self, node: int, arrays: ArrayRecord, instruction: Instruction) -> RecordDict:
         own = self.package(node, arrays)[self.arrayrecord_key]
         config = ConfigRecord({**self.round.other_config, **instruction.to_config()})
         return RecordDict({wire.ARRAYS: own, wire.CONFIG: config})
 
 
-def pool_nodes_in_order(step: NodesTransport, state: Arrays) -> dict[str, Moments]:
+def pool_nodes_in_order(step: NodesTransport, state: Arrays, unite: Unite = norm.pool) -> dict[str, Moments]:
     """Return the pooled moments of all nodes, by layer.
 
     NodesFailedError names the nodes whose moments cannot be pooled in the dtype of the model's state.
@@ -101,7 +120,7 @@ def pool_nodes_in_order(step: NodesTransport, state: Arrays) -> dict[str, Moment
         if unusable := _name_unusable(by_node, state):
             raise NodesFailedError(unusable, unusable.values())
 
-    return pool_in_order(step, require_usable)
+    return pool_in_order(step, require_usable, unite)
 
 
 def _name_unusable(seen: Mapping[int, Mapping[str, Moments]], state: Arrays) -> dict[int, Refusal]:

@@ -157,7 +157,7 @@ class Layerwise(FedAvg):
             except NodesFailedError as failure:
                 reasons = failure.reasons
                 contents = {node: content for node, content in contents.items() if node not in failure.nodes}
-                if not contents:
+                if len(contents) < self.fewest_nodes:
                     break
         skipped = "Round %d is skipped, its layer-wise step failed %d times: %s"
         log(WARNING, skipped, self.server_round, attempt, "; ".join(map(str, reasons)))
@@ -197,7 +197,7 @@ class Layerwise(FedAvg):
 
     def _take_step(self, transport: NodesTransport) -> list[Message]:
         """Take all nodes through a step, layer by layer, and return their replies."""
-        return take_step(transport, lambda: self.weigh_participants(transport.participants))
+        return take_step(transport, lambda: self.weigh_participants(transport.participants), combiner=self.combiner)
 
     def _refuse_wrapper(self) -> None:
         """Refuse to run inside another strategy, which would see neither statistics nor models."""

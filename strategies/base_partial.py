@@ -11,7 +11,7 @@ from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.server.ask_nodes import ask_nodes
-from fedbn_flwr.server.averaging import Arrays, average, record
+from fedbn_flwr.server.averaging import Arrays, record
 from fedbn_flwr.server.replies import NodeReply, lacks_state
 from fedbn_flwr.state.records import make_record
 from fedbn_flwr.wire import Instruction
@@ -115,9 +115,10 @@ class PartialSharing(FedAvg):
         """Aggregate, and average what the last round's participants hold, if they have sent it."""
         metrics = super().aggregate_evaluate(server_round, replies)
         sent = [reply for reply in self.evaluate_replies if reply.records.get(wire.PERSONAL)]
-        if learned := [reply for reply in sent if reply.node in self._participants]:
+        learned = [reply for reply in sent if reply.node in self._participants]
+        if len(learned) >= self.fewest_nodes:
             weights = [self._participants[reply.node] for reply in learned]
-            self._mean = average([reply.records[wire.PERSONAL] for reply in learned], weights)
+            self._mean = self.mean([reply.records[wire.PERSONAL] for reply in learned], weights)
         return metrics
 
     def untrained(self) -> list[str]:

@@ -15,10 +15,12 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from flwr.common import log
 
+from fedbn_flwr.layerwise.exchange import Combiner, combine
 from fedbn_flwr.server.averaging import Arrays, average, is_floating
 from fedbn_flwr.server.base_strategy import BaseStrategy
 from fedbn_flwr.server.privacy import Privacy
 from fedbn_flwr.server.replies import NodeReply
+from fedbn_flwr.server.robust import Robust, States
 
 from .registry import register_strategy
 
@@ -39,17 +41,26 @@ class FedAvg(BaseStrategy):
 
     `privacy` clips the nodes' updates and adds noise to their mean (see `Privacy`), under uniform weights. It stands in
     place of Flower's wrappers, which take entries by position and add noise to variances.
+
+    `robust` puts a rule in the place of the mean (see `Robust`), in whatever the method pools: models, statistics and
+    gradients of exchanges, carried values, gathered statistics and control variates. A round with fewer replies than
+    the rule needs leaves the model as it was.
     """
 
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
     leaves: ClassVar[str] = "everything, BN statistics included"
     #: what a method shares beside the model, which `privacy` would not protect
     beside_model: ClassVar[str] = ""
+    #: whether a robust rule can stand in the place of every mean that the method takes
+    can_be_robust: ClassVar[bool] = True
 
     def __init__(
         self,
         *,
         weighting: Annotated[Weighting, "how much a client counts: examples or uniform"] = "examples",
+        robust: Annotated[
+            str, "rule in place of means: none, median, trimmed:B, krum:F, multi-krum:F, bulyan:F or norm:C"
+        ] = "none",
         privacy: Privacy | None = None,
         **options: Any,
     ) -> None:
@@ -57,8 +68,17 @@ class FedAvg(BaseStrategy):
         if weighting not in WEIGHTINGS:
             raise ValueError(f"unknown weighting {weighting!r}; known: {', '.join(WEIGHTINGS)}")
         self.weighting, self.privacy = weighting, privacy
+        self.robust = Robust.parse(robust)
         if privacy:
             self._require_protected()
+        if self.robust:
+            self._require_rule_that_fits()
+            self.fewest_nodes = self.robust.fewest_nodes
+
+    @property
+    def combiner(self) -> Combiner:
+        """Return what combines nodes' statistics and gradients of a BN layer."""
+        return combine if self.robust is None else self.robust.combine
 
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
         """Return p_k for each reply, up to a common factor."""
@@ -70,10 +90,14 @@ class FedAvg(BaseStrategy):
         """Average what clients sent; entries that nobody sent stay as they are."""
         return {**self.current, **self.step_server(self._average(replies, weights))}
 
+    def mean(self, states: States, weights: Sequence[float], current: Arrays | None = None) -> Arrays:
+        """Return the weighted mean of states that began from `current`, or what a robust rule takes in its place."""
+        return average(states, weights) if self.robust is None else self.robust.average(states, current)
+
     def _average(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
         states = [reply.arrays for reply in replies]
         if self.privacy is None:
-            return average(states, weights)
+            return self.mean(states, weights, self.current)
         parameters = frozenset(self.describe_node(replies[0].node).parameters)
         if not parameters:
             raise ValueError("privacy needs clients that say which entries are parameters (`describe`)")
@@ -86,5 +110,14 @@ class FedAvg(BaseStrategy):
         shared = self.beside_model or ("the optimizer's state" if self.momentum.kind == "global" else "")
         if shared:
             raise ValueError(f"privacy would not protect {shared}, which {type(self).__name__} shares")
+        if self.robust:
+            raise ValueError("privacy needs the mean, to which its noise is scaled: robust must be none")
         if self.weighting != "uniform":
             raise ValueError("privacy needs weighting='uniform': noise is scaled for nodes of equal weight")
+
+    def _require_rule_that_fits(self) -> None:
+        """Refuse a rule where a lying node would have a way around it."""
+        around = "" if self.can_be_robust else self.beside_model
+        around = around or ("the optimizer's state" if self.momentum.kind == "global" else "")
+        if around:
+            raise ValueError(f"a robust rule would not reach {around}, which {type(self).__name__} shares")

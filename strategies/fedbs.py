@@ -42,6 +42,7 @@ class FedBS(FedAvg):
     paper: ClassVar[str] = "Idrissi et al., ICTAI 2021"
     leaves: ClassVar[str] = "everything, and the training loss"
     beside_model: ClassVar[str] = "losses, by which nodes are weighted"
+    can_be_robust: ClassVar[bool] = False
     kept: ClassVar[tuple[str, ...]] = ("stage", "_calm_rounds")
 
     def __init__(

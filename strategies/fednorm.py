@@ -30,6 +30,7 @@ class FedNorm(FedAvg):
     paper: ClassVar[str] = "Bernecker et al., 2022, arXiv:2205.11096"
     leaves: ClassVar[str] = "everything; BN is averaged within a domain"
     beside_model: ClassVar[str] = "means of BN over few nodes"
+    can_be_robust: ClassVar[bool] = False
     personal: ClassVar[bool] = True
     kept: ClassVar[tuple[str, ...]] = ("_by_domain",)
 

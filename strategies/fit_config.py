@@ -45,6 +45,7 @@ def _server_side(strategy: BaseStrategy) -> str:
         "server_optimizer": strategy.server_optimizer is not None,
         "momentum_state='global'": strategy.instruct(Instruction()).momentum_state == "global",
         "privacy": isinstance(strategy, FedAvg) and strategy.privacy is not None,
+        "robust": isinstance(strategy, FedAvg) and strategy.robust is not None,
     }
     return next((name for name, is_asked in asked.items() if is_asked), "")
 

@@ -23,7 +23,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.averaging import Arrays, average, record
+from fedbn_flwr.server.averaging import Arrays, record
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import Instruction
 
@@ -77,7 +77,7 @@ class Scaffold(FedAvg):
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
         """Average the models, and move c by the clients' changes."""
         share = self._share(replies)
-        changes = average([reply.records[wire.CONTROL_VARIATES] for reply in replies], weights)
+        changes = self.mean([reply.records[wire.CONTROL_VARIATES] for reply in replies], weights)
         for name, change in changes.items():
             before = self._variate.get(name, np.zeros(change.shape))
             self._variate[name] = before + share * change.astype(np.float64)

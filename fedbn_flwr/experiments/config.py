@@ -88,6 +88,9 @@ class Config:
     target_accuracy: Annotated[
         float, "also report rounds, exchanges and bytes until this accuracy is reached; 0: off", Range(0, 1)
     ] = 0.0
+    lie: Annotated[
+        float, "let the first client send this times its numbers, to try robust; variances keep their sign; 0: no lie"
+    ] = 0.0
     seed: Annotated[int, "seed of everything: model, partition, batches, sampling"] = 0
     device: Annotated[str, "cpu, cuda or auto"] = "auto"
     init_from: Annotated[str, "file with the initial model: safetensors or a torch state dict"] = ""

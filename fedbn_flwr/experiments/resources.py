@@ -135,7 +135,9 @@ def check(experiment: Experiment) -> None:
         raise UsageError("class-metrics are measured by sites: they need the data set 'sites'")
     if config.clients:
         check_partition(config, config.clients)
-    experiment.make_strategy(config.clients)
+    fewest, drawn = experiment.make_strategy(config.clients).fewest_nodes, int(config.clients * config.fraction_train)
+    if config.clients and max(drawn, 1) < fewest:
+        raise UsageError(f"method {config.method!r} needs {fewest} nodes in a round, and {max(drawn, 1)} take part")
 
 
 def check_task(config: Config) -> None:

@@ -12,6 +12,7 @@ from fedbn_flwr import state
 from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import Checkpoint, clear, read_checkpoint, refuse_foreign, refuse_other_model
 from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.liar import LyingGrid
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
@@ -43,7 +44,10 @@ def run(
     files = (
         _continued(folder, experiment, engine, saved, initial) if saved else _begun(folder, experiment, engine, task)
     )
-    strategy, counted = experiment.make_strategy(nodes), CountingGrid(task.grid)
+    strategy, counted = (
+        experiment.make_strategy(nodes),
+        CountingGrid(task.grid if not task.config.lie else LyingGrid(task.grid, task.config.lie)),
+    )
     with open_sinks(task.config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sink:
         journal = Journal(files, strategy, counted, task.scorer, task.config, sink, progress)
         recovery = Recovery(folder, experiment, engine, task.grid, strategy, journal)

@@ -73,7 +73,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.layerwise.exchange import Answer, Kind, Requests, combine, why_unusable
+from fedbn_flwr.layerwise.exchange import Answer, Combiner, Kind, Requests, combine, why_unusable
 
 #: by layer, what takes each client's local values to the global ones: a row for each client
 Corrections = Mapping[str, Answer]
@@ -93,12 +93,14 @@ _FLOOR = 1e-5
 # ---- corrections of local values ----------------------------------------------------------------------------------
 
 
-def carried_corrections(kind: Kind, values: Tensor, weights: Sequence[float], trust: float) -> Tensor:
+def carried_corrections(
+    kind: Kind, values: Tensor, weights: Sequence[float], trust: float, combiner: Combiner = combine
+) -> Tensor:
     """Return the participants' corrections from all participants' last values of one kind, a row for each.
 
     Channels of several layers may stand side by side. With a `trust` of 0 the region is unbounded.
     """
-    corrections = correction(kind, values, combine(kind, values, weights))
+    corrections = correction(kind, values, combiner(kind, values, weights))
     if kind == "statistics" and trust:
         offsets, ratios = corrections.unbind(1)
         offsets.clamp_(-trust, trust)
@@ -237,8 +239,8 @@ class CarriedValues:
     left over is the `surplus`, which the next corrections take back.
     """
 
-    def __init__(self, trust: float, limit: float) -> None:
-        self.trust, self.limit = trust, limit
+    def __init__(self, trust: float, limit: float, combiner: Combiner = combine) -> None:
+        self.trust, self.limit, self.combiner = trust, limit, combiner
         #: as they travel, and the node's number of samples; the most recent last
         self.by_node: dict[int, Entries] = {}
         #: (2, C), what all corrections so far have added to the mean gradient of the averaged nodes
@@ -271,14 +273,13 @@ class CarriedValues:
         """
         for node in silent:
             self.by_node.pop(node, None)
-        total = sum(averaged.values())
-        added = [
-            weight / total * corrections[node]["gradients"].astype(np.float64)
-            for node, weight in averaged.items()
-            if "gradients" in corrections.get(node, {})
-        ]
-        if added:
-            self.surplus = np.sum([*added, self._surplus_like(added[0])], axis=0)
+        added = {node: corrections.get(node, {}).get("gradients") for node in averaged}
+        given = [each for each in added.values() if each is not None]
+        if given:
+            rows = [np.zeros_like(given[0]) if each is None else each for each in added.values()]
+            values = torch.from_numpy(np.stack(rows).astype(np.float64))
+            surplus = self.combiner("gradients", values, list(averaged.values())).numpy()
+            self.surplus = surplus + self._surplus_like(surplus)
 
     def corrections(self, nodes: Iterable[int], weigh: Callable[[Examples], Sequence[float]]) -> dict[int, Entries]:
         """Return the entries of each participant's correction; a node that was never heard has none.
@@ -300,7 +301,7 @@ class CarriedValues:
         for kind in KINDS:
             if kind in first:
                 rows = torch.from_numpy(np.stack([values[kind] for values in heard.values()]))
-                corrected = carried_corrections(kind, rows, weights, self.trust).numpy()
+                corrected = carried_corrections(kind, rows, weights, self.trust, self.combiner).numpy()
                 if kind == "gradients":
                     corrected -= self._surplus_like(corrected[0]).astype(corrected.dtype)
                 for node, values in zip(heard, corrected, strict=True):

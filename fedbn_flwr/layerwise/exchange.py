@@ -76,6 +76,10 @@ Exchange = Callable[[Requests], Answer]
 Observer = Callable[[Requests], None]
 
 
+#: combines the clients' rows of one kind, under weights: `combine`, or a robust rule in its place
+Combiner = Callable[[Kind, Tensor, Sequence[float]], Tensor]
+
+
 class ExchangeError(ValueError):
     """The request of a client cannot be combined with the others'; `client` is the row of the client."""
 
@@ -132,15 +136,6 @@ def check(requests: Requests) -> None:
         raise ExchangeError(client, f"the {_name(requests)} {reasons[client]}")
 
 
-def respond(requests: Requests, weights: Sequence[float]) -> Answer:
-    """Return the answer to all clients; ExchangeError if some client's values cannot be pooled."""
-    check(requests)
-    if requests.pools:
-        tensor = combine(requests.kind, requests.tensor, [pool.weight for pool in requests.pools])
-        return Answer(tensor.to(requests.dtype), sum(requests.counts))
-    return Answer(combine(requests.kind, requests.tensor, weights), sum(requests.counts), tuple(weights))
-
-
 def pool(requests: Requests, weights: Sequence[float]) -> Requests:
     """Return the clients' requests as one row, their pool; ExchangeError if some client's values cannot be pooled.
 
@@ -172,6 +167,20 @@ def combine(kind: Kind, rows: Tensor, weights: Sequence[float]) -> Tensor:
         total[1] += shares @ (values[:, 0] - total[0]).square()
     combined: Tensor = total.to(rows.dtype)
     return combined
+
+
+def respond(requests: Requests, weights: Sequence[float], combiner: Combiner = combine) -> Answer:
+    """Return the answer to all clients; ExchangeError if some client's values cannot be pooled.
+
+    Another `combiner` than `combine` needs single values, so that the answer must not hold the weights that let workers
+    pool their clients' values.
+    """
+    check(requests)
+    if requests.pools:
+        tensor = combine(requests.kind, requests.tensor, [pool.weight for pool in requests.pools])
+        return Answer(tensor.to(requests.dtype), sum(requests.counts))
+    tensor = combiner(requests.kind, requests.tensor, weights)
+    return Answer(tensor, sum(requests.counts), tuple(weights) if combiner is combine else ())
 
 
 def why_unusable(kind: Kind, values: Tensor) -> str:

@@ -1,7 +1,7 @@
 """Statistics that are gathered layer by layer, in one conversation: the client's half and the server's."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from fedbn_flwr import norm
 from fedbn_flwr.layerwise.exchange import Answer, Exchange, Requests
 from fedbn_flwr.layerwise.take_step import Transport
 from fedbn_flwr.norm import Moments
+
+#: makes one set of moments by layer of all clients'
+Unite = Callable[[Iterable[Mapping[str, Moments]]], dict[str, Moments]]
 
 
 def gather_in_order(model: nn.Module, batches: Callable[[], Iterable[Tensor]], exchange: Exchange) -> None:
@@ -54,12 +57,14 @@ def why_not_in_order(model: nn.Module, batch: Tensor) -> str:
 
 
 def pool_in_order(
-    transport: Transport[Any], require_usable: Callable[[str, Sequence[Moments]], None]
+    transport: Transport[Any],
+    require_usable: Callable[[str, Sequence[Moments]], None],
+    unite: Unite = norm.pool,
 ) -> dict[str, Moments]:
     """Answer every layer's requests with their pooled moments; return these, by layer.
 
     `require_usable` is given each layer with the clients' moments, in the order of the rows, and may refuse them by an
-    exception. The conversation is then abandoned.
+    exception. The conversation is then abandoned. `unite` makes one set of moments of all clients'.
     """
     pooled: dict[str, Moments] = {}
     try:
@@ -68,7 +73,7 @@ def pool_in_order(
             layer = requests.layer
             seen = [Moments(count, *values) for count, values in zip(requests.counts, requests.tensor, strict=True)]
             require_usable(layer, seen)
-            moments = norm.pool({layer: each} for each in seen)[layer]
+            moments = unite({layer: each} for each in seen)[layer]
             pooled[layer] = moments
             requests = transport.advance(Answer(torch.stack([moments.mean, moments.variance]), moments.count))
         transport.replies()

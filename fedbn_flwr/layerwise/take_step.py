@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from fedbn_flwr.layerwise.exchange import Answer, Observer, OrderError, Requests, join, respond
+from fedbn_flwr.layerwise.exchange import Answer, Combiner, Observer, OrderError, Requests, combine, join, respond
 from fedbn_flwr.layerwise.suspended_step import Done, Step, SuspendedStep
 
 ReplyT = TypeVar("ReplyT")
@@ -31,7 +31,10 @@ class Transport(Protocol[ReplyT]):
 
 
 def take_step(
-    transport: Transport[ReplyT], weigh: Callable[[], Sequence[float]], observe: Observer | None = None
+    transport: Transport[ReplyT],
+    weigh: Callable[[], Sequence[float]],
+    observe: Observer | None = None,
+    combiner: Combiner = combine,
 ) -> list[ReplyT]:
     """Answer every exchange of a step for all clients at once, and return the clients' replies.
 
@@ -40,7 +43,8 @@ def take_step(
     answer is their sum_i p_i, equations (39) to (41).
 
     `weigh` returns the weights p_i in the order of the rows; it is called once the clients have sent the first
-    requests. `observe` is called with every exchange. If anything fails, the step is abandoned.
+    requests. `observe` is called with every exchange. `combiner` may put a rule in the place of the weighted sums. If
+    anything fails, the step is abandoned.
     """
     try:
         requests = transport.advance()
@@ -48,7 +52,7 @@ def take_step(
         while requests is not None:
             if observe is not None:
                 observe(requests)
-            requests = transport.advance(respond(requests, weights))
+            requests = transport.advance(respond(requests, weights, combiner))
         return transport.replies()
     except Exception:
         transport.abandon()

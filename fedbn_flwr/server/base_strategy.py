@@ -131,6 +131,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.momentum = MomentumState(momentum_state)
         self.server_optimizer = None if server_optimizer == "none" else ServerOptimizer(server_optimizer, server_lr)
         self.roster = Roster(exchange_timeout)
+        #: a round with fewer usable replies leaves the model as it was
+        self.fewest_nodes = 1
         self.num_rounds: int | None = None
         #: set by `start`; a loop of your own around `configure_train` and `aggregate_train` sets it by itself
         self.started = False
@@ -267,7 +269,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Merge the usable replies; a round without one leaves the model as it was."""
         self._awaited = 0
-        self.train_replies = self._usable_replies(replies)
+        self.train_replies = self._require_enough(self._usable_replies(replies))
         if not self.train_replies:
             self._require_progress(server_round)
             return None, None
@@ -366,6 +368,15 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.partitions |= {reply.node: reply.partition for reply in replies}
         require_obeyed(replies, self.round.expected.binding, self.instruction.later)
         return replies
+
+    def _require_enough(self, replies: list[NodeReply]) -> list[NodeReply]:
+        """Return the replies, or none if they are fewer than the method needs."""
+        if not 0 < len(replies) < self.fewest_nodes:
+            return replies
+        reason = f"replies of {self.fewest_nodes} nodes are needed, and there are {len(replies)}"
+        log(WARNING, "Round %d: %s", self.server_round, reason)
+        self._refused = [*(Refusal(reply.node, reason) for reply in replies), *self._refused]
+        return []
 
     def _require_wrapper_that_fits(self) -> None:
         """Refuse what cannot work inside another strategy, such as Flower's for differential privacy."""

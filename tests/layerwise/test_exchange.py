@@ -76,6 +76,13 @@ def test_the_pool_of_pools_is_that_of_all_clients(clients: list[tuple[float, flo
     torch.testing.assert_close(found.tensor, wanted.tensor, rtol=1e-12, atol=1e-12)
 
 
+def test_only_weighted_sums_tell_weights_by_which_workers_can_pool() -> None:
+    requests = join([request(1.0), request(3.0), request(8.0)])
+    assert respond(requests, [1, 1, 2]).weights == (1, 1, 2)
+    answer = respond(requests, [1, 1, 2], lambda kind, rows, weights: rows.median(0).values)
+    assert (answer.tensor.tolist(), answer.weights) == ([3.0], ())
+
+
 def test_the_dtype_is_the_clients_and_the_sum_is_exact() -> None:
     many = torch.tensor([[1e8], [1.0], [-1e8]])
     found = combine("mean", many, [1, 1, 1])

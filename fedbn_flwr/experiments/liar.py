@@ -1,0 +1,122 @@
+"""A client that lies, for experiments with `robust`: a grid that changes what the server gets from the client."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Message, MessageType
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+
+from fedbn_flwr import wire
+from fedbn_flwr.layerwise import Answer, Requests
+from fedbn_flwr.server.averaging import is_floating, record, view
+from fedbn_flwr.server.passing_grid import PassingGrid
+from fedbn_flwr.state.records import array_records
+from fedbn_flwr.transports.message_records import REQUEST, read_request
+from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesTransport, Participant
+
+#: the partition of the client that lies
+LIAR = 0
+
+
+class LyingGrid(PassingGrid):
+    """Any grid, one of whose clients sends `factor` times its numbers: large or of another sign, but plausible.
+
+    The numbers are its model, carried values, control variates, gathered moments, and what it sends in exchanges.
+    Variances keep their sign, because negative ones would be refused. Counters, metrics and evaluations are true.
+    """
+
+    def __init__(self, grid: Grid, factor: float) -> None:
+        super().__init__(grid)
+        self._factor = factor
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies, with the client's lies."""
+        return self._with_lies(self._grid.pull_messages(message_ids))
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Return the replies, with the client's lies."""
+        return self._with_lies(self._grid.send_and_receive(messages, timeout=timeout))
+
+    def open_step(self, messages: Sequence[Message]) -> "LyingTransport | None":
+        """Open a layer-wise step in which the client lies, where the grid offers steps without messages."""
+        step = self._grid.open_step(messages) if isinstance(self._grid, LayerwiseGrid) else None
+        return None if step is None else LyingTransport(step, self._factor)
+
+    def _with_lies(self, replies: Iterable[Message]) -> list[Message]:
+        return [lie(reply, self._factor) for reply in replies]
+
+
+class LyingTransport:
+    """A `NodesTransport` in which one client sends `factor` times its numbers."""
+
+    def __init__(self, transport: NodesTransport, factor: float) -> None:
+        self._transport, self._factor = transport, factor
+
+    @property
+    def participants(self) -> Sequence[Participant]:
+        """Return the participants of the step."""
+        return self._transport.participants
+
+    def advance(self, answer: Answer | None = None) -> Requests | None:
+        """Advance the step, and change the client's row."""
+        # without the weights, workers send single values
+        requests = self._transport.advance(answer and replace(answer, weights=()))
+        if requests is None:
+            return None
+        is_liar = torch.tensor([each.partition == LIAR for each in self.participants], device=requests.tensor.device)
+        rows = is_liar.view(-1, *[1] * (requests.tensor.dim() - 1))
+        return replace(requests, tensor=torch.where(rows, scaled_rows(requests, self._factor), requests.tensor))
+
+    def replies(self) -> list[Message]:
+        """Return the nodes' replies, with the client's lies."""
+        return [lie(reply, self._factor) for reply in self._transport.replies()]
+
+    def abandon(self) -> None:
+        """Abandon the step."""
+        self._transport.abandon()
+
+
+def lie(reply: Message, factor: float) -> Message:
+    """Multiply the numbers of the liar's reply to training messages, in place, and return the reply."""
+    is_training = reply.metadata.message_type.partition(".")[0] == MessageType.TRAIN
+    if not (is_training and reply.has_content() and _partition(reply) == LIAR):
+        return reply
+    for group, arrays in array_records(reply.content).items():
+        if group == REQUEST:
+            request = read_request(reply.content)
+            lies = {request.layer: scaled_rows(request, factor)[0].numpy(force=True)}
+        else:
+            lies = {name: _scaled(name, array, factor) for name, array in view(arrays).items()}
+        reply.content[group] = record(lies)
+    return reply
+
+
+def scaled_rows(requests: Requests, factor: float) -> torch.Tensor:
+    """Return `factor` times the clients' values; variances keep their sign."""
+    lies = requests.tensor * factor
+    if requests.kind == "variance":
+        return lies.abs()
+    if requests.kind == "statistics":
+        lies[:, 1].abs_()
+    return lies
+
+
+def _scaled(name: str, array: NDArray[Any], factor: float) -> NDArray[Any]:
+    """Return `factor` times an entry that is neither a counter nor a variance."""
+    if not is_floating(array) or name.endswith("/count"):
+        return array
+    lies: NDArray[Any] = np.asarray(array * factor, array.dtype)
+    if name.endswith(("running_var", "/variance")):
+        np.abs(lies, out=lies)
+    if name == "statistics":
+        np.abs(lies[1], out=lies[1])
+    return lies
+
+
+def _partition(reply: Message) -> object:
+    records = reply.content.metric_records.values()
+    return next((metrics[wire.PARTITION_ID] for metrics in records if wire.PARTITION_ID in metrics), None)

@@ -1,0 +1,153 @@
+"""Rules in place of the mean, for runs in which some nodes may send wrong numbers: Flower's, by entries' names."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbn_flwr.layerwise.exchange import Kind
+from fedbn_flwr.server.averaging import Arrays, average, is_floating
+
+#: by the name of a rule, what its number is; the median has none
+RULES = {
+    "trimmed": "the share of nodes to leave out at each end, above 0 and below 0.5",
+    "median": "",
+    "krum": "the number of lying nodes, at least 1",
+    "multi-krum": "the number of lying nodes, at least 1",
+    "bulyan": "the number of lying nodes, at least 1",
+    "norm": "the largest update, in multiples of the median node's, above 0",
+}
+States = Sequence[Mapping[str, NDArray[Any]]]
+
+
+@dataclass(frozen=True)
+class Robust:
+    r"""A rule for K nodes' values x_1 ... x_K of which some may be wrong; written `median` or `NAME:NUMBER`.
+
+    - `trimmed:B`: number by number, the mean without the int(B K) smallest and the int(B K) largest,
+    - `median`: number by number, the median (both: Yin et al., Byzantine-Robust Distributed Learning, ICML 2018),
+    - `krum:F`: of the node whose K - F - 2 nearest others are the nearest, in squared Euclidean distance;
+      `multi-krum:F`: the mean over the K - F such nodes (Blanchard et al., Machine Learning with Adversaries,
+      NeurIPS 2017),
+    - `bulyan:F`: of the K - 2 F such nodes, number by number, the mean of the K - 4 F nearest to their median
+      (El Mhamdi et al., The Hidden Vulnerability of Distributed Learning in Byzantium, ICML 2018),
+    - `norm:C`: the mean of r + min(1, C L / |x_k - r|) (x_k - r), array by array, L being the median of the nodes'
+      |x_k - r|. Of a model r is the state that the round started from; otherwise it is the median of the values.
+
+    Nodes count equally under every rule, because a number of samples is a node's own word. Floating-point entries are
+    combined in float64 and keep their dtype; of a counter, the largest is taken.
+
+    Means m_k and variances v_k of mini-batches are pooled as without a rule, with the rule in place of both sums:
+
+        mean = rule(m_k),   variance = rule(v_k + (m_k - mean)^2)
+
+    which is at least 0 under every rule. Krum's distances are then between the nodes' whole rows. As one node's
+    mini-batch says nothing about the others', `krum` pools like `multi-krum` there.
+    """
+
+    name: str
+    number: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> "Robust | None":
+        """Read a rule, or `none`; ValueError says how rules are written."""
+        name, colon, number = text.partition(":")
+        if text == "none":
+            return None
+        if name not in RULES:
+            raise ValueError(f"unknown robust rule {name!r}; known: none, {', '.join(RULES)}")
+        if not RULES[name]:
+            if colon:
+                raise ValueError(f"robust={name} takes no number, got {text!r}")
+            return cls(name)
+        try:
+            rule = cls(name, float(number))
+        except ValueError:
+            rule = cls(name)
+        upper, whole = (0.5, False) if name == "trimmed" else (np.inf, name != "norm")
+        if not 0 < rule.number < upper or (whole and not rule.number.is_integer()):
+            raise ValueError(f"robust={name}:NUMBER needs {RULES[name]}, got {text!r}")
+        return rule
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.number:g}" if RULES[self.name] else self.name
+
+    @property
+    def fewest_nodes(self) -> int:
+        """Return the number of nodes below which the rule does not do what it is for."""
+        by_number = {"trimmed": ceil(1 / (self.number or 1)), "bulyan": int(4 * self.number) + 3}
+        return by_number.get(self.name, int(2 * self.number) + 3 if "krum" in self.name else 3)
+
+    def average(self, states: States, current: Mapping[str, NDArray[Any]] | None = None) -> Arrays:
+        """Return what takes the place of the states' mean; `current` is the state that they began from, if any."""
+        names = [name for name in states[0] if is_floating(states[0][name])]
+        count = self._count_selected(len(states), 1)
+        if count < len(states):
+            distances = np.sum([_squared_distances(_rows(states, name)) for name in names], axis=0)
+            states = [states[index] for index in self._nearest(distances, count)]
+        means = {name: self._middle(_rows(states, name), None if current is None else current[name]) for name in names}
+        counters = average(
+            [{name: state[name] for name in state if name not in means} for state in states], [1.0] * len(states)
+        )
+        merged = {**means, **counters}
+        return {name: np.asarray(merged[name], array.dtype) for name, array in states[0].items()}
+
+    def combine(self, kind: Kind, rows: Tensor, weights: Sequence[float]) -> Tensor:
+        """Combine the clients' rows of one BN layer, as `fedbn_flwr.layerwise.exchange.combine` does without a rule."""
+        values = rows.double().numpy(force=True)
+        count = self._count_selected(len(values), len(values) - int(self.number))
+        if count < len(values):
+            values = values[self._nearest(_squared_distances(values), count)]
+        if kind != "statistics":
+            return torch.from_numpy(self._middle(values)).to(rows)
+        means, variances = values[:, 0], values[:, 1]
+        mean = self._middle(means)
+        variance = self._middle(variances + np.square(means - mean))
+        return torch.from_numpy(np.stack([mean, variance])).to(rows)
+
+    def _count_selected(self, nodes: int, krum: int) -> int:
+        """Return how many nodes are selected as a whole, of which `krum` selects so many."""
+        left_out = int({"multi-krum": 1, "bulyan": 2}.get(self.name, 0) * self.number)
+        return krum if self.name == "krum" else nodes - left_out
+
+    def _nearest(self, distances: NDArray[Any], count: int) -> list[int]:
+        """Return the nodes, in their order, that are nearest to the others; distances are squared, of each to each."""
+        others = max(len(distances) - int(self.number) - 2, 1)
+        scores = np.sort(distances, axis=1)[:, 1 : others + 1].sum(axis=1)
+        return sorted(np.argsort(scores, kind="stable")[:count].tolist())
+
+    def _middle(self, rows: NDArray[Any], current: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Return what takes the place of the mean of rows, of the shape of one."""
+        if self.name == "median":
+            return np.asarray(np.median(rows, axis=0))
+        if self.name == "trimmed":
+            cut = int(self.number * len(rows))
+            return np.asarray(np.sort(rows, axis=0)[cut : len(rows) - cut].mean(axis=0))
+        if self.name == "bulyan":
+            order = np.argsort(np.abs(rows - np.median(rows, axis=0)), axis=0, kind="stable")
+            nearest = order[: len(rows) - 2 * int(self.number)]
+            return np.asarray(np.take_along_axis(rows, nearest, axis=0).mean(axis=0))
+        if self.name == "norm":
+            start = np.median(rows, axis=0) if current is None else current.astype(np.float64)
+            updates = (rows - start).reshape(len(rows), -1)
+            lengths = np.linalg.norm(updates, axis=1)
+            largest = self.number * np.median(lengths)
+            shares = np.divide(largest, lengths, out=np.ones(len(rows)), where=lengths > largest)
+            return np.asarray(start + (shares @ updates / len(rows)).reshape(start.shape))
+        return np.asarray(rows.mean(axis=0))
+
+
+def _rows(states: States, name: str) -> NDArray[Any]:
+    """Return an entry of all states in float64, a row for each."""
+    return np.stack([np.asarray(state[name], np.float64) for state in states])
+
+
+def _squared_distances(rows: NDArray[Any]) -> NDArray[Any]:
+    """Return the squared Euclidean distance of each row to each."""
+    flat = rows.reshape(len(rows), -1)
+    return np.stack([np.square(flat - one).sum(axis=1) for one in flat])

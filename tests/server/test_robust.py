@@ -1,0 +1,293 @@
+"""Rules in place of the mean: by their definitions, beside Flower's strategies, and for statistics of BN layers."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import strategy as flower
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedbn_flwr.server.robust import RULES, Robust
+from fedbn_flwr.simulation.in_process import InProcessGrid
+
+Row = list[float]
+#: one of every kind, with the fewest nodes that it needs
+EXAMPLES = {"trimmed:0.2": 5, "median": 3, "krum:1": 5, "multi-krum:2": 7, "bulyan:1": 7, "norm:1.5": 3}
+
+
+def rule(text: str) -> Robust:
+    robust = Robust.parse(text)
+    assert robust is not None
+    return robust
+
+
+def draw(nodes: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
+    """Return states of two floating-point entries in float64."""
+    random = np.random.default_rng(seed)
+    return [{"w": random.normal(size=(2, 3)), "b": random.normal(size=4)} for _ in range(nodes)]
+
+
+# ---- the definitions, number by number -----------------------------------------------------------------------------
+
+
+def median(numbers: Sequence[float]) -> float:
+    ordered, half = sorted(numbers), len(numbers) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def trimmed(rows: list[Row], share: float) -> Row:
+    cut = int(share * len(rows))
+    kept = [sorted(column)[cut : len(rows) - cut] for column in zip(*rows, strict=True)]
+    return [sum(column) / len(column) for column in kept]
+
+
+def squared_distance(one: Row, other: Row) -> float:
+    return sum((a - b) ** 2 for a, b in zip(one, other, strict=True))
+
+
+def krum(rows: list[Row], liars: int, selected: int) -> list[Row]:
+    """Return the rows with the lowest scores."""
+
+    def score(row: Row) -> float:
+        return sum(sorted(squared_distance(row, other) for other in rows if other is not row)[: len(rows) - liars - 2])
+
+    return sorted(rows, key=score)[:selected]
+
+
+def mean(rows: list[Row]) -> Row:
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+
+def mean_of_nearest(numbers: Sequence[float], count: int) -> float:
+    middle = median(numbers)
+    return sum(sorted(numbers, key=lambda number: abs(number - middle))[:count]) / count
+
+
+def bulyan(rows: list[Row], liars: int) -> Row:
+    selected = krum(rows, liars, len(rows) - 2 * liars)
+    return [mean_of_nearest(column, len(rows) - 4 * liars) for column in zip(*selected, strict=True)]
+
+
+def bounded(rows: list[Row], factor: float, start: Row) -> Row:
+    lengths = [squared_distance(row, start) ** 0.5 for row in rows]
+    largest = factor * median(lengths)
+    moved = [
+        [begin + min(1, largest / length) * (number - begin) for number, begin in zip(row, start, strict=True)]
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+    return mean(moved)
+
+
+DEFINITIONS: dict[str, Callable[[list[Row]], Row]] = {
+    "trimmed:0.2": lambda rows: trimmed(rows, 0.2),
+    "median": lambda rows: [median(column) for column in zip(*rows, strict=True)],
+    "krum:1": lambda rows: mean(krum(rows, 1, 1)),
+    "multi-krum:2": lambda rows: mean(krum(rows, 2, len(rows) - 2)),
+    "bulyan:1": lambda rows: bulyan(rows, 1),
+}
+
+
+@pytest.mark.parametrize("text", DEFINITIONS)
+@pytest.mark.parametrize("nodes", [7, 10])
+def test_a_model_is_what_the_definition_says(text: str, nodes: int) -> None:
+    states = draw(nodes)
+    states[2]["b"] += 1e6
+    got = rule(text).average(states)
+    flat = [[*state["w"].ravel().tolist(), *state["b"].tolist()] for state in states]
+    assert [*got["w"].ravel(), *got["b"]] == pytest.approx(DEFINITIONS[text](flat), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("nodes", [3, 4, 7])
+def test_updates_are_bounded_array_by_array(nodes: int) -> None:
+    states, current = draw(nodes), draw(1, seed=1)[0]
+    states[0]["b"] *= -1e6
+    got = rule("norm:1.5").average(states, current)
+    for name in ("w", "b"):
+        rows = [state[name].ravel().tolist() for state in states]
+        assert got[name].ravel() == pytest.approx(bounded(rows, 1.5, current[name].ravel().tolist()), rel=1e-12)
+
+
+# ---- Flower's strategies -------------------------------------------------------------------------------------------
+
+FLOWERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "trimmed:0.2": ("FedTrimmedAvg", {"beta": 0.2}),
+    "median": ("FedMedian", {}),
+    "krum:1": ("Krum", {"num_malicious_nodes": 1}),
+    "multi-krum:2": ("MultiKrum", {"num_malicious_nodes": 2, "num_nodes_to_select": 8}),
+    "bulyan:1": ("Bulyan", {"num_malicious_nodes": 1}),
+}
+
+
+@pytest.mark.parametrize("text", FLOWERS)
+def test_a_model_is_that_of_flowers_strategy(text: str) -> None:
+    kind, options = FLOWERS[text]
+    states = iter(draw(10))
+    app = ClientApp()
+
+    @app.train()
+    def reply(message: Message, context: Context) -> Message:
+        arrays, metrics = ArrayRecord([*next(states).values()]), MetricRecord({"num-examples": 1})
+        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+    asked = ArrayRecord([*draw(1)[0].values()])
+    theirs = getattr(flower, kind)(fraction_evaluate=0.0, **options).start(InProcessGrid(app, 10), asked, 1).arrays
+    for array, other in zip(rule(text).average(draw(10)).values(), theirs.to_numpy_ndarrays(), strict=True):
+        np.testing.assert_allclose(array, other, rtol=1e-12, atol=1e-12)
+
+
+# ---- what holds of every rule --------------------------------------------------------------------------------------
+
+
+def test_every_rule_has_an_example() -> None:
+    assert {text.partition(":")[0] for text in EXAMPLES} == set(RULES)
+
+
+@pytest.mark.parametrize(("text", "fewest"), EXAMPLES.items())
+def test_the_fewest_nodes_and_the_text_of_a_rule(text: str, fewest: int) -> None:
+    assert rule(text).fewest_nodes == fewest
+    assert str(rule(text)) == text
+
+
+def test_of_a_trimmed_mean_one_node_at_each_end_must_go() -> None:
+    for share in (0.01, 0.1, 0.2, 0.3, 0.34, 0.49):
+        assert int(share * rule(f"trimmed:{share}").fewest_nodes) >= 1
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_dtypes_stay_and_the_largest_counter_is_taken(text: str) -> None:
+    counts = [3, 9, 4, 4, 5, 1, 2]
+    states = [
+        {"n": np.array(count), "w": np.full(2, count, np.float32), "h": np.ones(1, np.float16)} for count in counts
+    ]
+    got = rule(text).average(states)
+    assert [array.dtype for array in got.values()] == [np.int64, np.float32, np.float16]
+    assert list(got) == ["n", "w", "h"]
+    assert got["n"].shape == ()
+    # Krum takes all of one state
+    assert got["n"] == {"krum:1": got["w"][0], "multi-krum:2": 5, "bulyan:1": 5}.get(text, 9)
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+@pytest.mark.parametrize("lie", [1e4, -1e4, 1e12])
+def test_a_liar_moves_no_number_farther_than_honest_nodes_can(text: str, lie: float) -> None:
+    honest = draw(7)
+    lying = [*honest[:-1], {name: array * lie for name, array in honest[-1].items()}]
+    got = rule(text).average(lying, draw(1, seed=1)[0])
+    largest = max(np.abs(array).max() for state in honest for array in state.values())
+    # of the norm, the liar's share of a bounded update: 1.5 times the median length, over 7 nodes
+    assert max(np.abs(array).max() for array in got.values()) < 2 * largest
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_equal_values_are_their_own_middle(text: str) -> None:
+    state = draw(1)[0]
+    got = rule(text).average([state] * 7, state)
+    for name, array in state.items():
+        np.testing.assert_allclose(got[name], array, rtol=1e-14)
+
+
+# ---- statistics and gradients of a BN layer ------------------------------------------------------------------------
+
+
+def rows_of(nodes: int, seed: int = 0) -> Tensor:
+    """Return means and variances of three channels."""
+    random = np.random.default_rng(seed)
+    return torch.from_numpy(np.stack([random.normal(size=(nodes, 3)), random.exponential(size=(nodes, 3))], axis=1))
+
+
+@pytest.mark.parametrize("text", ["trimmed:0.2", "median", "norm:1.5"])
+def test_statistics_are_the_rules_by_definition(text: str) -> None:
+    rows = rows_of(6)
+
+    def middle(values: Tensor) -> Row:
+        columns = values.tolist()
+        return (
+            DEFINITIONS[text](columns) if text in DEFINITIONS else bounded(columns, 1.5, DEFINITIONS["median"](columns))
+        )
+
+    means, variances = rows.unbind(1)
+    pooled = middle(means)
+    around = variances + (means - torch.tensor(pooled, dtype=torch.float64)) ** 2
+    got = rule(text).combine("statistics", rows, [])
+    assert got[0].tolist() == pytest.approx(pooled, rel=1e-12)
+    assert got[1].tolist() == pytest.approx(middle(around), rel=1e-12)
+    assert rule(text).combine("gradients", rows, []).flatten().tolist() == pytest.approx(
+        middle(rows.flatten(1)), rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(("text", "selected"), [("krum:1", 6), ("multi-krum:1", 6)])
+def test_krum_pools_the_nodes_that_it_selects(text: str, selected: int) -> None:
+    rows = rows_of(7)
+    flat = rows.flatten(1).tolist()
+    kept = krum(flat, 1, selected)
+    expected = rows[torch.tensor([row in kept for row in flat])]
+    mean = expected[:, 0].mean(0)
+    variance = (expected[:, 1] + (expected[:, 0] - mean) ** 2).mean(0)
+    torch.testing.assert_close(rule(text).combine("statistics", rows, []), torch.stack([mean, variance]))
+
+
+@pytest.mark.parametrize("text", ["trimmed:0.2", "median", "norm:1.5"])
+def test_two_exchanges_are_the_same_as_one(text: str) -> None:
+    """The mean and then the variance around it, as the paper asks for them."""
+    rows = rows_of(6)
+    mean = rule(text).combine("mean", rows[:, 0], [])
+    variance = rule(text).combine("variance", rows[:, 1] + (rows[:, 0] - mean) ** 2, [])
+    torch.testing.assert_close(rule(text).combine("statistics", rows, []), torch.stack([mean, variance]))
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+@given(data=st.data())
+@settings(max_examples=20)
+def test_pooled_variances_are_never_negative(text: str, data: st.DataObject) -> None:
+    numbers = st.floats(-1e6, 1e6, width=32)
+    means = data.draw(st.lists(numbers, min_size=7, max_size=7))
+    variances = data.draw(st.lists(numbers.map(abs), min_size=7, max_size=7))
+    rows = torch.tensor([means, variances]).T.unsqueeze(-1)
+    got = rule(text).combine("statistics", rows, [])
+    assert got.dtype == torch.float32
+    assert got[1].item() >= 0
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_corrections_to_a_rules_pool_are_nothing_under_the_rule(text: str) -> None:
+    """Moved, and of the other sign: so what carried corrections add is nothing if all nodes reply."""
+    rows = rows_of(7)
+    pool = rule(text).combine
+    left = pool("gradients", pool("gradients", rows, []) - rows, [])
+    torch.testing.assert_close(left, torch.zeros(2, 3, dtype=torch.float64), rtol=0, atol=1e-15)
+
+
+# ---- how rules are written -----------------------------------------------------------------------------------------
+
+
+def test_no_rule() -> None:
+    assert Robust.parse("none") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("mean", "unknown robust rule 'mean'; known: none, trimmed, median, krum, multi-krum, bulyan, norm"),
+        ("", "unknown robust rule ''; known: none, trimmed, median, krum, multi-krum, bulyan, norm"),
+        ("median:1", "robust=median takes no number, got 'median:1'"),
+        ("trimmed", "robust=trimmed:NUMBER needs the share of nodes to leave out at each end, above 0 and below 0.5"),
+        ("trimmed:0.5", "above 0 and below 0.5, got 'trimmed:0.5'"),
+        ("krum:0", "needs the number of lying nodes, at least 1, got 'krum:0'"),
+        ("krum:1.5", "needs the number of lying nodes, at least 1, got 'krum:1.5'"),
+        ("bulyan:many", "needs the number of lying nodes, at least 1, got 'bulyan:many'"),
+        ("norm:-1", "needs the largest update, in multiples of the median node's, above 0, got 'norm:-1'"),
+        ("norm:nan", "got 'norm:nan'"),
+        ("norm:inf", "got 'norm:inf'"),
+    ],
+)
+def test_what_is_no_rule_is_an_error(text: str, error: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(error)):
+        Robust.parse(text)
