@@ -57,6 +57,10 @@ class CarriedCorrections(Layerwise):
         self.carried = CarriedValues(trust, carry_limit, self.combiner)
         self._corrections: Mapping[int, Entries] = {}
 
+    def why_single(self) -> str:
+        """Corrections are made of each node's values."""
+        return super().why_single() or ("carry=true keeps each node's values" if self.carry else "")
+
     def exchanges(self, instruction: Instruction) -> bool:
         """Return whether clients wait for each other in this round."""
         return super().exchanges(instruction) and instruction.layerwise not in wire.CARRIED_MODES

@@ -84,7 +84,7 @@ class PartialSharing(FedAvg):
         """Aggregate; a node that failed may have lost its memory, so it gets the whole state next time."""
         result = super().aggregate_train(server_round, self._with_those_that_lost_state(replies))
         self._served -= {message.metadata.dst_node_id for message in self._sent}
-        self._served |= {reply.node for reply in self.train_replies}
+        self._served |= {node for reply in self.train_replies for node in reply.nodes}
         return result
 
     def _with_those_that_lost_state(self, replies: Iterable[Message]) -> list[Message]:
@@ -120,6 +120,10 @@ class PartialSharing(FedAvg):
             weights = [self._participants[reply.node] for reply in learned]
             self._mean = self.mean([reply.records[wire.PERSONAL] for reply in learned], weights)
         return metrics
+
+    def why_single(self) -> str:
+        """The entries that nodes keep are averaged over those that trained."""
+        return super().why_single() or ("mean_personal averages what single nodes keep" if self.mean_personal else "")
 
     def untrained(self) -> list[str]:
         """Return the entries that stay on the nodes, unless the nodes' mean is in their places."""

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from flwr.common import log
 
+from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import Combiner, combine
 from fedbn_flwr.server.averaging import Arrays, average, is_floating
 from fedbn_flwr.server.base_strategy import BaseStrategy
@@ -26,6 +27,8 @@ from .registry import register_strategy
 
 Weighting = Literal["examples", "uniform"]
 WEIGHTINGS = get_args(Weighting)
+#: the packages whose strategies say themselves what they need
+OURS = ("fedbn_flwr", "strategies")
 
 
 @register_strategy("fedavg")
@@ -93,6 +96,21 @@ class FedAvg(BaseStrategy):
     def mean(self, states: States, weights: Sequence[float], current: Arrays | None = None) -> Arrays:
         """Return the weighted mean of states that began from `current`, or what a robust rule takes in its place."""
         return average(states, weights) if self.robust is None else self.robust.average(states, current)
+
+    def why_single(self) -> str:
+        """Return why the mean of all replies will not do; with it, `weigh` and `merge` have one reply."""
+        own = [
+            name for name in ("weigh", "merge") if getattr(type(self), name).__module__.partition(".")[0] not in OURS
+        ]
+        if own:
+            return f"its own `{own[0]}` may look at single replies"
+        if self.privacy:
+            return "privacy clips each node's update"
+        if self.robust:
+            return "robust compares the nodes' replies"
+        if self.weighted_by_key != wire.NUM_EXAMPLES:
+            return f"it weighs by {self.weighted_by_key!r}"
+        return ""
 
     def _average(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
         states = [reply.arrays for reply in replies]

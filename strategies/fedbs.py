@@ -77,6 +77,10 @@ class FedBS(FedAvg):
             return asked.with_rule(proximal_mu=self.mu)
         return replace(asked, report_local_loss=self.loss == "local", later="proximal-mu")
 
+    def why_single(self) -> str:
+        """Each node's loss is its weight, and their spread ends the first stage."""
+        return "it weighs each node by its loss"
+
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
         """Losses in stage 1, ones in stage 2; also watches for the change from one to the other."""
         if self.stage == 2:

@@ -49,6 +49,10 @@ class FedNorm(FedAvg):
             groups[self.arrayrecord_key] = make_record({**whole, **record(own)})
         return groups
 
+    def why_single(self) -> str:
+        """BN is averaged within a domain."""
+        return "it averages BN within each domain, by the domain that a node names"
+
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
         """Average BN within domains; the global state holds the mean over all nodes, for a node without a domain."""
         merged = super().merge(replies, weights)

@@ -116,6 +116,11 @@ class FixBN(FedAvg):
             return instruction
         return replace(instruction, lr=min(instruction.lr, largest))
 
+    def why_single(self) -> str:
+        """The rule `auto` needs to know the largest of the nodes' variances."""
+        auto = "freeze_round=auto looks at each node's statistics" if self.freeze_at is None else ""
+        return super().why_single() or auto
+
     def circumstances(self) -> str:
         """Return what may have made training diverge in this round, and what to try, in words."""
         tried = super().circumstances()

@@ -65,7 +65,8 @@ class HBN(PartialSharing, Gathering):
         # the published way: one batch of all the samples
         size = samples or self.instruction.batch_size
         asked = replace(self.instruction, gather_samples=samples, batch_size=size)
-        after = self.installed(merged, self.gather(merged, [reply.node for reply in self.train_replies], asked))
+        nodes = [node for reply in self.train_replies for node in reply.nodes]
+        after = self.installed(merged, self.gather(merged, nodes, asked))
         return {name: self._moved(self.current[name], after[name], after[name] is merged[name]) for name in after}
 
     def _moved(self, before: Number, after: Number, untouched: bool) -> Number:

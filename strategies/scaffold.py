@@ -86,10 +86,11 @@ class Scaffold(FedAvg):
     def _share(self, replies: Sequence[NodeReply]) -> float:
         """Return sum_{i in S} p_i: which part of all clients, by their weights, has answered."""
         # the replies say how many examples their nodes have; a node that has replied may be gone by now
-        others = sorted({*self.grid.get_node_ids()} - {reply.node for reply in replies})
+        others = sorted({*self.grid.get_node_ids()} - {node for reply in replies for node in reply.nodes})
         if not others:
             return 1.0
-        share_of_nodes = len(replies) / (len(replies) + len(others))
+        answering = sum(len(reply.nodes) for reply in replies)
+        share_of_nodes = answering / (answering + len(others))
         # a node describes itself by its number of examples only, and may not be able to
         if self.weighting == "uniform" or self.weighted_by_key != wire.NUM_EXAMPLES:
             return share_of_nodes

@@ -57,7 +57,7 @@ class Experiment:
         config, personal = self.config, self.strategy_class.personal
         evaluating = 1.0 if personal or config.dataset == SITES else config.fraction_evaluate
         try:
-            return self.strategy_class(
+            strategy = self.strategy_class(
                 lr_schedule=config.lr_schedule,
                 seed=config.seed,
                 patience=config.node_timeout,
@@ -70,13 +70,16 @@ class Experiment:
                 min_available_nodes=config.min_nodes or nodes,
                 **{**self._diagnostics(), **self.options},
             )
+            strategy.require_sums_suffice()
+            return strategy
         except ValueError as error:
             raise UsageError(f"method {config.method!r}: {error}") from None
 
     def _diagnostics(self) -> dict[str, bool]:
         """Report every accuracy, also that of the mean of what nodes keep; sites are not asked to send it."""
         strategy, at_sites = self.strategy_class, self.config.dataset == SITES
-        reported = strategy.personal and "mean-personal" in own_options(strategy) and not at_sites
+        alone = at_sites or self.options.get("secure", False)
+        reported = strategy.personal and "mean-personal" in own_options(strategy) and not alone
         return {"mean_personal": True} if reported else {}
 
     def to_mapping(self) -> dict[str, Value]:

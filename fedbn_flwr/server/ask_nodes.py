@@ -2,9 +2,18 @@
 
 import time
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from flwr.app import Message
 from flwr.serverapp import Grid
+
+
+@runtime_checkable
+class AskingGrid(Protocol):
+    """A grid that waits for replies by itself, because it makes something of all of them."""
+
+    def ask(self, messages: Sequence[Message], timeout: float) -> dict[int, Message]:
+        """Send messages and wait for the replies, at most `timeout` seconds; return the replies by node."""
 
 
 def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: float = 0.02) -> dict[int, Message]:
@@ -14,6 +23,8 @@ def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: flo
     deployment; this function starts with `poll` seconds and slows down to one second. An error reply may not name its
     node, so replies are matched by message id.
     """
+    if isinstance(grid, AskingGrid):
+        return grid.ask(messages, timeout)
     sent = dict(zip(grid.push_messages(messages), messages, strict=True))
     nodes = {message_id: message.metadata.dst_node_id for message_id, message in sent.items()}
     replies: dict[int, Message] = {}

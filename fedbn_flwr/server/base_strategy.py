@@ -34,6 +34,7 @@ from fedbn_flwr.server.replies import (
     require_obeyed,
 )
 from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
+from fedbn_flwr.server.secure_grid import SecureGrid
 from fedbn_flwr.wire import Instruction
 
 UNTRAINED = (
@@ -86,6 +87,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     - `evaluate_every`: how often nodes evaluate, if `fraction_evaluate` asks for it; the last round always counts,
     - `momentum_state`: `none`, or keep the clients' optimizer state from round to round, `local` or `global` (FixBN's
       section 7),
+    - `secure`: let the server see nothing but sums over at least `secure_min` nodes (see `SecureGrid`),
     - `server_optimizer`: `none`, or `adam`, `yogi`, `adagrad`, `momentum`, with `server_lr` (see `ServerOptimizer`).
     """
 
@@ -119,6 +121,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             OptimizerKind, "treat the averaged update as a gradient: none, adam, yogi, adagrad or momentum"
         ] = "none",
         server_lr: Annotated[float | None, "rate of the server optimizer [1 for momentum, else 0.1]"] = None,
+        secure: Annotated[bool, "let the server see sums over nodes only, by masks that cancel"] = False,
+        secure_min: Annotated[int, "smallest number of nodes of such a sum"] = 3,
         **flower: Any,
     ) -> None:
         refuse_unknown(type(self), flower)
@@ -128,6 +132,9 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.patience = patience
         self.exchange_timeout = exchange_timeout
         self.evaluate_every = evaluate_every
+        if secure_min < 3:
+            raise ValueError(f"secure_min must be at least 3, got {secure_min}")
+        self.secure, self.secure_min = secure, secure_min
         self.momentum = MomentumState(momentum_state)
         self.server_optimizer = None if server_optimizer == "none" else ServerOptimizer(server_optimizer, server_lr)
         self.roster = Roster(exchange_timeout)
@@ -214,6 +221,10 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         """Return the mean of the entries that nodes keep, or nothing if they were not sent."""
         return {}
 
+    def why_single(self) -> str:
+        """Return why the method needs each node's own reply; nothing if the mean of all, by their weights, will do."""
+        return "it may look at single replies"
+
     def untrained(self) -> list[str]:
         """Return the entries of the final model that nobody trained, because they stay on the nodes."""
         return []
@@ -237,6 +248,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         Before going on after some rounds, `load_state_dict` takes up what `state_dict` returned after them.
         """
         self.num_rounds, self.started = num_rounds, True
+        if self.secure:
+            grid = self._only_sums(grid)
         configs = timeout, train_config, evaluate_config
         if rounds_done:
             result = LaterRounds(self, rounds_done).start_later(grid, initial_arrays, num_rounds, *configs, evaluate_fn)
@@ -256,6 +269,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.measured = {}
         self._set_orders(self.instruct(self.instruction), self.required)
         if not self.started:
+            if self.secure:
+                raise RuntimeError(f"{type(self).__name__} with secure=true must be started itself")
             self._require_wrapper_that_fits()
             self._require_variances()
         nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
@@ -335,6 +350,16 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         """Ask one node for its description."""
         return self.describe(self.grid, [node])[node]
 
+    def require_sums_suffice(self) -> None:
+        """Raise ValueError if the method is to be secure, and cannot be."""
+        if self.secure and (why := self.why_single()):
+            raise ValueError(f"{type(self).__name__} cannot run with secure=true: {why}")
+
+    def _only_sums(self, grid: Grid) -> Grid:
+        """Return a grid that lets the server see sums only."""
+        self.require_sums_suffice()
+        return SecureGrid(grid, getattr(self, "weighting", "uniform"), self.secure_min, self.exchange_timeout)
+
     def _begin_round(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> None:
         config["server-round"] = server_round
         if isinstance(rounds := config.get(wire.NUM_ROUNDS), int):
@@ -365,7 +390,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         sent = {message.metadata.message_id: message.metadata.dst_node_id for message in self._sent}
         replies, refused = parse_replies(messages, sent, self.round.expected)
         self._refused += refused
-        self.partitions |= {reply.node: reply.partition for reply in replies}
+        for reply in replies:
+            self.partitions |= reply.nodes
         require_obeyed(replies, self.round.expected.binding, self.instruction.later)
         return replies
 

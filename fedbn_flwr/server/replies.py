@@ -17,6 +17,7 @@ from fedbn_flwr.layerwise.exchange import NOT_FINITE, TOO_LARGE
 from fedbn_flwr.server.averaging import not_finite, view
 from fedbn_flwr.state.flat import FlatArrays, Layout
 from fedbn_flwr.state.records import array_records
+from fedbn_flwr.wire.masked import Summed
 
 #: rounds without a usable reply that end a run
 LOST_ROUNDS = 3
@@ -63,7 +64,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class NodeReply:
-    """A node's usable reply."""
+    """A node's usable reply, or the mean of several nodes' replies: `node` is then the first of `nodes`."""
 
     node: int
     partition: int
@@ -72,6 +73,11 @@ class NodeReply:
     metrics: Mapping[str, Any]
     records: Mapping[str, Mapping[str, np.ndarray]]
     content: RecordDict
+
+    @property
+    def nodes(self) -> Mapping[int, int]:
+        """The nodes whose mean this is, with their partitions; one, unless a grid has made it of several replies."""
+        return self.content.nodes if isinstance(self.content, Summed) else {self.node: self.partition}
 
     @property
     def arrays(self) -> Mapping[str, np.ndarray]:

@@ -188,9 +188,14 @@ class InProcessGrid(LocalGrid):
             for trained in self._trainer.train(jobs):
                 for job, reply in trained:
                     with suppress(Exception):  # reported when the message is answered
-                        replies[job.place] = self._spill.store(job_reply(job, reply))
+                        replies[job.place] = self._spill.store(self._leave(job, reply))
                         self._keep(job.node, job.context)
         return replies
+
+    def _leave(self, job: Job, reply: Reply) -> Message:
+        """Return the message that leaves the node for a client's reply."""
+        assert isinstance(self._client_app, BNClientApp)
+        return self._client_app.leave(job_reply(job, reply), job.message, job.context)
 
     def _prepare(self, messages: Mapping[int, Message]) -> list[Job]:
         """Make the clients of messages, given by place, except those that cannot be made."""

@@ -5,6 +5,7 @@ The server's end is in `message_server.py`, the records of the messages in `mess
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from flwr.app import Context, RecordDict
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.bn_client import BNClient
+from fedbn_flwr.client.masking import fresh_seed
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.own_loop_client import OwnLoopClient
 from fedbn_flwr.client.reply import Reply
@@ -56,7 +58,9 @@ def take_exchange(
         received, answers = log.received(content), log.answers(position.index)
         if received is None or answers is None:
             return Reply(0, {}, report={LACKS_ARRAYS: True})
-        held = HeldStep(make_client(context), received, read_instruction(config), answers)
+        instruction = read_instruction(config)
+        seed = fresh_seed(instruction.seed, position.attempt, content, context)
+        held = HeldStep(make_client(context), received, replace(instruction, seed=seed), answers)
         outcome = held.advance()
     if not isinstance(outcome, Requests):
         held.release()

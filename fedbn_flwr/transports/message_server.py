@@ -13,6 +13,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.replies import Expected, parse_replies
+from fedbn_flwr.server.secure_grid import SumFailedError
 from fedbn_flwr.transports.message_records import (
     REQUEST,
     Content,
@@ -22,6 +23,7 @@ from fedbn_flwr.transports.message_records import (
     read_request,
 )
 from fedbn_flwr.transports.nodes import NodesFailedError, Participant, join_nodes, leave_out
+from fedbn_flwr.wire.masked import Summed
 
 #: replies by node; a node that did not reply in time is absent
 Replies = Mapping[int, Message]
@@ -60,7 +62,12 @@ class MessageTransport:
         """Send every node the answer, and return the nodes' next requests."""
         if answer is not None:
             self._answers.append(answer)
-        replies = self._ask()
+        try:
+            replies = self._ask()
+        except SumFailedError as failure:
+            refusals = [leave_out(node, reason) for node, reason in failure.reasons.items()]
+            self._failed = frozenset(failure.reasons)
+            raise NodesFailedError(failure.reasons, refusals) from None
         if _is_at_end(replies):
             self._final = self._final_replies(replies)
             return None
@@ -87,8 +94,9 @@ class MessageTransport:
         latest = pack_answers({str(number - 1): self._answers[-1]}) if self._answers else {}
         self.sent = self._messages(position, self.contents, latest, whole=number == 0)
         replies = ask_nodes(self.grid, self.sent, self.timeout)
-        self._answering = frozenset(node for node, reply in replies.items() if reply.has_content())
-        lacking = [node for node in self._answering if lacks_arrays(replies[node].content)]
+        sound = {node: reply for node, reply in replies.items() if reply.has_content()}
+        self._answering = frozenset(_answering(sound))
+        lacking = [node for node, reply in sound.items() if lacks_arrays(reply.content)]
         if not lacking:
             return replies
         every = pack_answers({str(index): answer for index, answer in enumerate(self._answers)})
@@ -114,16 +122,18 @@ class MessageTransport:
         NodesFailedError names the nodes whose requests are missing, cannot be read, or cannot be combined with the
         others'.
         """
-        reasons = [leave_out(node, "it did not answer in time") for node in self.contents.keys() - replies.keys()]
+        reasons = [leave_out(node, "it did not answer in time") for node in self.contents.keys() - _answering(replies)]
         nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in self.sent}
         usable, refused = parse_replies(replies.values(), nodes, self.expected)
+        heard = {node for reply in usable for node in reply.nodes}
         requests: dict[int, Requests] = {}
         for reply in usable:
             try:
                 requests[reply.node] = read_request(reply.content)
             except ValueError as error:
                 reasons.append(leave_out(reply.node, str(error)))
-        if missing := self.contents.keys() - requests.keys():
+                heard -= set(reply.nodes)
+        if missing := self.contents.keys() - heard:
             raise NodesFailedError(missing, [*reasons, *refused])
         joined = join_nodes(requests)
         if not self.participants:
@@ -132,12 +142,18 @@ class MessageTransport:
 
     def _final_replies(self, replies: Replies) -> list[Message]:
         """Return the replies with models, and errors; a node without is left out, as in plain training."""
-        for node in self.contents.keys() - replies.keys():
+        for node in self.contents.keys() - _answering(replies):
             leave_out(node, "it did not answer in time")
         for node, reply in replies.items():
             if reply.has_content() and REQUEST in reply.content:
                 leave_out(node, "it is at a BN layer where the others are at their end")
         return [reply for reply in replies.values() if reply.has_error() or REQUEST not in reply.content]
+
+
+def _answering(replies: Replies) -> set[int]:
+    """Return the nodes that have answered; one reply may be the mean of many."""
+    contents = [reply.content for reply in replies.values() if reply.has_content()]
+    return {node for content in contents if isinstance(content, Summed) for node in content.nodes} | replies.keys()
 
 
 def _is_at_end(replies: Replies) -> bool:

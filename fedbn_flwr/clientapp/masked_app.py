@@ -1,0 +1,41 @@
+"""The base of ClientApps whose replies leave the node under masks, where the server asks for a sum and nothing else."""
+
+from typing import Any
+
+from flwr.app import Context, Error, Message
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+
+from fedbn_flwr.client.masking import answer_query, leave_masked
+from fedbn_flwr.secure import NotEncodableError, ProtocolError
+from fedbn_flwr.wire import masked
+
+
+class MaskedApp(ClientApp):
+    """Flower's ClientApp; what its handlers and their mods reply is masked as the last thing before it leaves."""
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Answer a message."""
+        if message.metadata.message_type == masked.SECURE_QUERY:
+            return _refusing(lambda: Message(answer_query(message, context), reply_to=message), message)
+        return self.leave(super().__call__(message, context), message, context)
+
+    def leave(self, reply: Message, message: Message, context: Context) -> Message:
+        """Return what leaves the node in place of a reply."""
+        if not reply.has_content():
+            return reply
+
+        def hidden() -> Message:
+            content = leave_masked(reply.content, message, context)
+            return reply if content is reply.content else Message(content, reply_to=message)
+
+        return _refusing(hidden, message)
+
+
+def _refusing(answer: Any, message: Message) -> Message:
+    """Answer, or say in one line why not: Flower would show a traceback."""
+    try:
+        result: Message = answer()
+        return result
+    except (ProtocolError, NotEncodableError) as error:
+        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)

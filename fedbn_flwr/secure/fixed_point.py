@@ -1,0 +1,67 @@
+"""Numbers as 128-bit integers, whose sums are exact: 64 bits before the point, the sign among them, and 64 behind it.
+
+A number is a column of two uint64, of which the first has the higher bits, in two's complement. Sums are modulo 2^128,
+so that a mask drawn uniformly hides a number perfectly, and in whatever order numbers are added, the sum has the same
+bits.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: two rows of the same length: the higher and the lower limbs
+Limbs = NDArray[np.uint64]
+
+#: the magnitude that a sum must stay below
+LARGEST = 2.0**62
+
+
+class NotEncodableError(ValueError):
+    """Numbers that are not finite, or so large that their sum might wrap around."""
+
+
+def encode(values: NDArray[Any], terms: int) -> Limbs:
+    """Return numbers as limbs: float64 to 2^-64, exactly where they are multiples of it.
+
+    NotEncodableError if they are not finite, or a sum of so many `terms` of this size might wrap around.
+    """
+    numbers = np.asarray(values, np.float64).ravel()
+    if not np.isfinite(numbers).all():
+        raise NotEncodableError("is not finite")
+    if numbers.size and not np.abs(numbers).max() < LARGEST / terms:
+        raise NotEncodableError(f"is too large for a sum of {terms} under masks")
+    # the magnitude first: of a small negative number the fraction of its complement has lost the last digits
+    magnitude = np.abs(numbers)
+    whole = np.floor(magnitude)
+    limbs = np.stack([whole.astype(np.uint64), _fraction(magnitude - whole)])
+    return np.where(numbers < 0, negative(limbs), limbs)
+
+
+def _fraction(fractions: NDArray[np.float64]) -> NDArray[np.uint64]:
+    """Return fractions below 1 in units of 2^-64; a float64 has 53 bits, so that none below 1 rounds up to 1."""
+    return np.ldexp(fractions, 64).astype(np.uint64)
+
+
+def decode(limbs: Limbs) -> NDArray[np.float64]:
+    """Return limbs as the nearest float64, or its neighbour."""
+    is_negative = limbs[0] >> np.uint64(63) == 1
+    high, low = np.where(is_negative, negative(limbs), limbs)
+    magnitude: NDArray[np.float64] = high.astype(np.float64) + np.ldexp(low.astype(np.float64), -64)
+    return np.where(is_negative, -magnitude, magnitude)
+
+
+def add(one: Limbs, other: Limbs) -> Limbs:
+    """Return the sum, modulo 2^128."""
+    low = one[1] + other[1]
+    return np.stack([one[0] + other[0] + (low < one[1]), low])
+
+
+def subtract(one: Limbs, other: Limbs) -> Limbs:
+    """Return the difference, modulo 2^128."""
+    return np.stack([one[0] - other[0] - (one[1] < other[1]), one[1] - other[1]])
+
+
+def negative(limbs: Limbs) -> Limbs:
+    """Return the complement."""
+    return subtract(np.zeros_like(limbs), limbs)

@@ -1,0 +1,212 @@
+r"""Pairwise masks that cancel in the sum of all, and each node's own mask, which enough others can take away.
+
+Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017. Of the participants U
+of a sum, with s_uv the key that u and v agree on (X25519), and F a stream of a cryptographic generator (ChaCha20),
+
+    y_u = x_u + F(b_u) + sum_{v > u} F(k_uv) - sum_{v < u} F(k_uv)   (mod 2^128),   k_uv = HKDF(s_uv, label)
+
+The label names the run, the sum and its participants, so that no stream is used twice, and masks cancel only among
+nodes that were given the same list. b_u is drawn anew for each sum. u sends shares of it (Shamir), each sealed for one
+participant, beside y_u. Of the nodes whose y_u came, the server then asks everybody
+
+- for the shares of b_u of each u whose y_u counts,
+- for k_uv of each v whose y_v does not: it is one of this sum, and opens nothing else.
+
+A participant gives one or the other of a node, once. To open a single y_u the server would need the shares of b_u from
+`threshold` participants, and k_uv from all the others. As the threshold is more than two thirds, it never gets both,
+and it cannot open the sums of two parts of the nodes either, unless more than a third of all nodes work with it.
+
+This differs from the paper, where u's private key is shared, and opened when u drops out. Then u would have to agree on
+new keys for the next round. Here keys last for a run. The price: if one node is lost before its y_u came, and another
+one between y_v and the end, k_uv is lost too, and with it the sum.
+
+Nodes without a mask of their own (`own` is empty) are in sums that need everybody: nobody is ever asked for k_uv.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+from Crypto.Protocol.SecretSharing import Shamir
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from numpy.typing import NDArray
+
+from fedbn_flwr.secure.fixed_point import Limbs, add, encode, subtract
+
+#: of a node's own mask; Shamir's scheme is over GF(2^128)
+SEED_BYTES = 16
+
+
+class ProtocolError(ValueError):
+    """What was received cannot be part of a sum, with the reason."""
+
+
+@dataclass(frozen=True)
+class Participants:
+    """The nodes of a sum with their public keys, and what names the sum: nothing of it may differ between nodes."""
+
+    label: bytes
+    nodes: tuple[int, ...]
+    keys: tuple[bytes, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a node, or a key, that is in the list twice."""
+        if len(self.nodes) != len(self.keys):
+            raise ProtocolError(f"there are {len(self.keys)} keys of {len(self.nodes)} nodes")
+        if len(set(self.nodes)) < len(self.nodes) or len(set(self.keys)) < len(self.keys):
+            raise ProtocolError("a node or its key is in the list of participants twice")
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Return what all keys of this sum are derived with."""
+        content = hashlib.sha256(len(self.label).to_bytes(8, "big") + self.label)
+        for node, key in zip(self.nodes, self.keys, strict=True):
+            content.update(node.to_bytes(16, "big", signed=True) + key)
+        return content.digest()
+
+    def key_of(self, node: int) -> bytes:
+        """Return a participant's public key; ProtocolError if the node is none."""
+        if node not in self.nodes:
+            raise ProtocolError(f"node {node} is no participant")
+        return self.keys[self.nodes.index(node)]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A share of a node's own mask, for one participant: sealed for it, and what tells others the right one."""
+
+    sealed: bytes
+    commitment: bytes
+
+
+def new_private_key() -> bytes:
+    """Return a new private key."""
+    return X25519PrivateKey.generate().private_bytes_raw()
+
+
+@lru_cache(maxsize=1024)
+def public_key(private: bytes) -> bytes:
+    """Return the public key of a private one."""
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
+def own_seed() -> bytes:
+    """Draw the seed of a node's own mask, for one sum."""
+    return secrets.token_bytes(SEED_BYTES)
+
+
+def threshold(participants: int) -> int:
+    """Return how many shares open a node's own mask: more than two thirds of all."""
+    return 2 * participants // 3 + 1
+
+
+def pair_seed(private: bytes, other: int, participants: Participants) -> bytes:
+    """Return the seed of this sum's mask between the owner of a private key and another participant."""
+    return _derive(_agree(private, participants.key_of(other)), b"mask", participants.digest)
+
+
+def mask(values: NDArray[np.float64], node: int, private: bytes, participants: Participants, own: bytes = b"") -> Limbs:
+    """Return a participant's numbers under its masks: y_u; without a seed of its `own` only under pairwise ones."""
+    hidden = encode(values, len(participants.nodes))
+    if own:
+        hidden = add(hidden, _stream(own, participants.digest, hidden.shape[1]))
+    for other in participants.nodes:
+        if other != node:
+            hidden = _with_pair_mask(hidden, node, other, pair_seed(private, other, participants))
+    return hidden
+
+
+def cancel(
+    total: Limbs, participants: Participants, own: Iterable[bytes], absent: Mapping[tuple[int, int], bytes]
+) -> Limbs:
+    """Return a sum of masked numbers without the masks that do not cancel.
+
+    These are the nodes' own masks, of which the seeds are given, and those between a node that counts and one that does
+    not: `absent` has their seeds by (node that counts, absent node).
+    """
+    for seed in own:
+        total = subtract(total, _stream(seed, participants.digest, total.shape[1]))
+    for (node, other), seed in absent.items():
+        total = _with_pair_mask(total, other, node, seed)
+    return total
+
+
+def seal_shares(seed: bytes, node: int, private: bytes, participants: Participants) -> list[Share]:
+    """Return the shares of a node's own mask, in the order of the participants."""
+    count = len(participants.nodes)
+    shares = Shamir.split(threshold(count), count, seed, False)
+    return [
+        Share(_box(private, node, other, participants).encrypt(_ZERO, share, participants.digest), _commit(share))
+        for other, (_, share) in zip(participants.nodes, shares, strict=True)
+    ]
+
+
+def unseal_share(sealed: bytes, sender: int, node: int, private: bytes, participants: Participants) -> bytes:
+    """Return the share that another participant has sealed for this one.
+
+    ProtocolError if it was sealed for another sum, or among other participants.
+    """
+    try:
+        return _box(private, sender, node, participants).decrypt(_ZERO, sealed, participants.digest)
+    except InvalidTag:
+        raise ProtocolError(
+            f"what node {sender} sealed for node {node} cannot be opened: the server has named other participants, or "
+            "other keys, to one of them"
+        ) from None
+
+
+def open_shares(
+    shares: Mapping[int, bytes], commitments: Sequence[bytes], participants: Participants
+) -> tuple[bytes | None, list[int]]:
+    """Return the seed behind shares, given by the participants that sent them, and who sent a wrong one.
+
+    The seed is None if there are too few that are right.
+    """
+    place = {node: index for index, node in enumerate(participants.nodes)}
+    wrong = [node for node, share in shares.items() if _commit(share) != commitments[place[node]]]
+    right = [(place[node] + 1, share) for node, share in shares.items() if node not in wrong]
+    needed = threshold(len(participants.nodes))
+    return (Shamir.combine(right[:needed], False) if len(right) >= needed else None), wrong
+
+
+#: every key is used once
+_ZERO = bytes(12)
+
+
+def _with_pair_mask(hidden: Limbs, node: int, other: int, seed: bytes) -> Limbs:
+    stream = _stream(seed, b"", hidden.shape[1])
+    return add(hidden, stream) if node < other else subtract(hidden, stream)
+
+
+def _stream(seed: bytes, context: bytes, size: int) -> Limbs:
+    key = _derive(seed, b"stream", context)
+    numbers = Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor().update(bytes(16 * size))
+    return np.frombuffer(numbers, "<u8").reshape(2, size)
+
+
+def _box(private: bytes, sender: int, receiver: int, participants: Participants) -> ChaCha20Poly1305:
+    """Return the cipher for one message between two participants, of which the owner of the private key is one."""
+    other = receiver if participants.key_of(sender) == public_key(private) else sender
+    direction = f"share {sender} {receiver}".encode()
+    return ChaCha20Poly1305(_derive(_agree(private, participants.key_of(other)), direction, participants.digest))
+
+
+@lru_cache(maxsize=16384)
+def _agree(private: bytes, public: bytes) -> bytes:
+    return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
+
+
+def _derive(secret: bytes, purpose: bytes, context: bytes) -> bytes:
+    return HKDF(hashes.SHA256(), 32, None, b"fedbn-flwr " + purpose + context).derive(secret)
+
+
+def _commit(share: bytes) -> bytes:
+    return hashlib.sha256(b"share" + share).digest()

@@ -1,0 +1,278 @@
+"""The server's end of sums under masks: strategies see one reply in place of all, the mean of the nodes that count.
+
+The nodes' end is `fedbn_flwr/client/masking.py`, the protocol is in `fedbn_flwr/secure`, the messages are described in
+`fedbn_flwr/wire/masked.py`.
+"""
+
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from logging import INFO, WARNING
+from typing import Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.common import log
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+
+from fedbn_flwr import secure, wire
+from fedbn_flwr.secure import Participants
+from fedbn_flwr.secure.fixed_point import Limbs, add
+from fedbn_flwr.server.ask_nodes import ask_nodes
+from fedbn_flwr.server.passing_grid import PassingGrid
+from fedbn_flwr.wire import masked
+from fedbn_flwr.wire.masked import Form
+
+
+class SumFailedError(RuntimeError):
+    """A sum that needs all nodes has not come about; `reasons` are by node."""
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        super().__init__("; ".join(f"node {node}: {reason}" for node, reason in reasons.items()))
+        self.reasons = dict(reasons)
+
+
+@dataclass(frozen=True)
+class _MaskedReply:
+    """What a node has sent for a sum."""
+
+    form: Form
+    partition: int
+    hidden: Limbs
+    sealed: Sequence[bytes]
+    commitments: Sequence[bytes]
+
+
+class SecureGrid(PassingGrid):
+    """A grid in front of another one, which lets the server see nothing but sums over at least `minimum` nodes.
+
+    `weighting` says by what arrays are weighted: `examples` or `uniform`. Whoever asks several nodes gets one reply, to
+    the message of the first of them, with the mean; and errors of the nodes that do not count.
+    """
+
+    def __init__(self, grid: Grid, weighting: str, minimum: int, timeout: float) -> None:
+        super().__init__(grid)
+        self._weighting, self._minimum, self._timeout = weighting, minimum, timeout
+        self._session, self._number = secrets.token_hex(16), 0
+        #: by node, its public key and the signature
+        self._keys: dict[int, tuple[bytes, bytes]] = {}
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Return the mean of the nodes' replies, and errors."""
+        return list(self.ask(list(messages), self._timeout if timeout is None else timeout).values())
+
+    def ask(self, messages: Sequence[Message], timeout: float) -> dict[int, Message]:
+        """Return the mean of the nodes' replies, by the first of the nodes, and errors by node.
+
+        SumFailedError names the nodes that are missing in a sum that needs all of them.
+        """
+        if not messages:
+            return {}
+        if messages[0].metadata.message_type == wire.DESCRIBE:
+            for message in messages:
+                message.content[masked.SECURE] = ConfigRecord({"session": self._session})
+            return ask_nodes(self._grid, messages, timeout)
+        sent = {message.metadata.dst_node_id: message for message in messages}
+        refused = self._meet(list(sent), timeout)
+        nodes = tuple(node for node in sent if node not in refused)
+        if not nodes:
+            return self._errors(sent, refused)
+        self._number += 1
+        asked = self._describe(nodes)
+        for node in nodes:
+            sent[node].content[masked.SECURE] = ConfigRecord(dict(asked))
+        replies = ask_nodes(self._grid, [sent[node] for node in nodes], timeout)
+        return self._sum(sent, nodes, asked, replies, refused, timeout)
+
+    def _sum(
+        self,
+        sent: Mapping[int, Message],
+        nodes: tuple[int, ...],
+        asked: Mapping[str, Any],
+        replies: Mapping[int, Message],
+        refused: dict[int, str],
+        timeout: float,
+    ) -> dict[int, Message]:
+        """Return the mean of the replies that count, and errors."""
+        parts, others = dict[int, _MaskedReply](), dict[int, Message]()
+        for node, reply in replies.items():
+            if reply.has_error():
+                refused[node] = reply.error.reason or "it failed"
+            elif masked.MASKED not in reply.content:
+                others[node] = reply  # a sign, such as that of a node that lacks arrays
+            else:
+                try:
+                    parts[node] = _read(reply.content)
+                except (KeyError, TypeError, ValueError) as error:
+                    refused[node] = f"its masked reply cannot be read: {error}"
+        parts = _of_one_form(parts, refused)
+        is_exchange = any(part.form.kind for part in parts.values())
+        silent = {node: "it did not answer in time" for node in nodes if node not in replies}
+        if is_exchange and len(parts) < len(nodes) and not others:
+            raise SumFailedError(refused | silent)
+        if not parts or (others and is_exchange):
+            return others | self._errors(sent, refused)
+        participants = masked.participants_of(asked)
+        total = reduce(add, (part.hidden for part in parts.values()))
+        form = next(iter(parts.values())).form
+        try:
+            if not is_exchange:
+                total = self._unmask(total, parts, participants, asked, timeout)
+            content = _mean(form, total, {node: part.partition for node, part in parts.items()})
+        except SumFailedError as failure:
+            log(WARNING, "A sum was not opened: %s", failure)
+            return others | self._errors(sent, refused | failure.reasons)
+        first = next(iter(parts))
+        return {first: Message(content, reply_to=sent[first])} | others | self._errors(sent, refused)
+
+    def _meet(self, nodes: Sequence[int], timeout: float) -> dict[int, str]:
+        """Ask the nodes for their public keys that were not asked yet; return why nodes have none."""
+        new = [node for node in nodes if node not in self._keys]
+        refused: dict[int, str] = {}
+        if new:
+            question = RecordDict({masked.SECURE: ConfigRecord({"session": self._session})})
+            answers = ask_nodes(self._grid, [Message(question, node, masked.SECURE_QUERY) for node in new], timeout)
+            for node in new:
+                answer = answers.get(node)
+                if answer is None or answer.has_error():
+                    refused[node] = (
+                        "it did not answer in time" if answer is None else answer.error.reason or "it failed"
+                    )
+                    continue
+                said: Any = answer.content.config_records.get(masked.MASKED, {})
+                if not isinstance(said.get("key"), bytes):
+                    refused[node] = "its app knows no sums under masks: make it with fedbn_flwr.clientapp"
+                    continue
+                self._keys[node] = said["key"], said["signature"]
+            log(INFO, "%d nodes have keys for sums under masks", len(self._keys))
+        known = [node for node in nodes if node in self._keys]
+        if len(known) < self._minimum:
+            few = f"a sum of {len(known)} nodes would show too much of each: {self._minimum} at least"
+            refused |= dict.fromkeys(known, few)
+        return refused
+
+    def _describe(self, nodes: Sequence[int]) -> dict[str, Any]:
+        """Return what every message of a sum says of it."""
+        return {
+            "session": self._session,
+            "number": self._number,
+            "weighting": self._weighting,
+            "minimum": self._minimum,
+            "nodes": list(nodes),
+            "keys": [self._keys[node][0] for node in nodes],
+            "signatures": [self._keys[node][1] for node in nodes],
+        }
+
+    def _unmask(
+        self,
+        total: Limbs,
+        parts: Mapping[int, _MaskedReply],
+        participants: Participants,
+        asked: Mapping[str, Any],
+        timeout: float,
+    ) -> Limbs:
+        """Take away the masks that do not cancel; SumFailedError if too few nodes help."""
+        survivors, place = list(parts), {node: index for index, node in enumerate(participants.nodes)}
+        absent = [node for node in participants.nodes if node not in parts]
+        needed = max(self._minimum, secure.threshold(len(place)))
+        if len(survivors) < needed:
+            reason = f"replies of {len(survivors)} of {len(place)} nodes came, and a sum needs {needed}"
+            raise SumFailedError(dict.fromkeys(survivors, reason))
+        questions = [
+            Message(
+                RecordDict(
+                    {
+                        masked.SECURE: ConfigRecord(
+                            {
+                                **asked,
+                                "survivors": survivors,
+                                "sealed": [parts[sender].sealed[place[node]] for sender in survivors],
+                            }
+                        )
+                    }
+                ),
+                node,
+                masked.SECURE_QUERY,
+            )
+            for node in survivors
+        ]
+        shares: dict[int, Sequence[bytes]] = {}
+        seeds: dict[tuple[int, int], bytes] = {}
+        why: dict[int, str] = {}
+        answers = ask_nodes(self._grid, questions, timeout)
+        for node in survivors:
+            answer = answers.get(node)
+            if answer is None or answer.has_error():
+                said_why = "no answer in time" if answer is None else answer.error.reason
+                why[node] = f"it did not help to open the sum: {said_why}"
+                continue
+            said: Any = answer.content.config_records.get(masked.MASKED, {})
+            given, known = said.get("shares", []), said.get("seeds", [])
+            if len(given) != len(survivors) or len(known) != len(absent):
+                why[node] = "it did not help to open the sum: its answer is of another sum"
+                continue
+            shares[node] = given
+            seeds |= {(node, other): seed for other, seed in zip(absent, known, strict=True)}
+        for node, reason in why.items():
+            log(WARNING, "Node %d: %s", node, reason)
+        if absent and why:
+            raise SumFailedError(
+                {node: f"{reason}; without it, masks with nodes {absent} do not cancel" for node, reason in why.items()}
+            )
+        own = []
+        for index, owner in enumerate(survivors):
+            commitments = parts[owner].commitments
+            seed, wrong = secure.open_shares(
+                {node: given[index] for node, given in shares.items()}, commitments, participants
+            )
+            for node in wrong:
+                why[node] = f"it sent a wrong share of node {owner}'s mask"
+                log(WARNING, "Node %d: %s", node, why[node])
+            if seed is None:
+                raise SumFailedError(why or dict.fromkeys(survivors, f"too few shares of node {owner}'s mask"))
+            own.append(seed)
+        return secure.cancel(total, participants, own, seeds)
+
+    def _errors(self, sent: Mapping[int, Message], reasons: Mapping[int, str]) -> dict[int, Message]:
+        """Return errors in place of replies."""
+        return {
+            node: Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=sent[node])
+            for node, reason in reasons.items()
+        }
+
+
+def _read(content: RecordDict) -> _MaskedReply:
+    """Return a node's masked reply; an error if it is none."""
+    said: Any = content.config_records[f"{masked.MASKED}-form"]
+    form, hidden = Form.read(said["form"]), content.array_records[masked.MASKED]["sum"].numpy()
+    if hidden.dtype != np.uint64 or hidden.shape != (2, form.size):
+        raise ValueError(f"{hidden.dtype} of the shape {hidden.shape} where uint64 of {(2, form.size)} is due")
+    return _MaskedReply(
+        form, int(said.get("partition", -1)), hidden, said.get("shares", []), said.get("commitments", [])
+    )
+
+
+def _of_one_form(parts: dict[int, _MaskedReply], refused: dict[int, str]) -> dict[int, _MaskedReply]:
+    """Return the replies of the form that most have; the others are refused."""
+    forms = Counter(part.form.pack() for part in parts.values())
+    if len(forms) <= 1:
+        return parts
+    common = forms.most_common(1)[0][0]
+    refused |= {
+        node: "unlike most, its masked reply has other entries"
+        for node, part in parts.items()
+        if part.form.pack() != common
+    }
+    return {node: part for node, part in parts.items() if node not in refused}
+
+
+def _mean(form: Form, total: Limbs, nodes: Mapping[int, int]) -> RecordDict:
+    """Return the mean reply; SumFailedError if masks are left in the sum."""
+    numbers = secure.decode(total)
+    if numbers[0] != len(nodes):
+        reason = "the masks do not cancel: a node was given other participants or keys, or sent a wrong seed"
+        raise SumFailedError(dict.fromkeys(nodes, reason))
+    return masked.to_content(form, numbers, nodes)

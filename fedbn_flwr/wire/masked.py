@@ -1,0 +1,236 @@
+"""Replies as numbers to be summed under masks, and means made of the sums.
+
+A message whose reply is to be masked holds a ConfigRecord `secure`: `session` and `number` name the sum; `nodes`,
+`keys` and `signatures` are its participants; `minimum` is the smallest number of them, and `weighting` says by what
+arrays are weighted. The masked reply holds
+
+- ArrayRecord `masked`: the numbers, (2, n) uint64 (see `fedbn_flwr.secure.fixed_point`),
+- ConfigRecord `masked-form`: `partition`, the node's name in an experiment; `form`, which is names, shapes and dtypes;
+  for sums that do not need all nodes `shares` and `commitments`, in the order of the participants.
+
+Nothing else leaves the node. With n_k the node's number of samples and p_k its weight, n_k or 1, the numbers are
+
+- 1, p_k, n_k,
+- p_k x for every number x of an array; p_k m and p_k (v + m^2) for means m and variances v of a layer-wise step,
+- c, c m and c (v + m^2) for moments over c values,
+- n_k y for every metric y; c for the count of a layer-wise request.
+
+All of them are sums that have a meaning of their own, and the mean of all nodes is made of these sums alone.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from numpy.typing import NDArray
+
+from fedbn_flwr.secure import Participants
+from fedbn_flwr.state.records import array_records, view_array
+from fedbn_flwr.wire.instruction import (
+    CARRIED,
+    DOMAIN,
+    METRICS,
+    MOMENTS,
+    NUM_EXAMPLES,
+    OBEYED,
+    PARTITION_ID,
+    REPORT,
+    Instruction,
+)
+
+SECURE, MASKED = "secure", "masked"
+#: asks for a node's public key, or for what takes away masks that do not cancel
+SECURE_QUERY = "query.secure"
+REQUEST = "request"
+#: what a reply's report may say in the clear: there is no number in it
+_CLEAR = ("lacks-state", "lacks-arrays", "unreachable", "over", "parameters", "bn-entries", "normalizers", OBEYED)
+
+Numbers = NDArray[np.float64]
+
+
+class Summed(RecordDict):
+    """The content of a reply that is the mean of several nodes' replies; nothing that was received is one."""
+
+    #: by node, the partition that it named
+    nodes: Mapping[int, int] = {}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the numbers of a masked reply are; equal for all nodes of a sum."""
+
+    #: group, name, shape and dtype of every array
+    arrays: list[tuple[str, str, tuple[int, ...], str]] = field(default_factory=list)
+    #: name, and number of values; None for a number by itself
+    metrics: list[tuple[str, int | None]] = field(default_factory=list)
+    #: the kind of a layer-wise request; empty for other replies
+    kind: str = ""
+    obeyed: list[str] = field(default_factory=list)
+
+    def pack(self) -> str:
+        """Return the form as text."""
+        return json.dumps(vars(self))
+
+    @classmethod
+    def read(cls, text: str) -> "Form":
+        """Return the form of a text; ValueError if it is none."""
+        try:
+            values = json.loads(text)
+            arrays = [
+                (str(group), str(name), tuple(map(int, shape)), str(np.dtype(dtype)))
+                for group, name, shape, dtype in values["arrays"]
+            ]
+            metrics = [(str(name), None if count is None else int(count)) for name, count in values["metrics"]]
+            return cls(arrays, metrics, str(values["kind"]), [str(key) for key in values["obeyed"]])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the form of its masked reply cannot be read: {error}") from None
+
+    @property
+    def size(self) -> int:
+        """Return how many numbers are under masks."""
+        arrays = sum(prod(shape) for _, _, shape, _ in self.arrays)
+        return 3 + arrays + sum(1 if count is None else count for _, count in self.metrics) + bool(self.kind)
+
+
+def control_reply(content: RecordDict) -> RecordDict:
+    """Return what a reply without arrays or metrics may say in the clear."""
+    report: Any = content.config_records.get(REPORT, {})
+    clear = {key: report[key] for key in _CLEAR if key in report}
+    # readers expect these numbers, of which the first and the last say nothing
+    numbers = MetricRecord({NUM_EXAMPLES: 0, PARTITION_ID: partition_of(content), DOMAIN: -1})
+    return RecordDict({METRICS: numbers, REPORT: ConfigRecord(clear)})
+
+
+def partition_of(content: RecordDict) -> int:
+    """Return the partition that a reply names, -1 for none: the node's name in an experiment."""
+    metrics: Any = content.metric_records.get(METRICS, {})
+    return int(metrics.get(PARTITION_ID, -1))
+
+
+def needs_masks(content: RecordDict) -> bool:
+    """Return whether a reply holds numbers, and is not only a sign."""
+    report: Any = content.config_records.get(REPORT, {})
+    return not any(key in report for key in _CLEAR if key != OBEYED)
+
+
+def to_numbers(content: RecordDict, weighting: str) -> tuple[Form, Numbers]:
+    """Return a reply's form and numbers; ValueError if it has no number of samples, or arrays that are no numbers."""
+    metrics = {key: value for record in content.metric_records.values() for key, value in record.items()}
+    report: Any = content.config_records.get(REPORT, {})
+    examples = metrics.pop(NUM_EXAMPLES, None)
+    if not isinstance(examples, int | float) or not 0 <= examples < float("inf"):
+        raise ValueError(f"a reply under masks needs {NUM_EXAMPLES!r}, which is {examples!r}")
+    metrics.pop(PARTITION_ID, None)
+    groups = array_records(content)
+    if CARRIED in groups:
+        raise ValueError("carried values are a node's own, and no sum")
+    weight = float(examples) if weighting == "examples" else 1.0
+    kind = str(report.get("kind", "")) if REQUEST in groups else ""
+    form = Form(
+        [(group, name, array.shape, array.dtype) for group, record in groups.items() for name, array in record.items()],
+        [(name, len(value) if isinstance(value, list) else None) for name, value in sorted(metrics.items())],
+        kind,
+        sorted(report.get(OBEYED, [])),
+    )
+    parts = [np.array([1.0, weight, float(examples)])]
+    for group, record in groups.items():
+        values = {name: np.asarray(view_array(array), np.float64) for name, array in record.items()}
+        if group == MOMENTS:
+            values = {name: _moment_sum(name, values) for name in values}
+        elif kind == "statistics" and group == REQUEST:
+            values = {name: weight * _second_moments(value) for name, value in values.items()}
+        else:
+            values = {name: weight * value for name, value in values.items()}
+        parts += [value.ravel() for value in values.values()]
+    parts += [float(examples) * np.atleast_1d(np.asarray(metrics[name], np.float64)) for name, _ in form.metrics]
+    if kind:
+        parts.append(np.array([float(report["count"])]))
+    return form, np.concatenate(parts)
+
+
+def to_content(form: Form, numbers: Numbers, nodes: Mapping[int, int]) -> Summed:
+    """Return the mean of the replies of these nodes, made of the sums of their numbers."""
+    _, weight, examples = numbers[:3]
+    if weight <= 0:
+        raise ValueError("all nodes of the sum have the weight 0")
+    place, groups = 3, dict[str, dict[str, Numbers]]()
+    for group, name, shape, _ in form.arrays:
+        end = place + prod(shape)
+        groups.setdefault(group, {})[name] = numbers[place:end].reshape(shape)
+        place = end
+    content = Summed()
+    content.nodes = dict(nodes)
+    for group, sums in groups.items():
+        if group == MOMENTS:
+            values = {name: _moment_of(name, sums) for name in sums}
+        else:
+            values = {name: value / weight for name, value in sums.items()}
+        if form.kind == "statistics" and group == REQUEST:
+            values = {name: _variances(value) for name, value in values.items()}
+        dtypes = {name: np.dtype(dtype) for of, name, _, dtype in form.arrays if of == group}
+        content[group] = ArrayRecord({name: _as_array(values[name], dtypes[name]) for name in values})
+    means: dict[str, Any] = {}
+    for name, count in form.metrics:
+        end = place + (1 if count is None else count)
+        mean = (numbers[place:end] / examples if examples else np.zeros(end - place)).tolist()
+        means[name] = mean[0] if count is None else mean
+        place = end
+    whole = round(examples)
+    content[METRICS] = MetricRecord({NUM_EXAMPLES: whole if whole == examples else float(examples), **means})
+    request = {"kind": form.kind, "count": round(numbers[place])} if form.kind else {}
+    content[REPORT] = ConfigRecord({**({OBEYED: form.obeyed} if form.obeyed else {}), **request})
+    return content
+
+
+def participants_of(asked: Mapping[str, Any]) -> Participants:
+    """Return the participants of the sum that a message asks for, and what names it."""
+    label = f"{asked['session']} {asked['number']} {asked['weighting']} {asked['minimum']}".encode()
+    return Participants(label, tuple(asked["nodes"]), tuple(asked["keys"]))
+
+
+def step_of(message: Message) -> tuple[int, int, int]:
+    """Return the place of a message in a run, as numbers that only grow: round, attempt and exchange."""
+    config: Any = message.content.config_records.get("config", {})
+    instruction_round = Instruction.from_config(config).server_round if config else 0
+    position: Any = message.content.config_records.get("position")
+    if position is None:
+        return instruction_round, 2**31, 0
+    return instruction_round, position["attempt"], position["index"]
+
+
+def _second_moments(statistics: Numbers) -> Numbers:
+    mean, variance = statistics
+    return np.stack([mean, variance + mean**2])
+
+
+def _variances(moments: Numbers) -> Numbers:
+    mean, second = moments
+    return np.stack([mean, np.maximum(second - mean**2, 0.0)])
+
+
+def _moment_sum(name: str, values: dict[str, Numbers]) -> Numbers:
+    """Return a layer's count c, c m, or c (v + m^2)."""
+    layer, _, kind = name.rpartition("/")
+    count = values[f"{layer}/count"]
+    if kind == "count":
+        return count
+    mean = values[f"{layer}/mean"]
+    return count * mean if kind == "mean" else count * (values[name] + mean**2)
+
+
+def _moment_of(name: str, sums: dict[str, Numbers]) -> Numbers:
+    layer, _, kind = name.rpartition("/")
+    count = sums[f"{layer}/count"]
+    if kind == "count":
+        return count
+    mean = sums[f"{layer}/mean"] / count
+    return mean if kind == "mean" else np.maximum(sums[name] / count - mean**2, 0.0)
+
+
+def _as_array(values: Numbers, dtype: np.dtype[Any]) -> Any:
+    rounded = values if dtype.kind == "f" else np.rint(values)
+    return Array(np.asarray(rounded, dtype))

@@ -1,0 +1,125 @@
+"""Masks that cancel, and those that do not: what the server can open, and what it cannot."""
+
+from functools import reduce
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from fedbn_flwr import secure
+from fedbn_flwr.secure import Participants, ProtocolError
+from fedbn_flwr.secure.fixed_point import Limbs, add
+from fedbn_flwr.secure.masks import unseal_share
+
+NODES = (31, 7, 55, 12, 40)
+VALUES = np.random.default_rng(1).standard_normal((len(NODES), 6)) * [1e-9, 1e-3, 1.0, 1e3, 1e9, 0.0]
+
+
+class Sum:
+    """A sum among `NODES`, of which each has sent its masked numbers."""
+
+    def __init__(self, label: bytes = b"round 1") -> None:
+        self.private = {node: secure.new_private_key() for node in NODES}
+        self.people = Participants(label, NODES, tuple(secure.public_key(self.private[node]) for node in NODES))
+        self.own = {node: secure.own_seed() for node in NODES}
+        self.sent = {
+            node: secure.mask(values, node, self.private[node], self.people, self.own[node])
+            for node, values in zip(NODES, VALUES, strict=True)
+        }
+
+    def absent(self, survivors: tuple[int, ...]) -> dict[tuple[int, int], bytes]:
+        """What the survivors say of the masks with the others."""
+        return {
+            (node, other): secure.pair_seed(self.private[node], other, self.people)
+            for node in survivors
+            for other in NODES
+            if other not in survivors
+        }
+
+    def total(self, survivors: tuple[int, ...]) -> Limbs:
+        return reduce(add, (self.sent[node] for node in survivors))
+
+    def shares(self, owner: int) -> tuple[dict[int, bytes], list[bytes]]:
+        """The shares of an owner's mask, by who has unsealed them, and what tells the right ones."""
+        sealed = secure.seal_shares(self.own[owner], owner, self.private[owner], self.people)
+        given = {
+            node: unseal_share(each.sealed, owner, node, self.private[node], self.people)
+            for node, each in zip(NODES, sealed, strict=True)
+        }
+        return given, [each.commitment for each in sealed]
+
+
+@pytest.mark.parametrize("survivors", [NODES, *combinations(NODES, 4), *combinations(NODES, 3)])
+def test_the_sum_is_that_of_the_nodes_that_count(survivors: tuple[int, ...]) -> None:
+    case = Sum()
+    opened = secure.cancel(
+        case.total(survivors), case.people, [case.own[node] for node in survivors], case.absent(survivors)
+    )
+    expected = sum(VALUES[NODES.index(node)] for node in survivors)
+    assert secure.decode(opened) == pytest.approx(expected, rel=1e-12, abs=1e-17)
+
+
+@pytest.mark.parametrize("left", ["own", "absent"])
+def test_a_mask_that_is_left_hides_the_sum(left: str) -> None:
+    case, survivors = Sum(), NODES[:4]
+    own = [case.own[node] for node in survivors[left == "own" :]]
+    absent = case.absent(survivors)
+    if left == "absent":
+        absent.popitem()
+    opened = secure.decode(secure.cancel(case.total(survivors), case.people, own, absent))
+    assert (np.abs(opened) > 1e12).any()
+
+
+def test_no_stream_is_used_twice() -> None:
+    case, values = Sum(), np.zeros(64)
+    labels = [b"round 1", b"round 2", b"round 1, exchange 1"]
+    people = [Participants(label, NODES, case.people.keys) for label in labels]
+    people.append(Participants(labels[0], NODES[:4], case.people.keys[:4]))
+    sent = [secure.mask(values, NODES[0], case.private[NODES[0]], each) for each in people]
+    assert not any((one == other).any() for one, other in combinations(sent, 2))
+    # bytes of masks are uniform: a chi-squared of 255 degrees of freedom
+    counts = np.bincount(np.concatenate(sent, 1).view(np.uint8).ravel(), minlength=256)
+    assert (np.square(counts - counts.mean()) / counts.mean()).sum() < 400
+
+
+def test_shares_open_a_mask_from_the_threshold_on() -> None:
+    case = Sum()
+    given, commitments = case.shares(NODES[2])
+    needed = secure.threshold(len(NODES))
+    assert needed == 4
+    for some in combinations(given, needed):
+        assert secure.open_shares({node: given[node] for node in some}, commitments, case.people) == (
+            case.own[NODES[2]],
+            [],
+        )
+    few = dict(list(given.items())[: needed - 1])
+    assert secure.open_shares(few, commitments, case.people) == (None, [])
+
+
+def test_a_wrong_share_is_named_and_not_used() -> None:
+    case = Sum()
+    given, commitments = case.shares(NODES[2])
+    given[NODES[1]] = bytes(16)
+    assert secure.open_shares(given, commitments, case.people) == (case.own[NODES[2]], [NODES[1]])
+
+
+@pytest.mark.parametrize("changed", ["label", "key", "nodes"])
+def test_a_share_among_other_participants_cannot_be_unsealed(changed: str) -> None:
+    case = Sum()
+    sealed = secure.seal_shares(case.own[7], 7, case.private[7], case.people)[2].sealed
+    label, nodes, keys = case.people.label, case.people.nodes, case.people.keys
+    others = {
+        "label": Participants(b"round 2", nodes, keys),
+        "key": Participants(label, nodes, (*keys[:-1], secure.public_key(secure.new_private_key()))),
+        "nodes": Participants(label, nodes[:-1], keys[:-1]),
+    }
+    with pytest.raises(ProtocolError, match="what node 7 sealed for node 55 cannot be opened: the server has named"):
+        unseal_share(sealed, 7, 55, case.private[55], others[changed])
+
+
+def test_a_list_with_a_node_or_a_key_twice_is_refused() -> None:
+    keys = tuple(secure.public_key(secure.new_private_key()) for _ in range(3))
+    with pytest.raises(ProtocolError, match="twice"):
+        Participants(b"", (1, 2, 2), keys)
+    with pytest.raises(ProtocolError, match="twice"):
+        Participants(b"", (1, 2, 3), (*keys[:2], keys[0]))

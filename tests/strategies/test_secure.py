@@ -1,0 +1,340 @@
+"""Every method under masks beside the same one in the clear, in float64; drop-outs; and all bytes that nodes send."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from flwr.app import Context, Error, Message
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+
+from fedbn_flwr import secure, state, wire
+from fedbn_flwr.secure import fixed_point, masks
+from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.strategies import (
+    HBN,
+    REGISTRY,
+    FedAvg,
+    FedBN,
+    FedBS,
+    FedNorm,
+    FedTAN,
+    FixBN,
+    HeteroFL,
+    Privacy,
+    Scaffold,
+)
+from fedbn_flwr.wire import masked
+from tests.helpers.harness import INSTRUCTION, SIZES, Federation, Traffic, distance, make_model, make_split
+
+Options = dict[str, Any]
+#: every method that can, as it is and with options that change what is sent
+CASES: dict[str, tuple[Any, Options]] = {
+    **{
+        name: (REGISTRY[name], {})
+        for name in sorted(REGISTRY.keys() - {"centralized", "standalone", "fedbs", "fednorm"})
+    },
+    "uniform": (FedAvg, {"weighting": "uniform"}),
+    "momentum": (FedAvg, {"momentum_state": "global"}),
+    "server optimizer": (FedAvg, {"server_optimizer": "adam"}),
+    "frozen": (FixBN, {"freeze_round": 1}),
+    "the paper's exchanges": (FedTAN, {"exchange": "paper"}),
+    "uniform exchanges": (FedTAN, {"weighting": "uniform"}),
+    "uniform variates": (Scaffold, {"weighting": "uniform"}),
+    "layer by layer": (HeteroFL, {"statistics": "layer-wise"}),
+}
+
+
+def federation(kind: type[FedAvg], options: Options, **more: Any) -> Federation:
+    own = kind.own_norm(options)
+    return Federation(make_model(own[0], **own[1]) if own else make_model(), **more)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_under_masks_it_is_the_same_method(case: str) -> None:
+    kind, options = CASES[case]
+    plain, hidden = (federation(kind, options).run(kind(secure=hidden, **options)) for hidden in (False, True))
+    assert distance(plain, hidden) < 1e-9
+
+
+def test_fedtan_under_masks_follows_centralized_sgd() -> None:
+    sizes, rounds = (6, 6, 6), 20
+    found = Federation(make_model(), sizes).run(FedTAN(secure=True), rounds, local_steps=1, batch_size=6)
+    model, split = make_model(), make_split(sizes)
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=INSTRUCTION.lr)
+    for _ in range(rounds):
+        optimizer.zero_grad()
+        F.cross_entropy(model(split.inputs), split.labels).backward()
+        optimizer.step()
+    assert distance(found, model.state_dict()) < 1e-9
+
+
+REFUSED: dict[str, tuple[Callable[[], FedAvg], str]] = {
+    "losses": (lambda: FedBS(secure=True), "weighs each node by its loss"),
+    "domains": (lambda: FedNorm(secure=True), "BN within each domain"),
+    "auto": (lambda: FixBN(secure=True, freeze_round="auto"), "looks at each node's statistics"),
+    "carried": (lambda: FedTAN(secure=True, carry=True), "keeps each node's values"),
+    "privacy": (
+        lambda: FedAvg(secure=True, weighting="uniform", privacy=Privacy(1.0, 0.1)),
+        "clips each node's update",
+    ),
+    "robust": (lambda: FedAvg(secure=True, robust="median"), "compares the nodes' replies"),
+    "personal means": (lambda: FedBN(secure=True, mean_personal=True), "what single nodes keep"),
+    "another weight": (lambda: FedAvg(secure=True, weighted_by_key="train-loss"), "weighs by 'train-loss'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_needs_single_replies_is_refused_by_name(case: str) -> None:
+    make, reason = REFUSED[case]
+    with pytest.raises(ValueError, match=f"cannot run with secure=true: .*{reason}"):
+        Federation(make_model()).run(make())
+
+
+def test_a_method_of_a_users_own_that_looks_at_replies_is_refused() -> None:
+    class Largest(FedAvg):
+        def weigh(self, replies: Any) -> list[float]:
+            return [max(reply.num_examples for reply in replies)] * len(replies)
+
+    Largest.weigh.__module__ = "theirs"
+    with pytest.raises(ValueError, match="its own `weigh` may look at single replies"):
+        Federation(make_model()).run(Largest(secure=True))
+
+
+# ---- what leaves a node ---------------------------------------------------------------------------------------------
+
+
+class Numbers:
+    """All numbers of single nodes, as they are before they are masked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[np.ndarray] = []
+        before = masked.to_numbers
+
+        def noting(content: Any, weighting: str) -> Any:
+            for record in content.array_records.values():
+                self.seen += [np.asarray(array.numpy(), np.float64).ravel() for array in record.values()]
+            form, numbers = before(content, weighting)
+            self.seen.append(numbers)
+            return form, numbers
+
+        monkeypatch.setattr(masked, "to_numbers", noting)
+
+    def patterns(self) -> set[bytes]:
+        """The bytes of every number that is not one of a few anybody could guess, as float64, float32 and limbs."""
+        numbers = np.unique(np.concatenate(self.seen))
+        numbers = numbers[np.abs(numbers * 1024 % 1) > 0]
+        limbs = fixed_point.encode(numbers, 4)
+        return {
+            *(number.tobytes() for number in numbers),
+            *(number.byteswap().tobytes() for number in numbers),
+            *(limb.tobytes() for limb in limbs[1]),
+        }
+
+
+def sent_bytes(replies: Iterable[Message]) -> Iterable[bytes]:
+    """Everything in the nodes' replies, and that it is of the kinds that a masked reply has."""
+    for reply in replies:
+        for name in reply.content:
+            if name == masked.MASKED and reply.content.array_records:
+                (array,) = reply.content.array_records[name].values()
+                assert array.dtype == "uint64"
+                yield array.numpy().tobytes()
+                continue
+            values: Mapping[str, Any] = reply.content[name]
+            for key, value in values.items():
+                if name == wire.METRICS:  # of a description, or a sign; partitions are names of nodes
+                    assert (key, value) in [(wire.NUM_EXAMPLES, 0), (wire.PARTITION_ID, value), (wire.DOMAIN, -1)]
+                    continue
+                if key == "partition":
+                    continue
+                texts = value if isinstance(value, list) else [value]
+                assert all(isinstance(text, str | bytes) for text in texts), (name, key, value)
+                yield from (text if isinstance(text, bytes) else text.encode() for text in texts)
+
+
+def leaks(kind: type[FedAvg], options: Options, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many numbers of single nodes the server finds, in what they send and without the masks that it opens."""
+    numbers, opened = Numbers(monkeypatch), list[bytes]()
+    cancel = secure.cancel
+
+    def opening(total: Any, participants: Any, own: Any, absent: Any) -> Any:
+        own = list(own)
+        for seed in own:
+            for reply in grid.replies:
+                if reply.has_content() and masked.MASKED in reply.content.array_records:
+                    hidden = reply.content.array_records[masked.MASKED]["sum"].numpy()
+                    stream = masks._stream(seed, participants.digest, hidden.shape[1])
+                    opened.append(fixed_point.subtract(hidden, stream).tobytes())
+        return cancel(total, participants, own, absent)
+
+    monkeypatch.setattr(secure, "cancel", opening)
+    nodes = federation(kind, options, grid=Traffic)
+    grid: Any = nodes.grid
+    nodes.run(kind(secure=True, evaluate_every=1, **options), 2)
+    patterns = numbers.patterns()
+    assert len(patterns) > 1000
+    haystacks = [*sent_bytes(grid.replies), *opened]
+    words = {text[start : start + 8] for text in haystacks for start in range(0, len(text) - 7, 8)}
+    return len(patterns & words)
+
+
+BYTES: dict[str, tuple[type[FedAvg], Options]] = {
+    "fedavg": (FedAvg, {"momentum_state": "global"}),
+    "fedtan": (FedTAN, {}),
+    "scaffold": (Scaffold, {}),
+    "hbn": (HBN, {}),
+}
+
+
+@pytest.mark.parametrize("case", BYTES)
+def test_no_byte_that_is_sent_shows_a_number_of_one_node(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert leaks(*BYTES[case], monkeypatch) == 0
+
+
+def test_the_server_would_find_them_without_pairwise_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "_with_pair_mask", lambda hidden, *_: hidden)
+    assert leaks(FedAvg, {}, monkeypatch) > 100
+
+
+def test_the_server_would_find_those_of_an_exchange_without_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = masks.mask
+
+    def bare_in_exchanges(values: Any, node: int, private: bytes, participants: Any, own: bytes = b"") -> Any:
+        return before(values, node, private, participants, own) if own else fixed_point.encode(values, 4)
+
+    monkeypatch.setattr(secure, "mask", bare_in_exchanges)
+    assert leaks(FedTAN, {}, monkeypatch) > 10
+
+
+# ---- nodes that are lost -------------------------------------------------------------------------------------------
+
+
+class Losing(Traffic):
+    """A grid that loses messages: those for which `lose` says so, by node and what is asked."""
+
+    lose: Callable[[int, str], bool] = staticmethod(lambda node, what: False)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        asked = {message.metadata.message_id: message for message in self.sent}
+        replies = list(super().pull_messages(message_ids))
+        return [
+            Message(Error(ErrorCode.UNKNOWN, "gone"), reply_to=asked[reply.metadata.reply_to_message_id])
+            if self.lose(*what_is_asked(asked[reply.metadata.reply_to_message_id]))
+            else reply
+            for reply in replies
+        ]
+
+
+def what_is_asked(message: Message) -> tuple[int, str]:
+    """The node, and what it was asked: `keys`, `open`, or the kind of the message with its round."""
+    asked: Any = message.content.config_records.get(masked.SECURE, {})
+    kind = message.metadata.message_type
+    if kind == masked.SECURE_QUERY:
+        return message.metadata.dst_node_id, "open" if "survivors" in asked else "keys"
+    config: Any = message.content.config_records.get(wire.CONFIG, {})
+    return message.metadata.dst_node_id, f"{kind} {config.get('server-round')}"
+
+
+def run_losing(lose: Callable[[int, str], bool], strategy: FedAvg | None = None) -> tuple[Federation, state.State]:
+    nodes = Federation(make_model(), grid=Losing)
+    nodes.grid.lose = lose  # type: ignore[attr-defined]
+    strategy = strategy or FedAvg(secure=True, fraction_evaluate=0.0, min_train_nodes=4)
+    return nodes, nodes.run(strategy, 2)
+
+
+def without(lost: int, strategy: FedAvg | None = None) -> state.State:
+    """Two rounds in the clear, in the first of which a node is lost."""
+    nodes = Federation(make_model(), grid=Losing)
+    nodes.grid.lose = lambda node, what: (node, what) == (lost, "train 1")  # type: ignore[attr-defined]
+    return nodes.run(strategy or FedAvg(fraction_evaluate=0.0, min_train_nodes=4), 2)
+
+
+def test_a_node_lost_before_its_reply_is_not_in_the_sum() -> None:
+    (first, *_) = Federation(make_model()).grid.get_node_ids()
+    _, found = run_losing(lambda node, what: (node, what) == (first, "train 1"))
+    assert distance(found, without(first)) < 1e-9
+
+
+def test_a_node_lost_after_its_reply_still_counts() -> None:
+    opened = list[int]()
+
+    def lose(node: int, what: str) -> bool:
+        opened.append(node) if what == "open" else None
+        return what == "open" and len(opened) == 2
+
+    _, found = run_losing(lose)
+    assert distance(found, Federation(make_model()).run(FedAvg(fraction_evaluate=0.0), 2)) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("lost", "reason"),
+    [
+        ("two replies", "replies of 2 of 4 nodes came, and a sum needs 3"),
+        ("a reply, and another node's help", "masks with nodes .* do not cancel"),
+        ("the help of two", "it did not help to open the sum: gone"),
+    ],
+)
+def test_a_round_that_cannot_be_right_is_skipped_by_name(
+    lost: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, *_ = Federation(make_model()).grid.get_node_ids()
+    losses = {
+        "two replies": {(first, "train 2"), (second, "train 2")},
+        "a reply, and another node's help": {(first, "train 2"), (second, "open")},
+        "the help of two": {(first, "open"), (second, "open")},
+    }[lost]
+    rounds = 0
+
+    def lose(node: int, what: str) -> bool:
+        nonlocal rounds
+        rounds = max(rounds, int(what[-1]) if what[-1].isdigit() else 0)
+        return rounds == 2 and (node, what) in losses
+
+    _, found = run_losing(lose)
+    assert distance(found, Federation(make_model()).run(FedAvg(fraction_evaluate=0.0), 1)) < 1e-9
+    assert "brought no usable reply" in caplog.text
+    assert re.search(reason, caplog.text)
+
+
+def test_an_exchange_that_loses_a_node_starts_again_without_it_and_with_other_batches() -> None:
+    first, *_ = Federation(make_model()).grid.get_node_ids()
+    asked = list[str]()
+
+    def lose(node: int, what: str) -> bool:
+        if node == first and what == f"{wire.LAYERWISE} 1":
+            asked.append(what)
+        return node == first and len(asked) > 1 and what == f"{wire.LAYERWISE} 1"
+
+    nodes, _ = run_losing(lose, FedTAN(secure=True, fraction_evaluate=0.0, min_train_nodes=4))
+    grid: Any = nodes.grid
+    positions = [message.content.config_records.get("position") for message in grid.sent]
+    attempts = {position["attempt"] for position in positions if position}
+    assert attempts == {1, 2}
+
+
+def test_two_nodes_are_too_few() -> None:
+    with pytest.raises(RuntimeError, match="a sum of 2 nodes would show too much of each: 3 at least"):
+        Federation(make_model(), SIZES[:2]).run(FedAvg(secure=True))
+
+
+def test_nodes_that_know_no_masks_are_named() -> None:
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return message
+
+    @app.query("secure")
+    def query(message: Message, context: Context) -> Message:
+        return Message(message.content, reply_to=message)
+
+    nodes = Federation(make_model())
+    nodes.grid = InProcessGrid(app, 3)
+    with pytest.raises(RuntimeError, match="its app knows no sums under masks"):
+        nodes.run(FedAvg(secure=True))
