@@ -21,7 +21,7 @@ from fedbn_flwr.experiments.reports.how import facts, options_in_common
 from fedbn_flwr.experiments.reports.progress import Progress
 from fedbn_flwr.experiments.reports.sources import Source
 from fedbn_flwr.experiments.reports.style import Picture
-from fedbn_flwr.experiments.reports.tables import Cell, Table, cost_table, counts, result_table, run_table
+from fedbn_flwr.experiments.reports.tables import Cell, Table, cost_table, counts, curve_table, result_table, run_table
 from fedbn_flwr.state.record_files import write_bytes
 
 PAGE = "report.html"
@@ -80,7 +80,9 @@ def _write_html(parts: Sequence[Part], folder: Path, refresh: int) -> str:
 
 def _write_csv(parts: Sequence[Part], folder: Path, _: int) -> str:
     files = {
-        f"{part.prefix}{table.name}.csv": table for part in parts for table in [*part.tables, run_table(part.source)]
+        f"{part.prefix}{table.name}.csv": table
+        for part in parts
+        for table in [*part.tables, run_table(part.source), curve_table(part.source)]
     }
     for name, table in files.items():
         write_bytes(folder / name, to_csv(table).encode())

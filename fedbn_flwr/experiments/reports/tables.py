@@ -103,16 +103,40 @@ def cost_table(source: Source) -> Table:
 
 
 def run_table(source: Source) -> Table:
-    """Return the state of every run."""
-    headings = ["setting", "method", "seed", "state", "rounds done", "of", "folder"]
+    """Return the state of every run, and what came of it."""
+    score = score_of(source.runs)
+    headings = ["setting", "method", "seed", "state", "rounds done", "of", "learning rate"]
+    headings += [heading_of(score), "exchanges", "MB sent", "seconds", "folder"]
     rows = []
     for run in source.runs:
         done, total = len(run.rows), run.rounds
         progress = [Cell(f"{done:,}", done), Cell(f"{total:,}", total) if total else Cell("")]
         state = f"failed: {run.error}" if run.error else run.state
         names = [Cell(run.setting), Cell(run.label), Cell(str(run.seed), run.seed), Cell(state)]
-        rows.append([*names, *progress, Cell(run.folder.name)])
-    return _without_empty("runs", "All runs", headings, rows, {2, 4, 5})
+        rate, ended = run.options.get("lr"), run.summary if run.state == "finished" and run.summary else {}
+        numbers = [_per(ended.get(score), 0.01), ended.get("exchanges"), _per(ended.get("payload-bytes"), 2**20)]
+        counted = zip([*numbers, ended.get("seconds")], (2, 0, 1, 1), strict=True)
+        results = [Cell(f"{rate:g}", rate) if rate else Cell(""), *(_count(*each) for each in counted)]
+        rows.append([*names, *progress, *results, Cell(run.folder.name)])
+    return _without_empty("runs", "All runs", headings, rows, {2, *range(4, 11)})
+
+
+def curve_table(source: Source) -> Table:
+    """Return the score of every run over its rounds, exchanges, bytes and seconds."""
+    score = score_of(source.runs)
+    headings = ["setting", "method", "seed", "round", heading_of(score), "exchanges", "MB sent", "seconds"]
+    rows = []
+    for run in source.runs:
+        names = [Cell(run.setting), Cell(run.label), Cell(str(run.seed), run.seed)]
+        exchanges, sent, seconds = 0, 0, 0.0
+        for row in run.rows:
+            exchanges += row.get("exchanges") or 0
+            sent += sum(row.get(f"payload-bytes-{way}") or 0 for way in ("down", "up"))
+            seconds += row.get("seconds") or 0.0
+            if row.get(score) is not None:
+                numbers = zip((100 * row[score], exchanges, sent / 2**20, seconds), (2, 0, 1, 1), strict=True)
+                rows.append([*names, Cell(str(row["round"]), row["round"]), *(_count(*each) for each in numbers)])
+    return _without_empty("curves", "The score over the rounds", headings, rows, set(range(2, 8)))
 
 
 def counts(runs: Sequence[Run]) -> str:

@@ -429,6 +429,16 @@ def test_every_format_has_the_same_table(tmp_path: Path) -> None:
     rows = list(csv.reader((out / "results.csv").read_text().splitlines()))
     assert rows[0][:3] == ["method", SCORE, "difference"]
     assert rows[2][:3] == ["fixbn", "75.0", "25.0"]
+    runs = list(csv.DictReader((out / "runs.csv").read_text().splitlines()))
+    assert [(row["method"], row[SCORE], row["state"]) for row in runs] == [
+        ("fedavg", "50.0", "finished"),
+        ("fixbn", "75.0", "finished"),
+    ]
+    curves = list(csv.DictReader((out / "curves.csv").read_text().splitlines()))
+    assert [row["round"] for row in curves] == [str(n) for n in range(1, ROUNDS + 1)] * 2
+    last = curves[-1]
+    assert (last["method"], last[SCORE]) == ("fixbn", "75.0")
+    assert float(last["exchanges"]) == ROUNDS * float(curves[0]["exchanges"])
     latex = (out / "results.tex").read_text()
     assert [latex.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 1, 1]
     assert r"fixbn & 75.00 & $+$25.00" in latex
