@@ -19,8 +19,10 @@ from .base_layerwise import Layerwise
 class CarriedCorrections(Layerwise):
     """`Layerwise`, or with `carry=True` one exchange a round: first steps use corrections from earlier rounds.
 
-    The server keeps each node's last local values of every BN layer. From those of a round's participants it makes the
-    corrections that go with their models in that round's ordinary training message, and their replies bring new values.
+    The server keeps each node's local values of every BN layer, averaged over rounds. From those of a round's
+    participants it makes the corrections that go with their models in that round's ordinary training message, and their
+    replies bring new values. After j rounds, kept values count `memory` to the power of j beside new ones; 0 keeps the
+    last values only.
     `fedbn_flwr.layerwise.carried` derives it. A node that was never heard, or did not reply when last drawn, goes
     without corrections, and is not in the pool. What corrections of gradients add because a drawn node is silent, those
     of the next round take back. Messages carry 4 numbers a BN channel more, each way (2 without gradients), and each
@@ -45,16 +47,21 @@ class CarriedCorrections(Layerwise):
         trust: Annotated[
             float, "bound of carried corrections, in standard deviations and as ratio of variances; 0 is none"
         ] = 3.0,
+        memory: Annotated[
+            float, "share of a node's earlier values in what carry=true keeps, after one round; 0 keeps the last only"
+        ] = 0.5,
         carry_limit: Annotated[float, "megabytes of nodes' values that the server keeps for carry=true"] = 256.0,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         if trust != 0 and trust <= 1:
             raise ValueError(f"trust must be 0 or more than 1, got {trust}")
+        if not 0 <= memory < 1:
+            raise ValueError(f"memory must be at least 0 and less than 1, got {memory}")
         if carry_limit <= 0:
             raise ValueError(f"carry_limit must be positive, got {carry_limit}")
         self.carry = carry
-        self.carried = CarriedValues(trust, carry_limit, self.combiner)
+        self.carried = CarriedValues(trust, carry_limit, memory, self.combiner)
         self._corrections: Mapping[int, Entries] = {}
 
     def why_single(self) -> str:
@@ -81,7 +88,7 @@ class CarriedCorrections(Layerwise):
             values = reply.records.get(wire.CARRIED)
             if not self.carry or values is None:
                 continue
-            if reason := self.carried.hear(reply.node, reply.num_examples, values):
+            if reason := self.carried.hear(reply.node, reply.num_examples, values, self.round.number):
                 log(WARNING, "Node %d goes without carried corrections: %s", reply.node, reason)
         return merged
 

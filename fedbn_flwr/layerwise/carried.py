@@ -1,4 +1,4 @@
-r"""Corrections carried from round to round: what every client used last time takes the place of exchanges.
+r"""Corrections carried from round to round: what every client used before takes the place of exchanges.
 
 A client's local values of every layer travel with its ordinary reply, and the corrections made of them with the next
 round's ordinary message. A round is then one step of a fixed-point iteration that goes on over the rounds, while the
@@ -9,9 +9,14 @@ m_k, v_k, a_k, b_k of this very pass (A and B: see `SharedBatchNorm`),
 
     o_k = (m - m_k') / sqrt(v_k'),   q_k = v / v_k',   alpha_k = a - a_k',   beta_k = b - b_k'
 
-where m_k', v_k', a_k', b_k' are the client's last values, and m, v, a, b their pool over the participants S of round t:
+where m_k', v_k', a_k', b_k' are the client's values of earlier rounds, and m, v, a, b their pool over the participants
+S of round t:
 
     m = sum_S p_k m_k',   v = sum_S p_k (v_k' + (m_k' - m)^2),   a = sum_S p_k a_k',   b = sum_S p_k b_k'
+
+The values of one round are those of one mini-batch, and mostly noise. So m_k' and the others are running means: with a
+`memory` M, new values of a client that was last heard j rounds ago count 1 - M^j, and what was kept counts M^j. Values
+of a client that seldom takes part are old already, and are hardly averaged. With M = 0, they are the last values.
 
 To correct the current local values, instead of replacing them by the last pooled ones, keeps every layer normalized
 however wrong the corrections are; replacing them diverges.
@@ -48,10 +53,10 @@ renormalization (Ioffe, Batch Renormalization, NeurIPS 2017) do for the same rea
 from today's. Those of gradients stay as they are, because to bound each client's alone would break their sum.
 
 Fixed points. One client, or clients with equal data: o = alpha = beta = 0 and q = 1, FedAvg; only the n / (n - 1) of
-running variances counts the values of all clients. A model that stands still
-and full batches: after l rounds the statistics of l layers are exact, after L of all, then in as many rounds the
-gradients from the last layer to the first, so that from round 2 L + 1 on the gradient is FedTAN's, unless the trust
-region cuts it.
+running variances counts the values of all clients. A model that stands still, full batches and M = 0: after l rounds
+the statistics of l layers are exact, after L of all, then in as many rounds the gradients from the last layer to the
+first, so that from round 2 L + 1 on the gradient is FedTAN's, unless the trust region cuts it. With M > 0, it comes
+arbitrarily close.
 
 Both halves are in this file: `Corrected` and `CorrectedClients` are the client's, `CarriedValues` is the server's. They
 meet in the group `carried` of an ordinary training message: a node's corrections on the way to it, its local values on
@@ -84,7 +89,7 @@ Examples = Mapping[int, float]
 
 #: what is corrected
 KINDS: tuple[Kind, Kind] = ("statistics", "gradients")
-LAYERS, SIZES, EXAMPLES = "layers", "sizes", "examples"
+LAYERS, SIZES, EXAMPLES, ROUND = "layers", "sizes", "examples", "round"
 
 # Added to a variance before it divides: a client whose channel is constant has none.
 _FLOOR = 1e-5
@@ -230,7 +235,9 @@ def _channels(requests: Requests | None) -> int:
 
 
 class CarriedValues:
-    """Each node's last local values of every BN layer, by node.
+    """Each node's local values of every BN layer, averaged over its rounds, by node.
+
+    After a pause of j rounds, what is kept counts `memory` to the power of j. A memory of 0 keeps the last values.
 
     If all together take more than `limit` megabytes (2^20 bytes), those are forgotten that are not renewed for the
     longest time.
@@ -239,9 +246,9 @@ class CarriedValues:
     left over is the `surplus`, which the next corrections take back.
     """
 
-    def __init__(self, trust: float, limit: float, combiner: Combiner = combine) -> None:
-        self.trust, self.limit, self.combiner = trust, limit, combiner
-        #: as they travel, and the node's number of samples; the most recent last
+    def __init__(self, trust: float, limit: float, memory: float = 0.0, combiner: Combiner = combine) -> None:
+        self.trust, self.limit, self.memory, self.combiner = trust, limit, memory, combiner
+        #: as they travel, with the node's number of samples and the round; the most recent last
         self.by_node: dict[int, Entries] = {}
         #: (2, C), what all corrections so far have added to the mean gradient of the averaged nodes
         self.surplus: np.ndarray | None = None
@@ -254,13 +261,19 @@ class CarriedValues:
         """Take up what `state_dict` returned."""
         self.surplus = state["surplus"]
 
-    def hear(self, node: int, num_examples: float, values: Mapping[str, np.ndarray]) -> str:
+    def hear(self, node: int, num_examples: float, values: Mapping[str, np.ndarray], server_round: int = 0) -> str:
         """Keep a node's values; return why they are unusable, and then forget the node, or an empty string."""
-        self.by_node.pop(node, None)
+        before = self.by_node.pop(node, None)
         kept = {name: np.array(value) for name, value in values.items()}
         if reason := _why_unusable(kept):
             return reason
-        self.by_node[node] = {**kept, EXAMPLES: np.array(num_examples)}
+        if before is not None and _form(before) == _form(kept):
+            share = self.memory ** max(server_round - before[ROUND].item(), 1)
+            for kind in KINDS:
+                if kind in kept:
+                    mean = share * before[kind].astype(np.float64) + (1 - share) * kept[kind]
+                    kept[kind] = mean.astype(kept[kind].dtype)
+        self.by_node[node] = {**kept, EXAMPLES: np.array(num_examples), ROUND: np.array(server_round)}
         size = sum(value.nbytes for value in self.by_node[node].values())
         while len(self.by_node) > max(self.limit * 2**20 / size, 1):
             del self.by_node[next(iter(self.by_node))]

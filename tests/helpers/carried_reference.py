@@ -90,8 +90,11 @@ class Server:
     """The values of nodes, the corrections made of them, and what these have added to the mean gradients so far."""
 
     trust: float = 3.0
+    memory: float = 0.5
     forward_only: bool = False
     known: dict[int, dict[str, Values]] = field(default_factory=dict)
+    #: the round in which a node was last heard
+    last: dict[int, int] = field(default_factory=dict)
     added: dict[str, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
 
     def corrections(self, shares: Mapping[int, float]) -> dict[int, dict[str, Correction]]:
@@ -117,6 +120,17 @@ class Server:
                 of_a, of_b = self.added.get(layer, (0.0, 0.0))
                 found[node][layer] = Correction(o, q, gain * (a - value.a - of_a), gain * (b - value.b - of_b), n)
         return found
+
+    def hear(self, node: int, heard: dict[str, Values], number: int) -> None:
+        """Average the values of a node, of which those of j rounds ago count `memory` to the power of j."""
+        if node in self.known:
+            kept = self.memory ** (number - self.last[node])
+            for layer, new in heard.items():
+                old = self.known[node][layer]
+                pairs = ((old.m, new.m), (old.v, new.v), (old.a, new.a), (old.b, new.b))
+                m, v, a, b = (kept * before + (1 - kept) * now for before, now in pairs)
+                heard[layer] = Values(m, v, a, b, new.n)
+        self.known[node], self.last[node] = heard, number
 
     def settle(self, corrections: Mapping[int, dict[str, Correction]], shares: Mapping[int, float]) -> None:
         """Add what the corrections of the nodes that reply sum to; `shares` are theirs, and sum to one."""
@@ -155,7 +169,7 @@ def carried_run(
         for node in chosen:
             local = copy.deepcopy(model).train()
             heard = _train(local, mini_batches(split, nodes[node], asked, True), asked.lr, corrections.get(node, {}))
-            server.known[node] = heard
+            server.hear(node, heard, number)
             ends.append((replying[node], local.state_dict()))
         mean = {
             name: torch.stack([share * end[name] for share, end in ends]).sum(0)

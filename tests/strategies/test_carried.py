@@ -72,6 +72,7 @@ def failing(fails: Silence) -> type[InProcessGrid]:
 
 CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
     "carried": (lambda: FedTAN(carry=True), {}),
+    "the last values": (lambda: FedTAN(carry=True, memory=0.0), {"memory": 0.0}),
     "unbounded": (lambda: FedTAN(carry=True, trust=0.0), {"trust": 0.0}),
     "a narrow region": (lambda: FedTAN(carry=True, trust=1.1), {"trust": 1.1}),
     "statistics only": (lambda: FedDNA(carry=True), {"forward_only": True}),
@@ -212,7 +213,7 @@ WHOLE: dict[str, Any] = {"batch_size": 50, "local_steps": 1}
 def test_a_model_that_stands_still_ends_with_fedtans_gradient(still: int, exact: bool) -> None:
     """With whole data sets as mini-batches: 2 L rounds without a rate, then one with a rate."""
     schedule: dict[str, Any] = {"lr_schedule": f"=0.5@{still}"}
-    carry: dict[str, Any] = {"carry": True, "trust": 0.0}
+    carry: dict[str, Any] = {"carry": True, "trust": 0.0, "memory": 0.0}
     carried, wanted = (run(FedTAN(**{**options, **schedule}), still + 1, lr=0.0, **WHOLE) for options in (carry, {}))
     parameters = [name for name in carried if "running" not in name and "tracked" not in name]
     start = make_model().state_dict()
@@ -336,10 +337,21 @@ def test_weights_need_not_be_whole_numbers() -> None:
 
 def test_the_oldest_values_are_forgotten() -> None:
     # a node's values are 2 + 3 + 1 numbers of 8 bytes, and a byte for the layer's name
-    carried = CarriedValues(trust=3.0, limit=3 * 49 / 2**20)
+    carried = CarriedValues(trust=3.0, limit=3 * 57 / 2**20)
     for node in (1, 2, 3, 1, 4):
         carried.hear(node, 10, values(0.0))
     assert list(carried.by_node) == [3, 1, 4]
+
+
+def test_old_values_count_less_with_every_round() -> None:
+    carried = CarriedValues(trust=3.0, limit=1.0, memory=0.5)
+    for number, mean in ((1, 8.0), (2, 4.0), (5, 22.0)):
+        carried.hear(7, 10, values(mean), number)
+    # (8 + 4) / 2 = 6, and after three rounds 6 / 8 + 22 * 7 / 8
+    assert carried.by_node[7]["statistics"].tolist() == [[20.0], [1.0]]
+    # values of other layers are not averaged with them
+    carried.hear(7, 10, values(3.0, layers=2), 6)
+    assert carried.by_node[7]["statistics"].tolist() == [[3.0, 3.0], [1.0, 1.0]]
 
 
 FAULTY_VALUES: dict[str, dict[str, np.ndarray]] = {
