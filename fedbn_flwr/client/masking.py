@@ -21,12 +21,14 @@ from typing import Any
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from fedbn_flwr import secure, wire
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.secure import NotEncodableError, Participants, ProtocolError
+from fedbn_flwr.secure.fixed_point import Limbs
 from fedbn_flwr.wire import masked
+from fedbn_flwr.wire.masked import Form, Numbers
 
 #: the folder with a site's signing key (`sign.key`) and the public keys of all sites (`sites.txt`)
 SITE_VARIABLE = "FEDBN_FLWR_SECURE_SITE"
@@ -62,14 +64,12 @@ def leave_masked(reply: RecordDict, message: Message, context: Context) -> Recor
     memory = _Kept(context)
     participants = _participants(asked, memory)
     _require_own_key(participants, memory, context.node_id)
-    _require_new_step(message, participants, memory)
+    if not masked.is_over_stream(message.content):  # there, the step was new when it began
+        _require_new_step(message.metadata.message_type, message.content, participants, memory)
     form, numbers = masked.to_numbers(reply, asked["weighting"])
     # a sum of an exchange needs all nodes, so nothing is ever opened
     own = b"" if form.kind else secure.own_seed()
-    try:
-        hidden = secure.mask(numbers, context.node_id, memory["private"], participants, own)
-    except NotEncodableError as error:
-        raise NotEncodableError(f"what it would send {error}") from None
+    hidden = _mask(numbers, context.node_id, memory["private"], participants, own)
     content: dict[str, Any] = {"form": form.pack(), "partition": masked.partition_of(reply)}
     if own:
         shares = secure.seal_shares(own, context.node_id, memory["private"], participants)
@@ -78,6 +78,37 @@ def leave_masked(reply: RecordDict, message: Message, context: Context) -> Recor
     return RecordDict(
         {masked.MASKED: ArrayRecord({"sum": Array(hidden)}), f"{masked.MASKED}-form": ConfigRecord(content)}
     )
+
+
+class StepMasks:
+    """The masks of a layer-wise step that is taken without messages: a sum among the same nodes for each exchange."""
+
+    def __init__(self, content: RecordDict, context: Context) -> None:
+        memory, self._node = _Kept(context), context.node_id
+        self._asked: Any = content[masked.SECURE]
+        participants = _participants(self._asked, memory)
+        _require_own_key(participants, memory, self._node)
+        _require_new_step(wire.LAYERWISE, content, participants, memory)
+        self._private = memory["private"]
+        # moments are weighted by what they were measured on
+        gathers = masked.kind_of(wire.LAYERWISE, content) == wire.GATHER
+        self._weighting = "values" if gathers else str(self._asked["weighting"])
+        #: exchanges so far
+        self._sums = 0
+
+    def hide(self, request: RecordDict) -> tuple[Form, Limbs]:
+        """Return a request's form and numbers under masks."""
+        self._sums += 1
+        participants = masked.participants_of(self._asked, self._sums)
+        form, numbers = masked.to_numbers(request, self._weighting)
+        return form, _mask(numbers, self._node, self._private, participants, b"")
+
+
+def _mask(numbers: Numbers, node: int, private: bytes, participants: Participants, own: bytes) -> Limbs:
+    try:
+        return secure.mask(numbers, node, private, participants, own)
+    except NotEncodableError as error:
+        raise NotEncodableError(f"what it would send {error}") from None
 
 
 def fresh_seed(seed: int, attempt: int, content: RecordDict, context: Context) -> int:
@@ -175,13 +206,12 @@ def _require_own_key(participants: Participants, memory: _Kept, node: int) -> No
         raise ProtocolError("the server has put another key in the place of this node's")
 
 
-def _require_new_step(message: Message, participants: Participants, memory: _Kept) -> None:
+def _require_new_step(message_type: str, content: RecordDict, participants: Participants, memory: _Kept) -> None:
     """Refuse a sum that this node was in before, and remember this one."""
-    number: Any = message.content[masked.SECURE]
-    if number["number"] <= memory["number"]:
+    asked: Any = content[masked.SECURE]
+    if asked["number"] <= memory["number"]:
         raise ProtocolError("the server asks for a sum that this node was in before, or for an earlier one")
-    kind, step = message.metadata.message_type, list(masked.step_of(message))
-    kind = MessageType.TRAIN if kind == wire.LAYERWISE else kind
+    kind, step = masked.kind_of(message_type, content), list(masked.step_of(content))
     last = list(memory.get(f"step {kind}", [-1, 0, 0]))
     if kind == wire.GATHER:
         among = hashlib.sha256(repr(sorted(participants.keys)).encode()).digest()

@@ -16,6 +16,11 @@ class PassingGrid(Grid):
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
+    @property
+    def masks_steps(self) -> bool:
+        """Whether a layer-wise step without messages can be under masks."""
+        return getattr(self._grid, "masks_steps", False)
+
     def set_run(self, run: "Run") -> None:
         """Pass on."""
         self._grid.set_run(run)

@@ -6,7 +6,7 @@ The nodes' end is `fedbn_flwr/client/masking.py`, the protocol is in `fedbn_flwr
 
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from logging import INFO, WARNING
@@ -24,7 +24,7 @@ from fedbn_flwr.secure.fixed_point import Limbs, add
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.wire import masked
-from fedbn_flwr.wire.masked import Form
+from fedbn_flwr.wire.masked import Form, Summed
 
 
 class SumFailedError(RuntimeError):
@@ -64,6 +64,24 @@ class SecureGrid(PassingGrid):
         """Return the mean of the nodes' replies, and errors."""
         return list(self.ask(list(messages), self._timeout if timeout is None else timeout).values())
 
+    def open_step(self, messages: Sequence[Message]) -> "MaskedStep | None":
+        """Open a layer-wise step without messages, of which the server sees sums; None where the grid has none."""
+        if not self.masks_steps:
+            return None
+        sent = {message.metadata.dst_node_id: message for message in messages}
+        if self._meet(list(sent), self._timeout):
+            return None  # the step by messages names the nodes
+        asked = self._begin_sum(sent, tuple(sent))
+        grid: Any = self._grid
+        step = grid.open_step(messages)
+
+        def opened(replies: Sequence[Message]) -> list[Message]:
+            by_node = {ids[reply.metadata.reply_to_message_id]: reply for reply in replies}
+            return list(self._sum(sent, tuple(sent), asked, by_node, {}, self._timeout).values())
+
+        ids = {message.metadata.message_id: node for node, message in sent.items()}
+        return None if step is None else MaskedStep(step, opened)
+
     def ask(self, messages: Sequence[Message], timeout: float) -> dict[int, Message]:
         """Return the mean of the nodes' replies, by the first of the nodes, and errors by node.
 
@@ -80,10 +98,7 @@ class SecureGrid(PassingGrid):
         nodes = tuple(node for node in sent if node not in refused)
         if not nodes:
             return self._errors(sent, refused)
-        self._number += 1
-        asked = self._describe(nodes)
-        for node in nodes:
-            sent[node].content[masked.SECURE] = ConfigRecord(dict(asked))
+        asked = self._begin_sum(sent, nodes)
         replies = ask_nodes(self._grid, [sent[node] for node in nodes], timeout)
         return self._sum(sent, nodes, asked, replies, refused, timeout)
 
@@ -154,9 +169,10 @@ class SecureGrid(PassingGrid):
             refused |= dict.fromkeys(known, few)
         return refused
 
-    def _describe(self, nodes: Sequence[int]) -> dict[str, Any]:
-        """Return what every message of a sum says of it."""
-        return {
+    def _begin_sum(self, sent: Mapping[int, Message], nodes: Sequence[int]) -> dict[str, Any]:
+        """Let the messages ask for a new sum, and return what they say of it."""
+        self._number += 1
+        asked: dict[str, Any] = {
             "session": self._session,
             "number": self._number,
             "weighting": self._weighting,
@@ -165,6 +181,9 @@ class SecureGrid(PassingGrid):
             "keys": [self._keys[node][0] for node in nodes],
             "signatures": [self._keys[node][1] for node in nodes],
         }
+        for node in nodes:
+            sent[node].content[masked.SECURE] = ConfigRecord(dict(asked))
+        return asked
 
     def _unmask(
         self,
@@ -244,6 +263,42 @@ class SecureGrid(PassingGrid):
         }
 
 
+class MaskedStep:
+    """A layer-wise step of another grid, whose exchanges are sums; `opened` makes one reply of all."""
+
+    def __init__(self, step: Any, opened: Callable[[Sequence[Message]], list[Message]]) -> None:
+        self._step, self._opened = step, opened
+        self.advance, self.abandon = step.advance, step.abandon
+
+    @property
+    def participants(self) -> Any:
+        """The participants: one, in the place of all."""
+        return self._step.participants
+
+    def replies(self) -> list[Message]:
+        """Return the mean of the nodes' replies, and errors."""
+        return self._opened(self._step.replies())
+
+
+def sum_exchange(requests: Mapping[int, Any], asked: Mapping[str, Any], exchange: int) -> Summed:
+    """Return the mean of requests under masks, given by node with `form`, `partition` and `hidden`.
+
+    SumFailedError names the nodes whose requests do not fit.
+    """
+    refused, parts = dict[int, str](), dict[int, _MaskedReply]()
+    for node, each in requests.items():
+        try:
+            parts[node] = _MaskedReply(_fitting(each.form, each.hidden), each.partition, each.hidden, (), ())
+        except ValueError as error:
+            refused[node] = str(error)
+    _of_one_form(parts, refused)
+    if refused:
+        raise SumFailedError(refused)
+    total = reduce(add, (part.hidden for part in parts.values()))
+    form = next(iter(parts.values())).form
+    return _mean(form, total, {node: part.partition for node, part in parts.items()})
+
+
 def _read(content: RecordDict) -> _MaskedReply:
     """Return a node's masked reply; an error if it is none."""
     said: Any = content.config_records[f"{masked.MASKED}-form"]
@@ -253,6 +308,14 @@ def _read(content: RecordDict) -> _MaskedReply:
     return _MaskedReply(
         form, int(said.get("partition", -1)), hidden, said.get("shares", []), said.get("commitments", [])
     )
+
+
+def _fitting(text: str, hidden: Limbs) -> Form:
+    """Return the form of masked numbers; ValueError if they are not of it."""
+    form = Form.read(text)
+    if hidden.dtype != np.uint64 or hidden.shape != (2, form.size):
+        raise ValueError(f"{hidden.dtype} of the shape {hidden.shape} where uint64 of {(2, form.size)} is due")
+    return form
 
 
 def _of_one_form(parts: dict[int, _MaskedReply], refused: dict[int, str]) -> dict[int, _MaskedReply]:
@@ -269,7 +332,7 @@ def _of_one_form(parts: dict[int, _MaskedReply], refused: dict[int, str]) -> dic
     return {node: part for node, part in parts.items() if node not in refused}
 
 
-def _mean(form: Form, total: Limbs, nodes: Mapping[int, int]) -> RecordDict:
+def _mean(form: Form, total: Limbs, nodes: Mapping[int, int]) -> Summed:
     """Return the mean reply; SumFailedError if masks are left in the sum."""
     numbers = secure.decode(total)
     if numbers[0] != len(nodes):

@@ -25,14 +25,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.layerwise import Answer, Kind, Requests
+from fedbn_flwr.wire import masked
 
 POSITION = "position"
 ANSWERS, COUNTS = "answers", "answers-counts"
-REQUEST = "request"
+REQUEST = masked.REQUEST
 LACKS_ARRAYS = "lacks-arrays"
 SIDE_CHANNEL = "side-channel"
 ADDRESS, TOKEN = "address", "token"
@@ -87,6 +88,17 @@ def read_answers(content: Mapping[str, Any]) -> dict[str, Answer]:
 def request_report(request: Requests) -> dict[str, Any]:
     """Return what a reply's report says of its request."""
     return {"kind": request.kind, "count": request.counts[0]}
+
+
+def pack_request(request: Requests, num_examples: int) -> RecordDict:
+    """Return what a reply holds of a client's request."""
+    return RecordDict(
+        {
+            REQUEST: state.to_record({request.layer: request.tensor[0]}),
+            wire.METRICS: MetricRecord({wire.NUM_EXAMPLES: num_examples}),
+            wire.REPORT: ConfigRecord(request_report(request)),
+        }
+    )
 
 
 def read_request(content: Mapping[str, Any]) -> Requests:

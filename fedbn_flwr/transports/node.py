@@ -1,6 +1,5 @@
 """A node's door for the messages of layer-wise steps, whichever transport they belong to."""
 
-from functools import partial
 from typing import Any
 
 from flwr.app import Context, RecordDict
@@ -25,10 +24,10 @@ def handle_layerwise_message(content: RecordDict, context: Context, make_client:
             return take_exchange(content, context, make_client, position, log)
         case "exchange":
             log.clear()
-            return step_over_stream(content, partial(make_client, context))
+            return step_over_stream(content, context, make_client, position.attempt)
         case _:
             log.clear()
-            return gather_over_stream(content, partial(make_client, context))
+            return gather_over_stream(content, context, make_client)
 
 
 def _config(content: RecordDict) -> Instruction:

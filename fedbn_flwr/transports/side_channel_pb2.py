@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(fedbn_flwr/transports/side_channel.proto\x12\x05\x66\x65\x64\x62n\"\xb3\x01\n\x05\x46rame\x12!\n\x07request\x18\x01 \x01(\x0b\x32\x0e.fedbn.RequestH\x00\x12\x1f\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\r.fedbn.AnswerH\x00\x12\x1b\n\x04\x64one\x18\x03 \x01(\x0b\x32\x0b.fedbn.DoneH\x00\x12\x1f\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\r.fedbn.FailedH\x00\x12\x1d\n\x05\x61live\x18\x05 \x01(\x0b\x32\x0c.fedbn.AliveH\x00\x42\t\n\x07\x63ontent\"}\n\x07Request\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\x12\x11\n\tpartition\x18\x04 \x01(\x04\x12\x14\n\x0cnum_examples\x18\x05 \x01(\x04\x12\x1d\n\x06values\x18\x06 \x01(\x0b\x32\r.fedbn.Values\"6\n\x06\x41nswer\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x1d\n\x06values\x18\x02 \x01(\x0b\x32\r.fedbn.Values\"\x06\n\x04\x44one\"\x18\n\x06\x46\x61iled\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x07\n\x05\x41live\"7\n\x06Values\x12\r\n\x05shape\x18\x01 \x03(\r\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0f\n\x07numbers\x18\x03 \x01(\x0c\x32\x39\n\x0bSideChannel\x12*\n\x08\x45xchange\x12\x0c.fedbn.Frame\x1a\x0c.fedbn.Frame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(fedbn_flwr/transports/side_channel.proto\x12\x05\x66\x65\x64\x62n\"\xdb\x01\n\x05\x46rame\x12!\n\x07request\x18\x01 \x01(\x0b\x32\x0e.fedbn.RequestH\x00\x12\x1f\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\r.fedbn.AnswerH\x00\x12\x1b\n\x04\x64one\x18\x03 \x01(\x0b\x32\x0b.fedbn.DoneH\x00\x12\x1f\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\r.fedbn.FailedH\x00\x12\x1d\n\x05\x61live\x18\x05 \x01(\x0b\x32\x0c.fedbn.AliveH\x00\x12&\n\x06masked\x18\x06 \x01(\x0b\x32\x14.fedbn.MaskedRequestH\x00\x42\t\n\x07\x63ontent\"}\n\x07Request\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\x12\x11\n\tpartition\x18\x04 \x01(\x04\x12\x14\n\x0cnum_examples\x18\x05 \x01(\x04\x12\x1d\n\x06values\x18\x06 \x01(\x0b\x32\r.fedbn.Values\"@\n\rMaskedRequest\x12\x0c\n\x04\x66orm\x18\x01 \x01(\t\x12\x11\n\tpartition\x18\x02 \x01(\x03\x12\x0e\n\x06hidden\x18\x03 \x01(\x0c\"6\n\x06\x41nswer\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x1d\n\x06values\x18\x02 \x01(\x0b\x32\r.fedbn.Values\"\x06\n\x04\x44one\"\x18\n\x06\x46\x61iled\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x07\n\x05\x41live\"7\n\x06Values\x12\r\n\x05shape\x18\x01 \x03(\r\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0f\n\x07numbers\x18\x03 \x01(\x0c\x32\x39\n\x0bSideChannel\x12*\n\x08\x45xchange\x12\x0c.fedbn.Frame\x1a\x0c.fedbn.Frame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -22,19 +22,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fedbn_flwr.transports.side_
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_FRAME']._serialized_start=52
-  _globals['_FRAME']._serialized_end=231
-  _globals['_REQUEST']._serialized_start=233
-  _globals['_REQUEST']._serialized_end=358
-  _globals['_ANSWER']._serialized_start=360
-  _globals['_ANSWER']._serialized_end=414
-  _globals['_DONE']._serialized_start=416
-  _globals['_DONE']._serialized_end=422
-  _globals['_FAILED']._serialized_start=424
-  _globals['_FAILED']._serialized_end=448
-  _globals['_ALIVE']._serialized_start=450
-  _globals['_ALIVE']._serialized_end=457
-  _globals['_VALUES']._serialized_start=459
-  _globals['_VALUES']._serialized_end=514
-  _globals['_SIDECHANNEL']._serialized_start=516
-  _globals['_SIDECHANNEL']._serialized_end=573
+  _globals['_FRAME']._serialized_end=271
+  _globals['_REQUEST']._serialized_start=273
+  _globals['_REQUEST']._serialized_end=398
+  _globals['_MASKEDREQUEST']._serialized_start=400
+  _globals['_MASKEDREQUEST']._serialized_end=464
+  _globals['_ANSWER']._serialized_start=466
+  _globals['_ANSWER']._serialized_end=520
+  _globals['_DONE']._serialized_start=522
+  _globals['_DONE']._serialized_end=528
+  _globals['_FAILED']._serialized_start=530
+  _globals['_FAILED']._serialized_end=554
+  _globals['_ALIVE']._serialized_start=556
+  _globals['_ALIVE']._serialized_end=563
+  _globals['_VALUES']._serialized_start=565
+  _globals['_VALUES']._serialized_end=620
+  _globals['_SIDECHANNEL']._serialized_start=622
+  _globals['_SIDECHANNEL']._serialized_end=679
 # @@protoc_insertion_point(module_scope)

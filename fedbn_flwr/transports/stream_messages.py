@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from fedbn_flwr.layerwise import Answer, Kind, Requests
+from fedbn_flwr.secure.fixed_point import Limbs
 from fedbn_flwr.transports import side_channel_pb2
 
 #: its classes are made when it is imported
@@ -25,8 +26,8 @@ proto: Any = side_channel_pb2
 SERVICE, METHOD = "fedbn.SideChannel", "Exchange"
 #: in the metadata of a node's stream
 TOKEN = "token"
-#: bytes of a frame: no BN layer has more than 65,536 channels, of two numbers of 8 bytes each
-FRAME_LIMIT = 2**20 + 2**13
+#: bytes of a frame: no BN layer has more than 65,536 channels, of two numbers of 8 bytes each, or of 16 under masks
+FRAME_LIMIT = 2**21 + 2**13
 #: what gRPC lets through, so that a frame that is too large can be named, and not only refused
 TRANSPORT_LIMIT = 4 * FRAME_LIMIT
 #: seconds after which an end that has nothing to say says that it is there, and after which the other end is given up
@@ -37,6 +38,8 @@ _DTYPES = {torch.float32: "<f4", torch.float64: "<f8", torch.float16: "<f2"}
 _MOST_VALUES, _MOST_EXAMPLES = 2**40, 2**53
 #: characters of a layer's name, and of a reason
 _LONGEST_NAME, _LONGEST_REASON = 2000, 500
+#: characters of the form of a masked request, in which there is a layer's name
+_LONGEST_FORM = 2 * _LONGEST_NAME
 
 
 class FrameError(ValueError):
@@ -51,6 +54,16 @@ class NodeRequest:
     request: Requests
     partition: int
     num_examples: int
+
+
+@dataclass(frozen=True)
+class MaskedRequest:
+    """A node's request under masks."""
+
+    form: str
+    partition: int
+    #: (2, n)
+    hidden: Limbs
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,7 @@ class Alive:
     """The other end is there."""
 
 
-Frame = NodeRequest | Answer | Done | Failed | Alive
+Frame = NodeRequest | MaskedRequest | Answer | Done | Failed | Alive
 
 
 def frames_to_send(outgoing: "SimpleQueue[bytes | None]") -> Iterator[bytes]:
@@ -117,6 +130,10 @@ def _message(frame: Frame) -> Any:
                 values=_pack_values(request.tensor[0]),
             )
             return proto.Frame(request=request_message)
+        case MaskedRequest(form, partition, hidden):
+            if len(form) > _LONGEST_FORM:
+                raise FrameError(f"the name of a BN layer is too large: {len(form)} characters")
+            return proto.Frame(masked=proto.MaskedRequest(form=form, partition=partition, hidden=hidden.tobytes()))
         case Answer(tensor, count):
             return proto.Frame(answer=proto.Answer(count=count, values=_pack_values(tensor)))
         case Failed(reason):
@@ -132,6 +149,8 @@ def _read(message: Any) -> Frame:
     match message.WhichOneof("content"):
         case "request":
             return _read_request(message.request)
+        case "masked":
+            return _read_masked(message.masked)
         case "answer":
             return Answer(_read_values(message.answer.values), _at_most(_MOST_EXAMPLES, "count", message.answer.count))
         case "failed":
@@ -153,6 +172,13 @@ def _read_request(request: Any) -> NodeRequest:
     requests = Requests.of_client(request.kind, request.layer, _read_values(request.values), count)
     num_examples = _at_most(_MOST_EXAMPLES, "num_examples", request.num_examples)
     return NodeRequest(requests, request.partition, num_examples)
+
+
+def _read_masked(request: Any) -> MaskedRequest:
+    if len(request.form) > _LONGEST_FORM or len(request.hidden) % 16:
+        raise ValueError(f"{len(request.hidden)} bytes under masks, of a form of {len(request.form)} characters")
+    hidden = np.frombuffer(request.hidden, "<u8").reshape(2, -1)
+    return MaskedRequest(request.form, request.partition, hidden)
 
 
 def _at_most(most: int, name: str, value: int) -> int:

@@ -6,6 +6,7 @@ The server's end is in `stream_server.py`, what both say to each other in `side_
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -13,17 +14,18 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
-from flwr.app import RecordDict
+from flwr.app import Context, RecordDict
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.bn_client import BNClient
+from fedbn_flwr.client.masking import StepMasks, fresh_seed
 from fedbn_flwr.client.reply import Reply
 from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.layerwise import Answer, OwnRandomness, Requests
 from fedbn_flwr.state import State
 from fedbn_flwr.state.records import array_records
-from fedbn_flwr.transports.message_client import LayerwiseClient, train
-from fedbn_flwr.transports.message_records import ADDRESS, OVER, SIDE_CHANNEL, UNREACHABLE
+from fedbn_flwr.transports.message_client import ClientFunction, LayerwiseClient, train
+from fedbn_flwr.transports.message_records import ADDRESS, OVER, SIDE_CHANNEL, UNREACHABLE, pack_request
 from fedbn_flwr.transports.message_records import TOKEN as TOKEN_KEY
 from fedbn_flwr.transports.stream_messages import (
     METHOD,
@@ -35,12 +37,13 @@ from fedbn_flwr.transports.stream_messages import (
     Done,
     Failed,
     Frame,
+    MaskedRequest,
     NodeRequest,
     frames_to_send,
     pack_frame,
     read_frame,
 )
-from fedbn_flwr.wire import Instruction
+from fedbn_flwr.wire import Instruction, masked
 
 #: where a site names the address by which it reaches the server's side channel, in place of the server's own, and the
 #: certificates that it trusts: a file, `none` for a channel without TLS; without it, those that gRPC trusts
@@ -63,23 +66,24 @@ class AttemptOverError(RuntimeError):
     """The server has ended the attempt: another node failed."""
 
 
-def step_over_stream(content: RecordDict, make_client: Callable[[], LayerwiseClient]) -> Reply:
+def step_over_stream(content: RecordDict, context: Context, make_client: ClientFunction, attempt: int) -> Reply:
     """Take the whole step, and all other steps of the round, while a side channel is open for the exchanges."""
     config: Any = content[wire.CONFIG]
 
     def step(exchange: "StreamExchange") -> Reply:
-        client, instruction = make_client(), read_instruction(config)
+        client, instruction = make_client(context), read_instruction(config)
+        instruction = replace(instruction, seed=fresh_seed(instruction.seed, attempt, content, context))
         exchange.introduce = partial(_introduction, client, instruction)
         with OwnRandomness(client.step_seed(instruction)).drawing():
             return train(client, _received(content), instruction, exchange)
 
-    return _with_exchange(content, step)
+    return _with_exchange(content, context, step)
 
 
-def gather_over_stream(content: RecordDict, make_client: Callable[[], LayerwiseClient]) -> Reply:
+def gather_over_stream(content: RecordDict, context: Context, make_client: ClientFunction) -> Reply:
     """Gather statistics layer by layer, while a side channel is open for the exchanges."""
     config: Any = content[wire.CONFIG]
-    client, instruction = make_client(), read_instruction(config)
+    client, instruction = make_client(context), read_instruction(config)
     if not isinstance(client, BNClient):
         return Reply(0, {}, report={UNREACHABLE: "a client with a loop of its own gathers no statistics"})
     if why := client.why_not_in_order(instruction):
@@ -91,7 +95,7 @@ def gather_over_stream(content: RecordDict, make_client: Callable[[], LayerwiseC
         exchange.finish()
         return reply
 
-    return _with_exchange(content, gather)
+    return _with_exchange(content, context, gather)
 
 
 def _introduction(client: LayerwiseClient, instruction: Instruction) -> tuple[int, int]:
@@ -103,11 +107,12 @@ def _received(content: RecordDict) -> dict[str, State]:
     return {name: state.from_record(arrays) for name, arrays in array_records(content).items()}
 
 
-def _with_exchange(content: RecordDict, act: Callable[["StreamExchange"], Reply]) -> Reply:
+def _with_exchange(content: RecordDict, context: Context, act: Callable[["StreamExchange"], Reply]) -> Reply:
     """Return the reply of what is done while the side channel is open, or why it was not."""
     record: Any = content[SIDE_CHANNEL]
+    masks = StepMasks(content, context) if masked.SECURE in content else None
     try:
-        with StreamExchange(record[ADDRESS], record[TOKEN_KEY]) as exchange:
+        with StreamExchange(record[ADDRESS], record[TOKEN_KEY], masks) as exchange:
             return act(exchange)
     except UnreachableError as error:
         return Reply(0, {}, report={UNREACHABLE: str(error)})
@@ -121,7 +126,8 @@ class StreamExchange:
     `introduce` is to return the node's partition and number of samples; it is called with every request.
     """
 
-    def __init__(self, address: str, token: str) -> None:
+    def __init__(self, address: str, token: str, masks: StepMasks | None = None) -> None:
+        self._masks = masks
         self.introduce: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
         self._incoming: SimpleQueue[Frame | Exception] = SimpleQueue()
@@ -140,7 +146,7 @@ class StreamExchange:
 
     def __call__(self, request: Requests) -> Answer:
         """Send a request and wait for its answer."""
-        self._outgoing.put(pack_frame(NodeRequest(request, *self.introduce())))
+        self._outgoing.put(pack_frame(self._framed(request)))
         while True:
             try:
                 frame = self._incoming.get(timeout=SILENCE)
@@ -156,6 +162,14 @@ class StreamExchange:
                     continue
                 case _:
                     raise ConnectionError(f"the server sent a frame of the type {type(frame).__name__}")
+
+    def _framed(self, request: Requests) -> NodeRequest | MaskedRequest:
+        """Return what leaves the node for a request."""
+        partition, num_examples = self.introduce()
+        if self._masks is None:
+            return NodeRequest(request, partition, num_examples)
+        form, hidden = self._masks.hide(pack_request(request, num_examples))
+        return MaskedRequest(form.pack(), partition, hidden)
 
     def finish(self) -> None:
         """Tell the server that the step is taken; nothing is exchanged any more."""

@@ -32,6 +32,7 @@ from fedbn_flwr.transports.stream_messages import (
     Done,
     Failed,
     FrameError,
+    MaskedRequest,
     NodeRequest,
     frames_to_send,
     read_frame,
@@ -52,7 +53,7 @@ class NodeLink:
         self._changed = changed
         self.is_connected, self.is_done = False, False
         #: its request since the last answer
-        self.request: NodeRequest | None = None
+        self.request: NodeRequest | MaskedRequest | None = None
         #: why it cannot go on
         self.failure = ""
         self._heard = 0.0
@@ -77,7 +78,7 @@ class NodeLink:
             match frame:
                 case Alive():
                     return
-                case NodeRequest() if not (self.request or self.is_done):
+                case NodeRequest() | MaskedRequest() if not (self.request or self.is_done):
                     self.request = frame
                 case Done() if not self.request:
                     self.is_done = True

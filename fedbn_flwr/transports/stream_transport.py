@@ -21,10 +21,20 @@ from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.server.ask_nodes import question_of
 from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.server.replies import Refusal
-from fedbn_flwr.transports.message_records import ADDRESS, LACKS_ARRAYS, REQUEST, SIDE_CHANNEL, TOKEN, UNREACHABLE
+from fedbn_flwr.server.secure_grid import SumFailedError, sum_exchange
+from fedbn_flwr.transports.message_records import (
+    ADDRESS,
+    LACKS_ARRAYS,
+    REQUEST,
+    SIDE_CHANNEL,
+    TOKEN,
+    UNREACHABLE,
+    read_request,
+)
 from fedbn_flwr.transports.nodes import NodesFailedError, Participant, join_nodes, leave_out
-from fedbn_flwr.transports.stream_messages import NodeRequest, pack_frame
+from fedbn_flwr.transports.stream_messages import MaskedRequest, NodeRequest, pack_frame
 from fedbn_flwr.transports.stream_server import NodeLink, SideChannel
+from fedbn_flwr.wire import masked
 
 #: where a deployment's server names what a run does not: the port to listen on, the address by which sites reach it,
 #: and certificate and private key, or `none` if a proxy in front of it has them
@@ -55,6 +65,10 @@ class StreamTransport:
         self._named: dict[int, Refusal] = {}
         #: from an answer to the next requests, each time
         self._seconds: list[float] = []
+
+        #: what names the sums where requests come under masks, and how many there were
+        self._asked: Any = next((message.content.get(masked.SECURE) for message in messages), None)
+        self._sums = 0
 
     def connect(self, seconds: float) -> None:
         """Send the messages and wait until every node's stream is there; UnreachableError if none comes."""
@@ -149,18 +163,34 @@ class StreamTransport:
         if self._named:
             raise NodesFailedError(self._named, self._named.values())
 
-    def _in_order(self, requests: Mapping[int, NodeRequest]) -> Requests:
-        """Return all nodes' requests, in the order of the participants."""
+    def _in_order(self, requests: Mapping[int, NodeRequest | MaskedRequest]) -> Requests:
+        """Return all nodes' requests, in the order of the participants; under masks, the one row of their mean."""
+        if self._asked is not None:
+            return self._summed({node: each for node, each in requests.items() if isinstance(each, MaskedRequest)})
+        plain = {node: each for node, each in requests.items() if isinstance(each, NodeRequest)}
         if not self.participants:
-            people = (Participant(each.partition, node, each.num_examples) for node, each in requests.items())
+            people = (Participant(each.partition, node, each.num_examples) for node, each in plain.items())
             self.participants = sorted(people)
         try:
-            return join_nodes({each.node: requests[each.node].request for each in self.participants})
+            return join_nodes({each.node: plain[each.node].request for each in self.participants})
         except NodesFailedError as failure:
             for refusal in failure.reasons:
                 self._named[refusal.node] = refusal
                 self._side_channel.links[refusal.node].fail(refusal.reason)
             raise
+
+    def _summed(self, requests: Mapping[int, MaskedRequest]) -> Requests:
+        """Return the mean of all nodes' requests, as one row."""
+        self._sums += 1
+        try:
+            mean = sum_exchange(requests, self._asked, self._sums)
+        except SumFailedError as failure:
+            self._named |= {node: leave_out(node, reason) for node, reason in failure.reasons.items()}
+            raise NodesFailedError(failure.reasons, [self._named[node] for node in failure.reasons]) from None
+        metrics: Any = mean[wire.METRICS]
+        first = next(iter(mean.nodes))
+        self.participants = [Participant(mean.nodes[first], first, metrics[wire.NUM_EXAMPLES])]
+        return read_request(mean)
 
 
 def _why_unreachable(reply: Message) -> str:
@@ -211,6 +241,11 @@ class StreamGrid(PassingGrid):
         super().__init__(grid)
         self._options = options
         self._why_not = ""
+
+    @property
+    def masks_steps(self) -> bool:
+        """Nodes mask what they send over a side channel."""
+        return True
 
     def open_step(self, messages: Sequence[Message]) -> StreamTransport | None:
         """Send the messages, and wait until the nodes have connected; None if none can.

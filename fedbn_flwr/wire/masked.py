@@ -25,14 +25,17 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MessageType, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedbn_flwr.secure import Participants
 from fedbn_flwr.state.records import array_records, view_array
 from fedbn_flwr.wire.instruction import (
     CARRIED,
+    CONFIG,
     DOMAIN,
+    GATHER,
+    LAYERWISE,
     METRICS,
     MOMENTS,
     NUM_EXAMPLES,
@@ -128,8 +131,8 @@ def to_numbers(content: RecordDict, weighting: str) -> tuple[Form, Numbers]:
     groups = array_records(content)
     if CARRIED in groups:
         raise ValueError("carried values are a node's own, and no sum")
-    weight = float(examples) if weighting == "examples" else 1.0
     kind = str(report.get("kind", "")) if REQUEST in groups else ""
+    weight = {"examples": float(examples), "uniform": 1.0, "values": float(report.get("count", 0))}[weighting]
     form = Form(
         [(group, name, array.shape, array.dtype) for group, record in groups.items() for name, array in record.items()],
         [(name, len(value) if isinstance(value, list) else None) for name, value in sorted(metrics.items())],
@@ -186,20 +189,31 @@ def to_content(form: Form, numbers: Numbers, nodes: Mapping[int, int]) -> Summed
     return content
 
 
-def participants_of(asked: Mapping[str, Any]) -> Participants:
-    """Return the participants of the sum that a message asks for, and what names it."""
-    label = f"{asked['session']} {asked['number']} {asked['weighting']} {asked['minimum']}".encode()
-    return Participants(label, tuple(asked["nodes"]), tuple(asked["keys"]))
+def participants_of(asked: Mapping[str, Any], exchange: int = 0) -> Participants:
+    """Return the participants of the sum that a message asks for, or of an exchange after it, and what names it."""
+    label = f"{asked['session']} {asked['number']} {asked['weighting']} {asked['minimum']} {exchange}"
+    return Participants(label.encode(), tuple(asked["nodes"]), tuple(asked["keys"]))
 
 
-def step_of(message: Message) -> tuple[int, int, int]:
+def is_over_stream(content: RecordDict) -> bool:
+    """Return whether a message begins a step whose exchanges need no messages."""
+    return "side-channel" in content
+
+
+def kind_of(message_type: str, content: RecordDict) -> str:
+    """Return what a message asks for: to train, to evaluate, or to gather."""
+    if message_type != LAYERWISE:
+        return message_type
+    position: Any = content.config_records["position"]
+    return GATHER if position["phase"] == "gather" else MessageType.TRAIN
+
+
+def step_of(content: RecordDict) -> tuple[int, int, int]:
     """Return the place of a message in a run, as numbers that only grow: round, attempt and exchange."""
-    config: Any = message.content.config_records.get("config", {})
-    instruction_round = Instruction.from_config(config).server_round if config else 0
-    position: Any = message.content.config_records.get("position")
-    if position is None:
-        return instruction_round, 2**31, 0
-    return instruction_round, position["attempt"], position["index"]
+    config: Any = content.config_records.get(CONFIG, {})
+    server_round = Instruction.from_config(config).server_round if config else 0
+    position: Any = content.config_records.get("position")
+    return (server_round, 2**31, 0) if position is None else (server_round, position["attempt"], position["index"])
 
 
 def _second_moments(statistics: Numbers) -> Numbers:

@@ -241,7 +241,7 @@ def says(content: bytes) -> Callable[[StreamExchange, Requests | None], Requests
 
 
 def too_much(exchange: StreamExchange, request: Requests | None) -> Requests | None:
-    return says(bytes(2**21))(exchange, request)
+    return says(bytes(2**22))(exchange, request)
 
 
 def far_too_much(exchange: StreamExchange, request: Requests | None) -> Requests | None:
@@ -260,7 +260,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "sends a number that is too large": (too_large, "is too large to be pooled in float64"),
     "sends another shape": (another_shape, "the others' is"),
     "is at another layer": (another_layer, "of BN layer 'another' where the others are at"),
-    "sends a large frame": (too_much, "a frame of 2097152 bytes; at most 1056768"),
+    "sends a large frame": (too_much, "a frame of 4194304 bytes; at most 2105344"),
     "sends a huge frame": (far_too_much, "side channel broke"),
     "sends nonsense": (nonsense, "a frame that cannot be read"),
 }

@@ -3,6 +3,7 @@
 from queue import SimpleQueue
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,6 +20,7 @@ from fedbn_flwr.transports.stream_messages import (
     Failed,
     Frame,
     FrameError,
+    MaskedRequest,
     NodeRequest,
     frames_to_send,
     pack_frame,
@@ -50,7 +52,7 @@ def changed(**fields: Any) -> bytes:
 def test_the_generated_module_is_that_of_the_description() -> None:
     frame, service = proto.DESCRIPTOR.message_types_by_name["Frame"], proto.DESCRIPTOR.services_by_name["SideChannel"]
     assert (service.full_name, [method.name for method in service.methods]) == (SERVICE, [METHOD])
-    assert [field.name for field in frame.fields] == ["request", "answer", "done", "failed", "alive"]
+    assert [field.name for field in frame.fields] == ["request", "answer", "done", "failed", "alive", "masked"]
 
 
 tensors = st.builds(
@@ -155,7 +157,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "a shape that fills the memory": (changed(shape=[2**31, 2**31]), "8 bytes are not the shape"),
     "three dimensions": (changed(shape=[2, 1, 1]), "in 3 dimensions"),
     "objects": (changed(dtype="|O"), r"numbers of '\|O'"),
-    "more than a frame": (changed(numbers=bytes(FRAME_LIMIT)), "at most 1056768 are allowed"),
+    "more than a frame": (changed(numbers=bytes(FRAME_LIMIT)), "at most 2105344 are allowed"),
 }
 
 
@@ -173,7 +175,7 @@ def test_a_reason_cannot_write_lines_into_a_log() -> None:
 
 def test_what_is_too_large_is_not_packed() -> None:
     pack_frame(request(torch.zeros(2, 2**16, dtype=torch.float64)))
-    for much in (request(torch.zeros(3, 2**16, dtype=torch.float64)), request(torch.zeros(2), "x" * 3000)):
+    for much in (request(torch.zeros(5, 2**16, dtype=torch.float64)), request(torch.zeros(2), "x" * 3000)):
         with pytest.raises(FrameError, match="too large"):
             pack_frame(much)
 
@@ -193,3 +195,19 @@ def test_an_end_that_has_nothing_to_say_says_that_it_is_there(monkeypatch: pytes
     said = list(sent)
     assert said[-1] == b"frame"
     assert all(isinstance(read_frame(frame), Alive) for frame in said[:-1])
+
+
+def test_a_masked_request_is_read_as_it_was_packed() -> None:
+    hidden = np.arange(6, dtype=np.uint64).reshape(2, 3)
+    read = read_frame(pack_frame(MaskedRequest("form", -1, hidden)))
+    assert isinstance(read, MaskedRequest)
+    assert (read.form, read.partition) == ("form", -1)
+    assert (read.hidden == hidden).all()
+    with pytest.raises(FrameError, match="too large"):
+        pack_frame(MaskedRequest("x" * 5000, 0, hidden))
+
+
+@pytest.mark.parametrize("fields", [{"hidden": bytes(17)}, {"form": "x" * 5000}])
+def test_a_masked_request_that_cannot_be_is_refused(fields: Any) -> None:
+    with pytest.raises(FrameError, match="bytes under masks, of a form of"):
+        read_frame(proto.Frame(masked=proto.MaskedRequest(**fields)).SerializeToString())

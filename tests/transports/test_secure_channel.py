@@ -1,0 +1,63 @@
+"""Exchanges over a side channel under masks: the server reads sums, and the numbers are those in the clear."""
+
+from typing import Any
+
+import pytest
+
+from fedbn_flwr.strategies import FedAvg, FedTAN, HeteroFL
+from fedbn_flwr.transports import stream_server
+from fedbn_flwr.transports.stream_messages import Alive, Done, Frame, MaskedRequest, read_frame
+from fedbn_flwr.transports.stream_transport import StreamGrid
+from tests.helpers.concurrent_nodes import Site
+from tests.helpers.harness import SIZES, distance
+from tests.helpers.process_per_message import make_static_client
+from tests.transports.test_side_channel import PARTITION, AtExchange, concurrent, dies, in_process, options, run
+
+
+@pytest.fixture
+def frames(monkeypatch: pytest.MonkeyPatch) -> list[Frame]:
+    """Everything that the server reads from the nodes' streams."""
+    seen = list[Frame]()
+
+    def noting(content: bytes) -> Frame:
+        seen.append(read_frame(content))
+        return seen[-1]
+
+    monkeypatch.setattr(stream_server, "read_frame", noting)
+    return seen
+
+
+def secure(kind: type[FedAvg], **more: Any) -> FedAvg:
+    return kind(secure=True, fraction_evaluate=0.0, **more)
+
+
+@pytest.mark.parametrize("exchange", ["fused", pytest.param("paper", marks=pytest.mark.slow)])
+def test_a_step_under_masks_is_the_one_in_the_clear(exchange: Any, frames: list[Frame]) -> None:
+    with concurrent() as nodes:
+        after, _ = run(StreamGrid(nodes, options()), secure(FedTAN, exchange=exchange), 2)
+        assert len(nodes.processes()) == (1 + 2 * 2) * len(SIZES), "for the key; for the step and to open it, a round"
+    wanted, _ = in_process(FedTAN(exchange=exchange, fraction_evaluate=0.0), 2)
+    assert distance(after, wanted) < 1e-6
+    kinds = {type(frame) for frame in frames}
+    assert MaskedRequest in kinds
+    assert kinds <= {MaskedRequest, Alive, Done}
+
+
+def test_statistics_are_gathered_under_masks(frames: list[Frame]) -> None:
+    with concurrent({number: Site(make_client=make_static_client) for number in range(len(SIZES))}) as nodes:
+        after, _ = run(StreamGrid(nodes, options()), secure(HeteroFL, statistics="layer-wise"), 2)
+    with concurrent({number: Site(make_client=make_static_client) for number in range(len(SIZES))}) as nodes:
+        plain = HeteroFL(statistics="layer-wise", fraction_evaluate=0.0)
+        wanted, _ = run(StreamGrid(nodes, options()), plain, 2)
+    assert distance(after, wanted) < 1e-6
+    assert MaskedRequest in {type(frame) for frame in frames}
+
+
+def test_a_node_that_dies_in_an_exchange_ends_the_attempt(caplog: pytest.LogCaptureFixture) -> None:
+    with concurrent({PARTITION: Site(fault=AtExchange(dies, 1))}) as nodes:
+        strategy = secure(FedTAN)
+        after, _ = run(StreamGrid(nodes, options()), strategy)
+    assert f"Node {1000 + PARTITION} is left out of this round" in caplog.text
+    (reply,) = strategy.train_replies
+    assert sorted(reply.nodes.values()) == [number for number in range(len(SIZES)) if number != PARTITION]
+    assert distance(after, in_process(FedTAN(fraction_evaluate=0.0))[0]) > 1e-3
