@@ -3,9 +3,9 @@
 `file_split` has the same for images that stay in files.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbn_flwr.data.image_augmentation import Edits
+from fedbn_flwr.data.once_a_machine import once_a_machine
 from fedbn_flwr.data.pixels import Channels, gather, measure, normalize, resize
 from fedbn_flwr.randomness import numpy_generator
 
@@ -140,6 +141,8 @@ class _NormalizedInputs:
     def __init__(self) -> None:
         self._asked = 0
         self._inputs: tuple[int, Tensor] | None = None
+        #: makes the inputs, or finds them
+        self.obtain: Callable[[Callable[[], Tensor]], Tensor] = lambda make: make()
 
     def __reduce__(self) -> tuple[type["_NormalizedInputs"], tuple[()]]:
         """Pickle an empty one: another process normalizes for itself."""
@@ -156,7 +159,8 @@ class _NormalizedInputs:
         if self._asked <= len(split) or source.numel() > MOST_NORMALIZED:
             return None
         if self._inputs is None or self._inputs[0] != source._version:
-            self._inputs = source._version, normalize(source.clone(), split.mean, split.std)
+            inputs = self.obtain(lambda: normalize(source.clone(), split.mean, split.std))
+            self._inputs = source._version, inputs
         return self._inputs[1]
 
 
@@ -205,6 +209,11 @@ class Data:
         mean, std = self.train.measured()
         train, test = (replace(split, mean=mean, std=std) for split in (self.train, self.test))
         return replace(self, train=train, test=test)
+
+    def share_normalized(self, name: str) -> None:
+        """Let the processes of this machine that give the same data this name normalize inputs once for all."""
+        for part, split in (("train", self.train), ("test", self.test)):
+            split._normalized.obtain = partial(once_a_machine, f"{name} {part}")
 
     def validation_split(self, fraction: float, seed: int) -> "Data":
         """Return the data with a share of every class (and domain) of the training split as test split.

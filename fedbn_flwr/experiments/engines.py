@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from fedbn_flwr.experiments.resources import (
     refuse_state_dir,
     refuse_workers,
     set_threads,
+    share_data,
     shared_model,
     state_folder,
 )
@@ -49,6 +51,8 @@ OpenGrid = AbstractContextManager[InProcessGrid | WorkersGrid]
 
 #: the address of a Ray that is only for this run
 LOCAL = "local"
+#: the name of this process and its workers among those that share data
+_FAMILY = secrets.token_hex(16)
 #: what every worker needs, and takes seconds to import: itself, optimizers and the default data set
 NEEDED = (__name__, "torch._dynamo", "sklearn.datasets")
 
@@ -108,7 +112,8 @@ def open_on_cluster(make_grid: MakeGrid, config: Config, layerwise: bool) -> Ite
         except ray_worker.NoRoomError as error:
             raise UsageError(str(error)) from None
         stack.callback(cluster.close)
-        ready = partial(_ready, make_grid, config)
+        share_data(config, _FAMILY)
+        ready = partial(_ready, _FAMILY, make_grid, config)
         grid = stack.enter_context(WorkersGrid(ready, config.clients, workers, threads=config.threads, start=cluster))
         for worker in cluster.workers:
             clients = len(range(worker.index, config.clients, len(cluster.workers)))
@@ -165,14 +170,16 @@ def spread_over(workers: int, make_grid: MakeGrid, config: Config) -> WorkersGri
     def start(index: int, threads: int) -> Worker:
         return Worker(index, threads, {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {})
 
-    ready = partial(_ready, make_grid, config)
+    share_data(config, _FAMILY)
+    ready = partial(_ready, _FAMILY, make_grid, config)
     return WorkersGrid(ready, config.clients, workers, threads=config.threads, here=True, start=start)
 
 
-def _ready(make_grid: MakeGrid, config: Config, partitions: Sequence[int]) -> InProcessGrid:
+def _ready(family: str, make_grid: MakeGrid, config: Config, partitions: Sequence[int]) -> InProcessGrid:
     """A grid in a worker, which loads data and model before it is asked for anything."""
     import_plugins(config.plugins)
     set_threads(config)
+    share_data(config, family)
     shared_model(config)
     make_partition(config, config.clients)
     return make_grid(partitions)

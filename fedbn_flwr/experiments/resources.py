@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from logging import WARNING
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from torch import nn
 from fedbn_flwr import data, models
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.learning_task import task_of
+from fedbn_flwr.data.once_a_machine import once_a_machine
 from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment
@@ -37,8 +38,33 @@ class Form(NamedTuple):
     image_size: int
 
 
+#: by what distinguishes them, data that this process shares with others
+_shared: dict[str, data.Data] = {}
+
+
 def load_data(config: Config) -> data.Data:
     """The data set, or with `validation` the training data with a part held out in place of the test data."""
+    return _shared.get(_data_key(config)) or _load_data(config)
+
+
+def share_data(config: Config, family: str) -> None:
+    """Have the data once in the memory of this machine, for all processes that call this with the same name.
+
+    Images that stay in files are left to each process.
+    """
+    key = _data_key(config)
+    if key not in _shared:
+        name = f"{family} {key}"
+        _shared[key] = once_a_machine(name, partial(_load_data, config))
+        _shared[key].share_normalized(f"{name} normalized")
+
+
+def _data_key(config: Config) -> str:
+    read = config.dataset, config.image_size, config.data_root, config.image_workers
+    return repr((*read, config.classes, config.mean, config.std, config.validation))
+
+
+def _load_data(config: Config) -> data.Data:
     loaded = data.load(
         config.dataset,
         image_size=config.image_size or None,
