@@ -18,17 +18,19 @@ from benchmarks.streams import EXCHANGES, measure_streams
 from fedbn_flwr.experiments.output.run_folder import make_folder, read_rounds
 from tests.helpers.loopback import LoopbackFederation, has_proxy
 
-#: FedTAN over the side channel, by messages, and a round without exchanges, for comparison
+#: FedTAN over the side channel, by messages, and a round without exchanges, for comparison; and under masks
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "channel": {"method": "fedtan"},
     "messages": {"method": "fedtan", "exchange-port": 0},
     "fedavg": {"method": "fedavg"},
+    "secure-channel": {"method": "fedtan", "secure": True},
+    "secure-fedavg": {"method": "fedavg", "secure": True},
 }
 #: as in the measurements of a single machine
 _OPTIONS: dict[str, Any] = {"partition": "iid", "local-steps": 5, "batch-size": 32, "evaluate-every": 1000}
 
 #: FedTAN over the side channel, with a process a node in place of Flower's services
-STREAMS = "streams"
+STREAMS: dict[str, dict[str, Any]] = {"streams": {}, "secure-streams": {"secure": True}}
 
 Row = dict[str, Any]
 
@@ -58,11 +60,11 @@ def _by_messages(rounds: Sequence[Row]) -> float | None:
 
 def rows_of(options: argparse.Namespace) -> Iterator[Row]:
     """Measure every combination; a federation is made once for each number of nodes."""
-    if STREAMS in options.transports:
-        for nodes, rtt, model in itertools.product(options.nodes, options.rtt, options.models):
-            asked = {**_OPTIONS, "method": "fedtan", "model": model, "rounds": options.rounds}
-            case = {"transport": STREAMS, "model": model, "nodes": nodes, "rtt-ms": rtt}
-            yield {**case, **measure_streams(asked, nodes, rtt)}
+    streams = [transport for transport in options.transports if transport in STREAMS]
+    for nodes, rtt, model, transport in itertools.product(options.nodes, options.rtt, options.models, streams):
+        asked = {**_OPTIONS, "method": "fedtan", "model": model, "rounds": options.rounds, **STREAMS[transport]}
+        case = {"transport": transport, "model": model, "nodes": nodes, "rtt-ms": rtt}
+        yield {**case, **measure_streams(asked, nodes, rtt)}
     deployed = [transport for transport in options.transports if transport in TRANSPORTS]
     for nodes in options.nodes if deployed else ():
         with tempfile.TemporaryDirectory(prefix="fedbn-bench-") as folder:
@@ -96,10 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.deploy", description=__doc__)
-    parser.add_argument("--nodes", type=_numbers, default=[2, 3, 8], help="numbers of sites [2,3,8]")
+    parser.add_argument("--nodes", type=_numbers, default=[2, 3, 8], help="numbers of sites [2,3,8]; under masks 3 at least")
     parser.add_argument("--rtt", type=_numbers, default=[0, 1, 20, 100], help="round trips in ms [0,1,20,100]")
     parser.add_argument("--models", type=_names, default=["resnet20"], help="models [resnet20]")
-    parser.add_argument("--transports", type=_names, default=[STREAMS, *TRANSPORTS], help="[all]")
+    parser.add_argument("--transports", type=_names, default=[*STREAMS, *TRANSPORTS], help="[all]")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of each run [2]")
     parser.add_argument("--results-dir", default="results", help="folder for bench-deploy.json [results]")
     return parser
