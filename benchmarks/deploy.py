@@ -98,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.deploy", description=__doc__)
-    parser.add_argument("--nodes", type=_numbers, default=[2, 3, 8], help="numbers of sites [2,3,8]; under masks 3 at least")
+    parser.add_argument(
+        "--nodes", type=_numbers, default=[2, 3, 8], help="numbers of sites, under masks at least 3 [2,3,8]"
+    )
     parser.add_argument("--rtt", type=_numbers, default=[0, 1, 20, 100], help="round trips in ms [0,1,20,100]")
     parser.add_argument("--models", type=_names, default=["resnet20"], help="models [resnet20]")
     parser.add_argument("--transports", type=_names, default=[*STREAMS, *TRANSPORTS], help="[all]")

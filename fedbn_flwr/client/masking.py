@@ -15,7 +15,6 @@ that another site has signed, and answers no message in the clear.
 import hashlib
 import os
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from fedbn_flwr.secure import NotEncodableError, Participants, ProtocolError
 from fedbn_flwr.secure.fixed_point import Limbs
 from fedbn_flwr.wire import masked
 from fedbn_flwr.wire.masked import Form, Numbers
+from fedbn_flwr.wire.site_data import SITE_DATA, without_numbers
 
 #: the folder with a site's signing key (`sign.key`) and the public keys of all sites (`sites.txt`)
 SITE_VARIABLE = "FEDBN_FLWR_SECURE_SITE"
@@ -55,6 +55,8 @@ def answer_query(message: Message, context: Context) -> RecordDict:
 def leave_masked(reply: RecordDict, message: Message, context: Context) -> RecordDict:
     """Return what leaves the node in place of a reply: itself if nobody asked for masks."""
     asked: Any = message.content.get(masked.SECURE)
+    if message.metadata.message_type == SITE_DATA and (asked is not None or _pins() is not None):
+        return without_numbers(reply)
     if asked is None:
         if _pins() is not None:
             raise ProtocolError("this site answers only under masks: secure=true")
@@ -252,11 +254,11 @@ def _signed(session: str, key: bytes) -> bytes:
 def _pins() -> tuple[Ed25519PrivateKey, tuple[Ed25519PublicKey, ...]] | None:
     """Return the site's signing key and the keys of all sites; None where nothing is pinned."""
     folder = os.environ.get(SITE_VARIABLE, "")
-    return _read_pins(folder) if folder else None
+    return read_pins(folder) if folder else None
 
 
-@lru_cache(maxsize=16)
-def _read_pins(folder: str) -> tuple[Ed25519PrivateKey, tuple[Ed25519PublicKey, ...]]:
+def read_pins(folder: str) -> tuple[Ed25519PrivateKey, tuple[Ed25519PublicKey, ...]]:
+    """Return what is in the folder of `SITE_VARIABLE`; ProtocolError if there is none."""
     try:
         own = bytes.fromhex((Path(folder) / "sign.key").read_text().strip())
         lines = (Path(folder) / "sites.txt").read_text().splitlines()

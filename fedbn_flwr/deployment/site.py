@@ -4,11 +4,13 @@ import os
 from pathlib import Path
 
 from fedbn_flwr.deployment.errors import DeploymentError
-from fedbn_flwr.deployment.keys import make_node_key, make_secret, set_aside
+from fedbn_flwr.deployment.keys import make_node_key, make_secret, make_signing_key, set_aside
 from fedbn_flwr.deployment.provision import hand_over, user_of
 
 #: folders of a kit that the containers write to
 WRITTEN = ("log", "state", "models")
+#: the folder of a kit with the keys for sums under masks
+SECURE = "secure"
 
 
 def read_env(kit: Path) -> dict[str, str]:
@@ -40,9 +42,13 @@ def init_site(kit: Path) -> Path:
         make_node_key(kit / "node.key", public, site)
     if not (kit / "superexec.secret").exists():
         make_secret(kit / "superexec.secret")
+    secure = kit / SECURE
+    secure.mkdir(mode=0o700, exist_ok=True)
+    if not (secure / "sign.key").exists():
+        make_signing_key(secure / "sign.key", secure / "sites.txt", site)
     for folder in WRITTEN:
         (kit / folder).mkdir(mode=0o700, exist_ok=True)
-    for name in ("node.key", "superexec.secret", *WRITTEN):
+    for name in ("node.key", "superexec.secret", SECURE, *WRITTEN):
         hand_over(kit / name, user)
     return public
 

@@ -38,7 +38,8 @@ def run(
     check(experiment)
     nodes = count_nodes(grid, experiment.config)
     saved = read_checkpoint(folder) if experiment.config.resume else None
-    task = make_task(grid, experiment.config, nodes, saved.options if saved else {})
+    before, secure = saved.options if saved else {}, bool(experiment.options.get("secure", False))
+    task = make_task(grid, experiment.config, nodes, before, secure)
     experiment = replace(experiment, config=task.config)
     initial = state.to_record(fresh_model(task.config, task.form).state_dict())
     files = (

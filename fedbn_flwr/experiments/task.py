@@ -42,9 +42,9 @@ class Task:
     sites: list[dict[str, Any]]
 
 
-def make_task(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any]) -> Task:
+def make_task(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any], secure: bool = False) -> Task:
     """Return the task of a run; `before` are the options of the run that goes on, if there is one."""
-    return _at_sites(grid, config, nodes, before) if config.dataset == SITES else _here(grid, config, nodes)
+    return _at_sites(grid, config, nodes, before, secure) if config.dataset == SITES else _here(grid, config, nodes)
 
 
 def _here(grid: Grid, config: Config, nodes: int) -> Task:
@@ -56,15 +56,15 @@ def _here(grid: Grid, config: Config, nodes: int) -> Task:
     return Task(config, grid, form_of(config), scorer, ConfigRecord(), [])
 
 
-def _at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any]) -> Task:
+def _at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any], secure: bool) -> Task:
     """Ask the sites what their data are, and agree on what they have in common."""
     if before and not config.mean:
         # what the sites agreed on then: today another one may be absent
         config = Config.from_mapping({**config.to_mapping(), "mean": before["mean"], "std": before["std"]})
-    answers = ask_sites(grid, sorted(grid.get_node_ids()), config.node_timeout)
+    answers = ask_sites(grid, sorted(grid.get_node_ids()), config.node_timeout, secure)
     agreement = agree(replace(config, partition=SITES), answers)
     config = rounds_within_budget(agreement.config, nodes, agreement.samples)
     set_threads(config)
     scorer = SiteScorer(config.classes, config.class_metrics)
-    sites_grid = SitesGrid(grid, agreement)
+    sites_grid = SitesGrid(grid, agreement, secure)
     return Task(config, sites_grid, agreement.form, scorer, agreement.to_config(), agreement.table())

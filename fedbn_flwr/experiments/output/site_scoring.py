@@ -35,7 +35,8 @@ class SiteScorer:
         return {
             **score_nodes(replies),
             **means,
-            "sites": {str(reply.partition): self._row(reply.metrics) for reply in replies},
+            # the mean of several sites is none of them
+            "sites": {str(reply.partition): self._row(reply.metrics) for reply in replies if len(reply.nodes) == 1},
         }
 
     def _row(self, metrics: Mapping[str, Any]) -> dict[str, Any]:

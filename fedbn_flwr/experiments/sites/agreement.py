@@ -14,6 +14,7 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.resources import Form
 from fedbn_flwr.plugins.options import UsageError, as_value
 from fedbn_flwr.server.ask_nodes import ask_nodes
+from fedbn_flwr.wire import masked
 from fedbn_flwr.wire.site_data import DATA_MEAN, DATA_SHAPE, DATA_STD, SITE_DATA, SiteData
 
 #: descriptions by node, or why there is none
@@ -61,9 +62,9 @@ class Agreement:
         return [_row(site) for site in sorted(self.sites.values(), key=lambda site: site.site)]
 
 
-def ask_sites(grid: Grid, nodes: Sequence[int], timeout: float) -> Answers:
-    """Ask nodes what their data are."""
-    question = RecordDict({wire.CONFIG: ConfigRecord()})
+def ask_sites(grid: Grid, nodes: Sequence[int], timeout: float, secure: bool = False) -> Answers:
+    """Ask nodes what their data are; `secure` is without numbers."""
+    question = RecordDict({wire.CONFIG: ConfigRecord(), **({masked.SECURE: ConfigRecord()} if secure else {})})
     messages = [Message(question, dst_node_id=node, message_type=SITE_DATA) for node in nodes]
     replies = ask_nodes(grid, messages, timeout)
     return {node: _read(replies.get(node), timeout) for node in nodes}
@@ -101,6 +102,8 @@ def holder(number: int, sites: Mapping[int, SiteData]) -> int | None:
 
 def spoken(site: SiteData) -> str:
     """Return a line about a site's data."""
+    if not sum(site.train):
+        return f"images of {_times(site.shape)}, {', '.join(site.class_names)}; it says no numbers"
     counts = ", ".join(f"{name} {count}" for name, count in zip(site.class_names, site.train, strict=True))
     return f"{sum(site.train)} training and {sum(site.test)} test images of {_times(site.shape)}; {counts}"
 
@@ -113,6 +116,8 @@ def _normalized(config: Config, sites: Sequence[SiteData]) -> Config:
     if config.mean:
         return config
     counts = [sum(site.train) for site in sites]
+    if not sum(counts):
+        raise UsageError("the sites answer only under masks, without moments of their images: give mean and std")
     total, means, deviations = sum(counts), [], []
     for channel in range(len(sites[0].mean)):
         moments = [

@@ -18,8 +18,9 @@ PATIENCE = 120.0
 class SitesGrid(PassingGrid):
     """Asks a node for its data when it is connected for the first time, and hides it if they do not fit."""
 
-    def __init__(self, grid: Grid, agreement: Agreement) -> None:
+    def __init__(self, grid: Grid, agreement: Agreement, secure: bool = False) -> None:
         super().__init__(grid)
+        self._secure = secure
         self._agreement = agreement
         self._accepted = dict(agreement.sites)
         self._refused: set[int] = set()
@@ -39,7 +40,7 @@ class SitesGrid(PassingGrid):
         return self._grid.open_step(messages) if isinstance(self._grid, LayerwiseGrid) else None
 
     def _meet(self, new: list[int], connected: list[int]) -> None:
-        for node, answer in ask_sites(self._grid, new, PATIENCE).items():
+        for node, answer in ask_sites(self._grid, new, PATIENCE, self._secure).items():
             reason = answer if isinstance(answer, str) else self._agreement.objection(answer)
             present = {known: site for known, site in self._accepted.items() if known in connected}
             if isinstance(answer, str) or reason:

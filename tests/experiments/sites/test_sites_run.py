@@ -107,6 +107,25 @@ def test_sites_score_the_model_on_their_own_test_data(sites: list[str], tmp_path
         assert summary["class-f1"][name] == pytest.approx(sum(row["f1"][name] for row in scores) / 3)
 
 
+@pytest.mark.parametrize("method", ["fedavg", "fedtan"])
+def test_under_masks_sites_say_no_numbers_and_the_model_is_the_same(
+    method: str, sites: list[str], tmp_path: Path
+) -> None:
+    given = {"mean": "0.4,0.4,0.4", "std": "0.2,0.2,0.2", "method": method}
+    run_at_sites(tmp_path / "plain", sites, **given)
+    summary = run_at_sites(tmp_path / "secure", sites, secure=True, **given)
+    plain, hidden = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "secure"))
+    assert all(torch.allclose(plain[name].double(), hidden[name].double(), atol=1e-5) for name in plain)
+    assert summary["sites"] == {}
+    told = json.loads((tmp_path / "secure" / "config.json").read_text())["sites"]
+    assert [sum(site["train"].values()) + sum(site["test"].values()) for site in told] == [0, 0, 0]
+
+
+def test_under_masks_sites_do_not_say_their_mean(sites: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="without moments of their images: give mean and std"):
+        run_at_sites(tmp_path, sites, secure=True)
+
+
 def test_the_order_of_classes_decides_their_numbers(sites: list[str], tmp_path: Path) -> None:
     # another order renames outputs: the same scores by name, as the model treats its outputs alike but for its draw
     run_at_sites(tmp_path / "one", sites, classes="covid,normal,pneumonia")
