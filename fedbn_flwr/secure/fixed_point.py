@@ -5,6 +5,7 @@ so that a mask drawn uniformly hides a number perfectly, and in whatever order n
 bits.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 
 #: two rows of the same length: the higher and the lower limbs
 Limbs = NDArray[np.uint64]
+
+#: how many numbers are masked at a time; it is part of the protocol, because a stream is cut into such parts
+_PORTION = 2**14
 
 #: the magnitude that a sum must stay below
 LARGEST = 2.0**62
@@ -51,17 +55,39 @@ def decode(limbs: Limbs) -> NDArray[np.float64]:
     return np.where(is_negative, -magnitude, magnitude)
 
 
-def add(one: Limbs, other: Limbs) -> Limbs:
-    """Return the sum, modulo 2^128."""
-    low = one[1] + other[1]
-    return np.stack([one[0] + other[0] + (low < one[1]), low])
+def add_to(total: Limbs, other: Limbs) -> None:
+    """Add to numbers in place, modulo 2^128."""
+    total[1] += other[1]
+    carry = total[1] < other[1]
+    total[0] += other[0]
+    total[0] += carry
 
 
-def subtract(one: Limbs, other: Limbs) -> Limbs:
-    """Return the difference, modulo 2^128."""
-    return np.stack([one[0] - other[0] - (one[1] < other[1]), one[1] - other[1]])
+def subtract_from(total: Limbs, other: Limbs) -> None:
+    """Subtract from numbers in place, modulo 2^128."""
+    borrow = total[1] < other[1]
+    total[1] -= other[1]
+    total[0] -= other[0]
+    total[0] -= borrow
 
 
 def negative(limbs: Limbs) -> Limbs:
     """Return the complement."""
-    return subtract(np.zeros_like(limbs), limbs)
+    complement = np.zeros_like(limbs)
+    subtract_from(complement, limbs)
+    return complement
+
+
+def portions(size: int) -> list[slice]:
+    """Return the parts of so many numbers that are worked on at a time, because they stay in a processor's cache."""
+    return [slice(start, min(start + _PORTION, size)) for start in range(0, size, _PORTION)]
+
+
+def sum_of(parts: Iterable[Limbs]) -> Limbs:
+    """Return the sum of several nodes' numbers."""
+    ahead = iter(parts)
+    total = next(ahead).copy()
+    for other in ahead:
+        for part in portions(total.shape[1]):
+            add_to(total[:, part], other[:, part])
+    return total

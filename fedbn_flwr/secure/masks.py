@@ -25,12 +25,11 @@ Nodes without a mask of their own (`own` is empty) are in sums that need everybo
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
-from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -39,9 +38,10 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
-from fedbn_flwr.secure.fixed_point import Limbs, add, encode, subtract
+from fedbn_flwr.secure.fixed_point import Limbs, add_to, encode, portions, subtract_from
+from fedbn_flwr.secure.shares import join, split
 
-#: of a node's own mask; Shamir's scheme is over GF(2^128)
+#: of a node's own mask
 SEED_BYTES = 16
 
 
@@ -115,12 +115,16 @@ def pair_seed(private: bytes, other: int, participants: Participants) -> bytes:
 
 def mask(values: NDArray[np.float64], node: int, private: bytes, participants: Participants, own: bytes = b"") -> Limbs:
     """Return a participant's numbers under its masks: y_u; without a seed of its `own` only under pairwise ones."""
-    hidden = encode(values, len(participants.nodes))
-    if own:
-        hidden = add(hidden, _stream(own, participants.digest, hidden.shape[1]))
-    for other in participants.nodes:
-        if other != node:
-            hidden = _with_pair_mask(hidden, node, other, pair_seed(private, other, participants))
+    streams: list[_Step] = [(_Stream(own, participants.digest), add_to)] if own else []
+    streams += [
+        _pair_stream(node, other, pair_seed(private, other, participants))
+        for other in participants.nodes
+        if other != node
+    ]
+    hidden = np.empty((2, values.size), np.uint64)
+    for part in portions(values.size):
+        hidden[:, part] = encode(values[part], len(participants.nodes))
+        _apply(streams, hidden[:, part])
     return hidden
 
 
@@ -132,20 +136,21 @@ def cancel(
     These are the nodes' own masks, of which the seeds are given, and those between a node that counts and one that does
     not: `absent` has their seeds by (node that counts, absent node).
     """
+    opened = total.copy()
+    # one after another, because there may be many
     for seed in own:
-        total = subtract(total, _stream(seed, participants.digest, total.shape[1]))
+        _apply_to_all([(_Stream(seed, participants.digest), subtract_from)], opened)
     for (node, other), seed in absent.items():
-        total = _with_pair_mask(total, other, node, seed)
-    return total
+        _apply_to_all([_pair_stream(other, node, seed)], opened)
+    return opened
 
 
 def seal_shares(seed: bytes, node: int, private: bytes, participants: Participants) -> list[Share]:
     """Return the shares of a node's own mask, in the order of the participants."""
-    count = len(participants.nodes)
-    shares = Shamir.split(threshold(count), count, seed, False)
+    shares = split(seed, threshold(len(participants.nodes)), len(participants.nodes))
     return [
         Share(_box(private, node, other, participants).encrypt(_ZERO, share, participants.digest), _commit(share))
-        for other, (_, share) in zip(participants.nodes, shares, strict=True)
+        for other, share in zip(participants.nodes, shares, strict=True)
     ]
 
 
@@ -172,24 +177,46 @@ def open_shares(
     """
     place = {node: index for index, node in enumerate(participants.nodes)}
     wrong = [node for node, share in shares.items() if _commit(share) != commitments[place[node]]]
-    right = [(place[node] + 1, share) for node, share in shares.items() if node not in wrong]
+    right = {place[node] + 1: share for node, share in shares.items() if node not in wrong}
     needed = threshold(len(participants.nodes))
-    return (Shamir.combine(right[:needed], False) if len(right) >= needed else None), wrong
+    chosen = dict(list(right.items())[:needed])
+    return (join(chosen) if len(right) >= needed else None), wrong
 
 
 #: every key is used once
 _ZERO = bytes(12)
 
 
-def _with_pair_mask(hidden: Limbs, node: int, other: int, seed: bytes) -> Limbs:
-    stream = _stream(seed, b"", hidden.shape[1])
-    return add(hidden, stream) if node < other else subtract(hidden, stream)
+class _Stream:
+    """A stream of numbers from a seed."""
+
+    def __init__(self, seed: bytes, context: bytes) -> None:
+        key = _derive(seed, b"stream", context)
+        self._cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor()
+
+    def draw(self, size: int) -> Limbs:
+        """Return the next numbers."""
+        return np.frombuffer(self._cipher.update(bytes(16 * size)), "<u8").reshape(2, size)
 
 
-def _stream(seed: bytes, context: bytes, size: int) -> Limbs:
-    key = _derive(seed, b"stream", context)
-    numbers = Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor().update(bytes(16 * size))
-    return np.frombuffer(numbers, "<u8").reshape(2, size)
+#: a stream, and whether it is added or subtracted
+_Step = tuple[_Stream, Callable[[Limbs, Limbs], None]]
+
+
+def _pair_stream(node: int, other: int, seed: bytes) -> _Step:
+    """Return a node's part of the mask between two participants; the other one's is the opposite."""
+    return _Stream(seed, b""), add_to if node < other else subtract_from
+
+
+def _apply(steps: Iterable[_Step], numbers: Limbs) -> None:
+    """Add or subtract the next numbers of streams."""
+    for stream, act in steps:
+        act(numbers, stream.draw(numbers.shape[1]))
+
+
+def _apply_to_all(steps: Iterable[_Step], numbers: Limbs) -> None:
+    for part in portions(numbers.shape[1]):
+        _apply(steps, numbers[:, part])
 
 
 def _box(private: bytes, sender: int, receiver: int, participants: Participants) -> ChaCha20Poly1305:

@@ -8,7 +8,6 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from logging import INFO, WARNING
 from typing import Any
 
@@ -20,7 +19,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import secure, wire
 from fedbn_flwr.secure import Participants
-from fedbn_flwr.secure.fixed_point import Limbs, add
+from fedbn_flwr.secure.fixed_point import Limbs, sum_of
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.wire import masked
@@ -131,7 +130,7 @@ class SecureGrid(PassingGrid):
         if not parts or (others and is_exchange):
             return others | self._errors(sent, refused)
         participants = masked.participants_of(asked)
-        total = reduce(add, (part.hidden for part in parts.values()))
+        total = sum_of(part.hidden for part in parts.values())
         form = next(iter(parts.values())).form
         try:
             if not is_exchange:
@@ -294,7 +293,7 @@ def sum_exchange(requests: Mapping[int, Any], asked: Mapping[str, Any], exchange
     _of_one_form(parts, refused)
     if refused:
         raise SumFailedError(refused)
-    total = reduce(add, (part.hidden for part in parts.values()))
+    total = sum_of(part.hidden for part in parts.values())
     form = next(iter(parts.values())).form
     return _mean(form, total, {node: part.partition for node, part in parts.items()})
 

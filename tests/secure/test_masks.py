@@ -1,6 +1,5 @@
 """Masks that cancel, and those that do not: what the server can open, and what it cannot."""
 
-from functools import reduce
 from itertools import combinations
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 
 from fedbn_flwr import secure
 from fedbn_flwr.secure import Participants, ProtocolError
-from fedbn_flwr.secure.fixed_point import Limbs, add
+from fedbn_flwr.secure.fixed_point import Limbs, sum_of
 from fedbn_flwr.secure.masks import unseal_share
 
 NODES = (31, 7, 55, 12, 40)
@@ -37,7 +36,7 @@ class Sum:
         }
 
     def total(self, survivors: tuple[int, ...]) -> Limbs:
-        return reduce(add, (self.sent[node] for node in survivors))
+        return sum_of(self.sent[node] for node in survivors)
 
     def shares(self, owner: int) -> tuple[dict[int, bytes], list[bytes]]:
         """The shares of an owner's mask, by who has unsealed them, and what tells the right ones."""
@@ -123,3 +122,13 @@ def test_a_list_with_a_node_or_a_key_twice_is_refused() -> None:
         Participants(b"", (1, 2, 2), keys)
     with pytest.raises(ProtocolError, match="twice"):
         Participants(b"", (1, 2, 3), (*keys[:2], keys[0]))
+
+
+def test_a_large_model_is_masked_part_by_part() -> None:
+    """More numbers than are masked at a time."""
+    values = np.random.default_rng(0).standard_normal(40_000)
+    case = Sum()
+    sent = [secure.mask(values, node, case.private[node], case.people, case.own[node]) for node in NODES]
+    opened = secure.cancel(sum_of(sent), case.people, case.own.values(), {})
+    assert secure.decode(opened) == pytest.approx(len(NODES) * values, rel=1e-12, abs=1e-17)
+    assert len(np.unique(sent[0])) == sent[0].size

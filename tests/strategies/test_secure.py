@@ -169,8 +169,9 @@ def leaks(kind: type[FedAvg], options: Options, monkeypatch: pytest.MonkeyPatch)
             for reply in grid.replies:
                 if reply.has_content() and masked.MASKED in reply.content.array_records:
                     hidden = reply.content.array_records[masked.MASKED]["sum"].numpy()
-                    stream = masks._stream(seed, participants.digest, hidden.shape[1])
-                    opened.append(fixed_point.subtract(hidden, stream).tobytes())
+                    bare = hidden.copy()
+                    masks._apply_to_all([(masks._Stream(seed, participants.digest), fixed_point.subtract_from)], bare)
+                    opened.append(bare.tobytes())
         return cancel(total, participants, own, absent)
 
     monkeypatch.setattr(secure, "cancel", opening)
@@ -198,7 +199,7 @@ def test_no_byte_that_is_sent_shows_a_number_of_one_node(case: str, monkeypatch:
 
 
 def test_the_server_would_find_them_without_pairwise_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "_with_pair_mask", lambda hidden, *_: hidden)
+    monkeypatch.setattr(masks, "_pair_stream", lambda *_: (masks._Stream(b"", b""), lambda *_: None))
     assert leaks(FedAvg, {}, monkeypatch) > 100
 
 
