@@ -159,6 +159,8 @@ def check(experiment: Experiment) -> None:
         )
     if config.class_metrics and config.dataset != data.SITES:
         raise UsageError("class-metrics are measured by sites: they need the data set 'sites'")
+    if config.lie and experiment.options.get("secure"):
+        raise UsageError("lie changes what the server gets of one client, which secure=true hides")
     if config.clients:
         check_partition(config, config.clients)
     fewest, drawn = experiment.make_strategy(config.clients).fewest_nodes, int(config.clients * config.fraction_train)

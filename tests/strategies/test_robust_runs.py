@@ -157,6 +157,8 @@ def test_a_rule_with_a_way_around_it_is_refused(case: str) -> None:
     ("method", "message"),
     [
         ("fedavg:robust=mean", "method 'fedavg:robust=mean': unknown robust rule 'mean'"),
+        ("fedavg:secure=true:lie=2", "lie changes what the server gets of one client, which secure=true hides"),
+        ("fedavg:secure=true:robust=median", "robust compares the nodes' replies"),
         ("fedbs:robust=median", "a robust rule would not reach losses"),
         ("fedavg:robust=krum:1", "method 'fedavg:robust=krum:1' needs 5 nodes in a round, and 2 take part"),
     ],
