@@ -114,8 +114,17 @@ def test_a_users_freeze_freezes_nothing() -> None:
     assert distance(trained, start(FedAvg(fraction_evaluate=0.0), client_app(bn_client))) == 0
 
 
-@pytest.mark.parametrize("strategy", [FedAvg, FedBN, Scaffold, lambda **options: FixBN(freeze_round=1, **options)])
-@pytest.mark.parametrize("kind", ["BNClient", "own loop", "obey"])
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        (FedAvg, "BNClient"),
+        (FedAvg, "own loop"),
+        (FedBN, "obey"),
+        (Scaffold, "BNClient"),
+        (Scaffold, "own loop"),
+        (lambda **options: FixBN(freeze_round=1, **options), "obey"),
+    ],
+)
 def test_records_may_have_a_users_names(strategy: Callable[..., BaseStrategy], kind: str) -> None:
     names = {"arrayrecord_key": "weights", "configrecord_key": "settings"}
     app = {"BNClient": lambda: client_app(bn_client), "own loop": lambda: looping_app(*names.values()), "obey": obeying}

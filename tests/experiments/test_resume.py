@@ -75,7 +75,7 @@ def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return Whole(request.param, written(folder), moments.count)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(deaths=st.lists(st.floats(0, 1), min_size=1, max_size=3))
 def test_the_moment_of_death_does_not_matter(uninterrupted: Whole, tmp_path: Path, deaths: list[float]) -> None:
     case, expected, count = uninterrupted

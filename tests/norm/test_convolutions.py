@@ -60,7 +60,7 @@ def test_any_convolution_equals_one_with_the_weight_from_numpy(
     torch.testing.assert_close(new(inputs), outputs, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("channels", [3, 64, 512, 2048])
+@pytest.mark.parametrize("channels", [3, 64, 512, pytest.param(2048, marks=pytest.mark.slow)])
 def test_the_epsilon_does_not_matter_at_any_fan_in(channels: int) -> None:
     layer: Any = standardized("layer", nn.Conv2d(channels, 2, 3).double(), gamma=1.0)
     inputs = torch.eye(9 * channels, dtype=torch.float64).view(-1, channels, 3, 3)

@@ -30,6 +30,18 @@ from tests.helpers.runs import OPTIONS
 from tests.helpers.toys import assert_same_state, random_state, toy_cnn
 
 METHODS = ["fedavg", "fedbn", "scaffold", "fedbs", "fixbn:freeze-round=2", "fedtan"]
+ENGINES = ("sequential", "stacked")
+#: each method once, and with each engine what nodes keep and exchange
+USUAL = [
+    ("sequential", "fedavg"),
+    ("sequential", "fedbn"),
+    ("sequential", "fedtan"),
+    ("stacked", "scaffold"),
+    ("stacked", "fedbs"),
+    ("stacked", "fixbn:freeze-round=2"),
+    ("stacked", "fedtan"),
+]
+OTHERS = [pytest.param(*each, marks=pytest.mark.slow) for each in product(ENGINES, METHODS) if each not in USUAL]
 
 
 def open_files() -> set[str]:
@@ -183,7 +195,7 @@ def test_the_file_goes_with_the_last_reply(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("engine", "method"),
-    [*product(("sequential", "stacked"), METHODS), ("workers", "fedbn"), ("stacked workers", "fedtan")],
+    [*USUAL, *OTHERS, ("workers", "fedbn"), ("stacked workers", "fedtan")],
 )
 def test_a_run_has_the_same_bits(engine: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = resolve({**OPTIONS, "method": method, "clients": "5", "workers": "1"})

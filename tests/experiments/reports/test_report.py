@@ -50,6 +50,7 @@ class Page(HTMLParser):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
+        self.path = path
         self.tables: dict[str, list[list[str]]] = {}
         self.numbers: dict[str, list[list[str | None]]] = {}
         self.pictures: list[str] = []
@@ -107,8 +108,20 @@ def write_page(*folders: Path, out: Path) -> Page:
     return Page(out / "report.html")
 
 
-def test_a_matrix_stands_beside_the_papers_numbers(tmp_path: Path) -> None:
-    page = write_page(write_matrix(tmp_path, ALL), out=tmp_path / "page")
+#: a page with all its pictures takes seconds: one for several tests
+one_page = pytest.mark.xdist_group("report")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """Return the page of a finished matrix."""
+    folder = tmp_path_factory.mktemp("whole")
+    return write_page(write_matrix(folder, ALL), out=folder / "page")
+
+
+@one_page
+def test_a_matrix_stands_beside_the_papers_numbers(whole: Page) -> None:
+    page = whole
     # a row for each method of each setting, the score first
     assert len(page.tables["results"]) == 1 + len(ALL)
     assert page.tables["results"][0][:5] == ["setting", "method", "accuracy, %", "difference", "page 7"]
@@ -127,16 +140,18 @@ def test_a_matrix_stands_beside_the_papers_numbers(tmp_path: Path) -> None:
     assert "fedbn-flwr reproduce mine.yaml" in page.text
 
 
-def test_a_report_says_where_the_paper_does_not_hold(tmp_path: Path) -> None:
-    page = write_page(write_matrix(tmp_path, ALL), out=tmp_path / "page")
+@one_page
+def test_a_report_says_where_the_paper_does_not_hold(whole: Page) -> None:
+    page = whole
     against, _, rest = page.text.partition("Does not hold here (2)")[2].partition("Results")
     assert "BN > GN in Shards, E=1, accuracy: printed 80.0 and 40.0, here 50.00 ± 0.00 and 75.00 ± 0.00" in against
     assert "Direction: GN > BN in E=1: does not agree in 1 of 2 settings" in against
     assert "seen in <small> only" in rest
 
 
-def test_pictures_are_in_the_page_and_beside_it(tmp_path: Path) -> None:
-    page = write_page(write_matrix(tmp_path, ALL), out=tmp_path / "page")
+@one_page
+def test_pictures_are_in_the_page_and_beside_it(whole: Page) -> None:
+    page = whole
     for start in (
         "Accuracy with GN minus BN",
         "Accuracy by domain in IID, E=1",
@@ -147,7 +162,7 @@ def test_pictures_are_in_the_page_and_beside_it(tmp_path: Path) -> None:
         "Training loss in",
     ):
         assert [alt for alt in page.pictures if alt.startswith(start)], start
-    files = list((tmp_path / "page").glob("*.png"))
+    files = list(page.path.parent.glob("*.png"))
     assert len(files) == len(page.pictures) == len(set(page.pictures))
     for path in files:
         with Image.open(path) as image:
@@ -155,11 +170,12 @@ def test_pictures_are_in_the_page_and_beside_it(tmp_path: Path) -> None:
             assert image.width == 1040
 
 
-def test_the_page_stands_alone(tmp_path: Path) -> None:
-    page = write_page(write_matrix(tmp_path, ALL), out=tmp_path / "page")
+@one_page
+def test_the_page_stands_alone(whole: Page) -> None:
+    page = whole
     assert page.addresses
     assert all(address.startswith(("data:", "#")) for address in page.addresses)
-    text = (tmp_path / "page/report.html").read_text()
+    text = page.path.read_text()
     assert not re.findall(r"@import|url\(|https?:", text)
     # a paper's words are text and no markup
     assert "<and steps>" not in text
@@ -292,7 +308,7 @@ def test_watch_refreshes_while_cells_are_left(tmp_path: Path, monkeypatch: pytes
 def test_watch_says_that_the_matrix_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    matrix = write_matrix(tmp_path, {cell: values for cell, values in ALL.items() if cell[1] == "BN"})
+    matrix = write_matrix(tmp_path, {("IID, E=1", "BN"): (0.9, 0.8)})
     idle = "at a time; not running now: the same command goes on where it stopped"
 
     def look(_: float) -> None:
@@ -309,7 +325,7 @@ def test_watch_says_that_the_matrix_does_not_run(
         with pytest.raises(UsageError, match="another process is running"), alone_in(matrix):
             pass
     assert idle in told[0]
-    assert "8 finished, 8 waiting" in told[1]
+    assert "2 finished, 14 waiting" in told[1]
     assert "not running" not in told[1]
     with alone_in(matrix):
         pass
@@ -371,7 +387,7 @@ def test_one_seed_is_said_once_and_zero_has_no_sign(tmp_path: Path) -> None:
     assert page.text.count("One seed: a difference may be chance.") == 1
     assert page.cell("results", "difference", "fixbn") == "+0.00"
     assert "-0.00" not in page.text
-    matrix = write_page(write_matrix(tmp_path, ALL), out=tmp_path / "matrix")
+    matrix = write_page(write_matrix(tmp_path, {("IID, E=1", "BN"): (0.9, 0.8)}), out=tmp_path / "matrix")
     assert "One seed" not in matrix.text
 
 

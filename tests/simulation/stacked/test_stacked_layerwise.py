@@ -192,8 +192,15 @@ POISONS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str]] =
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum_state": "local"}, {"exchange": "paper"}], ids=str)
-@pytest.mark.parametrize("case", POISONS)
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        *((case, {}) for case in POISONS),
+        ("says no number", {"momentum_state": "local"}),
+        ("raises at the loss", {"exchange": "paper"}),
+    ],
+    ids=str,
+)
 def test_a_fault_in_the_middle_goes_to_messages(case: str, options: dict[str, Any]) -> None:
     """They find out who it was, and the round is that of the others; nobody remembers the common step."""
     change, said = POISONS[case]

@@ -29,7 +29,12 @@ from tests.strategies.test_contract import TABLE
 ROUNDS = 3
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+#: the others take steps of equal number in `test_options`, or differ on the server only
+WITHOUT_OPTIONS = ("fedavg", "fedtan", "hbn", "heterofl", "mtfl", "scaffold", "silobn")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in REGISTRY if name not in WITHOUT_OPTIONS]
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_OPTIONS, *SLOW])
 def test_strategy(name: str) -> None:
     options, norm, _ = TABLE[name]
     assert_same(lambda: quiet(REGISTRY[name], **options), lambda: make_model(norm), rounds=ROUNDS)
