@@ -22,6 +22,7 @@ from fedbn_flwr.server.base_strategy import BaseStrategy
 from fedbn_flwr.server.privacy import Privacy
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.server.robust import Robust, States
+from fedbn_flwr.wire.masked import Terms
 
 from .registry import register_strategy
 
@@ -111,6 +112,10 @@ class FedAvg(BaseStrategy):
         if self.weighted_by_key != wire.NUM_EXAMPLES:
             return f"it weighs by {self.weighted_by_key!r}"
         return ""
+
+    def sum_terms(self) -> Terms:
+        """By the weights of models."""
+        return Terms(self.weighting)
 
     def _average(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
         states = [reply.arrays for reply in replies]

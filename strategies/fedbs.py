@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
+from math import sqrt
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ from flwr.common import log
 from fedbn_flwr import wire
 from fedbn_flwr.server.replies import CannotTrainError, NodeReply
 from fedbn_flwr.wire import Instruction
+from fedbn_flwr.wire.masked import Terms
 
 from .fedavg import FedAvg
 from .registry import register_strategy
@@ -77,9 +79,9 @@ class FedBS(FedAvg):
             return asked.with_rule(proximal_mu=self.mu)
         return replace(asked, report_local_loss=self.loss == "local", later="proximal-mu")
 
-    def why_single(self) -> str:
-        """Each node's loss is its weight, and their spread ends the first stage."""
-        return "it weighs each node by its loss"
+    def sum_terms(self) -> Terms:
+        """By losses in stage 1, uniformly in stage 2."""
+        return Terms("uniform" if self.stage == 2 else "tally", LOSSES[self.loss])
 
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
         """Losses in stage 1, ones in stage 2; also watches for the change from one to the other."""
@@ -87,6 +89,9 @@ class FedBS(FedAvg):
             self.measured["fedbs-stage"] = 2
             return [1.0] * len(replies)
         key = LOSSES[self.loss]
+        if (tally := replies[0].tally) is not None:  # the mean of all, weighted by losses already
+            self._watch(sqrt(max(tally.squares / tally.count - (tally.total / tally.count) ** 2, 0.0)))
+            return [1.0]
         if not any(key in reply.metrics for reply in replies):
             known = ", ".join(sorted(replies[0].metrics))
             remedy = "; name the one that holds it: ClientApp(..., loss_key=...)" if self.loss == "running" else ""
@@ -95,17 +100,20 @@ class FedBS(FedAvg):
             )
         losses = [_usable_loss(reply, key) for reply in replies]
         usable = [loss for loss in losses if loss is not None]
-        deviation = float(np.std(usable)) if usable else float("inf")
-        self.measured |= {"fedbs-stage": 1, "loss-deviation": deviation}
-        self._calm_rounds = self._calm_rounds + 1 if deviation <= self.epsilon else 0
-        if self._calm_rounds >= self.patience_rounds:
-            self.stage = 2
-            log(INFO, "FedBS: stage 2 begins after round %d", self.server_round)
+        self._watch(float(np.std(usable)) if usable else float("inf"))
         weights = [loss or 0.0 for loss in losses]
         if any(weights):
             return weights
         log(WARNING, "FedBS: no loss of this round is above 0, so all clients count equally")
         return [1.0] * len(replies)
+
+    def _watch(self, deviation: float) -> None:
+        """Go on to stage 2 after enough rounds in which the losses agree."""
+        self.measured |= {"fedbs-stage": 1, "loss-deviation": deviation}
+        self._calm_rounds = self._calm_rounds + 1 if deviation <= self.epsilon else 0
+        if self._calm_rounds >= self.patience_rounds:
+            self.stage = 2
+            log(INFO, "FedBS: stage 2 begins after round %d", self.server_round)
 
 
 def _usable_loss(reply: NodeReply, key: str) -> float | None:

@@ -12,6 +12,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.server.lr_schedule import moment, rounds_of
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import FREEZES, Instruction
+from fedbn_flwr.wire.masked import Terms
 
 from .fedavg import FedAvg
 from .registry import register_strategy
@@ -116,10 +117,9 @@ class FixBN(FedAvg):
             return instruction
         return replace(instruction, lr=min(instruction.lr, largest))
 
-    def why_single(self) -> str:
-        """The rule `auto` needs to know the largest of the nodes' variances."""
-        auto = "freeze_round=auto looks at each node's statistics" if self.freeze_at is None else ""
-        return super().why_single() or auto
+    def sum_terms(self) -> Terms:
+        """With `auto`, nodes whose statistics are calm are counted."""
+        return replace(super().sum_terms(), tally=wire.STATISTICS_CHANGE, bound=self.threshold)
 
     def circumstances(self) -> str:
         """Return what may have made training diverge in this round, and what to try, in words."""
@@ -147,6 +147,9 @@ class FixBN(FedAvg):
         if variance is not None:
             self.measured["statistics-change-variance"] = variance
         calm = variance is not None and variance < self.threshold
+        if self.train_replies and (tally := self.train_replies[0].tally) is not None:
+            # the largest of the nodes' variances is not known, but whether any is too large
+            calm = tally.below == tally.count and self.watch.is_half(tally.count, server_round)
         late = self.num_rounds is not None and server_round >= rounds_of(self.latest, self.num_rounds)
         if (calm or late) and server_round != self.num_rounds:
             self.frozen_after = self.measured["frozen-after"] = server_round
@@ -175,10 +178,17 @@ class ChangeWatch:
         """Note the clients' reports of a round."""
         for reply in replies:
             variance = reply.metrics.get(wire.STATISTICS_CHANGE)
-            self.reports[reply.node] = server_round, None if variance is None else float(variance)
+            for node in reply.nodes:
+                self.reports[node] = server_round, None if variance is None else float(variance)
 
     def largest(self, server_round: int) -> float | None:
         """Return the largest variance; None unless half of the clients in the window have reported one."""
-        recent = [variance for last, variance in self.reports.values() if last > server_round - self._window]
-        reported = [variance for variance in recent if variance is not None]
-        return max(reported) if reported and 2 * len(reported) >= len(recent) else None
+        reported = [variance for variance in self._recent(server_round) if variance is not None]
+        return max(reported) if self.is_half(len(reported), server_round) else None
+
+    def is_half(self, reported: int, server_round: int) -> bool:
+        """Return whether so many reports, of which there must be one, are half of the clients in the window."""
+        return 0 < len(self._recent(server_round)) <= 2 * reported
+
+    def _recent(self, server_round: int) -> list[float | None]:
+        return [variance for last, variance in self.reports.values() if last > server_round - self._window]

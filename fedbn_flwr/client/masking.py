@@ -15,6 +15,7 @@ that another site has signed, and answers no message in the clear.
 import hashlib
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def leave_masked(reply: RecordDict, message: Message, context: Context) -> Recor
     _require_own_key(participants, memory, context.node_id)
     if not masked.is_over_stream(message.content):  # there, the step was new when it began
         _require_new_step(message.metadata.message_type, message.content, participants, memory)
-    form, numbers = masked.to_numbers(reply, asked["weighting"])
+    form, numbers = masked.to_numbers(reply, masked.terms_of(asked))
     # a sum of an exchange needs all nodes, so nothing is ever opened
     own = b"" if form.kind else secure.own_seed()
     hidden = _mask(numbers, context.node_id, memory["private"], participants, own)
@@ -94,7 +95,8 @@ class StepMasks:
         self._private = memory["private"]
         # moments are weighted by what they were measured on
         gathers = masked.kind_of(wire.LAYERWISE, content) == wire.GATHER
-        self._weighting = "values" if gathers else str(self._asked["weighting"])
+        terms = masked.terms_of(self._asked)
+        self._terms = replace(terms, weighting="values") if gathers else terms
         #: exchanges so far
         self._sums = 0
 
@@ -102,7 +104,7 @@ class StepMasks:
         """Return a request's form and numbers under masks."""
         self._sums += 1
         participants = masked.participants_of(self._asked, self._sums)
-        form, numbers = masked.to_numbers(request, self._weighting)
+        form, numbers = masked.to_numbers(request, self._terms)
         return form, _mask(numbers, self._node, self._private, participants, b"")
 
 

@@ -36,6 +36,7 @@ from fedbn_flwr.server.replies import (
 from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
 from fedbn_flwr.server.secure_grid import SecureGrid
 from fedbn_flwr.wire import Instruction
+from fedbn_flwr.wire.masked import Terms
 
 UNTRAINED = (
     "`result.arrays` has %d entries that stay on the nodes and were not trained (%s): evaluate on the nodes, or use "
@@ -225,6 +226,10 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         """Return why the method needs each node's own reply; nothing if the mean of all, by their weights, will do."""
         return "it may look at single replies"
 
+    def sum_terms(self) -> Terms:
+        """Return how replies are summed where the server sees sums only."""
+        return Terms("uniform")
+
     def untrained(self) -> list[str]:
         """Return the entries of the final model that nobody trained, because they stay on the nodes."""
         return []
@@ -358,7 +363,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     def _only_sums(self, grid: Grid) -> Grid:
         """Return a grid that lets the server see sums only."""
         self.require_sums_suffice()
-        return SecureGrid(grid, getattr(self, "weighting", "uniform"), self.secure_min, self.exchange_timeout)
+        return SecureGrid(grid, self.sum_terms, self.secure_min, self.exchange_timeout)
 
     def _begin_round(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> None:
         config["server-round"] = server_round

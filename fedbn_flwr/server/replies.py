@@ -17,7 +17,7 @@ from fedbn_flwr.layerwise.exchange import NOT_FINITE, TOO_LARGE
 from fedbn_flwr.server.averaging import not_finite, view
 from fedbn_flwr.state.flat import FlatArrays, Layout
 from fedbn_flwr.state.records import array_records
-from fedbn_flwr.wire.masked import Summed
+from fedbn_flwr.wire.masked import Summed, Tally
 
 #: rounds without a usable reply that end a run
 LOST_ROUNDS = 3
@@ -78,6 +78,11 @@ class NodeReply:
     def nodes(self) -> Mapping[int, int]:
         """The nodes whose mean this is, with their partitions; one, unless a grid has made it of several replies."""
         return self.content.nodes if isinstance(self.content, Summed) else {self.node: self.partition}
+
+    @property
+    def tally(self) -> Tally | None:
+        """What a sum says of a metric; None for a reply of one node."""
+        return self.content.tally if isinstance(self.content, Summed) else None
 
     @property
     def arrays(self) -> Mapping[str, np.ndarray]:

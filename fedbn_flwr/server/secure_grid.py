@@ -23,7 +23,7 @@ from fedbn_flwr.secure.fixed_point import Limbs, sum_of
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.wire import masked
-from fedbn_flwr.wire.masked import Form, Summed
+from fedbn_flwr.wire.masked import Form, Summed, Terms
 
 
 class SumFailedError(RuntimeError):
@@ -48,13 +48,13 @@ class _MaskedReply:
 class SecureGrid(PassingGrid):
     """A grid in front of another one, which lets the server see nothing but sums over at least `minimum` nodes.
 
-    `weighting` says by what arrays are weighted: `examples` or `uniform`. Whoever asks several nodes gets one reply, to
+    `terms` says how the replies of a push are summed. Whoever asks several nodes gets one reply, to
     the message of the first of them, with the mean; and errors of the nodes that do not count.
     """
 
-    def __init__(self, grid: Grid, weighting: str, minimum: int, timeout: float) -> None:
+    def __init__(self, grid: Grid, terms: Callable[[], Terms], minimum: int, timeout: float) -> None:
         super().__init__(grid)
-        self._weighting, self._minimum, self._timeout = weighting, minimum, timeout
+        self._terms, self._minimum, self._timeout = terms, minimum, timeout
         self._session, self._number = secrets.token_hex(16), 0
         #: by node, its public key and the signature
         self._keys: dict[int, tuple[bytes, bytes]] = {}
@@ -174,7 +174,7 @@ class SecureGrid(PassingGrid):
         asked: dict[str, Any] = {
             "session": self._session,
             "number": self._number,
-            "weighting": self._weighting,
+            **vars(self._terms()),
             "minimum": self._minimum,
             "nodes": list(nodes),
             "keys": [self._keys[node][0] for node in nodes],
@@ -337,4 +337,7 @@ def _mean(form: Form, total: Limbs, nodes: Mapping[int, int]) -> Summed:
     if numbers[0] != len(nodes):
         reason = "the masks do not cancel: a node was given other participants or keys, or sent a wrong seed"
         raise SumFailedError(dict.fromkeys(nodes, reason))
-    return masked.to_content(form, numbers, nodes)
+    try:
+        return masked.to_content(form, numbers, nodes)
+    except ValueError as error:
+        raise SumFailedError(dict.fromkeys(nodes, str(error))) from None

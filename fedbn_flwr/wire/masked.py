@@ -1,16 +1,18 @@
 """Replies as numbers to be summed under masks, and means made of the sums.
 
 A message whose reply is to be masked holds a ConfigRecord `secure`: `session` and `number` name the sum; `nodes`,
-`keys` and `signatures` are its participants; `minimum` is the smallest number of them, and `weighting` says by what
-arrays are weighted. The masked reply holds
+`keys` and `signatures` are its participants; `minimum` is the smallest number of them, and `weighting`, `tally`
+and `bound` are `Terms`. The masked reply holds
 
 - ArrayRecord `masked`: the numbers, (2, n) uint64 (see `fedbn_flwr.secure.fixed_point`),
 - ConfigRecord `masked-form`: `partition`, the node's name in an experiment; `form`, which is names, shapes and dtypes;
   for sums that do not need all nodes `shares` and `commitments`, in the order of the participants.
 
-Nothing else leaves the node. With n_k the node's number of samples and p_k its weight, n_k or 1, the numbers are
+Nothing else leaves the node. With n_k the node's number of samples and p_k its weight (n_k, 1, or the metric of the
+tally), the numbers are
 
-- 1, p_k, n_k,
+- 1, p_k, n_k, and of one metric that the server may name (`tally`) whether there is one, the metric, its square, and
+  whether it is below a `bound`,
 - p_k x for every number x of an array; p_k m and p_k (v + m^2) for means m and variances v of a layer-wise step,
 - c, c m and c (v + m^2) for moments over c values,
 - n_k y for every metric y; c for the count of a layer-wise request.
@@ -55,11 +57,34 @@ _CLEAR = ("lacks-state", "lacks-arrays", "unreachable", "over", "parameters", "b
 Numbers = NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class Terms:
+    """How a server wants replies to be summed."""
+
+    #: by what arrays are weighted: `examples`, `uniform`, `values` (of a request), or `tally`
+    weighting: str
+    #: a metric that is counted beside its mean; empty for none
+    tally: str = ""
+    #: nodes whose metric is below are counted, too
+    bound: float = 0.0
+
+
+@dataclass(frozen=True)
+class Tally:
+    """A metric over the nodes that have one, finite and not negative: how many, sum, sum of squares, how many below."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    below: int = 0
+
+
 class Summed(RecordDict):
     """The content of a reply that is the mean of several nodes' replies; nothing that was received is one."""
 
     #: by node, the partition that it named
     nodes: Mapping[int, int] = {}
+    tally: Tally = Tally()
 
 
 @dataclass(frozen=True)
@@ -96,7 +121,7 @@ class Form:
     def size(self) -> int:
         """Return how many numbers are under masks."""
         arrays = sum(prod(shape) for _, _, shape, _ in self.arrays)
-        return 3 + arrays + sum(1 if count is None else count for _, count in self.metrics) + bool(self.kind)
+        return 7 + arrays + sum(1 if count is None else count for _, count in self.metrics) + bool(self.kind)
 
 
 def control_reply(content: RecordDict) -> RecordDict:
@@ -120,7 +145,7 @@ def needs_masks(content: RecordDict) -> bool:
     return not any(key in report for key in _CLEAR if key != OBEYED)
 
 
-def to_numbers(content: RecordDict, weighting: str) -> tuple[Form, Numbers]:
+def to_numbers(content: RecordDict, terms: Terms) -> tuple[Form, Numbers]:
     """Return a reply's form and numbers; ValueError if it has no number of samples, or arrays that are no numbers."""
     metrics = {key: value for record in content.metric_records.values() for key, value in record.items()}
     report: Any = content.config_records.get(REPORT, {})
@@ -128,18 +153,20 @@ def to_numbers(content: RecordDict, weighting: str) -> tuple[Form, Numbers]:
     if not isinstance(examples, int | float) or not 0 <= examples < float("inf"):
         raise ValueError(f"a reply under masks needs {NUM_EXAMPLES!r}, which is {examples!r}")
     metrics.pop(PARTITION_ID, None)
+    tally = _tally_of(metrics.pop(terms.tally, None), terms.bound)
     groups = array_records(content)
     if CARRIED in groups:
         raise ValueError("carried values are a node's own, and no sum")
     kind = str(report.get("kind", "")) if REQUEST in groups else ""
-    weight = {"examples": float(examples), "uniform": 1.0, "values": float(report.get("count", 0))}[weighting]
+    weights = {"uniform": 1.0, "values": float(report.get("count", 0)), "tally": tally[1]}
+    weight = weights.get(terms.weighting, float(examples))
     form = Form(
         [(group, name, array.shape, array.dtype) for group, record in groups.items() for name, array in record.items()],
         [(name, len(value) if isinstance(value, list) else None) for name, value in sorted(metrics.items())],
         kind,
         sorted(report.get(OBEYED, [])),
     )
-    parts = [np.array([1.0, weight, float(examples)])]
+    parts = [np.array([1.0, weight, float(examples), *tally])]
     for group, record in groups.items():
         values = {name: np.asarray(view_array(array), np.float64) for name, array in record.items()}
         if group == MOMENTS:
@@ -157,16 +184,16 @@ def to_numbers(content: RecordDict, weighting: str) -> tuple[Form, Numbers]:
 
 def to_content(form: Form, numbers: Numbers, nodes: Mapping[int, int]) -> Summed:
     """Return the mean of the replies of these nodes, made of the sums of their numbers."""
-    _, weight, examples = numbers[:3]
-    if weight <= 0:
+    _, weight, examples, count, total, squares, below = numbers[:7]
+    if weight <= 0 and form.arrays:
         raise ValueError("all nodes of the sum have the weight 0")
-    place, groups = 3, dict[str, dict[str, Numbers]]()
+    place, groups = 7, dict[str, dict[str, Numbers]]()
     for group, name, shape, _ in form.arrays:
         end = place + prod(shape)
         groups.setdefault(group, {})[name] = numbers[place:end].reshape(shape)
         place = end
     content = Summed()
-    content.nodes = dict(nodes)
+    content.nodes, content.tally = dict(nodes), Tally(round(count), float(total), float(squares), round(below))
     for group, sums in groups.items():
         if group == MOMENTS:
             values = {name: _moment_of(name, sums) for name in sums}
@@ -189,9 +216,21 @@ def to_content(form: Form, numbers: Numbers, nodes: Mapping[int, int]) -> Summed
     return content
 
 
+def _tally_of(value: object, bound: float) -> tuple[float, float, float, float]:
+    """Return what a node adds to a tally."""
+    if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        return 0.0, 0.0, 0.0, 0.0
+    return 1.0, float(value), float(value) ** 2, float(value < bound)
+
+
+def terms_of(asked: Mapping[str, Any]) -> Terms:
+    """Return how the server of a message wants replies to be summed."""
+    return Terms(asked["weighting"], asked["tally"], asked["bound"])
+
+
 def participants_of(asked: Mapping[str, Any], exchange: int = 0) -> Participants:
     """Return the participants of the sum that a message asks for, or of an exchange after it, and what names it."""
-    label = f"{asked['session']} {asked['number']} {asked['weighting']} {asked['minimum']} {exchange}"
+    label = f"{asked['session']} {asked['number']} {asked['minimum']} {terms_of(asked)} {exchange}"
     return Participants(label.encode(), tuple(asked["nodes"]), tuple(asked["keys"]))
 
 

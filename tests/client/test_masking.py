@@ -17,6 +17,7 @@ from fedbn_flwr.client.masking import MINIMUM_VARIABLE, SITE_VARIABLE, answer_qu
 from fedbn_flwr.secure import ProtocolError
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.wire import masked
+from fedbn_flwr.wire.masked import Terms
 
 NODES = (1, 2, 3, 4)
 
@@ -43,9 +44,15 @@ class Server:
         return answer_query(message, self.nodes[node])[masked.MASKED]
 
     def asked(self, number: int, nodes: Sequence[int] = NODES, **other: Any) -> dict[str, Any]:
-        names = {"session": self.session, "number": number, "weighting": "examples", "minimum": 3, "nodes": list(nodes)}
+        names = {
+            "session": self.session,
+            "number": number,
+            **vars(Terms("examples")),
+            "minimum": 3,
+            "nodes": list(nodes),
+        }
         keys = {"keys": [self.keys[node] for node in nodes], "signatures": [self.signatures[node] for node in nodes]}
-        return {**names, **keys, **other}
+        return {**names, **vars(Terms("examples")), **keys, **other}
 
     def train(self, node: int, asked: dict[str, Any] | None, server_round: int, kind: str = "train") -> RecordDict:
         config = ConfigRecord({"server-round": server_round})

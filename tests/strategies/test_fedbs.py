@@ -12,7 +12,7 @@ from tests.helpers.harness import Federation, make_model
 
 def replies(*losses: float) -> Any:
     return [
-        SimpleNamespace(node=index, num_examples=1, metrics={"local-loss": loss, "train-loss": 7.0 * index})
+        SimpleNamespace(node=index, tally=None, num_examples=1, metrics={"local-loss": loss, "train-loss": 7.0 * index})
         for index, loss in enumerate(losses)
     ]
 
@@ -92,7 +92,7 @@ def test_a_loss_of_zero_counts_in_the_deviation() -> None:
 
 
 def test_without_the_training_loss_the_remedy_is_named() -> None:
-    silent: Any = [SimpleNamespace(node=7, metrics={"train_loss": 2.0})]
+    silent: Any = [SimpleNamespace(node=7, tally=None, metrics={"train_loss": 2.0})]
     with pytest.raises(
         CannotTrainError, match=r"node 7 sent train_loss; name the one that holds it: .*loss_key=\.\.\."
     ):
@@ -100,7 +100,7 @@ def test_without_the_training_loss_the_remedy_is_named() -> None:
 
 
 def test_without_the_metric_it_is_said_what_there_is() -> None:
-    silent: Any = [SimpleNamespace(node=7, metrics={"speed": 1.0, "loss": 2.0})]
+    silent: Any = [SimpleNamespace(node=7, tally=None, metrics={"speed": 1.0, "loss": 2.0})]
     with pytest.raises(CannotTrainError, match=r"'local-loss', which no node sent; node 7 sent loss, speed$"):
         FedBS().weigh(silent)
 

@@ -29,7 +29,7 @@ class Noting(FixBN):
 
 def reports(**by_node: float | None) -> Any:
     return [
-        SimpleNamespace(node=int(name[1:]), metrics={} if value is None else {REPORTED: value})
+        SimpleNamespace(nodes={int(name[1:]): 0}, metrics={} if value is None else {REPORTED: value})
         for name, value in by_node.items()
     ]
 

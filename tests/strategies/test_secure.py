@@ -34,14 +34,13 @@ from tests.helpers.harness import INSTRUCTION, SIZES, Federation, Traffic, dista
 Options = dict[str, Any]
 #: every method that can, as it is and with options that change what is sent
 CASES: dict[str, tuple[Any, Options]] = {
-    **{
-        name: (REGISTRY[name], {})
-        for name in sorted(REGISTRY.keys() - {"centralized", "standalone", "fedbs", "fednorm"})
-    },
+    **{name: (REGISTRY[name], {}) for name in sorted(REGISTRY.keys() - {"centralized", "standalone", "fednorm"})},
     "uniform": (FedAvg, {"weighting": "uniform"}),
     "momentum": (FedAvg, {"momentum_state": "global"}),
     "server optimizer": (FedAvg, {"server_optimizer": "adam"}),
     "frozen": (FixBN, {"freeze_round": 1}),
+    "losses that agree": (FedBS, {"epsilon": 10.0, "patience_rounds": 1}),
+    "running losses": (FedBS, {"loss": "running"}),
     "the paper's exchanges": (FedTAN, {"exchange": "paper"}),
     "uniform exchanges": (FedTAN, {"weighting": "uniform"}),
     "uniform variates": (Scaffold, {"weighting": "uniform"}),
@@ -74,10 +73,26 @@ def test_fedtan_under_masks_follows_centralized_sgd() -> None:
     assert distance(found, model.state_dict()) < 1e-9
 
 
+@pytest.mark.parametrize("threshold", [0.0, 1e9])
+def test_the_rule_auto_freezes_in_the_same_round(threshold: float) -> None:
+    kinds = [
+        FixBN(freeze_round="auto", window=2, threshold=threshold, latest=1, secure=secure) for secure in (False, True)
+    ]
+    plain, hidden = (Federation(make_model()).run(kind, 6) for kind in kinds)
+    assert distance(plain, hidden) < 1e-9
+    assert kinds[0].frozen_after == kinds[1].frozen_after
+    assert (kinds[0].frozen_after is None) == (threshold == 0)
+
+
+def test_the_spread_of_losses_is_that_in_the_clear() -> None:
+    kinds = [FedBS(secure=secure) for secure in (False, True)]
+    for kind in kinds:
+        Federation(make_model()).run(kind, 1)
+    assert kinds[1].measured["loss-deviation"] == pytest.approx(kinds[0].measured["loss-deviation"], rel=1e-9)
+
+
 REFUSED: dict[str, tuple[Callable[[], FedAvg], str]] = {
-    "losses": (lambda: FedBS(secure=True), "weighs each node by its loss"),
     "domains": (lambda: FedNorm(secure=True), "BN within each domain"),
-    "auto": (lambda: FixBN(secure=True, freeze_round="auto"), "looks at each node's statistics"),
     "carried": (lambda: FedTAN(secure=True, carry=True), "keeps each node's values"),
     "privacy": (
         lambda: FedAvg(secure=True, weighting="uniform", privacy=Privacy(1.0, 0.1)),
@@ -116,10 +131,10 @@ class Numbers:
         self.seen: list[np.ndarray] = []
         before = masked.to_numbers
 
-        def noting(content: Any, weighting: str) -> Any:
+        def noting(content: Any, terms: masked.Terms) -> Any:
             for record in content.array_records.values():
                 self.seen += [np.asarray(array.numpy(), np.float64).ravel() for array in record.values()]
-            form, numbers = before(content, weighting)
+            form, numbers = before(content, terms)
             self.seen.append(numbers)
             return form, numbers
 
