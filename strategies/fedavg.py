@@ -87,7 +87,7 @@ class FedAvg(BaseStrategy):
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
         """Return p_k for each reply, up to a common factor."""
         if self.weighting == "uniform":
-            return [1.0] * len(replies)
+            return [float(len(reply.nodes)) for reply in replies]
         return [float(reply.num_examples) for reply in replies]
 
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:

@@ -41,7 +41,7 @@ from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import Worker, preload
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
 from fedbn_flwr.simulation.stacked.memory_budget import clients_that_fit, keep_freed_memory
-from fedbn_flwr.strategies import Layerwise
+from fedbn_flwr.strategies import FedAvg, Layerwise
 from fedbn_flwr.transports.message_client import STEPS
 
 Engine = Callable[[Experiment, Path, Progress | None], Summary]
@@ -82,23 +82,33 @@ def open_stacked_grid(experiment: Experiment, folder: Path) -> OpenGrid:
     if experiment.bound_here:
         return open_grid(make_grid, config, 1)
     if _cluster() != LOCAL:
-        return open_on_cluster(make_grid, config, layerwise)
-    return open_grid(make_grid, config, count_workers(config, layerwise))
+        return open_on_cluster(make_grid, config, layerwise, _weighting_if_averaged(experiment))
+    return open_grid(make_grid, config, count_workers(config, layerwise), _weighting_if_averaged(experiment))
+
+
+def _weighting_if_averaged(experiment: Experiment) -> str:
+    """Return by what a worker can average its nodes' replies; nothing if the server needs them one by one."""
+    config = experiment.config
+    strategy = experiment.make_strategy(config.clients)
+    looks_at_single = config.record_dynamics or config.lie or strategy.secure or strategy.why_single()
+    return strategy.weighting if isinstance(strategy, FedAvg) and not looks_at_single else ""
 
 
 @contextmanager
-def open_grid(make_grid: MakeGrid, config: Config, workers: int) -> Iterator[InProcessGrid | WorkersGrid]:
+def open_grid(
+    make_grid: MakeGrid, config: Config, workers: int, average_by: str = ""
+) -> Iterator[InProcessGrid | WorkersGrid]:
     """Make the grid of all clients, in this process or shared out over several; end the others afterwards."""
     if workers <= 1:
         yield make_grid(range(config.clients))
         return
     preload(NEEDED)
-    with spread_over(workers, make_grid, config) as grid:
+    with spread_over(workers, make_grid, config, average_by) as grid:
         yield grid
 
 
 @contextmanager
-def open_on_cluster(make_grid: MakeGrid, config: Config, layerwise: bool) -> Iterator[WorkersGrid]:
+def open_on_cluster(make_grid: MakeGrid, config: Config, layerwise: bool, average_by: str) -> Iterator[WorkersGrid]:
     """Share the nodes out over a Ray cluster: a worker a GPU, or without GPUs one for each useful processor."""
     with extra("simulation"):
         from fedbn_flwr.simulation.processes import ray_worker
@@ -114,7 +124,9 @@ def open_on_cluster(make_grid: MakeGrid, config: Config, layerwise: bool) -> Ite
         stack.callback(cluster.close)
         share_data(config, _FAMILY)
         ready = partial(_ready, _FAMILY, make_grid, config)
-        grid = stack.enter_context(WorkersGrid(ready, config.clients, workers, threads=config.threads, start=cluster))
+        grid = stack.enter_context(
+            WorkersGrid(ready, config.clients, workers, threads=config.threads, start=cluster, average_by=average_by)
+        )
         for worker in cluster.workers:
             clients = len(range(worker.index, config.clients, len(cluster.workers)))
             print(f"worker {worker.index}: {worker.describe()}, {clients} clients", file=sys.stderr)
@@ -163,7 +175,7 @@ def _steps_that_fit(config: Config) -> int:
     return clients_that_fit(one_step(config), pick_device(config.device))
 
 
-def spread_over(workers: int, make_grid: MakeGrid, config: Config) -> WorkersGrid:
+def spread_over(workers: int, make_grid: MakeGrid, config: Config, average_by: str = "") -> WorkersGrid:
     """Share the nodes out over this process and `workers` - 1 others."""
     gpus = visible_gpus(config)
 
@@ -172,7 +184,9 @@ def spread_over(workers: int, make_grid: MakeGrid, config: Config) -> WorkersGri
 
     share_data(config, _FAMILY)
     ready = partial(_ready, _FAMILY, make_grid, config)
-    return WorkersGrid(ready, config.clients, workers, threads=config.threads, here=True, start=start)
+    return WorkersGrid(
+        ready, config.clients, workers, threads=config.threads, here=True, start=start, average_by=average_by
+    )
 
 
 def _ready(family: str, make_grid: MakeGrid, config: Config, partitions: Sequence[int]) -> InProcessGrid:

@@ -7,6 +7,8 @@ from typing import Protocol, runtime_checkable
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from fedbn_flwr.wire.masked import Summed
+
 
 @runtime_checkable
 class AskingGrid(Protocol):
@@ -32,6 +34,9 @@ def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: flo
     while nodes:
         for reply in grid.pull_messages(list(nodes)):
             replies[nodes.pop(question_of(reply, nodes))] = reply
+            if reply.has_content() and isinstance(reply.content, Summed):
+                # the mean of several replies: the others will not come
+                nodes = {question: node for question, node in nodes.items() if node not in reply.content.nodes}
         if not nodes or time.monotonic() > deadline:
             break
         time.sleep(poll)

@@ -233,7 +233,10 @@ def _with_common_entries(replies: list[NodeReply], groups: Sequence[str]) -> lis
     names = [tuple(_entry_names(reply.records.get(group, {})) for group in groups) for reply in replies]
     if len(set(names)) <= 1:
         return replies
-    common = Counter(names).most_common(1)[0][0]
+    votes = Counter[tuple[frozenset[str], ...]]()
+    for reply, present in zip(replies, names, strict=True):
+        votes[present] += len(reply.nodes)
+    common = votes.most_common(1)[0][0]
     kept = []
     for reply, present in zip(replies, names, strict=True):
         if present == common:

@@ -16,6 +16,7 @@ from fedbn_flwr.state.flat import FlatArrays, Layout
 from fedbn_flwr.state.records import array_records, distinct, flat_of, payload_bytes
 from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesTransport, Participant
 from fedbn_flwr.wire import DESCRIBE
+from fedbn_flwr.wire.masked import Summed
 
 #: counts messages to nodes, and their replies, as one exchange
 CountExchange = Callable[[Sequence[Message], Sequence[Message]], None]
@@ -147,8 +148,10 @@ class CountingGrid(PassingGrid):
         for message in replies:
             if message.has_content():
                 tally, sizes = self._tally(message), message_sizes(message)
-                tally.payload_up += sizes.payload
-                tally.paper += sizes.paper
+                # a mean of several replies counts as if each had come
+                nodes = len(message.content.nodes) if isinstance(message.content, Summed) else 1
+                tally.payload_up += nodes * sizes.payload
+                tally.paper += nodes * sizes.paper
 
 
 class Sizes(NamedTuple):

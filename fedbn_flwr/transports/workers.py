@@ -37,7 +37,7 @@ class WorkersTransport(Generic[WorkerT]):
         self,
         opened: Mapping[WorkerT, Opened],
         ask_all: AskAll[WorkerT],
-        close: Callable[[Mapping[WorkerT, list[Message]]], list[Message]],
+        close: Callable[[Mapping[WorkerT, list[Message | None]]], list[Message]],
         abandon: Callable[[Iterable[WorkerT]], None],
     ) -> None:
         self._ask_all, self._close, self._abandon = ask_all, close, abandon
@@ -83,7 +83,10 @@ class WorkersTransport(Generic[WorkerT]):
 
 
 class WorkerShare:
-    """A worker's end: it takes the nodes of its grid through a step, as `WorkersTransport` asks."""
+    """A worker's end: it takes the nodes of its grid through a step, as `WorkersTransport` asks.
+
+    A subclass has a request `replies`, for the `step_replies` or what is made of them.
+    """
 
     def __init__(self) -> None:
         self._grid: Grid | None = None
@@ -125,7 +128,7 @@ class WorkerShare:
         # where those of other workers are
         return replace(requests, tensor=requests.tensor.cpu())
 
-    def replies(self, _: None) -> list[Message]:
+    def step_replies(self) -> list[Message]:
         """Return the nodes' replies at the end of the step."""
         return self._opened.replies()
 

@@ -145,7 +145,7 @@ class Journal:
         loss = sum(loss * count for loss, count in reported) / max(sum(count for _, count in reported), 1)
         self._train_loss = loss if reported else self._train_loss
         return {
-            "nodes": len(replies),
+            "nodes": sum(len(reply.nodes) for reply in replies),
             "train-loss": loss if reported else None,
             "seconds": time.perf_counter() - self._last,
         }

@@ -37,6 +37,10 @@ class WorkersGrid(LocalGrid):
     that it has, and makes its grid when that is wanted first. If it dies, so does the run. The others are processes of
     this machine, or what `start` starts.
 
+    With `average_by`, "examples" or "uniform" as the option `weighting` of strategies, a worker averages the replies of
+    its nodes to training messages, `prepared.PORTION` of them at most or those of a layer-wise step. The mean is the
+    reply to the first of the messages, and the others have none.
+
     Other workers start, import and make their grids while the caller goes on; the first messages wait for them. Close
     the grid, or use it as a context manager, and no process is left.
     """
@@ -50,8 +54,10 @@ class WorkersGrid(LocalGrid):
         threads: int = 1,
         here: bool = False,
         start: Start = Worker,
+        average_by: str = "",
     ) -> None:
         super().__init__()
+        self._average_by = average_by
         self._make_grid, self._num_nodes = make_grid, num_nodes
         self._num_workers = max(min(workers, num_nodes), 1)
         self._workers: list[AnyWorker] = []
@@ -126,12 +132,10 @@ class WorkersGrid(LocalGrid):
             self._abandon(shares)
             return None
 
-        def close(answers: Mapping[AnyWorker, list[Message]]) -> list[Message]:
+        def close(answers: Mapping[AnyWorker, list[Message | None]]) -> list[Message]:
             self._spill = SpillBuffer()
             replies = _in_order(shares, answers)
-            for message, reply in zip(messages, replies, strict=True):
-                _take_id(message, self._spill.store(reply))
-            return replies
+            return [*filter(None, map(self._keep_reply, messages, replies))]
 
         return WorkersTransport(opened, self._ask_all, close, self._abandon)
 
@@ -199,13 +203,21 @@ class WorkersGrid(LocalGrid):
                 else:
                     del ahead[worker]
                 for message, reply in zip(messages, replies, strict=True):
-                    _take_id(message, reply)
-                    self._replies[reply.metadata.reply_to_message_id] = self._spill.store(reply)
+                    if (kept := self._keep_reply(message, reply)) is not None:
+                        self._replies[kept.metadata.reply_to_message_id] = kept
 
-    def _answers(self, worker: AnyWorker, messages: Sequence[Message]) -> list[Message]:
+    def _keep_reply(self, message: Message, reply: Message | None) -> Message | None:
+        """Give a message the id that the worker's grid has given to its copy, or one of its own if it has no reply."""
+        if reply is None:
+            identify(message)
+            return None
+        message.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
+        return self._spill.store(reply)
+
+    def _answers(self, worker: AnyWorker, messages: Sequence[Message]) -> list[Message | None]:
         """Return the worker's replies, or error replies if its process died."""
         try:
-            replies: list[Message] = worker.answer()
+            replies: list[Message | None] = worker.answer()
         except WorkerDiedError as death:
             self._revive(worker, death)
             return [_error_reply(message, f"the process of worker {worker.index} {death}") for message in messages]
@@ -219,7 +231,7 @@ class WorkersGrid(LocalGrid):
         self._open(worker)
 
     def _open(self, worker: AnyWorker) -> None:
-        worker.ask("open", (self._make_grid, self._partitions(worker.index)))
+        worker.ask("open", (self._make_grid, self._partitions(worker.index), self._average_by))
 
     def _partitions(self, index: int) -> range:
         """Return a worker's partitions: every n-th, because neighbours may be alike in size, and all should be busy."""
@@ -248,11 +260,6 @@ def _in_order(shares: Mapping[AnyWorker, Sequence[int]], answers: Mapping[AnyWor
 def count_cores() -> int:
     """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _take_id(message: Message, reply: Message) -> None:
-    """Give a message the id that the worker's grid has given to its copy."""
-    message.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
 
 
 def _error_reply(message: Message, reason: str) -> Message:

@@ -7,10 +7,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-from flwr.app import Context, Message
+from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid
 
 from fedbn_flwr.data import prefetch
+from fedbn_flwr.simulation.processes.averaged_replies import average_replies
 from fedbn_flwr.transports.workers import WorkerShare
 
 #: makes the grid of some partitions' nodes; it is pickled, and called in the worker
@@ -29,15 +30,24 @@ class Service(WorkerShare):
         | {"open_step", "advance", "replies", "abandon"}
     )
 
-    def open(self, payload: tuple[GridFactory, Sequence[int]]) -> None:
-        """Make the grid that later requests are about."""
-        make_grid, partitions = payload
+    def open(self, payload: tuple[GridFactory, Sequence[int], str]) -> None:
+        """Make the grid that later requests are about; the last item says how replies of training are averaged."""
+        make_grid, partitions, self._weighting = payload
         self._grid = make_grid(partitions)
 
-    def deliver(self, messages: list[Message]) -> list[Message]:
-        """Return the answers, in the order of the messages."""
+    def deliver(self, messages: list[Message]) -> list[Message | None]:
+        """Return the answers, in the order of the messages; None where an answer is in the mean of several."""
         replies = {reply.metadata.reply_to_message_id: reply for reply in self.grid.send_and_receive(messages)}
-        return [replies[message.metadata.message_id] for message in messages]
+        ordered = [replies[message.metadata.message_id] for message in messages]
+        is_training = all(message.metadata.message_type == MessageType.TRAIN for message in messages)
+        return self._averaged(ordered) if is_training else [*ordered]
+
+    def replies(self, _: None) -> list[Message | None]:
+        """Return the nodes' replies at the end of a step, as `deliver` does."""
+        return self._averaged(self.step_replies())
+
+    def _averaged(self, replies: Sequence[Message]) -> list[Message | None]:
+        return average_replies(replies, self._weighting) if self._weighting else [*replies]
 
     def context(self, node: int) -> Context:
         """Return a node's present context."""

@@ -1,0 +1,86 @@
+"""The replies of a worker's nodes as one, where a strategy only averages: what the server does next, done by workers.
+
+The server then receives as much from 1,000 nodes of a worker as from 10, and averages as many replies as there are
+workers. The mean has the dtypes of the replies, so that a result differs from that of single replies by rounding.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from math import isfinite
+from typing import Any, cast
+
+from flwr.app import ConfigRecord, Message, MetricRecord
+
+from fedbn_flwr import wire
+from fedbn_flwr.server.averaging import average, not_finite, record, view
+from fedbn_flwr.server.replies import NodeReply, mean_metrics
+from fedbn_flwr.state.flat import FlatArrays
+from fedbn_flwr.state.records import array_records
+from fedbn_flwr.wire.masked import Summed, needs_masks
+
+
+def average_replies(replies: Sequence[Message], weighting: str) -> list[Message | None]:
+    """Return the mean of the replies in the place of the first of them, and None in the places of the others.
+
+    Arrays are weighted as the option `weighting` says, metrics by numbers of samples. A reply that the server may have
+    to refuse by name stays as it is, and so does one that is unlike most: an error, numbers that are not finite, a
+    weight of 0.
+    """
+    readable = {place: read for place, message in enumerate(replies) if (read := _read(message)) is not None}
+    kinds = {place: _kind(reply) for place, reply in readable.items()}
+    if not kinds:
+        return list(replies)
+    common = Counter(kinds.values()).most_common(1)[0][0]
+    places = [place for place, kind in kinds.items() if kind == common]
+    averaged: list[Message | None] = list(replies)
+    for place in places[1:]:
+        averaged[place] = None
+    first = replies[places[0]]
+    first.content = _mean([readable[place] for place in places], weighting)
+    return averaged
+
+
+def _read(message: Message) -> NodeReply | None:
+    """Return a reply that can be averaged."""
+    if message.has_error() or not needs_masks(message.content):
+        return None
+    metrics = {key: value for each in message.content.metric_records.values() for key, value in each.items()}
+    records = {name: view(arrays) for name, arrays in array_records(message.content).items()}
+    examples: Any = metrics.get(wire.NUM_EXAMPLES)
+    if not isinstance(examples, int | float) or not 0 < examples < float("inf"):
+        return None
+    numbers = [number for value in metrics.values() for number in (value if isinstance(value, list) else [value])]
+    if not all(map(isfinite, numbers)) or any(not_finite(arrays) is not None for arrays in records.values()):
+        return None
+    partition: Any = metrics.get(wire.PARTITION_ID, -1)
+    return NodeReply(message.metadata.src_node_id, int(partition), examples, metrics, records, message.content)
+
+
+def _kind(reply: NodeReply) -> Hashable:
+    """Return what replies have in common that can be averaged: arrays, metrics, and what their clients obeyed."""
+    arrays = tuple((name, cast(FlatArrays, arrays).layout.entries) for name, arrays in sorted(reply.records.items()))
+    lengths = tuple(
+        (name, len(value) if isinstance(value, list) else 0) for name, value in sorted(reply.metrics.items())
+    )
+    return arrays, lengths, tuple(_obeyed(reply))
+
+
+def _mean(replies: Sequence[NodeReply], weighting: str) -> Summed:
+    weights = [1.0 if weighting == "uniform" else float(reply.num_examples) for reply in replies]
+    mean = Summed()
+    mean.nodes = {reply.node: reply.partition for reply in replies}
+    for group in replies[0].records:
+        mean[group] = record(average([reply.records[group] for reply in replies], weights))
+    named = sorted(replies[0].metrics.keys() - {wire.NUM_EXAMPLES, wire.PARTITION_ID})
+    total = sum(reply.num_examples for reply in replies)
+    # the place of the mean among the replies of other workers
+    first = min(reply.partition for reply in replies)
+    known: Any = {wire.NUM_EXAMPLES: total, wire.PARTITION_ID: first}
+    mean[wire.METRICS] = MetricRecord({**known, **mean_metrics(replies, named, wire.NUM_EXAMPLES)})
+    mean[wire.REPORT] = ConfigRecord({wire.OBEYED: _obeyed(replies[0])})
+    return mean
+
+
+def _obeyed(reply: NodeReply) -> list[Any]:
+    report: Any = reply.content.get(wire.REPORT, {})
+    return sorted(report.get(wire.OBEYED, []))

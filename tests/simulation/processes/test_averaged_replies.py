@@ -1,0 +1,145 @@
+"""Replies that a worker has averaged: the models and the records of single replies, to rounding."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message, MetricRecord, RecordDict
+
+from fedbn_flwr import wire
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.experiments.engines import open_stacked_grid
+from fedbn_flwr.experiments.method import resolve
+from fedbn_flwr.experiments.server_side import run
+from fedbn_flwr.server.ask_nodes import ask_nodes
+from fedbn_flwr.server.averaging import record, unpack
+from fedbn_flwr.simulation import StackedGrid
+from fedbn_flwr.simulation.processes.averaged_replies import average_replies
+from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN, FixBN, Scaffold
+from fedbn_flwr.traffic.counting_grid import CountingGrid
+from fedbn_flwr.wire.masked import Summed
+from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model
+from tests.helpers.runs import OPTIONS, rounds
+
+STRATEGIES: dict[str, Callable[[], FedAvg]] = {
+    "fedavg": FedAvg,
+    "uniform": lambda: FedAvg(weighting="uniform"),
+    "momentum": lambda: FedAvg(momentum_state="global"),
+    "fedprox": lambda: FedProx(mu=0.1),
+    "fixbn": lambda: FixBN(freeze_round=1),
+    "fedbn": FedBN,
+    "scaffold": Scaffold,
+    "fedtan": FedTAN,
+}
+
+
+@pytest.fixture(autouse=True)
+def _messages_can_be_made() -> None:
+    nodes([0])
+
+
+def nodes(partitions: Sequence[int]) -> StackedGrid:
+    return StackedGrid(client_app(Federation(make_model())._client), len(SIZES), partitions=partitions)
+
+
+@contextmanager
+def averaging(weighting: str) -> Iterator[CountingGrid]:
+    with WorkersGrid(nodes, len(SIZES), 2, here=True, average_by=weighting) as grid:
+        yield CountingGrid(grid)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_get_the_model_of_single_replies(name: str) -> None:
+    options: dict[str, Any] = {"momentum": 0.9} if name == "momentum" else {}
+    alone, strategy = CountingGrid(nodes(range(len(SIZES)))), STRATEGIES[name]()
+    assert strategy.why_single() == ""
+    wanted = Federation(make_model()).run(strategy, grid=alone, **options)
+    averaged = STRATEGIES[name]()
+    with averaging(strategy.weighting) as grid:
+        found = Federation(make_model()).run(averaged, grid=grid, **options)
+    for key, value in wanted.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
+    # one reply for each worker, which has every second node
+    assert [dict(reply.nodes) for reply in averaged.train_replies] == [{1000: 0, 1002: 2}, {1001: 1, 1003: 3}]
+    # counted as if all nodes had replied
+    assert grid.training == alone.training
+    metrics = [
+        [reply.metrics[wire.TRAIN_LOSS] * reply.num_examples for reply in each.train_replies]
+        for each in (strategy, averaged)
+    ]
+    assert sum(metrics[1]) == pytest.approx(sum(metrics[0]), rel=1e-12)
+
+
+def reply(node: int, values: Sequence[float] = (1.0,), examples: float = 2, **metrics: float) -> Message:
+    arrays: Any = {"weight": np.array(values, np.float32), "count": np.array(node)}
+    known: Any = {wire.NUM_EXAMPLES: examples, wire.PARTITION_ID: node - 1000, **metrics}
+    content = RecordDict({wire.ARRAYS: record(arrays), wire.METRICS: MetricRecord(known)})
+    asked = Message(RecordDict(), node, "train")
+    asked.metadata.__dict__["_message_id"] = str(node)
+    return Message(content, reply_to=asked)
+
+
+def test_the_mean_by_hand() -> None:
+    replies = [reply(1002, [1.0], 1, loss=4.0), reply(1000, [5.0], 3, loss=8.0)]
+    mean, nothing = average_replies(replies, "examples")
+    assert mean is not None
+    assert nothing is None
+    assert isinstance(mean.content, Summed)
+    assert dict(mean.content.nodes) == {1002: 2, 1000: 0}
+    arrays = unpack(mean.content.array_records[wire.ARRAYS])
+    # (1 + 3 * 5) / 4; the larger counter
+    assert (arrays["weight"].tolist(), str(arrays["weight"].dtype), int(arrays["count"])) == ([4.0], "float32", 1002)
+    metrics = mean.content.metric_records[wire.METRICS]
+    assert dict(metrics) == {wire.NUM_EXAMPLES: 4, wire.PARTITION_ID: 0, "loss": 7.0}
+    uniform, _ = average_replies([reply(1000, [1.0], 1, loss=4.0), reply(1001, [5.0], 3, loss=8.0)], "uniform")
+    assert uniform is not None
+    assert unpack(uniform.content.array_records[wire.ARRAYS])["weight"].tolist() == [3.0]
+    assert uniform.content.metric_records[wire.METRICS]["loss"] == 7.0
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"values": [float("nan")]}, {"values": [1.0, 2.0]}, {"examples": 0}, {"loss": float("inf")}, {"other": 1.0}],
+    ids=str,
+)
+def test_what_the_server_has_to_look_at_stays_as_it_is(odd: dict[str, Any]) -> None:
+    """Not finite, of another shape, without weight, of infinite loss, or of other metrics."""
+    other = reply(1002, **odd)
+    content = other.content
+    mean, same, nothing = average_replies([reply(1000), other, reply(1001)], "examples")
+    assert same is other
+    assert other.content is content
+    assert nothing is None
+    assert mean is not None
+    assert isinstance(mean.content, Summed)
+    assert set(mean.content.nodes) == {1000, 1001}
+
+
+def test_a_run_of_several_processes_has_all_nodes_in_its_records(tmp_path: Path) -> None:
+    experiment = resolve({**OPTIONS, "clients": "4", "model": "small-cnn", "workers": "2", "evaluate-every": "3"})
+    with open_stacked_grid(experiment, tmp_path) as grid:
+        summary = run(grid, experiment, tmp_path)
+    assert summary["train-loss"] > 0
+    assert [row["nodes"] for row in rounds(tmp_path)] == [4] * len(rounds(tmp_path))
+
+
+@pytest.mark.parametrize("options", [{"record-dynamics": "1"}, {"lie": "-1"}, {"method": "fedbs"}], ids=str)
+def test_whoever_needs_single_replies_gets_them(options: dict[str, str], tmp_path: Path) -> None:
+    experiment = resolve({**OPTIONS, "clients": "4", "workers": "2", **options})
+    with open_stacked_grid(experiment, tmp_path) as grid:
+        assert isinstance(grid, WorkersGrid)
+        assert grid._average_by == ""
+
+
+def test_whoever_asks_nodes_waits_for_no_reply_that_is_in_a_mean() -> None:
+    alone = Federation(make_model())
+    content = RecordDict({wire.ARRAYS: alone.initial, wire.CONFIG: INSTRUCTION.to_config()})
+    with averaging("examples") as grid:
+        messages = [Message(content, node, "train") for node in grid.get_node_ids()]
+        replies = ask_nodes(grid, messages, timeout=600)
+    assert sorted(replies) == [1000, 1001]
