@@ -34,10 +34,15 @@ class Case:
     device: str = "auto"
     threads: int = 1
     workers: int = 0
+    #: side of an image; those of more than 8 x 8 pixels have three channels
+    size: int = 8
+    precision: str = "float32"
 
     @property
     def dataset(self) -> str:
-        """The digits; for more clients synthetic images of the same size."""
+        """The digits; for more clients synthetic images of the same size, and for larger images."""
+        if self.size > 8:
+            return f"synthetic:n={self.clients * BATCH_SIZE}:size={self.size}"
         if self.clients <= MOST_ON_DIGITS:
             return "digits"
         return f"synthetic:n={self.clients * BATCH_SIZE}:channels=1"
@@ -68,6 +73,7 @@ class Case:
             "device": self.device,
             "threads": self.threads,
             "workers": self.workers,
+            "precision": self.precision,
             "dataset": self.dataset,
             "partition": "iid",
             "lr": 0.01,

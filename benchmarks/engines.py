@@ -23,6 +23,7 @@ from benchmarks.cases import ENDLESS, FREEZE_ROUND, Case
 from benchmarks.clock import Clock
 from fedbn_flwr import state
 from fedbn_flwr.client import pick_device
+from fedbn_flwr.client.device import autocast, products
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.engines import open_sequential_grid, open_stacked_grid
@@ -41,9 +42,11 @@ def run_bare(cases: Sequence[Case], clock: Clock) -> None:
         with clock.case() as notes:
             loop = _bare_loop(case)
             notes["flops-per-round"] = loop.flops()
+            precise, device = instruction_of(case.experiment().config), pick_device(case.device)
             while True:
                 clock.round_done()
-                loop.round()
+                with autocast(precise, device), products(precise):
+                    loop.round()
 
 
 def run_sequential(cases: Sequence[Case], clock: Clock) -> None:
