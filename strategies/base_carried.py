@@ -19,10 +19,9 @@ from .base_layerwise import Layerwise
 class CarriedCorrections(Layerwise):
     """`Layerwise`, or with `carry=True` one exchange a round: first steps use corrections from earlier rounds.
 
-    The server keeps each node's local values of every BN layer, averaged over rounds. From those of a round's
-    participants it makes the corrections that go with their models in that round's ordinary training message, and their
-    replies bring new values. After j rounds, kept values count `memory` to the power of j beside new ones; 0 keeps the
-    last values only.
+    The server keeps each node's last local values of every BN layer. From those of a round's participants it makes the
+    corrections that go with their models in that round's ordinary training message, and their replies bring new values.
+    With a `memory`, values are averaged over rounds: after j rounds, kept values count `memory` to the power of j.
     `fedbn_flwr.layerwise.carried` derives it. A node that was never heard, or did not reply when last drawn, goes
     without corrections, and is not in the pool. What corrections of gradients add because a drawn node is silent, those
     of the next round take back. Messages carry 4 numbers a BN channel more, each way (2 without gradients), and each
@@ -49,7 +48,7 @@ class CarriedCorrections(Layerwise):
         ] = 3.0,
         memory: Annotated[
             float, "share of a node's earlier values in what carry=true keeps, after one round; 0 keeps the last only"
-        ] = 0.5,
+        ] = 0.0,
         carry_limit: Annotated[float, "megabytes of nodes' values that the server keeps for carry=true"] = 256.0,
         **options: Any,
     ) -> None:

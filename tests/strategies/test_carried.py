@@ -72,7 +72,7 @@ def failing(fails: Silence) -> type[InProcessGrid]:
 
 CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
     "carried": (lambda: FedTAN(carry=True), {}),
-    "the last values": (lambda: FedTAN(carry=True, memory=0.0), {"memory": 0.0}),
+    "averaged over rounds": (lambda: FedTAN(carry=True, memory=0.5), {"memory": 0.5}),
     "unbounded": (lambda: FedTAN(carry=True, trust=0.0), {"trust": 0.0}),
     "a narrow region": (lambda: FedTAN(carry=True, trust=1.1), {"trust": 1.1}),
     "statistics only": (lambda: FedDNA(carry=True), {"forward_only": True}),
@@ -100,12 +100,13 @@ def test_the_cases_differ() -> None:
     assert_all_differ(runs, by=1e-6)
 
 
-def test_with_half_of_the_nodes_the_pool_is_that_of_the_participants() -> None:
-    strategy: Any = Drawn(carry=True, fraction_train=0.5)
+@pytest.mark.parametrize("memory", [0.0, 0.5])
+def test_with_half_of_the_nodes_the_pool_is_that_of_the_participants(memory: float) -> None:
+    strategy: Any = Drawn(carry=True, memory=memory, fraction_train=0.5)
     found = run(strategy, 8)
     # some meet for the first time, and some again
     assert len({tuple(nodes) for nodes in strategy.drawn}) > 2
-    assert distance(found, by_hand(strategy.drawn, 3)) < 1e-10
+    assert distance(found, by_hand(strategy.drawn, 3, memory=memory)) < 1e-10
 
 
 # ---- nodes that do not reply -----------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ WHOLE: dict[str, Any] = {"batch_size": 50, "local_steps": 1}
 def test_a_model_that_stands_still_ends_with_fedtans_gradient(still: int, exact: bool) -> None:
     """With whole data sets as mini-batches: 2 L rounds without a rate, then one with a rate."""
     schedule: dict[str, Any] = {"lr_schedule": f"=0.5@{still}"}
-    carry: dict[str, Any] = {"carry": True, "trust": 0.0, "memory": 0.0}
+    carry: dict[str, Any] = {"carry": True, "trust": 0.0}
     carried, wanted = (run(FedTAN(**{**options, **schedule}), still + 1, lr=0.0, **WHOLE) for options in (carry, {}))
     parameters = [name for name in carried if "running" not in name and "tracked" not in name]
     start = make_model().state_dict()
