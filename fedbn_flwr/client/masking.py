@@ -38,6 +38,8 @@ MINIMUM_VARIABLE = "FEDBN_FLWR_SECURE_MIN"
 MINIMUM = 3
 
 _KEPT = "secure"
+#: what a node's memory calls the steps that it has taken
+_PROGRESS = ("step ", "gathered ")
 _SIGNED = b"fedbn-flwr key of a session "
 
 
@@ -146,8 +148,8 @@ class _Kept:
         self._memory.keep(_KEPT, ConfigRecord(dict(self._values)))
 
     def begin(self, **values: Any) -> None:
-        """Forget everything, and remember values."""
-        self._values = {}
+        """Forget everything but how far this node is in the run, and remember values."""
+        self._values = {key: value for key, value in self._values.items() if key.startswith(_PROGRESS)}
         self.update(**values)
 
 

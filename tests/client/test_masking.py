@@ -141,6 +141,14 @@ def another_session(server: Server) -> None:
     server.train(1, server.asked(1, session="b"), 1)
 
 
+@attack("round 1 again, or for an earlier one")
+def a_round_again_in_a_new_session(server: Server) -> None:
+    server.train(1, server.asked(1), 1)
+    server.session = "b"
+    server.meet()
+    server.train(1, server.asked(1, (1, 2, 3)), 1)
+
+
 @attack("asks again for the key")
 def the_key_again_to_begin_anew(server: Server) -> None:
     server.train(1, server.asked(1), 1)
