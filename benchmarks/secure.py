@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedbn_flwr import secure
-from fedbn_flwr.secure import Participants
+from fedbn_flwr.secure import Participants, masks
 from fedbn_flwr.secure.fixed_point import sum_of
 from fedbn_flwr.secure.masks import unseal_share
 
@@ -21,22 +20,22 @@ COLUMNS = ("nodes", "numbers", "keys, ms", "masks, ms", "shares, ms", "opening, 
 
 def measure(nodes: int, size: int) -> list[Any]:
     """Return a row: milliseconds of one node for keys, masks, shares and to help opening; seconds of the server."""
-    private = [secure.new_private_key() for _ in range(nodes)]
-    people = Participants(b"benchmark", tuple(range(nodes)), tuple(map(secure.public_key, private)))
-    values, own = np.random.default_rng(0).standard_normal(size), secure.own_seed()
-    keys, _ = timed(lambda: [secure.pair_seed(private[0], other, people) for other in range(1, nodes)])
-    masks, hidden = timed(lambda: secure.mask(values, 0, private[0], people, own))
-    sharing, shares = timed(lambda: secure.seal_shares(own, 0, private[0], people))
+    private = [masks.new_private_key() for _ in range(nodes)]
+    people = Participants(b"benchmark", tuple(range(nodes)), tuple(map(masks.public_key, private)))
+    values, own = np.random.default_rng(0).standard_normal(size), masks.own_seed()
+    keys, _ = timed(lambda: [masks.pair_seed(private[0], other, people) for other in range(1, nodes)])
+    masking, hidden = timed(lambda: masks.mask(values, 0, private[0], people, own))
+    sharing, shares = timed(lambda: masks.seal_shares(own, 0, private[0], people))
     opening, _ = timed(lambda: [unseal_share(shares[0].sealed, 0, 0, private[0], people) for _ in range(nodes)])
     given = {node: unseal_share(each.sealed, 0, node, private[node], people) for node, each in enumerate(shares)}
     # the server does this for every node
     adding, total = timed(lambda: sum_of([hidden, hidden]))
     commitments = [each.commitment for each in shares]
-    secure.open_shares(given, commitments, people)  # weights are made once
-    recovering, _ = timed(lambda: secure.open_shares(given, commitments, people))
-    removing, _ = timed(lambda: secure.cancel(total, people, [own], {}))
+    masks.open_shares(given, commitments, people)  # weights are made once
+    recovering, _ = timed(lambda: masks.open_shares(given, commitments, people))
+    removing, _ = timed(lambda: masks.cancel(total, people, [own], {}))
     up = hidden.nbytes + sum(len(each.sealed) + len(each.commitment) for each in shares)
-    milliseconds = [round(1000 * each, 2) for each in (keys, masks, sharing, opening)]
+    milliseconds = [round(1000 * each, 2) for each in (keys, masking, sharing, opening)]
     return [nodes, size, *milliseconds, round(nodes * (adding + recovering + removing), 2), up]
 
 

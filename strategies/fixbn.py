@@ -119,7 +119,9 @@ class FixBN(FedAvg):
 
     def sum_terms(self) -> Terms:
         """With `auto`, nodes whose statistics are calm are counted."""
-        return replace(super().sum_terms(), tally=wire.STATISTICS_CHANGE, bound=self.threshold)
+        terms = super().sum_terms()
+        auto = self.freeze_at is None
+        return replace(terms, tally=wire.STATISTICS_CHANGE, bound=self.threshold) if auto else terms
 
     def circumstances(self) -> str:
         """Return what may have made training diverge in this round, and what to try, in words."""

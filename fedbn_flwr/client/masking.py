@@ -23,23 +23,14 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from fedbn_flwr import secure, wire
-from fedbn_flwr.client.node_memory import Memory
-from fedbn_flwr.secure import NotEncodableError, Participants, ProtocolError
+from fedbn_flwr import wire
+from fedbn_flwr.client.masked_memory import MINIMUM, MINIMUM_VARIABLE, SITE_VARIABLE, Kept
+from fedbn_flwr.secure import NotEncodableError, Participants, ProtocolError, masks
 from fedbn_flwr.secure.fixed_point import Limbs
 from fedbn_flwr.wire import masked
 from fedbn_flwr.wire.masked import Form, Numbers
 from fedbn_flwr.wire.site_data import SITE_DATA, without_numbers
 
-#: the folder with a site's signing key (`sign.key`) and the public keys of all sites (`sites.txt`)
-SITE_VARIABLE = "FEDBN_FLWR_SECURE_SITE"
-#: the smallest sum that a site takes part in, if it is more than the default
-MINIMUM_VARIABLE = "FEDBN_FLWR_SECURE_MIN"
-MINIMUM = 3
-
-_KEPT = "secure"
-#: what a node's memory calls the steps that it has taken
-_PROGRESS = ("step ", "gathered ")
 _SIGNED = b"fedbn-flwr key of a session "
 
 
@@ -51,7 +42,7 @@ def minimum() -> int:
 def answer_query(message: Message, context: Context) -> RecordDict:
     """Answer the server's question for a public key, or for what takes away masks."""
     asked: Any = message.content[masked.SECURE]
-    memory = _Kept(context)
+    memory = Kept(context)
     return _open(asked, memory, context.node_id) if "survivors" in asked else _advertise(asked, memory)
 
 
@@ -66,18 +57,18 @@ def leave_masked(reply: RecordDict, message: Message, context: Context) -> Recor
         return reply
     if message.metadata.message_type == wire.DESCRIBE or not masked.needs_masks(reply):
         return masked.control_reply(reply)
-    memory = _Kept(context)
+    memory = Kept(context)
     participants = _participants(asked, memory)
     _require_own_key(participants, memory, context.node_id)
     if not masked.is_over_stream(message.content):  # there, the step was new when it began
         _require_new_step(message.metadata.message_type, message.content, participants, memory)
     form, numbers = masked.to_numbers(reply, masked.terms_of(asked))
     # a sum of an exchange needs all nodes, so nothing is ever opened
-    own = b"" if form.kind else secure.own_seed()
+    own = b"" if form.kind else masks.own_seed()
     hidden = _mask(numbers, context.node_id, memory["private"], participants, own)
     content: dict[str, Any] = {"form": form.pack(), "partition": masked.partition_of(reply)}
     if own:
-        shares = secure.seal_shares(own, context.node_id, memory["private"], participants)
+        shares = masks.seal_shares(own, context.node_id, memory["private"], participants)
         content |= {"shares": [each.sealed for each in shares], "commitments": [each.commitment for each in shares]}
     memory.update(number=asked["number"], pending=participants.digest if own else b"")
     return RecordDict(
@@ -89,7 +80,7 @@ class StepMasks:
     """The masks of a layer-wise step that is taken without messages: a sum among the same nodes for each exchange."""
 
     def __init__(self, content: RecordDict, context: Context) -> None:
-        memory, self._node = _Kept(context), context.node_id
+        memory, self._node = Kept(context), context.node_id
         self._asked: Any = content[masked.SECURE]
         participants = _participants(self._asked, memory)
         _require_own_key(participants, memory, self._node)
@@ -112,67 +103,31 @@ class StepMasks:
 
 def _mask(numbers: Numbers, node: int, private: bytes, participants: Participants, own: bytes) -> Limbs:
     try:
-        return secure.mask(numbers, node, private, participants, own)
+        return masks.mask(numbers, node, private, participants, own)
     except NotEncodableError as error:
         raise NotEncodableError(f"what it would send {error}") from None
 
 
-def fresh_seed(seed: int, attempt: int, content: RecordDict, context: Context) -> int:
-    """Return the seed of a layer-wise step's mini-batches: of later attempts, one that only this node knows.
-
-    Otherwise the sums of two attempts would differ by what a node that is lost has sent.
-    """
-    if masked.SECURE not in content or attempt < 2:
-        return seed
-    secret = _Kept(context)["private"] + f"{seed} {attempt}".encode()
-    return int.from_bytes(hashlib.sha256(secret).digest()[:7], "big")
-
-
-class _Kept:
-    """What a node remembers of sums under masks, in its `Context.state`."""
-
-    def __init__(self, context: Context) -> None:
-        self._memory = Memory(context.state)
-        self._values: dict[str, Any] = dict(next((dict(record) for _, record in self._memory.kept(_KEPT)), {}))
-
-    def __getitem__(self, key: str) -> Any:
-        return self._values[key]
-
-    def get(self, key: str, default: Any) -> Any:
-        """Return a value, or what there is in its place."""
-        return self._values.get(key, default)
-
-    def update(self, **values: Any) -> None:
-        """Remember values."""
-        self._values |= values
-        self._memory.keep(_KEPT, ConfigRecord(dict(self._values)))
-
-    def begin(self, **values: Any) -> None:
-        """Forget everything but how far this node is in the run, and remember values."""
-        self._values = {key: value for key, value in self._values.items() if key.startswith(_PROGRESS)}
-        self.update(**values)
-
-
-def _advertise(asked: Mapping[str, Any], memory: _Kept) -> RecordDict:
+def _advertise(asked: Mapping[str, Any], memory: Kept) -> RecordDict:
     """Make a key for a new session, and return its public half."""
     if memory.get("session", "") != asked["session"]:
-        memory.begin(session=asked["session"], private=secure.new_private_key(), number=0, pending=b"")
+        memory.begin(session=asked["session"], private=masks.new_private_key(), number=0, pending=b"")
     elif memory["number"]:
         raise ProtocolError("the server asks again for the key of a session that has begun")
-    public = secure.public_key(memory["private"])
+    public = masks.public_key(memory["private"])
     pins = _pins()
     signature = pins[0].sign(_signed(asked["session"], public)) if pins else b""
     return _answer({"key": public, "signature": signature})
 
 
-def _open(asked: Mapping[str, Any], memory: _Kept, node: int) -> RecordDict:
+def _open(asked: Mapping[str, Any], memory: Kept, node: int) -> RecordDict:
     """Return the shares of the own masks of the nodes that count, and the seeds of masks with those that do not."""
     participants, survivors = _participants(asked, memory), tuple(asked["survivors"])
     if memory["pending"] != participants.digest or asked["number"] != memory["number"]:
         raise ProtocolError("the server asks to open a sum that is not this node's last one, or that was opened before")
     if len(set(survivors)) < len(survivors) or not set(survivors) <= set(participants.nodes):
         raise ProtocolError("the server names nodes that are no participants")
-    needed = max(minimum(), asked["minimum"], secure.threshold(len(participants.nodes)))
+    needed = max(minimum(), asked["minimum"], masks.threshold(len(participants.nodes)))
     if len(survivors) < needed:
         few = f"a sum of {len(survivors)} of {len(participants.nodes)} nodes"
         raise ProtocolError(f"{few} is not opened: {needed} at least")
@@ -182,11 +137,11 @@ def _open(asked: Mapping[str, Any], memory: _Kept, node: int) -> RecordDict:
     memory.update(pending=b"")
     private = memory["private"]
     shares = [
-        secure.unseal_share(sealed, sender, node, private, participants)
+        masks.unseal_share(sealed, sender, node, private, participants)
         for sender, sealed in zip(survivors, asked["sealed"], strict=True)
     ]
     absent = [other for other in participants.nodes if other not in survivors]
-    return _answer({"shares": shares, "seeds": [secure.pair_seed(private, other, participants) for other in absent]})
+    return _answer({"shares": shares, "seeds": [masks.pair_seed(private, other, participants) for other in absent]})
 
 
 def _answer(values: dict[str, Any]) -> RecordDict:
@@ -195,7 +150,7 @@ def _answer(values: dict[str, Any]) -> RecordDict:
     return RecordDict({masked.MASKED: ConfigRecord(content)})
 
 
-def _participants(asked: Mapping[str, Any], memory: _Kept) -> Participants:
+def _participants(asked: Mapping[str, Any], memory: Kept) -> Participants:
     """Return the participants that the server names; ProtocolError unless the sum is one of this node's session."""
     if memory.get("session", "") != asked["session"]:
         raise ProtocolError("the server names a session that this node has no key for")
@@ -207,12 +162,12 @@ def _participants(asked: Mapping[str, Any], memory: _Kept) -> Participants:
     return masked.participants_of(asked)
 
 
-def _require_own_key(participants: Participants, memory: _Kept, node: int) -> None:
-    if participants.key_of(node) != secure.public_key(memory["private"]):
+def _require_own_key(participants: Participants, memory: Kept, node: int) -> None:
+    if participants.key_of(node) != masks.public_key(memory["private"]):
         raise ProtocolError("the server has put another key in the place of this node's")
 
 
-def _require_new_step(message_type: str, content: RecordDict, participants: Participants, memory: _Kept) -> None:
+def _require_new_step(message_type: str, content: RecordDict, participants: Participants, memory: Kept) -> None:
     """Refuse a sum that this node was in before, and remember this one."""
     asked: Any = content[masked.SECURE]
     if asked["number"] <= memory["number"]:

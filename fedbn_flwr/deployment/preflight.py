@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedbn_flwr import __version__
-from fedbn_flwr.client.masking import MINIMUM, read_pins
+from fedbn_flwr.client.masked_memory import MINIMUM
+from fedbn_flwr.client.masking import read_pins
 from fedbn_flwr.deployment.errors import DeploymentError
 from fedbn_flwr.deployment.keys import load_node_key, public_text
 from fedbn_flwr.deployment.site import SECURE, WRITTEN, read_env

@@ -91,6 +91,7 @@ def _weighting_if_averaged(experiment: Experiment) -> str:
     config = experiment.config
     strategy = experiment.make_strategy(config.clients)
     looks_at_single = config.record_dynamics or config.lie or strategy.secure or strategy.why_single()
+    looks_at_single = looks_at_single or strategy.sum_terms().tally
     return strategy.weighting if isinstance(strategy, FedAvg) and not looks_at_single else ""
 
 

@@ -17,8 +17,8 @@ from flwr.common import log
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from fedbn_flwr import secure, wire
-from fedbn_flwr.secure import Participants
+from fedbn_flwr import wire
+from fedbn_flwr.secure import Participants, decode
 from fedbn_flwr.secure.fixed_point import Limbs, sum_of
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.passing_grid import PassingGrid
@@ -193,9 +193,12 @@ class SecureGrid(PassingGrid):
         timeout: float,
     ) -> Limbs:
         """Take away the masks that do not cancel; SumFailedError if too few nodes help."""
+        # cryptography takes a while to import, and every ClientApp's process imports strategies
+        from fedbn_flwr.secure import masks
+
         survivors, place = list(parts), {node: index for index, node in enumerate(participants.nodes)}
         absent = [node for node in participants.nodes if node not in parts]
-        needed = max(self._minimum, secure.threshold(len(place)))
+        needed = max(self._minimum, masks.threshold(len(place)))
         if len(survivors) < needed:
             reason = f"replies of {len(survivors)} of {len(place)} nodes came, and a sum needs {needed}"
             raise SumFailedError(dict.fromkeys(survivors, reason))
@@ -243,7 +246,7 @@ class SecureGrid(PassingGrid):
         own = []
         for index, owner in enumerate(survivors):
             commitments = parts[owner].commitments
-            seed, wrong = secure.open_shares(
+            seed, wrong = masks.open_shares(
                 {node: given[index] for node, given in shares.items()}, commitments, participants
             )
             for node in wrong:
@@ -252,7 +255,7 @@ class SecureGrid(PassingGrid):
             if seed is None:
                 raise SumFailedError(why or dict.fromkeys(survivors, f"too few shares of node {owner}'s mask"))
             own.append(seed)
-        return secure.cancel(total, participants, own, seeds)
+        return masks.cancel(total, participants, own, seeds)
 
     def _errors(self, sent: Mapping[int, Message], reasons: Mapping[int, str]) -> dict[int, Message]:
         """Return errors in place of replies."""
@@ -333,7 +336,7 @@ def _of_one_form(parts: dict[int, _MaskedReply], refused: dict[int, str]) -> dic
 
 def _mean(form: Form, total: Limbs, nodes: Mapping[int, int]) -> Summed:
     """Return the mean reply; SumFailedError if masks are left in the sum."""
-    numbers = secure.decode(total)
+    numbers = decode(total)
     if numbers[0] != len(nodes):
         reason = "the masks do not cancel: a node was given other participants or keys, or sent a wrong seed"
         raise SumFailedError(dict.fromkeys(nodes, reason))

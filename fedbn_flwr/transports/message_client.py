@@ -13,7 +13,7 @@ from flwr.app import Context, RecordDict
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.bn_client import BNClient
-from fedbn_flwr.client.masking import fresh_seed
+from fedbn_flwr.client.masked_memory import fresh_seed
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.own_loop_client import OwnLoopClient
 from fedbn_flwr.client.reply import Reply

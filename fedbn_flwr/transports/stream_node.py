@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 from flwr.app import Context, RecordDict
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.bn_client import BNClient
-from fedbn_flwr.client.masking import StepMasks, fresh_seed
+from fedbn_flwr.client.masked_memory import fresh_seed
 from fedbn_flwr.client.reply import Reply
 from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.layerwise import Answer, OwnRandomness, Requests
@@ -44,6 +44,9 @@ from fedbn_flwr.transports.stream_messages import (
     read_frame,
 )
 from fedbn_flwr.wire import Instruction, masked
+
+if TYPE_CHECKING:
+    from fedbn_flwr.client.masking import StepMasks
 
 #: where a site names the address by which it reaches the server's side channel, in place of the server's own, and the
 #: certificates that it trusts: a file, `none` for a channel without TLS; without it, those that gRPC trusts
@@ -110,7 +113,7 @@ def _received(content: RecordDict) -> dict[str, State]:
 def _with_exchange(content: RecordDict, context: Context, act: Callable[["StreamExchange"], Reply]) -> Reply:
     """Return the reply of what is done while the side channel is open, or why it was not."""
     record: Any = content[SIDE_CHANNEL]
-    masks = StepMasks(content, context) if masked.SECURE in content else None
+    masks = _step_masks(content, context) if masked.SECURE in content else None
     try:
         with StreamExchange(record[ADDRESS], record[TOKEN_KEY], masks) as exchange:
             return act(exchange)
@@ -120,13 +123,20 @@ def _with_exchange(content: RecordDict, context: Context, act: Callable[["Stream
         return Reply(0, {}, report={OVER: True})
 
 
+def _step_masks(content: RecordDict, context: Context) -> "StepMasks":
+    # cryptography takes a while to import
+    from fedbn_flwr.client.masking import StepMasks
+
+    return StepMasks(content, context)
+
+
 class StreamExchange:
     """An `Exchange` over a stream, which is open inside the block; UnreachableError if it cannot be opened.
 
     `introduce` is to return the node's partition and number of samples; it is called with every request.
     """
 
-    def __init__(self, address: str, token: str, masks: StepMasks | None = None) -> None:
+    def __init__(self, address: str, token: str, masks: "StepMasks | None" = None) -> None:
         self._masks = masks
         self.introduce: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()

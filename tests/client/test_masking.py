@@ -11,10 +11,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedbn_flwr import secure, wire
+from fedbn_flwr import wire
 from fedbn_flwr.client import masking
-from fedbn_flwr.client.masking import MINIMUM_VARIABLE, SITE_VARIABLE, answer_query, leave_masked
-from fedbn_flwr.secure import ProtocolError
+from fedbn_flwr.client.masked_memory import MINIMUM_VARIABLE, SITE_VARIABLE, fresh_seed
+from fedbn_flwr.client.masking import answer_query, leave_masked
+from fedbn_flwr.secure import ProtocolError, masks
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.wire import masked
 from fedbn_flwr.wire.masked import Terms
@@ -102,7 +103,7 @@ def too_few(server: Server) -> None:
 
 @attack("put another key in the place")
 def a_key_of_its_own_for_me(server: Server) -> None:
-    server.keys[1] = secure.public_key(secure.new_private_key())
+    server.keys[1] = masks.public_key(masks.new_private_key())
     server.train(1, server.asked(1), 1)
 
 
@@ -199,11 +200,11 @@ def test_a_node_names_what_the_server_does(name: str) -> None:
 def test_later_attempts_draw_batches_that_only_the_node_knows() -> None:
     server = Server().meet()
     content = RecordDict({masked.SECURE: ConfigRecord(server.asked(1))})
-    assert masking.fresh_seed(5, 1, content, server.nodes[1]) == 5
-    assert masking.fresh_seed(5, 2, RecordDict(), server.nodes[1]) == 5
-    seeds = [masking.fresh_seed(5, attempt, content, server.nodes[node]) for attempt in (2, 3) for node in (1, 2)]
+    assert fresh_seed(5, 1, content, server.nodes[1]) == 5
+    assert fresh_seed(5, 2, RecordDict(), server.nodes[1]) == 5
+    seeds = [fresh_seed(5, attempt, content, server.nodes[node]) for attempt in (2, 3) for node in (1, 2)]
     assert len({5, *seeds}) == 5
-    assert seeds[0] == masking.fresh_seed(5, 2, content, server.nodes[1])
+    assert seeds[0] == fresh_seed(5, 2, content, server.nodes[1])
 
 
 def pin(folder: Path, monkeypatch: pytest.MonkeyPatch, sites: int = 4) -> list[Ed25519PrivateKey]:
@@ -244,7 +245,7 @@ def test_a_site_with_pinned_keys_refuses(
     keys = pin(tmp_path, monkeypatch)
     server = signed(Server().meet(), keys)
     if cheat == "own key":
-        server.keys[3] = secure.public_key(secure.new_private_key())
+        server.keys[3] = masks.public_key(masks.new_private_key())
     elif cheat == "signature of another session":
         server.signatures[3] = keys[2].sign(masking._signed("b", server.keys[3]))
     elif cheat == "one site twice":

@@ -26,8 +26,9 @@ def test_workers_are_counted(workers: str, wanted: int, tmp_path: Path, monkeypa
 
     class Several(InProcessGrid):
         def __init__(
-            self, make_grid: Any, num_nodes: int, workers: int, *, threads: int, here: bool, start: Any
+            self, make_grid: Any, num_nodes: int, workers: int, *, threads: int, here: bool, start: Any, average_by: str
         ) -> None:
+            assert average_by == "examples"
             started.append((workers, threads, here))
             super().__init__(make_grid(range(num_nodes))._client_app, num_nodes)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedbn_flwr import secure
-from fedbn_flwr.secure import Participants, ProtocolError
+from fedbn_flwr.secure import Participants, ProtocolError, masks
 from fedbn_flwr.secure.fixed_point import Limbs, sum_of
 from fedbn_flwr.secure.masks import unseal_share
 
@@ -18,18 +18,18 @@ class Sum:
     """A sum among `NODES`, of which each has sent its masked numbers."""
 
     def __init__(self, label: bytes = b"round 1") -> None:
-        self.private = {node: secure.new_private_key() for node in NODES}
-        self.people = Participants(label, NODES, tuple(secure.public_key(self.private[node]) for node in NODES))
-        self.own = {node: secure.own_seed() for node in NODES}
+        self.private = {node: masks.new_private_key() for node in NODES}
+        self.people = Participants(label, NODES, tuple(masks.public_key(self.private[node]) for node in NODES))
+        self.own = {node: masks.own_seed() for node in NODES}
         self.sent = {
-            node: secure.mask(values, node, self.private[node], self.people, self.own[node])
+            node: masks.mask(values, node, self.private[node], self.people, self.own[node])
             for node, values in zip(NODES, VALUES, strict=True)
         }
 
     def absent(self, survivors: tuple[int, ...]) -> dict[tuple[int, int], bytes]:
         """What the survivors say of the masks with the others."""
         return {
-            (node, other): secure.pair_seed(self.private[node], other, self.people)
+            (node, other): masks.pair_seed(self.private[node], other, self.people)
             for node in survivors
             for other in NODES
             if other not in survivors
@@ -40,7 +40,7 @@ class Sum:
 
     def shares(self, owner: int) -> tuple[dict[int, bytes], list[bytes]]:
         """The shares of an owner's mask, by who has unsealed them, and what tells the right ones."""
-        sealed = secure.seal_shares(self.own[owner], owner, self.private[owner], self.people)
+        sealed = masks.seal_shares(self.own[owner], owner, self.private[owner], self.people)
         given = {
             node: unseal_share(each.sealed, owner, node, self.private[node], self.people)
             for node, each in zip(NODES, sealed, strict=True)
@@ -51,7 +51,7 @@ class Sum:
 @pytest.mark.parametrize("survivors", [NODES, *combinations(NODES, 4), *combinations(NODES, 3)])
 def test_the_sum_is_that_of_the_nodes_that_count(survivors: tuple[int, ...]) -> None:
     case = Sum()
-    opened = secure.cancel(
+    opened = masks.cancel(
         case.total(survivors), case.people, [case.own[node] for node in survivors], case.absent(survivors)
     )
     expected = sum(VALUES[NODES.index(node)] for node in survivors)
@@ -65,7 +65,7 @@ def test_a_mask_that_is_left_hides_the_sum(left: str) -> None:
     absent = case.absent(survivors)
     if left == "absent":
         absent.popitem()
-    opened = secure.decode(secure.cancel(case.total(survivors), case.people, own, absent))
+    opened = secure.decode(masks.cancel(case.total(survivors), case.people, own, absent))
     assert (np.abs(opened) > 1e12).any()
 
 
@@ -74,7 +74,7 @@ def test_no_stream_is_used_twice() -> None:
     labels = [b"round 1", b"round 2", b"round 1, exchange 1"]
     people = [Participants(label, NODES, case.people.keys) for label in labels]
     people.append(Participants(labels[0], NODES[:4], case.people.keys[:4]))
-    sent = [secure.mask(values, NODES[0], case.private[NODES[0]], each) for each in people]
+    sent = [masks.mask(values, NODES[0], case.private[NODES[0]], each) for each in people]
     assert not any((one == other).any() for one, other in combinations(sent, 2))
     # bytes of masks are uniform: a chi-squared of 255 degrees of freedom
     counts = np.bincount(np.concatenate(sent, 1).view(np.uint8).ravel(), minlength=256)
@@ -84,32 +84,32 @@ def test_no_stream_is_used_twice() -> None:
 def test_shares_open_a_mask_from_the_threshold_on() -> None:
     case = Sum()
     given, commitments = case.shares(NODES[2])
-    needed = secure.threshold(len(NODES))
+    needed = masks.threshold(len(NODES))
     assert needed == 4
     for some in combinations(given, needed):
-        assert secure.open_shares({node: given[node] for node in some}, commitments, case.people) == (
+        assert masks.open_shares({node: given[node] for node in some}, commitments, case.people) == (
             case.own[NODES[2]],
             [],
         )
     few = dict(list(given.items())[: needed - 1])
-    assert secure.open_shares(few, commitments, case.people) == (None, [])
+    assert masks.open_shares(few, commitments, case.people) == (None, [])
 
 
 def test_a_wrong_share_is_named_and_not_used() -> None:
     case = Sum()
     given, commitments = case.shares(NODES[2])
     given[NODES[1]] = bytes(16)
-    assert secure.open_shares(given, commitments, case.people) == (case.own[NODES[2]], [NODES[1]])
+    assert masks.open_shares(given, commitments, case.people) == (case.own[NODES[2]], [NODES[1]])
 
 
 @pytest.mark.parametrize("changed", ["label", "key", "nodes"])
 def test_a_share_among_other_participants_cannot_be_unsealed(changed: str) -> None:
     case = Sum()
-    sealed = secure.seal_shares(case.own[7], 7, case.private[7], case.people)[2].sealed
+    sealed = masks.seal_shares(case.own[7], 7, case.private[7], case.people)[2].sealed
     label, nodes, keys = case.people.label, case.people.nodes, case.people.keys
     others = {
         "label": Participants(b"round 2", nodes, keys),
-        "key": Participants(label, nodes, (*keys[:-1], secure.public_key(secure.new_private_key()))),
+        "key": Participants(label, nodes, (*keys[:-1], masks.public_key(masks.new_private_key()))),
         "nodes": Participants(label, nodes[:-1], keys[:-1]),
     }
     with pytest.raises(ProtocolError, match="what node 7 sealed for node 55 cannot be opened: the server has named"):
@@ -117,7 +117,7 @@ def test_a_share_among_other_participants_cannot_be_unsealed(changed: str) -> No
 
 
 def test_a_list_with_a_node_or_a_key_twice_is_refused() -> None:
-    keys = tuple(secure.public_key(secure.new_private_key()) for _ in range(3))
+    keys = tuple(masks.public_key(masks.new_private_key()) for _ in range(3))
     with pytest.raises(ProtocolError, match="twice"):
         Participants(b"", (1, 2, 2), keys)
     with pytest.raises(ProtocolError, match="twice"):
@@ -128,7 +128,7 @@ def test_a_large_model_is_masked_part_by_part() -> None:
     """More numbers than are masked at a time."""
     values = np.random.default_rng(0).standard_normal(40_000)
     case = Sum()
-    sent = [secure.mask(values, node, case.private[node], case.people, case.own[node]) for node in NODES]
-    opened = secure.cancel(sum_of(sent), case.people, case.own.values(), {})
+    sent = [masks.mask(values, node, case.private[node], case.people, case.own[node]) for node in NODES]
+    opened = masks.cancel(sum_of(sent), case.people, case.own.values(), {})
     assert secure.decode(opened) == pytest.approx(len(NODES) * values, rel=1e-12, abs=1e-17)
     assert len(np.unique(sent[0])) == sent[0].size

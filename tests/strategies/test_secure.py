@@ -12,7 +12,7 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
-from fedbn_flwr import secure, state, wire
+from fedbn_flwr import state, wire
 from fedbn_flwr.secure import fixed_point, masks
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import (
@@ -176,7 +176,7 @@ def sent_bytes(replies: Iterable[Message]) -> Iterable[bytes]:
 def leaks(kind: type[FedAvg], options: Options, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many numbers of single nodes the server finds, in what they send and without the masks that it opens."""
     numbers, opened = Numbers(monkeypatch), list[bytes]()
-    cancel = secure.cancel
+    cancel = masks.cancel
 
     def opening(total: Any, participants: Any, own: Any, absent: Any) -> Any:
         own = list(own)
@@ -189,7 +189,7 @@ def leaks(kind: type[FedAvg], options: Options, monkeypatch: pytest.MonkeyPatch)
                     opened.append(bare.tobytes())
         return cancel(total, participants, own, absent)
 
-    monkeypatch.setattr(secure, "cancel", opening)
+    monkeypatch.setattr(masks, "cancel", opening)
     nodes = federation(kind, options, grid=Traffic)
     grid: Any = nodes.grid
     nodes.run(kind(secure=True, evaluate_every=1, **options), 2)
@@ -224,7 +224,7 @@ def test_the_server_would_find_those_of_an_exchange_without_masks(monkeypatch: p
     def bare_in_exchanges(values: Any, node: int, private: bytes, participants: Any, own: bytes = b"") -> Any:
         return before(values, node, private, participants, own) if own else fixed_point.encode(values, 4)
 
-    monkeypatch.setattr(secure, "mask", bare_in_exchanges)
+    monkeypatch.setattr(masks, "mask", bare_in_exchanges)
     assert leaks(FedTAN, {}, monkeypatch) > 10
 
 

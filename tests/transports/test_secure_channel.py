@@ -34,15 +34,16 @@ def secure(kind: type[FedAvg], **more: Any) -> FedAvg:
 @pytest.mark.parametrize("exchange", ["fused", pytest.param("paper", marks=pytest.mark.slow)])
 def test_a_step_under_masks_is_the_one_in_the_clear(exchange: Any, frames: list[Frame]) -> None:
     with concurrent() as nodes:
-        after, _ = run(StreamGrid(nodes, options()), secure(FedTAN, exchange=exchange), 2)
-        assert len(nodes.processes()) == (1 + 2 * 2) * len(SIZES), "for the key; for the step and to open it, a round"
-    wanted, _ = in_process(FedTAN(exchange=exchange, fraction_evaluate=0.0), 2)
+        after, _ = run(StreamGrid(nodes, options()), secure(FedTAN, exchange=exchange))
+        assert len(nodes.processes()) == (1 + 2) * len(SIZES), "for the key; for the step and to open it, a round"
+    wanted, _ = in_process(FedTAN(exchange=exchange, fraction_evaluate=0.0))
     assert distance(after, wanted) < 1e-6
     kinds = {type(frame) for frame in frames}
     assert MaskedRequest in kinds
     assert kinds <= {MaskedRequest, Alive, Done}
 
 
+@pytest.mark.slow
 def test_statistics_are_gathered_under_masks(frames: list[Frame]) -> None:
     with concurrent({number: Site(make_client=make_static_client) for number in range(len(SIZES))}) as nodes:
         after, _ = run(StreamGrid(nodes, options()), secure(HeteroFL, statistics="layer-wise"), 2)
@@ -53,6 +54,7 @@ def test_statistics_are_gathered_under_masks(frames: list[Frame]) -> None:
     assert MaskedRequest in {type(frame) for frame in frames}
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_in_an_exchange_ends_the_attempt(caplog: pytest.LogCaptureFixture) -> None:
     with concurrent({PARTITION: Site(fault=AtExchange(dies, 1))}) as nodes:
         strategy = secure(FedTAN)

@@ -219,6 +219,8 @@ def scripted(*steps: Scripted) -> WorkersTransport[WorkerShare]:
         share._grid = step  # type: ignore[assignment]
 
     def ask_all(name: str, payloads: Any) -> dict[WorkerShare, Any]:
+        if name == "replies":
+            return {share: share.step_replies() for share in payloads}
         return {share: getattr(share, name)(payload) for share, payload in payloads.items()}
 
     def abandon(shares: Iterable[WorkerShare]) -> None:

@@ -128,7 +128,10 @@ def test_a_run_of_several_processes_has_all_nodes_in_its_records(tmp_path: Path)
     assert [row["nodes"] for row in rounds(tmp_path)] == [4] * len(rounds(tmp_path))
 
 
-@pytest.mark.parametrize("options", [{"record-dynamics": "1"}, {"lie": "-1"}, {"method": "fedbs"}], ids=str)
+AUTO = {"method": "fixbn:freeze-round=auto"}
+
+
+@pytest.mark.parametrize("options", [{"record-dynamics": "1"}, {"lie": "-1"}, {"method": "fedbs"}, AUTO], ids=str)
 def test_whoever_needs_single_replies_gets_them(options: dict[str, str], tmp_path: Path) -> None:
     experiment = resolve({**OPTIONS, "clients": "4", "workers": "2", **options})
     with open_stacked_grid(experiment, tmp_path) as grid:
