@@ -4,14 +4,16 @@ from collections.abc import Mapping, Sequence
 from logging import WARNING
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.carried import CarriedValues, Entries, Examples
-from fedbn_flwr.server.averaging import Arrays, record
+from fedbn_flwr.server.ask_nodes import ask_nodes
+from fedbn_flwr.server.averaging import Arrays, record, unpack
 from fedbn_flwr.server.replies import NodeReply
-from fedbn_flwr.wire import Instruction
+from fedbn_flwr.wire import Instruction, masked
 
 from .base_layerwise import Layerwise
 
@@ -25,7 +27,8 @@ class CarriedCorrections(Layerwise):
     `fedbn_flwr.layerwise.carried` derives it. A node that was never heard, or did not reply when last drawn, goes
     without corrections, and is not in the pool. What corrections of gradients add because a drawn node is silent, those
     of the next round take back. Messages carry 4 numbers a BN channel more, each way (2 without gradients), and each
-    layer's name and 3 sizes. Nodes remember nothing.
+    layer's name and 3 sizes. Nodes remember nothing. With `secure`, nodes keep their values and make their corrections,
+    of a pool for which the server asks at the start of a round (`fedbn_flwr.client.masked_carried`).
 
     Corrections of statistics are cut to `trust` standard deviations, and to variance ratios between 1 / `trust` and
     `trust`; 0 leaves them as they are. What the server keeps has at most `carry_limit` megabytes. With one client this
@@ -64,8 +67,9 @@ class CarriedCorrections(Layerwise):
         self._corrections: Mapping[int, Entries] = {}
 
     def why_single(self) -> str:
-        """Corrections are made of each node's values."""
-        return super().why_single() or ("carry=true keeps each node's values" if self.carry else "")
+        """Corrections are made of each node's values; under masks, each node makes its own."""
+        alone = self.carry and not self.secure
+        return super().why_single() or ("carry=true keeps each node's values" if alone else "")
 
     def exchanges(self, instruction: Instruction) -> bool:
         """Return whether clients wait for each other in this round."""
@@ -81,6 +85,9 @@ class CarriedCorrections(Layerwise):
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
         """Keep the nodes' values, and average the models."""
         merged = super().merge(replies, weights)
+        if self.secure:
+            self.carried.by_node |= {node: {} for reply in replies for node in reply.nodes if self._carries}
+            return merged
         averaged = {reply.node: weight for reply, weight in zip(replies, weights, strict=True)}
         self.carried.settle(self._corrections, set(self.round.nodes) - averaged.keys(), averaged)
         for reply in replies:
@@ -95,14 +102,43 @@ class CarriedCorrections(Layerwise):
         self, nodes: Sequence[int], arrays: ArrayRecord, config: ConfigRecord, kind: str
     ) -> list[Message]:
         # evaluations are instructed without it
-        carried = self.instruction.layerwise in wire.CARRIED_MODES
-        self._corrections = self._correct(nodes) if carried else {}
+        self._corrections = self._correct(nodes) if self._carries else {}
         return super()._make_messages(nodes, arrays, config, kind)
+
+    @property
+    def _carries(self) -> bool:
+        """Whether the round's instruction asks for corrections that are carried."""
+        return self.instruction.layerwise in wire.CARRIED_MODES
 
     def _correct(self, nodes: Sequence[int]) -> Mapping[int, Entries]:
         """Sums run in the order of partitions, because the nodes' ids are random."""
         ordered = sorted(nodes, key=lambda node: (self.partitions.get(node, -1), node))
+        if self.secure:
+            return self._pool(ordered)
         return self.carried.corrections(ordered, self._weigh_examples)
+
+    def _pool(self, nodes: Sequence[int]) -> Mapping[int, Entries]:
+        """Ask the nodes that have new values for their pool, and return it for each node that is in it.
+
+        A node gives its values once: after this, the server counts on it when it has replied again.
+        """
+        asked = [node for node in nodes if self.carried.by_node.pop(node, None) is not None]
+        if len(asked) < self.secure_min:
+            return {}
+        config = ConfigRecord({**self.instruction.to_config()})
+        messages = [Message(RecordDict({wire.CONFIG: config}), node, masked.CARRIED_QUERY) for node in asked]
+        for reply in ask_nodes(self.grid, messages, self.exchange_timeout).values():
+            if reply.has_content() and isinstance(reply.content, masked.Summed):
+                pool = unpack(reply.content.array_records[wire.CARRIED])
+                counts = [pool.pop(name) for name in list(pool) if name.startswith(masked.COUNT)]
+                pool |= {
+                    masked.COUNTS: np.stack(counts),
+                    masked.TRUST: np.array(self.carried.trust),
+                    masked.MEMORY: np.array(self.carried.memory),
+                }
+                return dict.fromkeys(reply.content.nodes, pool)
+        log(WARNING, "Round %d goes without carried corrections: too few nodes gave their values", self.server_round)
+        return {}
 
     def _weigh_examples(self, examples: Examples) -> list[float]:
         """Return the weights that the nodes' models will have; none if these are fewer nodes than can be pooled."""

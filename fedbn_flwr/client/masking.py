@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from fedbn_flwr import wire
+from fedbn_flwr.client.masked_carried import keep_values
 from fedbn_flwr.client.masked_memory import MINIMUM, MINIMUM_VARIABLE, SITE_VARIABLE, Kept
 from fedbn_flwr.secure import NotEncodableError, Participants, ProtocolError, masks
 from fedbn_flwr.secure.fixed_point import Limbs
@@ -62,6 +63,8 @@ def leave_masked(reply: RecordDict, message: Message, context: Context) -> Recor
     _require_own_key(participants, memory, context.node_id)
     if not masked.is_over_stream(message.content):  # there, the step was new when it began
         _require_new_step(message.metadata.message_type, message.content, participants, memory)
+    if message.metadata.message_type != masked.CARRIED_QUERY:
+        reply = keep_values(reply, message.content, context)
     form, numbers = masked.to_numbers(reply, masked.terms_of(asked))
     # a sum of an exchange needs all nodes, so nothing is ever opened
     own = b"" if form.kind else masks.own_seed()

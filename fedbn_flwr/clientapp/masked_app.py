@@ -1,12 +1,14 @@
 """The base of ClientApps whose replies leave the node under masks, where the server asks for a sum and nothing else."""
 
+import copy
 import os
 from typing import Any
 
-from flwr.app import Context, Error, Message
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
+from fedbn_flwr.client.masked_carried import for_pool, with_corrections
 from fedbn_flwr.client.masked_memory import SITE_VARIABLE
 from fedbn_flwr.secure import NotEncodableError, ProtocolError
 from fedbn_flwr.wire import masked
@@ -17,12 +19,22 @@ class MaskedApp(ClientApp):
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message."""
-        if message.metadata.message_type == masked.SECURE_QUERY:
+        kind = message.metadata.message_type
+        if kind == masked.SECURE_QUERY:
             # cryptography takes a while to import
             from fedbn_flwr.client.masking import answer_query
 
             return _refusing(lambda: Message(answer_query(message, context), reply_to=message), message)
-        return self.leave(super().__call__(message, context), message, context)
+        if kind == masked.CARRIED_QUERY:
+            reply = _refusing(lambda: Message(for_pool(message, context), reply_to=message), message)
+        else:
+            reply = super().__call__(self.enter(message, context), context)
+        return self.leave(reply, message, context)
+
+    def enter(self, message: Message, context: Context) -> Message:
+        """Return what handlers get in the place of a message."""
+        content = with_corrections(message.content, context)
+        return message if content is message.content else with_content(message, content)
 
     def leave(self, reply: Message, message: Message, context: Context) -> Message:
         """Return what leaves the node in place of a reply."""
@@ -35,6 +47,15 @@ class MaskedApp(ClientApp):
             return reply if content is reply.content else Message(content, reply_to=message)
 
         return _refusing(hidden, message)
+
+
+def with_content(message: Message, content: RecordDict) -> Message:
+    """Return a message that holds something else."""
+    other = copy.copy(message)
+    # a Message has no setter for what it is made of
+    other.__dict__ = {**message.__dict__}
+    other.content = content
+    return other
 
 
 def _refusing(answer: Any, message: Message) -> Message:

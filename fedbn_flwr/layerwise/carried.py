@@ -105,7 +105,11 @@ def carried_corrections(
 
     Channels of several layers may stand side by side. With a `trust` of 0 the region is unbounded.
     """
-    corrections = correction(kind, values, combiner(kind, values, weights))
+    return trusted(kind, correction(kind, values, combiner(kind, values, weights)), trust)
+
+
+def trusted(kind: Kind, corrections: Tensor, trust: float) -> Tensor:
+    """Return corrections, a row for each client, cut to the trust region."""
     if kind == "statistics" and trust:
         offsets, ratios = corrections.unbind(1)
         offsets.clamp_(-trust, trust)
@@ -263,17 +267,12 @@ class CarriedValues:
 
     def hear(self, node: int, num_examples: float, values: Mapping[str, np.ndarray], server_round: int = 0) -> str:
         """Keep a node's values; return why they are unusable, and then forget the node, or an empty string."""
-        before = self.by_node.pop(node, None)
+        before = self.by_node.pop(node, {})
         kept = {name: np.array(value) for name, value in values.items()}
-        if reason := _why_unusable(kept):
+        if reason := why_not_carried(kept):
             return reason
-        if before is not None and _form(before) == _form(kept):
-            share = self.memory ** max(server_round - before[ROUND].item(), 1)
-            for kind in KINDS:
-                if kind in kept:
-                    mean = share * before[kind].astype(np.float64) + (1 - share) * kept[kind]
-                    kept[kind] = mean.astype(kept[kind].dtype)
-        self.by_node[node] = {**kept, EXAMPLES: np.array(num_examples), ROUND: np.array(server_round)}
+        kept |= {EXAMPLES: np.array(num_examples), ROUND: np.array(server_round)}
+        self.by_node[node] = renewed(before, kept, self.memory)
         size = sum(value.nbytes for value in self.by_node[node].values())
         while len(self.by_node) > max(self.limit * 2**20 / size, 1):
             del self.by_node[next(iter(self.by_node))]
@@ -328,13 +327,23 @@ class CarriedValues:
         return self.surplus
 
 
+def renewed(before: Mapping[str, np.ndarray], values: Entries, memory: float) -> Entries:
+    """Return a node's new values, averaged with what was kept of it, if that is of the same layers."""
+    if not before or _form(before) != _form(values):
+        return values
+    share = memory ** max(values[ROUND].item() - before[ROUND].item(), 1)
+    kinds = [kind for kind in KINDS if kind in values]
+    means = {kind: share * before[kind].astype(np.float64) + (1 - share) * values[kind] for kind in kinds}
+    return values | {kind: mean.astype(values[kind].dtype) for kind, mean in means.items()}
+
+
 def _form(values: Mapping[str, np.ndarray]) -> Hashable:
     """Return the layers, their numbers of channels, and the dtypes."""
     dtypes = tuple(values[kind].dtype for kind in KINDS if kind in values)
     return values[LAYERS].tobytes(), values[SIZES][1:].tobytes(), dtypes
 
 
-def _why_unusable(values: Mapping[str, np.ndarray]) -> str:
+def why_not_carried(values: Mapping[str, np.ndarray]) -> str:
     """Return why these cannot be pooled with other nodes' values of the same BN layers; nothing if they can."""
     if not _are_of_layers(values):
         return "its carried values are not of BN layers"

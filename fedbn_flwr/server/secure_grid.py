@@ -282,7 +282,7 @@ class MaskedStep:
         return self._opened(self._step.replies())
 
 
-def sum_exchange(requests: Mapping[int, Any], asked: Mapping[str, Any], exchange: int) -> Summed:
+def sum_exchange(requests: Mapping[int, Any]) -> Summed:
     """Return the mean of requests under masks, given by node with `form`, `partition` and `hidden`.
 
     SumFailedError names the nodes whose requests do not fit.
@@ -304,12 +304,9 @@ def sum_exchange(requests: Mapping[int, Any], asked: Mapping[str, Any], exchange
 def _read(content: RecordDict) -> _MaskedReply:
     """Return a node's masked reply; an error if it is none."""
     said: Any = content.config_records[f"{masked.MASKED}-form"]
-    form, hidden = Form.read(said["form"]), content.array_records[masked.MASKED]["sum"].numpy()
-    if hidden.dtype != np.uint64 or hidden.shape != (2, form.size):
-        raise ValueError(f"{hidden.dtype} of the shape {hidden.shape} where uint64 of {(2, form.size)} is due")
-    return _MaskedReply(
-        form, int(said.get("partition", -1)), hidden, said.get("shares", []), said.get("commitments", [])
-    )
+    hidden = content.array_records[masked.MASKED]["sum"].numpy()
+    partition, shares = int(said.get("partition", -1)), said.get("shares", [])
+    return _MaskedReply(_fitting(said["form"], hidden), partition, hidden, shares, said.get("commitments", []))
 
 
 def _fitting(text: str, hidden: Limbs) -> Form:

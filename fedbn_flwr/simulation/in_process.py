@@ -1,6 +1,5 @@
 """Flower's `Grid` without Ray or a network: nodes on this machine, and those that the ServerApp's own process runs."""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, pack, unpack
+from fedbn_flwr.clientapp.masked_app import with_content
 from fedbn_flwr.simulation.node_contexts import Contexts
 from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.state import State
@@ -208,7 +208,8 @@ class InProcessGrid(LocalGrid):
             with suppress(Exception):  # reported when the message is answered
                 context = self._lend(node)
                 client = self._client_app.client_fn(context)
-                received = unpack(message, shared if changes_nothing(client) else None)
+                entered = self._client_app.enter(message, context)
+                received = unpack(entered, shared if changes_nothing(client) else None)
                 jobs.append(Job(place, message, context, client, *received))
         return jobs
 
@@ -265,12 +266,8 @@ def identify(message: Message) -> str:
 
 
 def _copy(message: Message) -> Message:
-    delivered = copy.copy(message)
-    # a Message has no setter for what it is made of
-    delivered.__dict__ = {**message.__dict__}
     records: Any = message.content.items()
-    delivered.content = RecordDict({name: _copy_record(record) for name, record in records})
-    return delivered
+    return with_content(message, RecordDict({name: _copy_record(record) for name, record in records}))
 
 
 def _copy_record(record: Any) -> Any:

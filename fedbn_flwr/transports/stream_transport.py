@@ -66,9 +66,8 @@ class StreamTransport:
         #: from an answer to the next requests, each time
         self._seconds: list[float] = []
 
-        #: what names the sums where requests come under masks, and how many there were
-        self._asked: Any = next((message.content.get(masked.SECURE) for message in messages), None)
-        self._sums = 0
+        #: whether requests come under masks
+        self._masked = any(masked.SECURE in message.content for message in messages)
 
     def connect(self, seconds: float) -> None:
         """Send the messages and wait until every node's stream is there; UnreachableError if none comes."""
@@ -165,7 +164,7 @@ class StreamTransport:
 
     def _in_order(self, requests: Mapping[int, NodeRequest | MaskedRequest]) -> Requests:
         """Return all nodes' requests, in the order of the participants; under masks, the one row of their mean."""
-        if self._asked is not None:
+        if self._masked:
             return self._summed({node: each for node, each in requests.items() if isinstance(each, MaskedRequest)})
         plain = {node: each for node, each in requests.items() if isinstance(each, NodeRequest)}
         if not self.participants:
@@ -181,9 +180,8 @@ class StreamTransport:
 
     def _summed(self, requests: Mapping[int, MaskedRequest]) -> Requests:
         """Return the mean of all nodes' requests, as one row."""
-        self._sums += 1
         try:
-            mean = sum_exchange(requests, self._asked, self._sums)
+            mean = sum_exchange(requests)
         except SumFailedError as failure:
             self._named |= {node: leave_out(node, reason) for node, reason in failure.reasons.items()}
             raise NodesFailedError(failure.reasons, [self._named[node] for node in failure.reasons]) from None

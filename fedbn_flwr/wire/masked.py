@@ -14,7 +14,7 @@ tally), the numbers are
 - 1, p_k, n_k, and of one metric that the server may name (`tally`) whether there is one, the metric, its square, and
   whether it is below a `bound`,
 - p_k x for every number x of an array; p_k m and p_k (v + m^2) for means m and variances v of a layer-wise step,
-- c, c m and c (v + m^2) for moments over c values,
+- c, c m and c (v + m^2) for moments over c values; for carried values c, p_k m, p_k (v + m^2), p_k a and p_k b,
 - n_k y for every metric y; c for the count of a layer-wise request.
 
 All of them are sums that have a meaning of their own, and the mean of all nodes is made of these sums alone.
@@ -23,15 +23,16 @@ All of them are sums that have a meaning of their own, and the mean of all nodes
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, MessageType, MetricRecord, RecordDict
+from flwr.app import Array, ConfigRecord, MessageType, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedbn_flwr.secure import Participants
-from fedbn_flwr.state.records import array_records, view_array
+from fedbn_flwr.state.records import InMemoryArray, array_records, make_record, view_array
 from fedbn_flwr.wire.instruction import (
     CARRIED,
     CONFIG,
@@ -50,6 +51,11 @@ from fedbn_flwr.wire.instruction import (
 SECURE, MASKED = "secure", "masked"
 #: asks for a node's public key, or for what takes away masks that do not cancel
 SECURE_QUERY = "query.secure"
+#: asks for a node's carried values, to be pooled; `COUNT` and a layer's name is that layer's count of them
+CARRIED_QUERY = "query.carried"
+COUNT = "count/"
+#: what a training message holds beside their pool: the layers' counts, and the options of these names
+COUNTS, TRUST, MEMORY = "counts", "trust", "memory"
 REQUEST = "request"
 #: what a reply's report may say in the clear: there is no number in it
 _CLEAR = ("lacks-state", "lacks-arrays", "unreachable", "over", "parameters", "bn-entries", "normalizers", OBEYED)
@@ -104,6 +110,7 @@ class Form:
         return json.dumps(vars(self))
 
     @classmethod
+    @lru_cache(maxsize=256)
     def read(cls, text: str) -> "Form":
         """Return the form of a text; ValueError if it is none."""
         try:
@@ -155,8 +162,6 @@ def to_numbers(content: RecordDict, terms: Terms) -> tuple[Form, Numbers]:
     metrics.pop(PARTITION_ID, None)
     tally = _tally_of(metrics.pop(terms.tally, None), terms.bound)
     groups = array_records(content)
-    if CARRIED in groups:
-        raise ValueError("carried values are a node's own, and no sum")
     kind = str(report.get("kind", "")) if REQUEST in groups else ""
     weights = {"uniform": 1.0, "values": float(report.get("count", 0)), "tally": tally[1]}
     weight = weights.get(terms.weighting, float(examples))
@@ -171,6 +176,8 @@ def to_numbers(content: RecordDict, terms: Terms) -> tuple[Form, Numbers]:
         values = {name: np.asarray(view_array(array), np.float64) for name, array in record.items()}
         if group == MOMENTS:
             values = {name: _moment_sum(name, values) for name in values}
+        elif group == CARRIED:
+            values = {name: _carried_sum(name, value, weight) for name, value in values.items()}
         elif kind == "statistics" and group == REQUEST:
             values = {name: weight * _second_moments(value) for name, value in values.items()}
         else:
@@ -197,12 +204,14 @@ def to_content(form: Form, numbers: Numbers, nodes: Mapping[int, int]) -> Summed
     for group, sums in groups.items():
         if group == MOMENTS:
             values = {name: _moment_of(name, sums) for name in sums}
+        elif group == CARRIED:
+            values = {name: _carried_of(name, value, weight) for name, value in sums.items()}
         else:
             values = {name: value / weight for name, value in sums.items()}
         if form.kind == "statistics" and group == REQUEST:
             values = {name: _variances(value) for name, value in values.items()}
         dtypes = {name: np.dtype(dtype) for of, name, _, dtype in form.arrays if of == group}
-        content[group] = ArrayRecord({name: _as_array(values[name], dtypes[name]) for name in values})
+        content[group] = make_record({name: _as_array(values[name], dtypes[name]) for name in values})
     means: dict[str, Any] = {}
     for name, count in form.metrics:
         end = place + (1 if count is None else count)
@@ -284,6 +293,19 @@ def _moment_of(name: str, sums: dict[str, Numbers]) -> Numbers:
     return mean if kind == "mean" else np.maximum(sums[name] / count - mean**2, 0.0)
 
 
-def _as_array(values: Numbers, dtype: np.dtype[Any]) -> Any:
+def _carried_sum(name: str, value: Numbers, weight: float) -> Numbers:
+    """Return what a node adds to the pool of carried values."""
+    if name.startswith(COUNT):
+        return value
+    return weight * (_second_moments(value) if name == "statistics" else value)
+
+
+def _carried_of(name: str, total: Numbers, weight: float) -> Numbers:
+    if name.startswith(COUNT):
+        return total
+    return _variances(total / weight) if name == "statistics" else total / weight
+
+
+def _as_array(values: Numbers, dtype: np.dtype[Any]) -> Array:
     rounded = values if dtype.kind == "f" else np.rint(values)
-    return Array(np.asarray(rounded, dtype))
+    return InMemoryArray(np.asarray(rounded, dtype))

@@ -13,8 +13,10 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr import wire
 from fedbn_flwr.client import masking
+from fedbn_flwr.client.masked_carried import for_pool, keep_values
 from fedbn_flwr.client.masked_memory import MINIMUM_VARIABLE, SITE_VARIABLE, fresh_seed
 from fedbn_flwr.client.masking import answer_query, leave_masked
+from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.secure import ProtocolError, masks
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.wire import masked
@@ -66,6 +68,18 @@ class Server:
             }
         )
         return leave_masked(reply, Message(content, node, kind), self.nodes[node])
+
+    def give_values(self, node: int, server_round: int, secure: bool = True) -> RecordDict:
+        context = self.nodes[node]
+        sizes = np.array([[4], [1], [0]])
+        values: dict[str, np.ndarray] = {"statistics": np.ones((2, 1)), "layers": np.frombuffer(b"bn", np.uint8)}
+        if not list(Memory(context.state).kept(wire.CARRIED)):
+            arrays = ArrayRecord({name: Array(value) for name, value in {**values, "sizes": sizes}.items()})
+            reply = RecordDict({wire.CARRIED: arrays, wire.METRICS: MetricRecord({wire.NUM_EXAMPLES: 5})})
+            keep_values(reply, RecordDict({wire.CONFIG: ConfigRecord({"server-round": 0})}), context)
+        config = ConfigRecord({"server-round": server_round})
+        asked = {masked.SECURE: ConfigRecord(self.asked(server_round))} if secure else {}
+        return for_pool(Message(RecordDict({wire.CONFIG: config, **asked}), node, masked.CARRIED_QUERY), context)
 
     def open(self, node: int, asked: dict[str, Any], survivors: Sequence[int], replies: dict[int, RecordDict]) -> Any:
         place = asked["nodes"].index(node)
@@ -135,6 +149,17 @@ def to_gather_among_others_in_a_round(server: Server) -> None:
     server.train(1, server.asked(1), 1, wire.GATHER)
     server.train(1, server.asked(2), 1, wire.GATHER)
     server.train(1, server.asked(3, (1, 2, 3)), 1, wire.GATHER)
+
+
+@attack("values that were in a pool before")
+def the_same_carried_values_in_two_pools(server: Server) -> None:
+    server.give_values(1, 1)
+    server.give_values(1, 2)
+
+
+@attack("leave a node under masks only")
+def carried_values_in_the_clear(server: Server) -> None:
+    server.give_values(1, 1, secure=False)
 
 
 @attack("no key for")

@@ -13,6 +13,7 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import state, wire
+from fedbn_flwr.layerwise.carried import CarriedValues
 from fedbn_flwr.secure import fixed_point, masks
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import (
@@ -21,6 +22,7 @@ from fedbn_flwr.strategies import (
     FedAvg,
     FedBN,
     FedBS,
+    FedDNA,
     FedNorm,
     FedTAN,
     FixBN,
@@ -44,6 +46,9 @@ CASES: dict[str, tuple[Any, Options]] = {
     "the paper's exchanges": (FedTAN, {"exchange": "paper"}),
     "uniform exchanges": (FedTAN, {"weighting": "uniform"}),
     "uniform variates": (Scaffold, {"weighting": "uniform"}),
+    "carried": (FedTAN, {"carry": True}),
+    "carried, averaged": (FedTAN, {"carry": True, "memory": 0.5, "weighting": "uniform"}),
+    "carried forward": (FedDNA, {"carry": True}),
     "layer by layer": (HeteroFL, {"statistics": "layer-wise"}),
 }
 
@@ -93,7 +98,6 @@ def test_the_spread_of_losses_is_that_in_the_clear() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], FedAvg], str]] = {
     "domains": (lambda: FedNorm(secure=True), "BN within each domain"),
-    "carried": (lambda: FedTAN(secure=True, carry=True), "keeps each node's values"),
     "privacy": (
         lambda: FedAvg(secure=True, weighting="uniform", privacy=Privacy(1.0, 0.1)),
         "clips each node's update",
@@ -205,6 +209,7 @@ BYTES: dict[str, tuple[type[FedAvg], Options]] = {
     "fedtan": (FedTAN, {}),
     "scaffold": (Scaffold, {}),
     "hbn": (HBN, {}),
+    "carried": (FedTAN, {"carry": True}),
 }
 
 
@@ -332,6 +337,51 @@ def test_an_exchange_that_loses_a_node_starts_again_without_it_and_with_other_ba
     positions = [message.content.config_records.get("position") for message in grid.sent]
     attempts = {position["attempt"] for position in positions if position}
     assert attempts == {1, 2}
+
+
+def lossy(lost: int, what: str, secure: bool, rounds: int) -> state.State:
+    """Rounds of carried corrections in which a message to a node is lost."""
+    nodes = Federation(make_model(), grid=Losing)
+    nodes.grid.lose = lambda node, asked: (node, asked) == (lost, what)  # type: ignore[attr-defined]
+    return nodes.run(FedTAN(carry=True, secure=secure, fraction_evaluate=0.0, min_train_nodes=4), rounds)
+
+
+def test_a_node_lost_after_the_pool_leaves_over_what_it_would_have_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *_ = Federation(make_model()).grid.get_node_ids()
+    hidden = lossy(first, "train 2", True, 4)
+    assert distance(lossy(first, "train 2", False, 4), hidden) > 1e-6
+
+    def only_forget(self: CarriedValues, corrections: Any, silent: Iterable[int], averaged: Any) -> None:
+        for node in silent:
+            self.by_node.pop(node, None)
+
+    monkeypatch.setattr(CarriedValues, "settle", only_forget)
+    assert distance(lossy(first, "train 2", False, 4), hidden) < 1e-9
+
+
+def test_a_node_that_gave_no_values_trains_without_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *_ = Federation(make_model()).grid.get_node_ids()
+    hidden = lossy(first, f"{masked.CARRIED_QUERY} 2", True, 2)
+    correct = FedTAN._correct
+
+    def forgetting(self: FedTAN, nodes: Any) -> Any:
+        self.carried.by_node.pop(first, None)
+        return correct(self, nodes)
+
+    monkeypatch.setattr(FedTAN, "_correct", forgetting)
+    assert distance(lossy(-1, "", False, 2), hidden) < 1e-9
+
+
+def test_too_few_nodes_with_values_train_without_corrections(caplog: pytest.LogCaptureFixture) -> None:
+    nodes = Federation(make_model(), grid=Losing)
+    lost = {(node, f"{masked.CARRIED_QUERY} 2") for node in list(nodes.grid.get_node_ids())[:2]}
+    nodes.grid.lose = lambda node, what: (node, what) in lost  # type: ignore[attr-defined]
+    nodes.run(FedTAN(carry=True, secure=True, fraction_evaluate=0.0, min_train_nodes=4), 2)
+    grid: Any = nodes.grid
+    asked = [message for message in grid.sent if message.metadata.message_type == "train"]
+    assert len(asked) == 8
+    assert all(wire.CARRIED not in message.content for message in asked)
+    assert "Round 2 goes without carried corrections" in caplog.text
 
 
 def test_two_nodes_are_too_few() -> None:

@@ -1,0 +1,121 @@
+"""Corrections carried under masks: a node keeps its own local values, and makes its own corrections.
+
+What `CarriedValues` is on a server that sees every node's values, is divided here (`fedbn_flwr.layerwise.carried` has
+the method). At the start of a round, the server asks the nodes whose values are new for their pool, a sum under masks
+(`CARRIED_QUERY`). It returns the pool with the round's training message, and each node makes its own corrections of it,
+within `trust`. After training, a node keeps its new local values, and sends none.
+
+A node gives its values for one pool only: with two of them, the server could tell what the nodes had that are in one of
+them. For the same reason nobody takes back what corrections of gradients add when a node is in the pool, and is lost
+before it has trained: this surplus is what the lost node had.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+
+from fedbn_flwr import wire
+from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.layerwise.carried import (
+    EXAMPLES,
+    KINDS,
+    LAYERS,
+    ROUND,
+    SIZES,
+    Entries,
+    correction,
+    renewed,
+    trusted,
+    why_not_carried,
+)
+from fedbn_flwr.secure import ProtocolError
+from fedbn_flwr.state.records import InMemoryArray, make_record, view_array
+from fedbn_flwr.wire import masked
+
+#: beside what a server keeps of a node: the round of the pool that had the values
+GIVEN = "given"
+
+
+def for_pool(message: Message, context: Context) -> RecordDict:
+    """Return a node's values, to be masked, or a sign that it has none; from then on they count as given."""
+    if masked.SECURE not in message.content:
+        raise ProtocolError("carried values leave a node under masks only")
+    kept = _kept(context)
+    if not kept:
+        return RecordDict({wire.METRICS: MetricRecord({}), wire.REPORT: ConfigRecord({wire.LACKS_STATE: True})})
+    if GIVEN in kept:
+        raise ProtocolError("the server asks again for values that were in a pool before")
+    _keep(context, {**kept, GIVEN: np.array(masked.step_of(message.content)[0])})
+    names = kept[LAYERS].tobytes().decode().split("\n")
+    counts = {masked.COUNT + name: count for name, count in zip(names, kept[SIZES][0], strict=True)}
+    return RecordDict(
+        {
+            wire.CARRIED: _record({**{kind: kept[kind] for kind in KINDS if kind in kept}, **counts}),
+            wire.METRICS: MetricRecord({wire.NUM_EXAMPLES: kept[EXAMPLES].item()}),
+        }
+    )
+
+
+def with_corrections(content: RecordDict, context: Context) -> RecordDict:
+    """Return what a message holds, with the node's own corrections in the place of the pool."""
+    if masked.SECURE not in content or wire.CARRIED not in content:
+        return content
+    pool, kept = _arrays(content.array_records[wire.CARRIED]), _kept(context)
+    others = {name: record for name, record in content.items() if name != wire.CARRIED}
+    if not _fits(pool, kept):
+        return RecordDict(others)
+    sizes = np.concatenate([pool[masked.COUNTS][None], kept[SIZES][1:]])
+    corrections = {LAYERS: kept[LAYERS], SIZES: sizes}
+    for kind in KINDS:
+        if kind in kept:
+            own, pooled = (torch.from_numpy(values[kind]) for values in (kept, pool))
+            rows = trusted(kind, correction(kind, own.unsqueeze(0), pooled), pool[masked.TRUST].item())
+            corrections[kind] = rows[0].numpy()
+    return RecordDict({**others, wire.CARRIED: _record(corrections)})
+
+
+def keep_values(reply: RecordDict, content: RecordDict, context: Context) -> RecordDict:
+    """Keep the values of a reply to a message with this content, and return the rest of the reply."""
+    if wire.CARRIED not in reply:
+        return reply
+    metrics: Any = reply.metric_records[wire.METRICS]
+    values = _arrays(reply.array_records[wire.CARRIED])
+    if not why_not_carried(values):
+        values |= {
+            EXAMPLES: np.array(metrics[wire.NUM_EXAMPLES]),
+            ROUND: np.array(masked.step_of(content)[0]),
+        }
+        if wire.CARRIED in content:  # otherwise the server does not count on what was kept
+            memory = view_array(content.array_records[wire.CARRIED][masked.MEMORY]).item()
+            values = renewed(_kept(context), values, memory)
+        _keep(context, values)
+    return RecordDict({name: record for name, record in reply.items() if name != wire.CARRIED})
+
+
+def _fits(pool: Mapping[str, np.ndarray], kept: Mapping[str, np.ndarray]) -> bool:
+    """Return whether the pool is of a node's own layers, and of use."""
+    layers = {name: kept[name] for name in (LAYERS, SIZES) if name in kept}
+    same = {kind for kind in KINDS if kind in kept} == {kind for kind in KINDS if kind in pool}
+    return (
+        bool(kept) and same and not why_not_carried({**layers, **{kind: pool[kind] for kind in KINDS if kind in pool}})
+    )
+
+
+def _kept(context: Context) -> Entries:
+    record = dict(Memory(context.state).kept(wire.CARRIED)).get("")
+    return {} if record is None else _arrays(record)
+
+
+def _keep(context: Context, values: Mapping[str, np.ndarray]) -> None:
+    Memory(context.state).keep(wire.CARRIED, _record(values))
+
+
+def _arrays(record: Any) -> Entries:
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def _record(values: Mapping[str, np.ndarray]) -> ArrayRecord:
+    return make_record({name: InMemoryArray(np.asarray(value)) for name, value in values.items()})
