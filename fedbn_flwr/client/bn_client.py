@@ -18,6 +18,7 @@ from fedbn_flwr.client import training
 from fedbn_flwr.client.batch_plan import BatchLoader
 from fedbn_flwr.client.device import is_on, pick_device, products
 from fedbn_flwr.client.evaluation import evaluate, mean_loss, shares
+from fedbn_flwr.client.image_order import channels_last
 from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask
 from fedbn_flwr.client.modes import carried_exchange, carried_records, frozen_parts, layerwise_mode
 from fedbn_flwr.client.node_memory import Memory
@@ -195,7 +196,9 @@ class BNClient(NumPyClient):
             planned
             if session.instruction.layerwise == "none"
             else self._first_shared(iter(planned), session, exchange),
-            lambda batch: training.batch_loss(self.model, batch, session.instruction, self.loss_function),
+            lambda batch: training.batch_loss(
+                self.model, self._ordered(batch), session.instruction, self.loss_function
+            ),
             session.optimizer,
             [rule.adjust for rule in rules],
         )
@@ -203,6 +206,11 @@ class BNClient(NumPyClient):
             rule.finish(session)
         session.records |= carried_records(exchange)
         return float(loss)
+
+    def _ordered(self, batch: training.Batch) -> training.Batch:
+        """Return a mini-batch with its images in the order that training is fastest with, but not in your own class."""
+        inputs, targets = batch
+        return (channels_last(inputs, self.model), targets) if type(self) is BNClient else batch
 
     def plan(self, instruction: Instruction, structure: nn.Module | None = None) -> BatchLoader:
         """Draw the mini-batches of a round. The model (or `structure`) must already be in training mode, or frozen."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from fedbn_flwr.client.image_order import ANY_ORDER
 from fedbn_flwr.layerwise import OwnRandomness
 from fedbn_flwr.layerwise.shared_batch_norm import SharedBatchNorm, Use
 
@@ -28,12 +29,6 @@ except ImportError:
 
 #: torch's private functions that are called here
 NEEDED = ("maybe_current_level", "_unwrap_batched", "_add_batch_dim")
-#: what a model may consist of to have images channels last: torch's own layers, one after another, whose forward
-#: leaves open which order images have
-_ANY_ORDER = {
-    *(nn.Sequential, nn.Identity, nn.Conv2d, nn.BatchNorm2d, nn.BatchNorm1d, nn.ReLU, nn.ReLU6),
-    *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Linear),
-}
 #: layers that multiply their inputs by a random mask
 _MASKING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
@@ -174,7 +169,7 @@ class ImageOrder:
 
     def __init__(self, model: nn.Module) -> None:
         kinds = {type(layer) for layer in model.modules()}
-        self._pays = nn.Conv2d in kinds and kinds <= _ANY_ORDER and is_available()
+        self._pays = nn.Conv2d in kinds and kinds <= ANY_ORDER and is_available()
         activations = [layer for layer in model.modules() if isinstance(layer, nn.ReLU | nn.ReLU6)]
         self._activations = activations if self._pays else []
 
