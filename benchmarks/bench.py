@@ -12,7 +12,7 @@ import torch
 from benchmarks import report
 from benchmarks.cases import CLIENTS, METHODS, MODELS, Case, make_cases
 from benchmarks.driver import Effort, EngineProcess, default_threads, measure
-from benchmarks.engines import ENGINES
+from benchmarks.engines import ENGINES, ON_RAY
 from benchmarks.results import BARE, Row, machine, rows_of, write
 from fedbn_flwr.experiments.output.run_folder import make_folder
 
@@ -39,18 +39,24 @@ class Bench:
 
     def measure(self, cases: Sequence[Case]) -> None:
         """Measure; cases of one model and number of clients share a Ray simulation, which takes long to start."""
-        for _, group in groupby(cases, key=lambda case: (case.model, case.clients)):
+        for _, group in groupby(cases, key=lambda case: (case.model, case.size, case.clients)):
             alike = list(group)
             with ExitStack() as stack:
-                on_ray = [case for case in alike if self._goes_to_ray(case)]
-                shared = [stack.enter_context(EngineProcess("ray", 1, on_ray))] if on_ray else []
+                shared = {
+                    stack.enter_context(EngineProcess(engine, 1, its_cases)): its_cases
+                    for engine in ON_RAY
+                    if (its_cases := [case for case in alike if self._goes_to(engine, case)])
+                }
                 for case in alike:
-                    self._measure(case, shared if case in on_ray else [])
+                    self._measure(case, [process for process, its_cases in shared.items() if case in its_cases])
 
-    def _goes_to_ray(self, case: Case) -> bool:
-        """Whether Ray takes part: not with one local step, where the round is Ray's polling, as it is with five."""
+    def _goes_to(self, engine: str, case: Case) -> bool:
+        """Whether an engine takes part.
+
+        Flower's does not with one local step, where the round is Ray's polling, as it is with five.
+        """
         few = case.clients <= MOST_ON_RAY or self.ray_everywhere
-        return "ray" in self.engines and few and case.local_steps > 1
+        return engine in self.engines and (engine != "ray" or (few and case.local_steps > 1))
 
     def _measure(self, case: Case, shared: Sequence[EngineProcess]) -> None:
         """Measure a case; every engine but Ray gets a new process for it, so that its memory can be told."""
@@ -59,7 +65,7 @@ class Bench:
         threads = [1] if case.layerwise else self.threads
         own = [(BARE, number) for number in threads]
         own += [("sequential", number) for number in threads if "sequential" in self.engines]
-        own += [(engine, 1) for engine in self.engines if engine not in (BARE, "sequential", "ray")]
+        own += [(engine, 1) for engine in self.engines if engine not in (BARE, "sequential", *ON_RAY)]
         with ExitStack() as stack:
             fresh = [stack.enter_context(EngineProcess(engine, number, [case])) for engine, number in own]
             rows = rows_of(case, measure(case, [*fresh, *shared], self.effort), self.peak_tflops)
@@ -121,7 +127,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--engines", type=_engines, default=list(ENGINES), help=f"comma-separated [{','.join(ENGINES)}]"
     )
-    parser.add_argument("--models", type=_words, default=list(MODELS), help=f"comma-separated [{','.join(MODELS)}]")
+    parser.add_argument(
+        "--models", type=_words, default=list(MODELS), help=f"such as resnet20:32 on 32 x 32 [{','.join(MODELS)}]"
+    )
     parser.add_argument("--methods", type=_words, default=list(METHODS), help=f"comma-separated [{','.join(METHODS)}]")
     parser.add_argument("--clients", type=_numbers, help="comma-separated [10,100,1000; quick: 10]")
     parser.add_argument("--repetitions", type=int, default=0, help="turns of every engine [7; quick: 3]")

@@ -6,6 +6,7 @@ from typing import Any
 
 from fedbn_flwr.experiments.method import Experiment, resolve
 
+#: with the side of its images, where these are not of 8 x 8 pixels
 MODELS = ("small-cnn", "resnet20")
 METHODS = ("fedavg", "fixbn:freeze-round=1", "fedtan:carry=true", "fedtan", "fedtan:exchange=paper")
 CLIENTS = (10, 100, 1_000)
@@ -83,15 +84,21 @@ class Case:
         return resolve(options)
 
 
+def sized(model: str) -> tuple[str, int]:
+    """Return the name and the side of the images in words like `resnet20:32`."""
+    name, _, size = model.partition(":")
+    return name, int(size or 8)
+
+
 def make_cases(models: Sequence[str], methods: Sequence[str], clients: Sequence[int], device: str) -> list[Case]:
     """Return every combination, and one local step for few clients; cases that can share a simulation in one list."""
     return list(_cases(models, methods, clients, device))
 
 
 def _cases(models: Sequence[str], methods: Sequence[str], clients: Sequence[int], device: str) -> Iterator[Case]:
-    for model in models:
+    for model, size in map(sized, models):
         for count in clients:
-            cases = [Case(model, method, count, device=device) for method in methods]
+            cases = [Case(model, method, count, device=device, size=size) for method in methods]
             yield from cases
             if count == SHORT_CLIENTS:
                 yield from (replace(case, local_steps=1) for case in cases if case.method in SHORT_METHODS)

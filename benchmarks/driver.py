@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, Self
 
 from benchmarks.cases import Case
-from benchmarks.engines import serve
+from benchmarks.engines import ON_RAY, serve
 from benchmarks.memory import family, lives
 
 #: imported once, by the process from which the others are forked
@@ -104,7 +104,7 @@ class EngineProcess:
     @contextmanager
     def _awake(self) -> Iterator[None]:
         """While others work, Ray's processes are stopped: they are busy even if there is nothing to do."""
-        if self.engine != "ray":
+        if self.engine not in ON_RAY:
             yield
             return
         assert self._process.pid

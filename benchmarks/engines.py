@@ -31,6 +31,7 @@ from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.resources import fresh_model, load_data, make_partition
 from fedbn_flwr.experiments.server_side import instruction_of
 from fedbn_flwr.simulation import WorkersGrid
+from fedbn_flwr.simulation.processes.grid import count_cores
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 
 Engine = Callable[[Sequence[Case], Clock], None]
@@ -81,12 +82,27 @@ def run_ray(cases: Sequence[Case], clock: Clock) -> None:
     run_simulation(server, _app(cases[0]), num_supernodes=cases[0].clients, backend_config=backend)
 
 
+def run_actors(cases: Sequence[Case], clock: Clock) -> None:
+    """Time stacks of clients in Ray actors, in a cluster that is for these cases only."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": count_cores(), "include_dashboard": False})
+    os.environ["RAY_ADDRESS"] = cluster.address
+    try:
+        run_stacked(cases, clock)
+    finally:
+        cluster.shutdown()  # type: ignore[no-untyped-call]
+
+
 ENGINES: dict[str, Engine] = {
     "bare": run_bare,
     "sequential": run_sequential,
     "stacked": run_stacked,
+    "actors": run_actors,
     "ray": run_ray,
 }
+#: whose processes start in ten seconds, and are busy even if there is nothing to do
+ON_RAY = ("actors", "ray")
 
 
 def serve(engine: str, threads: int, cases: Sequence[Case], driver: Connection) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.bench import EFFORT
-from benchmarks.cases import Case
+from benchmarks.cases import Case, sized
 from benchmarks.driver import EngineProcess, measure
 from benchmarks.results import BARE, Row, machine, rows_of, write
 from fedbn_flwr.client import pick_device
@@ -28,10 +28,9 @@ SECONDS = 2.0
 
 def make_cases(models: Sequence[str], clients: Sequence[int], device: str) -> Iterator[Case]:
     """Yield every method in float32, and FedAvg in the other precisions; cases of a model come together."""
-    for model in models:
-        name, _, size = model.partition(":")
+    for name, size in map(sized, models):
         for count in clients:
-            case = Case(name, METHODS[0], count, device=device, size=int(size))
+            case = Case(name, METHODS[0], count, device=device, size=size)
             yield from (replace(case, method=method) for method in METHODS)
             yield from (replace(case, precision=precision) for precision in PRECISIONS[1:])
 
@@ -50,9 +49,7 @@ def run(cases: Sequence[Case], minutes: float, seconds: float, folder: Path) -> 
                     return rows
                 fitting = clients_that_fit(one_step(case.experiment().config), pick_device(case.device))
                 measured = rows_of(case, measure(case, processes, effort))
-                rows += [
-                    {**row, "size": case.size, "precision": case.precision, "fitting": fitting} for row in measured
-                ]
+                rows += [{**row, "precision": case.precision, "fitting": fitting} for row in measured]
                 write(folder / "bench-gpu.json", rows)
                 report.progress(measured)
     return rows

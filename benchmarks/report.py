@@ -22,12 +22,12 @@ PEER_MISSING = (
     "To compare with pfl-research: `pip install 'pfl\\[pytorch]'`, and add a function to ENGINES in "
     "benchmarks/engines.py (docs/benchmarks.md, Peers)."
 )
-COLOURS = {"sequential": "tab:blue", "stacked": "tab:green", "ray": "tab:orange"}
+COLOURS = {"sequential": "tab:blue", "stacked": "tab:green", "actors": "tab:purple", "ray": "tab:orange"}
 
 
 def show(rows: Sequence[Row]) -> None:
     """A table a model and number of clients; the engines' rows of one case together."""
-    for (model, clients), alike in groupby(rows, key=lambda row: (row["model"], row["clients"])):
+    for (model, clients), alike in groupby(rows, key=lambda row: (sized_model(row), row["clients"])):
         _show_alike(f"{model}, {clients:,} clients, batches of {rows[0]['batch-size']}", list(alike))
 
 
@@ -35,13 +35,13 @@ def progress(rows: Sequence[Row]) -> None:
     """Print a line for each case when it is done."""
     ratios = [f"{row['engine']} {row['ratio']:.2f}" if row["ratio"] else f"{row['engine']} failed" for row in rows]
     first = rows[0]
-    what = f"{first['model']}, {first['clients']:,} clients, {first['method']}, E={first['local-steps']}"
+    what = f"{sized_model(first)}, {first['clients']:,} clients, {first['method']}, E={first['local-steps']}"
     console.print(f"{what}: {', '.join(ratios)}", markup=False)
 
 
 def close(rows: Sequence[Row], folder: Path) -> None:
     """Print what failed, how to add a peer, and where the results are."""
-    failed = [f"{row['engine']}, {row['model']}, {row['method']}: {row['error']}" for row in rows if "error" in row]
+    failed = [f"{row['engine']}, {sized_model(row)}, {row['method']}: {row['error']}" for row in rows if "error" in row]
     for text in dict.fromkeys(failed):
         console.print(f"failed: {text}", style="yellow", markup=False)
     console.print(PEER_THERE if find_spec("pfl") else PEER_MISSING)
@@ -58,7 +58,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     done = [row for row in rows if row["ratio"] is not None]
     if not done:
         return
-    models = list(dict.fromkeys(row["model"] for row in done))
+    models = list(dict.fromkeys(map(sized_model, done)))
     counts = list(dict.fromkeys(row["clients"] for row in done))
     engines = [engine for engine in dict.fromkeys(row["engine"] for row in done) if engine != BARE]
     size = (1.5 + 5.2 * len(counts), 0.8 + 3.1 * len(models))
@@ -67,7 +67,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     )
     for panels, model in zip(axes, models, strict=True):
         for panel, count in zip(panels, counts, strict=True):
-            chosen = [row for row in done if (row["model"], row["clients"]) == (model, count)]
+            chosen = [row for row in done if (sized_model(row), row["clients"]) == (model, count)]
             _panel(panel, chosen, engines, f"{model}, {count:,} clients")
         panels[0].set_ylabel("time a round / bare loop's")
     handles, labels = axes[0][0].get_legend_handles_labels()
@@ -78,7 +78,12 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 def case_of(row: Row) -> tuple[Any, ...]:
     """Return the part of a row that names its case."""
-    return tuple(row[key] for key in ("model", "method", "clients", "local-steps", "batch-size"))
+    return tuple(row[key] for key in ("model", "size", "method", "clients", "local-steps", "batch-size"))
+
+
+def sized_model(row: Row) -> str:
+    """Return the name of a row's model, with the size of its images."""
+    return f"{row['model']} on {row['size']} x {row['size']}"
 
 
 def _show_alike(title: str, rows: Sequence[Row]) -> None:
@@ -145,5 +150,5 @@ def _panel(panel: Any, rows: Sequence[Row], engines: Sequence[str], title: str) 
 
 
 def _label(case: tuple[Any, ...]) -> str:
-    _, method, _, steps, _ = case
+    _, _, method, _, steps, _ = case
     return f"{method.replace(':', chr(10))}\nE={steps}"

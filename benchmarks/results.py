@@ -75,6 +75,7 @@ def _row(case: Case, measured: Measured, yardstick: Measured | None) -> Row:
     row = {
         "engine": measured.engine,
         "model": case.model,
+        "size": case.size,
         "method": case.method,
         "clients": case.clients,
         "local-steps": case.local_steps,
