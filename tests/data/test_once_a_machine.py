@@ -1,15 +1,13 @@
 """What is loaded once a machine: by one process of several, and again when that one has gone."""
 
-import multiprocessing
 import os
 import secrets
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from fedbn_flwr.data import Data, Split
 from fedbn_flwr.data.once_a_machine import once_a_machine
 from fedbn_flwr.experiments import resources
 from fedbn_flwr.experiments.config import Config
+from tests.helpers.forked import forking
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there is no memory without a name")
 
@@ -58,7 +57,7 @@ def shared_bytes() -> int:
 
 @contextmanager
 def process() -> Iterator[Callable[..., "Future[Any]"]]:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, forking()) as pool:
         yield pool.submit
 
 
@@ -122,17 +121,19 @@ def fail() -> None:
     raise OSError("no such data")
 
 
+def shared_by(family: str, config: Config) -> int:
+    """Return the number of training samples that a process has without loading anything."""
+    with mock.patch.object(data, "load", None):
+        resources.share_data(config, family)
+        return len(resources.load_data(config).train)
+
+
 def test_workers_have_the_data_of_the_process_that_they_work_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "_shared", {})
     config, family = Config(dataset="synthetic:n=2000", validation=0.1), secrets.token_hex()
     alone = resources.load_data(config)
     resources.share_data(config, family)
     assert resources.load_data(config) is alone
-    code = (
-        "import sys; from fedbn_flwr.experiments import resources; from fedbn_flwr.experiments.config import Config; "
-        "from fedbn_flwr import data; data.load = None; config = Config(dataset='synthetic:n=2000', validation=0.1); "
-        "resources.share_data(config, sys.argv[1]); print(len(resources.load_data(config).train))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, family], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == len(alone.train) == 1800
+    with process() as worker:
+        assert worker(shared_by, family, config).result() == len(alone.train) == 1800
     assert data.load(config.dataset) is not alone

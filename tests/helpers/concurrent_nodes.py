@@ -6,11 +6,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from flwr.app import Context, Error, Message
@@ -21,7 +19,7 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.simulation.in_process import InProcessGrid, identify
 from fedbn_flwr.transports.stream_node import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE
-from tests.helpers.checkout import ROOT
+from tests.helpers.forked import forking
 from tests.helpers.process_per_message import make_client
 
 #: is called in the process of a node before it answers, with the message
@@ -48,8 +46,7 @@ class ConcurrentNodes(InProcessGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Start a process for every message."""
-        start = get_context("forkserver")
-        start.set_forkserver_preload([__name__])
+        start = forking()
         ids = []
         for message in messages:
             message_id = identify(message)
@@ -58,9 +55,7 @@ class ConcurrentNodes(InProcessGrid):
             here, there = start.Pipe()
             packed = pickle.dumps((message, context, site))
             process = start.Process(target=_work, args=(there, packed), daemon=True)
-            # the fork server looks for modules before it is told this process's path
-            with patch.dict(os.environ, PYTHONPATH=str(ROOT)):
-                process.start()
+            process.start()
             there.close()
             self._answering[message_id] = (message, here, process)
             ids.append(message_id)

@@ -1,11 +1,9 @@
 """A grid that answers every message in a new process, as a deployment does."""
 
-import multiprocessing
-import os
 import pickle
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch._dynamo  # an optimizer imports it, which takes seconds
@@ -17,7 +15,7 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.transports.message_client import STEPS
-from tests.helpers.checkout import ROOT
+from tests.helpers.forked import forking
 from tests.helpers.harness import CLASSES, SIZES, Double, make_split, parts
 
 
@@ -75,21 +73,17 @@ def _client(context: Context, model: nn.Module) -> BNClient:
 class NewProcesses(InProcessGrid):
     """Starts a process for every message, which takes message and context, and returns reply and context.
 
-    `start_method="spawn"` begins with nothing; `forkserver` copies a process that has only imported torch.
+    With `spawns`, each begins with nothing; otherwise it is a copy of a process that has only imported torch.
     """
 
-    start_method = "forkserver"
+    spawns = False
 
     def _answer(self, message: Message) -> Message:
-        start = multiprocessing.get_context(self.start_method)
-        if self.start_method == "forkserver":
-            start.set_forkserver_preload(["tests.helpers.process_per_message"])
+        start: Any = get_context("spawn") if self.spawns else forking()
         node = message.metadata.dst_node_id
         here, there = start.Pipe()
-        worker = start.Process(target=work, args=(there, pickle.dumps((message, self._contexts[node]))))  # type: ignore[attr-defined]
-        # the fork server looks for modules before it is told this process's path
-        with patch.dict(os.environ, PYTHONPATH=str(ROOT)):
-            worker.start()
+        worker = start.Process(target=work, args=(there, pickle.dumps((message, self._contexts[node]))))
+        worker.start()
         reply, self._contexts[node] = pickle.loads(here.recv_bytes())
         worker.join()
         return reply  # type: ignore[no-any-return]

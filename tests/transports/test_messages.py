@@ -101,7 +101,7 @@ def test_every_message_in_a_process_that_begins_with_nothing() -> None:
     """For one node: to import torch takes seconds each time."""
 
     class Spawned(NewProcesses):
-        start_method = "spawn"
+        spawns = True
 
         def _answer(self, message: Message) -> Message:
             new = message.metadata.dst_node_id == 1000 and message.metadata.message_type == wire.LAYERWISE
