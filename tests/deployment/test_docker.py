@@ -65,10 +65,8 @@ echo 'root-certificates = "/srv/kit/ca.crt"' >> config.toml
 FLWR_HOME=/tmp/flwr timeout 60 flwr list x --format json
 """
 
-pytestmark = [
-    pytest.mark.skipif("FEDBN_TEST_DOCKER" not in os.environ, reason="`make test-docker` runs it"),
-    pytest.mark.skipif(bool(docker.why_not()), reason=docker.why_not() or "there is Docker"),
-]
+WHY_NOT = docker.why_not()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 

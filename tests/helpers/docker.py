@@ -16,12 +16,16 @@ from tests.helpers.ports import free_ports
 from tests.helpers.waiting import PATIENCE
 
 IMAGE = f"fedbn-flwr-test-{os.getpid()}"
+#: in the environment of who wants containers
+ASKED = "FEDBN_TEST_DOCKER"
 #: further arguments of `docker build`, such as where PyTorch is
 ARGUMENTS = "FEDBN_DOCKER_BUILD"
 
 
 def why_not() -> str:
-    """Return why there are no containers here; nothing if there are."""
+    """Return why there are no containers here, or why they are not asked for; nothing if there are."""
+    if ASKED not in os.environ:
+        return "`make test-docker` runs it"
     if not shutil.which("docker"):
         return "Docker is not installed: apt-get install docker.io docker-compose-v2, or docs.docker.com/engine/install"
     for words in (("docker", "info", "--format", "{{.ServerVersion}}"), ("docker", "compose", "version")):

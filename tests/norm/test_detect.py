@@ -1,5 +1,8 @@
 """What is BN in a model is told by type, under full dotted paths."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -9,14 +12,16 @@ from fedbn_flwr.norm import affine_keys, bn_keys, bn_layers, counter_keys, local
 
 
 @pytest.mark.parametrize(
-    ("model", "layers", "one"),
+    ("make", "layers", "one"),
     [
-        (resnet18(weights=None), 20, "layer2.0.downsample.1"),
-        (mobilenet_v2(weights=None), 52, "features.1.conv.0.1"),
-        (vgg11_bn(weights=None, init_weights=False), 8, "features.1"),
+        (resnet18, 20, "layer2.0.downsample.1"),
+        (mobilenet_v2, 52, "features.1.conv.0.1"),
+        (vgg11_bn, 8, "features.1"),
     ],
 )
-def test_torchvision(model: nn.Module, layers: int, one: str) -> None:
+def test_torchvision(make: Callable[[], nn.Module], layers: int, one: str) -> None:
+    with torch.device("meta"):  # names and types need no numbers
+        model = make()
     found = bn_layers(model)
     assert len(found) == layers
     assert found[one] is model.get_submodule(one)
@@ -25,8 +30,10 @@ def test_torchvision(model: nn.Module, layers: int, one: str) -> None:
     assert len(counter_keys(model)) == layers
 
 
-@pytest.mark.parametrize("model", [resnet18(weights=None), mobilenet_v2(weights=None), nn.BatchNorm1d(2)])
-def test_names_and_order_are_those_of_named_modules(model: nn.Module) -> None:
+@pytest.mark.parametrize("make", [resnet18, mobilenet_v2, partial(nn.BatchNorm1d, 2)])
+def test_names_and_order_are_those_of_named_modules(make: Callable[[], nn.Module]) -> None:
+    with torch.device("meta"):
+        model = make()
     model.again = nn.ModuleList([*bn_layers(model).values(), model])
     wanted = {
         name: layer for name, layer in model.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)
@@ -35,7 +42,8 @@ def test_names_and_order_are_those_of_named_modules(model: nn.Module) -> None:
 
 
 def test_the_keys_of_resnet18_are_those_of_its_state_dict() -> None:
-    model = resnet18(weights=None)
+    with torch.device("meta"):
+        model = resnet18()
     state = model.state_dict()
     by_size = sum(state[key].numel() for key in bn_keys(model) if key not in counter_keys(model))
     assert by_size == 4 * 4_800  # gamma, beta, mean, variance of 4,800 channels
