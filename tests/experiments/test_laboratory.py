@@ -378,6 +378,7 @@ def test_the_import_brings_no_torch() -> None:
 # ---- what is returned ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("drawn")
 def test_results(tmp_path: Path) -> None:
     found = compare(["fedavg", "fedprox:mu=0.5"], folder=tmp_path, seeds=2, **{**SMALL, "data": DATA})
     key = ("fedprox:mu=0.5", 1)

@@ -66,6 +66,7 @@ def test_suggestion(size: float, error: float, chance: float, wanted: str) -> No
     assert "This suggests" in line
 
 
+@pytest.mark.usefixtures("drawn")
 def test_the_command_writes_numbers_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("diagnose", batches="2", clients="3", fraction_train="0.7", results_dir=str(tmp_path)) == 0
     written = json.loads((tmp_path / "diagnosis.json").read_text())

@@ -438,6 +438,7 @@ def test_freezes_and_rate_drops_are_marked(method: str, expected: list[tuple[str
 HARD = r"a_b&50%#{x}~^\<|[*]"
 
 
+@pytest.mark.usefixtures("drawn")
 def test_every_format_has_the_same_table(tmp_path: Path) -> None:
     folder = write_comparison(tmp_path, [], {"fedavg": 0.5, "fixbn": 0.75})
     assert main(["report", str(folder), "--format", "html,csv,latex,pdf,svg"]) == 0
@@ -479,6 +480,7 @@ def test_latex_prints_names_as_they_are() -> None:
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX here (Debian: texlive-latex-recommended)")
+@pytest.mark.usefixtures("drawn")
 def test_latex_compiles(tmp_path: Path) -> None:
     tables = [Table("results", HARD, ["method", "n"], [[Cell(HARD), Cell("1 ± 2", 1.0)]], frozenset({1}), HARD)]
     picture = Picture("curve", HARD, lambda axes: axes.plot([0, 1]))
