@@ -15,7 +15,7 @@ demo: $(VENV)/installed
 		--model small-cnn --local-steps 1 --rounds 200 --results-dir results/demo
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadgroup

@@ -5,10 +5,12 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from PIL import Image
 
 from tests.helpers.processes import kill_processes, wait_for_end
 
@@ -18,6 +20,16 @@ torch.set_num_threads(1)
 # how long an example takes tells how busy the machine is, and is no reason to fail
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no clock")
+
+#: the files that take longer than ten seconds
+LONGEST = {
+    "test_loopback_run",
+    "test_docs",
+    "test_packaging",
+    "test_parity",
+    "test_ray_workers",
+    "test_worker_processes",
+}
 
 #: in the environment of whatever a test starts
 MARK = "FEDBN_FLWR_TEST"
@@ -42,6 +54,21 @@ def flower_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFi
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture
+def only_composed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures get their lines and labels, and are written as one pixel: to lay one out takes longer than a run."""
+
+    def one_pixel(figure: object, file: Path | IO[bytes], **_: object) -> None:
+        Image.new("L", (1, 1)).save(file, "png")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", one_pixel)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that at the end no process waits long for another one."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 def pytest_collection_finish() -> None:

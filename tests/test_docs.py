@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flwr.common.config import parse_config_args
@@ -24,11 +25,10 @@ from fedbn_flwr.strategies import REGISTRY
 from tests.helpers.checkout import BIN, ROOT, environment, run
 from tests.helpers.registered import registries_restored
 
+pytestmark = pytest.mark.usefixtures("only_composed")
+
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-
-#: pytest-xdist begins with groups: these tests take long, and would otherwise be the last
-first = pytest.mark.xdist_group("docs")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -60,7 +60,6 @@ def folder(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@first
 @by_page
 @pytest.mark.usefixtures("folder")
 def test_python_blocks_run(page: Path) -> None:
@@ -190,24 +189,22 @@ def shortened(words: list[str], most: int) -> list[str]:
     return [words[0], *chain(*{**options, "--rounds": rounds, "--evaluate-every": rounds}.items())]
 
 
-@first
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, id=page.name, marks=[] if page.name == "README.md" else pytest.mark.slow)
-        for page in PAGES
-        if experiments(page)
-    ],
-)
-def test_experiments_end_above_chance(page: Path, folder: Path) -> None:
-    for number, words in enumerate(experiments(page)):
-        results = folder / str(number)
-        rounds = 8 if page.name == "README.md" else 20  # the README's are in the usual run
-        assert main([*shortened(words, rounds), "--results-dir", str(results)]) == 0
-        paths = list(results.rglob("summary.json"))
-        assert paths
-        for path in paths:
-            summary, config = (json.loads((path.parent / name).read_text()) for name in ("summary.json", "config.json"))
-            chance = 1 / load_data(resolve(config["options"]).config).num_classes
-            score = summary.get("accuracy-personal", summary[summary["metric"]])
-            assert score > 1.5 * chance, (words, path.parent.name)
+def experiments_of_pages() -> Iterator[Any]:
+    """Yield every page's experiments; in the usual run is the README's first, with few rounds."""
+    for page in PAGES:
+        for number, words in enumerate(experiments(page)):
+            usual = page.name == "README.md" and number == 0
+            shorter = shortened(words, 4 if usual else 20)
+            yield pytest.param(page, shorter, id=f"{page.name}-{number}", marks=() if usual else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("page", "words"), list(experiments_of_pages()))
+def test_an_experiment_ends_above_chance(page: Path, words: list[str], folder: Path) -> None:
+    assert main([*words, "--results-dir", str(folder / "results")]) == 0
+    paths = list((folder / "results").rglob("summary.json"))
+    assert paths
+    for path in paths:
+        summary, config = (json.loads((path.parent / name).read_text()) for name in ("summary.json", "config.json"))
+        chance = 1 / load_data(resolve(config["options"]).config).num_classes
+        score = summary.get("accuracy-personal", summary[summary["metric"]])
+        assert score > 1.5 * chance, path.parent.name

@@ -16,9 +16,6 @@ import pytest
 
 from tests.helpers.checkout import BIN, copy_checkout, environment, run
 
-# the wheel is built once, and installed once
-pytestmark = pytest.mark.xdist_group("packaging")
-
 #: prints where each of the modules named on the command line comes from
 WHERE = "import importlib, sys; print(*(importlib.import_module(name).__file__ for name in sys.argv[1:]), sep='\\n')"
 #: before it: a folder serves as site-packages, before the environment's own, in which this project is installed too

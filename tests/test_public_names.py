@@ -18,8 +18,6 @@ PAGES = {
 #: rooms that users import nothing from
 INTERNAL = {"deployment", "experiments", "plugins", "secure", "server", "traffic", "transports"}
 by_package = pytest.mark.parametrize("package", PAGES)
-# reading the packages takes seconds: in one process
-pytestmark = pytest.mark.xdist_group("names")
 
 
 @cache

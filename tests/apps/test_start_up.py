@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pytest
 from flwr.app import Message
 
 from fedbn_flwr.clientapp import client_app
@@ -72,6 +73,7 @@ class RecordingSites(Recording, SitesInProcess):
         SitesInProcess.__init__(self, data, options)
 
 
+@pytest.mark.usefixtures("only_composed")
 def test_messages_import_nothing_that_takes_seconds(tmp_path: Path) -> None:
     """Of every method, and of a site with images; one process for all, because each would take as long."""
     runs: list[tuple[list[Message], dict[str, Any], dict[str, Any]]] = []

@@ -34,9 +34,6 @@ KEYS = {
 }
 TINY = Case("mlp", "fedavg", clients=2, local_steps=1, device="cpu")
 
-# the engines' processes are forked from one that has imported all, which takes seconds
-pytestmark = pytest.mark.xdist_group("benchmarks")
-
 
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

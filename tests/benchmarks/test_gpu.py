@@ -8,8 +8,6 @@ import pytest
 from benchmarks import gpu
 from fedbn_flwr.client import pick_device
 
-pytestmark = pytest.mark.xdist_group("benchmarks")
-
 TINY = ["--device", "cpu", "--models", "mlp:8", "--clients", "2", "--seconds", "0.01"]
 
 

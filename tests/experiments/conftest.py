@@ -1,11 +1,6 @@
-"""Pictures of runs take longer than the runs: they are only drawn where a test looks at one."""
-
-from pathlib import Path
-from typing import IO
+"""Commands draw pictures, which tests do not wait for unless they look at one."""
 
 import pytest
-from matplotlib.figure import Figure
-from PIL import Image
 
 
 @pytest.fixture
@@ -14,11 +9,6 @@ def drawn() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _composed_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures get their lines and labels, and are written as one pixel: to lay them out takes most of the time."""
+def _quick(request: pytest.FixtureRequest) -> None:
     if "drawn" not in request.fixturenames:
-        monkeypatch.setattr(Figure, "savefig", one_pixel)
-
-
-def one_pixel(figure: Figure, file: Path | IO[bytes], **_: object) -> None:
-    Image.new("L", (1, 1)).save(file, "png")
+        request.getfixturevalue("only_composed")

@@ -108,18 +108,13 @@ def write_page(*folders: Path, out: Path) -> Page:
     return Page(out / "report.html")
 
 
-#: a page with all its pictures takes seconds: one for several tests
-one_page = pytest.mark.xdist_group("report")
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Page:
-    """Return the page of a finished matrix."""
+    """Return the page of a finished matrix; with all its pictures it takes seconds."""
     folder = tmp_path_factory.mktemp("whole")
     return write_page(write_matrix(folder, ALL), out=folder / "page")
 
 
-@one_page
 def test_a_matrix_stands_beside_the_papers_numbers(whole: Page) -> None:
     page = whole
     # a row for each method of each setting, the score first
@@ -140,7 +135,6 @@ def test_a_matrix_stands_beside_the_papers_numbers(whole: Page) -> None:
     assert "fedbn-flwr reproduce mine.yaml" in page.text
 
 
-@one_page
 def test_a_report_says_where_the_paper_does_not_hold(whole: Page) -> None:
     page = whole
     against, _, rest = page.text.partition("Does not hold here (2)")[2].partition("Results")
@@ -149,7 +143,6 @@ def test_a_report_says_where_the_paper_does_not_hold(whole: Page) -> None:
     assert "seen in <small> only" in rest
 
 
-@one_page
 def test_pictures_are_in_the_page_and_beside_it(whole: Page) -> None:
     page = whole
     for start in (
@@ -170,7 +163,6 @@ def test_pictures_are_in_the_page_and_beside_it(whole: Page) -> None:
             assert image.width == 1040
 
 
-@one_page
 def test_the_page_stands_alone(whole: Page) -> None:
     page = whole
     assert page.addresses
