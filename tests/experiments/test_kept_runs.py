@@ -8,9 +8,9 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from fedbn_flwr.experiments.output import run_folder
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.reports.sources import read_sources
-from tests.helpers.checkout import ROOT, environment
+from tests.helpers.forked import forking
 from tests.helpers.runs import command, results, run, summary_bytes
 
 METHODS = "fedavg,fedbn"
-FOLDERS = [f"{method}-seed{seed}" for method in ("fedavg", "fedbn") for seed in range(3)]
+FOLDERS = [f"{method}-seed{seed}" for method in ("fedavg", "fedbn") for seed in range(2)]
 TINY = {"dataset": "digits", "model": "mlp", "rounds": "12", "evaluate_every": "6", "workers": "1"}
 
 
@@ -53,38 +53,29 @@ def check_report(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("whole")
-    assert main(compare_words(folder, "--seeds", "3")) == 0
+    assert main(compare_words(folder, "--seeds", "2")) == 0
     return all_results(folder)
+
+
+def say_ready_and_run(connection: Connection, words: Sequence[str]) -> None:
+    """Run a command; the imports are not a part of what is killed."""
+    connection.send("ready")
+    main(words)
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_random_moments_it_ends_with_the_same_bits(kills: int, tmp_path: Path, whole: dict[str, Any]) -> None:
     moments, folder = random.Random(kills), tmp_path / "out"
-    program = (
-        "import os, signal, sys\n"
-        "from fedbn_flwr.experiments import main\n"
-        "sys.stdout.write('ready\\n'); sys.stdout.flush(); sys.stdin.readline()\n"
-        "sys.exit(main(sys.argv[1:]))\n"
-    )
-    words = compare_words(folder, "--seeds", "3")
+    words = compare_words(folder, "--seeds", "2")
+    start = forking()
     for _ in range(kills):
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, *words],
-            cwd=ROOT,
-            env=environment(OMP_NUM_THREADS="1"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        assert process.stdin
-        assert process.stdout
-        # the imports are not a part of what is killed
-        assert process.stdout.readline() == b"ready\n"
-        process.stdin.write(b"go\n")
-        process.stdin.flush()
-        time.sleep(moments.uniform(0.05, 1.5))
+        here, there = start.Pipe(duplex=False)
+        process = start.Process(target=say_ready_and_run, args=(there, words))
+        process.start()
+        here.recv()
+        time.sleep(moments.uniform(0.05, 1.0))
         process.kill()
-        process.communicate()
+        process.join()
         if any(folder.glob("*-seed*/config.json")):
             check_report(folder)
     assert main(words) == 0
@@ -96,7 +87,7 @@ def test_a_disk_that_is_full_at_times_costs_no_bit(
     tmp_path: Path, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every so many files one cannot be written; in each turn more can."""
-    words, written, every, write = compare_words(tmp_path, "--seeds", "3"), [0], [10], Path.write_bytes
+    words, written, every, write = compare_words(tmp_path, "--seeds", "2"), [0], [10], Path.write_bytes
 
     def full_at_times(path: Path, content: bytes) -> int:
         written[0] += 1
@@ -119,14 +110,14 @@ def test_a_file_system_that_is_full_costs_no_bit(
     tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file system of some kilobytes, which has more room in each turn."""
-    words = compare_words(tmp_path, "--seeds", "3")
+    words = compare_words(tmp_path, "--seeds", "2")
     mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(tmp_path)], check=False, capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=60k", "tmpfs", str(tmp_path)], check=False, capture_output=True, text=True
     )
     if mount.returncode:
         pytest.skip(f"no file system can be mounted here: {mount.stderr.strip()}")
     try:
-        for size in ("100k", "400k"):
+        for size in ("60k", "120k"):
             subprocess.run(["mount", "-o", f"remount,size={size}", str(tmp_path)], check=True)
             assert main(words) == 1
             assert re.search("methods failed|No space left on device", capsys.readouterr().err)

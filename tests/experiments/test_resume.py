@@ -3,8 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.experiments import main
-from tests.helpers.checkout import ROOT, environment
-from tests.helpers.deaths import Death, dying
+from tests.helpers.deaths import Death, dying, run_in_process
 from tests.helpers.runs import command, results
 
 #: methods and options that keep something on the server, on the nodes, or both
@@ -75,7 +72,7 @@ def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return Whole(request.param, written(folder), moments.count)
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(deaths=st.lists(st.floats(0, 1), min_size=1, max_size=3))
 def test_the_moment_of_death_does_not_matter(uninterrupted: Whole, tmp_path: Path, deaths: list[float]) -> None:
     case, expected, count = uninterrupted
@@ -107,13 +104,6 @@ def test_a_run_goes_on_where_its_checkpoint_is(tmp_path: Path) -> None:
     assert written(folder) == written(tmp_path / "whole")
 
 
-def child(fatal: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process of its own, which is killed at a moment; returns how the process ended."""
-    arguments = [sys.executable, "-m", "tests.helpers.deaths", fatal, *words]
-    threads = environment(OMP_NUM_THREADS="1")
-    return subprocess.run(arguments, cwd=ROOT, env=threads, capture_output=True, text=True, check=False)
-
-
 #: engines, and the share of a run's moments after which it is killed; before .46 there is no checkpoint
 KILLED = [("nodes' BN and momentum", (), 0.75)]
 MORE = [(case, engine, share) for case in CASES for engine in ((), ("--workers", "2")) for share in (0.5, 0.6, 0.9)]
@@ -125,8 +115,7 @@ def test_a_killed_process(case: str, engine: tuple[str, ...], share: float, tmp_
     with dying(0, die) as moments:
         assert main([*words(case, tmp_path / "whole"), *engine]) == 0
     folder = tmp_path / "run"
-    killed = child(str(int(share * moments.count)), *words(case, folder), *engine)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert run_in_process(int(share * moments.count), [*words(case, folder), *engine]) == (-signal.SIGKILL, 0)
     assert not (folder / "summary.json").exists()
     assert list(folder.glob("checkpoint-[0-9]*"))
     assert main(["run", "--resume", str(folder)]) == 0
@@ -138,12 +127,10 @@ def test_a_killed_process(case: str, engine: tuple[str, ...], share: float, tmp_
 def test_a_killed_simulation_of_flowers(tmp_path: Path) -> None:
     # its nodes keep their states themselves
     options = {**SMALL, "method": "fedbn", "momentum": "0.9", "momentum_state": "local", "engine": "ray"}
-    whole = child("0", *command("run", results_dir=str(tmp_path / "whole"), **options))
-    assert whole.returncode == 0, whole.stderr
-    fatal = int(0.8 * int(whole.stderr.split()[-1]))
-    killed = child(str(fatal), *command("run", results_dir=str(tmp_path / "run"), **options))
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    code, count = run_in_process(0, command("run", results_dir=str(tmp_path / "whole"), **options))
+    assert code == 0
+    killed = run_in_process(int(0.8 * count), command("run", results_dir=str(tmp_path / "run"), **options))
+    assert killed == (-signal.SIGKILL, 0)
     assert (tmp_path / "run" / "checkpoint-4").exists()
-    resumed = child("0", "run", "--resume", str(tmp_path / "run"))
-    assert resumed.returncode == 0, resumed.stderr
+    assert run_in_process(0, ["run", "--resume", str(tmp_path / "run")])[0] == 0
     assert written(tmp_path / "run") == written(tmp_path / "whole")

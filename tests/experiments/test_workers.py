@@ -115,7 +115,7 @@ def test_multiplications_are_those_of_convolutions_and_linear_layers() -> None:
     assert count_multiplications(config(model="small-cnn")) == convolutions + 32 * 4
 
 
-@pytest.mark.parametrize("options", [{}, {"workers": "2"}, {"chunk": "2", "method": "fedtan"}], ids=str)
+@pytest.mark.parametrize("options", [{"workers": "2"}, {"chunk": "2", "method": "fedtan"}], ids=str)
 def test_the_same_command_gives_the_same_bits(options: dict[str, str], tmp_path: Path) -> None:
     models = []
     for name in ("first", "second"):

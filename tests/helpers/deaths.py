@@ -4,8 +4,9 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from tests.helpers.forked import forking
 
 Die = Callable[[], None]
 
@@ -71,12 +73,26 @@ def _remove_half(path: Path, **_: object) -> None:
         file.unlink()
 
 
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def run_in_process(fatal: int, words: Sequence[str]) -> tuple[int | None, int]:
+    """Run a command in a process of its own, which is killed at a moment.
+
+    Returns how the process ended, and how many moments there were if it was not killed.
+    """
+    start = forking()
+    here, there = start.Pipe(duplex=False)
+    process = start.Process(target=_run, args=(there, fatal, words))
+    process.start()
+    there.close()
+    try:
+        count = here.recv()
+    except EOFError:
+        count = 0
+    process.join()
+    return process.exitcode, count
 
 
-if __name__ == "__main__":
-    with dying(int(sys.argv[1]), _kill) as moments:
-        code = main(sys.argv[2:])
-    print("moments:", moments.count, file=sys.stderr)
+def _run(connection: Connection, fatal: int, words: Sequence[str]) -> None:
+    with dying(fatal, lambda: os.kill(os.getpid(), signal.SIGKILL)) as moments:
+        code = main(words)
+    connection.send(moments.count)
     sys.exit(code)

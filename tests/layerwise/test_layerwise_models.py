@@ -53,13 +53,6 @@ def case(make: Callable[[], nn.Module], *shape: int, slow: bool = False) -> obje
 MODELS = [
     case(mlp, 1, 8, 8),
     case(resnet20, 1, 8, 8),
-    case(resnet18, 3, 32, 32),
-    case(mobilenet_v2, 3, 32, 32),
-    case(alexnet_bn, 3, 63, 63, slow=True),
-]
-SWEPT = [
-    case(mlp, 1, 8, 8),
-    case(resnet20, 1, 8, 8),
     case(resnet18, 3, 32, 32, slow=True),
     case(mobilenet_v2, 3, 32, 32, slow=True),
     case(alexnet_bn, 3, 63, 63, slow=True),
@@ -138,10 +131,10 @@ def sgd(model: nn.Module, gradient: dict[str, torch.Tensor], rate: float) -> Non
             parameter.sub_(rate * gradient[name])
 
 
-def test_twenty_iterations_follow_centralized_sgd() -> None:
+def test_iterations_follow_centralized_sgd() -> None:
     federated, weights = made(resnet20), [0.5, 0.5]
     centralized = copy.deepcopy(federated)
-    for step in range(20):
+    for step in range(8):
         batches: list[Batch] = heterogeneous_batches([4, 4], (1, 8, 8), seed=step)
         found = gradients(federated, batches, weights, F.cross_entropy)
         sgd(federated, mean_gradient(found, weights), rate=0.02)

@@ -193,6 +193,7 @@ def test_the_file_goes_with_the_last_reply(monkeypatch: pytest.MonkeyPatch) -> N
     assert open_files() == before
 
 
+@pytest.mark.usefixtures("only_composed")
 @pytest.mark.parametrize(
     ("engine", "method"),
     [*USUAL, *OTHERS, ("workers", "fedbn"), ("stacked workers", "fedtan")],

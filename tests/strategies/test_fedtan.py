@@ -79,7 +79,7 @@ def test_the_ways_differ() -> None:
 
 @pytest.mark.parametrize("exchange", ["fused", "paper"])
 def test_with_equal_data_it_follows_centralized_sgd(exchange: Any) -> None:
-    sizes, rounds = (6, 6, 6), 20
+    sizes, rounds = (6, 6, 6), 8
     found = run(FedTAN(exchange=exchange), rounds, sizes=sizes, local_steps=1, batch_size=6)
     model, split = make_model(), make_split(sizes)
     model.train()

@@ -16,7 +16,7 @@ from fedbn_flwr.traffic.counting_grid import CountingGrid
 from tests.helpers.harness import INSTRUCTION, Backwards, Federation, make_model
 from tests.strategies.test_contract import TABLE
 
-ROUNDS, DONE = 8, 5
+ROUNDS, DONE = 6, 4
 #: options under which more is kept from round to round, so that each is known after `DONE` rounds and used later
 OPTIONS: dict[str, dict[str, Any]] = {
     **{name: options for name, (options, _, _) in TABLE.items()},
@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "fraction_train": 0.75,
     },
     "fedbs:second stage": {"epsilon": 10.0, "patience_rounds": 2},
-    "fedbs:second stage later": {"epsilon": 10.0, "patience_rounds": 6},
+    "fedbs:second stage later": {"epsilon": 10.0, "patience_rounds": 5},
     "fedbn:mean": {"mean_personal": True, "fraction_evaluate": 1.0, "min_evaluate_nodes": 1},
     "fedbn:some nodes": {"fraction_train": 0.5},
     "scaffold:some nodes": {"fraction_train": 0.5},

@@ -64,7 +64,7 @@ def run_at_sites(folder: Path, sites: list[str], **options: Any) -> dict[str, An
     return serve(SitesInProcess(sites, given), given)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fixbn:freeze-round=1", "fedbn:mean-personal=false", "fedtan"])
+@pytest.mark.parametrize("method", ["fixbn:freeze-round=1", "fedbn:mean-personal=false", "fedtan"])
 def test_models_have_the_bits_of_runs_on_shared_data(
     method: str, whole: Path, sites: list[str], tmp_path: Path
 ) -> None:

@@ -66,11 +66,10 @@ def _nothing_left() -> Iterator[None]:
     assert wait_until(lambda: threading.active_count() <= before + 1)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("case", WAYS)
+@pytest.mark.parametrize(("case", "steps"), [*((case, 3) for case in WAYS), ("fused", 1)])
 def test_ways(case: str, steps: int) -> None:
     strategy, options = WAYS[case]
-    _, together = assert_same(lambda: quiet(strategy, **options), rounds=4, local_steps=steps, momentum=0.9, **RAGGED)
+    _, together = assert_same(lambda: quiet(strategy, **options), rounds=3, local_steps=steps, momentum=0.9, **RAGGED)
     # one stack for each size of first batches
     assert together.watch.stacks[:3] in ([1, 2, 1], [2, 1, 1], [1, 1, 2])
 
@@ -158,7 +157,7 @@ def test_order_and_ids_of_nodes_do_not_matter() -> None:
 def counted(grid: type[InProcessGrid], strategy: BaseStrategy, **options: Any) -> CountingGrid:
     nodes = Federation(make_model(), grid=grid)
     counting = CountingGrid(nodes.grid)
-    nodes.run(strategy, 3, grid=counting, **options)
+    nodes.run(strategy, 2, grid=counting, **options)
     return counting
 
 
