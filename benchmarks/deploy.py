@@ -45,15 +45,15 @@ def measure(federation: LoopbackFederation, options: Row, rounds: int) -> Row:
     seconds = statistics.median(row["seconds"] for row in done)
     by_channel = [float(match[2]) for match in EXCHANGES.finditer(federation.log(number))]
     return {
-        "ms-per-exchange": statistics.median(by_channel) if by_channel else _by_messages(done),
+        "ms-per-exchange": statistics.median(by_channel) if by_channel else _by_messages(options["method"], done),
         "seconds-per-round": round(seconds, 2),
         "rounds": rounds,
     }
 
 
-def _by_messages(rounds: Sequence[Row]) -> float | None:
-    """Return the milliseconds of a round, training included, over its exchanges; None for rounds of one exchange."""
-    if any(row["exchanges"] < 2 for row in rounds):
+def _by_messages(method: str, rounds: Sequence[Row]) -> float | None:
+    """Return the milliseconds of a round, training included, over its exchanges; None for a method without."""
+    if method == "fedavg":
         return None
     return round(float(statistics.median(1000 * row["seconds"] / row["exchanges"] for row in rounds)), 1)
 

@@ -37,6 +37,12 @@ strategies and clients. `make docs` writes it from the code.
 - MetricRecord `metrics`: `num-examples`, and what the client measured;
 - ConfigRecord `report`: `obeyed`, the list of *binding* keys that the client acted on, without the prefix.
 
+**Packed arrays.** Flower sends each array by requests of its own. So messages of this package's server app also have a
+ConfigRecord `packed`. A client may leave it out of its reply, and then always gets arrays by name. If a client puts
+`version` (1) into a ConfigRecord `packed` of its reply, later messages to it are packed: a group has one array for each
+dtype, named by it, such as `<f4`. Under the group's name, `packed` then holds JSON with a list `[name, dtype, shape]`
+for each entry. The numbers of these entries are in the arrays, one after another.
+
 If a reply does not list every binding key of its message, the run ends. Otherwise the method would silently be a
 different one. This also holds for replies to evaluations.
 """

@@ -11,8 +11,8 @@ from flwr.common.constant import ErrorCode
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply, read_instruction
 from fedbn_flwr.client.lost_state import has_all, lacking_reply
-from fedbn_flwr.clientapp.masked_app import MaskedApp
 from fedbn_flwr.clientapp.mods import Mod
+from fedbn_flwr.clientapp.node_app import NodeApp
 from fedbn_flwr.layerwise.shared_statistics import UnlikeBatchNormError
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.transports.node import handle_layerwise_message
@@ -22,7 +22,7 @@ from fedbn_flwr.wire import Instruction
 ClientFunction = Callable[[Context], BNClient]
 
 
-class BNClientApp(MaskedApp):
+class BNClientApp(NodeApp):
     """A ClientApp that also says how its clients are made, for engines that let several of them train at once."""
 
     def __init__(self, client_fn: ClientFunction, mods: list[Mod] | None = None) -> None:

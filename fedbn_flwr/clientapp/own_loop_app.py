@@ -20,13 +20,13 @@ from fedbn_flwr.client import Reply
 from fedbn_flwr.client.lost_state import has_all, lacking_reply
 from fedbn_flwr.client.own_loop_client import Handler, OwnLoopClient
 from fedbn_flwr.clientapp.bn_client_app import pack, unpack
-from fedbn_flwr.clientapp.masked_app import MaskedApp
+from fedbn_flwr.clientapp.node_app import NodeApp
 from fedbn_flwr.transports.node import handle_layerwise_message
 
 Decorator = Callable[[Handler], Handler]
 
 
-class ClientApp(MaskedApp):
+class ClientApp(NodeApp):
     """Flower's ClientApp, whose training and evaluation handlers obey instructions of this project's strategies.
 
     Handlers are what they are under Flower's own strategies: they find the model's arrays and the configuration in the
@@ -65,7 +65,7 @@ class ClientApp(MaskedApp):
         def decorate(handler: Handler) -> Handler:
             if action != "default":
                 return register(handler)
-            MaskedApp.train(self, "layerwise", mods=mods)(partial(self._take_step, handler))
+            NodeApp.train(self, "layerwise", mods=mods)(partial(self._take_step, handler))
             register(partial(self._train, handler))
             return handler
 

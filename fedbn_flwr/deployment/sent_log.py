@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import (
     get_object_type_from_object_content,
     iterate_object_tree,
@@ -20,6 +20,8 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 
 #: in the configuration of a message
 _ROUND = "server-round"
+#: the record with the layouts of packed arrays (`fedbn_flwr.wire.packed`, which needs torch, and a SuperNode has none)
+_PACKED = "packed"
 
 
 @dataclass(frozen=True)
@@ -102,16 +104,25 @@ def _described(message: Message, contents: Mapping[str, bytes]) -> dict[str, Any
     sent = inflate_object_from_contents(message.metadata.message_id, dict(contents))
     assert isinstance(sent, Message)
     content: RecordDict = sent.content
+    numbers: dict[str, Any] = {**content.metric_records, **content.config_records}
+    layouts = numbers.pop(_PACKED, {})
     arrays = {
         group: {
-            "count": len(record),
+            "count": len(names := _names(record, layouts.get(group))),
             "bytes": sum(len(array.data) for array in record.values()),
-            "names": list(record),
+            "names": names,
         }
         for group, record in content.array_records.items()
     }
-    numbers: dict[str, MetricRecord | ConfigRecord] = {**content.metric_records, **content.config_records}
     return {"arrays": arrays, **{name: dict(record.items()) for name, record in numbers.items()}}
+
+
+def _names(record: ArrayRecord, layout: str | None) -> list[str]:
+    """Return the names of a group's arrays, also of those that are packed."""
+    try:
+        return list(record) if layout is None else [str(name) for name, *_ in json.loads(layout)]
+    except (TypeError, ValueError):
+        return list(record)
 
 
 def rows_of(lines: Iterable[Mapping[str, Any]]) -> list[str]:

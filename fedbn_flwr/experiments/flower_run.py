@@ -17,6 +17,7 @@ from fedbn_flwr.experiments.output.recorder import Summary
 from fedbn_flwr.experiments.resources import refuse_state_dir, refuse_workers
 from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.server.packing_grid import PackingGrid
 from fedbn_flwr.strategies import Layerwise
 from fedbn_flwr.transports.stream_transport import StreamGrid, StreamOptions
 
@@ -48,7 +49,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
             kept.refuse_other("give another results-dir")
             summary = kept.finished()
         if summary is None:
-            summary = run(with_side_channel(grid, experiment), kept.resumed(), folder)
+            summary = run(with_side_channel(PackingGrid(grid), experiment), kept.resumed(), folder)
     log(INFO, "Results: %s", folder)
     return summary
 

@@ -17,12 +17,12 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, pack, unpack
-from fedbn_flwr.clientapp.masked_app import with_content
 from fedbn_flwr.simulation.node_contexts import Contexts
 from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.state import State
 from fedbn_flwr.state.records import lend_record
 from fedbn_flwr.wire import Instruction
+from fedbn_flwr.wire.packed import with_content
 
 if TYPE_CHECKING:
     from flwr.supercore.run import Run

@@ -24,6 +24,7 @@ from fedbn_flwr.deployment.guarded import guard
 from fedbn_flwr.deployment.relay import start_relay
 from fedbn_flwr.deployment.sent_log import SentLog, read_log, rows_of
 from fedbn_flwr.simulation.in_process import LocalGrid
+from fedbn_flwr.wire.packed import pack
 from tests.helpers.waiting import PATIENCE, wait_until
 
 MODULE = importlib.import_module("flwr.supernode.start_client_internal")
@@ -104,14 +105,19 @@ def model() -> RecordDict:
     return RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(3, np.float32))}), "config": config})
 
 
-def test_a_line_says_what_left_for_which_round_and_app(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_line_says_what_left_for_which_round_and_app(packed: bool, tmp_path: Path) -> None:
     log, seen = tmp_path / "sent.jsonl", []
     node = SuperNode(log)
     node.on_send = lambda: seen.append(log.read_text().count("\n"))
-    arrays = {"w": Array(np.zeros((2, 3), np.float32)), "bn.count": Array(np.array(5, np.int64))}
+    arrays = {
+        "w": Array(np.zeros((2, 2), np.float32)),
+        "b": Array(np.zeros(2, np.float32)),
+        "bn.count": Array(np.array(5, np.int64)),
+    }
     metrics: dict[str, Any] = {"num-examples": 12, "train-loss": 0.5}
     content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": MetricRecord(metrics)})
-    node.reply(node.receive(model()), content)
+    node.reply(node.receive(model()), pack(content) if packed else content)
     (row,) = read_log(log)
     assert {key: row[key] for key in ("run", "round", "message", "app")} == {
         "run": "5",
@@ -120,9 +126,9 @@ def test_a_line_says_what_left_for_which_round_and_app(tmp_path: Path) -> None:
         "app": HASH,
     }
     named = row["arrays"]["arrays"]
-    assert named["names"] == ["w", "bn.count"]
+    assert (named["names"], named["count"]) == (["w", "b", "bn.count"], 3)
     # Flower's arrays are files of NumPy, whose headers take 128 bytes
-    assert named["bytes"] == 2 * 128 + 2 * 3 * 4 + 8
+    assert named["bytes"] == (2 if packed else 3) * 128 + 6 * 4 + 8
     assert row["bytes"] > named["bytes"]
     assert row["metrics"] == metrics
     # the line is there before the message leaves

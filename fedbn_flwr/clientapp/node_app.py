@@ -1,10 +1,9 @@
-"""The base of ClientApps whose replies leave the node under masks, where the server asks for a sum and nothing else."""
+"""The base of ClientApps: what happens to a message before a handler sees it, and to a reply before it leaves."""
 
-import copy
 import os
 from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
@@ -12,13 +11,20 @@ from fedbn_flwr.client.masked_carried import for_pool, with_corrections
 from fedbn_flwr.client.masked_memory import SITE_VARIABLE
 from fedbn_flwr.secure import NotEncodableError, ProtocolError
 from fedbn_flwr.wire import masked
+from fedbn_flwr.wire.packed import PACKED, pack, unpack, with_content
 
 
-class MaskedApp(ClientApp):
-    """Flower's ClientApp; what its handlers and their mods reply is masked as the last thing before it leaves."""
+class NodeApp(ClientApp):
+    """Flower's ClientApp, which unpacks and packs arrays, and masks a reply where the server asks for a sum."""
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message."""
+        if PACKED not in message.content:
+            return self._answer(message, context)
+        reply = self._answer(with_content(message, unpack(message.content)), context)
+        return with_content(reply, pack(reply.content)) if reply.has_content() else reply
+
+    def _answer(self, message: Message, context: Context) -> Message:
         kind = message.metadata.message_type
         if kind == masked.SECURE_QUERY:
             # cryptography takes a while to import
@@ -47,15 +53,6 @@ class MaskedApp(ClientApp):
             return reply if content is reply.content else Message(content, reply_to=message)
 
         return _refusing(hidden, message)
-
-
-def with_content(message: Message, content: RecordDict) -> Message:
-    """Return a message that holds something else."""
-    other = copy.copy(message)
-    # a Message has no setter for what it is made of
-    other.__dict__ = {**message.__dict__}
-    other.content = content
-    return other
 
 
 def _refusing(answer: Any, message: Message) -> Message:

@@ -1,0 +1,51 @@
+"""A grid that packs arrays for the nodes that can unpack them."""
+
+from collections.abc import Iterable
+
+from flwr.app import Error, Message
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+
+from fedbn_flwr.server.passing_grid import PassingGrid
+from fedbn_flwr.wire.packed import asking, is_packed, pack, unpack, with_content
+
+
+class PackingGrid(PassingGrid):
+    """A grid in front of another one, which sends a message's arrays as a few long ones (`fedbn_flwr.wire.packed`).
+
+    The first message to a node only asks for a packed reply. A node whose app does not know what that is replies as
+    always, and gets all messages as they are.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__(grid)
+        #: the nodes that have replied with packed arrays
+        self._knowing: set[int] = set()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages, packed where the node can unpack them."""
+        return self._grid.push_messages([self._packed(message) for message in messages])
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies that are there, unpacked."""
+        return [self._unpacked(reply) for reply in self._grid.pull_messages(message_ids)]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send messages and return the replies."""
+        packed = [self._packed(message) for message in messages]
+        return [self._unpacked(reply) for reply in self._grid.send_and_receive(packed, timeout=timeout)]
+
+    def _packed(self, message: Message) -> Message:
+        if message.metadata.dst_node_id in self._knowing:
+            return with_content(message, pack(message.content))
+        return with_content(message, asking(message.content))
+
+    def _unpacked(self, reply: Message) -> Message:
+        if reply.has_error() or not is_packed(reply.content):
+            return reply
+        self._knowing.add(reply.metadata.src_node_id)
+        try:
+            return with_content(reply, unpack(reply.content))
+        except ValueError as error:
+            broken = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"it sent {error}")
+            return Message(metadata=reply.metadata, error=broken)  # type: ignore[call-overload,no-any-return]
