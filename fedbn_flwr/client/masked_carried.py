@@ -60,9 +60,7 @@ def for_pool(message: Message, context: Context) -> RecordDict:
 
 
 def with_corrections(content: RecordDict, context: Context) -> RecordDict:
-    """Return what a message holds, with the node's own corrections in the place of the pool."""
-    if masked.SECURE not in content or wire.CARRIED not in content:
-        return content
+    """Return what a message under masks holds, with the node's own corrections in the place of the pool."""
     pool, kept = _arrays(content.array_records[wire.CARRIED]), _kept(context)
     others = {name: record for name, record in content.items() if name != wire.CARRIED}
     if not _fits(pool, kept):

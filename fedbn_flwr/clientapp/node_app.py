@@ -7,6 +7,7 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
+from fedbn_flwr import wire
 from fedbn_flwr.client.masked_carried import for_pool, with_corrections
 from fedbn_flwr.client.masked_memory import SITE_VARIABLE
 from fedbn_flwr.secure import NotEncodableError, ProtocolError
@@ -39,8 +40,9 @@ class NodeApp(ClientApp):
 
     def enter(self, message: Message, context: Context) -> Message:
         """Return what handlers get in the place of a message."""
-        content = with_corrections(message.content, context)
-        return message if content is message.content else with_content(message, content)
+        if masked.SECURE not in message.content or wire.CARRIED not in message.content:
+            return message
+        return with_content(message, with_corrections(message.content, context))
 
     def leave(self, reply: Message, message: Message, context: Context) -> Message:
         """Return what leaves the node in place of a reply."""
