@@ -8,13 +8,15 @@ import subprocess
 import sys
 import tarfile
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
 import pytest
+from flwr.cli.build import build_fab_from_disk
 
-from tests.helpers.checkout import BIN, copy_checkout, environment, run
+from tests.helpers.checkout import copy_checkout, environment, run
 
 #: prints where each of the modules named on the command line comes from
 WHERE = "import importlib, sys; print(*(importlib.import_module(name).__file__ for name in sys.argv[1:]), sep='\\n')"
@@ -77,10 +79,9 @@ def test_editable_install(checkout: Path, tmp_path: Path) -> None:
 
 
 def test_bundle(checkout: Path, tmp_path: Path) -> None:
-    run(BIN / "flwr", "build", "--app", checkout, cwd=tmp_path, env=environment(FLWR_HOME=str(tmp_path / "home")))
-    (bundle,) = tmp_path.glob("*.fab")
     unpacked = tmp_path / "bundle"
-    with ZipFile(bundle) as archive:
+    # what `flwr build` writes
+    with ZipFile(BytesIO(build_fab_from_disk(checkout))) as archive:
         assert {Path(name).parts[0] for name in archive.namelist()} == {
             *(".info", "LICENSE", "pyproject.toml"),
             *(*SOURCES, "apps"),
@@ -103,21 +104,30 @@ def test_wheel_holds_one_module_with_everything_in_it(wheel: Path, checkout: Pat
 
 
 def test_wheel_beside_a_users_own_folders(site_packages: Path, user_project: Path) -> None:
-    names = ("strategies", "experiments", "apps", "fedbn_flwr.strategies.fedavg", "fedbn_flwr.experiments")
-    *own, strategy, experiments = where(*names, cwd=user_project, site=site_packages)
+    *own, package = where("strategies", "experiments", "apps", "fedbn_flwr", cwd=user_project, site=site_packages)
     assert own == [user_project / name / "__init__.py" for name in ("strategies", "experiments", "apps")]
-    assert strategy == site_packages / "fedbn_flwr" / "strategies" / "fedavg.py"
-    assert experiments == site_packages / "fedbn_flwr" / "experiments" / "__init__.py"
+    assert package == site_packages / "fedbn_flwr" / "__init__.py"
 
 
 def test_console_command_of_the_wheel(site_packages: Path, user_project: Path) -> None:
     command, env = site_packages / "bin" / "fedbn-flwr", environment(PYTHONPATH=str(site_packages))
     (user_project / "mine.py").write_text(
-        "from fedbn_flwr.data import load\n\ndef few():\n    return load('digits').validation_split(0.5, seed=1)\n"
+        """
+import sys
+from fedbn_flwr.data import load
+
+def few():
+    with open("where", "w") as file:
+        print(*(sys.modules[f"fedbn_flwr.{name}"].__file__ for name in ("experiments", "strategies.fedavg")), file=file)
+    return load("digits").validation_split(0.5, seed=1)
+"""
     )
     options = ("--dataset", "mine:few", "--model", "mlp", "--rounds", "1", "--results-dir", "here")
     run(command, "run", *options, cwd=user_project, env=env)
     assert json.loads((user_project / "here" / "summary.json").read_text())["dataset"] == "mine:few"
+    files = (user_project / "where").read_text().split()
+    inside = site_packages / "fedbn_flwr"
+    assert files == [str(inside / "experiments" / "__init__.py"), str(inside / "strategies" / "fedavg.py")]
 
 
 def test_wheel_by_way_of_a_source_distribution_is_the_same(checkout: Path, wheel: Path, tmp_path: Path) -> None:
@@ -174,7 +184,7 @@ assert not norm.bn_layers(prepare(make(), FedWon))
 @pytest.mark.parametrize(
     ("arguments", "package", "extra"),
     [
-        (("list",), "rich", "cli"),
+        slow(("list",), "rich", "cli"),
         (("run", "--rounds", "1"), "sklearn", "data"),
         slow(("compare", "--methods", "fedavg", "--rounds", "1", "--log-to", "wandb"), "wandb", "wandb"),
         slow(("run", "--rounds", "1", "--model", "resnet18"), "torchvision", "models"),

@@ -35,7 +35,7 @@ from tests.helpers.runs import run as command_run
 
 #: five clients, as Krum needs; the first one lies
 SIZES = (7, 12, 20, 5, 9)
-RULES = ("trimmed:0.2", "median", "krum:1", "multi-krum:1", "norm:1.5")
+RULES = ("trimmed:0.2", "krum:1", "multi-krum:1", "norm:1.5")
 #: by name, a strategy and the normalizer of its model
 METHODS: dict[str, tuple[Callable[..., FedAvg], str]] = {
     "fedavg": (FedAvg, "bn"),
@@ -51,10 +51,12 @@ METHODS: dict[str, tuple[Callable[..., FedAvg], str]] = {
     "heterofl": (HeteroFL, "static-bn"),
     "heterofl, layer-wise": (lambda **options: HeteroFL(statistics="layer-wise", **options), "static-bn"),
 }
+#: their messages hold what those of others hold
+SAME_MESSAGES = ("adam on the server", "fixbn", "feddna", "heterofl")
 GRIDS: dict[str, type[InProcessGrid]] = {"messages": InProcessGrid, "one by one": PreparedGrid, "stacked": Stacked}
 
 
-def run(method: str, lie: float = 1.0, grid: str = "messages", rounds: int = 4, **options: Any) -> state.State:
+def run(method: str, lie: float = 1.0, grid: str = "messages", rounds: int = 3, **options: Any) -> state.State:
     """Return the end of a run."""
     make, kind = METHODS[method]
     nodes = Federation(make_model(kind), SIZES, grid=GRIDS[grid])
@@ -74,7 +76,7 @@ def test_under_a_rule_the_lie_can_be_as_large_as_it_likes(method: str, rule: str
     assert distance(run(method, 1e6, robust=rule), run(method, 1e7, robust=rule)) < 1e-4
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in SAME_MESSAGES])
 def test_every_transport_brings_the_lie_to_the_rule(method: str) -> None:
     by_messages = run(method, -100.0, robust="trimmed:0.2")
     for grid in ("one by one", "stacked"):

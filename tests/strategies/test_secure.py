@@ -61,12 +61,12 @@ def federation(kind: type[FedAvg], options: Options, **more: Any) -> Federation:
 @pytest.mark.parametrize("case", CASES)
 def test_under_masks_it_is_the_same_method(case: str) -> None:
     kind, options = CASES[case]
-    plain, hidden = (federation(kind, options).run(kind(secure=hidden, **options)) for hidden in (False, True))
+    plain, hidden = (federation(kind, options).run(kind(secure=hidden, **options), 2) for hidden in (False, True))
     assert distance(plain, hidden) < 1e-9
 
 
 def test_fedtan_under_masks_follows_centralized_sgd() -> None:
-    sizes, rounds = (6, 6, 6), 20
+    sizes, rounds = (6, 6, 6), 6
     found = Federation(make_model(), sizes).run(FedTAN(secure=True), rounds, local_steps=1, batch_size=6)
     model, split = make_model(), make_split(sizes)
     model.train()

@@ -82,8 +82,10 @@ def survivors() -> state.State:
     return federation(Without).run(strategy(), 2)
 
 
-@pytest.mark.parametrize("index", range(LAST))
-@pytest.mark.parametrize("case", FAULTS)
+@pytest.mark.parametrize(
+    ("case", "index"),
+    [*((case, number % LAST) for number, case in enumerate(FAULTS)), *(("raises", index) for index in range(1, LAST))],
+)
 def test_a_fault_at_any_exchange_leaves_the_round_to_the_others(
     case: str, index: int, survivors: state.State, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,8 +172,8 @@ def test_hundreds_of_abandoned_rounds_leave_nothing() -> None:
     nodes = Federation(make_model(), (3,))
     threads = threading.active_count()
     resident = 0.0
-    for server_round in range(1, 501):
-        if server_round == 101:
+    for server_round in range(1, 301):
+        if server_round == 61:
             # by now, everything that is made once has been made
             resident = megabytes()
         instruction = wire.Instruction(server_round=server_round, layerwise="fused", local_steps=1)
@@ -180,11 +182,11 @@ def test_hundreds_of_abandoned_rounds_leave_nothing() -> None:
         [reply] = nodes.grid.send_and_receive([Message(content, 1000, wire.LAYERWISE)])
         assert not reply.has_error()
     assert len(STEPS) == 1
-    # 400 steps that were not released would be 18
+    # 240 steps that were not released would be 11
     assert megabytes() < resident + 5
     # the suspended step, and the watch over its time to live
     assert wait_until(lambda: threading.active_count() <= threads + 2)
     kept = [name for name, _ in Memory(nodes.grid.context(1000).state).kept("layerwise/")]
-    assert kept == ["500.0/received/arrays"]
+    assert kept == ["300.0/received/arrays"]
     STEPS.clear()
     assert wait_until(lambda: threading.active_count() <= threads + 1)

@@ -48,8 +48,8 @@ CASES: dict[str, Callable[..., FedAvg]] = {
     "momentum of the server": lambda **options: FedTAN(momentum_state="global", **options),
     "momentum of the node": lambda **options: FedTAN(momentum_state="local", **options),
 }
-#: the most exchanges, the fewest, and what the server and the nodes keep
-USUAL = ["FedTAN, mean and variance one after the other", "FedDNA", "momentum of the server", "momentum of the node"]
+#: the most exchanges, the fewest, and what nodes keep
+USUAL = ["FedTAN, mean and variance one after the other", "FedDNA", "momentum of the node"]
 MORE_CASES = [pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in USUAL]
 #: uses of BN layers, and the exchanges at them in a round of FedTAN
 LAYERS = 2
@@ -151,7 +151,7 @@ def raises_in_gathering(message: Message) -> None:
         raise FileNotFoundError("no data")
 
 
-@pytest.mark.parametrize("case", ["raises", "sends a number that is too large"])
+@pytest.mark.parametrize("case", ["raises", pytest.param("sends a number that is too large", marks=pytest.mark.slow)])
 def test_a_node_that_fails_in_gathering_is_left_out(case: str, caplog: pytest.LogCaptureFixture) -> None:
     sent, reason = FAULTS[case]
     fault = raises_in_gathering if case == "raises" else AtExchange(sent, 0)
@@ -264,6 +264,8 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "sends a huge frame": (far_too_much, "side channel broke"),
     "sends nonsense": (nonsense, "a frame that cannot be read"),
 }
+#: those that come to a channel in a way of their own; what an exchange refuses is the same by messages
+OF_A_CHANNEL = ["dies", "raises", "sends a number that is too large", "sends a large frame", "sends nonsense"]
 
 
 def assert_left_out(caplog: pytest.LogCaptureFixture, reason: str) -> None:
@@ -282,8 +284,9 @@ def survivors() -> state.State:
 @pytest.mark.parametrize(
     ("case", "index"),
     [
-        *((case, 0) for case in FAULTS),
+        *((case, 0) for case in OF_A_CHANNEL),
         ("dies", EXCHANGES - 1),
+        *(pytest.param(case, 0, marks=pytest.mark.slow) for case in FAULTS if case not in OF_A_CHANNEL),
         *(pytest.param(case, EXCHANGES - 1, marks=pytest.mark.slow) for case in FAULTS if case != "dies"),
     ],
 )
@@ -315,7 +318,7 @@ def test_a_node_that_is_late_or_silent(
     assert_left_out(caplog, reason)
 
 
-@pytest.mark.parametrize("fault", [dies, raises])
+@pytest.mark.parametrize("fault", [dies, pytest.param(raises, marks=pytest.mark.slow)])
 def test_a_node_that_fails_after_the_last_answer_costs_it_its_vote(
     fault: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -29,7 +29,7 @@ def fedavg_error(written: dict[str, Any], column: str = "actual") -> float:
 
 def test_on_iid_digits_bn_is_fine_and_on_one_class_a_client_it_is_not(tmp_path: Path) -> None:
     common = {"clients": "10", "batches": "2"}
-    alike = [diagnosis(tmp_path / f"iid{seed}", partition="iid", seed=str(seed), **common) for seed in range(3)]
+    alike = [diagnosis(tmp_path / f"iid{seed}", partition="iid", seed=str(seed), **common) for seed in range(2)]
     apart = diagnosis(tmp_path / "one class", partition="classes:1", **common)
     assert all("BN is fine as it is (fedavg)" in written["suggestion"] for written in alike)
     assert "FedTAN (fedtan)" in apart["suggestion"]
@@ -37,16 +37,16 @@ def test_on_iid_digits_bn_is_fine_and_on_one_class_a_client_it_is_not(tmp_path: 
     chance = [fedavg_error(written, "shuffled") for written in (*alike, apart)]
     mean = np.mean(chance)
     assert np.std(chance, ddof=1) < 0.1 * mean
-    assert [fedavg_error(written) for written in alike] == pytest.approx([mean] * 3, rel=0.2)
+    assert [fedavg_error(written) for written in alike] == pytest.approx([mean] * 2, rel=0.2)
     assert fedavg_error(apart) > 5 * mean
 
 
 def test_more_batches_are_averaged_over_more_draws(tmp_path: Path) -> None:
-    one, four = (diagnosis(tmp_path / count, partition="iid", batches=count) for count in ("1", "4"))
-    assert (one["batches"], four["batches"]) == (1, 4)
-    assert one["batch-sizes"] == four["batch-sizes"] == [32] * 5
-    assert fedavg_error(one) != fedavg_error(four)
-    assert fedavg_error(one) == pytest.approx(fedavg_error(four), rel=0.2)
+    one, two = (diagnosis(tmp_path / count, partition="iid", batches=count) for count in ("1", "2"))
+    assert (one["batches"], two["batches"]) == (1, 2)
+    assert one["batch-sizes"] == two["batch-sizes"] == [32] * 5
+    assert fedavg_error(one) != fedavg_error(two)
+    assert fedavg_error(one) == pytest.approx(fedavg_error(two), rel=0.2)
 
 
 @pytest.mark.parametrize(
