@@ -238,7 +238,8 @@ def _tune(options: dict[str, Any]) -> None:
         raise UsageError(f"--{option} is the option that is tuned: give the values to try with --grid")
     method = str(options.pop("method", "fixbn"))
     seeds = at_least_one("--seeds", options.pop("seeds"))
-    plan = Plan(options, list(candidates(method, grid).values()), seeds, engine=engine, overwrite=overwrite)
+    methods = candidates(method, grid)
+    plan = Plan(options, list(methods.values()), seeds, engine=engine, overwrite=overwrite)
     check(plan)
     experiment = plan.experiment(plan.methods[0], 0)
     prepare(ENGINES[engine], experiment)
@@ -246,7 +247,7 @@ def _tune(options: dict[str, Any]) -> None:
     folder = make_folder(Path(config.results_dir))
     runs = [run for value in plan.methods for run in runs_of(plan, value, folder)]
     with keeping(folder, runs), Bars(len(plan.methods) * seeds) as bars:
-        found = list(search(plan, folder, bars.announce))
+        found = list(search(plan, list(methods), folder, bars.announce))
     write_tuning(found, method, folder, f"{config.dataset}, {config.model}, {config.partition}, {config.rounds} rounds")
 
 

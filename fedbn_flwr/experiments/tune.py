@@ -77,9 +77,9 @@ def runs_of(plan: Plan, method: str, folder: Path) -> list[KeptRun]:
     return plan.runs(folder, method, validation=VALIDATION_SHARE)
 
 
-def search(plan: Plan, folder: Path, announce: Announce) -> Iterator[Candidate]:
-    """Run every method of the plan with every seed, and return what became of it."""
-    for method in plan.methods:
+def search(plan: Plan, values: Sequence[str], folder: Path, announce: Announce) -> Iterator[Candidate]:
+    """Run every method of the plan, each with its value of `freeze-round`, with every seed; yield what became of it."""
+    for value, method in zip(values, plan.methods, strict=True):
         results, failure = list[tuple[int | None, float]](), ""
         for run in runs_of(plan, method, folder):
             label = f"{method}, seed {run.experiment.config.seed}"
@@ -91,7 +91,7 @@ def search(plan: Plan, folder: Path, announce: Announce) -> Iterator[Candidate]:
                 after = frozen_after(run.experiment, summary, run.folder)
                 results.append((after, float(summary[metric_of(summary)])))
         rounds, scores = [round_ for round_, _ in results], [score for _, score in results]
-        yield Candidate(parse(method)[2][OPTION], rounds, scores, failure)
+        yield Candidate(value, rounds, scores, failure)
 
 
 def frozen_after(experiment: Experiment, summary: Mapping[str, Any], folder: Path) -> int | None:

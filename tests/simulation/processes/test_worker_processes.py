@@ -405,17 +405,26 @@ if __name__ == "__main__":
 """
 
 
+def test_workers_leave_an_interrupt_to_this_process(two_workers: WorkersGrid) -> None:
+    send(two_workers, *["hello"] * 5)
+    for process in two_workers.process_ids:
+        os.kill(process, signal.SIGINT)
+    assert answers(send(two_workers, *["hello"] * 5)) == [(2, "hello", index) for index in range(5)]
+
+
 #: a signal, whether the parent is the first worker, and the node in the middle of its message
-ENDS = [(signal.SIGKILL, False, 1001), (signal.SIGINT, True, 1000)]
-MORE_ENDS = [
-    pytest.param(number, here, asleep, marks=pytest.mark.slow)
+USUAL_END = (signal.SIGKILL, False, 1001)
+ENDS = [
+    (number, *place)
     for number in (signal.SIGKILL, signal.SIGINT)
-    for here, asleep in ((False, 1001), (True, 1001), (True, 1000))
-    if (number, here, asleep) not in ENDS
+    for place in ((False, 1001), (True, 1001), (True, 1000))
 ]
 
 
-@pytest.mark.parametrize(("number", "here", "asleep"), [*ENDS, *MORE_ENDS])
+@pytest.mark.parametrize(
+    ("number", "here", "asleep"),
+    [USUAL_END, *(pytest.param(*end, marks=pytest.mark.slow) for end in ENDS if end != USUAL_END)],
+)
 def test_workers_end_with_their_parent(number: signal.Signals, here: bool, asleep: int, tmp_path: Path) -> None:
     """In the middle of a message. Ctrl-C reaches the whole group of processes."""
     (tmp_path / "parent.py").write_text(PARENT.format(here=here, asleep=asleep, idle=2001 - asleep))
