@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import tarfile
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from zipfile import ZipFile
 import pytest
 from flwr.cli.build import build_fab_from_disk
 
+from fedbn_flwr.deployment.cli import main
 from tests.helpers.checkout import copy_checkout, environment, run
 
 #: prints where each of the modules named on the command line comes from
@@ -78,16 +78,24 @@ def test_editable_install(checkout: Path, tmp_path: Path) -> None:
     assert {file.is_relative_to(checkout) for file in where(*names, cwd=tmp_path, site=site)} == {True}
 
 
-def test_bundle(checkout: Path, tmp_path: Path) -> None:
-    unpacked = tmp_path / "bundle"
+@pytest.fixture(scope="module")
+def unpacked(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a bundle for Flower."""
+    unpacked = tmp_path_factory.mktemp("bundle")
     # what `flwr build` writes
     with ZipFile(BytesIO(build_fab_from_disk(checkout))) as archive:
-        assert {Path(name).parts[0] for name in archive.namelist()} == {
-            *(".info", "LICENSE", "pyproject.toml"),
-            *(*SOURCES, "apps"),
-        }
         archive.extractall(unpacked)
+    return unpacked
+
+
+def test_bundle(checkout: Path, unpacked: Path) -> None:
+    names = {".info", "LICENSE", "pyproject.toml", *SOURCES, "apps"}
+    assert {path.name for path in unpacked.iterdir()} == names
     assert python_files(unpacked) == python_files(checkout)
+
+
+@pytest.mark.slow
+def test_bundle_is_imported(unpacked: Path, tmp_path: Path) -> None:
     names = ("fedbn_flwr.strategies", "strategies.fedavg", "apps.server", "apps.client")
     assert {file.is_relative_to(unpacked) for file in where(*names, cwd=tmp_path, path=unpacked)} == {True}
 
@@ -142,8 +150,6 @@ def test_wheel_by_way_of_a_source_distribution_is_the_same(checkout: Path, wheel
     assert contents(again) == contents(wheel)
 
 
-#: a case that takes a process and shows the same
-slow = partial(pytest.param, marks=pytest.mark.slow)
 #: runs a program as if none of the packages of extras were installed
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys({}))\n"
 
@@ -181,21 +187,35 @@ assert not norm.bn_layers(prepare(make(), FedWon))
     run(sys.executable, "-c", program, cwd=tmp_path, env=environment())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "package", "extra"),
-    [
-        slow(("list",), "rich", "cli"),
-        (("run", "--rounds", "1"), "sklearn", "data"),
-        slow(("compare", "--methods", "fedavg", "--rounds", "1", "--log-to", "wandb"), "wandb", "wandb"),
-        slow(("run", "--rounds", "1", "--model", "resnet18"), "torchvision", "models"),
-        slow(("run", "--rounds", "1", "--engine", "ray"), "ray", "simulation"),
-        slow(("run", "--rounds", "1", "--log-to", "tensorboard"), "tensorboard", "tensorboard"),
-        slow(("reproduce", "fedbs/figure2", "--smoke", "--log-to", "wandb"), "wandb", "wandb"),
-    ],
-)
+#: packages of extras, and commands that need them
+MISSING: dict[str, tuple[tuple[str, ...], str]] = {
+    "rich": (("list",), "cli"),
+    "sklearn": (("run", "--rounds", "1"), "data"),
+    "ray": (("run", "--rounds", "1", "--engine", "ray"), "simulation"),
+    "tensorboard": (("run", "--rounds", "1", "--log-to", "tensorboard"), "tensorboard"),
+    "torchvision": (("run", "--rounds", "1", "--model", "resnet18"), "models"),
+    "wandb": (("compare", "--methods", "fedavg", "--rounds", "1", "--log-to", "wandb"), "wandb"),
+}
+
+
+@pytest.mark.parametrize("package", ["ray", "tensorboard", "torchvision", "wandb"])
 def test_a_missing_extra_is_one_line_that_names_it(
-    arguments: tuple[str, ...], package: str, extra: str, tmp_path: Path
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    arguments, extra = MISSING[package]
+    assert main(arguments) == 2
+    line = f"fedbn-flwr: {package} is not installed: pip install 'fedbn-flwr[{extra}]'"
+    assert capsys.readouterr().err.splitlines()[-1:] == [line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["rich", "sklearn"])
+def test_so_is_one_that_the_command_itself_needs(package: str, tmp_path: Path) -> None:
+    """In another process: this one has imported it, or what it brings."""
+    arguments, extra = MISSING[package]
     program = WITHOUT.format([package]) + (
         f"from fedbn_flwr.deployment.cli import main\nsys.exit(main({list(arguments)}))"
     )

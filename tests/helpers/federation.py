@@ -101,14 +101,16 @@ class Federation:
 
     def await_end(self, number: str) -> str:
         """Wait until a run has ended, and return how."""
-        summary, looks = self.results(number) / "summary.json", count(1)
+        summary, looks, status = self.results(number) / "summary.json", count(1), ""
 
         def ended() -> bool:
+            nonlocal status
             # a run that fails in its first round leaves no summary
-            return (summary.exists() or not next(looks) % SELDOM) and self.status(number).startswith("finished")
+            status = self.status(number) if summary.exists() or not next(looks) % SELDOM else ""
+            return status.startswith("finished")
 
         await_that(ended, f"run {number} ends", LONGEST_RUN)
-        return self.status(number)
+        return status
 
     def results(self, number: str) -> Path:
         """Return the folder of a run's results on the server."""

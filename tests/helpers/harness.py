@@ -122,8 +122,20 @@ class Federation:
         )
         return self._wrap(client, index)
 
-    def run(self, strategy: BaseStrategy, rounds: int = 3, grid: Grid | None = None, **instruction: Any) -> state.State:
-        """Train, and return the final global state; `instruction` overrides options of `INSTRUCTION`."""
+    def run(
+        self,
+        strategy: BaseStrategy,
+        rounds: int = 3,
+        grid: Grid | None = None,
+        evaluate_every: int = 0,
+        **instruction: Any,
+    ) -> state.State:
+        """Train, and return the final global state; `instruction` overrides options of `INSTRUCTION`.
+
+        Nodes evaluate after the last round only, unless told otherwise: to evaluate takes as long as to train.
+        """
+        if strategy.evaluate_every == 1:
+            strategy.evaluate_every = evaluate_every or rounds
         asked = replace(INSTRUCTION, **instruction)
         seen: list[ArrayRecord] = []
         strategy.start(

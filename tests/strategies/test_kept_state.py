@@ -112,7 +112,7 @@ class Run:
 
 
 def make(case: str) -> BaseStrategy:
-    return REGISTRY[case.partition(":")[0]](lr_schedule="0.1@0.5", **OPTIONS[case])
+    return REGISTRY[case.partition(":")[0]](lr_schedule="0.1@0.5", evaluate_every=2, **OPTIONS[case])
 
 
 @pytest.mark.parametrize("case", OPTIONS)

@@ -62,7 +62,7 @@ def test_a_newcomer_starts_from_the_mean() -> None:
             return merged
 
     means: list[Any] = []
-    Federation(make_model(), SIZES).run(Noting(mean_personal=True, fraction_train=0.2), 3)
+    Federation(make_model(), SIZES).run(Noting(mean_personal=True, fraction_train=0.2), 3, evaluate_every=1)
     # no node has evaluated yet when the first round is merged
     assert means[0][1] is None
     assert not means[0][0].any()

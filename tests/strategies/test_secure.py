@@ -196,7 +196,7 @@ def leaks(kind: type[FedAvg], options: Options, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(masks, "cancel", opening)
     nodes = federation(kind, options, grid=Traffic)
     grid: Any = nodes.grid
-    nodes.run(kind(secure=True, evaluate_every=1, **options), 2)
+    nodes.run(kind(secure=True, **options), 2, evaluate_every=1)
     patterns = numbers.patterns()
     assert len(patterns) > 1000
     haystacks = [*sent_bytes(grid.replies), *opened]

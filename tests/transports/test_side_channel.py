@@ -69,7 +69,7 @@ def options(**changes: Any) -> StreamOptions:
 def run(grid: Grid, strategy: FedAvg, rounds: int = 1) -> tuple[state.State, Tally]:
     counted = CountingGrid(grid)
     return Federation(dropout_model()).run(
-        strategy, rounds, grid=counted, momentum=0.9, augmentation="crop-flip"
+        strategy, rounds, counted, evaluate_every=1, momentum=0.9, augmentation="crop-flip"
     ), counted.training
 
 
