@@ -185,7 +185,7 @@ def run_both(method: str, loop: Loop) -> float:
     made = make_without_bn if method == "fedwon" else make
     options: dict[str, Any] = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}
     grid = InProcessGrid(own_app(loop, made, **options), len(SIZES))
-    asked = {"lr": 0.05, "momentum": momentum_of(method)}
+    asked: dict[str, Any] = {"lr": 0.05, "momentum": momentum_of(method)}
     return distance(Federation(made()).run(METHODS[method](), ROUNDS, grid=grid, **asked), wanted_of(method))
 
 
@@ -235,7 +235,8 @@ def explicit_app() -> FlowerClientApp:
 
 @pytest.mark.parametrize("method", ["fixbn", "fedbn", "scaffold", "fedtan, carried"])
 def test_the_loop_can_also_be_written_inside_obey(method: str) -> None:
-    grid, asked = InProcessGrid(explicit_app(), len(SIZES)), {"lr": 0.05, "momentum": momentum_of(method)}
+    grid = InProcessGrid(explicit_app(), len(SIZES))
+    asked: dict[str, Any] = {"lr": 0.05, "momentum": momentum_of(method)}
     assert distance(Federation(make()).run(METHODS[method](), ROUNDS, grid=grid, **asked), wanted_of(method)) < EXACT
 
 
