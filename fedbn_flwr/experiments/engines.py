@@ -51,8 +51,6 @@ OpenGrid = AbstractContextManager[InProcessGrid | WorkersGrid]
 
 #: the address of a Ray that is only for this run
 LOCAL = "local"
-#: the name of this process and its workers among those that share data
-_FAMILY = secrets.token_hex(16)
 #: what every worker needs, and takes seconds to import: itself, optimizers and the default data set
 NEEDED = (__name__, "torch._dynamo", "sklearn.datasets")
 
@@ -123,8 +121,8 @@ def open_on_cluster(make_grid: MakeGrid, config: Config, layerwise: bool, averag
         except ray_worker.NoRoomError as error:
             raise UsageError(str(error)) from None
         stack.callback(cluster.close)
-        share_data(config, _FAMILY)
-        ready = partial(_ready, _FAMILY, make_grid, config)
+        share_data(config, _family(os.getpid()))
+        ready = partial(_ready, _family(os.getpid()), make_grid, config)
         grid = stack.enter_context(
             WorkersGrid(ready, config.clients, workers, threads=config.threads, start=cluster, average_by=average_by)
         )
@@ -183,11 +181,18 @@ def spread_over(workers: int, make_grid: MakeGrid, config: Config, average_by: s
     def start(index: int, threads: int) -> Worker:
         return Worker(index, threads, {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {})
 
-    share_data(config, _FAMILY)
-    ready = partial(_ready, _FAMILY, make_grid, config)
+    share_data(config, _family(os.getpid()))
+    ready = partial(_ready, _family(os.getpid()), make_grid, config)
     return WorkersGrid(
         ready, config.clients, workers, threads=config.threads, here=True, start=start, average_by=average_by
     )
+
+
+@cache
+def _family(process: int) -> str:
+    """Return the name of a process and its workers among those that share data: another one for a fork of it."""
+    del process
+    return secrets.token_hex(16)
 
 
 def _ready(family: str, make_grid: MakeGrid, config: Config, partitions: Sequence[int]) -> InProcessGrid:
