@@ -3,8 +3,8 @@
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -84,12 +84,19 @@ def run_ray(cases: Sequence[Case], clock: Clock) -> None:
 
 def run_actors(cases: Sequence[Case], clock: Clock) -> None:
     """Time stacks of clients in Ray actors, in a cluster that is for these cases only."""
+    with own_cluster(count_cores()) as address:
+        os.environ["RAY_ADDRESS"] = address
+        run_stacked(cases, clock)
+
+
+@contextmanager
+def own_cluster(processors: int) -> Iterator[str]:
+    """Start a Ray cluster of this machine; yields its address."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": count_cores(), "include_dashboard": False})
-    os.environ["RAY_ADDRESS"] = cluster.address
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": processors, "include_dashboard": False})
     try:
-        run_stacked(cases, clock)
+        yield cluster.address
     finally:
         cluster.shutdown()  # type: ignore[no-untyped-call]
 
