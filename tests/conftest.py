@@ -3,7 +3,9 @@
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +18,18 @@ from tests.helpers.processes import kill_processes, wait_for_end
 
 # tests run side by side, one a core, and compare bits
 torch.set_num_threads(1)
+
+#: modules that processes need which tests start, and whose import takes seconds
+NEEDED = ["benchmarks.engines", "tests.helpers.process_per_message"]
+
+
+def _preload(modules: Sequence[str], before: Callable[[list[str]], None]) -> None:
+    before([*modules, *NEEDED])
+
+
+# whoever starts the process that others are forked from: it is the same one until this process ends
+forkserver.set_forkserver_preload = partial(_preload, before=forkserver.set_forkserver_preload)
+forkserver.set_forkserver_preload([])
 
 # how long an example takes tells how busy the machine is, and is no reason to fail
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -2,10 +2,9 @@
 
 import ast
 import importlib
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 from tests.helpers.checkout import ROOT
@@ -44,6 +43,7 @@ SOURCES = {
 }
 
 
+@cache
 def imported_modules(name: str) -> set[str]:
     """The project's modules that a module imports, wherever in its file; `from a import b` is a.b if that is one."""
     if name == "fedbn_flwr":
@@ -82,22 +82,16 @@ def absolute_roots(name: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("name", sorted(SOURCES))
-def test_a_module_imports_its_own_room_and_lower_floors(name: str) -> None:
-    assert [module for module in sorted(imported_modules(name)) if not is_allowed(name, module)] == []
+def test_modules_import_their_own_room_and_lower_floors() -> None:
+    pairs = [(name, module) for name in SOURCES for module in sorted(imported_modules(name))]
+    assert [pair for pair in pairs if not is_allowed(*pair)] == []
 
 
-LAYERWISE = sorted(name for name in SOURCES if name.startswith("fedbn_flwr.layerwise"))
-
-
-@pytest.mark.parametrize("name", LAYERWISE)
-def test_the_mathematics_of_layerwise_steps_knows_no_flower(name: str) -> None:
-    assert not absolute_roots(name) & {"flwr", "grpc"}
-    assert {room_of(module) for module in imported_modules(name)} <= {
-        "fedbn_flwr.layerwise",
-        "fedbn_flwr.norm",
-        "fedbn_flwr.randomness",
-    }
+def test_the_mathematics_of_layerwise_steps_knows_no_flower() -> None:
+    for name in [name for name in SOURCES if name.startswith("fedbn_flwr.layerwise")]:
+        assert not absolute_roots(name) & {"flwr", "grpc"}, name
+        rooms = {room_of(module) for module in imported_modules(name)}
+        assert rooms <= {"fedbn_flwr.layerwise", "fedbn_flwr.norm", "fedbn_flwr.randomness"}, name
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
@@ -112,15 +106,10 @@ def test_every_room_has_a_floor_and_no_module_is_loose() -> None:
     assert loose == {*DOORS, "fedbn_flwr.randomness"}
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("strategies")])
-def test_strategies_import_each_other_relatively(name: str) -> None:
+def test_strategies_import_each_other_relatively_and_others_by_their_public_path() -> None:
     # `from strategies.base import` works in a checkout and dies in a wheel
-    assert "strategies" not in absolute_roots(name)
-
-
-@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith(("fedbn_flwr.experiments", "apps"))])
-def test_strategies_are_imported_by_their_public_path(name: str) -> None:
-    assert "strategies" not in absolute_roots(name)
+    folders = ("strategies", "fedbn_flwr.experiments", "apps")
+    assert [name for name in SOURCES if name.startswith(folders) and "strategies" in absolute_roots(name)] == []
 
 
 def test_every_strategy_is_in_the_registry() -> None:
@@ -134,11 +123,11 @@ def test_every_strategy_is_in_the_registry() -> None:
     assert methods - NOT_METHODS == registered
 
 
-@pytest.mark.parametrize("name", [name for name, path in SOURCES.items() if "__all__ =" in path.read_text()])
-def test_all_resolves(name: str) -> None:
-    module = importlib.import_module(name)
-    assert len(set(module.__all__)) == len(module.__all__)
-    assert [item for item in module.__all__ if not hasattr(module, item)] == []
+def test_all_resolves() -> None:
+    for name in [name for name, path in SOURCES.items() if "__all__ =" in path.read_text()]:
+        module = importlib.import_module(name)
+        assert len(set(module.__all__)) == len(module.__all__), name
+        assert [item for item in module.__all__ if not hasattr(module, item)] == [], name
 
 
 def test_every_registered_strategy_is_public() -> None:

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,6 @@ from fedbn_flwr.data import Data, Split
 from fedbn_flwr.data.once_a_machine import once_a_machine
 from fedbn_flwr.experiments import resources
 from fedbn_flwr.experiments.config import Config
-from tests.helpers.forked import forking
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there is no memory without a name")
 
@@ -57,7 +57,7 @@ def shared_bytes() -> int:
 
 @contextmanager
 def process() -> Iterator[Callable[..., "Future[Any]"]]:
-    with ProcessPoolExecutor(1, forking()) as pool:
+    with ProcessPoolExecutor(1, get_context("forkserver")) as pool:
         yield pool.submit
 
 

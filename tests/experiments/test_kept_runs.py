@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from fedbn_flwr.experiments.output import run_folder
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.reports.sources import read_sources
-from tests.helpers.forked import forking
 from tests.helpers.runs import command, results, run, summary_bytes
 
 METHODS = "fedavg,fedbn"
@@ -67,7 +67,7 @@ def say_ready_and_run(connection: Connection, words: Sequence[str]) -> None:
 def test_killed_at_random_moments_it_ends_with_the_same_bits(kills: int, tmp_path: Path, whole: dict[str, Any]) -> None:
     moments, folder = random.Random(kills), tmp_path / "out"
     words = compare_words(folder, "--seeds", "2")
-    start = forking()
+    start = get_context("forkserver")
     for _ in range(kills):
         here, there = start.Pipe(duplex=False)
         process = start.Process(target=say_ready_and_run, args=(there, words))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -19,7 +20,6 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.simulation.in_process import InProcessGrid, identify
 from fedbn_flwr.transports.stream_node import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE
-from tests.helpers.forked import forking
 from tests.helpers.process_per_message import make_client
 
 #: is called in the process of a node before it answers, with the message
@@ -46,7 +46,7 @@ class ConcurrentNodes(InProcessGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Start a process for every message."""
-        start = forking()
+        start = get_context("forkserver")
         ids = []
         for message in messages:
             message_id = identify(message)

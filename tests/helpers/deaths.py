@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,7 +18,6 @@ from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
-from tests.helpers.forked import forking
 
 Die = Callable[[], None]
 
@@ -78,7 +78,7 @@ def run_in_process(fatal: int, words: Sequence[str]) -> tuple[int | None, int]:
 
     Returns how the process ended, and how many moments there were if it was not killed.
     """
-    start = forking()
+    start = get_context("forkserver")
     here, there = start.Pipe(duplex=False)
     process = start.Process(target=_run, args=(there, fatal, words))
     process.start()

@@ -25,6 +25,9 @@ from tests.helpers.harness import Federation, make_model
 #: the largest difference between engines in float64
 EXACT = 1e-10
 
+#: rounds of a comparison: in the second one, there is something to remember
+ROUNDS = 2
+
 #: how the log begins to say that clients were not stacked
 APART = "Clients train one after another: "
 
@@ -129,7 +132,7 @@ def run(
     strategy: BaseStrategy,
     model: Callable[[], nn.Module] = make_model,
     *,
-    rounds: int = 3,
+    rounds: int = ROUNDS,
     nodes: dict[str, Any] | None = None,
     **instruction: Any,
 ) -> Side:
@@ -190,7 +193,7 @@ def assert_same(
 ) -> tuple[Side, Side]:
     """Check that both engines agree, and that the second one stacked all four nodes in every round (or `clients`)."""
     alone, together = both(make, model, **options)
-    assert_stacked(together, clients or 4 * options.get("rounds", 3))
+    assert_stacked(together, clients or 4 * options.get("rounds", ROUNDS))
     found = difference(alone, together)
     print(f"largest difference {found:.1e}")
     assert found < within

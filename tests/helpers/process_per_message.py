@@ -15,7 +15,6 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.transports.message_client import STEPS
-from tests.helpers.forked import forking
 from tests.helpers.harness import CLASSES, SIZES, Double, make_split, parts
 
 
@@ -79,7 +78,7 @@ class NewProcesses(InProcessGrid):
     spawns = False
 
     def _answer(self, message: Message) -> Message:
-        start: Any = get_context("spawn") if self.spawns else forking()
+        start: Any = get_context("spawn" if self.spawns else "forkserver")
         node = message.metadata.dst_node_id
         here, there = start.Pipe()
         worker = start.Process(target=work, args=(there, pickle.dumps((message, self._contexts[node]))))

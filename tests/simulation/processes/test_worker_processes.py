@@ -23,7 +23,7 @@ from fedbn_flwr.data.prefetch import decode
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.service import OwnShare, WorkerError
-from fedbn_flwr.simulation.processes.worker import Worker, preload
+from fedbn_flwr.simulation.processes.worker import Worker
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold
 from fedbn_flwr.transports import message_records as layerwise_wire
 from tests.helpers.checkout import ROOT
@@ -34,11 +34,6 @@ from tests.helpers.waiting import wait_until
 
 #: in the environment of whatever a test starts
 MARK = "FEDBN_FLWR_TEST"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imported_once() -> None:
-    preload([__name__, "torch._dynamo"])
 
 
 @pytest.fixture
@@ -390,7 +385,7 @@ def test_a_worker_that_cannot_begin_says_why() -> None:
 PARENT = """
 import signal
 from functools import partial
-from fedbn_flwr.simulation.processes.worker import Worker, preload
+from fedbn_flwr.simulation.processes.worker import preload
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from tests.helpers.obedient_nodes import obeying, question
 

@@ -61,10 +61,10 @@ def test_one_client_that_fails_is_named_and_the_others_do_not_suffer(case: str) 
     assert difference(alone, together) < EXACT
     assert [reply.partition for reply in together.strategy.train_replies] == [0, 2, 3]
     named = [text for text in together.watch.messages if "Node 1001 is left out of this round" in text]
-    assert len(named) == 3
+    assert len(named) == 2
     assert all(said in text for text in named)
     # who cannot even be planned is not among those who are stacked
-    assert together.watch.stacks == ([3] * 3 if case == "no data" else [])
+    assert together.watch.stacks == ([3] * 2 if case == "no data" else [])
     assert len(together.watch.reasons) == (case != "no data")
 
 
@@ -110,7 +110,7 @@ def test_one_sample_for_bn() -> None:
             return Double(net)
 
     epochs: dict[str, Any] = {"local_steps": 0, "local_epochs": 2, "batch_size": 5}
-    assert_same(lambda: quiet(FedAvg), flat, clients=9, nodes={"sizes": (6, 12, 11)}, **epochs)
+    assert_same(lambda: quiet(FedAvg), flat, clients=6, nodes={"sizes": (6, 12, 11)}, **epochs)
     alone, together = both(lambda: quiet(FedAvg), flat, nodes={"sizes": (6, 1, 11)}, **epochs)
     assert difference(alone, together) < EXACT
     assert [reply.partition for reply in together.strategy.train_replies] == [0, 2]
@@ -121,7 +121,7 @@ def test_numbers_that_are_none_stay_with_their_client() -> None:
     """In a stack, rows do not mix: neither in losses, nor in gradients, nor while clients wait at their end."""
     options: dict[str, Any] = {"nodes": {"wrap": spoiled(no_number)}, "momentum": 0.9, "weight_decay": 0.1}
     alone, together = both(lambda: quiet(Scaffold), local_steps=0, local_epochs=2, **options)
-    assert together.watch.stacks == [4] * 3
+    assert together.watch.stacks == [4] * 2
     assert [reply.partition for reply in together.strategy.train_replies] == [0, 2, 3]
     assert difference(alone, together) < EXACT
 
@@ -147,7 +147,7 @@ def test_a_client_with_a_way_of_its_own_keeps_it(kind: type[BNClient]) -> None:
 
     alone, together = both(lambda: quiet(FedAvg), nodes={"wrap": spoiled(change)})
     assert difference(alone, together) < EXACT
-    assert together.watch.stacks == [3] * 3
+    assert together.watch.stacks == [3] * 2
     assert together.watch.reasons == [f"{kind.__name__} may train in a way of its own"]
 
 

@@ -148,7 +148,7 @@ class StackedBackwards(Backwards, Stacked):
 
 def test_order_and_ids_of_nodes_do_not_matter() -> None:
     forwards, backwards = (run(grid, quiet(FedTAN), **RAGGED) for grid in (InProcessGrid, StackedBackwards))
-    assert sum(backwards.watch.stacks) == 12
+    assert sum(backwards.watch.stacks) == 8
     assert difference(forwards, backwards) < EXACT
     order = [reply.partition for reply in backwards.strategy.train_replies]
     assert order == [0, 1, 2, 3]

@@ -319,7 +319,7 @@ def test_a_model_in_evaluation_mode_is_set_to_train() -> None:
     def make() -> nn.Module:
         return make_model().eval()
 
-    assert_same(lambda: quiet(FedTAN), make, clients=12, nodes={"sizes": (9, 20, 16, 8)}, batch_size=8)
+    assert_same(lambda: quiet(FedTAN), make, clients=8, nodes={"sizes": (9, 20, 16, 8)}, batch_size=8)
     assert_same(lambda: quiet(FedAvg), make, nodes={"sizes": (5, 7, 9, 12)}, local_steps=0, local_epochs=2)
 
 
