@@ -42,7 +42,7 @@ LONGEST = {
     "test_packaging",
     "test_parity",
     "test_ray_workers",
-    "test_worker_processes",
+    "test_side_channel",
 }
 
 #: in the environment of whatever a test starts
