@@ -26,6 +26,7 @@ def test_both_loaders_load_what_was_made(
     assert {name: len(turns) for name, turns in result["turns"].items()} == {"imagefolder": 2, "this": 2}
 
 
+@pytest.mark.slow
 def test_the_peak_of_all_processes_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -200,7 +200,13 @@ def wanted_of(method: str) -> state.State:
     return Federation(made()).run(METHODS[method](), ROUNDS, lr=0.05, momentum=momentum_of(method))
 
 
-@pytest.mark.parametrize("method", METHODS)
+#: what they ask of a loop, others ask, too
+SAME = ("fedavg", "fixbn", "silobn", "fedtan, paper exchange", "feddna, carried")
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.slow if name in SAME else ()) for name in METHODS]
+)
 def test_a_plain_loop_obeys_every_strategy(method: str) -> None:
     assert run_both(method, plain_loop) < EXACT
 

@@ -115,7 +115,13 @@ def make(case: str) -> BaseStrategy:
     return REGISTRY[case.partition(":")[0]](lr_schedule="0.1@0.5", evaluate_every=2, **OPTIONS[case])
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+#: they keep what another case keeps
+SAME = ("fedprox", "fixbn", "silobn", "mtfl", "feddna", "centralized", "fedbs:second stage", "fedtan:carried")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in SAME else ()) for case in OPTIONS]
+)
 def test_rounds_after_a_stop_have_the_bits_and_bytes_of_those_without(case: str) -> None:
     """And every attribute that a run changes is kept, or known to pass."""
     whole, first, second = Run(case, make(case)), Run(case, make(case)), Run(case, make(case), Backwards)

@@ -63,7 +63,7 @@ def run(method: str, lie: float = 1.0, grid: str = "messages", rounds: int = 3, 
     return nodes.run(make(**options), rounds, LyingGrid(nodes.grid, lie))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["fedavg", "fedtan", "scaffold", "hbn"])
 def test_without_a_rule_the_model_grows_with_the_lie(method: str) -> None:
     assert distance(run(method), run(method, 1e6)) > 1
 

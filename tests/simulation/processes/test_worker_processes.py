@@ -213,11 +213,10 @@ def harness_nodes(partitions: Sequence[int]) -> InProcessGrid:
 
 #: without a worker here: what nodes keep, and a layer-wise step
 AWAY = ["fedbn", "fedtan"]
-MORE_AWAY = [pytest.param(name, False, marks=pytest.mark.slow) for name in STRATEGIES if name not in AWAY]
 
 
 @pytest.mark.parametrize(
-    ("name", "here"), [*((name, True) for name in STRATEGIES), *((name, False) for name in AWAY), *MORE_AWAY]
+    ("name", "here"), [*((name, True) for name in STRATEGIES if name not in AWAY), *((name, False) for name in AWAY)]
 )
 def test_several_processes_give_the_bits_of_one(name: str, here: bool) -> None:
     options: dict[str, Any] = {"momentum": 0.9} if name == "momentum" else {}
