@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
@@ -70,9 +70,9 @@ def client_app(client_fn: ClientFunction, mods: list[Mod] | None = None) -> Clie
 
 @dataclass(frozen=True)
 class SharedRecords:
-    """Records that many messages share, each read once; by the record's id."""
+    """Records that many messages share, each read once; by the record's id, which is another's when it is gone."""
 
-    states: dict[int, state.State] = field(default_factory=dict)
+    states: dict[int, tuple[ArrayRecord, state.State]] = field(default_factory=dict)
     instructions: dict[int, Instruction] = field(default_factory=dict)
 
 
@@ -91,8 +91,8 @@ def unpack(
             records[name] = state.from_record(record)
             continue
         if id(record) not in known.states:
-            known.states[id(record)] = state.view_record(record)
-        records[name] = known.states[id(record)]
+            known.states[id(record)] = record, state.view_record(record)
+        records[name] = known.states[id(record)][1]
     config: Any = message.content[config_name]
     if known is None:
         return records, read_instruction(config, flowers)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import FedProx as FlowerFedProx
 from torch import nn
@@ -17,6 +17,7 @@ from torchvision.models import mobilenet_v2
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.clientapp.bn_client_app import SharedRecords, unpack
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError, FedTAN
 from fedbn_flwr.wire import Instruction
@@ -161,3 +162,13 @@ def test_a_layer_that_cannot_be_shared_is_a_line_without_a_traceback(
     with pytest.raises(CannotTrainError, match="it failed: layer '1' is a WarmBatchNorm, which computes something"):
         FedTAN().start(grid, ArrayRecord(warm(CLASSES, 3).state_dict()), num_rounds=1)
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_record_that_is_gone_is_not_taken_for_another_one() -> None:
+    InProcessGrid(client_app(toy_client), 1)  # Flower reads who makes a message
+    known = SharedRecords()
+    for number in range(50):
+        arrays = ArrayRecord({"w": Array(np.full(3, number))})
+        message = Message(RecordDict({wire.ARRAYS: arrays, wire.CONFIG: INSTRUCTION.to_config()}), 1, "train")
+        received, _ = unpack(message, known)
+        assert received[wire.ARRAYS]["w"].tolist() == [number] * 3
