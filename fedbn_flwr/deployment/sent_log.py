@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import (
     get_object_type_from_object_content,
     iterate_object_tree,
@@ -104,25 +104,32 @@ def _described(message: Message, contents: Mapping[str, bytes]) -> dict[str, Any
     sent = inflate_object_from_contents(message.metadata.message_id, dict(contents))
     assert isinstance(sent, Message)
     content: RecordDict = sent.content
-    numbers: dict[str, Any] = {**content.metric_records, **content.config_records}
-    layouts = numbers.pop(_PACKED, {})
-    arrays = {
-        group: {
-            "count": len(names := _names(record, layouts.get(group))),
-            "bytes": sum(len(array.data) for array in record.values()),
-            "names": names,
-        }
-        for group, record in content.array_records.items()
-    }
-    return {"arrays": arrays, **{name: dict(record.items()) for name, record in numbers.items()}}
+    records: dict[str, Any] = {**content.metric_records, **content.config_records}
+    numbers = {name: dict(record.items()) for name, record in records.items()}
+    arrays = {}
+    for group, record in content.array_records.items():
+        names = _packed_names(numbers.get(_PACKED, {}).get(group))
+        if names:
+            del numbers[_PACKED][group]
+        names = names or list(record)
+        size = sum(len(array.data) for array in record.values())
+        arrays[group] = {"count": len(names), "bytes": size, "names": names}
+    return {"arrays": arrays, **numbers}
 
 
-def _names(record: ArrayRecord, layout: str | None) -> list[str]:
-    """Return the names of a group's arrays, also of those that are packed."""
+def _packed_names(layout: object) -> list[str]:
+    """Return the names in a layout of packed arrays; none if it is something else, or has more in it."""
     try:
-        return list(record) if layout is None else [str(name) for name, *_ in json.loads(layout)]
-    except (TypeError, ValueError):
-        return list(record)
+        rows = json.loads(str(layout))
+        names = [name for name, dtype, shape in rows if _is_entry(name, dtype, shape)]
+    except (TypeError, ValueError, RecursionError):
+        return []
+    return names if len(names) == len(rows) else []
+
+
+def _is_entry(name: object, dtype: object, shape: object) -> bool:
+    lengths = shape if isinstance(shape, list) else [None]
+    return isinstance(name, str) and isinstance(dtype, str) and len(dtype) < 5 and all(type(n) is int for n in lengths)
 
 
 def rows_of(lines: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -7,7 +7,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr.server.passing_grid import PassingGrid
-from fedbn_flwr.wire.packed import asking, is_packed, pack, unpack, with_content
+from fedbn_flwr.wire.packed import Packed, asking, is_packed, pack, unpack, with_content
 
 
 class PackingGrid(PassingGrid):
@@ -24,7 +24,7 @@ class PackingGrid(PassingGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, packed where the node can unpack them."""
-        return self._grid.push_messages([self._packed(message) for message in messages])
+        return self._grid.push_messages(self._all_packed(messages))
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that are there, unpacked."""
@@ -32,13 +32,21 @@ class PackingGrid(PassingGrid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send messages and return the replies."""
-        packed = [self._packed(message) for message in messages]
-        return [self._unpacked(reply) for reply in self._grid.send_and_receive(packed, timeout=timeout)]
+        replies = self._grid.send_and_receive(self._all_packed(messages), timeout=timeout)
+        return [self._unpacked(reply) for reply in replies]
 
-    def _packed(self, message: Message) -> Message:
-        if message.metadata.dst_node_id in self._knowing:
-            return with_content(message, pack(message.content))
-        return with_content(message, asking(message.content))
+    def _all_packed(self, messages: Iterable[Message]) -> list[Message]:
+        """Return the messages of a push, packed where the node can unpack them; a model that they share, once."""
+        known: dict[int, Packed] = {}
+        return [
+            with_content(
+                message,
+                pack(message.content, known)
+                if message.metadata.dst_node_id in self._knowing
+                else asking(message.content),
+            )
+            for message in messages
+        ]
 
     def _unpacked(self, reply: Message) -> Message:
         if reply.has_error() or not is_packed(reply.content):

@@ -9,13 +9,18 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.common.constant import SType
 
 from fedbn_flwr.state.flat import Entry, FlatArrays, Layout
 from fedbn_flwr.state.records import InMemoryArray, array_records, flat_of, make_record, record_of, view_array
 
 PACKED = "packed"
+#: a record, its packed one, and the layout
+Packed = tuple[ArrayRecord, ArrayRecord, str]
 _ASKED, _VERSION = "asked", "version"
+#: of an array of NumPy's
+_DIMENSIONS = 64
 
 
 def asking(content: RecordDict) -> RecordDict:
@@ -30,15 +35,17 @@ def is_packed(content: RecordDict) -> bool:
     return _ASKED not in record and bool(record)
 
 
-def pack(content: RecordDict) -> RecordDict:
-    """Return a message's content with packed arrays."""
+def pack(content: RecordDict, known: dict[int, Packed] | None = None) -> RecordDict:
+    """Return a message's content with packed arrays; `known` has the records that several messages share, by id."""
     records: dict[str, Any] = dict(content.items())
     layouts: dict[str, str] = {}
+    known = {} if known is None else known
     for name, record in array_records(content).items():
-        flat = flat_of(record) or FlatArrays.copy_of({key: view_array(array) for key, array in record.items()})
-        if len(flat.buffers) < len(flat):
-            records[name] = make_record({dtype.str: InMemoryArray(values) for dtype, values in flat.buffers.items()})
-            layouts[name] = json.dumps([(key, dtype.str, shape) for key, dtype, shape in flat.layout.entries])
+        if id(record) not in known:
+            known[id(record)] = record, *_packed(record)
+        _, records[name], layout = known[id(record)]
+        if layout:
+            layouts[name] = layout
     return RecordDict({**records, PACKED: ConfigRecord({_VERSION: 1, **layouts})})
 
 
@@ -57,26 +64,47 @@ def with_content(message: Message, content: RecordDict) -> Message:
     return Message(metadata=message.metadata, content=content)  # type: ignore[call-overload,no-any-return]
 
 
+def _packed(record: ArrayRecord) -> tuple[ArrayRecord, str]:
+    """Return the packed record and its layout; the record itself, and none, where nothing is won."""
+    if not all(map(_is_plain, record.values())):
+        return record, ""
+    flat = flat_of(record) or FlatArrays.copy_of({key: view_array(array) for key, array in record.items()})
+    if len(flat.buffers) >= len(flat):
+        return record, ""
+    packed = make_record({dtype.str: InMemoryArray(values) for dtype, values in flat.buffers.items()})
+    return packed, json.dumps([(key, dtype.str, shape) for key, dtype, shape in flat.layout.entries])
+
+
+def _is_plain(array: Array) -> bool:
+    """Return whether an array is one of NumPy's, of numbers as this machine writes them."""
+    dtype = np.dtype(array.dtype)
+    return array.stype == SType.NUMPY and dtype.kind in "biufc" and dtype.isnative
+
+
 def _unpacked(record: object, text: str) -> ArrayRecord:
     try:
         if not isinstance(record, ArrayRecord):
             raise ValueError("there are none")
-        rows: list[tuple[str, str, list[int]]] = json.loads(text)
-        entries: tuple[Entry, ...] = tuple((str(name), np.dtype(dtype), tuple(shape)) for name, dtype, shape in rows)
-        layout = Layout.of(entries)
+        layout = Layout(tuple(_entry(*row) for row in json.loads(text)))
+        if len(layout.all_names) < len(layout.entries):
+            raise ValueError("two entries have one name")
         buffers = {np.dtype(dtype): view_array(array) for dtype, array in record.items()}
         found = {dtype: (values.dtype, values.shape) for dtype, values in buffers.items()}
         due = {dtype: (dtype, (_size(members),)) for dtype, members in layout.by_dtype.items()}
         if found != due:
             raise ValueError(f"{found} where {due} are due")
-    except (KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # what a node sends may be anything
         raise ValueError(f"packed arrays that do not fit their layout: {error}") from None
-    return record_of(FlatArrays(layout, buffers))
+    return record_of(FlatArrays(Layout.of(layout.entries), buffers))
+
+
+def _entry(name: str, dtype: str, shape: list[int]) -> Entry:
+    """Return an entry of a layout; ValueError if it is none."""
+    if not isinstance(name, str) or len(shape) > _DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"{name!r} of the shape {shape}")
+    return name, np.dtype(dtype), tuple(shape)
 
 
 def _size(entries: list[Entry]) -> int:
     """Return the number of values of all entries."""
-    shapes = [shape for _, _, shape in entries]
-    if any(length < 0 for shape in shapes for length in shape):
-        raise ValueError("a length is negative")
-    return sum(map(prod, shapes))
+    return sum(prod(shape) for _, _, shape in entries)

@@ -135,6 +135,16 @@ def test_a_line_says_what_left_for_which_round_and_app(packed: bool, tmp_path: P
     assert seen == [1]
 
 
+def test_what_is_not_a_layout_is_in_the_line(tmp_path: Path) -> None:
+    log, more = tmp_path / "sent.jsonl", '[["w", "<f4", [3], "Jane Doe"]]'
+    node, content = SuperNode(log), model()
+    content["packed"] = ConfigRecord({"version": 1, "patient": "Jane Doe", "arrays": more})
+    node.reply(node.receive(model()), content)
+    (row,) = read_log(log)
+    assert row["packed"] == {"version": 1, "patient": "Jane Doe", "arrays": more}
+    assert row["arrays"]["arrays"]["names"] == ["w"]
+
+
 def test_a_message_that_cannot_be_recorded_is_not_sent(tmp_path: Path) -> None:
     node = SuperNode(tmp_path / "no" / "folder" / "sent.jsonl")
     node.reply(node.receive(model()), RecordDict())

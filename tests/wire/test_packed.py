@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from fedbn_flwr.wire.packed import PACKED, asking, pack, unpack
+from fedbn_flwr.wire.packed import PACKED, Packed, asking, pack, unpack
 
 
 def content() -> RecordDict:
@@ -50,18 +50,50 @@ def layouts(packed: RecordDict) -> Any:
     return packed[PACKED]
 
 
-@pytest.mark.parametrize("fault", ["no text", "other size", "negative", "other dtype", "no group", "object"])
+def broken(rows: list[Any]) -> dict[str, str]:
+    (name, dtype, _), *others = rows
+    rest = [[name, dtype, [1] * 6], *others]
+    return {
+        "no text": "{",
+        "nested": "[" * 5000,
+        "no list": "7",
+        "other size": json.dumps([[name, dtype, [2, 4]], *others]),
+        "negative": json.dumps([[name, dtype, [-2, -3]], *others]),
+        "no length": json.dumps([[name, dtype, [True, 6]], *others]),
+        "float": json.dumps([[name, dtype, [2.0, 3.0]], *others]),
+        "dimensions": json.dumps([[name, dtype, [1] * 80 + [6]], *others]),
+        "other dtype": json.dumps([[name, "<f2", [2, 3]], *others]),
+        "object": json.dumps([[name, "|O", [2, 3]], *others]),
+        "one name twice": json.dumps([[others[0][0], dtype, [2, 3]], *others]),
+        "more than there are": json.dumps([*rows, *rest]),
+    }
+
+
+@pytest.mark.parametrize("fault", [*broken([["w", "<f4", [2, 3]], ["c", "<i8", []]]), "no group"])
 def test_a_layout_that_does_not_fit_is_named(fault: str) -> None:
     packed = pack(content())
-    rows = json.loads(layouts(packed)["arrays"])
-    if fault == "other size":
-        rows[0][2] = [2, 4]
-    elif fault == "negative":
-        rows[0][2] = [-2, -3]
-    elif fault == "other dtype":
-        rows[0][1] = "<f2"
-    elif fault == "object":
-        rows[0][1] = "|O"
-    layouts(packed)["no" if fault == "no group" else "arrays"] = "{" if fault == "no text" else json.dumps(rows)
+    texts = broken(json.loads(layouts(packed)["arrays"]))
+    layouts(packed)["no" if fault == "no group" else "arrays"] = texts.get(fault, "[]")
     with pytest.raises(ValueError, match="packed arrays that do not fit their layout"):
         unpack(packed)
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"\x93NUMPY"])
+def test_bytes_that_are_no_array_are_named(data: bytes) -> None:
+    packed = pack(content())
+    packed.array_records["arrays"]["<f4"] = Array("<f4", (6,), "numpy.ndarray", data)
+    with pytest.raises(ValueError, match="packed arrays that do not fit their layout"):
+        unpack(packed)
+
+
+def test_arrays_that_are_not_plain_numbers_stay_as_they_are() -> None:
+    arrays = {name: Array(np.arange(3).astype(">f4")) for name in "ab"}
+    bare = RecordDict({"arrays": ArrayRecord(arrays)})
+    assert unpack(pack(bare)) == bare
+
+
+def test_a_record_that_messages_share_is_packed_once() -> None:
+    known: dict[int, Packed] = {}
+    shared = content()["arrays"]
+    one, other = (pack(RecordDict({"arrays": shared}), known) for _ in range(2))
+    assert one["arrays"] is other["arrays"]
