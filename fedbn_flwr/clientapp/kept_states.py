@@ -8,7 +8,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedbn_flwr import wire
 from fedbn_flwr.client.node_memory import NAMESPACE
-from fedbn_flwr.clientapp.mods import ClientAppCallable, Mod
+from fedbn_flwr.clientapp.mods import ClientAppCallable, Mod, outermost
 from fedbn_flwr.state.record_files import SUFFIX, pack_records, read_records, write_bytes
 from fedbn_flwr.wire.history import CHECKPOINT, STATE_HISTORY, History
 
@@ -19,6 +19,7 @@ SERVER_ROUND = "server-round"
 _PASSING = f"{NAMESPACE}/layerwise/"
 
 
+@outermost
 def keep_states(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Let the node remember what it kept, and keep what it remembers then: a mod for any ClientApp.
 
@@ -31,6 +32,7 @@ def keep_states(message: Message, context: Context, call_next: ClientAppCallable
 def keep_states_in(folder: Path) -> Mod:
     """Return the mod for a folder."""
 
+    @outermost
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         config = message.content.get(wire.record_names(message.content)[1])
         if not isinstance(config, ConfigRecord) or SERVER_ROUND not in config:

@@ -16,10 +16,23 @@ from fedbn_flwr.state.records import array_records, data_bytes, view_array
 ClientAppCallable = Callable[[Message, Context], Message]
 Mod = Callable[[Message, Context, ClientAppCallable], Message]
 
+_OUTERMOST = "outermost"
+
 BYTES_DOWN = "bytes-down"
 BYTES_UP = "bytes-up"
 #: where a node keeps entries, in its memory
 KEPT = "kept-by-mod"
+
+
+def outermost(mod: Mod) -> Mod:
+    """Mark a mod that this project's ClientApps call around everything else, for every message."""
+    mod.__dict__[_OUTERMOST] = True
+    return mod
+
+
+def is_outermost(mod: Mod) -> bool:
+    """Return whether a mod is marked so."""
+    return bool(getattr(mod, _OUTERMOST, False))
 
 
 def keep_local(*patterns: str) -> Mod:

@@ -68,7 +68,7 @@ class SecureGrid(PassingGrid):
         if not self.masks_steps:
             return None
         sent = {message.metadata.dst_node_id: message for message in messages}
-        if self._meet(list(sent), self._timeout):
+        if self._meet(sent, self._timeout):
             return None  # the step by messages names the nodes
         asked = self._begin_sum(sent, tuple(sent))
         grid: Any = self._grid
@@ -93,7 +93,7 @@ class SecureGrid(PassingGrid):
                 message.content[masked.SECURE] = ConfigRecord({"session": self._session})
             return ask_nodes(self._grid, messages, timeout)
         sent = {message.metadata.dst_node_id: message for message in messages}
-        refused = self._meet(list(sent), timeout)
+        refused = self._meet(sent, timeout)
         nodes = tuple(node for node in sent if node not in refused)
         if not nodes:
             return self._errors(sent, refused)
@@ -134,7 +134,7 @@ class SecureGrid(PassingGrid):
         form = next(iter(parts.values())).form
         try:
             if not is_exchange:
-                total = self._unmask(total, parts, participants, asked, timeout)
+                total = self._unmask(total, parts, participants, asked, sent, timeout)
             content = _mean(form, total, {node: part.partition for node, part in parts.items()})
         except SumFailedError as failure:
             log(WARNING, "A sum was not opened: %s", failure)
@@ -142,13 +142,14 @@ class SecureGrid(PassingGrid):
         first = next(iter(parts))
         return {first: Message(content, reply_to=sent[first])} | others | self._errors(sent, refused)
 
-    def _meet(self, nodes: Sequence[int], timeout: float) -> dict[int, str]:
+    def _meet(self, sent: Mapping[int, Message], timeout: float) -> dict[int, str]:
         """Ask the nodes for their public keys that were not asked yet; return why nodes have none."""
-        new = [node for node in nodes if node not in self._keys]
+        new = [node for node in sent if node not in self._keys]
         refused: dict[int, str] = {}
         if new:
-            question = RecordDict({masked.SECURE: ConfigRecord({"session": self._session})})
-            answers = ask_nodes(self._grid, [Message(question, node, masked.SECURE_QUERY) for node in new], timeout)
+            question = {masked.SECURE: ConfigRecord({"session": self._session})}
+            questions = [Message(_of_round(sent[node], question), node, masked.SECURE_QUERY) for node in new]
+            answers = ask_nodes(self._grid, questions, timeout)
             for node in new:
                 answer = answers.get(node)
                 if answer is None or answer.has_error():
@@ -162,7 +163,7 @@ class SecureGrid(PassingGrid):
                     continue
                 self._keys[node] = said["key"], said["signature"]
             log(INFO, "%d nodes have keys for sums under masks", len(self._keys))
-        known = [node for node in nodes if node in self._keys]
+        known = [node for node in sent if node in self._keys]
         if len(known) < self._minimum:
             few = f"a sum of {len(known)} nodes would show too much of each: {self._minimum} at least"
             refused |= dict.fromkeys(known, few)
@@ -190,6 +191,7 @@ class SecureGrid(PassingGrid):
         parts: Mapping[int, _MaskedReply],
         participants: Participants,
         asked: Mapping[str, Any],
+        sent: Mapping[int, Message],
         timeout: float,
     ) -> Limbs:
         """Take away the masks that do not cancel; SumFailedError if too few nodes help."""
@@ -202,24 +204,11 @@ class SecureGrid(PassingGrid):
         if len(survivors) < needed:
             reason = f"replies of {len(survivors)} of {len(place)} nodes came, and a sum needs {needed}"
             raise SumFailedError(dict.fromkeys(survivors, reason))
-        questions = [
-            Message(
-                RecordDict(
-                    {
-                        masked.SECURE: ConfigRecord(
-                            {
-                                **asked,
-                                "survivors": survivors,
-                                "sealed": [parts[sender].sealed[place[node]] for sender in survivors],
-                            }
-                        )
-                    }
-                ),
-                node,
-                masked.SECURE_QUERY,
-            )
-            for node in survivors
-        ]
+        questions = []
+        for node in survivors:
+            sealed = [parts[sender].sealed[place[node]] for sender in survivors]
+            question = {masked.SECURE: ConfigRecord({**asked, "survivors": survivors, "sealed": sealed})}
+            questions.append(Message(_of_round(sent[node], question), node, masked.SECURE_QUERY))
         shares: dict[int, Sequence[bytes]] = {}
         seeds: dict[tuple[int, int], bytes] = {}
         why: dict[int, str] = {}
@@ -299,6 +288,12 @@ def sum_exchange(requests: Mapping[int, Any]) -> Summed:
     total = sum_of(part.hidden for part in parts.values())
     form = next(iter(parts.values())).form
     return _mean(form, total, {node: part.partition for node, part in parts.items()})
+
+
+def _of_round(message: Message, records: Mapping[str, Any]) -> RecordDict:
+    """Return records beside what a message says of its round and run, by which nodes find what they have kept."""
+    config = message.content.get(wire.CONFIG)
+    return RecordDict({**records, **({} if config is None else {wire.CONFIG: config})})
 
 
 def _read(content: RecordDict) -> _MaskedReply:
