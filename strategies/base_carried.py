@@ -68,8 +68,12 @@ class CarriedCorrections(Layerwise):
 
     def why_single(self) -> str:
         """Corrections are made of each node's values; under masks, each node makes its own."""
-        alone = self.carry and not self.secure
-        return super().why_single() or ("carry=true keeps each node's values" if alone else "")
+        why = ""
+        if self.carry and not self.secure:
+            why = "carry=true keeps each node's values"
+        elif self.carry and self.carried.memory:
+            why = "with memory, the sums of two rounds have values in common, and their difference may show a node's"
+        return super().why_single() or why
 
     def exchanges(self, instruction: Instruction) -> bool:
         """Return whether clients wait for each other in this round."""
@@ -125,18 +129,16 @@ class CarriedCorrections(Layerwise):
         asked = [node for node in nodes if self.carried.by_node.pop(node, None) is not None]
         if len(asked) < self.secure_min:
             return {}
-        config = ConfigRecord({**self.instruction.to_config()})
+        config = ConfigRecord({**self.round.other_config, **self.instruction.to_config()})
         messages = [Message(RecordDict({wire.CONFIG: config}), node, masked.CARRIED_QUERY) for node in asked]
         for reply in ask_nodes(self.grid, messages, self.exchange_timeout).values():
             if reply.has_content() and isinstance(reply.content, masked.Summed):
                 pool = unpack(reply.content.array_records[wire.CARRIED])
                 counts = [pool.pop(name) for name in list(pool) if name.startswith(masked.COUNT)]
-                pool |= {
-                    masked.COUNTS: np.stack(counts),
-                    masked.TRUST: np.array(self.carried.trust),
-                    masked.MEMORY: np.array(self.carried.memory),
-                }
+                pool |= {masked.COUNTS: np.stack(counts), masked.TRUST: np.array(self.carried.trust)}
                 return dict.fromkeys(reply.content.nodes, pool)
+            if reply.has_error():
+                log(WARNING, "A node gave no values: %s", reply.error.reason)
         log(WARNING, "Round %d goes without carried corrections: too few nodes gave their values", self.server_round)
         return {}
 

@@ -23,19 +23,17 @@ from fedbn_flwr.layerwise.carried import (
     EXAMPLES,
     KINDS,
     LAYERS,
-    ROUND,
     SIZES,
     Entries,
     correction,
-    renewed,
     trusted,
     why_not_carried,
 )
 from fedbn_flwr.secure import ProtocolError
-from fedbn_flwr.state.records import InMemoryArray, make_record, view_array
+from fedbn_flwr.state.records import InMemoryArray, make_record
 from fedbn_flwr.wire import masked
 
-#: beside what a server keeps of a node: the round of the pool that had the values
+#: beside what a server keeps of a node: that a pool had the values
 GIVEN = "given"
 
 
@@ -48,7 +46,7 @@ def for_pool(message: Message, context: Context) -> RecordDict:
         return RecordDict({wire.METRICS: MetricRecord({}), wire.REPORT: ConfigRecord({wire.LACKS_STATE: True})})
     if GIVEN in kept:
         raise ProtocolError("the server asks again for values that were in a pool before")
-    _keep(context, {**kept, GIVEN: np.array(masked.step_of(message.content)[0])})
+    _keep(context, {**kept, GIVEN: np.array(True)})
     names = kept[LAYERS].tobytes().decode().split("\n")
     counts = {masked.COUNT + name: count for name, count in zip(names, kept[SIZES][0], strict=True)}
     return RecordDict(
@@ -62,6 +60,9 @@ def for_pool(message: Message, context: Context) -> RecordDict:
 def with_corrections(content: RecordDict, context: Context) -> RecordDict:
     """Return what a message under masks holds, with the node's own corrections in the place of the pool."""
     pool, kept = _arrays(content.array_records[wire.CARRIED]), _kept(context)
+    trust = float(pool[masked.TRUST])
+    if trust != 0 and not 1 < trust < float("inf"):
+        raise ProtocolError(f"the server asks to trust corrections up to {trust:g}: 0, or more than 1, is allowed")
     others = {name: record for name, record in content.items() if name != wire.CARRIED}
     if not _fits(pool, kept):
         return RecordDict(others)
@@ -70,26 +71,18 @@ def with_corrections(content: RecordDict, context: Context) -> RecordDict:
     for kind in KINDS:
         if kind in kept:
             own, pooled = (torch.from_numpy(values[kind]) for values in (kept, pool))
-            rows = trusted(kind, correction(kind, own.unsqueeze(0), pooled), pool[masked.TRUST].item())
+            rows = trusted(kind, correction(kind, own.unsqueeze(0), pooled), trust)
             corrections[kind] = rows[0].numpy()
     return RecordDict({**others, wire.CARRIED: _record(corrections)})
 
 
-def keep_values(reply: RecordDict, content: RecordDict, context: Context) -> RecordDict:
-    """Keep the values of a reply to a message with this content, and return the rest of the reply."""
+def keep_values(reply: RecordDict, context: Context) -> RecordDict:
+    """Keep the values of a reply, and return the rest of it."""
     if wire.CARRIED not in reply:
         return reply
     metrics: Any = reply.metric_records[wire.METRICS]
     values = _arrays(reply.array_records[wire.CARRIED])
-    if not why_not_carried(values):
-        values |= {
-            EXAMPLES: np.array(metrics[wire.NUM_EXAMPLES]),
-            ROUND: np.array(masked.step_of(content)[0]),
-        }
-        if wire.CARRIED in content:  # otherwise the server does not count on what was kept
-            memory = view_array(content.array_records[wire.CARRIED][masked.MEMORY]).item()
-            values = renewed(_kept(context), values, memory)
-        _keep(context, values)
+    _keep(context, {} if why_not_carried(values) else {**values, EXAMPLES: np.array(metrics[wire.NUM_EXAMPLES])})
     return RecordDict({name: record for name, record in reply.items() if name != wire.CARRIED})
 
 

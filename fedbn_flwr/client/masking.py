@@ -64,7 +64,7 @@ def leave_masked(reply: RecordDict, message: Message, context: Context) -> Recor
     if not masked.is_over_stream(message.content):  # there, the step was new when it began
         _require_new_step(message.metadata.message_type, message.content, participants, memory)
     if message.metadata.message_type != masked.CARRIED_QUERY:
-        reply = keep_values(reply, message.content, context)
+        reply = keep_values(reply, context)
     form, numbers = masked.to_numbers(reply, masked.terms_of(asked))
     # a sum of an exchange needs all nodes, so nothing is ever opened
     own = b"" if form.kind else masks.own_seed()

@@ -267,12 +267,17 @@ class CarriedValues:
 
     def hear(self, node: int, num_examples: float, values: Mapping[str, np.ndarray], server_round: int = 0) -> str:
         """Keep a node's values; return why they are unusable, and then forget the node, or an empty string."""
-        before = self.by_node.pop(node, {})
+        before = self.by_node.pop(node, None)
         kept = {name: np.array(value) for name, value in values.items()}
         if reason := why_not_carried(kept):
             return reason
-        kept |= {EXAMPLES: np.array(num_examples), ROUND: np.array(server_round)}
-        self.by_node[node] = renewed(before, kept, self.memory)
+        if before is not None and _form(before) == _form(kept):
+            share = self.memory ** max(server_round - before[ROUND].item(), 1)
+            for kind in KINDS:
+                if kind in kept:
+                    mean = share * before[kind].astype(np.float64) + (1 - share) * kept[kind]
+                    kept[kind] = mean.astype(kept[kind].dtype)
+        self.by_node[node] = {**kept, EXAMPLES: np.array(num_examples), ROUND: np.array(server_round)}
         size = sum(value.nbytes for value in self.by_node[node].values())
         while len(self.by_node) > max(self.limit * 2**20 / size, 1):
             del self.by_node[next(iter(self.by_node))]
@@ -325,16 +330,6 @@ class CarriedValues:
         if self.surplus is None or self.surplus.shape != gradients.shape:
             return np.zeros(gradients.shape)
         return self.surplus
-
-
-def renewed(before: Mapping[str, np.ndarray], values: Entries, memory: float) -> Entries:
-    """Return a node's new values, averaged with what was kept of it, if that is of the same layers."""
-    if not before or _form(before) != _form(values):
-        return values
-    share = memory ** max(values[ROUND].item() - before[ROUND].item(), 1)
-    kinds = [kind for kind in KINDS if kind in values]
-    means = {kind: share * before[kind].astype(np.float64) + (1 - share) * values[kind] for kind in kinds}
-    return values | {kind: mean.astype(values[kind].dtype) for kind, mean in means.items()}
 
 
 def _form(values: Mapping[str, np.ndarray]) -> Hashable:

@@ -54,8 +54,8 @@ SECURE_QUERY = "query.secure"
 #: asks for a node's carried values, to be pooled; `COUNT` and a layer's name is that layer's count of them
 CARRIED_QUERY = "query.carried"
 COUNT = "count/"
-#: what a training message holds beside their pool: the layers' counts, and the options of these names
-COUNTS, TRUST, MEMORY = "counts", "trust", "memory"
+#: what a training message holds beside their pool: the layers' counts, and the option `trust`
+COUNTS, TRUST = "counts", "trust"
 REQUEST = "request"
 #: what a reply's report may say in the clear: there is no number in it
 _CLEAR = ("lacks-state", "lacks-arrays", "unreachable", "over", "parameters", "bn-entries", "normalizers", OBEYED)

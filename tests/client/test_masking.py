@@ -76,7 +76,7 @@ class Server:
         if not list(Memory(context.state).kept(wire.CARRIED)):
             arrays = ArrayRecord({name: Array(value) for name, value in {**values, "sizes": sizes}.items()})
             reply = RecordDict({wire.CARRIED: arrays, wire.METRICS: MetricRecord({wire.NUM_EXAMPLES: 5})})
-            keep_values(reply, RecordDict({wire.CONFIG: ConfigRecord({"server-round": 0})}), context)
+            keep_values(reply, context)
         config = ConfigRecord({"server-round": server_round})
         asked = {masked.SECURE: ConfigRecord(self.asked(server_round))} if secure else {}
         return for_pool(Message(RecordDict({wire.CONFIG: config, **asked}), node, masked.CARRIED_QUERY), context)

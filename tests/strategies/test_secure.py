@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Any, Options]] = {
     "uniform exchanges": (FedTAN, {"weighting": "uniform"}),
     "uniform variates": (Scaffold, {"weighting": "uniform"}),
     "carried": (FedTAN, {"carry": True}),
-    "carried, averaged": (FedTAN, {"carry": True, "memory": 0.5, "weighting": "uniform"}),
+    "carried, uniform": (FedTAN, {"carry": True, "weighting": "uniform"}),
     "carried forward": (FedDNA, {"carry": True}),
     "layer by layer": (HeteroFL, {"statistics": "layer-wise"}),
 }
@@ -98,6 +98,7 @@ def test_the_spread_of_losses_is_that_in_the_clear() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], FedAvg], str]] = {
     "domains": (lambda: FedNorm(secure=True), "BN within each domain"),
+    "memory": (lambda: FedTAN(secure=True, carry=True, memory=0.5), "their difference may show a node's"),
     "privacy": (
         lambda: FedAvg(secure=True, weighting="uniform", privacy=Privacy(1.0, 0.1)),
         "clips each node's update",
