@@ -22,6 +22,7 @@ from fedbn_flwr.experiments.sites.agreement import Agreement, Answers, agree
 from fedbn_flwr.models import build
 from fedbn_flwr.plugins.options import as_value
 from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.wire.packed import is_packed, unpack
 from tests.helpers.deaths import Death
 from tests.helpers.runs import model_bytes
 from tests.helpers.site_folders import CLASSES, SitesInProcess, images, write_images, write_sites
@@ -167,7 +168,8 @@ def test_personal_entries_stay_at_the_sites(sites: list[str], tmp_path: Path) ->
     class Watched(SitesInProcess):
         def _answer(self, message: Any) -> Any:
             reply = super()._answer(message)
-            for record in reply.content.array_records.values():
+            content = unpack(reply.content) if is_packed(reply.content) else reply.content
+            for record in content.array_records.values():
                 sent.update(record)
             return reply
 
