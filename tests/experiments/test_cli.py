@@ -86,17 +86,6 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2_and_leaves_nothing(
-    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words, message = MISTAKES[mistake]
-    folder = tmp_path / "results"
-    assert main([*command("run", results_dir=str(folder)), *words]) == 2
-    assert message in refused(capsys)
-    assert not folder.exists()
-
-
 COMPARISONS = {
     "unknown strategy": (["--methods", "fedavg,fedsgd"], "unknown strategy 'fedsgd'"),
     "no method": (["--methods", ","], "methods must be a list of at least one method"),
@@ -112,13 +101,16 @@ COMPARISONS = {
 }
 
 
-@pytest.mark.parametrize("mistake", COMPARISONS)
-def test_a_mistake_in_a_comparison_is_found_before_its_first_run(
-    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [*(("run", mistake) for mistake in MISTAKES), *(("compare", mistake) for mistake in COMPARISONS)],
+)
+def test_a_mistake_is_one_line_and_exit_code_2_and_leaves_nothing(
+    name: str, mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, message = COMPARISONS[mistake]
+    words, message = (MISTAKES if name == "run" else COMPARISONS)[mistake]
     folder = tmp_path / "results"
-    assert main([*command("compare", results_dir=str(folder)), *words]) == 2
+    assert main([*command(name, results_dir=str(folder)), *words]) == 2
     assert message in refused(capsys)
     assert not folder.exists()
 
