@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
@@ -29,7 +31,7 @@ from fedbn_flwr.strategies import (
     Scaffold,
 )
 from fedbn_flwr.wire import masked
-from tests.helpers.harness import SIZES, Federation, Traffic, distance, make_model
+from tests.helpers.harness import INSTRUCTION, SIZES, Federation, Traffic, distance, make_model, make_split
 
 Options = dict[str, Any]
 #: every method that can, as it is and with options that change what is sent
@@ -61,6 +63,19 @@ def test_under_masks_it_is_the_same_method(case: str) -> None:
     kind, options = CASES[case]
     plain, hidden = (federation(kind, options).run(kind(secure=hidden, **options), 2) for hidden in (False, True))
     assert distance(plain, hidden) < 1e-9
+
+
+def test_fedtan_under_masks_follows_centralized_sgd() -> None:
+    sizes, rounds = (6, 6, 6), 20
+    found = Federation(make_model(), sizes).run(FedTAN(secure=True), rounds, local_steps=1, batch_size=6)
+    model, split = make_model(), make_split(sizes)
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=INSTRUCTION.lr)
+    for _ in range(rounds):
+        optimizer.zero_grad()
+        F.cross_entropy(model(split.inputs), split.labels).backward()
+        optimizer.step()
+    assert distance(found, model.state_dict()) < 1e-9
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1e9])
