@@ -163,7 +163,8 @@ def check(experiment: Experiment) -> None:
         raise UsageError("lie changes what the server gets of one client, which secure=true hides")
     if config.clients:
         check_partition(config, config.clients)
-    fewest, drawn = experiment.make_strategy(config.clients).fewest_nodes, int(config.clients * config.fraction_train)
+    strategy, drawn = experiment.make_strategy(config.clients), int(config.clients * config.fraction_train)
+    fewest = strategy.secure_min if strategy.secure else strategy.fewest_nodes
     if config.clients and max(drawn, 1) < fewest:
         raise UsageError(f"method {config.method!r} needs {fewest} nodes in a round, and {max(drawn, 1)} take part")
 

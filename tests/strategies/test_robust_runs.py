@@ -163,6 +163,7 @@ def test_a_rule_with_a_way_around_it_is_refused(case: str) -> None:
         ("fedavg:secure=true:robust=median", "robust compares the nodes' replies"),
         ("fedbs:robust=median", "a robust rule would not reach losses"),
         ("fedavg:robust=krum:1", "method 'fedavg:robust=krum:1' needs 5 nodes in a round, and 2 take part"),
+        ("fedavg:secure=true", "method 'fedavg:secure=true' needs 3 nodes in a round, and 2 take part"),
     ],
 )
 def test_a_rule_that_does_not_fit_a_run_is_one_line(
