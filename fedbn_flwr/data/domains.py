@@ -1,8 +1,10 @@
-"""Five domains of the same ten digits, for feature shift, made from images and fonts that the dependencies ship.
+"""Domains of the same ten classes, for feature shift: of digits that the dependencies ship, and of a user's images.
 
 No paper uses these data. They stand in for sets such as Digits-Five, without a download. Four domains show the real
 digits of scikit-learn, the fifth shows digits of fonts. A real digit of the test set is in the test set of all four
 domains, and four of the twenty fonts are in the test set only. So no domain trains on a digit that a test image shows.
+
+`image_domains` makes four domains of any grey images of 28x28 pixels, in the same four ways.
 """
 
 from collections.abc import Callable
@@ -50,8 +52,21 @@ def digits_domains() -> Data:
     return Data("digits-domains", splits[0], splits[1], 10, DOMAINS)
 
 
+def image_domains(name: str, data: Data) -> Data:
+    """Show grey 28x28 images in the four ways, each image in one of them; they are the same every time."""
+    splits = []
+    for role, split in (("train", data.train), ("test", data.test)):
+        parts = []
+        for place, (domain, draw) in enumerate(REAL_DOMAINS.items()):
+            chosen = slice(place, None, len(REAL_DOMAINS))
+            originals, generator = split.inputs[chosen].float() / 255, torch_generator(0, name, domain, role)
+            parts.append((draw(originals, generator), split.labels[chosen]))
+        splits.append(_stack(parts))
+    return Data(name, splits[0], splits[1], data.num_classes, tuple(REAL_DOMAINS))
+
+
 def real(originals: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the handwritten digits unchanged, light on dark."""
+    """Return the images unchanged, light on dark."""
     return originals
 
 
@@ -73,13 +88,13 @@ def photos(originals: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def inverted(originals: Tensor, generator: torch.Generator) -> Tensor:
-    """Invert the digits to dark on light, and add Gaussian noise, another in every channel."""
+    """Invert the images to dark on light, and add Gaussian noise, another in every channel."""
     noise = torch.randn(len(originals), 3, SIDE, SIDE, generator=generator)
     return 1 - originals + 0.2 * noise
 
 
 def sheared(originals: Tensor, generator: torch.Generator) -> Tensor:
-    """Rotate the digits by up to 35 degrees and shear them by up to 0.4, each way."""
+    """Rotate the images by up to 35 degrees and shear them by up to 0.4, each way."""
     return _warp(originals, generator, degrees=35, shear=0.4, scale=(0.7, 0.9), shift=0.0)
 
 

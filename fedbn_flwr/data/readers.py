@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fedbn_flwr.data.dataset_registry import SITES, DatasetRequest, register_dataset
 from fedbn_flwr.data.digits import digits
-from fedbn_flwr.data.domains import digits_domains
+from fedbn_flwr.data.domains import digits_domains, image_domains
 from fedbn_flwr.data.files import TORCHVISION, from_folder, from_torchvision
 from fedbn_flwr.data.sets.cityscapes import cityscapes
 from fedbn_flwr.data.sets.digits_five import SAMPLES, digits_five
@@ -51,6 +51,13 @@ def _torchvision(request: DatasetRequest) -> Data:
 
 for _name in TORCHVISION:
     register_dataset(_name)(_torchvision)
+
+
+@register_dataset("fashion-domains")
+def _fashion_domains(request: DatasetRequest) -> Data:
+    """Fashion-MNIST in four domains: real, before photographs, inverted, sheared."""
+    request.options()
+    return image_domains(request.name, from_torchvision("fashion-mnist", request.root))
 
 
 @register_dataset(SITES)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from fedbn_flwr.data import load
+from fedbn_flwr.data import Data, Split, load
 from fedbn_flwr.data.digits import real_digits
-from fedbn_flwr.data.domains import DOMAINS, TEST_FONTS, TRAIN_FONTS, digits_domains, drawn
+from fedbn_flwr.data.domains import DOMAINS, TEST_FONTS, TRAIN_FONTS, digits_domains, drawn, image_domains
 
 
 def test_360_of_1797_digits_are_held_out_a_fifth_of_every_class() -> None:
@@ -99,3 +99,17 @@ def test_domains_shift_the_features() -> None:
     train = load("digits-domains").train
     means = [float(train.inputs[train.domains == domain].float().mean()) for domain in range(5)]
     assert means[DOMAINS.index("inverted")] > means[DOMAINS.index("real")] + 50
+
+
+def test_each_image_is_in_one_domain() -> None:
+    images = torch.randint(256, (40, 1, 28, 28), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    split = Split(images, torch.arange(40) % 10)
+    data = image_domains("mine", Data("grey", split, split, 10))
+    assert data.domain_names == ("real", "photos", "inverted", "sheared")
+    assert data.train.domains is not None
+    assert torch.equal(data.train.domains, torch.arange(4).repeat_interleave(10))
+    shown = data.train.inputs[data.train.domains == 0]
+    assert torch.equal(shown, images[::4].expand(-1, 3, -1, -1))
+    for domain in range(4):
+        assert torch.equal(data.train.labels[data.train.domains == domain], split.labels[domain::4])
+    assert torch.equal(data.train.inputs, image_domains("mine", Data("grey", split, split, 10)).train.inputs)

@@ -20,6 +20,7 @@ SHAPES = {
     "cifar100": (50_000, 100, 3, 32),
     "mnist": (60_000, 10, 1, 28),
     "fashion-mnist": (60_000, 10, 1, 28),
+    "fashion-domains": (60_000, 10, 3, 28),
     # 7,438 of each domain, as FedBN published them
     "digits-five": (37_190, 10, 3, 28),
     # FedBN's split into training and test data
