@@ -125,18 +125,6 @@ def test_tf32_is_float32_where_there_is_no_gpu() -> None:
     assert_same_state(models[0].state_dict(), models[1].state_dict())
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"optimizer": "lamb"}, "unknown optimizer 'lamb'; known: sgd, adam"),
-        ({"precision": "fp8"}, "unknown precision 'fp8'; known: float32, tf32, bf16"),
-    ],
-)
-def test_an_unknown_option_is_named(option: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        trained(toy_cnn(), toy_batches(), Instruction(**option))
-
-
 # ---- one sample ------------------------------------------------------------------------------------------------------
 
 

@@ -41,20 +41,14 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 MISTAKES = {
-    "unknown strategy": (["--method", "fedsgd"], "unknown strategy 'fedsgd'; known: fedavg, "),
     "unknown normalizer": (["--method", "fedavg+bnn"], "unknown normalizer 'bnn'; did you mean 'bn'?"),
-    "unknown data set": (["--dataset", "imagenette"], "unknown data set 'imagenette'; did you mean 'imagenet'?"),
     "data set that is not there": (["--dataset", "folder:/nowhere"], "/nowhere"),
-    "unknown partition": (["--partition", "halves"], "unknown partition 'halves'; known: iid, "),
     "impossible partition": (["--partition", "classes:9"], "classes:9"),
     "more clients than samples": (["--clients", "81"], "81 clients cannot share 80 samples"),
     "no clients": (["--clients", "0"], "clients must be at least 1"),
-    "unknown model": (["--model", "vgg"], "unknown model 'vgg'; known: alexnet-bn, "),
     "model of nowhere": (["--model", "nowhere.at:all"], "cannot import 'nowhere.at'"),
     "image too small": (["--image-size", "5"], "cannot take 5x5 images"),
-    "negative image size": (["--image-size", "-5"], "image-size must be at least 0, got -5"),
     "unknown option": (["--learning-rate", "0.1"], "unknown option '--learning-rate'; known: "),
-    "unknown option of a method": (["--method", "fedavg:mu=1"], "unknown option 'mu'; known: "),
     "abbreviated option": (["--round", "5"], "unknown option '--round'; did you mean '--rounds'?"),
     "slip in an option": (["--freezeround=3"], "unknown option '--freezeround'; did you mean '--freeze-round'?"),
     "slip in a method": (["--method", "FedAvg"], "unknown strategy 'FedAvg'; did you mean 'fedavg'?"),
@@ -65,9 +59,6 @@ MISTAKES = {
     "option without a value": (["--rounds"], "argument --rounds: expected one argument"),
     "unknown engine": (["--engine", "spark"], "unknown engine 'spark'; known: stacked, inprocess, ray"),
     "no whole number": (["--rounds", "many"], "rounds must be a whole number, got 'many'"),
-    "no number": (["--lr", "fast"], "lr must be a number, got 'fast'"),
-    "not a number": (["--lr", "nan"], "lr must be a number, got 'nan'"),
-    "no truth value": (["--replacement", "yes"], "replacement must be true or false, got 'yes'"),
     "negative number": (["--lr", "-1"], "lr must be at least 0, got -1.0"),
     "number of a strategy": (["--method", "fedprox", "--mu", "some"], "mu must be a number, got 'some'"),
     "value of a strategy": (
@@ -75,10 +66,6 @@ MISTAKES = {
         "freeze must be statistics, affine or both, got 'all'",
     ),
     "schedule": (["--lr-schedule", "soon"], "cannot read 'soon'"),
-    "unknown optimizer": (["--optimizer", "lamb"], "unknown optimizer 'lamb'; known: sgd, adam"),
-    "unknown precision": (["--precision", "fp8"], "unknown precision 'fp8'; known: float32, tf32, bf16"),
-    "unknown augmentation": (["--augmentation", "mixup"], "unknown augmentation 'mixup'; known: none, "),
-    "padding": (["--augmentation", "crop:padding=few"], "'crop': padding must be a whole number, got 'few'"),
     "unknown device": (["--device", "gpu"], "unknown device 'gpu'; known: auto, cpu"),
     "no file to start from": (["--init-from", "/nowhere.pt"], "no file /nowhere.pt"),
     "no weights in the file": (["--init-from", __file__], "test_cli.py is neither safetensors nor a torch state dict"),
@@ -142,7 +129,7 @@ def test_success_is_0_and_says_where_the_results_are(tmp_path: Path, capsys: pyt
     assert run("run", rounds="1", results_dir=str(tmp_path)) == 0
     output = capsys.readouterr()
     assert str(tmp_path) in output.out.replace("\n", "")
-    assert "accuracy" in output.out
+    assert "accuracy, %" in output.out
 
 
 def test_an_error_of_the_program_is_not_taken_for_a_mistake_of_its_user(

@@ -10,13 +10,6 @@ from fedbn_flwr.plugins.options import convert, options_of
 from fedbn_flwr.wire import wire_key
 
 
-def test_the_defaults_are_the_papers_small_setting() -> None:
-    config = Config()
-    assert (config.dataset, config.model, config.partition, config.norm) == ("digits", "small-cnn", "classes:2", "bn")
-    assert (config.clients, config.rounds, config.local_steps, config.batch_size) == (5, 60, 5, 32)
-    assert (config.lr, config.lr_schedule, config.momentum) == (0.1, "0.1@0.5,0.1@0.75", 0.0)
-
-
 def test_every_option_has_a_kebab_name_and_a_help_text() -> None:
     assert list(options_of(Config)) == [wire_key(item.name) for item in fields(Config)] == list(Config().to_mapping())
     assert all(option.help for option in options_of(Config).values())
@@ -107,7 +100,6 @@ def test_what_an_option_cannot_take_is_named(value: Any, kind: Any, spoken: str)
             {"augmentation": "mixup"},
             "unknown augmentation 'mixup'; known: none, crop, crop-flip, resized-crop-flip, flip-rotate, random-crop",
         ),
-        ({"augmentation": "crop:fill=2"}, "augmentation 'crop': fill must be between 0 and 1, got 2.0"),
         ({"class-metrics": "f1,f2"}, "unknown metric 'f2' in class-metrics; known: f1, auc, precision, recall"),
         ({"classes": "a,b,a"}, "classes names 'a' twice"),
         ({"mean": "0.5", "std": "wide"}, "std must be a number, got 'wide'"),

@@ -115,31 +115,10 @@ def test_a_partition_is_a_function_of_the_seed() -> None:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dataset": "synthetic:m=5"}, "unknown option 'm'; known: n, test, "),
-        ({"partition": "classes:5"}, "classes:5"),
-        ({"partition": "domain"}, "domain"),
-        ({"clients": "300"}, "300 clients cannot share 200 samples"),
-        ({"model": "alexnet-bn"}, "'alexnet-bn' cannot take 8x8 images; it takes those of 63x63 and more"),
-        ({"norm-options": "r_max"}, "norm-options: 'r_max' is not of the form key=value"),
-    ],
-)
-def test_what_cannot_work_is_found_before_the_start(options: dict[str, str], message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        check(resolve({"dataset": TINY, "model": "small-cnn", "partition": "iid", **options}))
-    assert message in str(caught.value)
-
-
 @pytest.mark.parametrize("options", ["frobnicate=1", "r_max=[", "groups=2"])
 def test_an_option_that_the_normalizer_does_not_have_is_named(options: str) -> None:
     with pytest.raises(UsageError, match=options.split("=")[0].replace("_", "[-_]")):
         check(resolve({"dataset": TINY, "partition": "iid", "norm": "brn", "norm-options": options}))
-
-
-def test_what_works_passes() -> None:
-    check_simulation(resolve({"dataset": TINY, "partition": "iid"}))
 
 
 def test_only_a_federation_that_is_there_knows_how_many_it_is() -> None:

@@ -19,7 +19,7 @@ from fedbn_flwr.experiments.output import run_folder
 from fedbn_flwr.experiments.output.run_folder import RunFolder, command_line, read_rounds
 from fedbn_flwr.experiments.resources import fresh_model, load_data
 from fedbn_flwr.state import to_record
-from tests.helpers.runs import DATA, OPTIONS, run
+from tests.helpers.runs import DATA, run
 
 FILES = {"config.json", "rounds.jsonl", "summary.json", "model.safetensors", "curves.png", "lock"}
 #: the keys that users of the results may rely on
@@ -231,10 +231,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UsageError, match=r"results-dir .*file"):
         RunFolder(tmp_path / "file")
-
-
-def test_the_options_above_are_options() -> None:
-    Config.from_mapping(OPTIONS)
 
 
 @pytest.mark.parametrize("words", [["--token", "abc123"], ["--token=abc123"]])
