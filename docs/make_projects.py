@@ -10,10 +10,14 @@ INTRODUCTION = """\
 # Six projects, before and after
 
 This page shows what changes when a Flower project uses this package. There are six projects in `apps/examples`, each
-`before` and `after`. Both versions run with `flwr run`. `make docs` writes this page from them.
+before and after the change. `make docs` writes this page from them.
 
-The module `task.py`, with model, data and training loop, is the same in both versions and is not shown. The examples
-use `FixBN`; any other strategy works in the same way. [This table](plugin.md#six-projects) has all methods.
+The folder `after` is a complete project, which runs with `flwr run`. The folder `before` has the files that change;
+copied over a copy of `after`, they make the project as it was, which runs, too. The module `task.py`, with model, data
+and training loop, does not change.
+
+The examples use `FixBN`; any other strategy works in the same way. [This table](plugin.md#six-projects) has all
+methods.
 
 In every project, `pyproject.toml` gets one more line: the dependency `"fedbn-flwr>=0.1"`.
 """

@@ -126,8 +126,9 @@ class Recorder(InProcessGrid):
 
 
 def sources(project: str, kind: str) -> dict[str, str]:
-    """Return the modules of a project."""
-    return {path.name: path.read_text() for path in sorted((EXAMPLES / project / kind).glob("*.py"))}
+    """Return the modules of a project; the folder `before` has those that `after` has in another form."""
+    paths = {path.name: path for name in ("after", kind) for path in (EXAMPLES / project / name).glob("*.py")}
+    return {name: path.read_text() for name, path in sorted(paths.items())}
 
 
 def with_method(project: str, method: Method) -> dict[str, str]:
