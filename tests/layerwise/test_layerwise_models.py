@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 
-from fedbn_flwr.layerwise import Mode, Requests, gradients
+from fedbn_flwr.layerwise import Mode, gradients
 from fedbn_flwr.models import build
 from tests.helpers.layerwise_references import (
     Batch,
@@ -97,32 +97,6 @@ def test_the_reference_with_weights_by_size_is_centralized_batch_normalization()
     found, wanted = weighted_gradients(model, batches, WEIGHTS), centralized_gradients(plain, batches)
     assert relative_error(found, wanted) < 1e-12
     assert largest_difference(model, plain) < 1e-12
-
-
-@pytest.mark.parametrize(
-    ("options", "exchanges"),
-    [
-        ({"exchange": "paper"}, 3 * 19 + 1),
-        ({"exchange": "fused"}, 2 * 19 + 1),
-        ({"exchange": "forward"}, 19 + 1),
-        ({"exchange": "forward-paper"}, 2 * 19 + 1),
-    ],
-)
-def test_number_of_exchanges_of_resnet20(options: dict[str, object], exchanges: int) -> None:
-    seen: list[Requests] = []
-    batches = heterogeneous_batches([2, 2], (1, 8, 8))
-    gradients(made(resnet20), batches, [1, 1], F.cross_entropy, observe=seen.append, **options)  # type: ignore[arg-type]
-    assert len(seen) + 1 == exchanges, "and one for the model"
-
-
-def test_payload_of_resnet20_is_that_of_appendix_g() -> None:
-    # 1,376 statistics, and as many gradients, each way.
-    seen: list[Requests] = []
-    batches = heterogeneous_batches([2, 2], (1, 8, 8))
-    gradients(made(resnet20), batches, [1, 1], F.cross_entropy, "paper", observe=seen.append)
-    # of two clients
-    assert sum(each.tensor.numel() for each in seen if each.kind in ("mean", "variance")) == 2 * 1376
-    assert sum(each.tensor.numel() for each in seen if each.kind == "gradients") == 2 * 1376
 
 
 def sgd(model: nn.Module, gradient: dict[str, torch.Tensor], rate: float) -> None:

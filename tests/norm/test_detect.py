@@ -89,10 +89,3 @@ def test_a_shared_layer_is_listed_once_but_has_all_its_keys() -> None:
 def test_layers_after_a_shared_one_are_found() -> None:
     shared, last = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
     assert bn_layers(nn.Sequential(shared, shared, last)) == {"0": shared, "2": last}
-
-
-def test_the_counter_stays_an_integer_without_dimensions() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2))
-    (key,) = counter_keys(model)
-    assert model.state_dict()[key].dtype == torch.int64
-    assert model.state_dict()[key].shape == ()

@@ -23,7 +23,7 @@ from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, Contexts
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 from tests.helpers.checkout import ROOT
-from tests.helpers.harness import Federation, make_model
+from tests.helpers.harness import Backwards, Federation, make_model
 from tests.helpers.runs import run
 from tests.helpers.toys import toy_cnn, toy_split
 
@@ -245,21 +245,12 @@ def test_options_are_read_once_for_all_messages(monkeypatch: pytest.MonkeyPatch)
 def test_the_draw_is_a_function_of_seed_and_partitions() -> None:
     """Five of forty nodes a round: the places, in the order of the partitions, that a generator of the round draws."""
     sizes = (3,) * 40
-    for grid in (InProcessGrid, Shifted):
+    for grid in (InProcessGrid, Backwards):
         strategy, nodes = FedAvg(seed=11, fraction_train=0.125), Federation(make_model(), sizes, grid=grid)
         for server_round in (1, 2, 3):
             drawn = strategy.draw_nodes(nodes.grid, server_round, 0.125, 1)
             wanted = numpy_generator(11, "sampling", server_round).choice(40, size=5, replace=False)
             assert [nodes.grid.context(item).node_config["partition-id"] for item in drawn] == sorted(wanted)
-
-
-class Shifted(InProcessGrid):
-    """Another grid's ids, in the opposite order."""
-
-    def __init__(self, app: ClientApp, num_nodes: int) -> None:
-        super().__init__(app, num_nodes)
-        contexts = [self._contexts[number] for number in self._contexts]
-        self._contexts = {90_000 - index: context for index, context in enumerate(contexts)}
 
 
 # ---- a whole run, in a process of its own ----------------------------------------------------------------------------

@@ -4,23 +4,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from fedbn_flwr.client import training
-from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, FedBS, FedProx, FixBN, Scaffold, SiloBN, Standalone
 from tests.helpers.harness import (
     ALONE,
     INSTRUCTION,
-    Backwards,
     Federation,
     assert_all_differ,
     distance,
     make_model,
     make_split,
-    participants,
 )
 from tests.helpers.references import EVERYTHING, State, bn_entries, federated, make_nodes
 
@@ -164,14 +160,3 @@ def _with_loss_one(train: Callable[..., torch.Tensor]) -> Callable[..., float]:
         return 1.0
 
     return fixed
-
-
-def test_partial_participation_draws_the_same_partitions_whatever_the_node_ids() -> None:
-    drawn: list[list[list[int]]] = []
-    for seed, grid in ((3, InProcessGrid), (3, Backwards), (4, InProcessGrid)):
-        strategy = FedAvg(fraction_train=0.5, seed=seed)
-        drawn.append(participants(strategy))
-        Federation(make_model(), grid=grid).run(strategy, rounds=6)
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert all(len(nodes) == 2 for nodes in drawn[0])
-    assert len(np.unique(drawn[0], axis=0)) > 1

@@ -39,10 +39,3 @@ def test_choices_have_the_type_that_says_them(name: str) -> None:
 def test_a_model_is_prepared_with_the_options_of_its_normalizer() -> None:
     model = prepare(make_model(), "heterofl", statistics="instant")
     assert {layer.instant for layer in model.modules() if isinstance(layer, StaticBatchNorm)} == {True}
-
-
-def test_a_method_without_a_normalizer_of_its_own_leaves_the_model_as_it_is() -> None:
-    model = make_model()
-    before = str(model)
-    assert prepare(model, "fedavg") is model
-    assert str(model) == before

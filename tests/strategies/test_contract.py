@@ -6,7 +6,6 @@ from functools import cache
 from inspect import Parameter, signature
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, Message
@@ -294,22 +293,3 @@ def test_a_node_without_its_own_entries_gets_the_servers() -> None:
     strategy.aggregate_train(2, nodes.grid.send_and_receive(messages))
     assert [reply.partition for reply in strategy.train_replies] == [0, 1, 2, 3]
     assert nodes.grid.context(1001).state
-
-
-def test_aggregation_of_a_whole_resnet18_state() -> None:
-    from torchvision.models import resnet18
-
-    from fedbn_flwr.server.averaging import average
-
-    model = resnet18(num_classes=10)
-    for clients in (3, 6):
-        states = []
-        for index in range(clients):
-            values = {key: value.numpy().copy() for key, value in model.state_dict().items()}
-            values["bn1.num_batches_tracked"] = np.asarray(index, np.int64)
-            states.append(values)
-        mean = average(states, [np.float64(index + 1) for index in range(clients)])
-        for key, value in states[0].items():
-            assert (mean[key].dtype, mean[key].shape) == (value.dtype, value.shape)
-        assert mean["bn1.num_batches_tracked"] == clients - 1
-        assert mean["bn1.num_batches_tracked"].shape == ()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from torch import nn
 
-from fedbn_flwr import layerwise, models, state
+from fedbn_flwr import layerwise, state
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, FixBN, Scaffold
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
@@ -131,26 +131,6 @@ def test_the_optimizer_of_the_step_is_forgotten_on_request(carry: bool) -> None:
     assert gap() > 1e-4
     # with one local step there is nothing to carry over
     assert gap(local_steps=1) == 0
-
-
-def tiny_resnet() -> nn.Module:
-    return Double(models.build("resnet20", num_classes=3, in_channels=1, image_size=8, norm="bn", seed=0))
-
-
-#: ResNet-20 has L = 19 BN layers
-COUNTS: dict[str, tuple[Callable[[], FedAvg], int]] = {
-    "paper": (lambda: FedTAN(exchange="paper"), 3 * 19 + 1),
-    "fused": (FedTAN, 2 * 19 + 1),
-    "forward": (FedDNA, 19 + 1),
-    "forward, one after the other": (lambda: FedDNA(exchange="paper"), 2 * 19 + 1),
-    "fedavg": (FedAvg, 1),
-}
-
-
-@pytest.mark.parametrize("case", COUNTS)
-def test_exchanges_of_a_round(case: str) -> None:
-    make, wanted = COUNTS[case]
-    assert exchanges(make(), model=tiny_resnet(), sizes=(4, 4), local_steps=1, batch_size=2) == wanted
 
 
 def test_fedtan_ii_is_fedavg_after_the_freeze() -> None:

@@ -14,22 +14,6 @@ def test_the_defaults() -> None:
     assert (strategy.window, strategy.threshold, strategy.latest, strategy.send_frozen) == (10, 1.0, 0.5, False)
 
 
-@pytest.mark.parametrize(
-    ("freeze", "send_frozen", "omit"),
-    [
-        ("statistics", False, "statistics"),
-        ("affine", False, "affine"),
-        ("both", False, "bn"),
-        ("both", True, "none"),
-    ],
-)
-def test_what_stands_still_is_not_sent_unless_that_is_asked_for(freeze: str, send_frozen: bool, omit: str) -> None:
-    strategy = FixBN(freeze_round=3, freeze=freeze, send_frozen=send_frozen)  # type: ignore[arg-type]
-    before, after = (strategy.instruct(Instruction(server_round=number)) for number in (3, 4))
-    assert (before.freeze, before.omit) == ("none", "none")
-    assert (after.freeze, after.omit) == (freeze, omit)
-
-
 def test_a_client_that_could_not_freeze_is_known_before_the_freeze() -> None:
     strategy = FixBN(freeze_round=3)
     assert [strategy.instruct(Instruction(server_round=number)).later for number in (3, 4)] == ["freeze,omit", ""]
