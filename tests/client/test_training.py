@@ -183,7 +183,3 @@ def test_the_proximal_gradient_is_autograds() -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
     without, _ = proximal_gradients(mu=0.0)
     assert all(not torch.allclose(one, other) for one, other in zip(used[:1], without[:1], strict=True))
-
-
-def test_without_a_weight_there_is_no_proximal_term() -> None:
-    assert rules_for(Instruction().with_rule(proximal_mu=0.0)) == []

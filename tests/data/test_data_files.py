@@ -16,13 +16,13 @@ import pytest
 import scipy.io
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from fedbn_flwr.data import load
 from fedbn_flwr.data.files import _files
 from fedbn_flwr.data.sets import mnist
 from fedbn_flwr.data.sets.catalog import CATALOG
+from tests.helpers.image_sets import paint
 
 Pixels = NDArray[np.uint8]
 
@@ -198,20 +198,15 @@ def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
         load("usps")
 
 
-def paint(path: Path, grey: int, side: int = 4) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("L", (side, side), grey).save(path)
-
-
 @pytest.fixture
 def fill(tmp_path: Path) -> Callable[[str], None]:
     """Make a data set of two classes in a folder: three training images, one for testing."""
 
     def make(home: str) -> None:
-        paint(tmp_path / home / "train" / "cat" / "a.png", 10)
-        paint(tmp_path / home / "train" / "dog" / "a.png", 20)
-        paint(tmp_path / home / "train" / "dog" / "b.png", 30)
-        paint(tmp_path / home / "test" / "dog" / "a.png", 40)
+        paint(tmp_path / home / "train" / "cat" / "a.png", size=(4, 4), grey=10)
+        paint(tmp_path / home / "train" / "dog" / "a.png", size=(4, 4), grey=20)
+        paint(tmp_path / home / "train" / "dog" / "b.png", size=(4, 4), grey=30)
+        paint(tmp_path / home / "test" / "dog" / "a.png", size=(4, 4), grey=40)
 
     return make
 
@@ -246,7 +241,7 @@ def test_a_folder_of_one_domain_is_a_folder_without_domains(tmp_path: Path, fill
 
 def test_images_of_different_sizes_need_an_image_size(tmp_path: Path, fill: Callable[[str], None]) -> None:
     fill("")
-    paint(tmp_path / "train" / "dog" / "c.png", 50, side=7)
+    paint(tmp_path / "train" / "dog" / "c.png", size=(7, 7), grey=50)
     with pytest.raises(ValueError, match=r"c\.png is not square or not of the size of the others"):
         load(f"folder:{tmp_path}")
     data = load(f"folder:{tmp_path}", image_size=6)
@@ -263,11 +258,11 @@ def test_a_folder_with_nothing_in_it(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_test_images_or_with_a_strange_class(tmp_path: Path, fill: Callable[[str], None]) -> None:
-    paint(tmp_path / "only" / "train" / "cat" / "a.png", 1)
+    paint(tmp_path / "only" / "train" / "cat" / "a.png", size=(4, 4), grey=1)
     with pytest.raises(ValueError, match=r"no image in .*test"):
         load(f"folder:{tmp_path / 'only'}")
     fill("more")
-    paint(tmp_path / "more" / "test" / "bird" / "a.png", 1)
+    paint(tmp_path / "more" / "test" / "bird" / "a.png", size=(4, 4), grey=1)
     with pytest.raises(ValueError, match="has a class that no training folder has: bird"):
         load(f"folder:{tmp_path / 'more'}")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedbn_flwr.data import PARTITIONS, Data, PartitionRequest, Split, describe, load, partition, register_partition
-from fedbn_flwr.data.partition_functions import evenly, label_mixes, rotating_classes, shards, unbalanced
+from fedbn_flwr.data.partition_functions import evenly, label_mixes, shards, unbalanced
 from tests.helpers.registered import registries_restored
 
 
@@ -128,12 +128,6 @@ def test_dirichlet_keeps_to_the_fewest_samples_without_a_warning() -> None:
         warnings.simplefilter("error")
         assert min(map(len, partition("dirichlet:0.5:40", labelled(1000), 10, 3))) >= 40
         assert min(map(len, partition("dirichlet:0.1", labelled(1000), 10, 3))) >= 2
-
-
-def test_a_class_may_have_one_sample_for_each_of_its_clients() -> None:
-    parts = rotating_classes(np.array([0, 1, 0, 1]), 4, 2, 1)
-    assert sorted(np.concatenate(parts).tolist()) == [0, 1, 2, 3]
-    assert [len(part) for part in parts] == [1] * 4
 
 
 # ---- label mixes -----------------------------------------------------------------------------------------------------

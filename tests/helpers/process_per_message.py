@@ -15,7 +15,7 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.transports.message_client import STEPS
-from tests.helpers.harness import CLASSES, SIZES, Double, make_split, parts
+from tests.helpers.harness import CLASSES, Double, Federation
 
 
 def dropout_model() -> nn.Module:
@@ -39,34 +39,19 @@ def dropout_model() -> nn.Module:
 
 def make_client(context: Context) -> BNClient:
     """Return a client of the harness's federation with `dropout_model`."""
-    return _client(context, dropout_model())
+    return Federation(dropout_model())._client(context)
 
 
 def make_static_client(context: Context) -> BNClient:
     """Return such a client with HeteroFL's static BN."""
-    return _client(context, norm.replace(dropout_model(), "static-bn"))
+    return Federation(norm.replace(dropout_model(), "static-bn"))._client(context)
 
 
 def make_repeating_client(context: Context) -> BNClient:
     """Return a client with static BN, of which a layer is used twice in a pass."""
     model: Any = norm.replace(dropout_model(), "static-bn")
     model.net[6] = model.net[2]
-    return _client(context, model)
-
-
-def _client(context: Context, model: nn.Module) -> BNClient:
-    index = int(context.node_config["partition-id"])
-    split = make_split()
-    return BNClient(
-        model,
-        split,
-        test=split,
-        num_classes=CLASSES,
-        indices=parts(SIZES)[index],
-        partition_id=index,
-        memory=context.state,
-        device="cpu",
-    )
+    return Federation(model)._client(context)
 
 
 class NewProcesses(InProcessGrid):

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedbn_flwr.data import Data, Split
+from fedbn_flwr.data import Split
 from fedbn_flwr.state.records import InMemoryArray
 
 CLASSES = 4
@@ -21,11 +21,6 @@ def toy_split(count: int = 20, seed: int = 0, domains: Sequence[int] | None = No
     inputs = torch.randn((count, 1, size, size), generator=generator) + labels.reshape(-1, 1, 1, 1)
     places = None if domains is None else torch.tensor(domains)
     return Split(inputs, labels, places)
-
-
-def toy_data(count: int = 20) -> Data:
-    """Return a data set of two toy splits."""
-    return Data("toy", toy_split(count), toy_split(12, seed=1), CLASSES)
 
 
 def toy_cnn(dropout: float = 0.0, seed: int = 0) -> nn.Sequential:

@@ -24,6 +24,7 @@ STATE: dict[str, Tensor] = {
     "half": torch.arange(4, dtype=torch.float16),
     "bias": torch.tensor([-1.5, 2.0]),
     "flags": torch.tensor([True, False]),
+    "small": torch.tensor([[1, 255]], dtype=torch.uint8),
     "double": torch.tensor(0.1, dtype=torch.float64),
     "scale": torch.tensor(3.0),
 }

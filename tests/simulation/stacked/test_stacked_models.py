@@ -10,11 +10,10 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
-from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.strategies import FedAvg, FedTAN, Scaffold
 from tests.helpers.engine_comparison import APART, EXACT, Stacked, assert_same, both, difference, quiet, watching
-from tests.helpers.harness import CLASSES, Double, Federation, make_model, make_split, parts
+from tests.helpers.harness import CLASSES, Double, Federation, make_model
 
 RAGGED: dict[str, Any] = {"local_steps": 0, "local_epochs": 2, "momentum": 0.9, "weight_decay": 0.1}
 
@@ -342,19 +341,14 @@ def unstackable_clients(app: ClientApp) -> list[str]:
     return watch.reasons
 
 
-def client(context: Context, model: nn.Module) -> BNClient:
-    index = int(context.node_config["partition-id"])
-    return BNClient(model, make_split(), indices=parts()[index], partition_id=index, memory=context.state, device="cpu")
-
-
 def test_clients_with_models_of_their_own_are_left_alone() -> None:
-    models = [make_model() for _ in range(4)]
-    app = client_app(lambda context: client(context, models[int(context.node_config["partition-id"])]))
+    nodes = [Federation(make_model()) for _ in range(4)]
+    app = client_app(lambda context: nodes[int(context.node_config["partition-id"])]._client(context))
     assert unstackable_clients(app) == ["each has a model of its own"]
 
 
 def test_another_client_app_is_left_alone() -> None:
-    own, app, model = ClientApp(), client_app(lambda context: client(context, model)), make_model()
+    own, app = ClientApp(), client_app(Federation(make_model())._client)
 
     @own.train()
     def train(message: Message, context: Context) -> Message:
@@ -365,9 +359,9 @@ def test_another_client_app_is_left_alone() -> None:
 
 def test_two_models_in_one_process_are_two_stacks() -> None:
     """Nodes that share a model are stacked, whoever else there is."""
-    models = [make_model(), make_model()]
+    halves = [Federation(make_model()) for _ in range(2)]
     nodes, alone = Federation(make_model()), Federation(make_model())
-    nodes.grid = Stacked(client_app(lambda c: client(c, models[int(c.node_config["partition-id"]) % 2])), 4)
+    nodes.grid = Stacked(client_app(lambda c: halves[int(c.node_config["partition-id"]) % 2]._client(c)), 4)
     with watching() as watch:
         found = nodes.run(quiet(FedAvg))
     assert watch.stacks == [2, 2] * 3
