@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbn_flwr.data.image_augmentation import IGNORED, ImageAugmentation, Size
+from fedbn_flwr.data.image_augmentation import ImageAugmentation, Size
 from fedbn_flwr.plugins import extra
 
 if TYPE_CHECKING:
@@ -125,16 +125,3 @@ def fitted(image: "Image", source: Source, size: Size, fit: Fit, smooth: bool = 
         image = image.resize(scaled, how)
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))
-
-
-__all__ = [
-    "IGNORED",
-    "DecodeRequest",
-    "Fit",
-    "Source",
-    "UnreadableImageError",
-    "fitted",
-    "pixels",
-    "read_image",
-    "read_map",
-]

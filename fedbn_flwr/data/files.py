@@ -7,16 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedbn_flwr.data.decoding import Fit, fitted, read_image
 from fedbn_flwr.data.sets import mnist
 from fedbn_flwr.data.sets.catalog import CATALOG
-from fedbn_flwr.data.sets.listing import FileList, folders
+from fedbn_flwr.data.sets.listing import SUFFIXES, FileList, folders
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.plugins import extra
 
-#: the ends of images' names
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 #: decoded bytes of images in folders up to which they are all kept in memory
 MOST_IN_MEMORY = 2**28
 
@@ -38,17 +37,15 @@ def from_torchvision(name: str, root: Path, download: bool = True) -> Data:
     downloaded is a FileNotFoundError.
     """
     kind, num_classes = TORCHVISION[name]
-    if name not in mnist.FOLDERS:
-        train, test = (_read(name, kind, root, role, download) for role in ("train", "test"))
-        return Data(name, train, test, num_classes)
-    if not (home := mnist.home_of(mnist.places(name, root))):
-        _open(name, kind, root, {}, download)
-        home = root / kind / "raw"
-    splits = []
-    for role in mnist.FILES:
-        images, labels = map(torch.from_numpy, mnist.read_split(home, role))
-        splits.append(Split(images.unsqueeze(1), labels.long()))
-    return Data(name, splits[0], splits[1], num_classes)
+    if name in mnist.FOLDERS:
+        places = mnist.places(name, root)
+        if not (home := mnist.home_of(places)):
+            _read(name, root, "train", download, places)  # brings the files of both
+            home = root / kind / "raw"
+        train, test = (Split(*mnist.read_split(home, role)) for role in mnist.FILES)
+    else:
+        train, test = (Split(*_read(name, root, role, download, [root])) for role in ("train", "test"))
+    return Data(name, train, test, num_classes)
 
 
 def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
@@ -81,35 +78,38 @@ def list_folder(path: Path) -> tuple[FileList, FileList, list[str], list[str]]:
     return train, test, classes, domains if len(domains) > 1 else []
 
 
-def _read(name: str, kind: str, root: Path, role: str, download: bool) -> Split:
-    dataset = _open(name, kind, root, {"split": role} if kind == "SVHN" else {"train": role == "train"}, download)
+def _read(name: str, root: Path, role: str, download: bool, places: list[Path]) -> tuple[Tensor, Tensor]:
+    """Read a split, and download it if it may; an error says that it is in none of the places."""
+    try:
+        return read_split(name, root, role)
+    except (RuntimeError, FileNotFoundError) as error:  # torchvision raises these where the data set is absent
+        reason = " ".join(str(error).split())
+    absent = f"{name} is not in {' or '.join(map(str, places))}"
+    if not download:
+        raise FileNotFoundError(f"{absent}, or broken: {reason}")
+    try:
+        return read_split(name, root, role, download=True)
+    except (RuntimeError, OSError, HTTPException, EOFError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        ways = "; ".join(CATALOG[name].sources)
+        raise FileNotFoundError(f"{absent}, and cannot be downloaded: {reason}. It is at {ways}") from error
+
+
+def read_split(name: str, root: Path, role: str, download: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the images (N x C x H x W) and labels of a split; raises what torchvision's class raises."""
+    with extra("data"):  # imported here because it takes seconds
+        from torchvision import datasets
+
+    kind, _ = TORCHVISION[name]
+    chosen: dict[str, Any] = {"split": role} if kind == "SVHN" else {"train": role == "train"}
+    dataset = getattr(datasets, kind)(root, **chosen, download=download)
     inputs = torch.as_tensor(dataset.data)
     if inputs.dim() == 3:  # one channel
         inputs = inputs.unsqueeze(1)
     elif inputs.shape[-1] == 3:  # channels last
         inputs = inputs.permute(0, 3, 1, 2)
     labels = dataset.labels if kind == "SVHN" else dataset.targets
-    return Split(inputs.contiguous(), torch.as_tensor(labels, dtype=torch.int64))
-
-
-def _open(name: str, kind: str, root: Path, arguments: dict[str, Any], download: bool) -> Any:
-    with extra("data"):  # imported here because it takes seconds
-        from torchvision import datasets
-
-    try:
-        return getattr(datasets, kind)(root, **arguments, download=False)
-    except (RuntimeError, FileNotFoundError) as error:  # torchvision raises these where the data set is absent
-        reason = " ".join(str(error).split())
-    folders = mnist.places(name, root) if name in mnist.FOLDERS else [root]
-    absent = f"{name} is not in {' or '.join(map(str, folders))}"
-    if not download:
-        raise FileNotFoundError(f"{absent}, or broken: {reason}")
-    try:
-        return getattr(datasets, kind)(root, **arguments, download=True)
-    except (RuntimeError, OSError, HTTPException, EOFError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        ways = "; ".join(CATALOG[name].sources)
-        raise FileNotFoundError(f"{absent}, and cannot be downloaded: {reason}. It is at {ways}") from error
+    return inputs.contiguous(), torch.as_tensor(labels, dtype=torch.int64)
 
 
 def _list(path: Path, homes: list[str], classes: list[str]) -> FileList:
@@ -138,7 +138,7 @@ def _files(home: Path, classes: list[str]) -> list[tuple[Path, int]]:
         for number, name_of_class in enumerate(classes)
         for parent, _, names in sorted(os.walk(home / name_of_class, followlinks=True))
         for name in sorted(names)
-        if name.lower().endswith(EXTENSIONS)
+        if name.lower().endswith(SUFFIXES)
     ]
 
 

@@ -7,6 +7,7 @@ published sets keep their own splits here. Pixels are normalized with mean and d
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbn_flwr.data.decoding import pixels, read_image
+from fedbn_flwr.data.files import read_split
 from fedbn_flwr.data.pixels import resize
 from fedbn_flwr.data.sets import mnist
 from fedbn_flwr.data.sets.listing import DataFilesError, read_lines, require
@@ -30,7 +32,7 @@ SAMPLES = 7438
 HALF = (0.5, 0.5, 0.5)
 
 #: images N x 3 x H x W and labels
-Columns = tuple[Tensor, NDArray[np.int64]]
+Columns = tuple[Tensor, Tensor]
 
 
 def digits_five(home: Path, side: int = 28, samples: int = SAMPLES) -> Data:
@@ -45,10 +47,9 @@ def digits_five(home: Path, side: int = 28, samples: int = SAMPLES) -> Data:
             )
             for name, folder in DOMAINS.items()
         ]
-        labels = [torch.from_numpy(labels) for _, labels in parts]
-        domains = [torch.full_like(own, number) for number, own in enumerate(labels)]
-        inputs = torch.cat([images for images, _ in parts])
-        splits.append(Split(inputs, torch.cat(labels), torch.cat(domains), HALF, HALF))
+        domains = [torch.full_like(labels, number) for number, (_, labels) in enumerate(parts)]
+        inputs, labels = (torch.cat(columns) for columns in zip(*parts, strict=True))
+        splits.append(Split(inputs, labels, torch.cat(domains), HALF, HALF))
     return Data("digits-five", splits[0], splits[1], 10, tuple(DOMAINS))
 
 
@@ -65,7 +66,7 @@ def from_archive(folder: Path, role: str) -> Columns:
     pairs = [read_pair(path, f"a {role} part of FedBN's Digits-Five") for path in parts]
     images = np.concatenate([_bytes(path, images) for path, (images, _) in zip(parts, pairs, strict=True)])
     labels = np.concatenate([np.asarray(labels).reshape(-1) for _, labels in pairs]).astype(np.int64)
-    return _colour(images), labels
+    return _colour(images), torch.from_numpy(labels)
 
 
 def _bytes(path: Path, images: Any) -> NDArray[np.uint8]:
@@ -92,28 +93,20 @@ def _sized(name: str, role: str, columns: Columns, side: int, most: int | None) 
     return images if images.shape[-2:] == (side, side) else resize(images.contiguous(), side), labels
 
 
-def _torchvision(kind: str, folder: str) -> Callable[[Path, str], Columns]:
-    def read(home: Path, role: str) -> Columns:
-        with extra("data"):
-            from torchvision import datasets
-
-        chosen: Any = {"split": role} if kind == "SVHN" else {"train": role == "train"}
-        try:
-            dataset = getattr(datasets, kind)(home / folder, **chosen, download=False)
-        except Exception as error:  # absent, or of a kind that depends on where a file is broken
-            reason = " ".join(str(error).split())
-            raise DataFilesError(f"digits-five: no {kind} in {home / folder}: {reason}") from None
-        images = np.asarray(dataset.data)
-        images = images.transpose(0, 2, 3, 1) if kind == "SVHN" else images
-        return _colour(images), np.asarray(dataset.labels if kind == "SVHN" else dataset.targets, dtype=np.int64)
-
-    return read
+def _torchvision(name: str, home: Path, role: str) -> Columns:
+    folder = home / name.upper()
+    try:
+        images, labels = read_split(name, folder, role)
+    except Exception as error:  # absent, or of a kind that depends on where a file is broken
+        reason = " ".join(str(error).split())
+        raise DataFilesError(f"digits-five: no {name.upper()} in {folder}: {reason}") from None
+    return images.expand(-1, 3, -1, -1), labels
 
 
 def original_mnist(home: Path, role: str) -> Columns:
     """Read the split's two files in `MNIST/raw`."""
     images, labels = mnist.read_split(home / "MNIST" / "raw", role)
-    return _colour(images), labels.astype(np.int64)
+    return images.expand(-1, 3, -1, -1), labels
 
 
 def synth_digits(home: Path, role: str) -> Columns:
@@ -124,7 +117,7 @@ def synth_digits(home: Path, role: str) -> Columns:
 
     try:
         table = loadmat(path)
-        images, labels = table["X"].transpose(3, 0, 1, 2), table["y"].reshape(-1).astype(np.int64)
+        images, labels = table["X"].transpose(3, 0, 1, 2), torch.from_numpy(table["y"].reshape(-1).astype(np.int64))
     except Exception as error:  # of a kind that depends on where the file is broken
         raise DataFilesError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     return _colour(images), labels % 10
@@ -139,14 +132,14 @@ def mnist_m(home: Path, role: str) -> Columns:
         raise DataFilesError(f"{path}: expected a file and a digit, not {bad[0]!r}")
     files = [os.path.join(folder, f"mnist_m_{role}", name) for name, _ in rows]
     images = torch.stack([pixels(read_image(file)) for file in files])
-    return images, np.array([int(digit) for _, digit in rows], dtype=np.int64)
+    return images, torch.tensor([int(digit) for _, digit in rows])
 
 
 #: how each domain is read where it was published, below a folder with all of them
 ORIGINALS: dict[str, Callable[[Path, str], Columns]] = {
     "mnist": original_mnist,
-    "svhn": _torchvision("SVHN", "SVHN"),
-    "usps": _torchvision("USPS", "USPS"),
+    "svhn": partial(_torchvision, "svhn"),
+    "usps": partial(_torchvision, "usps"),
     "synth": synth_digits,
     "mnist-m": mnist_m,
 }

@@ -10,6 +10,7 @@ from fedbn_flwr.data.file_split import FileSplit, ImageFiles
 from fedbn_flwr.data.image_augmentation import Size
 from fedbn_flwr.data.pixels import Channels
 
+#: the ends of images' names
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedbn_flwr.data.sets.listing import DataFilesError
 
@@ -33,12 +35,12 @@ def home_of(folders: Iterable[Path]) -> Path | None:
     return next((folder for folder in folders if all(_path(folder, name) for name in names)), None)
 
 
-def read_split(home: Path, role: str) -> tuple[Bytes, Bytes]:
-    """Read the images (N x H x W) and labels of a split; files that are broken are a DataFilesError."""
+def read_split(home: Path, role: str) -> tuple[Tensor, Tensor]:
+    """Read the images (N x 1 x H x W) and labels of a split; files that are broken are a DataFilesError."""
     images, labels = (_read(home, name, dims) for name, dims in zip(FILES[role], (3, 1), strict=True))
     if len(images) != len(labels):
         raise DataFilesError(f"{home}: the {role} split has {len(images)} images and {len(labels)} labels")
-    return images, labels
+    return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels).long()
 
 
 def _path(home: Path, name: str) -> Path | None:
