@@ -114,7 +114,7 @@ def _describe(split: Split, data: Data) -> str:
 
 def _check_images(role: str, split: FileSplit, most: int) -> Iterator[Finding]:
     chosen, broken = _chosen(split, most), 0
-    for source in split.images.sources(chosen):
+    for source in split.images(split.rows[chosen].numpy()):
         try:
             read_image(source)
         except UnreadableImageError as error:
@@ -129,7 +129,7 @@ def _check_maps(role: str, split: FileSplit, data: Data, most: int) -> Iterator[
     if split.maps is None or split.classes is None:
         return
     chosen, broken, seen = _chosen(split, most), 0, set[int]()
-    for source in split.maps.sources(chosen):
+    for source in split.maps(split.rows[chosen].numpy()):
         try:
             seen |= set(split.classes[torch.from_numpy(read_map(source))].unique().tolist())
         except UnreadableImageError as error:

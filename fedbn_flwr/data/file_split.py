@@ -1,10 +1,10 @@
 """A split whose images stay in files, and are decoded mini-batch by mini-batch."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -23,36 +23,19 @@ WORKERS = 2
 #: images of a training split that its mean and deviation are measured on
 MEASURED = 1024
 
-
-class Images(Protocol):
-    """Images that are read when they are needed."""
-
-    def __len__(self) -> int: ...
-
-    def sources(self, indices: NDArray[np.int64]) -> Sequence[Source]:
-        """Return the chosen images' files, or their bytes."""
-
-    def select(self, indices: NDArray[np.int64]) -> "Images":
-        """Return the chosen images."""
+#: returns the files of the images in some rows, or their bytes
+Images = Callable[[NDArray[np.int64]], Sequence[Source]]
 
 
 class ImageFiles:
     """Files in one folder and below. Only their names are kept, 38 MB for ImageNet's 1.28 million."""
 
-    def __init__(self, root: Path, names: Iterable[str] | NDArray[np.bytes_]) -> None:
-        self._root = root
-        self._names = names if isinstance(names, np.ndarray) else np.array([os.fsencode(name) for name in names])
+    def __init__(self, root: Path, names: Iterable[str]) -> None:
+        self._root, self._names = root, np.array([os.fsencode(name) for name in names])
 
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def sources(self, indices: NDArray[np.int64]) -> list[Source]:
-        """Return the chosen images' paths."""
-        return [os.path.join(self._root, os.fsdecode(name)) for name in self._names[indices].tolist()]
-
-    def select(self, indices: NDArray[np.int64]) -> "ImageFiles":
-        """Return the chosen images."""
-        return ImageFiles(self._root, self._names[indices])
+    def __call__(self, rows: NDArray[np.int64]) -> list[Source]:
+        """Return the paths of the images in these rows."""
+        return [os.path.join(self._root, os.fsdecode(name)) for name in self._names[rows].tolist()]
 
 
 class EncodedImages:
@@ -61,16 +44,9 @@ class EncodedImages:
     def __init__(self, encoded: Sequence[bytes]) -> None:
         self._encoded = encoded
 
-    def __len__(self) -> int:
-        return len(self._encoded)
-
-    def sources(self, indices: NDArray[np.int64]) -> list[Source]:
-        """Return the chosen images' bytes."""
-        return [self._encoded[index] for index in indices]
-
-    def select(self, indices: NDArray[np.int64]) -> "EncodedImages":
-        """Return the chosen images."""
-        return EncodedImages([self._encoded[index] for index in indices])
+    def __call__(self, rows: NDArray[np.int64]) -> list[Source]:
+        """Return the bytes of the images in these rows."""
+        return [self._encoded[row] for row in rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +58,8 @@ class FileSplit(Split):
     """
 
     images: Images = field(kw_only=True)
+    #: the row of each sample in `images` and `maps`
+    rows: Tensor = field(kw_only=True)
     fit: Fit = field(default="squash", kw_only=True)
     maps: Images | None = field(default=None, kw_only=True)
     classes: Tensor | None = field(default=None, kw_only=True)
@@ -101,12 +79,22 @@ class FileSplit(Split):
         fit: Fit = "squash",
         maps: Images | None = None,
         classes: Tensor | None = None,
+        workers: int = WORKERS,
     ) -> Self:
         """Make a split of RGB images of a size (a side, or height and width)."""
-        inputs = _placeholder(len(images), size)
-        rows = None if domains is None else torch.as_tensor(domains, dtype=torch.int64)
-        labels = torch.as_tensor(labels, dtype=torch.int64)
-        return cls(inputs, labels, rows, mean, std, images=images, fit=fit, maps=maps, classes=classes)
+        return cls(
+            _placeholder(len(labels), size),
+            torch.as_tensor(labels, dtype=torch.int64),
+            None if domains is None else torch.as_tensor(domains, dtype=torch.int64),
+            mean,
+            std,
+            images=images,
+            rows=torch.arange(len(labels)),
+            fit=fit,
+            maps=maps,
+            classes=classes,
+            workers=workers,
+        )
 
     @property
     def size(self) -> Size:
@@ -133,17 +121,9 @@ class FileSplit(Split):
             into = mapped(pixels.shape) if device.type == "cpu" else None
             yield normalize(pixels.to(device), self.mean, self.std, into=into), targets
 
-    def select(self, indices: NDArray[np.int64]) -> "FileSplit":
+    def select(self, indices: NDArray[np.int64]) -> Self:
         """Return a new split of the chosen samples."""
-        chosen = torch.from_numpy(indices)
-        return replace(
-            self,
-            inputs=self.inputs[chosen],
-            labels=self.labels[chosen],
-            domains=None if self.domains is None else self.domains[chosen],
-            images=self.images.select(indices),
-            maps=None if self.maps is None else self.maps.select(indices),
-        )
+        return replace(super().select(indices), rows=self.rows[torch.from_numpy(indices)])
 
     def to(self, device: torch.device | str) -> "FileSplit":
         """Return the split with its labels on a device; images are decoded on the CPU."""
@@ -155,10 +135,6 @@ class FileSplit(Split):
         fit = "squash" if self.fit == "exact" else self.fit
         return replace(self, inputs=_placeholder(len(self), side), fit=fit)
 
-    def with_workers(self, workers: int) -> "FileSplit":
-        """Return the split with another number of processes that decode ahead."""
-        return replace(self, workers=workers)
-
     def measured(self) -> tuple[Channels, Channels]:
         """Return mean and standard deviation of every channel, on at most `MEASURED` random images."""
         order = numpy_generator(0, "moments").permutation(len(self))[:MEASURED]
@@ -167,10 +143,10 @@ class FileSplit(Split):
         return measure_bytes(images for images, _ in decode(requests, self.workers))
 
     def _request(self, part: Tensor, edits: Edits | None = None, seeds: Tensor | Sequence[int] = ()) -> DecodeRequest:
-        rows = part.numpy(force=True)
-        maps = () if self.maps is None else self.maps.sources(rows)
+        rows = self.rows[part.cpu()].numpy()
+        maps = () if self.maps is None else self.maps(rows)
         return DecodeRequest(
-            self.images.sources(rows),
+            self.images(rows),
             self.size,
             self.fit,
             None if edits is None else edits.augmentation,

@@ -6,6 +6,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import Self
 
 import numpy as np
 import torch
@@ -95,7 +96,7 @@ class Split:
         edited = torch.stack(edits.augmentation.edit(images, edits.seeds.tolist(), size)).to(device)
         return normalize(edited, self.mean, self.std), gather(self.labels, indices, torch.device(device))
 
-    def select(self, indices: NDArray[np.int64]) -> "Split":
+    def select(self, indices: NDArray[np.int64]) -> Self:
         """Return a new split with copies of the chosen samples."""
         chosen = torch.from_numpy(indices)
         domains = None if self.domains is None else self.domains[chosen]

@@ -63,7 +63,7 @@ def _draw(side: int, cities: int, count: int, seed: int, role: str) -> list[list
 def _split(drawn: Sequence[Sequence[tuple[bytes, bytes]]], size: Size) -> FileSplit:
     images, maps = zip(*(pair for city in drawn for pair in city), strict=True)
     domains = [number for number, city in enumerate(drawn) for _ in city]
-    split = FileSplit.of(
+    return FileSplit.of(
         EncodedImages(images),
         [0] * len(images),
         size,
@@ -71,8 +71,8 @@ def _split(drawn: Sequence[Sequence[tuple[bytes, bytes]]], size: Size) -> FileSp
         fit="window",
         maps=EncodedImages(maps),
         classes=class_of_value(range(len(CLASSES))),
+        workers=0,
     )
-    return split.with_workers(0)
 
 
 def _colours(city: int, cities: int, generator: np.random.Generator) -> NDArray[np.float64]:

@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -28,7 +29,7 @@ AUGMENTATIONS = ["none", "crop-flip", "resized-crop-flip", "flip-rotate:degrees=
 def files(tmp_path: Path) -> FileSplit:
     """Images of 20 x 16 pixels, which are used at 8 x 8."""
     names = [paint(tmp_path / f"{number}.png", number, (20, 16)).name for number in range(COUNT)]
-    return FileSplit.of(ImageFiles(tmp_path, names), [number % 3 for number in range(COUNT)], SIDE).with_workers(0)
+    return FileSplit.of(ImageFiles(tmp_path, names), [number % 3 for number in range(COUNT)], SIDE, workers=0)
 
 
 def in_memory(split: FileSplit, folder: Path) -> Split:
@@ -74,7 +75,7 @@ def test_the_number_of_processes_changes_no_bit(files: FileSplit, augmentation: 
     before = torch.get_rng_state()
     wanted = list(loader(files, augmentation))
     for workers in (1, 2):
-        assert same(list(loader(files.with_workers(workers), augmentation)), wanted)
+        assert same(list(loader(replace(files, workers=workers), augmentation)), wanted)
     assert same(list(loader(files, augmentation, seed=1)), wanted) == (augmentation == "none")
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -100,7 +101,7 @@ def test_clients_that_load_together_get_what_each_gets_alone(
 
 
 def test_clients_with_splits_of_their_own_load_together_too(files: FileSplit) -> None:
-    apart = [loader(split, "flip-rotate", seed) for seed, split in enumerate((files, files.with_workers(0)))]
+    apart = [loader(split, "flip-rotate", seed) for seed, split in enumerate((files, replace(files, workers=0)))]
     alone = [list(loader(files, "flip-rotate", seed)) for seed in range(2)]
     loaded = list(load_groups(apart, [([1], 0), ([0], 0), ([0, 1], 1)]))
     assert same(loaded[:2], [alone[1][0], alone[0][0]])
@@ -108,7 +109,7 @@ def test_clients_with_splits_of_their_own_load_together_too(files: FileSplit) ->
 
 
 def test_a_stream_within_a_stream_is_decoded_by_the_process_itself(files: FileSplit) -> None:
-    wanted, split = list(loader(files)), files.with_workers(1)
+    wanted, split = list(loader(files)), replace(files, workers=1)
     outer = iter(loader(split))
     first = next(outer)
     assert same(list(loader(split)), wanted)
@@ -116,7 +117,7 @@ def test_a_stream_within_a_stream_is_decoded_by_the_process_itself(files: FileSp
 
 
 def test_a_stream_that_is_left_halfway_leaves_nothing_behind(files: FileSplit) -> None:
-    split = files.with_workers(1)
+    split = replace(files, workers=1)
     for _ in range(3):
         assert same([next(iter(loader(split)))], list(loader(files))[:1])
     assert same(list(loader(split)), list(loader(files)))
@@ -126,7 +127,7 @@ def test_a_stream_that_is_left_halfway_leaves_nothing_behind(files: FileSplit) -
 def test_a_file_that_cannot_be_decoded_is_one_line(files: FileSplit, tmp_path: Path, workers: int) -> None:
     path = tmp_path / "3.png"
     path.write_bytes(path.read_bytes()[:200])
-    split = files.with_workers(workers)
+    split = replace(files, workers=workers)
     with pytest.raises(ValueError, match=r"^\S*3\.png cannot be decoded: [^\n]+$"):
         list(loader(split))
     (tmp_path / "7.png").write_text("no image")
@@ -137,7 +138,7 @@ def test_a_file_that_cannot_be_decoded_is_one_line(files: FileSplit, tmp_path: P
 
 
 def test_a_worker_that_dies_is_replaced(files: FileSplit) -> None:
-    split = files.with_workers(3)  # no other test has so many, and so they are new
+    split = replace(files, workers=3)  # no other test has so many, and so they are new
     before = {child.pid for child in active_children()}
     wanted = list(loader(files))
     assert same(list(loader(split)), wanted)

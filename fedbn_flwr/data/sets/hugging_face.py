@@ -27,17 +27,10 @@ class ArrowImages:
     def __init__(self, rows: Any, column: str) -> None:
         self._rows, self._column = rows, column
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def sources(self, indices: NDArray[np.int64]) -> list[Source]:
-        """Return the chosen images, encoded."""
-        cells: Sequence[Mapping[str, Any]] = self._rows[indices.tolist()][self._column]
+    def __call__(self, rows: NDArray[np.int64]) -> list[Source]:
+        """Return the images in these rows, encoded."""
+        cells: Sequence[Mapping[str, Any]] = self._rows[rows.tolist()][self._column]
         return [cell["bytes"] or cell["path"] for cell in cells]
-
-    def select(self, indices: NDArray[np.int64]) -> "ArrowImages":
-        """Return the chosen images."""
-        return ArrowImages(self._rows.select(indices), self._column)
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,7 @@ def _split(rows: Any, image: str, label: str, side: int, fit: Fit, workers: int)
 
     encoded = rows.select_columns([image]).cast_column(image, Image(decode=False))
     labels = np.asarray(rows.with_format("arrow")[label][:], dtype=np.int64)
-    return FileSplit.of(ArrowImages(encoded, image), labels.tolist(), side, fit=fit).with_workers(workers)
+    return FileSplit.of(ArrowImages(encoded, image), labels.tolist(), side, fit=fit, workers=workers)
 
 
 def _open(name: str, root: Path, subset: str) -> LoadSplit:

@@ -50,9 +50,8 @@ class FileList:
         workers: int = 0,
     ) -> FileSplit:
         """Return a split that decodes the files when it needs them."""
-        images = ImageFiles(self.root, self.names)
-        split = FileSplit.of(images, self.labels, size, domains=self.domains or None, mean=mean, std=std, fit=fit)
-        return split.with_workers(workers)
+        images, domains = ImageFiles(self.root, self.names), self.domains or None
+        return FileSplit.of(images, self.labels, size, domains=domains, mean=mean, std=std, fit=fit, workers=workers)
 
 
 def folders(path: Path) -> list[str]:
