@@ -1,6 +1,8 @@
 """The data sets that there are: each registered name with the function that reads it."""
 
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from fedbn_flwr.data.dataset_registry import SITES, DatasetRequest, register_dataset
@@ -9,7 +11,7 @@ from fedbn_flwr.data.domains import digits_domains, image_domains
 from fedbn_flwr.data.files import TORCHVISION, from_folder, from_torchvision
 from fedbn_flwr.data.sets.cityscapes import cityscapes
 from fedbn_flwr.data.sets.digits_five import SAMPLES, digits_five
-from fedbn_flwr.data.sets.domain_lists import DOMAINNET, OFFICE, Lists, read_domains
+from fedbn_flwr.data.sets.domain_lists import DOMAINNET, OFFICE, read_domains
 from fedbn_flwr.data.sets.hugging_face import Choice, hugging_face
 from fedbn_flwr.data.sets.imagenet import imagenet, tiny_imagenet
 from fedbn_flwr.data.splits import Data
@@ -81,39 +83,26 @@ def _digits_five(request: DatasetRequest) -> Data:
     return digits_five(request.home("digits-five", "."), request.image_size or 28, **options)
 
 
-def _register_domains(lists: Lists) -> None:
-    def read(request: DatasetRequest) -> Data:
-        options = request.options_after_path(samples=0)
-        home = request.home(lists.folder)
-        return read_domains(lists, home, request.image_size or 256, request.image_workers, **options)
+def _register(name: str, folder: str, side: int, read: Callable[..., Data], about: str, **defaults: int) -> None:
+    """Register a data set of images in a folder of `data-root`, or elsewhere: `NAME[:PATH][:key=value]...`."""
 
-    read.__doc__ = f"{lists.about} with FedBN's lists of files, from `{lists.folder}` in `data-root`."
-    register_dataset(lists.name)(read)
+    def read_folder(request: DatasetRequest) -> Data:
+        options = request.options_after_path(**defaults)
+        return read(request.home(folder), request.image_size or side, request.image_workers, **options)
 
-
-_register_domains(OFFICE)
-_register_domains(DOMAINNET)
+    read_folder.__doc__ = about
+    register_dataset(name)(read_folder)
 
 
-@register_dataset("imagenet")
-def _imagenet(request: DatasetRequest) -> Data:
-    """ImageNet-1K, from `imagenet` in `data-root`."""
-    request.options_after_path()
-    return imagenet(request.home("imagenet"), request.image_size or 224, request.image_workers)
-
-
-@register_dataset("tiny-imagenet")
-def _tiny_imagenet(request: DatasetRequest) -> Data:
-    """Tiny-ImageNet, from `tiny-imagenet-200` in `data-root`."""
-    request.options_after_path()
-    return tiny_imagenet(request.home("tiny-imagenet-200"), request.image_size or 64, request.image_workers)
-
-
-@register_dataset("cityscapes")
-def _cityscapes(request: DatasetRequest) -> Data:
-    """Street scenes with label maps by city, from `cityscapes` in `data-root`, for segmentation."""
-    request.options_after_path()
-    return cityscapes(request.home("cityscapes"), request.image_size or 768, request.image_workers)
+for _lists in (OFFICE, DOMAINNET):
+    _about = f"{_lists.about} with FedBN's lists of files, from `{_lists.folder}` in `data-root`."
+    _register(_lists.name, _lists.folder, 256, partial(read_domains, _lists), _about, samples=0)
+_register("imagenet", "imagenet", 224, imagenet, "ImageNet-1K, from `imagenet` in `data-root`.")
+_register(
+    "tiny-imagenet", "tiny-imagenet-200", 64, tiny_imagenet, "Tiny-ImageNet, from `tiny-imagenet-200` in `data-root`."
+)
+_about = "Street scenes with label maps by city, from `cityscapes` in `data-root`, for segmentation."
+_register("cityscapes", "cityscapes", 768, cityscapes, _about)
 
 
 @register_dataset("hf")
