@@ -10,7 +10,7 @@ from fedbn_flwr.experiments.output.plots import Line, draw_runs
 from fedbn_flwr.experiments.recipes.quantities import heading_of
 from fedbn_flwr.experiments.reports.marks import STAGE, Mark, draw_marks, marks_of
 from fedbn_flwr.experiments.reports.sources import Run, Source, score_of
-from fedbn_flwr.experiments.reports.style import Picture, finite, line_style, logarithmic, marked, whole_numbers
+from fedbn_flwr.experiments.reports.style import Picture, line_style, logarithmic, marked, whole_numbers
 
 #: settings of which a report draws curves, and up to how many it draws more than the score over rounds
 SETTINGS, FEW = 12, 4
@@ -108,7 +108,7 @@ def _lines(
     for label, runs in groups.items():
         places = [[(x, row) for x, row in zip(positions(run.rows), run.rows, strict=True)] for run in runs]
         scored = [[(x, scale * row[key]) for x, row in pairs if _is_number(row.get(key))] for pairs in places]
-        lines[label] = [([x for x, _ in pairs], finite([y for _, y in pairs])) for pairs in scored]
+        lines[label] = [([x for x, _ in pairs], [y for _, y in pairs]) for pairs in scored]
     return lines
 
 

@@ -17,8 +17,6 @@ class Progress:
     complete: bool
     #: share of the work that is done, by time
     share: float
-    #: seconds that are left; None before the first round has ended
-    left: float | None
     text: str
 
     @classmethod
@@ -26,19 +24,18 @@ class Progress:
         """Estimate the progress from the seconds of the rounds that have ended."""
         states = counts(source.runs)
         if _complete(source):
-            return cls(True, 1.0, 0.0, states)
+            return cls(True, 1.0, states)
         note = "" if source.running else "; not running now: the same command goes on where it stopped"
-        spent = sum(map(_spent, source.runs))
-        totals = [_total(run, source.runs) for run in source.runs if run.state in ("unfinished", "waiting")]
-        if not spent or None in totals:
-            return cls(False, 0.0, None, f"{states}; the time left is not known yet{note}")
         open_runs = [run for run in source.runs if run.state in ("unfinished", "waiting")]
+        spent, totals = sum(map(_spent, source.runs)), [_total(run, source.runs) for run in open_runs]
+        if not spent or None in totals:
+            return cls(False, 0.0, f"{states}; the time left is not known yet{note}")
         left = sum(max((total or 0.0) - _spent(run), 0.0) for run, total in zip(open_runs, totals, strict=True))
         share = spent / (spent + left) if left else 1.0
         workers = source.record.workers if source.record else 1
         time = timedelta(seconds=round(left / workers))
         text = f"{states}; about {time} left if it goes on with {workers} at a time{note}"
-        return cls(False, share, left / workers, text)
+        return cls(False, share, text)
 
 
 def _complete(source: Source) -> bool:
@@ -54,9 +51,9 @@ def _spent(run: Run) -> float:
 
 def _total(run: Run, others: Sequence[Run]) -> float | None:
     """Return the seconds of a whole run: by its own rounds, or as runs of its method or setting, or as any run."""
-    if run.rows and run.rounds:
-        return _spent(run) / len(run.rows) * run.rounds
-    known = [(other, total) for other in others if other.rows and (total := _total_of_begun(other)) is not None]
+    if (own := _total_of_begun(run)) is not None:
+        return own
+    known = [(other, total) for other in others if (total := _total_of_begun(other)) is not None]
     for alike in (
         [total for other, total in known if other.label == run.label],
         [total for other, total in known if other.setting == run.setting],
@@ -68,4 +65,4 @@ def _total(run: Run, others: Sequence[Run]) -> float | None:
 
 
 def _total_of_begun(run: Run) -> float | None:
-    return _spent(run) / len(run.rows) * run.rounds if run.rounds else None
+    return _spent(run) / len(run.rows) * run.rounds if run.rows and run.rounds else None

@@ -1,7 +1,7 @@
 """The look of the report's pictures: legible in print and on a phone, without relying on colours."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -93,17 +93,6 @@ def marked(index: int, points: int) -> tuple[int, int]:
     """Return the first point with a marker and the step to the next; neighbouring lines have theirs elsewhere."""
     step = max(1, points // 8)
     return index % step, step
-
-
-def finite(values: Sequence[Any]) -> list[float]:
-    """Return values for a line: NaN, which leaves a gap, where there is no number."""
-    numbers = []
-    for value in values:
-        number = float("nan")
-        with suppress(TypeError, ValueError):
-            number = float(value)
-        numbers.append(number)
-    return numbers
 
 
 def whole_numbers(axes: Any) -> None:
