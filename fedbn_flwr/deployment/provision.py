@@ -16,12 +16,11 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from ipaddress import ip_address
 from pathlib import Path
 
 from fedbn_flwr import __version__
 from fedbn_flwr.deployment.errors import DeploymentError
-from fedbn_flwr.deployment.federation import Federation
+from fedbn_flwr.deployment.federation import Federation, is_address
 from fedbn_flwr.deployment.keys import (
     PRIVATE,
     PUBLIC,
@@ -122,6 +121,8 @@ def _provision_server(federation: Federation, out: Path, superlink: str) -> None
             f"the server's certificate is not for {', '.join(sorted(missing))}: renew it with "
             "`fedbn-flwr provision FILE --out DIR --renew`"
         )
+    host = superlink.rpartition(":")[0]
+    by_address = is_address(host.strip("[]"))
     values = {
         "FEDERATION": federation.name,
         "PORT": federation.port,
@@ -130,8 +131,8 @@ def _provision_server(federation: Federation, out: Path, superlink: str) -> None
         "EXCHANGE_PORT": federation.exchange_port,
         "EXCHANGE": federation.exchange_address,
         # where the ServerApp listens: in the container of the server's SuperExec, or beside the SuperLink
-        "SERVERAPP": f"{superlink.rpartition(':')[0] if _is_address(superlink) else 'superexec'}:8445",
-        "RESOLVER": "" if _is_address(superlink) else _DOCKER_RESOLVER,
+        "SERVERAPP": f"{host if by_address else 'superexec'}:8445",
+        "RESOLVER": "" if by_address else _DOCKER_RESOLVER,
         "USER": user_of(server),
         "OUT": out.resolve(),
         "KEY": (out / "operator" / "operator.key").read_text().strip(),
@@ -220,11 +221,3 @@ def _missing(path: Path, make: Callable[[Path], None]) -> None:
 
 def _missing_text(path: Path, text: str) -> None:
     _missing(path, lambda new: write_new(new, text, PUBLIC))
-
-
-def _is_address(superlink: str) -> bool:
-    try:
-        ip_address(superlink.rpartition(":")[0].strip("[]"))
-    except ValueError:
-        return False
-    return True
