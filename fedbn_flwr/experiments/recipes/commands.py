@@ -14,24 +14,17 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fedbn_flwr.experiments.comparison import metric_of
-from fedbn_flwr.experiments.engines import ENGINES
+from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.output.console import console, percent
 from fedbn_flwr.experiments.output.recorder import outcome_of
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.experiments.recipes.estimate import estimate, missing_data
 from fedbn_flwr.experiments.recipes.findings import findings
-from fedbn_flwr.experiments.recipes.matrix import (
-    Cell,
-    Results,
-    check_resources,
-    plan_cells,
-    run_matrix,
-)
+from fedbn_flwr.experiments.recipes.matrix import Cell, Results, check_resources, plan_cells, run_matrix
 from fedbn_flwr.experiments.recipes.recipe import Recipe, check_recipe, read_recipe, recipe_names, recipe_path
 from fedbn_flwr.experiments.recipes.record import MatrixRecord
 from fedbn_flwr.experiments.recipes.table import values_of, write_table
-from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError, convert
 from fedbn_flwr.strategies import CannotTrainError
 
@@ -86,9 +79,7 @@ def reproduce(options: Mapping[str, Any]) -> None:
         recipe = recipe.only(options["only"])
     if "seeds" in options:
         recipe = replace(recipe, seeds=at_least_one("--seeds", options["seeds"]))
-    engine = str(options.get("engine", "stacked"))
-    if engine not in ENGINES:
-        raise UsageError(f"unknown engine {engine!r}; {did_you_mean(engine, ENGINES)}")
+    engine = engine_named(options.get("engine"))
     folder = Path(options.get("results-dir") or Path("results", recipe.name.replace("/", "-") + "-smoke" * small))
     changes = {key: options[key] for key in CHANGES if key in options}
     cells = plan_cells(recipe, folder, engine, changes, bool(options.get("overwrite")))

@@ -78,7 +78,7 @@ def estimate(cells: Sequence[Cell], measure: bool = True) -> Iterator[Estimate]:
             raise UsageError(f"{cell.name} needs the data set {config.dataset!r}: {error}") from error
         key = (experiment.strategy, config.norm, config.model, config.dataset, config.image_size, config.batch_size)
         if key not in measured:
-            measured[key] = _measured(experiment, cell.engine) if measure else None
+            measured[key] = _measured(experiment, cell.plan.engine) if measure else None
         time = measured[key]
         yield Estimate(cell, runs, rounds, steps, None if time is None else time * steps)
 

@@ -53,15 +53,6 @@ class Cell:
         """Return the runs at the rate of the plan, a seed each, with their folders."""
         return self.plan.runs(self.folder, self.method)
 
-    @property
-    def engine(self) -> str:
-        """The engine's name."""
-        return self.plan.engine
-
-    def failed(self, reason: str) -> list[Summary]:
-        """Return the summary of a cell whose process ended."""
-        return [{"method": self.method, "seed": 0, "error": reason}]
-
 
 @dataclass
 class Results:
@@ -177,7 +168,8 @@ def _result(connection: Connection, process: BaseProcess, cell: Cell) -> list[Su
         result: list[Summary] = connection.recv()
     except EOFError:
         process.join()
-        return cell.failed(f"its process ended with exit code {process.exitcode}")
+        reason = f"its process ended with exit code {process.exitcode}"
+        return [{"method": cell.method, "seed": 0, "error": reason}]
     finally:
         connection.close()
     process.join()
