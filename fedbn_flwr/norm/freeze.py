@@ -1,7 +1,7 @@
 """Freezing batch normalization: its statistics, its affine parameters, or both."""
 
-from dataclasses import dataclass, field
-from types import TracebackType
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -37,27 +37,12 @@ class _AffineHold:
     count: int = 0
 
 
-@dataclass
-class Frozen:
+class Frozen(ExitStack):
     """A freeze that can be undone; a context manager that undoes it at its end."""
-
-    _statistics: list[_BatchNorm] = field(default_factory=list)
-    _affine: list[_BatchNorm] = field(default_factory=list)
 
     def undo(self) -> None:
         """Make the layers what they would be without this freeze; a second call does nothing."""
-        while self._statistics:
-            _release_statistics(self._statistics.pop())
-        while self._affine:
-            _release_affine(self._affine.pop())
-
-    def __enter__(self) -> "Frozen":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()
+        self.close()
 
 
 def freeze(model: nn.Module, statistics: bool = True, affine: bool = False) -> Frozen:
@@ -76,10 +61,10 @@ def freeze(model: nn.Module, statistics: bool = True, affine: bool = False) -> F
     for layer in layers.values():
         if statistics:
             _hold_statistics(layer)
-            frozen._statistics.append(layer)
+            frozen.callback(_release_statistics, layer)
         if affine:
             _hold_affine(layer)
-            frozen._affine.append(layer)
+            frozen.callback(_release_affine, layer)
     return frozen
 
 

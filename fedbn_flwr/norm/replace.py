@@ -40,7 +40,7 @@ def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) 
 @register_norm("bn")
 def batch_norm(model: nn.Module) -> nn.Module:
     """BN; layers that are BN already stay as they are, weights and statistics included."""
-    return swap_normalizers(model, lambda slot: slot.layer if _is_bn(slot.layer) else _batch(slot))
+    return swap_normalizers(model, lambda slot: slot.layer if _is_bn(slot.layer) else BatchNorm(**_form(slot)))
 
 
 @register_norm("gn")
@@ -92,10 +92,6 @@ def hybrid_batch_norm(model: nn.Module, fixed_mix: float | None = None) -> nn.Mo
 def _is_bn(layer: nn.Module) -> bool:
     # This package's variants of BN are subclasses of its own BatchNorm; any other subclass counts as BN.
     return isinstance(layer, _BatchNorm) and (type(layer) is BatchNorm or not isinstance(layer, BatchNorm))
-
-
-def _batch(slot: Slot) -> BatchNorm:
-    return BatchNorm(**_form(slot))
 
 
 def _form(slot: Slot) -> dict[str, Any]:
