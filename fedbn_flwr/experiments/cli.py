@@ -21,19 +21,13 @@ from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_ru
 from fedbn_flwr.experiments.output.listing import listing, show_listing, show_one
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.quiet import quiet
-from fedbn_flwr.experiments.recipes.commands import (
-    add_recipe_commands,
-    at_least_one,
-    list_recipes,
-    reproduce,
-    show_estimate,
-)
+from fedbn_flwr.experiments.recipes.commands import add_recipe_commands, list_recipes, reproduce, show_estimate
 from fedbn_flwr.experiments.recipes.matrix import Cell
 from fedbn_flwr.experiments.recipes.recipe import Setting
 from fedbn_flwr.experiments.reports.command import add_report_command, report
 from fedbn_flwr.experiments.tune import GRID, candidates, check, runs_of, search, write_tuning
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import Option, UsageError, as_value, convert, options_of
+from fedbn_flwr.plugins.options import Option, UsageError, as_value, convert, options_of, whole_number
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
 
 #: options that the help shows; `--help-all` shows all
@@ -214,7 +208,7 @@ def _run(options: dict[str, Any]) -> None:
 
 
 def _compare(options: dict[str, Any]) -> None:
-    methods, seeds = split_methods(str(options.pop("methods"))), at_least_one("--seeds", options.pop("seeds"))
+    methods, seeds = split_methods(str(options.pop("methods"))), whole_number("--seeds", options.pop("seeds"))
     folder, engine = options.pop("results-dir", Config.results_dir), engine_named(options.pop("engine", None))
     rates = [float(convert("--lr-grid", rate, float)) for rate in str(options.pop("lr-grid")).split(",") if rate]
     told = {key: options.pop(key) for key in ("overwrite", "verbose")}
@@ -237,7 +231,7 @@ def _tune(options: dict[str, Any]) -> None:
     if option in options:
         raise UsageError(f"--{option} is the option that is tuned: give the values to try with --grid")
     method = str(options.pop("method", "fixbn"))
-    seeds = at_least_one("--seeds", options.pop("seeds"))
+    seeds = whole_number("--seeds", options.pop("seeds"))
     methods = candidates(method, grid)
     plan = Plan(options, list(methods.values()), seeds, engine=engine, overwrite=overwrite)
     check(plan)
@@ -249,11 +243,6 @@ def _tune(options: dict[str, Any]) -> None:
     with keeping(folder, runs), Bars(len(plan.methods) * seeds) as bars:
         found = list(search(plan, list(methods), folder, bars.announce))
     write_tuning(found, method, folder, f"{config.dataset}, {config.model}, {config.partition}, {config.rounds} rounds")
-
-
-def _diagnose(options: dict[str, Any]) -> None:
-    count = int(convert("--batches", options.pop("batches"), int))
-    run_diagnosis(options, count)
 
 
 def _list(options: dict[str, Any]) -> None:
@@ -268,7 +257,7 @@ def _list(options: dict[str, Any]) -> None:
 _COMMANDS: dict[str, Callable[[dict[str, Any]], int | None]] = {
     "run": _run,
     "compare": _compare,
-    "diagnose": _diagnose,
+    "diagnose": run_diagnosis,
     "tune": _tune,
     "list": _list,
     "recipes": list_recipes,

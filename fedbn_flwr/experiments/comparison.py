@@ -20,6 +20,7 @@ from fedbn_flwr.experiments.output.run_folder import (
     make_folder,
     read_json,
     read_rounds,
+    write_json,
 )
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.plugins import extra
@@ -115,7 +116,7 @@ def run_method(plan: Plan, method: str, folder: Path, announce: Announce) -> Ite
 
 def write_comparison(summaries: Sequence[Summary], folder: Path) -> None:
     """Write `compare.json`, which is whole at every moment."""
-    write_bytes(make_folder(folder) / "compare.json", (as_json(summaries, indent=2) + "\n").encode())
+    write_json(make_folder(folder) / "compare.json", summaries)
 
 
 def plot_comparison(summaries: Sequence[Summary], folder: Path) -> None:
@@ -126,7 +127,7 @@ def plot_comparison(summaries: Sequence[Summary], folder: Path) -> None:
             place = run_folder(folder, summary["method"], summary["seed"])
             curves.setdefault(summary["method"], []).append(read_rounds(place))
     if curves:
-        draw_or_warn(curves, folder / "compare.png", title_of(_typical(summaries)))
+        draw_or_warn(curves, folder / "compare.png", title_of(typical(summaries)))
 
 
 def run_folder(folder: Path, method: str, seed: int) -> Path:
@@ -134,8 +135,8 @@ def run_folder(folder: Path, method: str, seed: int) -> Path:
     return folder / f"{folder_name(method)}-seed{seed}"
 
 
-def _typical(summaries: Sequence[Summary]) -> Summary:
-    """A finished run, not the centralized reference if there is another: it has one node with all data."""
+def typical(summaries: Sequence[Summary]) -> Summary:
+    """Return a finished run whose partition is that of the clients: the centralized reference only if it is alone."""
     finished = [summary for summary in summaries if "error" not in summary]
     return next((summary for summary in finished if summary["partition"] != "union"), finished[0])
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from fedbn_flwr.data.check import IMAGES, check_dataset, where_to_get
 from fedbn_flwr.data.sets.catalog import CATALOG
-from fedbn_flwr.plugins.options import UsageError, convert
+from fedbn_flwr.plugins.options import UsageError, whole_number
 
 
 def add_data_command(commands: Any, parser_class: type[argparse.ArgumentParser]) -> None:
@@ -24,9 +24,7 @@ def add_data_command(commands: Any, parser_class: type[argparse.ArgumentParser])
 
 def check_data(options: dict[str, Any]) -> int:
     """Print what a check finds; return 1 if something is missing or bad."""
-    count, faults = int(convert("--images", options["images"], int)), 0
-    if count < 0:
-        raise UsageError(f"--images must be at least 0, got {count}")
+    count, faults = whole_number("--images", options["images"], least=0), 0
     try:
         for finding in check_dataset(options["name"], options["path"], count):
             print(finding)

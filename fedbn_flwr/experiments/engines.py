@@ -151,8 +151,9 @@ def _app(experiment: Experiment, partitions: Sequence[int]) -> ClientApp:
     config = experiment.config
     set_threads(config)
     if issubclass(experiment.strategy_class, Layerwise) and len(partitions) > STEPS.max_steps:
-        # the other clients may be in other processes of this machine
-        room = _steps_that_fit(config) * len(partitions) // config.clients
+        # further clients replay the step; the other clients may be in other processes of this machine
+        fitting = clients_that_fit(one_step(config), pick_device(config.device))
+        room = fitting * len(partitions) // config.clients
         STEPS.make_room(min(len(partitions), room))
     _freeze_imports()
     return client_app(bound_client_fn(experiment.config))
@@ -167,11 +168,6 @@ def _freeze_imports() -> None:
     gc.freeze()
     # at the end it is garbage, or libraries complain of what they find left
     atexit.register(gc.unfreeze)
-
-
-def _steps_that_fit(config: Config) -> int:
-    """Return how many clients of this process can wait in a layer-wise step; further ones replay it."""
-    return clients_that_fit(one_step(config), pick_device(config.device))
 
 
 def spread_over(workers: int, make_grid: MakeGrid, config: Config, average_by: str = "") -> WorkersGrid:

@@ -20,6 +20,7 @@ from fedbn_flwr.data.once_a_machine import once_a_machine
 from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.layerwise.shared_statistics import check_layers
 from fedbn_flwr.plugins.options import UsageError
@@ -258,11 +259,7 @@ def state_folder(config: Config, run: Path) -> Path | None:
     if not config.state_dir:
         return None
     folder = Path(config.state_dir).expanduser() / run.resolve().name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"state-dir {config.state_dir!r} cannot be made: {error.strerror}") from error
-    return folder
+    return make_folder(folder, f"state-dir {config.state_dir!r}")
 
 
 def refuse_state_dir(config: Config) -> None:

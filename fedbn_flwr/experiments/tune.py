@@ -19,7 +19,7 @@ from fedbn_flwr.experiments.method import Experiment, owners, parse
 from fedbn_flwr.experiments.output.console import console, percent
 from fedbn_flwr.experiments.output.plots import figure
 from fedbn_flwr.experiments.output.recorder import outcome_of
-from fedbn_flwr.experiments.output.run_folder import as_json, read_rounds
+from fedbn_flwr.experiments.output.run_folder import read_rounds, write_json
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.lr_schedule import Moment, moment
@@ -130,7 +130,7 @@ def write_tuning(found: Sequence[Candidate], method: str, folder: Path, title: s
         for c in found
     ]
     content = {"method": method, "candidates": rows, "recommended": best(found).after}
-    (folder / "tune.json").write_text(as_json(content, indent=2) + "\n")
+    write_json(folder / "tune.json", content)
     plot_tuning(found, folder / "tune.png", title)
     table = Table(title=title, box=SIMPLE_HEAD)
     for heading in ("freeze-round", "frozen after", "score on held-out data, %"):

@@ -113,6 +113,14 @@ def convert(key: str, value: Any, kind: Any) -> Any:
     raise UsageError(f"{key} must be {', '.join(others)}{' or ' * bool(others)}{last}, got {value!r}")
 
 
+def whole_number(key: str, value: Any, least: int = 1) -> int:
+    """Return text or a number as a whole number; another one, or a smaller one than `least`, is a UsageError."""
+    number = int(convert(key, value, int))
+    if number < least:
+        raise UsageError(f"{key} must be at least {least}, got {number}")
+    return number
+
+
 def as_value(value: Any) -> Value:
     """Return an option's value as it is written in a file: items of a tuple with commas between."""
     if not isinstance(value, tuple):

@@ -1,6 +1,6 @@
 """The command `diagnose`: measures what the clients' data do to the batch normalization of a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import sqrt
 from pathlib import Path
@@ -17,9 +17,9 @@ from fedbn_flwr.diagnosis import Diagnosis, check, diagnose
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.diagnosis.report import plot_diagnosis, show_diagnosis
 from fedbn_flwr.experiments.method import Experiment, resolve
-from fedbn_flwr.experiments.output.run_folder import as_json, make_folder
+from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
 from fedbn_flwr.experiments.resources import check_simulation, fresh_model, load_data, make_partition, set_threads
-from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.plugins.options import UsageError, whole_number
 from fedbn_flwr.randomness import numpy_generator, torch_generator
 from fedbn_flwr.wire import Instruction, wire_key
 
@@ -29,10 +29,9 @@ TINY_BATCH = 8
 SMALL_EXCESS, LARGE_EXCESS = 0.15, 0.4
 
 
-def run_diagnosis(options: Mapping[str, Any], count: int) -> None:
-    """Diagnose on `count` mini-batches a client; write `diagnosis.json` and `diagnosis.png` to the results folder."""
-    if count < 1:
-        raise UsageError(f"--batches must be at least 1, got {count}")
+def run_diagnosis(options: dict[str, Any]) -> None:
+    """Diagnose on mini-batches of each client; write `diagnosis.json` and `diagnosis.png` to the results folder."""
+    count = whole_number("--batches", options.pop("batches"))
     experiment = resolve(options)
     check_simulation(experiment)
     config = experiment.config
@@ -45,7 +44,7 @@ def run_diagnosis(options: Mapping[str, Any], count: int) -> None:
     advice = suggestion(diagnosis)
     content = {"options": experiment.to_mapping(), "batches": count, "clients": clients, "suggestion": advice}
     content |= asdict(diagnosis, dict_factory=lambda items: {wire_key(key): value for key, value in items})
-    (folder / "diagnosis.json").write_text(as_json(content, indent=2) + "\n")
+    write_json(folder / "diagnosis.json", content)
     title = f"{config.dataset}, {config.model}, {config.partition}, {len(clients)} clients"
     plot_diagnosis(diagnosis, folder / "diagnosis.png", title)
     show_diagnosis(diagnosis, title, advice, folder)

@@ -8,7 +8,6 @@ from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import Literal, Self
 
 from rich.box import SIMPLE_HEAD
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedbn_flwr.experiments.comparison import Line, lines, metric_of
+from fedbn_flwr.experiments.comparison import Line, lines, metric_of, typical
 from fedbn_flwr.experiments.output.recorder import Progress as Callback
 from fedbn_flwr.experiments.output.recorder import Summary, outcome_of
 from fedbn_flwr.experiments.resources import about_absent
@@ -77,9 +76,7 @@ class Bars:
             self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._has_bar:
             self._progress.stop()
         if self._cell:
@@ -155,8 +152,7 @@ def _show_accuracies(summaries: Sequence[Summary], failures: Mapping[str, str]) 
     """Print a row for each method of `failures`, which maps it to words in place of its numbers, if a run failed."""
     compared = lines(summaries)
     several, baseline = len(summaries) > len(compared), compared[0].method
-    # the title names the clients' partition, not that of the centralized reference
-    first = next((run for run in summaries if run["partition"] != "union"), summaries[0])
+    first = typical(summaries)
     table = _table(f"{first['dataset']}, {first['model']}, {first['partition']}, {first['rounds']} rounds")
     columns: dict[str, Callable[[Line], str]] = {
         f"{metric_of(first)}, %": lambda line: (

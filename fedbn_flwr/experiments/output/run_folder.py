@@ -76,7 +76,7 @@ class RunFolder:
         content = {"options": dict(options), "versions": versions, **machine, "command": command_line()}
         content |= {"engine": engine} if engine else {}
         content |= {"code": dict(code)} if code else {}
-        self._write(CONFIG, {**content, "sites": list(sites)} if sites else content)
+        write_json(self.path / CONFIG, {**content, "sites": list(sites)} if sites else content)
 
     def round(self, row: Mapping[str, Any]) -> None:
         """Append the row of one round."""
@@ -92,7 +92,7 @@ class RunFolder:
     def finish(self, summary: Mapping[str, Any], arrays: ArrayRecord) -> None:
         """Write the model and the summary; the summary last, as the sign that the run is complete."""
         write_bytes(self.path / "model.safetensors", save(from_record(arrays)))
-        self._write("summary.json", summary)
+        write_json(self.path / "summary.json", summary)
 
     def _keep_rounds(self, count: int) -> None:
         """Cut the rows after so many rounds: their rounds will be repeated, and the last row may not be whole."""
@@ -109,9 +109,6 @@ class RunFolder:
             write_bytes(self._dynamics, b"".join(kept))
         else:
             self._dynamics.unlink(missing_ok=True)
-
-    def _write(self, name: str, content: object) -> None:
-        write_bytes(self.path / name, (as_json(content, indent=2) + "\n").encode())
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:
@@ -141,12 +138,17 @@ def as_json(content: object, indent: int | None = None) -> str:
     return json.dumps(_finite(content), indent=indent, allow_nan=False)
 
 
-def make_folder(path: Path) -> Path:
-    """Make a folder for results if it does not exist; a UsageError says why it cannot be made."""
+def write_json(path: Path, content: object) -> None:
+    """Write a file that is whole at every moment."""
+    write_bytes(path, (as_json(content, indent=2) + "\n").encode())
+
+
+def make_folder(path: Path, option: str = "") -> Path:
+    """Make a folder for results, or that of an option, if it does not exist; a UsageError says why it cannot be."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"results-dir {str(path)!r} cannot be made: {error.strerror}") from error
+        raise UsageError(f"{option or f'results-dir {str(path)!r}'} cannot be made: {error.strerror}") from error
     return path
 
 

@@ -25,7 +25,7 @@ from fedbn_flwr.experiments.recipes.matrix import Cell, Results, check_resources
 from fedbn_flwr.experiments.recipes.recipe import Recipe, check_recipe, read_recipe, recipe_names, recipe_path
 from fedbn_flwr.experiments.recipes.record import MatrixRecord
 from fedbn_flwr.experiments.recipes.table import values_of, write_table
-from fedbn_flwr.plugins.options import UsageError, convert
+from fedbn_flwr.plugins.options import whole_number
 from fedbn_flwr.strategies import CannotTrainError
 
 #: options of a run that may be given to all runs of a matrix
@@ -78,12 +78,12 @@ def reproduce(options: Mapping[str, Any]) -> None:
     if options.get("only"):
         recipe = recipe.only(options["only"])
     if "seeds" in options:
-        recipe = replace(recipe, seeds=at_least_one("--seeds", options["seeds"]))
+        recipe = replace(recipe, seeds=whole_number("--seeds", options["seeds"]))
     engine = engine_named(options.get("engine"))
     folder = Path(options.get("results-dir") or Path("results", recipe.name.replace("/", "-") + "-smoke" * small))
     changes = {key: options[key] for key in CHANGES if key in options}
     cells = plan_cells(recipe, folder, engine, changes, bool(options.get("overwrite")))
-    workers = at_least_one("--workers", options.get("workers", 1))
+    workers = whole_number("--workers", options.get("workers", 1))
     if options.get("dry-run"):
         show_estimate(recipe.name, cells, workers)
         return
@@ -147,11 +147,3 @@ def show_estimate(title: str, cells: Sequence[Cell], workers: int) -> None:
 
 def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
-
-
-def at_least_one(name: str, value: Any) -> int:
-    """Return a whole number from 1 on; anything else is a UsageError."""
-    number = int(convert(name, value, int))
-    if number < 1:
-        raise UsageError(f"{name} must be at least 1, got {number}")
-    return number

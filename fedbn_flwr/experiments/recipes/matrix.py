@@ -21,12 +21,11 @@ from fedbn_flwr.experiments.comparison import Plan, folder_name, plot_comparison
 from fedbn_flwr.experiments.engines import NEEDED
 from fedbn_flwr.experiments.kept_run import KeptRun, keeping
 from fedbn_flwr.experiments.output.recorder import Summary
-from fedbn_flwr.experiments.output.run_folder import as_json
+from fedbn_flwr.experiments.output.run_folder import write_json
 from fedbn_flwr.experiments.recipes.recipe import Recipe, Setting
 from fedbn_flwr.experiments.resources import load_data, shared_model
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.processes.worker import end_with_parent, preload
-from fedbn_flwr.state.record_files import write_bytes
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ def _write_comparisons(cells: Sequence[Cell], results: Results) -> None:
 
 def _write_results(results: Results, folder: Path) -> None:
     """Write `results.json`, which is whole at every moment: a report may be reading it."""
-    write_bytes(folder / "results.json", (as_json(_as_rows(results), indent=2) + "\n").encode())
+    write_json(folder / "results.json", _as_rows(results))
 
 
 def _as_rows(results: Results) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from fedbn_flwr.experiments.output.run_folder import as_json, make_folder, read_json
+from fedbn_flwr.experiments.output.run_folder import make_folder, read_json, write_json
 from fedbn_flwr.experiments.recipes.matrix import Results
 from fedbn_flwr.experiments.recipes.recipe import Recipe, read_recipe
 from fedbn_flwr.plugins.options import UsageError
@@ -32,7 +32,7 @@ class MatrixRecord:
     def write(self, folder: Path, source: Path) -> None:
         """Write the record and a copy of the recipe's file, before the first cell runs."""
         write_bytes(make_folder(folder) / RECIPE, source.read_bytes())
-        write_bytes(folder / MATRIX, (as_json(asdict(self), indent=2) + "\n").encode())
+        write_json(folder / MATRIX, asdict(self))
 
     def read_recipe(self, folder: Path) -> Recipe:
         """Return the part of the recipe that runs, from the copy in the folder."""

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import all_options
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import UsageError, convert
+from fedbn_flwr.plugins.options import UsageError, convert, whole_number
 
 #: the keys of a recipe
 KEYS = (
@@ -71,10 +71,7 @@ class Fields:
 
     def whole(self, key: str, default: int) -> int:
         """Return a whole number from 1 on."""
-        value = convert(f"{self.where}: {key}", self._content.get(key, default), int)
-        if int(value) < 1:
-            self.refuse(f"{key} must be at least 1, got {value}")
-        return int(value)
+        return whole_number(f"{self.where}: {key}", self._content.get(key, default))
 
     def numbers(self, key: str) -> list[float]:
         """Return a list of numbers."""

@@ -12,7 +12,7 @@ from fedbn_flwr.experiments.reports.page import WRITERS, write_report
 from fedbn_flwr.experiments.reports.progress import Progress
 from fedbn_flwr.experiments.reports.sources import read_sources
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import UsageError, convert
+from fedbn_flwr.plugins.options import UsageError, whole_number
 
 #: seconds between two looks at a running matrix
 EVERY = 15
@@ -41,9 +41,7 @@ def report(options: Mapping[str, Any]) -> None:
     folders = [Path(name).expanduser() for name in options["runs"]]
     out = options.get("out")
     folder = Path(out).expanduser() if out else folders[0] / "report" if len(folders) == 1 else Path("results/report")
-    every = int(convert("--every", options.get("every", EVERY), int))
-    if every < 1:
-        raise UsageError(f"--every must be at least 1, got {every}")
+    every = whole_number("--every", options.get("every", EVERY))
     formats = list(dict.fromkeys(name.strip() for name in str(options["format"]).split(",")))
     if unknown := [name for name in formats if name not in WRITERS]:
         raise UsageError(f"unknown format {unknown[0]!r}; {did_you_mean(unknown[0], WRITERS)}")
