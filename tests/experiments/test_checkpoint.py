@@ -27,17 +27,13 @@ OPTIONS = {"method": "fedbn", "model": "mlp", "engine": "inprocess", "checkpoint
 LAST = "checkpoint-2"
 
 
-def die() -> None:
-    raise Death
-
-
 @pytest.fixture(scope="module")
 def died(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run that died in its last round."""
     folder = tmp_path_factory.mktemp("died") / "run"
-    with dying(0, die) as moments:
+    with dying(0) as moments:
         assert main(command("run", results_dir=str(folder.with_name("whole")), **OPTIONS)) == 0
-    with dying(int(0.8 * moments.count), die), pytest.raises(Death):
+    with dying(int(0.8 * moments.count)), pytest.raises(Death):
         main(command("run", results_dir=str(folder), **OPTIONS))
     assert (folder / LAST).is_dir()
     return folder
@@ -144,7 +140,7 @@ def test_without_a_checkpoint_it_says_what_to_do(tmp_path: Path, capsys: pytest.
 
 
 def test_a_run_that_replaces_another_does_not_go_on_from_its_checkpoint(run: Path) -> None:
-    with dying(30, die), pytest.raises(Death):
+    with dying(30), pytest.raises(Death):
         main(command("run", "--overwrite", results_dir=str(run), **{**OPTIONS, "lr": "0.2"}))
     assert not list(run.glob("checkpoint*"))
     # until the other one has finished

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -145,10 +146,7 @@ def test_an_error_of_the_program_is_not_taken_for_a_mistake_of_its_user(
 
 
 def test_an_interrupt_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(main.__globals__["_COMMANDS"], "list", interrupt)
+    monkeypatch.setitem(main.__globals__["_COMMANDS"], "list", Mock(side_effect=KeyboardInterrupt))
     assert main(["list"]) == 130
 
 

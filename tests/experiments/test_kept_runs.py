@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from flwr.app import ArrayRecord, MetricRecord
@@ -208,12 +209,8 @@ def test_a_run_keeps_its_folder_until_the_one_that_replaces_it_has_finished(
     capsys.readouterr()
     assert run("run", lr="0.3", **options) == 2
     assert "its lr is 0.1, not 0.3 (--overwrite replaces it)" in capsys.readouterr().err
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as stopped:
-        stopped.setattr(RunFolder, "finish", interrupt)
+        stopped.setattr(RunFolder, "finish", Mock(side_effect=KeyboardInterrupt))
         assert run("run", "--overwrite", lr="0.3", **options) == 130
     assert re.search(
         r"kept in .*: .* goes on after round [123] of 3; run the same again to go on", capsys.readouterr().err

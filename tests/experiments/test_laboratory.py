@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
+from unittest.mock import Mock
 
 import matplotlib
 import numpy as np
@@ -231,14 +232,10 @@ def test_without_a_folder_nothing_is_left(tmp_path: Path, monkeypatch: pytest.Mo
     gc.collect()
     with pytest.raises(UsageError, match="clients"):
         quick(clients=0)
-    monkeypatch.setattr(RunFolder, "round", interrupt)
+    monkeypatch.setattr(RunFolder, "round", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         quick()
     assert list(tmp_path.iterdir()) == []
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 #: a script without a guard, whose own classes and functions are not in a module

@@ -12,7 +12,7 @@ from fedbn_flwr.experiments import UsageError, main, resolve
 from fedbn_flwr.strategies import REGISTRY, FedAvg, FedTAN, NotObeyedError, register_strategy
 from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import Federation, distance, make_model
-from tests.helpers.registered import forget_rule, registries_restored
+from tests.helpers.registered import registries_restored
 from tests.helpers.runs import run
 
 TOY = "tests.helpers.toy_method"
@@ -31,18 +31,13 @@ def model_of(folder: Path, *words: str, **options: str) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
-
-
 def test_it_is_the_method_that_it_says(tmp_path: Path) -> None:
     """Weight decay in the optimizer, and weight decay by the rule."""
     toy = model_of(tmp_path / "toy", plugins=TOY, method="toy:rate=0.5")
     decay = model_of(tmp_path / "decay", method="fedavg", weight_decay="0.5")
     plain = model_of(tmp_path / "plain", method="fedavg")
-    assert furthest(toy, decay) < 1e-6
-    assert furthest(toy, plain) > 1e-2
+    assert distance(toy, decay) < 1e-6
+    assert distance(toy, plain) > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -53,13 +48,13 @@ def test_it_is_the_method_that_it_says(tmp_path: Path) -> None:
 def test_it_is_the_same_in_every_engine(options: dict[str, str], tolerance: float, tmp_path: Path) -> None:
     alone = model_of(tmp_path / "alone", plugins=TOY, method="toy:rate=0.5", engine="inprocess")
     other = model_of(tmp_path / "other", plugins=TOY, method="toy:rate=0.5", **options)
-    assert furthest(alone, other) <= tolerance
+    assert distance(alone, other) <= tolerance
 
 
 def test_its_options_are_those_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inside = model_of(tmp_path / "inside", plugins=TOY, method="toy:rate=0.5")
     outside = model_of(tmp_path / "outside", plugins=TOY, method="toy", rate="0.5")
-    assert furthest(inside, outside) == 0
+    assert distance(inside, outside) == 0
     capsys.readouterr()
     assert main(["list", "--json", "--plugins", TOY]) == 0
     assert "toy" in [row["name"] for row in json.loads(capsys.readouterr().out)["strategies"]]
@@ -70,10 +65,10 @@ def test_its_options_are_those_of_the_command(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_client_that_does_not_know_the_rule_stops_the_run() -> None:
-    resolve({"plugins": TOY, "method": "toy"})
-    strategy = REGISTRY["toy"]
-    Federation(make_model()).run(strategy(), 1)
-    forget_rule("shrink-rate")
+    with registries_restored():
+        resolve({"plugins": TOY, "method": "toy"})
+        strategy = REGISTRY["toy"]
+        Federation(make_model()).run(strategy(), 1)
     with pytest.raises(NotObeyedError, match="node 1000 did not acknowledge shrink-rate"):
         Federation(make_model()).run(strategy(), 1)
 

@@ -60,14 +60,10 @@ def go_on(case: str, folder: Path) -> Sequence[str]:
     return ["run", "--resume", str(folder)] if list(folder.glob("checkpoint-[0-9]*")) else words(case, folder)
 
 
-def die() -> None:
-    raise Death
-
-
 @pytest.fixture(scope="module", params=[*USUAL, *MORE_CASES])
 def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    with dying(0, die) as moments:
+    with dying(0) as moments:
         assert main(words(request.param, folder)) == 0
     return Whole(request.param, written(folder), moments.count)
 
@@ -80,7 +76,7 @@ def test_the_moment_of_death_does_not_matter(uninterrupted: Whole, tmp_path: Pat
     folder = tmp_path / "run"
     arguments = words(case, folder)
     for share in deaths:
-        with dying(1 + int(share * count), die):
+        with dying(1 + int(share * count)):
             try:
                 assert main(arguments) == 0
                 break
@@ -94,11 +90,11 @@ def test_the_moment_of_death_does_not_matter(uninterrupted: Whole, tmp_path: Pat
 def test_a_run_goes_on_where_its_checkpoint_is(tmp_path: Path) -> None:
     # not from its start: that would have the same results
     case, folder = "nodes' BN and momentum", tmp_path / "run"
-    with dying(0, die) as whole:
+    with dying(0) as whole:
         assert main(words(case, tmp_path / "whole")) == 0
-    with dying(int(0.9 * whole.count), die), pytest.raises(Death):
+    with dying(int(0.9 * whole.count)), pytest.raises(Death):
         main(words(case, folder))
-    with dying(0, die) as rest:
+    with dying(0) as rest:
         assert main(["run", "--resume", str(folder)]) == 0
     assert rest.count < whole.count / 2
     assert written(folder) == written(tmp_path / "whole")
@@ -112,7 +108,7 @@ MORE = [pytest.param(*each, marks=pytest.mark.slow) for each in MORE]  # type: i
 
 @pytest.mark.parametrize(("case", "engine", "share"), [*KILLED, *MORE])
 def test_a_killed_process(case: str, engine: tuple[str, ...], share: float, tmp_path: Path) -> None:
-    with dying(0, die) as moments:
+    with dying(0) as moments:
         assert main([*words(case, tmp_path / "whole"), *engine]) == 0
     folder = tmp_path / "run"
     assert run_in_process(int(share * moments.count), [*words(case, folder), *engine]) == (-signal.SIGKILL, 0)

@@ -4,6 +4,7 @@ import json
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -99,18 +100,14 @@ def test_results_of_flwr_run_are_kept(tmp_path: Path, monkeypatch: pytest.Monkey
         return serve(InProcessGrid(app, 2), {**options, **changes})
 
     with monkeypatch.context() as stopped:
-        stopped.setattr(RunFolder, "finish", interrupt)
+        stopped.setattr(RunFolder, "finish", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             start()
     assert checkpoint_round(tmp_path) == 3
     assert start()["rounds"] == 3
     first = (tmp_path / "summary.json").read_bytes()
-    monkeypatch.setattr(RunFolder, "finish", interrupt)
+    monkeypatch.setattr(RunFolder, "finish", Mock(side_effect=KeyboardInterrupt))
     start()
     with pytest.raises(UsageError, match=r"its lr is 0.1, not 0.3 \(give another results-dir\)"):
         start(lr="0.3")
     assert (tmp_path / "summary.json").read_bytes() == first
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt

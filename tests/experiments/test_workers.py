@@ -1,6 +1,5 @@
 """The number of worker processes is a rule, and a run's bits are its consequence."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from fedbn_flwr.experiments import Config, workers
 from fedbn_flwr.experiments.workers import count_multiplications, count_workers, visible_gpus
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory
-from tests.helpers.runs import DATA, model_bytes, run
+from tests.helpers.runs import DATA
 
 #: multiplications of a sample: 64 x 30 and 30 x 4
 MLP = 64 * 30 + 30 * 4
@@ -113,13 +112,3 @@ def test_multiplications_are_those_of_convolutions_and_linear_layers() -> None:
     # three 3x3 convolutions of 16, 32 and 32 channels on 8x8, 4x4 and 2x2 positions, and a linear layer
     convolutions = 9 * (1 * 16 * 64 + 16 * 32 * 16 + 32 * 32 * 4)
     assert count_multiplications(config(model="small-cnn")) == convolutions + 32 * 4
-
-
-@pytest.mark.parametrize("options", [{"workers": "2"}, {"chunk": "2", "method": "fedtan"}], ids=str)
-def test_the_same_command_gives_the_same_bits(options: dict[str, str], tmp_path: Path) -> None:
-    models = []
-    for name in ("first", "second"):
-        folder = tmp_path / name
-        assert run("run", clients="4", model="small-cnn", results_dir=str(folder), **options) == 0
-        models.append(model_bytes(folder))
-    assert models[0] == models[1]

@@ -19,8 +19,6 @@ from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 
-Die = Callable[[], None]
-
 
 class Death(BaseException):
     """Ends a run like a signal that cannot be caught: no handler of errors sees it."""
@@ -29,7 +27,7 @@ class Death(BaseException):
 class Moments:
     """Counts the moments at which a run may die, and lets it die at one of them; 0 is never."""
 
-    def __init__(self, fatal: int, die: Die) -> None:
+    def __init__(self, fatal: int, die: Callable[[], Any]) -> None:
         self.fatal, self.count, self._die = fatal, 0, die
 
     def before(self, function: Callable[..., Any], half: Callable[..., None] = lambda *_, **__: None) -> Any:
@@ -47,8 +45,12 @@ class Moments:
         return tick
 
 
+def _die() -> None:
+    raise Death
+
+
 @contextmanager
-def dying(fatal: int, die: Die) -> Iterator[Moments]:
+def dying(fatal: int, die: Callable[[], Any] = _die) -> Iterator[Moments]:
     """Let whatever runs inside die at a moment, counted from 1."""
     moments = Moments(fatal, die)
     with (

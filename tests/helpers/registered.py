@@ -29,9 +29,3 @@ def registries_restored() -> Iterator[None]:
             items.clear()
             items.update(kept)
         registry._IN_ORDER[:] = order
-
-
-def forget_rule(key: str) -> None:
-    """Forget a rule by its only key, as in a process that has never imported it."""
-    del RULES[key], registry._DEFAULTS[key]
-    registry._IN_ORDER[:] = [(rule, keys) for rule, keys in registry._IN_ORDER if key not in keys]

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -280,14 +281,11 @@ def test_a_step_that_one_process_cannot_open_is_abandoned_in_the_other(odd: int,
 
 
 def test_an_interrupt_in_the_middle_of_a_step_closes_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
     with WorkersGrid(stacked_nodes, len(SIZES), 2, here=True) as grid:
         _, step = opened(grid)
         requests = step.advance()
         assert requests is not None
-        monkeypatch.setattr(ObjectPipe, "receive", interrupted)
+        monkeypatch.setattr(ObjectPipe, "receive", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             step.advance(Answer(requests.tensor[0], 1))
         # what comes would be the answer to the question before

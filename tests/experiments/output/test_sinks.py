@@ -78,14 +78,10 @@ def test_a_run_may_be_logged_from_its_checkpoint_on(tmp_path: Path) -> None:
 
 def die_at_the_end(arguments: Sequence[str]) -> None:
     """Run twice, and let the second run die after its last round, before its model is written."""
-    with dying(0, die) as whole:
+    with dying(0) as whole:
         assert main([*arguments, "--results-dir", str(Path(arguments[-1], "whole"))]) == 0
-    with dying(whole.count - 9, die), pytest.raises(Death):
+    with dying(whole.count - 9), pytest.raises(Death):
         main(arguments)
-
-
-def die() -> None:
-    raise Death
 
 
 def test_a_run_in_the_folder_of_another_replaces_it(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -326,10 +327,7 @@ def test_watch_says_that_the_matrix_does_not_run(
 def test_watch_is_interrupted_cleanly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(_: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("fedbn_flwr.experiments.reports.command.sleep", interrupt)
+    monkeypatch.setattr("fedbn_flwr.experiments.reports.command.sleep", Mock(side_effect=KeyboardInterrupt))
     matrix = write_matrix(tmp_path, {})
     assert main(["report", "--watch", str(matrix)]) == 130
     assert capsys.readouterr().err == ""
@@ -364,10 +362,7 @@ def test_runs_of_a_comparison_that_have_not_begun_are_waiting(tmp_path: Path) ->
 
 
 def test_a_comparison_plans_its_runs_before_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(KeptRun, "run", interrupt)
+    monkeypatch.setattr(KeptRun, "run", Mock(side_effect=KeyboardInterrupt))
     assert run("compare", "--methods", "fedavg,fixbn", "--seeds", "2", results_dir=str(tmp_path)) == 130
     assert json.loads((tmp_path / "planned.json").read_text()) == [[m, s] for m in ("fedavg", "fixbn") for s in (0, 1)]
 

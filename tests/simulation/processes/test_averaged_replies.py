@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message, MetricRecord, RecordDict
+from safetensors.torch import load_file
 
 from fedbn_flwr import wire
 from fedbn_flwr.clientapp import client_app
@@ -120,12 +121,19 @@ def test_what_the_server_has_to_look_at_stays_as_it_is(odd: dict[str, Any]) -> N
     assert set(mean.content.nodes) == {1000, 1001}
 
 
-def test_a_run_of_several_processes_has_all_nodes_in_its_records(tmp_path: Path) -> None:
-    experiment = resolve({**OPTIONS, "clients": "4", "model": "small-cnn", "workers": "2", "evaluate-every": "3"})
-    with open_stacked_grid(experiment, tmp_path) as grid:
-        summary = run(grid, experiment, tmp_path)
-    assert summary["train-loss"] > 0
-    assert [row["nodes"] for row in rounds(tmp_path)] == [4] * len(rounds(tmp_path))
+def test_a_run_of_several_processes_is_that_of_one(tmp_path: Path) -> None:
+    models = []
+    for workers, kind in (("1", StackedGrid), ("2", WorkersGrid)):
+        folder = tmp_path / workers
+        experiment = resolve({**OPTIONS, "clients": "4", "model": "small-cnn", "workers": workers})
+        with open_stacked_grid(experiment, folder) as grid:
+            assert isinstance(grid, kind)
+            run(grid, experiment, folder)
+        assert [row["nodes"] for row in rounds(folder)] == [4] * len(rounds(folder))
+        models.append(load_file(folder / "model.safetensors"))
+    one, two = models
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4)
 
 
 AUTO = {"method": "fixbn:freeze-round=auto"}
