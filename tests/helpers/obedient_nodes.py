@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
 
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.waiting import PATIENCE, wait_until
@@ -38,6 +39,12 @@ def question(node: int, word: str = "hello", kind: str = "train") -> Message:
 
 def answers(replies: list[Message]) -> list[tuple[object, ...]]:
     return [tuple(reply.content.config_records["answer"].values()) for reply in replies]
+
+
+def send(grid: Grid, *words: str) -> list[Message]:
+    """Send a word to each node, from the first one on."""
+    nodes = list(grid.get_node_ids())
+    return list(grid.send_and_receive([question(node, word) for node, word in zip(nodes, words, strict=False)]))
 
 
 def app_that_obeys() -> ClientApp:

@@ -21,12 +21,12 @@ from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.service import WorkerError
 from tests.helpers.checkout import ROOT
 from tests.helpers.harness import SIZES, Federation, make_model
-from tests.helpers.obedient_nodes import answers, obeying
+from tests.helpers.obedient_nodes import answers, obeying, send
 from tests.helpers.processes import kill
 from tests.helpers.ray_cluster import Cluster, ray_cluster
 from tests.helpers.runs import model_bytes
 from tests.helpers.waiting import wait_until
-from tests.simulation.processes.test_worker_processes import STRATEGIES, harness_nodes, memories, send
+from tests.simulation.processes.test_worker_processes import STRATEGIES, harness_nodes, memories
 
 pytestmark = pytest.mark.xdist_group("ray")
 

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message
 from flwr.common.constant import ErrorCode
-from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 from torch import Tensor
 
 from fedbn_flwr.client.node_memory import Memory
@@ -28,7 +26,7 @@ from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold
 from fedbn_flwr.transports import message_records as layerwise_wire
 from tests.helpers.checkout import ROOT
 from tests.helpers.harness import SIZES, Federation, make_model
-from tests.helpers.obedient_nodes import answers, obeying, question
+from tests.helpers.obedient_nodes import answers, obeying, send
 from tests.helpers.processes import is_alive, kill_processes, processes_with, wait_for_end
 from tests.helpers.waiting import wait_until
 
@@ -48,82 +46,7 @@ def grid(request: pytest.FixtureRequest) -> Iterator[WorkersGrid]:
         yield grid
 
 
-def send(grid: Grid, *words: str) -> list[Message]:
-    """A word to each node, from the first one on."""
-    nodes = list(grid.get_node_ids())
-    return list(grid.send_and_receive([question(node, word) for node, word in zip(nodes, words, strict=False)]))
-
-
-# ---- what a grid promises ----------------------------------------------------------------------------------------
-
-
-def test_nodes_and_contexts_are_those_of_one_process(grid: WorkersGrid) -> None:
-    alone = obeying(5, range(5))
-    assert list(grid.get_node_ids()) == list(alone.get_node_ids())
-    for node in grid.get_node_ids():
-        there, here = grid.context(node), alone.context(node)
-        assert (there.run_id, there.node_id, there.node_config) == (here.run_id, here.node_id, here.node_config)
-        assert (there.run_config, dict(there.state)) == (here.run_config, dict(here.state))
-
-
-def test_states_are_saved_and_restored_by_the_processes_that_have_them(grid: WorkersGrid, tmp_path: Path) -> None:
-    send(grid, *"abcd")
-    before = [dict(grid.context(node).state) for node in grid.get_node_ids()]
-    assert list(map(len, before)) == [1, 1, 1, 1, 0]
-    grid.save_states(tmp_path)
-    send(grid, *"vwxyz")
-    # a folder of states is the same, whatever grid has written it
-    others = obeying(5, range(5))
-    for restored in (grid, others):
-        restored.restore_states(tmp_path)
-        assert [dict(restored.context(node).state) for node in restored.get_node_ids()] == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{partition}.records" for partition in range(4)]
-
-
-def test_replies_come_in_the_order_of_the_messages(grid: WorkersGrid) -> None:
-    nodes = list(grid.get_node_ids())
-    messages = [question(node, word) for node, word in zip(nodes[::-1], "abcde", strict=True)]
-    replies = list(grid.send_and_receive(messages))
-    assert answers(replies) == [(1, word, 4 - index) for index, word in enumerate("abcde")]
-    for message, reply in zip(messages, replies, strict=True):
-        assert message.metadata.message_id != ""
-        assert reply.metadata.reply_to_message_id == message.metadata.message_id
-        assert reply.metadata.src_node_id == message.metadata.dst_node_id
-        assert reply.metadata.message_id not in ("", message.metadata.message_id)
-    assert answers(send(grid, "again")) == [(2, "again", 0)]
-
-
-def test_pushed_messages_have_ids_by_which_replies_are_pulled_once(grid: WorkersGrid) -> None:
-    nodes = list(grid.get_node_ids())
-    ids = list(grid.push_messages(question(node, word) for node, word in zip(nodes, "abcde", strict=True)))
-    assert len(set(ids)) == 5
-    assert answers(list(grid.pull_messages([ids[2], ids[0]]))) == [(1, "c", 2), (1, "a", 0)]
-    assert len(list(grid.pull_messages(ids))) == 3
-    assert list(grid.pull_messages(ids)) == []
-    assert list(grid.push_messages([])) == []
-
-
-def test_errors_are_those_of_one_process(grid: WorkersGrid) -> None:
-    for each in (grid, obeying(5, range(5))):
-        replies = send(each, "hello", "fail", "hello")
-        assert [reply.has_error() for reply in replies] == [False, True, False]
-        assert replies[1].error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-        assert replies[1].error.reason == "LookupError: I was told to"
-        # what a failed message had stored is lost
-        assert answers(send(each, "hello", "hello")) == [(2, "hello", 0), (1, "hello", 1)]
-    (there,), (here,) = (each.send_and_receive([question(5)]) for each in (grid, obeying(5, range(5))))
-    assert (there.error.code, there.error.reason) == (here.error.code, here.error.reason)
-    assert there.metadata.src_node_id == 5
-
-
-def test_messages_of_the_older_interface_and_runs(grid: WorkersGrid) -> None:
-    content = RecordDict({"config": ConfigRecord({"word": "old"})})
-    (reply,) = grid.send_and_receive([grid.create_message(content, "train", 1001, "round 3", ttl=60.0)])
-    assert answers([reply]) == [(1, "old", 1)]
-    assert reply.metadata.group_id == "round 3"
-    run = Run.create_empty(run_id=7)
-    grid.set_run(run)
-    assert grid.run is run
+# ---- which process does what ----------------------------------------------------------------------------------------
 
 
 def test_nodes_stay_in_processes_of_one_thread(two_workers: WorkersGrid) -> None:
