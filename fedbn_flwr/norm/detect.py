@@ -12,19 +12,7 @@ _COUNTERS = ("num_batches_tracked",)
 
 def bn_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     """Full dotted path -> BN layer, in the model's order; a layer shared under two names is listed once."""
-    # what `named_modules` gives, without the nested generators that take most of its time: every round asks
-    layers: dict[str, _BatchNorm] = {}
-    seen, ahead = set[nn.Module](), [("", model)]
-    while ahead:
-        name, layer = ahead.pop()
-        if layer in seen:
-            continue
-        seen.add(layer)
-        if isinstance(layer, _BatchNorm):
-            layers[name] = layer
-        if children := layer._modules:
-            ahead += [(_join(name, key), child) for key, child in reversed(children.items()) if child is not None]
-    return layers
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
 
 
 def statistics_keys(model: nn.Module) -> list[str]:
