@@ -1,7 +1,5 @@
 """The engines: this process, several of this machine, or Flower's Ray simulation."""
 
-import atexit
-import gc
 import os
 import secrets
 import socket
@@ -155,19 +153,7 @@ def _app(experiment: Experiment, partitions: Sequence[int]) -> ClientApp:
         fitting = clients_that_fit(one_step(config), pick_device(config.device))
         room = fitting * len(partitions) // config.clients
         STEPS.make_room(min(len(partitions), room))
-    _freeze_imports()
     return client_app(bound_client_fn(experiment.config))
-
-
-@cache
-def _freeze_imports() -> None:
-    """Take what was imported out of what Python looks through for garbage in every round.
-
-    Once a process: a second run would also freeze what the first one left, and keep it for good.
-    """
-    gc.freeze()
-    # at the end it is garbage, or libraries complain of what they find left
-    atexit.register(gc.unfreeze)
 
 
 def spread_over(workers: int, make_grid: MakeGrid, config: Config, average_by: str = "") -> WorkersGrid:

@@ -70,7 +70,7 @@ class Results:
         is recorded.
         """
         quantity = quantity or (metric_of(self._finished[0]) if self._finished else "accuracy")
-        rows = {_key(run): read_rounds(self._place(_key(run))) for run in self._finished}
+        rows = {_key(run): read_rounds(self._places[_key(run)]) for run in self._finished}
         if recorded := {name for each in rows.values() for row in each for name in row} - {"round", quantity}:
             found = any(quantity in row for each in rows.values() for row in each)
             if not found:
@@ -95,7 +95,7 @@ class Results:
             from safetensors.torch import load_file
 
         model = fresh_model(self._experiments[known[0]].config)
-        state.load(model, load_file(self._place(known[0]) / "model.safetensors"))
+        state.load(model, load_file(self._places[known[0]] / "model.safetensors"))
         return model.eval()
 
     def to_pandas(self) -> Any:
@@ -130,9 +130,6 @@ class Results:
     @property
     def _finished(self) -> list[Summary]:
         return [run for run in self.summaries if "error" not in run]
-
-    def _place(self, key: Key) -> Path:
-        return self._places[key]
 
 
 class Picture:
