@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp as FlowerClientApp
 from torch import Tensor, nn
@@ -47,14 +47,20 @@ Batch = tuple[Tensor, Tensor]
 Loop = Callable[[nn.Module, Iterator[Batch], float, float], float]
 
 
-def plain_loop(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+def plain_loop(
+    model: nn.Module,
+    batches: Iterator[Batch],
+    lr: float,
+    momentum: float,
+    forward: Callable[[Tensor], Tensor] | None = None,
+) -> float:
     """Train as in PyTorch's tutorials."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     model.train()
     total = samples = 0.0
     for inputs, targets in batches:
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), targets)
+        loss = F.cross_entropy((forward or model)(inputs), targets)
         loss.backward()
         optimizer.step()
         total, samples = total + float(loss.detach()) * len(targets), samples + len(targets)
@@ -90,16 +96,7 @@ def loop_over_parts(model: nn.Module, batches: Iterator[Batch], lr: float, momen
             outputs = layer(outputs)
         return outputs
 
-    model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    total = samples = 0.0
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(forward(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        total, samples = total + float(loss.detach()) * len(targets), samples + len(targets)
-    return total / samples
+    return plain_loop(model, batches, lr, momentum, forward)
 
 
 def own_app(
@@ -108,6 +105,8 @@ def own_app(
     loss_name: str = "train-loss",
     weight_name: str = "num-examples",
     factor: int = 1,
+    arrays: str = "arrays",
+    settings: str = "config",
     **options: Any,
 ) -> FlowerClientApp:
     """Return a user's app: it loads, trains by the loop, and replies, and knows nothing of this project's methods.
@@ -119,19 +118,18 @@ def own_app(
     @app.train()
     def train(message: Message, context: Context) -> Message:
         model = make()
-        model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
-        config: Any = message.content.config_records["config"]
-        batches = batches_of(message, context, make)
-        loss = loop(model, batches, config["lr"], config.get("momentum", 0.0))
+        model.load_state_dict(message.content.array_records[arrays].to_torch_state_dict())
+        config: Any = message.content.config_records[settings]
+        loss = loop(model, batches_of(config, context, make), config["lr"], config.get("momentum", 0.0))
         part = int(context.node_config["partition-id"])
         metrics = MetricRecord({weight_name: factor * SIZES[part], loss_name: loss})
-        content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+        content = RecordDict({arrays: ArrayRecord(model.state_dict()), "metrics": metrics})
         return Message(content, reply_to=message)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
         model = make()
-        model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+        model.load_state_dict(message.content.array_records[arrays].to_torch_state_dict())
         model.eval()
         with torch.no_grad():
             loss = F.cross_entropy(model(split.inputs), split.labels)
@@ -141,11 +139,10 @@ def own_app(
     return app
 
 
-def batches_of(message: Message, context: Context, make: Callable[[], nn.Module]) -> Iterator[Batch]:
+def batches_of(config: ConfigRecord, context: Context, make: Callable[[], nn.Module]) -> Iterator[Batch]:
     """Yield the batches that a `BNClient` would train on."""
     part = int(context.node_config["partition-id"])
     asked = BNClient(make().train(), make_split(), indices=parts()[part], partition_id=part, device="cpu")
-    config: Any = message.content.config_records["config"]
     instruction = read_instruction(config)
     with norm.freeze(asked.model, **frozen_parts(instruction.freeze)):
         yield from asked.plan(instruction)
@@ -226,28 +223,15 @@ def test_so_do_loops_with_closures_and_loops_that_call_parts_of_the_model(method
 
 def explicit_app() -> FlowerClientApp:
     """Return Flower's own ClientApp, with a loop inside `obey`."""
-    app = FlowerClientApp()
+    app, split = FlowerClientApp(), make_split()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         model = make()
         with obey(model, message, context) as asked:
             config: Any = asked.config
-            loss = plain_loop(model, batches_of(message, context, make), config["lr"], config.get("momentum", 0.0))
+            loss = plain_loop(model, batches_of(config, context, make), config["lr"], config.get("momentum", 0.0))
         return asked.reply(num_examples=SIZES[int(context.node_config["partition-id"])], train_loss=loss)
-
-    return app
-
-
-@pytest.mark.parametrize("method", ["fixbn", "fedbn", "scaffold", "fedtan, carried"])
-def test_the_loop_can_also_be_written_inside_obey(method: str) -> None:
-    grid = InProcessGrid(explicit_app(), len(SIZES))
-    asked: dict[str, Any] = {"lr": 0.05, "momentum": momentum_of(method)}
-    assert distance(Federation(make()).run(METHODS[method](), ROUNDS, grid=grid, **asked), wanted_of(method)) < EXACT
-
-
-def test_a_handler_with_obey_evaluates_the_model_that_the_node_keeps() -> None:
-    app, split, federation, losses = explicit_app(), make_split(), Federation(make()), []
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
@@ -257,13 +241,14 @@ def test_a_handler_with_obey_evaluates_the_model_that_the_node_keeps() -> None:
             loss = float(F.cross_entropy(model(split.inputs), split.labels))
         return asked.reply(num_examples=len(split), eval_loss=loss)
 
-    for grid in (federation.grid, InProcessGrid(app, len(SIZES))):
-        strategy = FedBN(fraction_evaluate=1.0)
-        federation.run(strategy, ROUNDS, grid=grid, lr=0.05)
-        losses.append([reply.metrics["eval-loss"] for reply in strategy.evaluate_replies])
-        assert not strategy.evaluate_replies[0].records.get("arrays")
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert len(set(losses[1])) == len(SIZES)
+    return app
+
+
+@pytest.mark.parametrize("method", ["fixbn", "fedbn", "scaffold", "fedtan, carried"])
+def test_the_loop_can_also_be_written_inside_obey(method: str) -> None:
+    grid = InProcessGrid(explicit_app(), len(SIZES))
+    asked: dict[str, Any] = {"lr": 0.05, "momentum": momentum_of(method)}
+    assert distance(Federation(make()).run(METHODS[method](), ROUNDS, grid=grid, **asked), wanted_of(method)) < EXACT
 
 
 class UsersClient(NumPyClient):
@@ -315,12 +300,14 @@ def test_a_client_with_messages_of_its_own_is_refused_with_the_remedy() -> None:
     assert "train in a handler of ClientApp(model=...)" in reason
 
 
-def test_a_node_evaluates_the_model_that_it_keeps() -> None:
+@pytest.mark.parametrize("app", [explicit_app, lambda: own_app(plain_loop, make)], ids=["obey", "own loop"])
+def test_a_node_evaluates_the_model_that_it_keeps(app: Callable[[], FlowerClientApp]) -> None:
     federation, losses = Federation(make()), []
-    for grid in (federation.grid, InProcessGrid(own_app(plain_loop, make), len(SIZES))):
+    for grid in (federation.grid, InProcessGrid(app(), len(SIZES))):
         strategy = FedBN(fraction_evaluate=1.0)
         federation.run(strategy, ROUNDS, grid=grid, lr=0.05)
         losses.append([reply.metrics["eval-loss"] for reply in strategy.evaluate_replies])
+        assert not strategy.evaluate_replies[0].records.get("arrays")
     # `BNClient` adds losses up in float32
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert len(set(losses[1])) == len(SIZES)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm, state
 from fedbn_flwr.client import BNClient
-from fedbn_flwr.clientapp import ClientApp, client_app, count_bytes, guard, keep_local, obey
+from fedbn_flwr.clientapp import ClientApp, client_app, count_bytes, guard, keep_local
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp
 from fedbn_flwr.clientapp.mods import ClientAppCallable
 from fedbn_flwr.server.replies import CannotTrainError, NodeReply, NotObeyedError
@@ -40,6 +40,7 @@ from fedbn_flwr.strategies import (
     prepare,
 )
 from fedbn_flwr.wire import Instruction
+from tests.clientapp.test_own_loop import explicit_app, own_app, plain_loop
 from tests.helpers.harness import CLASSES, INSTRUCTION, SIZES, Federation, distance, make_model, make_split, parts
 
 NODES = len(SIZES)
@@ -101,10 +102,10 @@ def test_a_precision_of_a_users_own_may_be_a_number(strategy: Callable[..., Base
         seen.append(message.content.config_records["config"].get("precision"))
         return call_next(message, context)
 
-    app = looping_app("arrays", "config", mods=[watch])
+    app = own_app(plain_loop, make, mods=[watch])
     trained = start(strategy(fraction_evaluate=0.0), app, precision=32)
     assert set(seen) == {32}
-    assert distance(trained, start(strategy(fraction_evaluate=0.0), looping_app("arrays", "config"))) == 0
+    assert distance(trained, start(strategy(fraction_evaluate=0.0), own_app(plain_loop, make))) == 0
     with pytest.raises(CannotTrainError, match="unknown precision 32; known: float32, tf32, bf16"):
         start(strategy(fraction_evaluate=0.0), client_app(bn_client), precision=32)
 
@@ -127,52 +128,12 @@ def test_a_users_freeze_freezes_nothing() -> None:
 )
 def test_records_may_have_a_users_names(strategy: Callable[..., BaseStrategy], kind: str) -> None:
     names = {"arrayrecord_key": "weights", "configrecord_key": "settings"}
-    app = {"BNClient": lambda: client_app(bn_client), "own loop": lambda: looping_app(*names.values()), "obey": obeying}
+    app = {
+        "BNClient": lambda: client_app(bn_client),
+        "own loop": lambda: own_app(plain_loop, make, arrays="weights", settings="settings"),
+        "obey": explicit_app,
+    }
     assert distance(start(strategy(**names), app[kind]()), start(strategy(), client_app(bn_client))) < 1e-12
-
-
-def looping_app(arrays: str, config: str, mods: Any = None) -> FlowerClientApp:
-    app = ClientApp(model=make, mods=mods)
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        model, index = make(), int(context.node_config["partition-id"])
-        model.load_state_dict(message.content.array_records[arrays].to_torch_state_dict())
-        settings: Any = message.content.config_records[config]
-        loop(model, index, settings)
-        metrics = MetricRecord({"num-examples": SIZES[index], "train-loss": 1.0})
-        return Message(RecordDict({arrays: ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        make().load_state_dict(message.content.array_records[arrays].to_torch_state_dict())
-        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
-
-    return app
-
-
-def obeying() -> FlowerClientApp:
-    app = FlowerClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        model, index = make(), int(context.node_config["partition-id"])
-        with obey(model, message, context) as asked:
-            loop(model, index, asked.config)
-        return asked.reply(num_examples=SIZES[index], train_loss=1.0)
-
-    return app
-
-
-def loop(model: nn.Module, index: int, settings: Any) -> None:
-    """Train on the batches that a `BNClient` would train on."""
-    model.train()
-    client = BNClient(model, make_split(), indices=parts()[index], partition_id=index, device="cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=settings["lr"])
-    for inputs, targets in client.plan(Instruction.from_config(settings)):
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
 
 
 def test_layerwise_strategies_refuse_other_names() -> None:
