@@ -6,7 +6,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from fedbn_flwr.layerwise import (
     lockstep,
     shared_statistics,
 )
+from tests.helpers.processes import resident_megabytes
 from tests.helpers.waiting import PATIENCE, wait_until
 
 
@@ -233,11 +233,6 @@ def test_a_step_that_nobody_holds_ends() -> None:
     gc.collect()
     assert wait_until(lambda: threading.active_count() <= threads)
     assert activations() is None
-
-
-def resident_megabytes() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 2**20
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

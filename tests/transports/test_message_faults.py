@@ -1,10 +1,7 @@
 """Nodes that fail in the middle of a layer-wise step: the round is that of the other nodes."""
 
-import gc
-import resource
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +20,7 @@ from fedbn_flwr.transports.message_client import STEPS
 from fedbn_flwr.transports.message_records import StepPosition
 from tests.helpers.faults import FAULTY, Fault, Faulty, Without, elsewhere, lies, silent, too_large
 from tests.helpers.harness import Federation, make_model
+from tests.helpers.processes import resident_megabytes
 from tests.helpers.waiting import wait_until
 
 #: exchanges of an iteration with two BN layers
@@ -161,12 +159,6 @@ def test_nobody_but_the_failing_node_suffers(make: Callable[[], FedAvg]) -> None
     assert len(talk.train_replies) == 4
 
 
-def megabytes() -> float:
-    """The resident memory of this process."""
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
-
-
 def test_hundreds_of_abandoned_rounds_leave_nothing() -> None:
     """A server that dies in the middle of a step, again and again."""
     nodes = Federation(make_model(), (3,))
@@ -175,7 +167,7 @@ def test_hundreds_of_abandoned_rounds_leave_nothing() -> None:
     for server_round in range(1, 301):
         if server_round == 61:
             # by now, everything that is made once has been made
-            resident = megabytes()
+            resident = resident_megabytes()
         instruction = wire.Instruction(server_round=server_round, layerwise="fused", local_steps=1)
         content = RecordDict({wire.CONFIG: instruction.to_config(), **StepPosition("exchange").pack()})
         content[wire.ARRAYS] = nodes.initial
@@ -183,7 +175,7 @@ def test_hundreds_of_abandoned_rounds_leave_nothing() -> None:
         assert not reply.has_error()
     assert len(STEPS) == 1
     # 240 steps that were not released would be 11
-    assert megabytes() < resident + 5
+    assert resident_megabytes() < resident + 5
     # the suspended step, and the watch over its time to live
     assert wait_until(lambda: threading.active_count() <= threads + 2)
     kept = [name for name, _ in Memory(nodes.grid.context(1000).state).kept("layerwise/")]
