@@ -9,11 +9,6 @@ from fedbn_flwr.strategies import FedTANII, FixBN, fit_config
 from fedbn_flwr.wire import Instruction
 
 
-def test_the_defaults() -> None:
-    strategy = FixBN()
-    assert (strategy.window, strategy.threshold, strategy.latest, strategy.send_frozen) == (10, 1.0, 0.5, False)
-
-
 def test_a_client_that_could_not_freeze_is_known_before_the_freeze() -> None:
     strategy = FixBN(freeze_round=3)
     assert [strategy.instruct(Instruction(server_round=number)).later for number in (3, 4)] == ["freeze,omit", ""]
