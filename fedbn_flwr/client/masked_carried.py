@@ -89,10 +89,9 @@ def keep_values(reply: RecordDict, context: Context) -> RecordDict:
 def _fits(pool: Mapping[str, np.ndarray], kept: Mapping[str, np.ndarray]) -> bool:
     """Return whether the pool is of a node's own layers, and of use."""
     layers = {name: kept[name] for name in (LAYERS, SIZES) if name in kept}
-    same = {kind for kind in KINDS if kind in kept} == {kind for kind in KINDS if kind in pool}
-    return (
-        bool(kept) and same and not why_not_carried({**layers, **{kind: pool[kind] for kind in KINDS if kind in pool}})
-    )
+    pooled: Entries = {kind: pool[kind] for kind in KINDS if kind in pool}
+    same = pooled.keys() == {kind for kind in KINDS if kind in kept}
+    return bool(kept) and same and not why_not_carried({**layers, **pooled})
 
 
 def _kept(context: Context) -> Entries:

@@ -30,15 +30,15 @@ class WorkersGrid(LocalGrid):
 
     `make_grid` is given partitions, and makes the grid of their nodes inside a worker: it must be picklable, and the
     grid's node of partition p have the id `FIRST_NODE_ID + p`. A node stays with its worker, where its `Context` is.
-    When a worker dies, its messages are answered by errors, at most `prepared.PORTION` of them, and it is started again
-    with empty contexts.
+    When a worker dies, its messages are answered by errors, at most `in_process.PORTION` of them, and it is started
+    again with empty contexts.
 
     With `here` the first of the workers is this process. It works while the grid waits for answers, with the threads
     that it has, and makes its grid when that is wanted first. If it dies, so does the run. The others are processes of
     this machine, or what `start` starts.
 
     With `average_by`, "examples" or "uniform" as the option `weighting` of strategies, a worker averages the replies of
-    its nodes to training messages, `prepared.PORTION` of them at most or those of a layer-wise step. The mean is the
+    its nodes to training messages, `in_process.PORTION` of them at most or those of a layer-wise step. The mean is the
     reply to the first of the messages, and the others have none.
 
     Other workers start, import and make their grids while the caller goes on; the first messages wait for them. Close
