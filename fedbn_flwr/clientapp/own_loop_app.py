@@ -19,8 +19,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.client import Reply
 from fedbn_flwr.client.lost_state import has_all, lacking_reply
 from fedbn_flwr.client.own_loop_client import Handler, OwnLoopClient
-from fedbn_flwr.clientapp.bn_client_app import pack, unpack
-from fedbn_flwr.clientapp.node_app import NodeApp
+from fedbn_flwr.clientapp.bn_client_app import NodeApp, pack, unpack
 from fedbn_flwr.transports.node import handle_layerwise_message
 
 Decorator = Callable[[Handler], Handler]
