@@ -1,7 +1,8 @@
 """Freezing batch normalization: its statistics, its affine parameters, or both."""
 
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -37,12 +38,28 @@ class _AffineHold:
     count: int = 0
 
 
-class Frozen(ExitStack):
-    """A freeze that can be undone; a context manager that undoes it at its end."""
+@dataclass
+class Frozen:
+    """A freeze that can be undone; a context manager that undoes it at its end.
+
+    Copied or pickled together with its model, it undoes the freeze of the copy.
+    """
+
+    _releases: list[tuple[Callable[[_BatchNorm], None], _BatchNorm]] = field(default_factory=list)
 
     def undo(self) -> None:
         """Make the layers what they would be without this freeze; a second call does nothing."""
-        self.close()
+        while self._releases:
+            release, layer = self._releases.pop()
+            release(layer)
+
+    def __enter__(self) -> "Frozen":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
 
 
 def freeze(model: nn.Module, statistics: bool = True, affine: bool = False) -> Frozen:
@@ -61,10 +78,10 @@ def freeze(model: nn.Module, statistics: bool = True, affine: bool = False) -> F
     for layer in layers.values():
         if statistics:
             _hold_statistics(layer)
-            frozen.callback(_release_statistics, layer)
+            frozen._releases.append((_release_statistics, layer))
         if affine:
             _hold_affine(layer)
-            frozen.callback(_release_affine, layer)
+            frozen._releases.append((_release_affine, layer))
     return frozen
 
 

@@ -4,6 +4,8 @@ import copy
 import io
 import itertools
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -149,6 +151,19 @@ def test_a_copy_of_a_frozen_model_is_frozen_by_itself(how: str) -> None:
     frozen.undo()
     assert model.train()[1].training
     assert_frozen(copied)
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_freeze_that_is_copied_with_its_model_is_undone_in_the_copy(make_copy: Callable[[Any], Any]) -> None:
+    model = make_model()
+    frozen = freeze(model, affine=True)
+    copied, copied_freeze = make_copy((model, frozen))
+    copied_freeze.undo()
+    assert all(snapshot(copied.train()).values())
+    assert_frozen(model)
+    assert not model[1].weight.requires_grad
+    frozen.undo()
+    assert all(snapshot(model).values())
 
 
 def test_layers_without_running_statistics_are_named() -> None:
