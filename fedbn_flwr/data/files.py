@@ -97,12 +97,12 @@ def _read(name: str, root: Path, role: str, download: bool, places: list[Path]) 
 
 def read_split(name: str, root: Path, role: str, download: bool = False) -> tuple[Tensor, Tensor]:
     """Return the images (N x C x H x W) and labels of a split; raises what torchvision's class raises."""
-    with extra("data"):  # imported here because it takes seconds
-        from torchvision import datasets
-
     kind, _ = TORCHVISION[name]
     chosen: dict[str, Any] = {"split": role} if kind == "SVHN" else {"train": role == "train"}
-    dataset = getattr(datasets, kind)(root, **chosen, download=download)
+    with extra("data"):
+        from torchvision import datasets  # imported here because it takes seconds
+
+        dataset = getattr(datasets, kind)(root, **chosen, download=download)  # imports scipy for SVHN
     inputs = torch.as_tensor(dataset.data)
     if inputs.dim() == 3:  # one channel
         inputs = inputs.unsqueeze(1)

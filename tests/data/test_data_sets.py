@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fedbn_flwr.data import Data, load, partition
 from fedbn_flwr.data.file_split import FileSplit
 from fedbn_flwr.data.image_augmentation import IGNORED
 from fedbn_flwr.data.sets.domain_lists import DOMAINNET, OFFICE
+from fedbn_flwr.deployment.cli import main
 from tests.helpers.image_sets import (
     paint,
     write_cityscapes,
@@ -262,6 +264,17 @@ def test_what_is_missing_is_one_line(
     with pytest.raises(ValueError, match=message) as error:
         load(name, root=tmp_path, image_size=10)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("module", ["scipy.io", "torchvision"])
+def test_a_missing_package_is_not_taken_for_missing_files(
+    tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = originals(tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(["data", "check", "digits-five", str(home)]) == 2
+    line = f"fedbn-flwr: {module.partition('.')[0]} is not installed: pip install 'fedbn-flwr[data]'"
+    assert capsys.readouterr().err.splitlines() == [line]
 
 
 def test_a_class_without_an_image_in_a_list(tmp_path: Path) -> None:

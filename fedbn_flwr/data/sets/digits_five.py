@@ -97,6 +97,8 @@ def _torchvision(name: str, home: Path, role: str) -> Columns:
     folder = home / name.upper()
     try:
         images, labels = read_split(name, folder, role)
+    except ImportError:
+        raise
     except Exception as error:  # absent, or of a kind that depends on where a file is broken
         reason = " ".join(str(error).split())
         raise DataFilesError(f"digits-five: no {name.upper()} in {folder}: {reason}") from None
