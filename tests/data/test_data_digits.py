@@ -102,14 +102,19 @@ def test_domains_shift_the_features() -> None:
 
 
 def test_each_image_is_in_one_domain() -> None:
-    images = torch.randint(256, (40, 1, 28, 28), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    split = Split(images, torch.arange(40) % 10)
-    data = image_domains("mine", Data("grey", split, split, 10))
+    def grey(count: int, seed: int) -> Split:
+        generator = torch.Generator().manual_seed(seed)
+        images = torch.randint(256, (count, 1, 28, 28), generator=generator, dtype=torch.uint8)
+        return Split(images, torch.randint(10, (count,), generator=generator))
+
+    source = Data("grey", grey(40, 0), grey(24, 1), 10)
+    data = image_domains("mine", source)
     assert data.domain_names == ("real", "photos", "inverted", "sheared")
-    assert data.train.domains is not None
-    assert torch.equal(data.train.domains, torch.arange(4).repeat_interleave(10))
-    shown = data.train.inputs[data.train.domains == 0]
-    assert torch.equal(shown, images[::4].expand(-1, 3, -1, -1))
-    for domain in range(4):
-        assert torch.equal(data.train.labels[data.train.domains == domain], split.labels[domain::4])
-    assert torch.equal(data.train.inputs, image_domains("mine", Data("grey", split, split, 10)).train.inputs)
+    again = image_domains("mine", source)
+    for given, made, same in ((source.train, data.train, again.train), (source.test, data.test, again.test)):
+        assert made.domains is not None
+        assert torch.equal(made.domains, torch.arange(4).repeat_interleave(len(given) // 4))
+        assert torch.equal(made.inputs[made.domains == 0], given.inputs[::4].expand(-1, 3, -1, -1))
+        for domain in range(4):
+            assert torch.equal(made.labels[made.domains == domain], given.labels[domain::4])
+        assert torch.equal(made.inputs, same.inputs)

@@ -110,6 +110,22 @@ def test_the_folder_of_debians_package(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(load("fashion-mnist", root=tmp_path).train) == 6
 
 
+def test_fashion_mnist_in_four_domains(tmp_path: Path) -> None:
+    write_idx(tmp_path / "FashionMNIST" / "raw")
+    data = load("fashion-domains", root=tmp_path)
+    assert (data.name, data.num_classes) == ("fashion-domains", 10)
+    assert data.domain_names == ("real", "photos", "inverted", "sheared")
+    for split, count, labels, domains in (
+        (data.train, 6, [0, 4, 1, 5, 2, 3], [0, 0, 1, 1, 2, 3]),
+        (data.test, 4, [0, 1, 2, 3], [0, 1, 2, 3]),
+    ):
+        assert split.domains is not None
+        assert split.labels.tolist() == labels
+        assert split.domains.tolist() == domains
+        real = split.inputs[split.domains == 0]
+        assert np.array_equal(real.numpy(), pixels(count, 28, 28, seed=count)[::4, None].repeat(3, axis=1))
+
+
 BROKEN: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "cut": ("train-images-idx3-ubyte", lambda content: content[:-1], "is not a whole IDX file of bytes with 3 dim"),
     "no header": ("t10k-labels-idx1-ubyte", lambda _: b"", "is not a whole IDX file of bytes with 1 dimension$"),
