@@ -1,5 +1,6 @@
 """Drawn streets: the same every time, with another light in every city, cut together with their label maps."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,6 +44,23 @@ def test_cities_go_from_dark_to_bright() -> None:
 def test_labels_that_are_not_there_divide_nothing() -> None:
     with pytest.raises(ValueError, match="streets has label maps and no labels: take iid, city, domain or union"):
         partition("classes:2", load("streets"), 6, 0)
+
+
+def test_label_maps_stay_with_their_images_in_chosen_samples_and_in_a_validation_split() -> None:
+    data = load("streets:cities=2:images=6:test=1")
+    everything, maps = data.train.batch(torch.arange(12))
+    assert not torch.equal(maps[1], maps[2])
+    inputs, targets = data.train.select(np.array([5, 2])).batch(torch.tensor([1]))
+    assert torch.equal(inputs[0], everything[2])
+    assert torch.equal(targets[0], maps[2])
+    parts = data.validation_split(0.25, seed=0)
+    found = []
+    for split in (parts.train, parts.test):
+        for image, target in zip(*split.batch(torch.arange(len(split))), strict=True):
+            (row,) = [row for row in range(12) if torch.equal(everything[row], image)]
+            assert torch.equal(target, maps[row])
+            found.append(row)
+    assert (len(parts.test), sorted(found)) == (3, list(range(12)))
 
 
 def test_rotated_corners_have_no_class() -> None:
