@@ -13,7 +13,7 @@ import fedbn_flwr.experiments.output.scoring
 from fedbn_flwr.client.evaluation import Evaluation, evaluate
 from fedbn_flwr.data import Split
 from fedbn_flwr.experiments import Config, UsageError
-from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Line, Plan, compare, lines
+from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Line, Plan, compare, lines, typical
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
@@ -69,6 +69,17 @@ def test_a_number_that_only_some_methods_have() -> None:
     first, second = lines(summaries, "accuracy-personal")
     assert first.mean != first.mean
     assert second.mean == pytest.approx(0.9)
+
+
+def test_the_title_is_of_a_finished_run_of_the_clients_if_there_is_one() -> None:
+    failed, centralized, first, second = (
+        {"partition": "iid", "error": "diverged"},
+        {"partition": "union"},
+        {"partition": "classes:1"},
+        {"partition": "classes:2"},
+    )
+    assert typical([failed, centralized, first, second]) is first
+    assert typical([failed, centralized]) is centralized
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
