@@ -23,12 +23,13 @@ def test_every_project_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("project", ALL)
 def test_models_data_and_loops_are_not_touched(project: str) -> None:
-    changed = {path.name for path in (EXAMPLES / project / "before").iterdir()} - {"__pycache__"}
+    before, after = EXAMPLES / project / "before", EXAMPLES / project / "after"
+    changed = {path.name for path in before.iterdir()} - {"__pycache__"}
     assert changed == {"client_app.py", "server_app.py", "pyproject.toml"}
-    assert changed < {path.name for path in (EXAMPLES / project / "after").iterdir()}
+    assert changed < {path.name for path in after.iterdir()}
+    assert all((before / name).read_text() != (after / name).read_text() for name in changed)
     needs = [
-        tomllib.loads((EXAMPLES / project / kind / "pyproject.toml").read_text())["project"]["dependencies"]
-        for kind in ("before", "after")
+        tomllib.loads((folder / "pyproject.toml").read_text())["project"]["dependencies"] for folder in (before, after)
     ]
     assert [*needs[0], "fedbn-flwr>=0.1"] == needs[1]
     assert not any("fedbn_flwr" in text for text in sources(project, "before").values())
