@@ -1,6 +1,5 @@
 """Processes that outlive the command that started them: found by their environment, ended by their ids."""
 
-import gc
 import os
 import resource
 import signal
@@ -18,8 +17,7 @@ def processes_with(variable: str, value: str) -> list[int]:
 
 
 def resident_megabytes() -> float:
-    """Return the memory that this process has."""
-    gc.collect()
+    """Return the memory that this process has, with garbage that is not collected yet."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
