@@ -1,4 +1,4 @@
-"""What the commands `compare` and `list` conclude, not only that they ran."""
+"""What the command `compare` concludes, not only that it ran."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The number of worker processes is a rule, and a run's bits are its consequence."""
+"""The number of worker processes follows from the options, the cores and GPUs, and the model's multiplications."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""FixBN's two stages: what clients are asked for in each, and the defaults."""
+"""What FixBN announces before its freeze, and the learning rate from the freeze on, also of FedTAN-II."""
 
 from typing import Any
 
