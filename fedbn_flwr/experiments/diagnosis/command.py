@@ -26,7 +26,7 @@ from fedbn_flwr.wire import Instruction, wire_key
 #: largest mini-batch that is too small for statistics of its own, whatever the clients' data are (FedWon's case)
 TINY_BATCH = 8
 #: `excess` up to which BN is fine, and from which FixBN is not enough; docs/diagnose.md shows where they come from
-SMALL_EXCESS, LARGE_EXCESS = 0.15, 0.4
+SMALL_EXCESS, LARGE_EXCESS = 0.25, 0.4
 
 
 def run_diagnosis(options: dict[str, Any]) -> None:
@@ -105,6 +105,6 @@ def suggestion(diagnosis: Diagnosis) -> str:
     if error < LARGE_EXCESS:
         return f"{reason} This suggests FixBN (fixbn), which costs no further communication."
     return (
-        f"{reason} This suggests FedTAN (fedtan), or where exchanges are slow fedtan:carry=true or fedtan-ii; at "
-        "the least FixBN (fixbn)."
+        f"{reason} This suggests FedTAN (fedtan), or where exchanges are slow fedtan:carry=true or fedtan-ii; FedWon "
+        "(fedwon) if the model may change; at the least FixBN (fixbn)."
     )

@@ -47,6 +47,8 @@ def test_on_iid_digits_bn_is_fine_and_on_one_class_a_client_it_is_not(tmp_path: 
         (8, 0.1, 0.1, "fedwon"),
         (32, 0.5, 0.5, "BN is fine"),
         (32, 0.4, 0.5, "BN is fine"),
+        (32, 0.26, 0.1, "BN is fine"),
+        (32, 0.28, 0.1, "FixBN (fixbn), which"),
         (32, 0.5, 0.4, "FixBN (fixbn), which"),
         (32, 0.9, 0.4, "FedTAN (fedtan)"),
     ],
