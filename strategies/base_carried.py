@@ -50,7 +50,8 @@ class CarriedCorrections(Layerwise):
             float, "bound of carried corrections, in standard deviations and as ratio of variances; 0 is none"
         ] = 3.0,
         memory: Annotated[
-            float, "share of a node's earlier values in what carry=true keeps, after one round; 0 keeps the last only"
+            float,
+            "share of a node's earlier statistics in what carry=true keeps, after one round; 0 keeps the last only",
         ] = 0.0,
         carry_limit: Annotated[float, "megabytes of nodes' values that the server keeps for carry=true"] = 256.0,
         **options: Any,

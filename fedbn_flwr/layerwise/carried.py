@@ -14,9 +14,10 @@ S of round t:
 
     m = sum_S p_k m_k',   v = sum_S p_k (v_k' + (m_k' - m)^2),   a = sum_S p_k a_k',   b = sum_S p_k b_k'
 
-The values of one round are those of one mini-batch, and mostly noise. So m_k' and the others are running means: with a
+The values of one round are those of one mini-batch, and mostly noise. So m_k' and v_k' are running means: with a
 `memory` M, new values of a client that was last heard j rounds ago count 1 - M^j, and what was kept counts M^j. Values
-of a client that seldom takes part are old already, and are hardly averaged. With M = 0, they are the last values.
+of a client that seldom takes part are old already, and are hardly averaged. With M = 0, they are the last values. Those
+of gradients always are: with averages of both, training loses where labels are most skewed.
 
 To correct the current local values, instead of replacing them by the last pooled ones, keeps every layer normalized
 however wrong the corrections are; replacing them diverges.
@@ -239,9 +240,9 @@ def _channels(requests: Requests | None) -> int:
 
 
 class CarriedValues:
-    """Each node's local values of every BN layer, averaged over its rounds, by node.
+    """Each node's local values of every BN layer, by node: the last gradients, and statistics averaged over its rounds.
 
-    After a pause of j rounds, what is kept counts `memory` to the power of j. A memory of 0 keeps the last values.
+    After a pause of j rounds, kept statistics count `memory` to the power of j. A memory of 0 keeps the last ones.
 
     If all together take more than `limit` megabytes (2^20 bytes), those are forgotten that are not renewed for the
     longest time.
@@ -273,10 +274,8 @@ class CarriedValues:
             return reason
         if before is not None and _form(before) == _form(kept):
             share = self.memory ** max(server_round - before[ROUND].item(), 1)
-            for kind in KINDS:
-                if kind in kept:
-                    mean = share * before[kind].astype(np.float64) + (1 - share) * kept[kind]
-                    kept[kind] = mean.astype(kept[kind].dtype)
+            mean = share * before["statistics"].astype(np.float64) + (1 - share) * kept["statistics"]
+            kept["statistics"] = mean.astype(kept["statistics"].dtype)
         self.by_node[node] = {**kept, EXAMPLES: np.array(num_examples), ROUND: np.array(server_round)}
         size = sum(value.nbytes for value in self.by_node[node].values())
         while len(self.by_node) > max(self.limit * 2**20 / size, 1):

@@ -122,14 +122,13 @@ class Server:
         return found
 
     def hear(self, node: int, heard: dict[str, Values], number: int) -> None:
-        """Average the values of a node, of which those of j rounds ago count `memory` to the power of j."""
+        """Average the statistics of a node, of which those of j rounds ago count `memory` to the power of j."""
         if node in self.known:
             kept = self.memory ** (number - self.last[node])
             for layer, new in heard.items():
                 old = self.known[node][layer]
-                pairs = ((old.m, new.m), (old.v, new.v), (old.a, new.a), (old.b, new.b))
-                m, v, a, b = (kept * before + (1 - kept) * now for before, now in pairs)
-                heard[layer] = Values(m, v, a, b, new.n)
+                m, v = (kept * before + (1 - kept) * now for before, now in ((old.m, new.m), (old.v, new.v)))
+                heard[layer] = Values(m, v, new.a, new.b, new.n)
         self.known[node], self.last[node] = heard, number
 
     def settle(self, corrections: Mapping[int, dict[str, Correction]], shares: Mapping[int, float]) -> None:

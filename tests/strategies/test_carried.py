@@ -344,12 +344,14 @@ def test_the_oldest_values_are_forgotten() -> None:
     assert list(carried.by_node) == [3, 1, 4]
 
 
-def test_old_values_count_less_with_every_round() -> None:
+def test_old_statistics_count_less_with_every_round() -> None:
     carried = CarriedValues(trust=3.0, limit=1.0, memory=0.5)
     for number, mean in ((1, 8.0), (2, 4.0), (5, 22.0)):
-        carried.hear(7, 10, values(mean), number)
+        carried.hear(7, 10, values(mean) | with_gradients(mean, 0.0), number)
     # (8 + 4) / 2 = 6, and after three rounds 6 / 8 + 22 * 7 / 8
     assert carried.by_node[7]["statistics"].tolist() == [[20.0], [1.0]]
+    # gradients are the last ones
+    assert carried.by_node[7]["gradients"].tolist() == [[22.0], [0.0]]
     # values of other layers are not averaged with them
     carried.hear(7, 10, values(3.0, layers=2), 6)
     assert carried.by_node[7]["statistics"].tolist() == [[3.0, 3.0], [1.0, 1.0]]
