@@ -21,9 +21,9 @@ from .base_layerwise import Layerwise
 class CarriedCorrections(Layerwise):
     """`Layerwise`, or with `carry=True` one exchange a round: first steps use corrections from earlier rounds.
 
-    The server keeps each node's last local values of every BN layer. From those of a round's participants it makes the
+    The server keeps each node's local values of every BN layer. From those of a round's participants it makes the
     corrections that go with their models in that round's ordinary training message, and their replies bring new values.
-    With a `memory`, values are averaged over rounds: after j rounds, kept values count `memory` to the power of j.
+    Statistics are averaged over rounds: after j rounds, what was kept counts `memory` to the power of j.
     `fedbn_flwr.layerwise.carried` derives it. A node that was never heard, or did not reply when last drawn, goes
     without corrections, and is not in the pool. What corrections of gradients add because a drawn node is silent, those
     of the next round take back. Messages carry 4 numbers a BN channel more, each way (2 without gradients), and each
@@ -50,15 +50,18 @@ class CarriedCorrections(Layerwise):
             float, "bound of carried corrections, in standard deviations and as ratio of variances; 0 is none"
         ] = 3.0,
         memory: Annotated[
-            float,
-            "share of a node's earlier statistics in what carry=true keeps, after one round; 0 keeps the last only",
-        ] = 0.0,
+            float | None,
+            "share of a node's earlier statistics in what carry=true keeps, after one round; 0 keeps the last only. By "
+            "default 0.5, and 0 with secure=true",
+        ] = None,
         carry_limit: Annotated[float, "megabytes of nodes' values that the server keeps for carry=true"] = 256.0,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         if trust != 0 and trust <= 1:
             raise ValueError(f"trust must be 0 or more than 1, got {trust}")
+        if memory is None:
+            memory = 0.0 if self.secure else 0.5
         if not 0 <= memory < 1:
             raise ValueError(f"memory must be at least 0 and less than 1, got {memory}")
         if carry_limit <= 0:

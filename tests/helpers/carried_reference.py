@@ -90,7 +90,7 @@ class Server:
     """The values of nodes, the corrections made of them, and what these have added to the mean gradients so far."""
 
     trust: float = 3.0
-    memory: float = 0.0
+    memory: float = 0.5
     forward_only: bool = False
     known: dict[int, dict[str, Values]] = field(default_factory=dict)
     #: the round in which a node was last heard

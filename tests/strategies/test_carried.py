@@ -72,7 +72,7 @@ def failing(fails: Silence) -> type[InProcessGrid]:
 
 CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
     "carried": (lambda: FedTAN(carry=True), {}),
-    "averaged over rounds": (lambda: FedTAN(carry=True, memory=0.5), {"memory": 0.5}),
+    "the last values": (lambda: FedTAN(carry=True, memory=0.0), {"memory": 0.0}),
     "unbounded": (lambda: FedTAN(carry=True, trust=0.0), {"trust": 0.0}),
     "a narrow region": (lambda: FedTAN(carry=True, trust=1.1), {"trust": 1.1}),
     "statistics only": (lambda: FedDNA(carry=True), {"forward_only": True}),
@@ -214,7 +214,7 @@ WHOLE: dict[str, Any] = {"batch_size": 50, "local_steps": 1}
 def test_a_model_that_stands_still_ends_with_fedtans_gradient(still: int, exact: bool) -> None:
     """With whole data sets as mini-batches: 2 L rounds without a rate, then one with a rate."""
     schedule: dict[str, Any] = {"lr_schedule": f"=0.5@{still}"}
-    carry: dict[str, Any] = {"carry": True, "trust": 0.0}
+    carry: dict[str, Any] = {"carry": True, "trust": 0.0, "memory": 0.0}
     carried, wanted = (run(FedTAN(**{**options, **schedule}), still + 1, lr=0.0, **WHOLE) for options in (carry, {}))
     parameters = [name for name in carried if "running" not in name and "tracked" not in name]
     start = make_model().state_dict()

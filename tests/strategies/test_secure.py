@@ -46,9 +46,9 @@ CASES: dict[str, tuple[Any, Options]] = {
     "the paper's exchanges": (FedTAN, {"exchange": "paper"}),
     "uniform exchanges": (FedTAN, {"weighting": "uniform"}),
     "uniform variates": (Scaffold, {"weighting": "uniform"}),
-    "carried": (FedTAN, {"carry": True}),
-    "carried, uniform": (FedTAN, {"carry": True, "weighting": "uniform"}),
-    "carried forward": (FedDNA, {"carry": True}),
+    "carried": (FedTAN, {"carry": True, "memory": 0.0}),
+    "carried, uniform": (FedTAN, {"carry": True, "memory": 0.0, "weighting": "uniform"}),
+    "carried forward": (FedDNA, {"carry": True, "memory": 0.0}),
     "layer by layer": (HeteroFL, {"statistics": "layer-wise"}),
 }
 
@@ -210,7 +210,7 @@ BYTES: dict[str, tuple[type[FedAvg], Options]] = {
     "fedtan": (FedTAN, {}),
     "scaffold": (Scaffold, {}),
     "hbn": (HBN, {}),
-    "carried": (FedTAN, {"carry": True}),
+    "carried": (FedTAN, {"carry": True, "memory": 0.0}),
 }
 
 
@@ -344,7 +344,8 @@ def lossy(lost: int, what: str, secure: bool, rounds: int) -> state.State:
     """Rounds of carried corrections in which a message to a node is lost."""
     nodes = Federation(make_model(), grid=Losing)
     nodes.grid.lose = lambda node, asked: (node, asked) == (lost, what)  # type: ignore[attr-defined]
-    return nodes.run(FedTAN(carry=True, secure=secure, fraction_evaluate=0.0, min_train_nodes=4), rounds)
+    strategy = FedTAN(carry=True, memory=0.0, secure=secure, fraction_evaluate=0.0, min_train_nodes=4)
+    return nodes.run(strategy, rounds)
 
 
 def test_a_node_lost_after_the_pool_leaves_over_what_it_would_have_added(monkeypatch: pytest.MonkeyPatch) -> None:
