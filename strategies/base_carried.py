@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import wire
-from fedbn_flwr.layerwise.carried import CarriedValues, Entries, Examples
+from fedbn_flwr.layerwise.carried import ROUND, CarriedValues, Entries, Examples
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.averaging import Arrays, record, unpack
 from fedbn_flwr.server.replies import NodeReply
@@ -24,11 +24,12 @@ class CarriedCorrections(Layerwise):
     The server keeps each node's local values of every BN layer. From those of a round's participants it makes the
     corrections that go with their models in that round's ordinary training message, and their replies bring new values.
     Statistics are averaged over rounds: after j rounds, what was kept counts `memory` to the power of j.
-    `fedbn_flwr.layerwise.carried` derives it. A node that was never heard, or did not reply when last drawn, goes
-    without corrections, and is not in the pool. What corrections of gradients add because a drawn node is silent, those
-    of the next round take back. Messages carry 4 numbers a BN channel more, each way (2 without gradients), and each
-    layer's name and 3 sizes. Nodes remember nothing. With `secure`, nodes keep their values and make their corrections,
-    of a pool for which the server asks at the start of a round (`fedbn_flwr.client.masked_carried`).
+    `fedbn_flwr.layerwise.carried` derives it. A node that was never heard, was not heard for more than `oldest` rounds,
+    or did not reply when last drawn, goes without corrections, and is not in the pool. What corrections of gradients
+    add because a drawn node is silent, those of the next round take back. Messages carry 4 numbers a BN channel more,
+    each way (2 without gradients), and each layer's name and 3 sizes. Nodes remember nothing. With `secure`, nodes keep
+    their values and make their corrections, of a pool for which the server asks at the start of a round
+    (`fedbn_flwr.client.masked_carried`).
 
     Corrections of statistics are cut to `trust` standard deviations, and to variance ratios between 1 / `trust` and
     `trust`; 0 leaves them as they are. What the server keeps has at most `carry_limit` megabytes. With one client this
@@ -54,6 +55,9 @@ class CarriedCorrections(Layerwise):
             "share of a node's earlier statistics in what carry=true keeps, after one round; 0 keeps the last only. By "
             "default 0.5, and 0 with secure=true",
         ] = None,
+        oldest: Annotated[
+            int, "rounds after which a node's values are too old for corrections with carry=true; 0 is no limit"
+        ] = 4,
         carry_limit: Annotated[float, "megabytes of nodes' values that the server keeps for carry=true"] = 256.0,
         **options: Any,
     ) -> None:
@@ -64,10 +68,12 @@ class CarriedCorrections(Layerwise):
             memory = 0.0 if self.secure else 0.5
         if not 0 <= memory < 1:
             raise ValueError(f"memory must be at least 0 and less than 1, got {memory}")
+        if oldest < 0:
+            raise ValueError(f"oldest must be 0 or more, got {oldest}")
         if carry_limit <= 0:
             raise ValueError(f"carry_limit must be positive, got {carry_limit}")
         self.carry = carry
-        self.carried = CarriedValues(trust, carry_limit, memory, self.combiner)
+        self.carried = CarriedValues(trust, carry_limit, memory, oldest, self.combiner)
         self._corrections: Mapping[int, Entries] = {}
 
     def why_single(self) -> str:
@@ -94,7 +100,8 @@ class CarriedCorrections(Layerwise):
         """Keep the nodes' values, and average the models."""
         merged = super().merge(replies, weights)
         if self.secure:
-            self.carried.by_node |= {node: {} for reply in replies for node in reply.nodes if self._carries}
+            heard = [node for reply in replies for node in reply.nodes if self._carries]
+            self.carried.by_node |= {node: {ROUND: np.array(self.round.number)} for node in heard}
             return merged
         averaged = {reply.node: weight for reply, weight in zip(replies, weights, strict=True)}
         self.carried.settle(self._corrections, set(self.round.nodes) - averaged.keys(), averaged)
@@ -123,14 +130,16 @@ class CarriedCorrections(Layerwise):
         ordered = sorted(nodes, key=lambda node: (self.partitions.get(node, -1), node))
         if self.secure:
             return self._pool(ordered)
-        return self.carried.corrections(ordered, self._weigh_examples)
+        return self.carried.corrections(ordered, self._weigh_examples, self.server_round)
 
     def _pool(self, nodes: Sequence[int]) -> Mapping[int, Entries]:
         """Ask the nodes that have new values for their pool, and return it for each node that is in it.
 
         A node gives its values once: after this, the server counts on it when it has replied again.
         """
-        asked = [node for node in nodes if self.carried.by_node.pop(node, None) is not None]
+        asked = self.carried.recent(nodes, self.server_round)
+        for node in asked:
+            del self.carried.by_node[node]
         if len(asked) < self.secure_min:
             return {}
         config = ConfigRecord({**self.round.other_config, **self.instruction.to_config()})

@@ -17,7 +17,8 @@ S of round t:
 The values of one round are those of one mini-batch, and mostly noise. So m_k' and v_k' are running means: with a
 `memory` M, new values of a client that was last heard j rounds ago count 1 - M^j, and what was kept counts M^j. Values
 of a client that seldom takes part are old already, and are hardly averaged. With M = 0, they are the last values. Those
-of gradients always are: with averages of both, training loses where labels are most skewed.
+of gradients always are: with averages of both, training loses where labels are most skewed. Values of more than
+`oldest` rounds ago make no corrections at all: with values of ten rounds ago, training diverges.
 
 To correct the current local values, instead of replacing them by the last pooled ones, keeps every layer normalized
 however wrong the corrections are; replacing them diverges.
@@ -242,7 +243,8 @@ def _channels(requests: Requests | None) -> int:
 class CarriedValues:
     """Each node's local values of every BN layer, by node: the last gradients, and statistics averaged over its rounds.
 
-    After a pause of j rounds, kept statistics count `memory` to the power of j. A memory of 0 keeps the last ones.
+    After a pause of j rounds, kept statistics count `memory` to the power of j. A memory of 0 keeps the last ones. A
+    node whose values are more than `oldest` rounds old goes without corrections; 0 is no limit.
 
     If all together take more than `limit` megabytes (2^20 bytes), those are forgotten that are not renewed for the
     longest time.
@@ -251,8 +253,10 @@ class CarriedValues:
     left over is the `surplus`, which the next corrections take back.
     """
 
-    def __init__(self, trust: float, limit: float, memory: float = 0.0, combiner: Combiner = combine) -> None:
-        self.trust, self.limit, self.memory, self.combiner = trust, limit, memory, combiner
+    def __init__(
+        self, trust: float, limit: float, memory: float = 0.0, oldest: int = 0, combiner: Combiner = combine
+    ) -> None:
+        self.trust, self.limit, self.memory, self.oldest, self.combiner = trust, limit, memory, oldest, combiner
         #: as they travel, with the node's number of samples and the round; the most recent last
         self.by_node: dict[int, Entries] = {}
         #: (2, C), what all corrections so far have added to the mean gradient of the averaged nodes
@@ -297,12 +301,19 @@ class CarriedValues:
             surplus = self.combiner("gradients", values, list(averaged.values())).numpy()
             self.surplus = surplus + self._surplus_like(surplus)
 
-    def corrections(self, nodes: Iterable[int], weigh: Callable[[Examples], Sequence[float]]) -> dict[int, Entries]:
-        """Return the entries of each participant's correction; a node that was never heard has none.
+    def recent(self, nodes: Iterable[int], server_round: int) -> list[int]:
+        """Return those of the nodes that were heard, and whose values are not too old in this round."""
+        heard = [node for node in nodes if node in self.by_node]
+        return [node for node in heard if not 0 < self.oldest < server_round - self.by_node[node][ROUND].item()]
+
+    def corrections(
+        self, nodes: Iterable[int], weigh: Callable[[Examples], Sequence[float]], server_round: int = 0
+    ) -> dict[int, Entries]:
+        """Return the entries of each participant's correction; a node without recent values has none.
 
         `weigh` returns the weights of nodes with these numbers of samples, in their order.
         """
-        heard = {node: self.by_node[node] for node in nodes if node in self.by_node}
+        heard = {node: self.by_node[node] for node in self.recent(nodes, server_round)}
         # a node whose forward pass went another way has other layers
         forms = {node: _form(values) for node, values in heard.items()}
         common = Counter(forms.values()).most_common(1)

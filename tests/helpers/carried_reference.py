@@ -91,15 +91,20 @@ class Server:
 
     trust: float = 3.0
     memory: float = 0.5
+    oldest: int = 4
     forward_only: bool = False
     known: dict[int, dict[str, Values]] = field(default_factory=dict)
     #: the round in which a node was last heard
     last: dict[int, int] = field(default_factory=dict)
     added: dict[str, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
 
-    def corrections(self, shares: Mapping[int, float]) -> dict[int, dict[str, Correction]]:
-        """Return the corrections of those participants that were heard."""
-        heard = {node: share for node, share in shares.items() if node in self.known}
+    def corrections(self, shares: Mapping[int, float], number: int) -> dict[int, dict[str, Correction]]:
+        """Return the corrections of those participants that were heard, and not more than `oldest` rounds ago."""
+        heard = {
+            node: share
+            for node, share in shares.items()
+            if node in self.known and (not self.oldest or number - self.last[node] <= self.oldest)
+        }
         total = sum(heard.values())
         found: dict[int, dict[str, Correction]] = {node: {} for node in heard}
         for layer in next(iter(self.known.values()), {}):
@@ -157,7 +162,7 @@ def carried_run(
         asked = replace(instruction, server_round=number)
         total = sum(len(nodes[node].samples) for node in chosen)
         shares = {node: len(nodes[node].samples) / total for node in chosen}
-        corrections = server.corrections(shares)
+        corrections = server.corrections(shares, number)
         chosen = [node for node in chosen if not silent(node, number)]
         present = sum(shares[node] for node in chosen)
         replying = {node: shares[node] / present for node in chosen}

@@ -100,13 +100,13 @@ def test_the_cases_differ() -> None:
     assert_all_differ(runs, by=1e-6)
 
 
-@pytest.mark.parametrize("memory", [0.0, 0.5])
-def test_with_half_of_the_nodes_the_pool_is_that_of_the_participants(memory: float) -> None:
-    strategy: Any = Drawn(carry=True, memory=memory, fraction_train=0.5)
+@pytest.mark.parametrize("options", [{"memory": 0.0, "oldest": 0}, {"memory": 0.5, "oldest": 1}, {}])
+def test_with_half_of_the_nodes_the_pool_is_that_of_the_participants(options: dict[str, Any]) -> None:
+    strategy: Any = Drawn(carry=True, fraction_train=0.5, **options)
     found = run(strategy, 8)
     # some meet for the first time, and some again
     assert len({tuple(nodes) for nodes in strategy.drawn}) > 2
-    assert distance(found, by_hand(strategy.drawn, 3, memory=memory)) < 1e-10
+    assert distance(found, by_hand(strategy.drawn, 3, **options)) < 1e-10
 
 
 # ---- nodes that do not reply -----------------------------------------------------------------------------------------
