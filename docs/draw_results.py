@@ -2,21 +2,41 @@
 
 python docs/draw_results.py
 
-The tables are `runs.csv` and `curves.csv` of `fedbn-flwr report --format csv`, without runs that have not ended.
-`seconds.csv` has the seconds of a round, which are the 5 % quantile over all rounds because the machine did other work.
+`runs.csv` has the last accuracy of every run of the recipes `here/...`, as their `summary.json` has it. `curves.csv` is
+that of `fedbn-flwr report --format csv`. `seconds.csv` has the seconds of a round, which are the 5 % quantile over all
+rounds because the machine did other work.
 """
 
 import csv
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from fedbn_flwr.experiments.output.plots import draw_runs, figure
 
 FOLDER = Path(__file__).parent / "measured"
 SCORE = "accuracy, %"
-#: methods of the curves, in the order of their colours
+#: methods of the pictures, in the order of their colours
 DRAWN = ("FedAvg", "FedAvg+GN", "FixBN", "FedTAN", "FedTAN carried", "FedWon", "SCAFFOLD", "Centralized")
+LABELS = ("one class", "two classes", "Dirichlet 0.1", "Dirichlet 0.3", "i.i.d.")
+#: panels of the picture of other settings: what differs, and by the name of a place its recipe and setting
+USUAL = ("labels", "two classes")
+SETTINGS = {
+    "local steps": {"1": ("local-steps", "E = 1"), "5": USUAL, "20": ("local-steps", "E = 20")},
+    "clients and model": {"10": USUAL, "10 of 100": ("clients", ""), "ResNet-20": ("resnet", "")},
+}
+#: by method, the share of the rounds before the freeze
+FREEZES = {
+    "FixBN": {
+        "fixbn:freeze-round=0.1": 0.1,
+        "fixbn:freeze-round=0.3": 0.3,
+        "FixBN": 0.5,
+        "fixbn:freeze-round=0.7": 0.7,
+    },
+    "FedTAN-II": {f"fedtan-ii:m={rounds}": rounds / 100 for rounds in (10, 30, 50, 70)},
+}
 AXES = {
     "round": "round",
     "exchanges": "exchanges",
@@ -36,7 +56,7 @@ def draw_curves(setting: str, path: Path) -> None:
     """Draw the accuracy over rounds, exchanges, bytes and seconds."""
     seconds = {row["method"]: float(row["seconds a round"]) for row in read("seconds")}
     lines: dict[str, dict[str, list[dict[str, str]]]] = {method: defaultdict(list) for method in DRAWN}
-    for row in read("labels-curves"):
+    for row in read("curves"):
         if row["setting"] == setting and row["method"] in lines:
             row["seconds"] = str(int(row["round"]) * seconds[row["method"]])
             lines[row["method"]][row["seed"]].append(row)
@@ -56,36 +76,68 @@ def draw_curves(setting: str, path: Path) -> None:
         )
 
 
-def draw_settings(path: Path) -> None:
-    """Draw the accuracy of each method in each setting, with the standard deviation over seeds."""
-    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in read("labels-runs"):
-        values[row["setting"]][row["method"]].append(float(row[SCORE]))
-    methods = list(dict.fromkeys(method for by_method in values.values() for method in by_method))
-    with figure(path, 1, (12, 4.3)) as (picture, panel):
-        width = 0.85 / len(methods)
-        for index, method in enumerate(methods):
-            places = [
-                n + (index - len(methods) / 2) * width for n, each in enumerate(values.values()) if method in each
-            ]
-            runs = [each[method] for each in values.values() if method in each]
-            spread = [stdev(run) if len(run) > 1 else 0.0 for run in runs]
-            panel.bar(
-                places,
-                list(map(fmean, runs)),
-                width,
-                yerr=spread,
-                label=method,
-                color=f"C{index % 10}",
-                hatch="/" * (index // 10 * 3),
-            )
-        panel.set_xticks(range(len(values)), list(values))
-        panel.set_xlim(-0.5, len(values) - 0.5)
+def accuracies() -> dict[tuple[str, str], dict[str, list[float]]]:
+    """Return the accuracies of all runs that have ended well, by recipe and setting, and by method."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in read("runs"):
+        if row[SCORE]:
+            found[row["recipe"], row["setting"]][row["method"]].append(float(row[SCORE]))
+    return found
+
+
+def draw_places(panel: Any, places: Mapping[str, Mapping[str, list[float]]]) -> None:
+    """Draw the mean accuracy of each method at each place, and its standard deviation over seeds."""
+    for index, method in enumerate(DRAWN):
+        runs = {place: values[method] for place, values in enumerate(places.values()) if values.get(method)}
+        panel.errorbar(
+            [place + 0.07 * (index - len(DRAWN) / 2) for place in runs],
+            [fmean(values) for values in runs.values()],
+            yerr=[stdev(values) if len(values) > 1 else 0.0 for values in runs.values()],
+            label=method,
+            color=f"C{index}",
+            linestyle=STYLES[index % len(STYLES)],
+            marker="o",
+            linewidth=1,
+            markersize=5,
+        )
+    panel.set_xticks(range(len(places)), list(places))
+    panel.set(xlim=(-0.5, len(places) - 0.5))
+    panel.grid(axis="y", alpha=0.3)
+
+
+def draw_labels(path: Path) -> None:
+    """Draw the accuracies for labels that are skewed more and less."""
+    found = accuracies()
+    with figure(path, 1, (10, 5)) as (picture, panel):
+        draw_places(panel, {setting: found["labels", setting] for setting in LABELS})
         panel.set(ylabel=SCORE)
-        panel.grid(axis="y", alpha=0.3)
-        picture.legend(loc="outside lower center", ncols=7, frameon=False)
+        picture.legend(loc="outside lower center", ncols=len(DRAWN) // 2, frameon=False)
+
+
+def draw_others(path: Path) -> None:
+    """Draw the accuracies in other settings, and those over the time of the freeze."""
+    found = accuracies()
+    with figure(path, len(SETTINGS) + 1, (16, 5)) as (picture, panels):
+        for panel, (what, places) in zip(panels[:-1], SETTINGS.items(), strict=True):
+            draw_places(panel, {name: found[place] for name, place in places.items()})
+            panel.set(xlabel=what, ylabel=SCORE if panel is panels[0] else "")
+        for method, times in FREEZES.items():
+            runs = [found["freeze", ""][name] for name in times]
+            color = "C2" if method == "FixBN" else "C3"
+            panels[-1].errorbar(
+                list(times.values()), list(map(fmean, runs)), yerr=list(map(stdev, runs)), fmt="o-", color=color
+            )
+            panels[-1].text(0.72, fmean(runs[-1]), method, color=color, va="center")
+        for index, method in enumerate(("FedAvg", "FedTAN")):
+            panels[-1].axhline(fmean(found["freeze", ""][method]), color=f"C{3 * index}", linestyle="dashed")
+        panels[-1].set(xlabel="share of the rounds before the freeze", xlim=(0, 1))
+        panels[-1].grid(alpha=0.3)
+        picture.legend(
+            *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(DRAWN), frameon=False
+        )
 
 
 if __name__ == "__main__":
     draw_curves("two classes", FOLDER.parent / "results-curves.png")
-    draw_settings(FOLDER.parent / "results-labels.png")
+    draw_labels(FOLDER.parent / "results-labels.png")
+    draw_others(FOLDER.parent / "results-settings.png")
