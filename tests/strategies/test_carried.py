@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -103,9 +104,11 @@ def test_the_cases_differ() -> None:
 @pytest.mark.parametrize("options", [{"memory": 0.0, "oldest": 0}, {"memory": 0.5, "oldest": 1}, {}])
 def test_with_half_of_the_nodes_the_pool_is_that_of_the_participants(options: dict[str, Any]) -> None:
     strategy: Any = Drawn(carry=True, fraction_train=0.5, **options)
-    found = run(strategy, 8)
-    # some meet for the first time, and some again
+    found = run(strategy, 48)
+    # some meet for the first time, and some again; somebody's values are one round older than the default limit
     assert len({tuple(nodes) for nodes in strategy.drawn}) > 2
+    rounds = [[number for number, nodes in enumerate(strategy.drawn) if node in nodes] for node in range(4)]
+    assert 5 in {after - before for each in rounds for before, after in pairwise(each)}
     assert distance(found, by_hand(strategy.drawn, 3, **options)) < 1e-10
 
 

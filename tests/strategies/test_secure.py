@@ -374,6 +374,17 @@ def test_a_node_that_gave_no_values_trains_without_corrections(monkeypatch: pyte
     assert distance(lossy(-1, "", False, 2), hidden) < 1e-9
 
 
+def test_a_node_that_was_not_drawn_for_long_trains_without_corrections() -> None:
+    def drawn(secure: bool, oldest: int) -> state.State:
+        strategy = FedTAN(carry=True, memory=0.0, oldest=oldest, secure=secure, fraction_train=0.84)
+        # five of six nodes, so that always three of them have new values
+        return Federation(make_model(), (6,) * 6).run(strategy, 6)
+
+    hidden = drawn(True, 1)
+    assert distance(drawn(False, 1), hidden) < 1e-9
+    assert distance(drawn(False, 0), hidden) > 1e-6
+
+
 def test_too_few_nodes_with_values_train_without_corrections(caplog: pytest.LogCaptureFixture) -> None:
     nodes = Federation(make_model(), grid=Losing)
     lost = {(node, f"{masked.CARRIED_QUERY} 2") for node in list(nodes.grid.get_node_ids())[:2]}
