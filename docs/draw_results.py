@@ -3,8 +3,8 @@
 python docs/draw_results.py
 
 `runs.csv` has the last accuracy of every run of the recipes `here/...`, as their `summary.json` has it. `curves.csv` is
-that of `fedbn-flwr report --format csv`. `seconds.csv` has the seconds of a round, which are the 5 % quantile over all
-rounds because the machine did other work.
+that of `fedbn-flwr report --format csv`. `seconds.csv` has the median seconds of a
+round over ten rounds.
 """
 
 import csv
@@ -85,8 +85,11 @@ def accuracies() -> dict[tuple[str, str], dict[str, list[float]]]:
     return found
 
 
-def draw_places(panel: Any, places: Mapping[str, Mapping[str, list[float]]]) -> None:
-    """Draw the mean accuracy of each method at each place, and its standard deviation over seeds."""
+def draw_places(panel: Any, places: Mapping[str, Mapping[str, list[float]]], ordered: bool = True) -> None:
+    """Draw the mean accuracy of each method at each place, and its standard deviation over seeds.
+
+    Lines join the places if they are `ordered`.
+    """
     for index, method in enumerate(DRAWN):
         runs = {place: values[method] for place, values in enumerate(places.values()) if values.get(method)}
         panel.errorbar(
@@ -95,7 +98,7 @@ def draw_places(panel: Any, places: Mapping[str, Mapping[str, list[float]]]) -> 
             yerr=[stdev(values) if len(values) > 1 else 0.0 for values in runs.values()],
             label=method,
             color=f"C{index}",
-            linestyle=STYLES[index % len(STYLES)],
+            linestyle=STYLES[index % len(STYLES)] if ordered else "none",
             marker="o",
             linewidth=1,
             markersize=5,
@@ -119,7 +122,7 @@ def draw_others(path: Path) -> None:
     found = accuracies()
     with figure(path, len(SETTINGS) + 1, (16, 5)) as (picture, panels):
         for panel, (what, places) in zip(panels[:-1], SETTINGS.items(), strict=True):
-            draw_places(panel, {name: found[place] for name, place in places.items()})
+            draw_places(panel, {name: found[place] for name, place in places.items()}, ordered=what == "local steps")
             panel.set(xlabel=what, ylabel=SCORE if panel is panels[0] else "")
         for method, times in FREEZES.items():
             runs = [found["freeze", ""][name] for name in times]
@@ -129,7 +132,9 @@ def draw_others(path: Path) -> None:
             )
             panels[-1].text(0.72, fmean(runs[-1]), method, color=color, va="center")
         for index, method in enumerate(("FedAvg", "FedTAN")):
-            panels[-1].axhline(fmean(found["freeze", ""][method]), color=f"C{3 * index}", linestyle="dashed")
+            level = fmean(found["freeze", ""][method])
+            panels[-1].axhline(level, color=f"C{3 * index}", linestyle="dashed")
+            panels[-1].text(0.02, level, f"{method}, no freeze", color=f"C{3 * index}", va="bottom")
         panels[-1].set(xlabel="share of the rounds before the freeze", xlim=(0, 1))
         panels[-1].grid(alpha=0.3)
         picture.legend(

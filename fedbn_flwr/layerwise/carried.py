@@ -18,7 +18,7 @@ The values of one round are those of one mini-batch, and mostly noise. So m_k' a
 `memory` M, new values of a client that was last heard j rounds ago count 1 - M^j, and what was kept counts M^j. Values
 of a client that seldom takes part are old already, and are hardly averaged. With M = 0, they are the last values. Those
 of gradients always are: with averages of both, training loses where labels are most skewed. Values of more than
-`oldest` rounds ago make no corrections at all: with values of ten rounds ago, training diverges.
+`oldest` rounds ago make no corrections at all: with ten of 50 clients in each round, training failed.
 
 To correct the current local values, instead of replacing them by the last pooled ones, keeps every layer normalized
 however wrong the corrections are; replacing them diverges.
@@ -103,7 +103,7 @@ _FLOOR = 1e-5
 def carried_corrections(
     kind: Kind, values: Tensor, weights: Sequence[float], trust: float, combiner: Combiner = combine
 ) -> Tensor:
-    """Return the participants' corrections from all participants' last values of one kind, a row for each.
+    """Return the participants' corrections from all participants' kept values of one kind, a row for each.
 
     Channels of several layers may stand side by side. With a `trust` of 0 the region is unbounded.
     """
