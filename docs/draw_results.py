@@ -3,8 +3,7 @@
 python docs/draw_results.py
 
 `runs.csv` has the last accuracy of every run of the recipes `here/...`, as their `summary.json` has it. `curves.csv` is
-that of `fedbn-flwr report --format csv`. `seconds.csv` has the median seconds of a
-round over ten rounds.
+that of `fedbn-flwr report --format csv`. `seconds.csv` has the median seconds of a round over ten rounds.
 """
 
 import csv
@@ -43,6 +42,8 @@ AXES = {
     "MB sent": "MB sent and received by all clients",
     "seconds": "seconds of a simulation on one core",
 }
+#: accuracies by recipe and setting, and by method
+Found = dict[tuple[str, str], dict[str, list[float]]]
 STYLES = ("solid", "dashed", "dashdot", "dotted")
 
 
@@ -76,9 +77,9 @@ def draw_curves(setting: str, path: Path) -> None:
         )
 
 
-def accuracies() -> dict[tuple[str, str], dict[str, list[float]]]:
-    """Return the accuracies of all runs that have ended well, by recipe and setting, and by method."""
-    found: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+def accuracies() -> Found:
+    """Return the accuracies of all runs that have ended well."""
+    found: Found = defaultdict(lambda: defaultdict(list))
     for row in read("runs"):
         if row[SCORE]:
             found[row["recipe"], row["setting"]][row["method"]].append(float(row[SCORE]))
@@ -108,18 +109,16 @@ def draw_places(panel: Any, places: Mapping[str, Mapping[str, list[float]]], ord
     panel.grid(axis="y", alpha=0.3)
 
 
-def draw_labels(path: Path) -> None:
+def draw_labels(found: Found, path: Path) -> None:
     """Draw the accuracies for labels that are skewed more and less."""
-    found = accuracies()
     with figure(path, 1, (10, 5)) as (picture, panel):
         draw_places(panel, {setting: found["labels", setting] for setting in LABELS})
         panel.set(ylabel=SCORE)
         picture.legend(loc="outside lower center", ncols=len(DRAWN) // 2, frameon=False)
 
 
-def draw_others(path: Path) -> None:
+def draw_others(found: Found, path: Path) -> None:
     """Draw the accuracies in other settings, and those over the time of the freeze."""
-    found = accuracies()
     with figure(path, len(SETTINGS) + 1, (16, 5)) as (picture, panels):
         for panel, (what, places) in zip(panels[:-1], SETTINGS.items(), strict=True):
             draw_places(panel, {name: found[place] for name, place in places.items()}, ordered=what == "local steps")
@@ -144,5 +143,6 @@ def draw_others(path: Path) -> None:
 
 if __name__ == "__main__":
     draw_curves("two classes", FOLDER.parent / "results-curves.png")
-    draw_labels(FOLDER.parent / "results-labels.png")
-    draw_others(FOLDER.parent / "results-settings.png")
+    measured = accuracies()
+    draw_labels(measured, FOLDER.parent / "results-labels.png")
+    draw_others(measured, FOLDER.parent / "results-settings.png")

@@ -100,6 +100,7 @@ class CarriedCorrections(Layerwise):
         """Keep the nodes' values, and average the models."""
         merged = super().merge(replies, weights)
         if self.secure:
+            # the nodes keep the values themselves
             heard = [node for reply in replies for node in reply.nodes if self._carries]
             self.carried.by_node |= {node: {ROUND: np.array(self.round.number)} for node in heard}
             return merged
