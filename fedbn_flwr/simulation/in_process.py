@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from logging import WARNING
+from logging import INFO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from uuid import uuid4
@@ -208,8 +208,8 @@ class InProcessGrid(LocalGrid):
             with suppress(Exception):  # reported when the message is answered
                 context = self._lend(node)
                 client = self._client_app.client_fn(context)
-                entered = self._client_app.enter(message, context)
-                received = unpack(entered, shared if changes_nothing(client) else None)
+                self._client_app.enter(message, context)
+                received = unpack(message, shared if changes_nothing(client) else None)
                 jobs.append(Job(place, message, context, client, *received))
         return jobs
 
@@ -221,7 +221,7 @@ class InProcessGrid(LocalGrid):
             context = self._lend(node)
             reply = self._spill.store(self._client_app(self._deliver(message), context))
         except Exception as error:
-            log(WARNING, "The ClientApp of node %d raised", node, exc_info=error)
+            log(INFO, "The ClientApp of node %d raised", node, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
         self._keep(node, context)

@@ -20,7 +20,7 @@ from fedbn_flwr import state
 from fedbn_flwr.experiments.engines import MakeGrid, open_stacked_grid, sequential_grid, spread_over, stacked_grid
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.server_side import run
-from fedbn_flwr.server.averaging import average, not_finite
+from fedbn_flwr.server.averaging import average, unusable
 from fedbn_flwr.simulation import one_by_one as staged
 from fedbn_flwr.simulation import spill
 from fedbn_flwr.simulation.spill import SpillBuffer, is_on_disk
@@ -156,10 +156,10 @@ def test_averages_and_checks_are_those_of_states_in_memory(monkeypatch: pytest.M
     for mixed in (in_files, [in_files[0], in_memory[1], in_files[2]], [in_memory[0], *in_files[1:]]):
         found = average(mixed, [1, 2, 3])
         assert all(found[name].tobytes() == value.tobytes() for name, value in wanted.items())
-    assert not_finite(in_files[0]) is None
+    assert unusable(in_files[0]) is None
     name = next(iter(states[0]))
     states[0][name].view(-1)[-1] = float("nan")
-    assert not_finite(filed(states[0], monkeypatch)) == name
+    assert unusable(filed(states[0], monkeypatch)) == (name, "is not finite")
 
 
 def test_the_first_stay_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

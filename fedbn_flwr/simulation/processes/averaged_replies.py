@@ -6,16 +6,16 @@ workers. The mean has the dtypes of the replies, so that a result differs from t
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from math import isfinite
 from typing import Any, cast
 
 from flwr.app import ConfigRecord, Message, MetricRecord
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.averaging import average, not_finite, record, view
-from fedbn_flwr.server.replies import NodeReply, mean_metrics
+from fedbn_flwr.server.averaging import average, record
+from fedbn_flwr.server.replies import Expected, NodeReply, mean_metrics, read_reply
 from fedbn_flwr.state.flat import FlatArrays
-from fedbn_flwr.state.records import array_records
 from fedbn_flwr.wire.masked import Summed, needs_masks
 
 
@@ -44,16 +44,11 @@ def _read(message: Message) -> NodeReply | None:
     """Return a reply that can be averaged."""
     if message.has_error() or not needs_masks(message.content):
         return None
-    metrics = {key: value for each in message.content.metric_records.values() for key, value in each.items()}
-    records = {name: view(arrays) for name, arrays in array_records(message.content).items()}
-    examples: Any = metrics.get(wire.NUM_EXAMPLES)
-    if not isinstance(examples, int | float) or not 0 < examples < float("inf"):
-        return None
-    numbers = [number for value in metrics.values() for number in (value if isinstance(value, list) else [value])]
-    if not all(map(isfinite, numbers)) or any(not_finite(arrays) is not None for arrays in records.values()):
-        return None
-    partition: Any = metrics.get(wire.PARTITION_ID, -1)
-    return NodeReply(message.metadata.src_node_id, int(partition), examples, metrics, records, message.content)
+    with suppress(Exception):  # the server says what is wrong with it
+        reply = read_reply(message.metadata.src_node_id, message, Expected((), {}))
+        numbers = [each for value in reply.metrics.values() for each in (value if isinstance(value, list) else [value])]
+        return reply if reply.num_examples > 0 and all(map(isfinite, numbers)) else None
+    return None
 
 
 def _kind(reply: NodeReply) -> Hashable:

@@ -1,7 +1,7 @@
 """The in-process `Grid` that trains clients as one stack of models, where it can."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from logging import INFO
+from logging import INFO, WARNING
 from pathlib import Path
 
 from flwr.app import Message
@@ -18,6 +18,7 @@ from fedbn_flwr.simulation.in_process import Config, InProcessGrid, Job, Trained
 from fedbn_flwr.simulation.one_by_one import OneByOne
 from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
+from fedbn_flwr.simulation.stacked.model import CannotStackError
 from fedbn_flwr.simulation.stacked.training import train_together
 from fedbn_flwr.transports.local import StackedTransport
 from fedbn_flwr.transports.message_records import StepPosition
@@ -39,36 +40,34 @@ class Stacks:
         #: by the id of a model, what a step keeps in memory; and how many clients a stack of it has at most
         self._memory: dict[int, StepMemory] = {}
         self._sizes: dict[tuple[int, bool], int] = {}
-        self._failed: set[Hashable] = set()
         self._logged: set[str] = set()
 
     def train(self, jobs: Sequence[Job]) -> Iterator[Trained]:
-        """Train stacks, then what cannot be stacked; the clients of a stack that fails are left to their messages."""
-        tried: set[int] = set()
-        for stack in self.cut(jobs):
-            if len(stack) == 1 or self.has_failed(stack[0]):
-                continue
-            tried |= {job.place for job in stack}
-            try:
-                replies = self.train_stack(stack)
-            except Exception as error:
-                self.log_once(f"{type(error).__name__}: {error}")
-                continue
-            yield list(zip(stack, replies, strict=True))
-        if others := [job for job in jobs if job.place not in tried]:
-            yield from OneByOne().train(others)
+        """Train stacks, then what cannot be stacked, or has failed in a stack.
 
-    def train_stack(
-        self, stack: Sequence[Job], exchange: Exchange | None = None, model: nn.Module | None = None
-    ) -> list[Reply]:
-        """Train a stack with the clients' model, or a copy of it; if that fails, clients like these are not stacked."""
-        first, received = stack[0], [job.received for job in stack]
-        clients = [job.client for job in stack]
-        try:
-            return train_together(clients, model or first.client.model, received, first.instruction, exchange)
-        except Exception:
-            self._failed.add(_trial(first))
-            raise
+        A failure is forgotten: whether a later round's stacks fail must not depend on this one, or a run that is
+        resumed between them would have other bits.
+        """
+        trained, failures = set[int](), dict[str, str]()
+        for stack in self.cut(jobs):
+            if len(stack) == 1:
+                continue
+            try:
+                replies = train_stack(stack, stack[0].client.model)
+            except CannotStackError as reason:
+                self.log_once(str(reason))
+            except Exception as error:
+                # the first of its kind: others may name other values
+                failures.setdefault(type(error).__name__, f"{type(error).__name__}: {error}")
+            else:
+                trained |= {job.place for job in stack}
+                yield list(zip(stack, replies, strict=True))
+        if others := [job for job in jobs if job.place not in trained]:
+            for replies_alone in OneByOne().train(others):
+                if replies_alone:
+                    for kind, failure in failures.items():
+                        self.log_once(failure, WARNING, kind)
+                yield replies_alone
 
     def cut(self, jobs: Sequence[Job], layerwise: bool = False) -> list[list[Job]]:
         """Return stacks of jobs that go together, those with similar numbers of steps, the largest numbers first."""
@@ -79,19 +78,15 @@ class Stacks:
             stacks += [ordered[start : start + size] for start in range(0, len(ordered), size)]
         return stacks
 
-    def has_failed(self, job: Job) -> bool:
-        """Whether jobs like this one turned out not to stack."""
-        return _trial(job) in self._failed
-
     def count_fitting(self, job: Job) -> int:
         """Return how many clients like this one fit into memory, next to those in other processes of this machine."""
         return max(int(clients_that_fit(self._step_memory(job), job.client.device) * self._share), 1)
 
-    def log_once(self, reason: str) -> None:
-        """Say why clients train one after another."""
-        if reason not in self._logged:
-            self._logged.add(reason)
-            log(INFO, "Clients train one after another: %s", " ".join(reason.split()))
+    def log_once(self, reason: str, level: int = INFO, kind: str = "") -> None:
+        """Say why clients train one after another; of reasons of a kind, the first."""
+        if (key := kind or reason) not in self._logged:
+            self._logged.add(key)
+            log(level, "Clients train one after another: %s", " ".join(reason.split()))
 
     def _group(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Put jobs together that can be stacked; those that cannot be planned are reported by their messages."""
@@ -169,7 +164,7 @@ class StackedGrid(InProcessGrid):
         for message in messages:
             identify(message)
         stacks = self._stacks.cut(self._prepare(dict(enumerate(messages))), layerwise=True)
-        if sum(map(len, stacks)) < len(messages) or any(self._stacks.has_failed(stack[0]) for stack in stacks):
+        if sum(map(len, stacks)) < len(messages):
             return None
         if len(messages) > WAITING_PER_TRAINING * self._stacks.count_fitting(stacks[0][0]):
             self._stacks.log_once(f"a layer-wise step of all {len(messages)} takes more memory than there is")
@@ -189,7 +184,7 @@ class StackedGrid(InProcessGrid):
             model = stack[0].client.model
             structure = self._structures.take(model)
             try:
-                return self._stacks.train_stack(stack, exchange, structure)
+                return train_stack(stack, structure, exchange)
             finally:
                 self._structures.give_back(model, structure)
 
@@ -206,9 +201,10 @@ class StackedGrid(InProcessGrid):
         return messages
 
 
-def _trial(job: Job) -> Hashable:
-    """Return what jobs have in common that stack or fail to stack alike."""
-    return id(job.client.model), tuple(job.instruction.binding_keys()), job.instruction.augmentation
+def train_stack(stack: Sequence[Job], structure: nn.Module, exchange: Exchange | None = None) -> list[Reply]:
+    """Train a stack; `structure` is the clients' model, or a copy of it."""
+    clients, received = [job.client for job in stack], [job.received for job in stack]
+    return train_together(clients, structure, received, stack[0].instruction, exchange)
 
 
 def _stack_key(job: Job) -> Hashable:

@@ -170,8 +170,10 @@ class ImageOrder:
     def __init__(self, model: nn.Module) -> None:
         kinds = {type(layer) for layer in model.modules()}
         self._pays = nn.Conv2d in kinds and kinds <= ANY_ORDER and is_available()
-        activations = [layer for layer in model.modules() if isinstance(layer, nn.ReLU | nn.ReLU6)]
-        self._activations = activations if self._pays else []
+        layers = list(model.modules()) if self._pays else []
+        self._activations = [layer for layer in layers if isinstance(layer, nn.ReLU | nn.ReLU6)]
+        pools = [layer for layer in layers if isinstance(layer, nn.AdaptiveAvgPool2d)]
+        self._pools = [layer for layer in pools if layer.output_size in (1, (1, 1))]
 
     def images(self, images: Tensor) -> Tensor:
         """Return (clients, batch, C, H, W) so that `vmap` makes of them images of one network, channels last."""
@@ -185,6 +187,10 @@ class ImageOrder:
         with ExitStack() as hooks:
             for layer in self._activations:
                 hooks.callback(layer.register_forward_hook(_keep_order).remove)
+            for pool in self._pools:
+                # torch's own forward would loop over the clients, and warn of it
+                pool.__dict__["forward"] = _mean
+                hooks.callback(pool.__dict__.pop, "forward")
             yield
 
 
@@ -210,22 +216,14 @@ def _keep_order(_: nn.Module, __: Any, outputs: Tensor) -> None:
         values.register_hook(partial(_in_order, values.stride()))
 
 
+def _mean(images: Tensor) -> Tensor:
+    return images.mean((-2, -1), keepdim=True)
+
+
 def _in_order(strides: Sequence[int], gradient: Tensor) -> Tensor:
     if gradient.stride() == strides:
         return gradient
     return gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
-
-
-def _pool(images: Tensor, size: Sequence[int]) -> Tensor:
-    """Pool inside of `vmap`: where one position is left, torch's own way loops over the clients, and warns of it."""
-    if list(size) == [1, 1]:
-        return images.mean((-2, -1), keepdim=True)
-    pooled: Tensor = torch.ops.aten._adaptive_avg_pool2d(images, size)
-    return pooled
-
-
-_RULES = torch.library.Library("aten", "IMPL")
-_RULES.impl("adaptive_avg_pool2d", _pool, "FuncTorchBatched")
 
 
 # ---- dropout: every client gets the masks that it would draw alone ---------------------------------------------------

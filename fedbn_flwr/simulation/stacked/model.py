@@ -87,16 +87,17 @@ class Stack(nn.Module):
         values = self._entries_of(rows)
         result, replaced = vmap(one)(self._image_order.images(batch[0]), batch[1], values)
         for name in buffers:
-            # other buffers may have been changed in their places; those of chosen rows are copies
-            if isinstance(rows, Tensor) or name in replaced:
+            # other buffers may have been changed in their places; those of some rows are copies
+            if values[name] is not self._buffers_of_all[name] or name in replaced:
                 self._buffers_of_all[name][rows] = replaced.get(name, values[name]).detach()
         return _cross_entropies(result, batch[1]) if afterwards else result
 
     def _entries_of(self, rows: Rows) -> dict[str, Tensor]:
-        everything = {**self._parameters_of_all, **self._buffers_of_all}
         if isinstance(rows, slice) and rows == slice(0, self.clients):
-            return everything
-        return {name: value[rows] for name, value in everything.items()}
+            return {**self._parameters_of_all, **self._buffers_of_all}
+        chosen = {name: value[rows] for name, value in self._parameters_of_all.items()}
+        # copies: autograd would refuse to use views of buffers of which other clients' rows have changed since
+        return chosen | {name: value[rows].clone() for name, value in self._buffers_of_all.items()}
 
 
 class _Slots:

@@ -225,7 +225,7 @@ def test_a_stack_that_fails_in_the_middle_changes_no_memory() -> None:
         mine, wanted = (nodes.grid.context(node).state.array_records for nodes in (together, alone))
         assert mine.keys() == wanted.keys()
         for name in mine:
-            assert distance(state.from_record(mine[name]), state.from_record(wanted[name])) == 0
+            assert distance(state.from_record(mine[name]), state.from_record(wanted[name])) < EXACT
 
 
 def test_a_reply_is_the_same_message() -> None:

@@ -1,6 +1,6 @@
 """Models of every kind: what can be stacked trains as it does alone, what cannot is left alone, with a reason."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +12,18 @@ from torch import Tensor, nn
 
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.strategies import FedAvg, FedTAN, Scaffold
-from tests.helpers.engine_comparison import APART, EXACT, Stacked, assert_same, both, difference, quiet, watching
-from tests.helpers.harness import CLASSES, Double, Federation, make_model
+from tests.helpers.engine_comparison import (
+    APART,
+    EXACT,
+    SIZES_APART,
+    Stacked,
+    assert_same,
+    both,
+    difference,
+    quiet,
+    watching,
+)
+from tests.helpers.harness import CLASSES, SIZES, Double, Federation, make_model
 
 RAGGED: dict[str, Any] = {"local_steps": 0, "local_epochs": 2, "momentum": 0.9, "weight_decay": 0.1}
 
@@ -208,9 +218,10 @@ def test_model(kind: type[Net]) -> None:
     assert_same(lambda: quiet(FedAvg), maker(kind), momentum=0.9)
 
 
+@pytest.mark.parametrize("sizes", [SIZES, SIZES_APART], ids=str)
 @pytest.mark.parametrize("kind", STACKED)
-def test_model_with_unequal_steps(kind: type[Net]) -> None:
-    assert_same(lambda: quiet(Scaffold), maker(kind), rounds=2, **RAGGED)
+def test_model_with_unequal_steps_or_batches(kind: type[Net], sizes: Sequence[int]) -> None:
+    assert_same(lambda: quiet(Scaffold), maker(kind), rounds=2, nodes={"sizes": sizes}, **RAGGED)
 
 
 @pytest.mark.parametrize("kind", [Dropouts, DropoutTwice])
@@ -297,18 +308,18 @@ def test_what_cannot_be_stacked_is_left_alone(kind: type[Net]) -> None:
     assert difference(alone, together) == 0
     assert not together.watch.stacks
     [reason] = together.watch.reasons
+    assert f"{APART}{reason}" in together.watch.warnings
     assert REFUSED[kind] in reason
     assert "\n" not in reason
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_stacked_takes_a_layer_wise_step_by_messages(kind: type[Net]) -> None:
-    """It is tried, and said, once."""
+    """It is tried in every round, and said in the first one."""
     alone, together = both(lambda: quiet(FedTAN), maker(kind))
     assert difference(alone, together) == 0
     assert not together.watch.stacks
-    [said] = [text for text in together.watch.messages if "common step failed" in text]
-    assert said.startswith("Round 1: ")
+    said = next(text for text in together.watch.warnings if "steps go by messages" in text)
     assert REFUSED[kind] in said
 
 

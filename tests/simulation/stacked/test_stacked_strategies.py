@@ -1,5 +1,6 @@
 """Every strategy and every normalizer trains stacked to what it trains one after another."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,8 +21,18 @@ from fedbn_flwr.strategies import (
     Scaffold,
     prepare,
 )
-from tests.helpers.engine_comparison import EXACT, Stacked, assert_same, both, difference, quiet, run, stacked_by
-from tests.helpers.harness import Double, make_model
+from tests.helpers.engine_comparison import (
+    EXACT,
+    SIZES_APART,
+    Stacked,
+    assert_same,
+    both,
+    difference,
+    quiet,
+    run,
+    stacked_by,
+)
+from tests.helpers.harness import SIZES, Double, make_model
 from tests.strategies.test_contract import TABLE
 
 #: the others take steps of equal number in `test_options`, or differ on the server only
@@ -101,6 +112,7 @@ OPTIONS: dict[str, tuple[type[FedAvg], dict[str, Any], dict[str, Any]]] = {
     "variates of unequal steps": (Scaffold, {}, {"local_steps": 0, "local_epochs": 1, "momentum": 0.5}),
     "FedBS": (FedBS, {}, {"local_steps": 0, "local_epochs": 2, "momentum": 0.9, "weight_decay": 0.1}),
     "clipping": (FedWon, {"agc": "on"}, {"momentum": 0.9, "local_steps": 0, "local_epochs": 1}),
+    "a bound on the norm": (Scaffold, {"clip_norm": 0.5}, {"momentum": 0.9, "local_steps": 0, "local_epochs": 1}),
     "batches drawn anew": (FedAvg, {}, {"replacement": True, "local_steps": 0, "local_epochs": 1}),
     "augmentation": (FedAvg, {}, {"augmentation": "crop-flip", "local_steps": 0, "local_epochs": 2}),
     "black border": (FedAvg, {}, {"augmentation": "crop:padding=2:fill=0"}),
@@ -110,10 +122,12 @@ OPTIONS: dict[str, tuple[type[FedAvg], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("sizes", [SIZES, SIZES_APART], ids=str)
 @pytest.mark.parametrize("case", OPTIONS)
-def test_options(case: str) -> None:
+def test_options(case: str, sizes: Sequence[int]) -> None:
     strategy, options, instruction = OPTIONS[case]
-    assert_same(lambda: quiet(strategy, **options), lambda: prepare(make_model(), strategy), **instruction)
+    nodes = {"sizes": sizes}
+    assert_same(lambda: quiet(strategy, **options), lambda: prepare(make_model(), strategy), nodes=nodes, **instruction)
 
 
 @pytest.mark.parametrize("strategy", [Scaffold, FedBN, FedTAN])
@@ -129,9 +143,11 @@ def test_first_timers_meet_veterans(strategy: type[FedAvg]) -> None:
     assert set(together.watch.stacks) & {2, 3}
 
 
-def test_adam() -> None:
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_adam(optimizer: str) -> None:
     """Ten steps of unequal numbers."""
-    options: dict[str, Any] = {"optimizer": "adam", "lr": 0.01, "rounds": 1, "local_steps": 0, "local_epochs": 2}
+    options: dict[str, Any] = {"optimizer": optimizer, "lr": 0.01, "weight_decay": 0.1, "rounds": 1}
+    options |= {"local_steps": 0, "local_epochs": 2}
     assert_same(lambda: quiet(FedAvg), lambda: make_model("none"), **options)
     # the bias before a BN layer has no gradient but rounding, which Adam divides by its own size plus 1e-8
     assert_same(lambda: quiet(FedAvg), within=1e-7, **options)
