@@ -5,7 +5,7 @@ array of indices a client.
 """
 
 from fedbn_flwr.data.adapt import normalized, renumbered, without_domains
-from fedbn_flwr.data.augmentation import AUGMENTATIONS, augment, parse_augmentation
+from fedbn_flwr.data.augmentation import AUGMENTATIONS, parse_augmentation
 from fedbn_flwr.data.dataset_registry import DATASETS, SITES, DatasetRequest, register_dataset
 from fedbn_flwr.data.loading import load
 from fedbn_flwr.data.partition import PARTITIONS, PartitionRequest, describe, partition, register_partition
@@ -20,7 +20,6 @@ __all__ = [
     "DatasetRequest",
     "PartitionRequest",
     "Split",
-    "augment",
     "describe",
     "load",
     "normalized",

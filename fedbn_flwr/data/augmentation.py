@@ -88,15 +88,6 @@ AUGMENTATIONS: dict[str, Callable[..., Augmentation]] = {
 }
 
 
-def augment(spec: str, inputs: Tensor, generator: torch.Generator, mean: Channels = (), std: Channels = ()) -> Tensor:
-    """Augment a batch N x C x H x W, which was normalized with `mean` and `std`, as `spec` says.
-
-    The generator may live on the CPU while the batch is on a GPU. A spec that `parse_augmentation` refuses is a
-    UsageError.
-    """
-    return parse_augmentation(spec)(inputs, generator, mean, std)
-
-
 @lru_cache(maxsize=64)
 def parse_augmentation(spec: str) -> Augmentation:
     """Read `NAME[:option=VALUE]...`; a name or option that does not exist is a UsageError."""

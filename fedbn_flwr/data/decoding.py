@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: a file, or the bytes of one
 Source = str | bytes
+#: white in an image of 16 bits
+DEEPEST = 2**16 - 1
 
 #: how an image gets its size: `squash` scales both sides, `center` scales the short side to 8/7 of it and cuts the
 #: middle out (PyTorch's 256 and 224 for ImageNet), `window` cuts the middle out unscaled, `exact` expects the size
@@ -44,14 +46,14 @@ class DecodeRequest:
     classes: Tensor | None = None
 
     def decode(self) -> tuple[Tensor, Tensor | None]:
-        """Return the images, N x 3 x H x W bytes, and the label maps, N x H x W int64."""
+        """Return the images, N x 3 x H x W bytes or floats from 0 to 1, and the label maps, N x H x W int64."""
         raw = self.augmentation is not None and self.augmentation.sizes
         samples: list[tuple[Tensor, ...]] = [(self._image(source, raw),) for source in self.sources]
         if self.maps:
             samples = [(*image, self._map(source, raw)) for image, source in zip(samples, self.maps, strict=True)]
         if self.augmentation is not None:
             samples = self.augmentation.edit_together(samples, self.seeds, self.size)
-        images, *maps = (torch.stack(parts) for parts in zip(*samples, strict=True))
+        images, *maps = (torch.stack(_alike(parts)) for parts in zip(*samples, strict=True))
         return images.contiguous(), maps[0].as_subclass(Tensor) if maps else None
 
     def _image(self, source: Source, raw: bool) -> Tensor:
@@ -69,9 +71,19 @@ class DecodeRequest:
 
 
 def read_image(source: Source) -> "Image":
-    """Decode an image as RGB; one that cannot be is an UnreadableImageError of one line, which names the file."""
+    """Decode an image as RGB, or as floats from 0 to 1 (mode F) if it is grey with 16 bits.
+
+    One that cannot be decoded is an UnreadableImageError of one line, which names the file.
+    """
     image = _opened(source)
-    return image if image.mode == "RGB" else image.convert("RGB")
+    if image.mode[0] not in "IF":
+        return image if image.mode == "RGB" else image.convert("RGB")
+    from PIL.Image import fromarray
+
+    values = np.asarray(image).astype(np.float32) / np.float32(DEEPEST)
+    if image.mode == "F" or values.min() < 0 or values.max() > 1:
+        raise UnreadableImageError(f"{name_of(source)} has pixels other than whole numbers from 0 to {DEEPEST}")
+    return fromarray(values)
 
 
 def read_map(source: Source) -> NDArray[np.int64]:
@@ -101,8 +113,16 @@ def name_of(source: Source) -> str:
 
 
 def pixels(image: "Image") -> Tensor:
-    """Return an RGB image as bytes, 3 x H x W."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    """Return an RGB image as bytes, 3 x H x W; one of floats as floats."""
+    values = torch.from_numpy(np.array(image))
+    return values.expand(3, -1, -1) if image.mode == "F" else values.permute(2, 0, 1)
+
+
+def _alike(images: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the images as floats from 0 to 1 if some of them are."""
+    if len({image.dtype for image in images}) == 1:
+        return images
+    return tuple(image if image.is_floating_point() else image / 255 for image in images)
 
 
 def fitted(image: "Image", source: Source, size: Size, fit: Fit, smooth: bool = True) -> "Image":

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -68,33 +68,11 @@ class FileSplit(Split):
 
     @classmethod
     def of(
-        cls,
-        images: Images,
-        labels: Tensor | Sequence[int],
-        size: int | Size,
-        *,
-        domains: Tensor | Sequence[int] | None = None,
-        mean: Channels = (),
-        std: Channels = (),
-        fit: Fit = "squash",
-        maps: Images | None = None,
-        classes: Tensor | None = None,
-        workers: int = WORKERS,
+        cls, images: Images, labels: Sequence[int], size: int | Size, domains: Sequence[int] = (), **fields: Any
     ) -> Self:
-        """Make a split of RGB images of a size (a side, or height and width)."""
-        return cls(
-            _placeholder(len(labels), size),
-            torch.as_tensor(labels, dtype=torch.int64),
-            None if domains is None else torch.as_tensor(domains, dtype=torch.int64),
-            mean,
-            std,
-            images=images,
-            rows=torch.arange(len(labels)),
-            fit=fit,
-            maps=maps,
-            classes=classes,
-            workers=workers,
-        )
+        """Make a split of RGB images of a size (a side, or height and width), with domains if there are any."""
+        columns = torch.tensor(labels, dtype=torch.int64), torch.tensor(domains) if domains else None
+        return cls(_placeholder(len(labels), size), *columns, images=images, rows=torch.arange(len(labels)), **fields)
 
     @property
     def size(self) -> Size:
@@ -125,10 +103,10 @@ class FileSplit(Split):
         """Return a new split of the chosen samples."""
         return replace(super().select(indices), rows=self.rows[torch.from_numpy(indices)])
 
-    def to(self, device: torch.device | str) -> "FileSplit":
-        """Return the split with its labels on a device; images are decoded on the CPU."""
-        domains = None if self.domains is None else self.domains.to(device)
-        return replace(self, labels=self.labels.to(device), domains=domains)
+    def in_memory(self) -> Split:
+        """Return the split with all its images decoded."""
+        images, _ = self._request(torch.arange(len(self))).decode()
+        return Split(images, self.labels, self.domains, self.mean, self.std)
 
     def resized(self, side: int) -> "FileSplit":
         """Return the split with images of another size."""

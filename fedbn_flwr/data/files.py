@@ -5,29 +5,32 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.data.decoding import Fit, fitted, read_image
+from fedbn_flwr.data.decoding import Fit, read_image
 from fedbn_flwr.data.sets import mnist
 from fedbn_flwr.data.sets.catalog import CATALOG
 from fedbn_flwr.data.sets.listing import SUFFIXES, FileList, folders
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.plugins import extra
 
+#: the share of images that is for testing where a folder has no split
+HELD_OUT = 0.2
 #: decoded bytes of images in folders up to which they are all kept in memory
 MOST_IN_MEMORY = 2**28
 
-#: by the name of a data set: the name of its torchvision class, and the number of classes
+#: by the name of a data set: the name of its torchvision class, the number of classes, and what lies in its root
 TORCHVISION = {
-    "cifar10": ("CIFAR10", 10),
-    "cifar100": ("CIFAR100", 100),
-    "mnist": ("MNIST", 10),
-    "fashion-mnist": ("FashionMNIST", 10),
-    "svhn": ("SVHN", 10),
-    "usps": ("USPS", 10),
+    "cifar10": ("CIFAR10", 10, "cifar-10-batches-py"),
+    "cifar100": ("CIFAR100", 100, "cifar-100-python"),
+    "mnist": ("MNIST", 10, "MNIST"),
+    "fashion-mnist": ("FashionMNIST", 10, "FashionMNIST"),
+    "svhn": ("SVHN", 10, "train_32x32.mat"),
+    "usps": ("USPS", 10, "usps.bz2"),
 }
+#: the root in torchvision's own examples
+TORCHVISION_ROOT = Path("data")
 
 
 def from_torchvision(name: str, root: Path, download: bool = True) -> Data:
@@ -36,7 +39,7 @@ def from_torchvision(name: str, root: Path, download: bool = True) -> Data:
     MNIST and Fashion-MNIST are also read from a folder of their four files. A data set that is absent and cannot be
     downloaded is a FileNotFoundError.
     """
-    kind, num_classes = TORCHVISION[name]
+    kind, num_classes, _ = TORCHVISION[name]
     if name in mnist.FOLDERS:
         places = mnist.places(name, root)
         if not (home := mnist.home_of(places)):
@@ -51,31 +54,33 @@ def from_torchvision(name: str, root: Path, download: bool = True) -> Data:
 def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
     """Read RGB images in `train/CLASS/` and `test/CLASS/`, or, with domains, `DOMAIN/train/CLASS/` and so on.
 
+    Of images in `CLASS/`, or `DOMAIN/CLASS/`, a fifth of every class and domain is the test split, always the same.
     Classes and domains are numbered in alphabetical order. Images of different sizes need a `side`. Images that take
     more than `MOST_IN_MEMORY` bytes stay in their files, which `workers` processes decode.
     """
-    train, test, classes, domains = list_folder(path)
-    first = read_image(train.path(0))
-    pixels = side * side if side else first.width * first.height
-    if 3 * pixels * (len(train) + len(test)) <= MOST_IN_MEMORY:
-        splits = [_decode(listed, side) for listed in (train, test)]
-    else:
-        if side is None and first.width != first.height:
-            raise ValueError(_odd_size(train.path(0)))
-        fit: Fit = "squash" if side else "exact"
-        splits = [listed.split(side or first.width, fit, workers=workers) for listed in (train, test)]
-    return Data(path.name, splits[0], splits[1], len(classes), tuple(domains), tuple(classes))
+    lists, classes, domains = list_folder(path)
+    first = read_image(lists[0].path(0))
+    size = side or first.width
+    fit: Fit = "squash" if side else "exact"
+    files = [listed.split(size, fit, workers=workers) for listed in lists]
+    fits = 3 * size * size * sum(map(len, lists)) <= MOST_IN_MEMORY
+    splits = [split.in_memory() for split in files] if fits else files
+    data = Data(path.name, splits[0], splits[-1], len(classes), tuple(domains), tuple(classes))
+    return data if len(splits) > 1 else data.validation_split(HELD_OUT, 0)
 
 
-def list_folder(path: Path) -> tuple[FileList, FileList, list[str], list[str]]:
-    """List the files of both splits, the classes, and the domains if there are several."""
-    domains = [] if (path / "train").is_dir() else [name for name in folders(path) if (path / name / "train").is_dir()]
+def list_folder(path: Path) -> tuple[list[FileList], list[str], list[str]]:
+    """List the files of both splits, or of one that is to be split; the classes; the domains if there are several."""
+    names, roles = folders(path), ["train", "test"]
+    domains = [] if "train" in names else [name for name in names if (path / name / "train").is_dir()]
+    if not domains and "train" not in names:
+        domains, roles = [name for name in names if folders(path / name)], [""]
     homes = domains or ["."]
-    classes = sorted({name for home in homes for name in folders(path / home / "train")})
+    classes = sorted({name for home in homes for name in folders(path / home / roles[0])})
     if not classes:
-        raise ValueError(f"folder:{path}: found neither train/CLASS/ nor DOMAIN/train/CLASS/ in it")
-    train, test = (_list(path, [os.path.join(home, role) for home in homes], classes) for role in ("train", "test"))
-    return train, test, classes, domains if len(domains) > 1 else []
+        raise ValueError(f"folder:{path}: found neither train/CLASS/ nor DOMAIN/train/CLASS/ nor DOMAIN/CLASS/ in it")
+    lists = [_list(path, [os.path.join(home, role) for home in homes], classes) for role in roles]
+    return lists, classes, domains if len(domains) > 1 else []
 
 
 def _read(name: str, root: Path, role: str, download: bool, places: list[Path]) -> tuple[Tensor, Tensor]:
@@ -97,7 +102,7 @@ def _read(name: str, root: Path, role: str, download: bool, places: list[Path]) 
 
 def read_split(name: str, root: Path, role: str, download: bool = False) -> tuple[Tensor, Tensor]:
     """Return the images (N x C x H x W) and labels of a split; raises what torchvision's class raises."""
-    kind, _ = TORCHVISION[name]
+    kind, *_ = TORCHVISION[name]
     chosen: dict[str, Any] = {"split": role} if kind == "SVHN" else {"train": role == "train"}
     with extra("data"):
         from torchvision import datasets  # imported here because it takes seconds
@@ -140,21 +145,3 @@ def _files(home: Path, classes: list[str]) -> list[tuple[Path, int]]:
         for name in sorted(names)
         if name.lower().endswith(SUFFIXES)
     ]
-
-
-def _decode(listed: FileList, side: int | None) -> Split:
-    """Decode all images, into memory."""
-    pixels = []
-    for number in range(len(listed)):
-        file = listed.path(number)
-        image = read_image(file)
-        pixels.append(np.asarray(fitted(image, file, (side, side), "squash") if side else image))
-        if pixels[-1].shape != pixels[0].shape or pixels[0].shape[0] != pixels[0].shape[1]:
-            raise ValueError(_odd_size(file))
-    inputs = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
-    domains = torch.tensor(listed.domains) if listed.domains else None
-    return Split(inputs, torch.tensor(listed.labels), domains)
-
-
-def _odd_size(file: str) -> str:
-    return f"{file} is not square or not of the size of the others: give an image size"

@@ -1,14 +1,16 @@
-"""Loading data sets by name; each is read once a process."""
+"""Loading data sets by name; a process keeps the last ones."""
 
 import importlib
 import os
-from functools import cache, lru_cache
+from functools import lru_cache
+from math import isfinite
 from pathlib import Path
 from threading import RLock
 
 from fedbn_flwr.data import readers as readers  # registers them
 from fedbn_flwr.data.dataset_registry import DATASETS, DatasetRequest, Read
 from fedbn_flwr.data.file_split import WORKERS
+from fedbn_flwr.data.files import TORCHVISION, TORCHVISION_ROOT
 from fedbn_flwr.data.splits import Data
 from fedbn_flwr.plugins import Named, did_you_mean
 
@@ -24,11 +26,12 @@ def load(
 ) -> Data:
     """Load the data set of a spec: `name`, `name:key=value...`, `name:PATH` or `package.module:function`.
 
-    The same arguments give the same object, shared by all clients of a process. `image_size` scales the
-    images. Unless the data bring a mean and deviation of their own, those of the training split are used. Images that
-    stay in files are decoded by `image_workers` processes, ahead of training; with 0, by the process that trains.
+    The same arguments give the same object, shared by all clients of a process, while it is one of the last two.
+    `image_size` scales the images. Unless the data bring a mean and deviation of their own, those of the training split
+    are used. Images that stay in files are decoded by `image_workers` processes, ahead of training; with 0, by the
+    process that trains.
     """
-    folder = Path(root or os.environ.get(ROOT_VARIABLE) or DEFAULT_ROOT).expanduser()
+    folder = Path(root or os.environ.get(ROOT_VARIABLE) or _usual_root(spec)).expanduser()
     if image_size is not None and image_size < 1:
         raise ValueError(f"the image size must be at least 1, not {image_size}")
     with _loading:  # clients in other threads wait for the first client
@@ -37,21 +40,32 @@ def load(
         return _load(spec, DATASETS.get(spec.partition(":")[0], _call), image_size, folder, image_workers)
 
 
-@cache
+@lru_cache(maxsize=2)
 def _load(spec: str, read: Read, image_size: int | None, root: Path, image_workers: int) -> Data:
     name, _, argument = spec.partition(":")
     request = DatasetRequest(name, argument, image_size, root, image_workers)
     return _prepare(read(request), image_size)
 
 
+def _usual_root(spec: str) -> str | Path:
+    """Return `./data` if it holds a data set of torchvision, as in torchvision's examples; else the default."""
+    holds = spec in TORCHVISION and (TORCHVISION_ROOT / TORCHVISION[spec][2]).exists()
+    return TORCHVISION_ROOT.absolute() if holds else DEFAULT_ROOT
+
+
 def _prepare(data: Data, image_size: int | None) -> Data:
-    """Return the data with images of this size, normalized."""
+    """Return the data with images of this size, normalized; a value that is not finite is a ValueError."""
+    for role, inputs in (("training", data.train.inputs), ("test", data.test.inputs)):
+        # the extremes take no copy of the data
+        if inputs.is_floating_point() and inputs.numel() and not all(map(isfinite, inputs.aminmax())):
+            sample = int((~inputs.isfinite()).flatten(1).any(1).nonzero()[0])
+            raise ValueError(f"{data.name}: {role} sample {sample} has a value that is not a finite number")
     if image_size not in (None, data.image_size):
         data = data.resized(image_size)
     return data if data.train.mean else data.standardized()
 
 
-#: for a user's own data, which are not kept for as long as the process lives
+#: for a user's own data
 _prepared = lru_cache(maxsize=2)(_prepare)
 
 

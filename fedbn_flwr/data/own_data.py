@@ -5,9 +5,12 @@ from dataclasses import fields
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedbn_flwr.data.decoding import DEEPEST
+from fedbn_flwr.data.pixels import Channels, normalize, resize
 from fedbn_flwr.data.splits import Data, Split
 
 #: `Data`, a function that returns them, or a pair of training and test data: each a `Split`, tensors or arrays
@@ -27,7 +30,18 @@ def own_data(given: Any) -> Data:
         )
     train, test = (_split(part, name) for part, name in zip(made, ("training", "test"), strict=True))
     labels = torch.cat([train.labels, test.labels])
+    if len(labels) and (lowest := int(labels.min())) > 0:
+        shown = f"labels are {lowest} to {int(labels.max())}, but classes are numbered from 0"
+        raise ValueError(f"{shown}: give labels - {lowest}, or fedbn_flwr.data.Data if class 0 has no samples")
     return Data("own data", train, test, int(labels.max()) + 1 if len(labels) else 0)
+
+
+def preprocess(inputs: Any, mean: Channels = (), std: Channels = (), image_size: int = 0) -> Tensor:
+    """Return raw inputs (tensors or arrays) as training has them: scaled, normalized; ids as they are."""
+    raw = _inputs(_tensor(inputs))
+    if image_size not in (0, raw.shape[-1]):
+        raw = resize(raw, image_size)
+    return normalize(raw.clone(), mean, std)
 
 
 def fingerprint_of(data: Data) -> str:
@@ -53,11 +67,13 @@ def _split(part: Any, name: str) -> Split:
     if isinstance(part, Split):
         return part
     try:
+        if hasattr(part, "__array__"):
+            raise TypeError(f"a {type(part).__name__} has no labels: data is ((inputs, labels), (inputs, labels))")
         inputs, labels = (
             part if isinstance(part, tuple | list) else zip(*(part[i] for i in range(len(part))), strict=True)
         )
-        return Split(_inputs(_tensor(inputs)), _tensor(labels).to(torch.int64))
-    except (TypeError, ValueError) as error:
+        return _checked(_inputs(_tensor(inputs)), _tensor(labels))
+    except (TypeError, ValueError, LookupError, RuntimeError) as error:
         raise ValueError(
             f"the {name} data must be a fedbn_flwr.data.Split, a pair (inputs, labels) of tensors or arrays, or a "
             f"torch Dataset of such pairs: {error}"
@@ -67,8 +83,22 @@ def _split(part: Any, name: str) -> Split:
 def _tensor(values: Any) -> Tensor:
     if isinstance(values, tuple | list) and any(isinstance(value, Tensor) for value in values):
         return torch.stack([torch.as_tensor(value) for value in values])
-    return torch.as_tensor(values)
+    return torch.as_tensor(np.array(values) if hasattr(values, "to_numpy") else values)  # data frames are read-only
 
 
 def _inputs(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.uint8 else values.to(torch.float32)
+    """Return bytes as they are, 16 bits as floats from 0 to 1, other integers as ids, and all else as float32."""
+    if values.dtype == torch.uint16:
+        return values.to(torch.float32).div_(DEEPEST)
+    is_float = values.is_floating_point() or values.dtype == torch.bool
+    return values if values.dtype == torch.uint8 else values.to(torch.float32 if is_float else torch.int64)
+
+
+def _checked(inputs: Tensor, labels: Tensor) -> Split:
+    shape = tuple(inputs.shape)
+    if len(shape) == 4 and shape[1] == shape[2] > 4 >= shape[3]:
+        remedy = "give inputs.permute(0, 3, 1, 2), or a Split if channels are first"
+        raise ValueError(f"inputs of the shape {shape} look like channels last: {remedy}")
+    if labels.is_floating_point():
+        raise ValueError(f"labels must be integers, the numbers of classes from 0, not {labels.dtype}")
+    return Split(inputs, labels.to(torch.int64))

@@ -177,10 +177,7 @@ def _domain(request: PartitionRequest) -> list[Rows]:
 @register_partition("city")
 def _city(request: PartitionRequest) -> list[Rows]:
     """Each client has all samples of one city, or other domain, as FixBN divides Cityscapes."""
-    column, domains = _domains(request)
-    if request.clients != domains:
-        raise ValueError(f"{domains} cities need {domains} clients, not {request.clients}")
-    return partition_rows.domain_parts(column, domains, 1, 1)
+    return _domain(request)
 
 
 def _domains(request: PartitionRequest) -> tuple[Rows, int]:
@@ -228,7 +225,8 @@ def describe(partition: list[Indices], data: Data) -> list[dict[str, Any]]:
     return table
 
 
-@lru_cache(maxsize=16)
+# few, because each holds its data set
+@lru_cache(maxsize=4)
 def _partition(spec: str, kind: Kind, arguments: tuple[str, ...], data: Data, clients: int, seed: int) -> list[Indices]:
     if not 1 <= clients <= len(data.train):
         raise ValueError(f"partition {spec!r}: {clients} clients cannot share {len(data.train)} samples")

@@ -28,9 +28,11 @@ def gather(source: Tensor, indices: Tensor, device: torch.device) -> Tensor:
 def normalize(gathered: Tensor, mean: Channels, std: Channels, *, into: Tensor | None = None) -> Tensor:
     """Return float32 inputs less the mean, divided by the standard deviation; a float32 argument is changed in place.
 
-    Bytes are scaled to 0 to 1 first. An empty mean is 0, an empty standard deviation 1. The result is written `into` a
-    float32 tensor of the same shape, if one is given.
+    Bytes are scaled to 0 to 1 first; ids (int64) stay as they are. An empty mean is 0, an empty standard deviation 1.
+    The result is written `into` a float32 tensor of the same shape, if one is given.
     """
+    if gathered.dtype == torch.int64:
+        return gathered
     unit = 255.0 if gathered.dtype == torch.uint8 else 1.0
     center, width = _constants(mean or (0.0,), std or (1.0,), unit, gathered.dim(), gathered.device)
     inputs = gathered.to(torch.float32) if into is None else into.copy_(gathered)
@@ -60,16 +62,22 @@ def measure(images: Tensor) -> tuple[Channels, Channels]:
 
 
 def measure_bytes(parts: Iterable[Tensor]) -> tuple[Channels, Channels]:
-    """Return what `measure` does for images in parts: exact, from a histogram, without a float copy of the data."""
-    counts = sum((_histograms(part) for part in parts), torch.zeros((), dtype=torch.int64))
-    levels = torch.arange(256, dtype=torch.float64, device=counts.device) / 255
+    """Return what `measure` does for images of 8 or 16 bits in parts: exact, from a histogram, without a float copy."""
+    histograms = [_histograms(part) for part in parts]
+    highest = max(part.shape[1] for part in histograms) - 1
+    counts = histograms[0].new_zeros(len(histograms[0]), highest + 1)
+    for part in histograms:  # level k of 256 is level 257 k of 65,536
+        counts[:, :: highest // (part.shape[1] - 1)] += part
+    levels = torch.arange(highest + 1, dtype=torch.float64, device=counts.device) / highest
     shares = counts.double() / counts.sum(1, keepdim=True)
     mean = shares @ levels
     return _channels(mean, (shares * (levels - mean[:, None]).square()).sum(1))
 
 
 def _histograms(images: Tensor) -> Tensor:
-    return torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)])
+    levels = 2**16 if images.is_floating_point() else 2**8
+    values = images.mul(levels - 1).round().long() if images.is_floating_point() else images
+    return torch.stack([torch.bincount(channel.flatten(), minlength=levels) for channel in values.unbind(1)])
 
 
 def _channels(mean: Tensor, variance: Tensor) -> tuple[Channels, Channels]:

@@ -55,26 +55,19 @@ class _Decoder(Dataset[Decoded | UnreadableImageError]):
             return error
 
 
-class _Requests:
-    """The sampler of the pool's loader: what the present stream asks for."""
-
-    def __init__(self) -> None:
-        self.present: Iterable[DecodeRequest] = ()
-
-    def __iter__(self) -> Iterator[DecodeRequest]:
-        return iter(self.present)
-
-
 class _Pool:
-    """A loader whose workers stay: to start them takes long, and a client's round has few mini-batches."""
+    """The sampler of a loader whose workers stay: to start them takes long, and a client's round has few batches."""
 
     def __init__(self) -> None:
         self._in_use = Lock()
         #: whether streams are decoded without it
         self.is_spared = False
-        self._requests = _Requests()
+        self._present: Iterable[DecodeRequest] = ()
         self._loader: DataLoader[Any] | None = None
         self._key = 0, 0
+
+    def __iter__(self) -> Iterator[DecodeRequest]:
+        return iter(self._present)
 
     def claim(self) -> bool:
         """Take the workers for one stream; False where this process has none, or another stream has them."""
@@ -88,7 +81,7 @@ class _Pool:
 
     def decode(self, requests: Iterable[DecodeRequest], workers: int) -> Iterator[Decoded]:
         """Decode one stream of mini-batches."""
-        self._requests.present = requests
+        self._present = requests
         try:
             for decoded in self._open(workers):
                 if isinstance(decoded, UnreadableImageError):
@@ -98,14 +91,14 @@ class _Pool:
             self._loader = None
             raise
         finally:
-            self._requests.present = ()
+            self._present = ()
 
     def _open(self, workers: int) -> "DataLoader[Any]":
         if self._loader is None or self._key != (os.getpid(), workers):
             self._key = os.getpid(), workers
             self._loader = DataLoader(
                 _Decoder(),
-                sampler=self._requests,
+                sampler=self,
                 batch_size=None,
                 num_workers=workers,
                 collate_fn=_unchanged,

@@ -23,6 +23,9 @@ MOST_NORMALIZED = 2**26
 #: largest number of values that are gathered together for several batches: 4 MB in float32
 MOST_TOGETHER = 2**20
 
+#: most classes or domains that a line names
+MOST_NAMES = 20
+
 #: inputs and targets
 Batch = tuple[Tensor, Tensor]
 
@@ -31,10 +34,10 @@ Batch = tuple[Tensor, Tensor]
 class Split:
     """Samples with labels and, where the data have domains, each sample's domain.
 
-    The inputs are N x C x H x W, or of another shape that starts with N x C; uint8 (0 to 255) or float32,
-    in memory or memory-mapped (`torch.from_file`). Labels and domains are int64. Only images can be resized
+    The inputs are N x C x H x W, or of another shape that starts with N x C; uint8 (0 to 255), float32, or int64 for
+    ids, in memory or memory-mapped (`torch.from_file`). Labels and domains are int64. Only images can be resized
     or augmented. `mean` and `std` hold one number a channel, for inputs scaled to [0, 1]; where they are
-    empty, batches are not normalized.
+    empty, batches are not normalized. Ids never are.
     """
 
     inputs: Tensor
@@ -46,8 +49,8 @@ class Split:
 
     def __post_init__(self) -> None:
         shape, dtype = tuple(self.inputs.shape), self.inputs.dtype
-        if len(shape) < 2 or dtype not in (torch.uint8, torch.float32):
-            raise ValueError(f"inputs must be N x C, or N x C x H x W, uint8 or float32, not {shape}, {dtype}")
+        if len(shape) < 2 or dtype not in (torch.uint8, torch.float32, torch.int64):
+            raise ValueError(f"inputs must be N x C [x H x W], uint8, float32 or (for ids) int64, not {shape}, {dtype}")
         for name, column in (("labels", self.labels), ("domains", self.domains)):
             if column is not None and (column.dtype != torch.int64 or column.shape != shape[:1]):
                 actual = f"{tuple(column.shape)}, {column.dtype}"
@@ -56,8 +59,13 @@ class Split:
     def __len__(self) -> int:
         return len(self.inputs)
 
+    @property
+    def has_ids(self) -> bool:
+        """Whether inputs are ids, such as those of tokens, and no numbers to normalize."""
+        return self.inputs.dtype == torch.int64
+
     def batch(self, indices: Tensor, device: torch.device | str = "cpu") -> Batch:
-        """Return the chosen samples on a device: normalized float32 inputs, and labels.
+        """Return the chosen samples on a device: normalized float32 inputs (or ids), and labels.
 
         Bytes travel to a GPU as bytes, from pinned memory and without blocking, and become floats there.
         """
@@ -102,11 +110,6 @@ class Split:
         domains = None if self.domains is None else self.domains[chosen]
         return replace(self, inputs=self.inputs[chosen], labels=self.labels[chosen], domains=domains)
 
-    def to(self, device: torch.device | str) -> "Split":
-        """Return the split on a device, which then gathers its batches there."""
-        domains = None if self.domains is None else self.domains.to(device)
-        return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device), domains=domains)
-
     def resized(self, side: int) -> "Split":
         """Return the split with images of another size."""
         if self.inputs.dim() != 4:
@@ -114,8 +117,8 @@ class Split:
         return replace(self, inputs=resize(self.inputs, side))
 
     def measured(self) -> tuple[Channels, Channels]:
-        """Return mean and standard deviation of every channel, for pixels from 0 to 1."""
-        return measure(self.inputs)
+        """Return mean and standard deviation of every channel, for pixels from 0 to 1; of ids there are none."""
+        return ((), ()) if self.has_ids else measure(self.inputs)
 
 
 def _portions(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
@@ -154,7 +157,7 @@ class _NormalizedInputs:
         source = split.inputs
         if source.device.type != device.type or source.is_inference():
             return None
-        if not split.mean and not split.std and source.dtype == torch.float32:
+        if not split.mean and not split.std and source.dtype != torch.uint8:
             return source
         self._asked += count
         if self._asked <= len(split) or source.numel() > MOST_NORMALIZED:
@@ -190,6 +193,15 @@ class Data:
                 raise ValueError(f"{self.name}: domain names and the domains of both splits go together")
             if split.domains is not None:
                 _check_range(f"{self.name}: domains", split.domains, len(self.domain_names))
+
+    def __str__(self) -> str:
+        sizes = f"{len(self.train):,} training and {len(self.test):,} test samples"
+        classes = f"{self.num_classes} classes" + _listed(self.class_names)
+        if self.train.domains is None:
+            return f"{self.name}: {sizes}; {classes}"
+        counts = torch.bincount(self.train.domains.cpu(), minlength=len(self.domain_names)).tolist()
+        shares = [f"{name} {count:,}" for name, count in zip(self.domain_names, counts, strict=True)]
+        return f"{self.name}: {sizes}; {classes}; {len(shares)} domains" + _listed(shares)
 
     @property
     def in_channels(self) -> int:
@@ -232,7 +244,7 @@ def stratified(strata: NDArray[np.int64], count: int, generator: np.random.Gener
     return np.sort(order[np.diff(ticks) == 1])
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def _validation_split(data: Data, fraction: float, seed: int) -> Data:
     split = data.train
     count = round(fraction * len(split))
@@ -244,6 +256,10 @@ def _validation_split(data: Data, fraction: float, seed: int) -> Data:
     held_out = stratified(strata, count, numpy_generator(seed, "validation"))
     kept = np.setdiff1d(np.arange(len(split)), held_out, assume_unique=True)
     return replace(data, train=split.select(kept), test=split.select(held_out))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f" ({', '.join(names[:MOST_NAMES])}{', ...' * (len(names) > MOST_NAMES)})" if names else ""
 
 
 def _check_range(what: str, values: Tensor, count: int) -> None:

@@ -2,24 +2,26 @@
 
 import shutil
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedbn_flwr import state
+from fedbn_flwr.data.own_data import preprocess
 from fedbn_flwr.experiments.comparison import Line, lines, metric_of
 from fedbn_flwr.experiments.given_objects import Method, method_of
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.console import console, show_comparison, show_run
 from fedbn_flwr.experiments.output.recorder import Summary
-from fedbn_flwr.experiments.output.run_folder import read_rounds
+from fedbn_flwr.experiments.output.run_folder import NOT_WHOLE, read_rounds
 from fedbn_flwr.experiments.recipes.table import values_of
 from fedbn_flwr.experiments.reports.sources import read_sources
 from fedbn_flwr.experiments.reports.tables import result_table
-from fedbn_flwr.experiments.resources import fresh_model
+from fedbn_flwr.experiments.resources import fresh_model, normalization
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.plugins.options import UsageError
 
@@ -83,20 +85,32 @@ class Results:
     def model(self, method: Method = "", seed: int | None = None) -> nn.Module:
         """Return the model that a run has trained, in evaluation mode; by default that of the first run.
 
-        It takes inputs as training had them: normalized. Of a method with a model for each node, it is the server's.
+        It takes inputs as training had them: `preprocess` makes them. A method with a model for each node is a
+        UsageError.
         """
+        key = self._key_of(method, seed)
+        with extra("models"):
+            from safetensors.torch import load_file
+
+        model = fresh_model(self._experiments[key].config)
+        state.load(model, load_file(self._places[key] / "model.safetensors"))
+        return model.eval()
+
+    def preprocess(self, method: Method = "", seed: int | None = None) -> Callable[[Any], Tensor]:
+        """Return a function that turns raw inputs, tensors or arrays, into those that a run's model takes."""
+        config = self._experiments[self._key_of(method, seed)].config
+        return partial(preprocess, image_size=config.image_size, **normalization(config))
+
+    def _key_of(self, method: Method, seed: int | None) -> Key:
         text = method_of(method) if method != "" else str(self.summaries[0]["method"])
         runs = [_key(run) for run in self._finished if run["method"] == text and seed in (None, run["seed"])]
         known = [key for key in runs if key in self._experiments]
         if not known:
             names = ", ".join(f"{name!r} (seed {number})" for name, number in self._experiments)
             raise UsageError(f"there is no model of {text!r}{'' if seed is None else f', seed {seed}'}; of: {names}")
-        with extra("models"):
-            from safetensors.torch import load_file
-
-        model = fresh_model(self._experiments[known[0]].config)
-        state.load(model, load_file(self._places[known[0]] / "model.safetensors"))
-        return model.eval()
+        if self._experiments[known[0]].strategy_class.personal:
+            raise UsageError(f"{text!r} has a model for each node, and results hold no node's: {NOT_WHOLE}")
+        return known[0]
 
     def to_pandas(self) -> Any:
         """Return a `pandas.DataFrame` with a row for each run and the columns of its summary."""

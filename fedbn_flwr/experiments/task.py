@@ -1,7 +1,7 @@
 """What the server of a run knows of its data: the data themselves, or what the sites say of theirs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,8 @@ class Task:
     told: ConfigRecord
     #: a row about each site's data
     sites: list[dict[str, Any]]
+    #: by node, the number of training samples, where sites have said it
+    counts: Mapping[int, int] = field(default_factory=dict)
 
 
 def make_task(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any], secure: bool = False) -> Task:
@@ -52,7 +54,7 @@ def _here(grid: Grid, config: Config, nodes: int) -> Task:
     config = rounds_within_budget(config, nodes)
     set_threads(config)
     trained = np.concatenate(make_partition(config, nodes)) if config.train_loss_global else None
-    scorer = Scorer(shared_model(config), load_data(config), pick_device(config.device), trained)
+    scorer = Scorer(shared_model(config), load_data(config), pick_device(config.device), trained, config.class_metrics)
     return Task(config, grid, form_of(config), scorer, ConfigRecord(), [])
 
 
@@ -67,4 +69,5 @@ def _at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any],
     set_threads(config)
     scorer = SiteScorer(config.classes, config.class_metrics)
     sites_grid = SitesGrid(grid, agreement, secure)
-    return Task(config, sites_grid, agreement.form, scorer, agreement.to_config(), agreement.table())
+    counts = {node: sum(site.train) for node, site in agreement.sites.items()}
+    return Task(config, sites_grid, agreement.form, scorer, agreement.to_config(), agreement.table(), counts)

@@ -5,7 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbn_flwr.data import AUGMENTATIONS, augment, parse_augmentation
+from fedbn_flwr.data import AUGMENTATIONS, parse_augmentation
+
+
+def augment(spec: str, inputs: torch.Tensor, chances: torch.Generator, *moments: tuple[float, ...]) -> torch.Tensor:
+    return parse_augmentation(spec)(inputs, chances, *(moments or ((), ())))
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -7,6 +7,7 @@ import pickle
 import struct
 import urllib.error
 from collections.abc import Callable
+from dataclasses import replace
 from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import scipy.io
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from fedbn_flwr.data import load
@@ -214,6 +216,20 @@ def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
         load("usps")
 
 
+def test_the_folder_of_torchvisions_examples_is_found_unless_another_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("FEDBN_FLWR_DATA", raising=False)
+    write_idx(tmp_path / "data" / "MNIST" / "raw")
+    files = {f"data_batch_{number}": 2 for number in range(1, 6)} | {"test_batch": 3}
+    write_cifar(tmp_path / "data", "cifar-10-batches-py", files, "labels", ("batches.meta", "label_names"))
+    assert [len(load(name).train) for name in ("mnist", "cifar10")] == [6, 10]
+    with pytest.raises(FileNotFoundError, match="mnist is not in"):
+        load("mnist", root=tmp_path / "elsewhere")
+
+
 @pytest.fixture
 def fill(tmp_path: Path) -> Callable[[str], None]:
     """Make a data set of two classes in a folder: three training images, one for testing."""
@@ -255,6 +271,53 @@ def test_a_folder_of_one_domain_is_a_folder_without_domains(tmp_path: Path, fill
     assert data.train.domains is None
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_fifth_of_each_class_of_each_site_is_for_testing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool
+) -> None:
+    monkeypatch.setattr("fedbn_flwr.data.files.MOST_IN_MEMORY", 2**20 if in_memory else 1)
+    for site, label, number in ((site, label, number) for site in "nm" for label in "ab" for number in range(10)):
+        paint(tmp_path / site / label / f"{number}.png", grey=100 * "nm".index(site) + 50 * "ab".index(label) + number)
+    data = load(f"folder:{tmp_path}", image_workers=0)
+    assert (data.domain_names, data.class_names) == (("m", "n"), ("a", "b"))
+    greys: list[list[int]] = []
+    for split, count in ((data.train, 8), (data.test, 2)):
+        assert split.domains is not None
+        assert torch.bincount(2 * split.domains + split.labels).tolist() == [count] * 4
+        inputs, _ = replace(split, mean=(), std=()).batch(torch.arange(len(split)))
+        greys.append((inputs[:, 0, 0, 0] * 255).round().int().tolist())
+        assert [grey // 50 for grey in greys[-1]] == ((1 - split.domains) * 2 + split.labels).tolist()
+    assert len({*greys[0], *greys[1]}) == 40
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_images_of_16_bits_keep_all_their_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool
+) -> None:
+    """As 12-bit X-rays: all values are far above 255, and far below the highest of 16 bits."""
+    monkeypatch.setattr("fedbn_flwr.data.files.MOST_IN_MEMORY", 2**20 if in_memory else 1)
+    deep = np.random.default_rng(0).integers(300, 4096, (4, 8, 8)).astype(np.uint16)
+    for number, name in enumerate(("train/a/0.png", "train/b/1.png", "test/a/2.png", "test/b/3.tif")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(deep[number]).save(tmp_path / name)
+    data = load(f"folder:{tmp_path}", image_workers=0)
+    truth = deep / 65535
+    assert data.train.mean == pytest.approx([truth[:2].mean()] * 3)
+    assert data.train.std == pytest.approx([truth[:2].std()] * 3)
+    for split, expected in ((data.train, truth[:2]), (data.test, truth[2:])):
+        inputs, _ = split.batch(torch.arange(2))
+        wanted = np.repeat((expected - truth[:2].mean())[:, None] / truth[:2].std(), 3, axis=1)
+        assert np.allclose(inputs.numpy(), wanted, atol=1e-5)
+    paint(tmp_path / "train/b/9.png", grey=51)  # one of 8 bits beside them: both are shares of white
+    mixed = load(f"folder:{tmp_path}/.", image_workers=0).train
+    inputs, _ = replace(mixed, mean=(), std=()).batch(torch.arange(3))
+    assert float(inputs[2].mean()) == pytest.approx(0.2)
+    assert mixed.mean == pytest.approx([float(inputs.double().mean())] * 3)
+    Image.fromarray(truth[0].astype(np.float32)).save(tmp_path / "train/b/10.tif")
+    with pytest.raises(ValueError, match=r"10\.tif has pixels other than whole numbers from 0 to 65535"):
+        load(f"folder:{tmp_path}/./.", image_workers=0).train.batch(torch.arange(4))
+
+
 def test_images_of_different_sizes_need_an_image_size(tmp_path: Path, fill: Callable[[str], None]) -> None:
     fill("")
     paint(tmp_path / "train" / "dog" / "c.png", size=(7, 7), grey=50)
@@ -267,7 +330,7 @@ def test_images_of_different_sizes_need_an_image_size(tmp_path: Path, fill: Call
 
 def test_a_folder_with_nothing_in_it(tmp_path: Path) -> None:
     for spec in (f"folder:{tmp_path}", f"folder:{tmp_path / 'absent'}"):
-        with pytest.raises(ValueError, match="found neither train/CLASS/ nor DOMAIN/train/CLASS/ in it"):
+        with pytest.raises(ValueError, match="found neither train/CLASS/ nor DOMAIN/train/CLASS/ nor DOMAIN/CLASS"):
             load(spec)
     with pytest.raises(ValueError, match="folder: needs a path"):
         load("folder:")

@@ -1,14 +1,16 @@
 """Specs name data sets; each is read once."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from fedbn_flwr.data import DATASETS, Data, Split, load
+from fedbn_flwr.data import DATASETS, Data, Split, load, partition
 
 
 def test_loading_twice_gives_the_same_object() -> None:
@@ -16,6 +18,17 @@ def test_loading_twice_gives_the_same_object() -> None:
     assert load("synthetic:n=100:test=50") is load("synthetic:n=100:test=50")
     assert load("digits", image_size=12) is load("digits", image_size=12)
     assert load("digits", image_size=12) is not load("digits")
+
+
+def test_a_process_keeps_few_data_sets() -> None:
+    known = []
+    for count in range(100, 112):
+        data = load(f"synthetic:n={count}:test=50").validation_split(0.1, 0)
+        partition("iid", data, 2, 0)
+        known.append(weakref.ref(data))
+    del data
+    gc.collect()
+    assert sum(each() is not None for each in known) <= 4
 
 
 def test_threads_that_load_at_once_share_one_object() -> None:

@@ -152,7 +152,7 @@ def test_cityscapes(tmp_path: Path) -> None:
     assert maps.unique().tolist() == [IGNORED, 0, 18]
     assert [part.tolist() for part in partition("city", data, 2, 0)] == [[0, 1], [2]]
     assert [part.tolist() for part in partition("domain:1", data, 2, 0)] == [[0, 1], [2]]
-    with pytest.raises(ValueError, match="2 cities need 2 clients, not 3"):
+    with pytest.raises(ValueError, match="2 domains with 1 each need 2 clients, not 3"):
         partition("city", data, 3, 0)
 
 

@@ -42,16 +42,11 @@ class FileList:
         return os.path.join(self.root, self.names[number])
 
     def split(
-        self,
-        size: int | Size,
-        fit: Fit = "squash",
-        mean: Channels = (),
-        std: Channels = (),
-        workers: int = 0,
+        self, size: int | Size, fit: Fit = "squash", mean: Channels = (), std: Channels = (), workers: int = 0
     ) -> FileSplit:
         """Return a split that decodes the files when it needs them."""
-        images, domains = ImageFiles(self.root, self.names), self.domains or None
-        return FileSplit.of(images, self.labels, size, domains=domains, mean=mean, std=std, fit=fit, workers=workers)
+        images = ImageFiles(self.root, self.names)
+        return FileSplit.of(images, self.labels, size, self.domains, mean=mean, std=std, fit=fit, workers=workers)
 
 
 def folders(path: Path) -> list[str]:

@@ -1,0 +1,209 @@
+"""Users' own data: what a model takes can be made from raw data, mistakes are one line, and sites are seen."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from fedbn_flwr import compare, run
+from fedbn_flwr.data import Data, Split, load
+from fedbn_flwr.experiments import UsageError, main
+from tests.helpers.image_sets import paint
+
+QUICK: dict[str, Any] = {"clients": 2, "rounds": 4, "local_steps": 4, "batch_size": 16, "lr": 0.05, "device": "cpu"}
+#: words of the command for one round
+ONE = ("--rounds", "1", "--local-steps", "1", "--batch-size", "8", "--device", "cpu")
+
+
+def pair(count: int, seed: int, side: int = 8) -> tuple[Tensor, Tensor]:
+    """Return images around 100, far from what a model takes, whose class shows in a part of them."""
+    labels, noise = (
+        torch.arange(count) % 3,
+        torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(seed)),
+    )
+    images = 100 + 20 * noise
+    images[:, :, :2] += 25 * labels.view(-1, 1, 1, 1)
+    return images, labels
+
+
+def tokens(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    ids, labels = (
+        torch.randint(3, 40, (count, 6), generator=torch.Generator().manual_seed(seed)),
+        torch.arange(count) % 3,
+    )
+    ids[::2, 0] = labels[::2]
+    return ids, labels
+
+
+class Words(nn.Module):
+    """An embedding, which takes nothing but integers."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.last = nn.Embedding(40, 4), nn.BatchNorm1d(4), nn.Linear(4, num_classes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the logits of N x 6 ids."""
+        logits: Tensor = self.last(self.norm(self.embedding(ids).transpose(1, 2)).amax(2))
+        return logits
+
+
+def as_bytes(images: Tensor) -> Tensor:
+    return images.clamp(0, 255).to(torch.uint8)
+
+
+RAW: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]] = {
+    "floats": (lambda inputs: inputs, {}),
+    "a float64 array": (lambda inputs: inputs.double().numpy(), {}),
+    "bytes": (as_bytes, {}),
+    "16 bits": (lambda inputs: (inputs.clamp(0, 255) * 16).numpy().astype(np.uint16), {}),
+    "another size": (lambda inputs: as_bytes(inputs), {"image_size": 12}),
+    "given moments": (as_bytes, {"mean": (0.4, 0.4, 0.4), "std": (0.1, 0.2, 0.3)}),
+}
+
+
+@pytest.mark.parametrize("kind", RAW)
+def test_the_reported_accuracy_by_hand_from_raw_data(kind: str, tmp_path: Path) -> None:
+    change, options = RAW[kind]
+    (images, labels), (tested, truth) = pair(60, 1), pair(41, 2)
+    raw, given = change(tested), ((change(images), labels), (change(tested), truth))
+    found = run("fedavg", data=given, partition="iid", folder=tmp_path, **QUICK, **options)
+    before = np.asarray(raw).copy()
+    with torch.no_grad():
+        predicted = found.model()(found.preprocess("fedavg", 0)(raw)).argmax(1)
+    assert float((predicted == truth).sum()) / len(truth) == found.summaries[0]["accuracy"] > 0.4
+    assert np.array_equal(np.asarray(raw), before)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        kept = json.loads(file.metadata()["normalization"])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert kept == {"mean": summary["mean"], "std": summary["std"]}
+    assert len(kept["mean"]) == 3
+    assert all(value > 0 for value in kept["std"])
+
+
+@pytest.mark.parametrize("engine", ["stacked", "inprocess"])
+def test_ids_reach_the_model_as_they_are(engine: str) -> None:
+    (ids, labels), (tested, truth) = tokens(60, 1), tokens(41, 2)
+    given = (ids.numpy().astype(np.int32), labels), TensorDataset(tested, truth)
+    found = run("fedavg", data=given, model=Words, partition="iid", engine=engine, **QUICK)
+    assert torch.equal(found.preprocess()(tested), tested)
+    predicted = found.model()(tested).argmax(1)
+    assert float((predicted == truth).sum()) / len(truth) == found.summaries[0]["accuracy"]
+    assert (found.summaries[0]["mean"], found.summaries[0]["std"]) == ((), ())
+
+
+def test_a_data_frame_of_inputs_is_an_array() -> None:
+    images, labels = pair(40, 1)
+    frame = pd.DataFrame(images.flatten(1).numpy())
+    accuracies = [
+        run("fedavg", data=((inputs, labels), (inputs, labels)), model="mlp", partition="iid", **QUICK).summaries[0]
+        for inputs in (frame, np.array(frame))
+    ]
+    assert accuracies[0]["loss"] == accuracies[1]["loss"]
+
+
+def spoiled(images: Tensor, value: float) -> Tensor:
+    images = images.clone()
+    images[7, 0, 0, 0] = value
+    return images
+
+
+X, Y = pair(24, 1)
+GOOD = X, Y
+FRAME = pd.DataFrame(X.flatten(1).numpy())
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "one pair": (GOOD, "the training data must be a .* a Tensor has no labels: data is "),
+    "one array pair": ((X.numpy(), Y.numpy()), "a ndarray has no labels: data is "),
+    "two frames": ((FRAME, FRAME), "a DataFrame has no labels: data is "),
+    "a frame": (FRAME, "data must be a name, .* or a pair .training data, test data., got DataFrame"),
+    "text": (((FRAME.astype(str), Y), GOOD), "the training data must be .*object"),
+    "float labels": (
+        ((X, Y.float()), GOOD),
+        "labels must be integers, the numbers of classes from 0, not torch.float32",
+    ),
+    "labels from 1": (((X, Y + 1), (X, Y + 1)), "labels are 1 to 3, but classes are numbered from 0: give labels - 1"),
+    "channels last": (
+        ((X.permute(0, 2, 3, 1), Y), GOOD),
+        r"\(24, 8, 8, 3\) look like channels last: give inputs.permute\(0, 3, 1, 2\)",
+    ),
+    "NaN in training": (((spoiled(X, float("nan")), Y), GOOD), "training sample 7 has a value that is not a finite"),
+    "infinity in testing": ((GOOD, (spoiled(X, float("-inf")), Y)), "test sample 7 has a value that is not a finite"),
+    "another shape": ((GOOD, pair(9, 2, side=9)), r"model 'mlp' cannot take test inputs of the shape \(3, 9, 9\)"),
+    "no test samples": ((GOOD, (X[:0], Y[:0])), "own data has no test samples"),
+    "integers": (((X.long(), Y), GOOD), r"cannot take integers \(ids: other numbers are float32\) of the shape"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_before_training(mistake: str, tmp_path: Path) -> None:
+    given, message = MISTAKES[mistake]
+    with pytest.raises(UsageError, match=message) as caught:
+        compare(["fedavg"], data=given, model="mlp", partition="iid", folder=tmp_path / "runs", **QUICK)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def flawed() -> Data:
+    """Return data with a value that is not a number."""
+    return Data("flawed", Split(X, Y), Split(spoiled(X, float("nan")), Y), 3)
+
+
+def test_a_mistake_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--dataset", f"{__name__}:flawed"]) == 2
+    text = "fedbn-flwr: flawed: test sample 7 has a value that is not a finite number\n"
+    assert capsys.readouterr() == ("", text)
+
+
+# ---- sites -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sites(tmp_path: Path) -> Path:
+    """Write three sites of two classes, with five images each, and no split for testing."""
+    for site in range(3):
+        for label, name in enumerate(("cat", "dog")):
+            for number in range(5):
+                paint(tmp_path / f"site-{site}" / name / f"{number}.png", 100 * site + 10 * label + number)
+    return tmp_path
+
+
+def test_sites_are_clients_unless_a_partition_is_given(sites: Path, tmp_path: Path) -> None:
+    data, quick = f"folder:{sites}", {**QUICK, "rounds": 1}
+    del quick["clients"]
+
+    def chosen(results: Any) -> tuple[str, int]:
+        return results.summaries[0]["partition"], results.summaries[0]["clients"]
+
+    found = compare(["fedavg", "centralized"], data=data, **quick)
+    assert [(run["partition"], run["clients"]) for run in found.summaries] == [("domain:1", 3), ("union", 1)]
+    assert chosen(run("fedavg", data=load(data), clients=6, **quick)) == ("domain:2", 6)
+    assert chosen(run("fedavg", data=data, partition="iid", **quick)) == ("iid", 5)
+    with pytest.raises(UsageError, match="3 domains with 1 each need 3 clients, not 4"):
+        run("fedavg", data=data, clients=4, **quick)
+    assert chosen(run("fedavg", data="digits", **quick)) == ("classes:2", 5)
+
+
+@pytest.mark.parametrize("command", [["run"], ["compare", "--methods", "fedavg"], ["diagnose", "--batches", "1"]])
+def test_commands_see_sites_and_say_what_the_data_are(
+    command: list[str], sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ONE if command != ["diagnose", "--batches", "1"] else ONE[4:]
+    assert main([*command, "--dataset", f"folder:{sites}", "--results-dir", str(tmp_path / "out"), *words]) == 0
+    sizes = "24 training and 6 test samples; 2 classes (cat, dog); 3 domains (site-0 8, site-1 8, site-2 8)"
+    assert f"{sites.name}: {sizes}\n" in capsys.readouterr().out
+    written = json.loads(next((tmp_path / "out").rglob("[cd]*i*.json")).read_text())["options"]
+    assert (written["partition"], written["clients"]) == ("domain:1", 3)
+
+
+def test_classes_that_differ_by_upper_case_only_are_named(sites: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (sites / "site-1" / "cat").rename(sites / "site-1" / " Cat")
+    run("fedavg", data=f"folder:{sites}", rounds=1, device="cpu")
+    assert "classes differ only by upper case or spaces, and count as different ones:  Cat, cat" in caplog.text
