@@ -43,8 +43,9 @@ ConfigRecord `packed`. A client may leave it out of its reply, and then always g
 dtype, named by it, such as `<f4`. Under the group's name, `packed` then holds JSON with a list `[name, dtype, shape]`
 for each entry. The numbers of these entries are in the arrays, one after another.
 
-If a reply does not list every binding key of its message, the run ends. Otherwise the method would silently be a
-different one. This also holds for replies to evaluations.
+A reply that does not list every binding key of its message is not used, and the log names the node. If no reply of a
+round lists them, the run ends. Otherwise the method would silently be a different one. This also
+holds for replies to evaluations.
 """
 
 #: where else names of this package are seen
@@ -65,6 +66,7 @@ ELSEWHERE = {
     wire.PERSONAL: "ArrayRecord: entries that the node keeps, in an evaluation that requests them",
     wire.PARAMETERS: "in the `report` of `query.describe`: the names of the model's parameters",
     wire.BN_ENTRIES: "in the `report` of `query.describe`: the names of entries of BN layers",
+    wire.TIED: "in the `report` of `query.describe`: further names of entries, each before the first name",
     wire.NORMALIZERS: "in the `report` of `query.describe`: the classes of the model's BN layers",
     wire.NUM_ROUNDS: "key: number of rounds; set it if your own loop drives the strategy",
     wire.DESCRIBE: "message type: a node describes itself and its model",

@@ -1,15 +1,13 @@
-"""The Flower client: it loads what it received, obeys the instruction, and says which keys it obeyed."""
+"""The client: it loads what it received, obeys the instruction, and says which keys it obeyed."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from flwr.app import RecordDict
-from flwr.client import NumPyClient
 from torch import Tensor, nn
 
 from fedbn_flwr import norm, state, wire
@@ -23,15 +21,16 @@ from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask
 from fedbn_flwr.client.modes import carried_exchange, carried_records, frozen_parts, layerwise_mode
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.reply import Metrics, Reply
-from fedbn_flwr.client.rules import Session, obeyed_keys, read_instruction, rules_for
+from fedbn_flwr.client.rules import Session, obeyed_keys, rules_for
 from fedbn_flwr.data import Split
 from fedbn_flwr.layerwise import Exchange, OwnRandomness, gather_in_order, shared_statistics, why_not_in_order
 from fedbn_flwr.randomness import derive, torch_generator
 from fedbn_flwr.state import State
+from fedbn_flwr.state.model_state import tied_names, with_all_names
 from fedbn_flwr.wire import Instruction, moments
 
 
-class BNClient(NumPyClient):
+class BNClient:
     """A client that can be used with every strategy of this project, and with Flower's own.
 
     `memory` is the node's `Context.state`, and all that lasts from one message to the next. The clients of a process
@@ -66,7 +65,7 @@ class BNClient(NumPyClient):
         #: set by the transport of a layer-wise step: exchanges statistics with the other clients, and seeds dropout
         self.exchange: Exchange | None = None
 
-    # ---- the messages of every Flower API ---------------------------------------------------------------------------
+    # ---- the messages ----------------------------------------------------------------------------------------------
 
     def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Train for one round, and reply with what the instruction shares."""
@@ -153,30 +152,6 @@ class BNClient(NumPyClient):
         splits = (self.train_split, self.test_split)
         return max(int(split.domains.max()) + 1 if split and split.domains is not None else 0 for split in splits)
 
-    # ---- Flower's NumPyClient: lists in the order of the state dict ----------------------------------------------
-
-    def get_parameters(self, config: dict[str, Any]) -> list[np.ndarray]:
-        """Return the whole state, counters included."""
-        return [value.cpu().numpy().copy() for value in self.model.state_dict().values()]
-
-    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
-        """Train, and return the entries that leave the client, in the order of the state dict."""
-        instruction = read_instruction(config)
-        reply = self.train({wire.ARRAYS: self._named(parameters, instruction)}, instruction)
-        if len(reply.records) > 1:
-            raise ValueError(
-                f"{sorted(set(reply.records) - {wire.ARRAYS})} cannot travel in a list of arrays: use client_app"
-            )
-        arrays = [value.cpu().numpy() for value in reply.records[wire.ARRAYS].values()]
-        return arrays, len(self.indices), {**reply.metrics, wire.OBEYED: ",".join(reply.report[wire.OBEYED])}
-
-    def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Evaluate on the client's test split."""
-        instruction = read_instruction(config)
-        reply = self.test({wire.ARRAYS: self._named(parameters, instruction)}, instruction)
-        metrics = {key: value for key, value in reply.metrics.items() if not isinstance(value, list)}
-        return float(metrics[wire.EVAL_LOSS]), len(self.indices), metrics
-
     # ---- the parts -----------------------------------------------------------------------------------------------
 
     def _load(self, received: State, instruction: Instruction) -> None:
@@ -226,6 +201,10 @@ class BNClient(NumPyClient):
         """Return the number of steps of a round."""
         return batches.count_steps(len(self.indices), instruction, self._merges_single(instruction))
 
+    def first_batch_is_all(self, instruction: Instruction) -> bool:
+        """Return whether a round's first mini-batch has all of the node's samples."""
+        return self.first_batch_size(instruction) >= len(self.indices)
+
     def first_batch_size(self, instruction: Instruction) -> int:
         """Return the number of samples in a round's first mini-batch."""
         return batches.first_size(len(self.indices), instruction, self._merges_single(instruction))
@@ -257,18 +236,6 @@ class BNClient(NumPyClient):
     def _shared(self, instruction: Instruction) -> State:
         return state.snapshot_without(self.model, (instruction.keep_local, instruction.omit))
 
-    def _named(self, parameters: list[np.ndarray], instruction: Instruction) -> State:
-        names = list(self.model.state_dict())
-        own: dict[str, Tensor] = {}
-        if len(parameters) != len(names):
-            local = state.group_keys(self.model, instruction.keep_local)
-            names = [name for name in names if name not in local]
-            # Flower's older server has nothing else for a node that comes late: its BN begins as in its own model
-            own = dict(state.snapshot(self.model, local))
-        if len(parameters) != len(names):
-            raise ValueError(f"received {len(parameters)} arrays, the model shares {len(names)}")
-        return own | {name: torch.from_numpy(np.array(value)) for name, value in zip(names, parameters, strict=True)}
-
     def reply(self, metrics: Metrics, instruction: Instruction, records: Mapping[str, State]) -> Reply:
         """Make a reply that names this client's partition and the binding keys that it obeyed."""
         metrics[wire.PARTITION_ID] = self.partition_id
@@ -278,9 +245,12 @@ class BNClient(NumPyClient):
 def model_names(model: nn.Module) -> dict[str, list[str]]:
     """Return a model's parameter and BN names, collected once: a server may ask thousands of nodes that share it."""
     if model not in _NAMES:
-        parameters = [name for name, _ in model.named_parameters()]
-        kinds = sorted({type(layer).__name__ for layer in norm.bn_layers(model).values()})
-        _NAMES[model] = {wire.PARAMETERS: parameters, wire.BN_ENTRIES: norm.bn_keys(model), wire.NORMALIZERS: kinds}
+        _NAMES[model] = {
+            wire.PARAMETERS: [name for name, _ in model.named_parameters(remove_duplicate=False)],
+            wire.TIED: [name for pair in tied_names(model).items() for name in pair],
+            wire.BN_ENTRIES: sorted(with_all_names(model, set(norm.bn_keys(model)))),
+            wire.NORMALIZERS: sorted({type(layer).__name__ for layer in norm.bn_layers(model).values()}),
+        }
     return dict(_NAMES[model])
 
 

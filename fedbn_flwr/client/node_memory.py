@@ -1,14 +1,26 @@
 """The memory of a node between messages: named groups of tensors in its `Context.state`."""
 
-from collections.abc import Collection, Iterator
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-from flwr.app import RecordDict
+from flwr.app import Context, RecordDict
 
 from fedbn_flwr.state import State, from_record, to_record
 from fedbn_flwr.wire import PERSONAL
 from fedbn_flwr.wire.instruction import Record
 
 NAMESPACE = "fedbn-flwr"
+#: where a site names the folder for states: in its SuperNode's node configuration, or in the environment of its
+#: ClientApps
+NODE_KEY, STATE_VARIABLE = "state-dir", "FEDBN_FLWR_STATE"
+
+
+def state_folder(context: Context) -> Path | None:
+    """Return the folder in which a site keeps what its node remembers; None where it names none."""
+    folder = str(context.node_config.get(NODE_KEY) or os.environ.get(STATE_VARIABLE, ""))
+    return Path(folder) if folder else None
 
 
 class Memory:
@@ -40,6 +52,11 @@ class Memory:
         for name, record in list(self._records.items()):
             if name.startswith(start):
                 yield name.removeprefix(start), record
+
+    def record(self, name: str) -> Mapping[str, Any]:
+        """The record that was stored under this name; empty if there is none."""
+        record: Any = self._records.get(f"{NAMESPACE}/{name}", {})
+        return dict(record)
 
     def forget(self, prefix: str) -> None:
         """Remove the records whose names begin so."""

@@ -8,10 +8,12 @@ import gc
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
+from logging import INFO
 from types import TracebackType
 from typing import Any, Self, cast
 
 import torch
+from flwr.common import log
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -25,6 +27,11 @@ from fedbn_flwr.client.training import frozen
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
+
+SHARED = (
+    "BN statistics were those of all nodes in %d forward passes, up to the first step of an optimizer (%s, of %d of "
+    "the %d parameters that learn)"
+)
 
 
 class OwnLoop:
@@ -63,6 +70,9 @@ class OwnLoop:
         self.first_batch_size = 0
         #: the class of the first module that trained and is not the model, for the error message
         self._other = ""
+        #: where a forward pass begins, and how many there were
+        self._entry: nn.Module | None = None
+        self._passes = 0
         #: classes of modules whose whole model was looked for
         self._searched: set[type[nn.Module]] = set()
 
@@ -95,8 +105,8 @@ class OwnLoop:
             if self._session is None:
                 self._require_nothing_asked()
                 return
-            if self._rules and not self._session.steps:
-                raise RuntimeError("the loop took no step of an optimizer, so nothing of the instruction was obeyed")
+            if (self._rules or self._exchange) and not self._session.steps:
+                raise RuntimeError("the loop took no step of a torch.optim.Optimizer, so nothing was obeyed")
             for rule in self._rules:
                 rule.finish(self._session)
             self._session.records |= carried_records(self._exchange)
@@ -122,6 +132,8 @@ class OwnLoop:
             return
         if self._session is None and (model := self._find_model(module)) is not None:
             self.begin(model)
+            self._entry = module
+        self._passes += module is self._entry
         # modules of the data's transforms may run before the model does
         if self._session is not None and not self.first_batch_size:
             self.first_batch_size = next((len(value) for value in inputs if isinstance(value, torch.Tensor)), 0)
@@ -186,15 +198,25 @@ class OwnLoop:
         if self._is_stepped_by(optimizer):
             self._first_step.close()
             assert self._session is not None
-            if self._exchange and self._instruction.fresh_optimizer and self._session.steps == 1:
+            if not self._exchange or self._session.steps > 1:
+                return
+            if self._instruction.fresh_optimizer:
                 optimizer.state.clear()
+            if self._instruction.server_round == 1:
+                held = self._held_by(optimizer)
+                log(INFO, SHARED, self._passes, type(optimizer).__name__, len(held), len(self._session.learned()))
 
     def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this thread's loop changes the model with this optimizer."""
         if threading.get_ident() != self._thread or self._session is None:
             return False
-        own = {id(parameter) for parameter in self._session.model.parameters()}
-        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        return bool(self._held_by(optimizer))
+
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """Return the ids of the model's parameters that the optimizer changes."""
+        assert self._session is not None
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return held & {id(parameter) for parameter in self._session.model.parameters()}
 
     def _require_nothing_asked(self) -> None:
         keys = set(self._instruction.binding_keys()) - {"keep-local", "omit", "send-personal", "later"}

@@ -49,9 +49,9 @@ class OwnLoopClient:
         loop = OwnLoop(self.model, instruction, received, self.memory, self.exchange)
         with drawing, loop as self._loop:
             content = self._handler(self._seen(received, instruction), self._context).content
-        return self.reply_after(loop, content, instruction)
+        return self._reply_after(loop, content, instruction)
 
-    def reply_after(self, loop: OwnLoop, content: RecordDict, instruction: Instruction) -> Reply:
+    def _reply_after(self, loop: OwnLoop, content: RecordDict, instruction: Instruction) -> Reply:
         """Make the reply of a round from a handler's: what the instruction shares, and what rules add."""
         trained = self._trained(content)
         local = state.group_keys(self.model, instruction.keep_local)
@@ -73,12 +73,7 @@ class OwnLoopClient:
 
     def test(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Let the handler evaluate the node's own model: the received one with the entries that live here."""
-        return self.reply_after_test(
-            self._handler(self._seen(received, instruction), self._context).content, instruction
-        )
-
-    def reply_after_test(self, content: RecordDict, instruction: Instruction) -> Reply:
-        """Make the reply of an evaluation from a handler's: its metrics, and kept entries if they are asked for."""
+        content = self._handler(self._seen(received, instruction), self._context).content
         kept = self.memory.personal(
             state.group_keys(self.model, instruction.keep_local if instruction.send_personal else "none")
         )
@@ -88,6 +83,10 @@ class OwnLoopClient:
         """Reply with the node's partition and the names of the model's entries."""
         metrics: Metrics = {wire.DOMAIN: -1, wire.PARTITION_ID: self.partition_id}
         return Reply(self._num_examples or 0, metrics, report=model_names(self.model))
+
+    def first_batch_is_all(self, instruction: Instruction) -> bool:
+        """Return False: only the handler knows its mini-batches."""
+        return False
 
     def step_seed(self, instruction: Instruction) -> int:
         """Return the seed of what the handler draws from torch's global generator in this round."""

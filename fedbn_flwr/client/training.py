@@ -13,7 +13,7 @@ from fedbn_flwr.client.device import autocast
 from fedbn_flwr.client.modes import frozen_parts
 from fedbn_flwr.wire import Instruction
 
-OPTIMIZERS = ("sgd", "adam")
+OPTIMIZERS = ("sgd", "adam", "adamw")
 
 Batch = tuple[Tensor, Tensor]
 #: of what the model returns and the targets
@@ -68,7 +68,9 @@ def batch_loss(
 
 
 def frozen(model: nn.Module, instruction: Instruction) -> AbstractContextManager[Any]:
-    """Freeze the parts of BN that the instruction names, until the end of the block."""
+    """Freeze the parts of BN that the instruction names, until the end of the block; refuse a model without them."""
+    if lacking := norm.lacks(model, instruction.bn_needed):
+        raise ValueError(f"the method would be another one: {lacking}")
     if instruction.freeze == "none":
         return nullcontext()
     return norm.freeze(model, **frozen_parts(instruction.freeze))
@@ -80,8 +82,9 @@ def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Op
     lr, decay = instruction.lr, instruction.weight_decay
     if instruction.optimizer == "sgd":
         return SGD(parameters, lr=lr, momentum=instruction.momentum, weight_decay=decay)
-    if instruction.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=lr, weight_decay=decay)
+    if instruction.optimizer in ("adam", "adamw"):
+        kind = torch.optim.Adam if instruction.optimizer == "adam" else torch.optim.AdamW
+        return kind(parameters, lr=lr, weight_decay=decay)
     raise ValueError(f"unknown optimizer {instruction.optimizer!r}; known: {', '.join(OPTIMIZERS)}")
 
 
@@ -110,9 +113,6 @@ class SGD(torch.optim.SGD):
             if group["momentum"]:
                 steps = self._moved(learned, steps, group["momentum"])
             torch._foreach_add_(learned, steps, alpha=-group["lr"])
-
-    # otherwise every step is also announced to a profiler, and to hooks, which nothing here has
-    step.hooked = True  # type: ignore[attr-defined]
 
     def _moved(self, learned: Sequence[Tensor], steps: list[Tensor], momentum: float) -> list[Tensor]:
         """The parameters' momentum, which begins as the first step of each."""

@@ -4,11 +4,9 @@ from fedbn_flwr.clientapp.bn_client_app import BNClientApp, ClientFunction, clie
 from fedbn_flwr.clientapp.export_personal import export_personal
 from fedbn_flwr.clientapp.kept_states import keep_states, keep_states_in
 from fedbn_flwr.clientapp.mods import count_bytes, guard, keep_local
-from fedbn_flwr.clientapp.obey import Asked, obey
 from fedbn_flwr.clientapp.own_loop_app import ClientApp, numpy_client_app
 
 __all__ = [
-    "Asked",
     "BNClientApp",
     "ClientApp",
     "ClientFunction",
@@ -20,7 +18,6 @@ __all__ = [
     "keep_states",
     "keep_states_in",
     "numpy_client_app",
-    "obey",
     "pack",
     "unpack",
 ]

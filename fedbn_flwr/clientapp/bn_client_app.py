@@ -3,22 +3,24 @@
 Its base, `NodeApp`, is what happens to a message before a handler sees it, and to a reply before it leaves.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from logging import ERROR
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common import log
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply, read_instruction
+from fedbn_flwr.client.gate_memory import is_closed
 from fedbn_flwr.client.lost_state import has_all, lacking_reply
-from fedbn_flwr.client.masked_carried import for_pool, with_corrections
-from fedbn_flwr.client.masked_memory import SITE_VARIABLE
 from fedbn_flwr.clientapp.mods import ClientAppCallable, Mod, is_outermost
+from fedbn_flwr.layerwise.exchange import NOT_FINITE, TOO_LARGE
 from fedbn_flwr.layerwise.shared_statistics import UnlikeBatchNormError
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.secure import NotEncodableError, ProtocolError
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.transports.node import handle_layerwise_message
@@ -46,43 +48,45 @@ class NodeApp(ClientApp):
         answer: ClientAppCallable = self._answer
         for mod in reversed(self._outer):
             answer = _around(answer, mod)
-        if PACKED not in message.content:
-            return answer(message, context)
-        reply = answer(with_content(message, unpack_arrays(message.content)), context)
-        return with_content(reply, pack_arrays(reply.content)) if reply.has_content() else reply
+        packed = PACKED in message.content
+        received = with_content(message, unpack_arrays(message.content)) if packed else message
+        reply = _refusing(lambda: answer(received, context), message)
+        return with_content(reply, pack_arrays(reply.content)) if packed and reply.has_content() else reply
 
     def _answer(self, message: Message, context: Context) -> Message:
-        kind = message.metadata.message_type
-        if kind == masked.SECURE_QUERY:
+        if not is_closed(message):
+            return ClientApp.__call__(self, message, context)
+        try:
+            self.enter(message, context)
+            if message.metadata.message_type != masked.SECURE_QUERY:
+                return self.leave(ClientApp.__call__(self, message, context), message, context)
+            from fedbn_flwr.client.gate import answer_query
+
+            return Message(answer_query(message, context), reply_to=message)
+        except (ProtocolError, NotEncodableError):
+            raise
+        except Exception as error:
+            log(ERROR, "Under masks, the server learns only that this node failed", exc_info=error)
+            return _error(_kind_of(f"{type(error).__name__}: {error}"), message)
+
+    def enter(self, message: Message, context: Context) -> None:
+        """Let a message in; ProtocolError if it asks for what the node does not give."""
+        if is_closed(message):
             # cryptography takes a while to import
-            from fedbn_flwr.client.masking import answer_query
+            from fedbn_flwr.client import gate
 
-            return _refusing(lambda: Message(answer_query(message, context), reply_to=message), message)
-
-        def answered() -> Message:
-            if kind == masked.CARRIED_QUERY:
-                return Message(for_pool(message, context), reply_to=message)
-            return ClientApp.__call__(self, self.enter(message, context), context)
-
-        return self.leave(_refusing(answered, message), message, context)
-
-    def enter(self, message: Message, context: Context) -> Message:
-        """Return what handlers get in the place of a message."""
-        if masked.SECURE not in message.content or wire.CARRIED not in message.content:
-            return message
-        return with_content(message, with_corrections(message.content, context))
+            gate.enter(message, context)
 
     def leave(self, reply: Message, message: Message, context: Context) -> Message:
         """Return what leaves the node in place of a reply."""
-        if not reply.has_content() or not (masked.SECURE in message.content or os.environ.get(SITE_VARIABLE)):
+        if not is_closed(message):
             return reply
-        from fedbn_flwr.client.masking import leave_masked
+        from fedbn_flwr.client import gate
 
-        def hidden() -> Message:
-            content = leave_masked(reply.content, message, context)
-            return reply if content is reply.content else Message(content, reply_to=message)
-
-        return _refusing(hidden, message)
+        if reply.has_error():
+            log(ERROR, "Under masks, the server does not learn why this node failed: %s", reply.error.reason)
+            return _error(_kind_of(reply.error.reason or ""), message)
+        return Message(gate.leave(reply.content, message, context), reply_to=message)
 
 
 class BNClientApp(NodeApp):
@@ -182,10 +186,19 @@ def _around(answer: ClientAppCallable, mod: Mod) -> ClientAppCallable:
     return lambda message, context: mod(message, context, answer)
 
 
-def _refusing(answer: Any, message: Message) -> Message:
+def _refusing(answer: Callable[[], Message], message: Message) -> Message:
     """Answer, or say in one line why not: Flower would show a traceback."""
     try:
-        result: Message = answer()
-        return result
-    except (ProtocolError, NotEncodableError) as error:
-        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
+        return answer()
+    except (ProtocolError, NotEncodableError, UsageError) as error:
+        return _error(str(error), message)
+
+
+def _error(reason: str, message: Message) -> Message:
+    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def _kind_of(reason: str) -> str:
+    """Return what the server learns of a failure under masks: texts may name files, classes or numbers."""
+    kinds = [f"a number {kind}" for kind in (NOT_FINITE, TOO_LARGE) if kind in reason]
+    return kinds[0] if kinds else "it failed, and its own log says why"

@@ -1,19 +1,16 @@
 """A node's state in a folder of the site's: it outlives the SuperNode, which keeps states in memory."""
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedbn_flwr import wire
-from fedbn_flwr.client.node_memory import NAMESPACE
+from fedbn_flwr.client.node_memory import NAMESPACE, state_folder
 from fedbn_flwr.clientapp.mods import ClientAppCallable, Mod, outermost
 from fedbn_flwr.state.record_files import SUFFIX, pack_records, read_records, write_bytes
-from fedbn_flwr.wire.history import CHECKPOINT, STATE_HISTORY, History
+from fedbn_flwr.wire.history import CHECKPOINT, History, path_number, site_number
 
-#: where a site names the folder: in its SuperNode's node configuration, or in the environment of its ClientApps
-NODE_KEY, STATE_VARIABLE = "state-dir", "FEDBN_FLWR_STATE"
 SERVER_ROUND = "server-round"
 #: the log of a layer-wise step; a node that has lost it asks for the arrays again
 _PASSING = f"{NAMESPACE}/layerwise/"
@@ -25,8 +22,8 @@ def keep_states(message: Message, context: Context, call_next: ClientAppCallable
 
     Does nothing where the site names no folder.
     """
-    folder = str(context.node_config.get(NODE_KEY) or os.environ.get(STATE_VARIABLE, ""))
-    return keep_states_in(Path(folder))(message, context, call_next) if folder else call_next(message, context)
+    folder = state_folder(context)
+    return keep_states_in(folder)(message, context, call_next) if folder else call_next(message, context)
 
 
 def keep_states_in(folder: Path) -> Mod:
@@ -62,11 +59,9 @@ class KeptStates:
     """
 
     def __init__(self, folder: Path, context: Context, config: ConfigRecord) -> None:
-        self._history = History.parse(str(config.get(STATE_HISTORY) or context.run_id))
-        self._round, self._checkpoint = (int(config.get(key, 0)) for key in (SERVER_ROUND, CHECKPOINT))  # type: ignore[arg-type]
-        # a site without a partition has a node's number, which is another one after a restart without a key
-        node = context.node_config.get("partition-id", context.node_id)
-        self._folder = folder / self._history.first / str(node)
+        self._history = History.told(config, context)
+        self._round, self._checkpoint = (path_number(key, config.get(key, 0)) for key in (SERVER_ROUND, CHECKPOINT))
+        self._folder = folder / self._history.first / str(site_number(context))
 
     def recall(self) -> RecordDict:
         """Return the latest state; nothing if there is none."""

@@ -10,7 +10,7 @@ from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import wire
 from fedbn_flwr.client.node_memory import Memory
-from fedbn_flwr.state.records import array_records, data_bytes, view_array
+from fedbn_flwr.state.records import array_records, view_array
 
 #: as in Flower, where the names have moved
 ClientAppCallable = Callable[[Message, Context], Message]
@@ -90,4 +90,4 @@ def count_bytes(message: Message, context: Context, call_next: ClientAppCallable
 
 
 def _bytes_of(message: Message) -> int:
-    return sum(data_bytes(array) for record in array_records(message.content).values() for array in record.values())
+    return sum(len(array.data) for record in array_records(message.content).values() for array in record.values())

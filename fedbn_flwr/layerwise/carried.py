@@ -107,11 +107,7 @@ def carried_corrections(
 
     Channels of several layers may stand side by side. With a `trust` of 0 the region is unbounded.
     """
-    return trusted(kind, correction(kind, values, combiner(kind, values, weights)), trust)
-
-
-def trusted(kind: Kind, corrections: Tensor, trust: float) -> Tensor:
-    """Return corrections, a row for each client, cut to the trust region."""
+    corrections = correction(kind, values, combiner(kind, values, weights))
     if kind == "statistics" and trust:
         offsets, ratios = corrections.unbind(1)
         offsets.clamp_(-trust, trust)
@@ -301,11 +297,6 @@ class CarriedValues:
             surplus = self.combiner("gradients", values, list(averaged.values())).numpy()
             self.surplus = surplus + self._surplus_like(surplus)
 
-    def recent(self, nodes: Iterable[int], server_round: int) -> list[int]:
-        """Return those of the nodes that were heard, and whose values are not too old in this round."""
-        heard = [node for node in nodes if node in self.by_node]
-        return [node for node in heard if not 0 < self.oldest < server_round - self.by_node[node][ROUND].item()]
-
     def corrections(
         self, nodes: Iterable[int], weigh: Callable[[Examples], Sequence[float]], server_round: int = 0
     ) -> dict[int, Entries]:
@@ -313,7 +304,10 @@ class CarriedValues:
 
         `weigh` returns the weights of nodes with these numbers of samples, in their order.
         """
-        heard = {node: self.by_node[node] for node in self.recent(nodes, server_round)}
+        known = {node: self.by_node[node] for node in nodes if node in self.by_node}
+        heard = {
+            node: values for node, values in known.items() if not 0 < self.oldest < server_round - values[ROUND].item()
+        }
         # a node whose forward pass went another way has other layers
         forms = {node: _form(values) for node, values in heard.items()}
         common = Counter(forms.values()).most_common(1)

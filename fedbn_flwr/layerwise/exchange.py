@@ -68,6 +68,8 @@ class Answer:
 
 #: why values cannot be pooled; replies whose model is not finite are refused with the same words
 NOT_FINITE, TOO_LARGE = "is not finite", "is too large to be pooled"
+#: the largest number that a node may send, in any dtype, and the most examples: float64 holds all counts up to it
+LARGEST, MOST = torch.finfo(torch.float32).max, 2**53
 
 #: sends requests, and returns the answer, which may take days; one with a method `finish` is told that none will follow
 Exchange = Callable[[Requests], Answer]
@@ -199,7 +201,7 @@ def why_unusable(kind: Kind, values: Tensor) -> str:
     """
     if not values.is_floating_point():
         return f"is {values.dtype}, no floating-point numbers"
-    largest = torch.finfo(values.dtype).max
+    largest = min(torch.finfo(values.dtype).max, LARGEST)  # float64 has room for more than anybody may send
     # one pass over the values: below this norm all of them are finite, and small enough
     if not torch.linalg.vector_norm(values).item() < largest**0.5 / 4:
         if not values.isfinite().all():

@@ -12,13 +12,16 @@ participant, beside y_u. Of the nodes whose y_u came, the server then asks every
 - for the shares of b_u of each u whose y_u counts,
 - for k_uv of each v whose y_v does not: it is one of this sum, and opens nothing else.
 
-A participant gives one or the other of a node, once. To open a single y_u the server would need the shares of b_u from
-`threshold` participants, and k_uv from all the others. As the threshold is more than two thirds, it never gets both,
-and it cannot open the sums of two parts of the nodes either, unless more than a third of all nodes work with it.
+A participant gives one or the other of a node, once, and the latter of n - t nodes at most, where n is the number of
+participants and t the `threshold`. A server that tells participants different lists may want the sum of a part of the
+nodes. It needs b_u of each of them, so all but n - t nodes must have been told that u counts; and k_uv of each pair
+across the border of the part. Of a node u in the part, u itself gives n - t of these, and others n - t. With k
+participants that work with the server, the part so has at least 2t - n - k honest nodes. As t is more than three
+quarters, this is more than half of all if k = 0, so that nothing but the sum of all that count can be opened
+(`tests/secure/test_masks.py` tries all lists).
 
-This differs from the paper, where u's private key is shared, and opened when u drops out. Then u would have to agree on
-new keys for the next round. Here keys last for a run. The price: if one node is lost before its y_u came, and another
-one between y_v and the end, k_uv is lost too, and with it the sum.
+This differs from the paper, where u's private key is shared, and opened when u drops out. The price: if one node is
+lost before its y_u came, and another one between y_v and the end, k_uv is lost too, and with it the sum.
 
 Nodes without a mask of their own (`own` is empty) are in sums that need everybody: nobody is ever asked for k_uv.
 """
@@ -39,7 +42,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
 from fedbn_flwr.secure.fixed_point import Limbs, add_to, encode, portions, subtract_from
-from fedbn_flwr.secure.participants import Participants, ProtocolError
+from fedbn_flwr.secure.participants import KEY_BYTES, Participants, ProtocolError
 from fedbn_flwr.secure.shares import join, split
 
 #: of a node's own mask
@@ -65,14 +68,22 @@ def public_key(private: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
+def is_key(public: bytes) -> bool:
+    """Return whether others can agree on a secret with the owner of a public key: a few are made to prevent it."""
+    try:
+        return len(public) == KEY_BYTES and bool(_agree(new_private_key(), public))
+    except ValueError:
+        return False
+
+
 def own_seed() -> bytes:
     """Draw the seed of a node's own mask, for one sum."""
     return secrets.token_bytes(SEED_BYTES)
 
 
 def threshold(participants: int) -> int:
-    """Return how many shares open a node's own mask: more than two thirds of all."""
-    return 2 * participants // 3 + 1
+    """Return how many shares open a node's own mask: more than three quarters of all."""
+    return 3 * participants // 4 + 1
 
 
 def pair_seed(private: bytes, other: int, participants: Participants) -> bytes:
@@ -82,7 +93,7 @@ def pair_seed(private: bytes, other: int, participants: Participants) -> bytes:
 
 def mask(values: NDArray[np.float64], node: int, private: bytes, participants: Participants, own: bytes = b"") -> Limbs:
     """Return a participant's numbers under its masks: y_u; without a seed of its `own` only under pairwise ones."""
-    streams: list[_Step] = [(_Stream(own, participants.digest), add_to)] if own else []
+    streams: list[_Step] = [(_Stream(own), add_to)] if own else []
     streams += [
         _pair_stream(node, other, pair_seed(private, other, participants))
         for other in participants.nodes
@@ -106,7 +117,7 @@ def cancel(
     opened = total.copy()
     # one after another, because there may be many
     for seed in own:
-        _apply_to_all([(_Stream(seed, participants.digest), subtract_from)], opened)
+        _apply_to_all([(_Stream(seed), subtract_from)], opened)
     for (node, other), seed in absent.items():
         _apply_to_all([_pair_stream(other, node, seed)], opened)
     return opened
@@ -130,8 +141,8 @@ def unseal_share(sealed: bytes, sender: int, node: int, private: bytes, particip
         return _box(private, sender, node, participants).decrypt(_ZERO, sealed, participants.digest)
     except InvalidTag:
         raise ProtocolError(
-            f"what node {sender} sealed for node {node} cannot be opened: the server has named other participants, or "
-            "other keys, to one of them"
+            f"what node {sender} sealed for node {node} cannot be opened: "
+            "the server has told one of them something else"
         ) from None
 
 
@@ -157,8 +168,8 @@ _ZERO = bytes(12)
 class _Stream:
     """A stream of numbers from a seed."""
 
-    def __init__(self, seed: bytes, context: bytes) -> None:
-        key = _derive(seed, b"stream", context)
+    def __init__(self, seed: bytes) -> None:
+        key = _derive(seed, b"stream", b"")
         self._cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor()
 
     def draw(self, size: int) -> Limbs:
@@ -172,7 +183,7 @@ _Step = tuple[_Stream, Callable[[Limbs, Limbs], None]]
 
 def _pair_stream(node: int, other: int, seed: bytes) -> _Step:
     """Return a node's part of the mask between two participants; the other one's is the opposite."""
-    return _Stream(seed, b""), add_to if node < other else subtract_from
+    return _Stream(seed), add_to if node < other else subtract_from
 
 
 def _apply(steps: Iterable[_Step], numbers: Limbs) -> None:

@@ -4,6 +4,9 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
+#: of a public key
+KEY_BYTES = 32
+
 
 class ProtocolError(ValueError):
     """What was received cannot be part of a sum, with the reason."""

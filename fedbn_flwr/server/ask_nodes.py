@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Sequence
+from logging import WARNING
 from typing import Protocol, runtime_checkable
 
 from flwr.app import Message
+from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr.wire.masked import Summed
@@ -33,7 +35,9 @@ def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: flo
     deadline = time.monotonic() + timeout
     while nodes:
         for reply in grid.pull_messages(list(nodes)):
-            replies[nodes.pop(question_of(reply, nodes))] = reply
+            if not (question := question_of(reply, nodes)):
+                continue
+            replies[nodes.pop(question)] = reply
             if reply.has_content() and isinstance(reply.content, Summed):
                 # the mean of several replies: the others will not come
                 nodes = {question: node for question, node in nodes.items() if node not in reply.content.nodes}
@@ -45,8 +49,10 @@ def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: flo
 
 
 def question_of(reply: Message, nodes: dict[str, int]) -> str:
-    """Return the id of the message that was answered; a node's own mod may have answered without saying it."""
-    answered = reply.metadata.reply_to_message_id
-    if answered in nodes:
-        return answered
-    return next(message_id for message_id, node in nodes.items() if node == reply.metadata.src_node_id)
+    """Return the id of the open message that was answered, which a node's own mod may leave out; "" for none."""
+    answered, source = reply.metadata.reply_to_message_id, reply.metadata.src_node_id
+    if answered not in nodes:
+        answered = next((message_id for message_id, node in nodes.items() if node == source), "")
+    if not answered:
+        log(WARNING, "A reply of node %d is left out: nothing that it was asked is open", source)
+    return answered

@@ -4,7 +4,6 @@ The nodes' end is `fedbn_flwr/client/masking.py`, the protocol is in `fedbn_flwr
 `fedbn_flwr/wire/masked.py`.
 """
 
-import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,13 +54,16 @@ class SecureGrid(PassingGrid):
     def __init__(self, grid: Grid, terms: Callable[[], Terms], minimum: int, timeout: float) -> None:
         super().__init__(grid)
         self._terms, self._minimum, self._timeout = terms, minimum, timeout
-        self._session, self._number = secrets.token_hex(16), 0
-        #: by node, its public key and the signature
+        #: by node, the public key for its next sum, and the signature
         self._keys: dict[int, tuple[bytes, bytes]] = {}
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Return the mean of the nodes' replies, and errors."""
         return list(self.ask(list(messages), self._timeout if timeout is None else timeout).values())
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Refuse: what is pulled later would be replies of single nodes."""
+        raise RuntimeError("with secure=true, nodes are asked by `send_and_receive`, which returns a mean of replies")
 
     def open_step(self, messages: Sequence[Message]) -> "MaskedStep | None":
         """Open a layer-wise step without messages, of which the server sees sums; None where the grid has none."""
@@ -88,9 +90,9 @@ class SecureGrid(PassingGrid):
         """
         if not messages:
             return {}
-        if messages[0].metadata.message_type == wire.DESCRIBE:
+        if masked.is_control(messages[0]):
             for message in messages:
-                message.content[masked.SECURE] = ConfigRecord({"session": self._session})
+                message.content[masked.SECURE] = ConfigRecord({"minimum": self._minimum})
             return ask_nodes(self._grid, messages, timeout)
         sent = {message.metadata.dst_node_id: message for message in messages}
         refused = self._meet(sent, timeout)
@@ -119,9 +121,11 @@ class SecureGrid(PassingGrid):
                 others[node] = reply  # a sign, such as that of a node that lacks arrays
             else:
                 try:
-                    parts[node] = _read(reply.content)
-                except (KeyError, TypeError, ValueError) as error:
-                    refused[node] = f"its masked reply cannot be read: {error}"
+                    parts[node] = _read(reply.content, len(nodes))
+                    self._keys[node] = _key_in(reply.content.config_records[f"{masked.MASKED}-form"])
+                except Exception as error:  # what a node sends may be anything
+                    parts.pop(node, None)
+                    refused[node] = f"its masked reply cannot be read: {type(error).__name__}: {error}"
         parts = _of_one_form(parts, refused)
         is_exchange = any(part.form.kind for part in parts.values())
         silent = {node: "it did not answer in time" for node in nodes if node not in replies}
@@ -129,7 +133,7 @@ class SecureGrid(PassingGrid):
             raise SumFailedError(refused | silent)
         if not parts or (others and is_exchange):
             return others | self._errors(sent, refused)
-        participants = masked.participants_of(asked)
+        participants = Participants(b"", tuple(asked["nodes"]), tuple(asked["keys"]))
         total = sum_of(part.hidden for part in parts.values())
         form = next(iter(parts.values())).form
         try:
@@ -147,7 +151,7 @@ class SecureGrid(PassingGrid):
         new = [node for node in sent if node not in self._keys]
         refused: dict[int, str] = {}
         if new:
-            question = {masked.SECURE: ConfigRecord({"session": self._session})}
+            question = {masked.SECURE: ConfigRecord({"minimum": self._minimum})}
             questions = [Message(_of_round(sent[node], question), node, masked.SECURE_QUERY) for node in new]
             answers = ask_nodes(self._grid, questions, timeout)
             for node in new:
@@ -157,11 +161,10 @@ class SecureGrid(PassingGrid):
                         "it did not answer in time" if answer is None else answer.error.reason or "it failed"
                     )
                     continue
-                said: Any = answer.content.config_records.get(masked.MASKED, {})
-                if not isinstance(said.get("key"), bytes):
+                try:
+                    self._keys[node] = _key_in(answer.content.config_records.get(masked.MASKED, {}))
+                except (KeyError, ValueError):
                     refused[node] = "its app knows no sums under masks: make it with fedbn_flwr.clientapp"
-                    continue
-                self._keys[node] = said["key"], said["signature"]
             log(INFO, "%d nodes have keys for sums under masks", len(self._keys))
         known = [node for node in sent if node in self._keys]
         if len(known) < self._minimum:
@@ -171,15 +174,13 @@ class SecureGrid(PassingGrid):
 
     def _begin_sum(self, sent: Mapping[int, Message], nodes: Sequence[int]) -> dict[str, Any]:
         """Let the messages ask for a new sum, and return what they say of it."""
-        self._number += 1
+        keys = [self._keys.pop(node) for node in nodes]
         asked: dict[str, Any] = {
-            "session": self._session,
-            "number": self._number,
             **vars(self._terms()),
             "minimum": self._minimum,
             "nodes": list(nodes),
-            "keys": [self._keys[node][0] for node in nodes],
-            "signatures": [self._keys[node][1] for node in nodes],
+            "keys": [key for key, _ in keys],
+            "signatures": [signature for _, signature in keys],
         }
         for node in nodes:
             sent[node].content[masked.SECURE] = ConfigRecord(dict(asked))
@@ -221,7 +222,7 @@ class SecureGrid(PassingGrid):
                 continue
             said: Any = answer.content.config_records.get(masked.MASKED, {})
             given, known = said.get("shares", []), said.get("seeds", [])
-            if len(given) != len(survivors) or len(known) != len(absent):
+            if not _are_bytes(given, len(survivors)) or not _are_bytes(known, len(absent)):
                 why[node] = "it did not help to open the sum: its answer is of another sum"
                 continue
             shares[node] = given
@@ -238,8 +239,9 @@ class SecureGrid(PassingGrid):
             seed, wrong = masks.open_shares(
                 {node: given[index] for node, given in shares.items()}, commitments, participants
             )
-            for node in wrong:
-                why[node] = f"it sent a wrong share of node {owner}'s mask"
+            for node in wrong if len(wrong) == 1 else [owner] if wrong else []:
+                # one share may be wrong by its holder, or by its owner, who said what it is
+                why[node] = f"the shares of node {owner}'s mask at nodes {wrong} are not those that it announced"
                 log(WARNING, "Node %d: %s", node, why[node])
             if seed is None:
                 raise SumFailedError(why or dict.fromkeys(survivors, f"too few shares of node {owner}'s mask"))
@@ -296,12 +298,30 @@ def _of_round(message: Message, records: Mapping[str, Any]) -> RecordDict:
     return RecordDict({**records, **({} if config is None else {wire.CONFIG: config})})
 
 
-def _read(content: RecordDict) -> _MaskedReply:
-    """Return a node's masked reply; an error if it is none."""
+def _read(content: RecordDict, nodes: int) -> _MaskedReply:
+    """Return a node's masked reply among so many nodes; an error if it is none."""
     said: Any = content.config_records[f"{masked.MASKED}-form"]
     hidden = content.array_records[masked.MASKED]["sum"].numpy()
-    partition, shares = int(said.get("partition", -1)), said.get("shares", [])
-    return _MaskedReply(_fitting(said["form"], hidden), partition, hidden, shares, said.get("commitments", []))
+    form, shares, commitments = _fitting(said["form"], hidden), said.get("shares", []), said.get("commitments", [])
+    if not all(_are_bytes(values, 0 if form.kind else nodes) for values in (shares, commitments)):
+        raise ValueError(f"it does not hold {nodes} shares")
+    return _MaskedReply(form, int(said["partition"]), hidden, shares, commitments)
+
+
+def _are_bytes(values: object, count: int) -> bool:
+    """Return whether a node has sent so many strings of bytes."""
+    return isinstance(values, list) and len(values) == count and all(isinstance(value, bytes) for value in values)
+
+
+def _key_in(said: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    """Return a node's next public key with its signature; an error if there is none."""
+    # cryptography takes a while to import, and every ClientApp's process imports strategies
+    from fedbn_flwr.secure import masks
+
+    key, signature = said["key"], said["signature"]
+    if not isinstance(key, bytes) or not masks.is_key(key) or not isinstance(signature, bytes):
+        raise ValueError(f"its key is {key!r}")
+    return key, signature
 
 
 def _fitting(text: str, hidden: Limbs) -> Form:

@@ -5,7 +5,6 @@ The server's end is in `message_server.py`, the records of the messages in `mess
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from flwr.app import Context, RecordDict
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.bn_client import BNClient
-from fedbn_flwr.client.masked_memory import fresh_seed
+from fedbn_flwr.client.gate_memory import other_batches
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.own_loop_client import OwnLoopClient
 from fedbn_flwr.client.reply import Reply
@@ -58,9 +57,9 @@ def take_exchange(
         received, answers = log.received(content), log.answers(position.index)
         if received is None or answers is None:
             return Reply(0, {}, report={LACKS_ARRAYS: True})
-        instruction = read_instruction(config)
-        seed = fresh_seed(instruction.seed, position.attempt, content, context)
-        held = HeldStep(make_client(context), received, replace(instruction, seed=seed), answers)
+        client = make_client(context)
+        instruction = other_batches(client, read_instruction(config), content, context)
+        held = HeldStep(client, received, instruction, answers)
         outcome = held.advance()
     if not isinstance(outcome, Requests):
         held.release()

@@ -29,13 +29,12 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.layerwise import Answer, Kind, Requests
+from fedbn_flwr.layerwise.exchange import MOST
 from fedbn_flwr.wire import masked
 
-POSITION = "position"
 ANSWERS, COUNTS = "answers", "answers-counts"
-REQUEST = masked.REQUEST
+POSITION, REQUEST, SIDE_CHANNEL = masked.POSITION, masked.REQUEST, masked.SIDE_CHANNEL
 LACKS_ARRAYS = "lacks-arrays"
-SIDE_CHANNEL = "side-channel"
 ADDRESS, TOKEN = "address", "token"
 UNREACHABLE, OVER = "unreachable", "over"
 
@@ -102,16 +101,13 @@ def pack_request(request: Requests, num_examples: int) -> RecordDict:
 
 
 def read_request(content: Mapping[str, Any]) -> Requests:
-    """Return a client's request; ValueError if it cannot be read."""
-    try:
-        report = content[wire.REPORT]
-        kind, count = report["kind"], report["count"]
-        ((layer, tensor),) = state.from_record(content[REQUEST]).items()
-        if kind not in get_args(Kind) or not isinstance(count, int):
-            raise ValueError(f"{kind!r} over {count!r} values")
-        return Requests.of_client(kind, layer, tensor, count)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the request of its BN layer cannot be read: {error}") from error
+    """Return a client's request; an error if it is none."""
+    report = content[wire.REPORT]
+    kind, count = report["kind"], report["count"]
+    ((layer, tensor),) = state.from_record(content[REQUEST]).items()
+    if kind not in get_args(Kind) or not isinstance(count, int) or count > MOST:
+        raise ValueError(f"{kind!r} over {count!r} values")
+    return Requests.of_client(kind, layer, tensor, count)
 
 
 def lacks_arrays(content: RecordDict) -> bool:

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.server.ask_nodes import ask_nodes
-from fedbn_flwr.server.replies import Expected, parse_replies
+from fedbn_flwr.server.replies import Expected, leave_out, log_refused, parse_replies, read_each
 from fedbn_flwr.server.secure_grid import SumFailedError
 from fedbn_flwr.transports.message_records import (
     REQUEST,
@@ -22,7 +22,7 @@ from fedbn_flwr.transports.message_records import (
     pack_answers,
     read_request,
 )
-from fedbn_flwr.transports.nodes import NodesFailedError, Participant, join_nodes, leave_out
+from fedbn_flwr.transports.nodes import NodesFailedError, Participant, join_nodes
 from fedbn_flwr.wire.masked import Summed
 
 #: replies by node; a node that did not reply in time is absent
@@ -125,16 +125,11 @@ class MessageTransport:
         reasons = [leave_out(node, "it did not answer in time") for node in self.contents.keys() - _answering(replies)]
         nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in self.sent}
         usable, refused = parse_replies(replies.values(), nodes, self.expected)
-        heard = {node for reply in usable for node in reply.nodes}
-        requests: dict[int, Requests] = {}
-        for reply in usable:
-            try:
-                requests[reply.node] = read_request(reply.content)
-            except ValueError as error:
-                reasons.append(leave_out(reply.node, str(error)))
-                heard -= set(reply.nodes)
+        requests, unread = read_each(((reply.node, reply.content) for reply in usable), lambda _, it: read_request(it))
+        log_refused([*refused, *unread])
+        heard = {node for reply in usable if reply.node in requests for node in reply.nodes}
         if missing := self.contents.keys() - heard:
-            raise NodesFailedError(missing, [*reasons, *refused])
+            raise NodesFailedError(missing, [*reasons, *refused, *unread])
         joined = join_nodes(requests)
         if not self.participants:
             self.participants = [Participant(reply.partition, reply.node, reply.num_examples) for reply in usable]

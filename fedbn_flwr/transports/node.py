@@ -24,7 +24,7 @@ def handle_layerwise_message(content: RecordDict, context: Context, make_client:
             return take_exchange(content, context, make_client, position, log)
         case "exchange":
             log.clear()
-            return step_over_stream(content, context, make_client, position.attempt)
+            return step_over_stream(content, context, make_client)
         case _:
             log.clear()
             return gather_over_stream(content, context, make_client)

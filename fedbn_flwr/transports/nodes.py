@@ -2,15 +2,13 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from logging import WARNING
 from typing import Protocol, runtime_checkable
 
 from flwr.app import Message
-from flwr.common import log
 
 from fedbn_flwr.layerwise import ExchangeError, Requests, Transport, join
 from fedbn_flwr.layerwise.exchange import check
-from fedbn_flwr.server.replies import Refusal
+from fedbn_flwr.server.replies import Refusal, log_refused
 
 
 @dataclass(frozen=True, order=True)
@@ -62,16 +60,11 @@ def join_nodes(requests: Mapping[int, Requests]) -> Requests:
             check(joined)
         except ExchangeError as error:
             node = list(sound)[error.client]
-            refused.append(leave_out(node, error.reason))
+            refused.append(Refusal(node, error.reason))
             del sound[node]
         else:
             break
     if refused:
+        log_refused(refused)
         raise NodesFailedError([refusal.node for refusal in refused], refused)
     return joined
-
-
-def leave_out(node: int, reason: str) -> Refusal:
-    """Say in the log why a node is left out, and return it."""
-    log(WARNING, "Node %d is left out of this round: %s", node, reason)
-    return Refusal(node, reason)

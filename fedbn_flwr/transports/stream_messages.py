@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from fedbn_flwr.layerwise import Answer, Kind, Requests
+from fedbn_flwr.layerwise.exchange import MOST
 from fedbn_flwr.secure.fixed_point import Limbs
 from fedbn_flwr.transports import side_channel_pb2
 
@@ -35,7 +36,7 @@ BEAT, SILENCE = 3.0, 15.0
 
 _DTYPES = {torch.float32: "<f4", torch.float64: "<f8", torch.float16: "<f2"}
 #: values behind a request, so that the answer's count stays below what a float64 holds exactly; samples of a node
-_MOST_VALUES, _MOST_EXAMPLES = 2**40, 2**53
+_MOST_VALUES, _MOST_EXAMPLES = 2**40, MOST
 #: characters of a layer's name, and of a reason
 _LONGEST_NAME, _LONGEST_REASON = 2000, 500
 #: characters of the form of a masked request, in which there is a layer's name

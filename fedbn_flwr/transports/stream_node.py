@@ -6,22 +6,22 @@ The server's end is in `stream_server.py`, what both say to each other in `side_
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import grpc
 from flwr.app import Context, RecordDict
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.bn_client import BNClient
-from fedbn_flwr.client.masked_memory import fresh_seed
+from fedbn_flwr.client.gate_memory import other_batches
 from fedbn_flwr.client.reply import Reply
 from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.layerwise import Answer, OwnRandomness, Requests
+from fedbn_flwr.secure.fixed_point import Limbs
 from fedbn_flwr.state import State
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.transports.message_client import ClientFunction, LayerwiseClient, train
@@ -44,13 +44,13 @@ from fedbn_flwr.transports.stream_messages import (
     read_frame,
 )
 from fedbn_flwr.wire import Instruction, masked
-
-if TYPE_CHECKING:
-    from fedbn_flwr.client.masking import StepMasks
+from fedbn_flwr.wire.masked import Form
 
 #: where a site names the address by which it reaches the server's side channel, in place of the server's own, and the
 #: certificates that it trusts: a file, `none` for a channel without TLS; without it, those that gRPC trusts
 ADDRESS_VARIABLE, CERTIFICATES_VARIABLE = "FEDBN_FLWR_EXCHANGE_ADDRESS", "FEDBN_FLWR_EXCHANGE_CA"
+#: returns the form and the numbers of a request under masks
+Hide = Callable[[RecordDict], tuple[Form, Limbs]]
 #: seconds within which the server must be reached
 PATIENCE = 10.0
 
@@ -69,13 +69,13 @@ class AttemptOverError(RuntimeError):
     """The server has ended the attempt: another node failed."""
 
 
-def step_over_stream(content: RecordDict, context: Context, make_client: ClientFunction, attempt: int) -> Reply:
+def step_over_stream(content: RecordDict, context: Context, make_client: ClientFunction) -> Reply:
     """Take the whole step, and all other steps of the round, while a side channel is open for the exchanges."""
     config: Any = content[wire.CONFIG]
 
     def step(exchange: "StreamExchange") -> Reply:
         client, instruction = make_client(context), read_instruction(config)
-        instruction = replace(instruction, seed=fresh_seed(instruction.seed, attempt, content, context))
+        instruction = other_batches(client, instruction, content, context)
         exchange.introduce = partial(_introduction, client, instruction)
         with OwnRandomness(client.step_seed(instruction)).drawing():
             return train(client, _received(content), instruction, exchange)
@@ -113,9 +113,9 @@ def _received(content: RecordDict) -> dict[str, State]:
 def _with_exchange(content: RecordDict, context: Context, act: Callable[["StreamExchange"], Reply]) -> Reply:
     """Return the reply of what is done while the side channel is open, or why it was not."""
     record: Any = content[SIDE_CHANNEL]
-    masks = _step_masks(content, context) if masked.SECURE in content else None
+    hide = _masks_of(content, context) if masked.SECURE in content else None
     try:
-        with StreamExchange(record[ADDRESS], record[TOKEN_KEY], masks) as exchange:
+        with StreamExchange(record[ADDRESS], record[TOKEN_KEY], hide) as exchange:
             return act(exchange)
     except UnreachableError as error:
         return Reply(0, {}, report={UNREACHABLE: str(error)})
@@ -123,11 +123,12 @@ def _with_exchange(content: RecordDict, context: Context, act: Callable[["Stream
         return Reply(0, {}, report={OVER: True})
 
 
-def _step_masks(content: RecordDict, context: Context) -> "StepMasks":
+def _masks_of(content: RecordDict, context: Context) -> Hide:
     # cryptography takes a while to import
-    from fedbn_flwr.client.masking import StepMasks
+    from fedbn_flwr.client.gate import Sum
 
-    return StepMasks(content, context)
+    # moments are weighted by what they were measured on
+    return partial(Sum(content, context).hide_request, weighting="values" if masked.gathers(content) else "")
 
 
 class StreamExchange:
@@ -136,8 +137,8 @@ class StreamExchange:
     `introduce` is to return the node's partition and number of samples; it is called with every request.
     """
 
-    def __init__(self, address: str, token: str, masks: "StepMasks | None" = None) -> None:
-        self._masks = masks
+    def __init__(self, address: str, token: str, hide: Hide | None = None) -> None:
+        self._hide = hide
         self.introduce: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
         self._incoming: SimpleQueue[Frame | Exception] = SimpleQueue()
@@ -176,9 +177,9 @@ class StreamExchange:
     def _framed(self, request: Requests) -> NodeRequest | MaskedRequest:
         """Return what leaves the node for a request."""
         partition, num_examples = self.introduce()
-        if self._masks is None:
+        if self._hide is None:
             return NodeRequest(request, partition, num_examples)
-        form, hidden = self._masks.hide(pack_request(request, num_examples))
+        form, hidden = self._hide(pack_request(request, num_examples))
         return MaskedRequest(form.pack(), partition, hidden)
 
     def finish(self) -> None:
@@ -192,7 +193,9 @@ class StreamExchange:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._end(Failed(f"{type(error).__name__}: {error}"))
+            # under masks, the text stays at the site, which logs it
+            text = "" if self._hide else f": {error}"
+            self._end(Failed(f"{type(error).__name__}{text}"))
         self._outgoing.put(None)
         # until the server has read all and closed the stream
         self._listener.join(PATIENCE)

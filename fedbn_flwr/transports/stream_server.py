@@ -121,10 +121,10 @@ class SideChannel:
         #: by the digests of their tokens, the nodes that have not come yet
         self._awaited = {_digest(token): self.links[node] for node, token in self.tokens.items()}
         self._is_open = True
-        # a few more, for peers that are not admitted
+        # a few more, for peers that are not admitted; where these come in hundreds, nodes wait for their turn
         streams = len(nodes) + 16
         self._server = grpc.server(
-            ThreadPoolExecutor(streams, "side-channel"), options=_OPTIONS, maximum_concurrent_rpcs=streams
+            ThreadPoolExecutor(streams, "side-channel"), options=_OPTIONS, maximum_concurrent_rpcs=streams + 1000
         )
         handler = grpc.stream_stream_rpc_method_handler(self._serve)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))

@@ -20,7 +20,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.server.ask_nodes import question_of
 from fedbn_flwr.server.passing_grid import PassingGrid
-from fedbn_flwr.server.replies import Refusal
+from fedbn_flwr.server.replies import Refusal, leave_out
 from fedbn_flwr.server.secure_grid import SumFailedError, sum_exchange
 from fedbn_flwr.transports.message_records import (
     ADDRESS,
@@ -31,7 +31,7 @@ from fedbn_flwr.transports.message_records import (
     UNREACHABLE,
     read_request,
 )
-from fedbn_flwr.transports.nodes import NodesFailedError, Participant, join_nodes, leave_out
+from fedbn_flwr.transports.nodes import NodesFailedError, Participant, join_nodes
 from fedbn_flwr.transports.stream_messages import MaskedRequest, NodeRequest, pack_frame
 from fedbn_flwr.transports.stream_server import NodeLink, SideChannel
 from fedbn_flwr.wire import masked
@@ -141,7 +141,9 @@ class StreamTransport:
 
     def _pull(self) -> None:
         for reply in self._grid.pull_messages(list(self._awaited)):
-            node = self._awaited.pop(question_of(reply, self._awaited))
+            if not (question := question_of(reply, self._awaited)):
+                continue
+            node = self._awaited.pop(question)
             link = self._side_channel.links[node]
             if reply.has_error():
                 link.fail(f"it failed: {reply.error.reason}")

@@ -3,10 +3,26 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
+from flwr.app import ConfigRecord, Context
+
+from fedbn_flwr.plugins.options import UsageError
+
 #: Flower's numbers of the runs that went on with each other, as `number:last round,...,number`
 STATE_HISTORY = "state-history"
 #: the round of the last checkpoint
 CHECKPOINT = "checkpoint"
+
+
+def path_number(name: str, value: object) -> int:
+    """Return a number that becomes a part of a file's path; UsageError for anything else."""
+    if not str(value).isdecimal():
+        raise UsageError(f"{name} must be a number from 0 on, got {str(value)[:40]!r}")
+    return int(str(value))
+
+
+def site_number(context: Context) -> int:
+    """Return a site's number; without one that of its node, which is another one after a restart without a key."""
+    return path_number("partition-id", context.node_config.get("partition-id", context.node_id))
 
 
 @dataclass(frozen=True)
@@ -20,8 +36,16 @@ class History:
     def parse(cls, text: str) -> Self:
         """Read what `to_text` returned; the number of a run is the history of a run from the start."""
         *earlier, present = text.split(",")
-        parts = [part.partition(":") for part in earlier]
-        return cls(tuple((number, int(last)) for number, _, last in parts), present)
+        words = [[path_number(STATE_HISTORY, word) for word in part.partition(":")[::2]] for part in earlier]
+        return cls(tuple((str(run), last) for run, last in words), str(path_number(STATE_HISTORY, present)))
+
+    @classmethod
+    def told(cls, config: ConfigRecord, context: Context) -> Self:
+        """Read what the server says of the present run."""
+        history = cls.parse(str(config.get(STATE_HISTORY) or context.run_id))
+        if history.present != str(context.run_id):
+            raise UsageError(f"{STATE_HISTORY} is that of run {history.present}, and this is run {context.run_id}")
+        return history
 
     def to_text(self) -> str:
         """Return the value of `STATE_HISTORY`."""

@@ -54,6 +54,8 @@ CLASS = "class-"
 SCORE = "score-"
 OBEYED = "obeyed"
 PARAMETERS = "parameters"
+#: the further names of entries that have several, each followed by the first name of the entry
+TIED = "tied"
 BN_ENTRIES = "bn-entries"
 NORMALIZERS = "normalizers"
 NUM_ROUNDS = "num-rounds"
@@ -105,6 +107,8 @@ class Instruction:
     #: `float32`, `tf32` (float32 with TF32 products on GPUs) or `bf16` (bfloat16 autocast)
     precision: str = field(default="float32", metadata={"any type": True})
 
+    #: what a model must have, or the method is another one: `bn`, `affine`, `statistics` or `all-statistics`
+    bn_needed: str = "none"
     #: part of BN that is frozen during training: one of FREEZES
     freeze: str = _binding("none")
     #: state entries that stay on the client, neither sent nor overwritten: one of GROUPS
@@ -157,8 +161,8 @@ class Instruction:
     def with_rule(self, **keys: Scalar) -> Self:
         """Return a copy that also asks clients for a rule, by the rule's keys: `with_rule(proximal_mu=0.1)`.
 
-        These keys are binding. A client that has no rule with such a key does not acknowledge the key, which stops
-        the run (see `fedbn_flwr.client.register_rule`).
+        These keys are binding. A client that has no rule with such a key does not acknowledge the key, and its replies
+        are not used (see `fedbn_flwr.client.register_rule`).
         """
         asked = {wire_key(name): value for name, value in keys.items()}
         if clash := asked.keys() & _BY_KEY.keys():

@@ -1,12 +1,13 @@
 """Replies as numbers to be summed under masks, and means made of the sums.
 
-A message whose reply is to be masked holds a ConfigRecord `secure`: `session` and `number` name the sum; `nodes`,
-`keys` and `signatures` are its participants; `minimum` is the smallest number of them, and `weighting`, `tally`
-and `bound` are `Terms`. The masked reply holds
+A message whose reply is to be masked holds a ConfigRecord `secure`: `nodes`, `keys` and `signatures` are the
+participants of the sum; `minimum` is the smallest number of them, and `weighting`, `tally` and `bound` are `Terms`. The
+masked reply holds
 
 - ArrayRecord `masked`: the numbers, (2, n) uint64 (see `fedbn_flwr.secure.fixed_point`),
 - ConfigRecord `masked-form`: `partition`, the node's name in an experiment; `form`, which is names, shapes and dtypes;
-  for sums that do not need all nodes `shares` and `commitments`, in the order of the participants.
+  `key` and `signature` for the node's next sum; for sums that do not need all nodes `shares` and `commitments`, in the
+  order of the participants.
 
 Nothing else leaves the node. With n_k the node's number of samples and p_k its weight (n_k, 1, or the metric of the
 tally), the numbers are
@@ -14,7 +15,7 @@ tally), the numbers are
 - 1, p_k, n_k, and of one metric that the server may name (`tally`) whether there is one, the metric, its square, and
   whether it is below a `bound`,
 - p_k x for every number x of an array; p_k m and p_k (v + m^2) for means m and variances v of a layer-wise step,
-- c, c m and c (v + m^2) for moments over c values; for carried values c, p_k m, p_k (v + m^2), p_k a and p_k b,
+- c, c m and c (v + m^2) for moments over c values,
 - n_k y for every metric y; c for the count of a layer-wise request.
 
 All of them are sums that have a meaning of their own, and the mean of all nodes is made of these sums alone.
@@ -28,35 +29,35 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ConfigRecord, MessageType, MetricRecord, RecordDict
+from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from fedbn_flwr.secure import Participants
 from fedbn_flwr.state.records import InMemoryArray, array_records, make_record, view_array
 from fedbn_flwr.wire.instruction import (
-    CARRIED,
     CONFIG,
+    DESCRIBE,
     DOMAIN,
     GATHER,
-    LAYERWISE,
+    LOCAL_LOSS,
     METRICS,
     MOMENTS,
     NUM_EXAMPLES,
     OBEYED,
     PARTITION_ID,
     REPORT,
+    TRAIN_LOSS,
     Instruction,
 )
+from fedbn_flwr.wire.site_data import SITE_DATA
 
 SECURE, MASKED = "secure", "masked"
 #: asks for a node's public key, or for what takes away masks that do not cancel
 SECURE_QUERY = "query.secure"
-#: asks for a node's carried values, to be pooled; `COUNT` and a layer's name is that layer's count of them
-CARRIED_QUERY = "query.carried"
-COUNT = "count/"
-#: what a training message holds beside their pool: the layers' counts, and the option `trust`
-COUNTS, TRUST = "counts", "trust"
-REQUEST = "request"
+REQUEST, POSITION, SIDE_CHANNEL = "request", "position", "side-channel"
+#: messages whose answers hold no numbers of a node's data, or none under `secure`
+CONTROL = (DESCRIBE, SITE_DATA, SECURE_QUERY)
+#: by what arrays are weighted
+WEIGHTINGS = ("examples", "uniform", "values", "tally")
 #: what a reply's report may say in the clear: there is no number in it
 _CLEAR = ("lacks-state", "lacks-arrays", "unreachable", "over", "parameters", "bn-entries", "normalizers", OBEYED)
 
@@ -176,8 +177,6 @@ def to_numbers(content: RecordDict, terms: Terms) -> tuple[Form, Numbers]:
         values = {name: np.asarray(view_array(array), np.float64) for name, array in record.items()}
         if group == MOMENTS:
             values = {name: _moment_sum(name, values) for name in values}
-        elif group == CARRIED:
-            values = {name: _carried_sum(name, value, weight) for name, value in values.items()}
         elif kind == "statistics" and group == REQUEST:
             values = {name: weight * _second_moments(value) for name, value in values.items()}
         else:
@@ -204,8 +203,6 @@ def to_content(form: Form, numbers: Numbers, nodes: Mapping[int, int]) -> Summed
     for group, sums in groups.items():
         if group == MOMENTS:
             values = {name: _moment_of(name, sums) for name in sums}
-        elif group == CARRIED:
-            values = {name: _carried_of(name, value, weight) for name, value in sums.items()}
         else:
             values = {name: value / weight for name, value in sums.items()}
         if form.kind == "statistics" and group == REQUEST:
@@ -233,35 +230,45 @@ def _tally_of(value: object, bound: float) -> tuple[float, float, float, float]:
 
 
 def terms_of(asked: Mapping[str, Any]) -> Terms:
-    """Return how the server of a message wants replies to be summed."""
-    return Terms(asked["weighting"], asked["tally"], asked["bound"])
+    """Return how the server of a message wants replies to be summed; ValueError if nodes do not weigh so.
+
+    The one metric that may weigh is a loss: of another, the server might know which nodes have 0.
+    """
+    terms = Terms(asked["weighting"], asked["tally"], float(asked["bound"]))
+    if terms.weighting not in WEIGHTINGS or (
+        terms.weighting == "tally" and terms.tally not in (LOCAL_LOSS, TRAIN_LOSS)
+    ):
+        raise ValueError(f"nodes are not weighted by {terms.weighting!r} and {terms.tally!r}")
+    return terms
 
 
-def participants_of(asked: Mapping[str, Any], exchange: int = 0) -> Participants:
-    """Return the participants of the sum that a message asks for, or of an exchange after it, and what names it."""
-    label = f"{asked['session']} {asked['number']} {asked['minimum']} {terms_of(asked)} {exchange}"
-    return Participants(label.encode(), tuple(asked["nodes"]), tuple(asked["keys"]))
+def _phase(content: RecordDict) -> str:
+    position: Any = content.config_records.get(POSITION, {})
+    return str(position.get("phase", ""))
 
 
-def is_over_stream(content: RecordDict) -> bool:
-    """Return whether a message begins a step whose exchanges need no messages."""
-    return "side-channel" in content
+def gathers(content: RecordDict) -> bool:
+    """Return whether a message begins a layer-wise step in which nodes do not train."""
+    return _phase(content) == "gather"
 
 
-def kind_of(message_type: str, content: RecordDict) -> str:
-    """Return what a message asks for: to train, to evaluate, or to gather."""
-    if message_type != LAYERWISE:
-        return message_type
-    position: Any = content.config_records["position"]
-    return GATHER if position["phase"] == "gather" else MessageType.TRAIN
+def is_control(message: Message) -> bool:
+    """Return whether no number of a node's data is in the answer to a message."""
+    return message.metadata.message_type in CONTROL or _phase(message.content) == "abandon"
+
+
+def kind_of(message: Message) -> str:
+    """Return what a message asks for: to train, to evaluate, or to gather, whatever its handler is called."""
+    kind = message.metadata.message_type
+    return GATHER if kind == GATHER or gathers(message.content) else kind.partition(".")[0]
 
 
 def step_of(content: RecordDict) -> tuple[int, int, int]:
     """Return the place of a message in a run, as numbers that only grow: round, attempt and exchange."""
     config: Any = content.config_records.get(CONFIG, {})
     server_round = Instruction.from_config(config).server_round if config else 0
-    position: Any = content.config_records.get("position")
-    return (server_round, 2**31, 0) if position is None else (server_round, position["attempt"], position["index"])
+    position: Any = content.config_records.get(POSITION, {})
+    return server_round, int(position.get("attempt", 0)), int(position.get("index", 0))
 
 
 def _second_moments(statistics: Numbers) -> Numbers:
@@ -291,19 +298,6 @@ def _moment_of(name: str, sums: dict[str, Numbers]) -> Numbers:
         return count
     mean = sums[f"{layer}/mean"] / count
     return mean if kind == "mean" else np.maximum(sums[name] / count - mean**2, 0.0)
-
-
-def _carried_sum(name: str, value: Numbers, weight: float) -> Numbers:
-    """Return what a node adds to the pool of carried values."""
-    if name.startswith(COUNT):
-        return value
-    return weight * (_second_moments(value) if name == "statistics" else value)
-
-
-def _carried_of(name: str, total: Numbers, weight: float) -> Numbers:
-    if name.startswith(COUNT):
-        return total
-    return _variances(total / weight) if name == "statistics" else total / weight
 
 
 def _as_array(values: Numbers, dtype: np.dtype[Any]) -> Array:

@@ -86,7 +86,7 @@ def _unpacked(record: object, text: str) -> ArrayRecord:
         if not isinstance(record, ArrayRecord):
             raise ValueError("there are none")
         layout = Layout(tuple(_entry(*row) for row in json.loads(text)))
-        if len(layout.all_names) < len(layout.entries):
+        if len({name for name, _, _ in layout.entries}) < len(layout.entries):
             raise ValueError("two entries have one name")
         buffers = {np.dtype(dtype): view_array(array) for dtype, array in record.items()}
         found = {dtype: (values.dtype, values.shape) for dtype, values in buffers.items()}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Self
 
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
@@ -55,8 +56,14 @@ class SiteData:
         metrics: Mapping[str, Any] = content.metric_records.get(METRICS) or {}
         try:
             numbers = [tuple(metrics[key]) for key in (_TRAIN, _TEST, _SHAPE, _MEAN, _VARIANCE)]
-            return cls(int(metrics[PARTITION_ID]), tuple(report[_CLASS_NAMES]), *numbers)
-        except (KeyError, TypeError) as error:
+            site = cls(int(metrics[PARTITION_ID]), tuple(report[_CLASS_NAMES]), *numbers)
+            [*zip(map(str.strip, site.class_names), site.train, site.test, strict=True)]
+            if not all(0 <= number < inf for each in numbers for number in each) or len(site.mean) != len(
+                site.variance
+            ):
+                raise ValueError("numbers that are none")
+            return site
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ValueError("its app does not say what its data are") from error
 
 

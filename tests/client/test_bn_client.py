@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flwr.app import RecordDict
-from flwr.client import NumPyClient
 from torch import Tensor, nn
 
 from fedbn_flwr import norm, state, wire
@@ -242,7 +241,7 @@ def test_freezing_statistics_that_are_not_there_is_refused_by_name() -> None:
         ({"freeze": "everything"}, "unknown freeze 'everything'; known: none, statistics, affine, both"),
         ({"keep_local": "head"}, "unknown group of entries 'head'; known: none, "),
         ({"omit": "head"}, "unknown group of entries 'head'; known: none, "),
-        ({"optimizer": "lamb"}, "unknown optimizer 'lamb'; known: sgd, adam"),
+        ({"optimizer": "lamb"}, "unknown optimizer 'lamb'; known: sgd, adam, adamw"),
         ({"precision": "fp8"}, "unknown precision 'fp8'; known: float32, tf32, bf16"),
         ({"augmentation": "mixup"}, "'mixup'"),
     ],
@@ -362,65 +361,6 @@ def test_a_description_says_who_the_node_is() -> None:
     assert toy_client().describe().metrics[wire.DOMAIN] == -1
     assert reply.report[wire.PARAMETERS] == ["0.weight", "1.weight", "1.bias", "5.weight", "5.bias"]
     assert reply.records == {}
-
-
-# ---- Flower's NumPyClient --------------------------------------------------------------------------------------------
-
-
-def as_list(values: dict[str, Tensor]) -> list[np.ndarray]:
-    return [value.numpy() for value in values.values()]
-
-
-CONFIG = {"local-steps": 3, "batch-size": 4, "lr": 0.05, "seed": 3}
-
-
-def test_it_is_a_flower_client_whose_lists_have_the_order_of_the_state_dict() -> None:
-    client = toy_client()
-    assert isinstance(client, NumPyClient)
-    found, model = client.get_parameters({}), client.model
-    assert [array.dtype for array in found] == [value.numpy().dtype for value in model.state_dict().values()]
-    assert [array.shape for array in found] == [tuple(value.shape) for value in model.state_dict().values()]
-    assert all(np.array_equal(one, other) for one, other in zip(found, as_list(model.state_dict()), strict=True))
-    found[0][:] = 0
-    assert model.state_dict()["0.weight"].any()
-
-
-def test_fit_is_the_same_training() -> None:
-    wanted = trained(toy_client(), start(), freeze="statistics")
-    found, count, metrics = toy_client().fit(as_list(start()), {**CONFIG, "fedbn.freeze": "statistics"})
-    names = list(toy_cnn().state_dict())
-    values = {name: torch.from_numpy(array) for name, array in zip(names, found, strict=True)}
-    assert_same_state(values, arrays(wanted))
-    assert count == 20
-    assert metrics == {**wanted.metrics, "obeyed": "freeze"}
-    assert all(isinstance(value, bool | int | float | str | bytes) for value in metrics.values())
-
-
-def test_fit_sends_and_takes_the_shared_entries_only_once_the_rest_stays() -> None:
-    records, config = RecordDict(), {**CONFIG, "fedbn.keep-local": "bn"}
-    shared, _, metrics = toy_client(memory=records).fit(as_list(start()), config)
-    assert len(shared) == len(start()) - len(BN)
-    assert metrics["obeyed"] == "keep-local"
-    again, _, _ = toy_client(memory=records).fit(shared, {**config, "server-round": 2})
-    assert [array.shape for array in again] == [array.shape for array in shared]
-
-
-def test_evaluate_is_the_same_evaluation_in_numbers() -> None:
-    wanted = toy_client().test({wire.ARRAYS: start()}, INSTRUCTION)
-    loss, count, metrics = toy_client().evaluate(as_list(start()), dict(CONFIG))
-    assert (loss, count) == (wanted.metrics[wire.EVAL_LOSS], wanted.num_examples)
-    assert metrics[wire.ACCURACY] == wanted.metrics[wire.ACCURACY]
-    assert all(isinstance(value, bool | int | float | str | bytes) for value in metrics.values())
-
-
-def test_a_list_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="received 2 arrays, the model shares 8"):
-        toy_client().fit(as_list(start())[:2], dict(CONFIG))
-
-
-def test_a_config_of_another_type_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'lr' must be float"):
-        toy_client().fit(as_list(start()), {"lr": "fast"})
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------

@@ -58,8 +58,12 @@ def trained(model: nn.Module, batches: list[Batch], instruction: Instruction) ->
             {"optimizer": "adam", "lr": 0.01, "weight_decay": 1e-2},
             lambda values: torch.optim.Adam(values, lr=0.01, weight_decay=1e-2),
         ),
+        (
+            {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1},
+            lambda values: torch.optim.AdamW(values, lr=0.01, weight_decay=0.1),
+        ),
     ],
-    ids=["sgd", "momentum and decay", "adam"],
+    ids=["sgd", "momentum and decay", "adam", "adamw"],
 )
 def test_training_is_a_plain_loop_bit_for_bit(options: dict[str, Any], make: OptimizerOf) -> None:
     model, batches = toy_cnn(), toy_batches()

@@ -1,7 +1,7 @@
 """What a node keeps in a folder of its site outlives its SuperNode, and a server's resumed run finds what counts."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,16 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from fedbn_flwr import state
 from fedbn_flwr.client import BNClient, Reply
-from fedbn_flwr.clientapp import keep_states, keep_states_in
-from fedbn_flwr.clientapp.kept_states import STATE_VARIABLE, KeptStates
+from fedbn_flwr.client.node_memory import STATE_VARIABLE
+from fedbn_flwr.clientapp import client_app, keep_states, keep_states_in
+from fedbn_flwr.clientapp.kept_states import KeptStates
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state.record_files import read_records
-from fedbn_flwr.strategies import REGISTRY, FedBN, FedTAN
+from fedbn_flwr.strategies import REGISTRY, FedBN
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.history import History
-from tests.helpers.harness import Federation, distance, make_model
+from tests.helpers.harness import SIZES, Federation, distance, make_model
 
 FORGETFUL = 1002
 
@@ -61,15 +62,13 @@ def test_under_masks_a_node_that_starts_again_remembers_all_that_it_has_answered
         Federation(make_model()),
         Federation(make_model(), grid=Restarting, mods=[keep_states_in(tmp_path)]),
     )
-    one, other = (nodes.run(FedTAN(carry=True, secure=True), 4) for nodes in (whole, restarted))
+    one, other = (nodes.run(FedBN(secure=True), 4) for nodes in (whole, restarted))
     assert distance(one, other) < 1e-9
     (file,) = tmp_path.glob("*/2/*.records")
     kept = dict(read_records(file))
-    secure: Any = kept["fedbn-flwr/secure"]
+    secure: Any = kept["fedbn-flwr/secure/sums"]
     assert secure["step train"][0] == 4
-    # opened, and given to no pool
     assert secure["pending"] == b""
-    assert "given" not in kept["fedbn-flwr/carried"]
 
 
 def flower_log(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
@@ -91,8 +90,22 @@ class Watched(FedBN):
         return result
 
 
-def test_a_node_without_its_state_is_named_and_trains_in_the_same_round(caplog: pytest.LogCaptureFixture) -> None:
-    strategy, nodes = Watched(), Federation(make_model(), grid=Restarting)
+class Unaddressed(Restarting):
+    """Its nodes' mods answer without saying which message, and in the middle of a round a second time."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        asked = list(message_ids)
+        replies = list(super().pull_messages(asked))
+        for reply in replies:
+            reply.metadata.__dict__["_reply_to_message_id"] = ""
+        return replies * (1 if len(asked) == len(SIZES) else 2)
+
+
+@pytest.mark.parametrize("grid", [Restarting, Unaddressed])
+def test_a_node_without_its_state_is_named_and_trains_in_the_same_round(
+    grid: type[Restarting], caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy, nodes = Watched(), Federation(make_model(), grid=grid)
     nodes.run(strategy, 3)
     assert strategy.trained == [[1000, 1001, 1002, 1003]] * 3
     named = [text for text in flower_log(caplog) if "have lost the entries that stay on them" in text]
@@ -255,3 +268,24 @@ def test_the_node_configuration_or_the_environment_name_the_folder(
     assert ask(str(tmp_path / "a"), {"server-round": 3}) == 3
     # messages that are of no round change nothing
     assert [ask(None, {}) for _ in range(2)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("history", "partition", "named"),
+    [
+        ("../x:1,1", 4, "state-history must be a number from 0 on, got '../x'"),
+        ("2:../x,1", 4, "state-history must be"),
+        ("2,1", 4, "state-history must be a number from 0 on, got ''"),
+        ("2:1,../x", 4, "state-history must be"),
+        ("2:1,3", 4, "state-history is that of run 3, and this is run 1"),
+        ("1", "../x", "partition-id must be a number from 0 on, got '../x'"),
+    ],
+)
+def test_what_is_not_a_number_names_no_folder(history: str, partition: Any, named: str, tmp_path: Path) -> None:
+    app = client_app(lambda _: pytest.fail("no client is due"), mods=[keep_states_in(tmp_path / "states")])
+    config = ConfigRecord({"server-round": 1, "state-history": history})
+    message = Message(RecordDict({"config": config}), dst_node_id=1, message_type="train")
+    reason = str(app(message, Context(1, 9, {"partition-id": partition}, RecordDict(), {})).error.reason)
+    assert named in reason
+    assert "\n" not in reason
+    assert not list(tmp_path.iterdir())

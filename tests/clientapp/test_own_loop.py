@@ -1,8 +1,8 @@
 """A training loop of a user's own obeys every strategy: the same models as `BNClient` on the same batches."""
 
 from collections.abc import Callable, Iterator
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from fedbn_flwr import norm, state
 from fedbn_flwr.client import BNClient, frozen_parts, read_instruction
-from fedbn_flwr.clientapp import ClientApp, numpy_client_app, obey
+from fedbn_flwr.client.training import make_optimizer
+from fedbn_flwr.clientapp import ClientApp, numpy_client_app
 from fedbn_flwr.server.replies import CannotTrainError
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import (
@@ -37,6 +38,7 @@ from fedbn_flwr.strategies import (
     prepare,
 )
 from fedbn_flwr.transports.message_client import STEPS
+from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import SIZES, Federation, distance, make_model, make_split, parts
 
 #: the largest difference between the two in float64
@@ -158,6 +160,7 @@ METHODS: dict[str, Callable[[], BaseStrategy]] = {
     "fedwon": lambda: FedWon(clip_factor=0.05, agc="on"),
     "scaffold": Scaffold,
     "fedbs": lambda: FedBS(loss="running"),
+    "scaffold, bounded gradients": lambda: Scaffold(clip_norm=0.2),
     "fedtan": FedTAN,
     "fedtan, paper exchange": lambda: FedTAN(exchange="paper"),
     "fedtan, carried": lambda: FedTAN(carry=True),
@@ -221,36 +224,6 @@ def test_so_do_loops_with_closures_and_loops_that_call_parts_of_the_model(method
     assert run_both(method, loop) < EXACT
 
 
-def explicit_app() -> FlowerClientApp:
-    """Return Flower's own ClientApp, with a loop inside `obey`."""
-    app, split = FlowerClientApp(), make_split()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        model = make()
-        with obey(model, message, context) as asked:
-            config: Any = asked.config
-            loss = plain_loop(model, batches_of(config, context, make), config["lr"], config.get("momentum", 0.0))
-        return asked.reply(num_examples=SIZES[int(context.node_config["partition-id"])], train_loss=loss)
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        model = make()
-        with obey(model, message, context) as asked, torch.no_grad():
-            model.eval()
-            loss = float(F.cross_entropy(model(split.inputs), split.labels))
-        return asked.reply(num_examples=len(split), eval_loss=loss)
-
-    return app
-
-
-@pytest.mark.parametrize("method", ["fixbn", "fedbn", "scaffold", "fedtan, carried"])
-def test_the_loop_can_also_be_written_inside_obey(method: str) -> None:
-    grid = InProcessGrid(explicit_app(), len(SIZES))
-    asked: dict[str, Any] = {"lr": 0.05, "momentum": momentum_of(method)}
-    assert distance(Federation(make()).run(METHODS[method](), ROUNDS, grid=grid, **asked), wanted_of(method)) < EXACT
-
-
 class UsersClient(NumPyClient):
     """A client of Flower's tutorials: lists of arrays, and a loop of its own."""
 
@@ -300,10 +273,9 @@ def test_a_client_with_messages_of_its_own_is_refused_with_the_remedy() -> None:
     assert "train in a handler of ClientApp(model=...)" in reason
 
 
-@pytest.mark.parametrize("app", [explicit_app, lambda: own_app(plain_loop, make)], ids=["obey", "own loop"])
-def test_a_node_evaluates_the_model_that_it_keeps(app: Callable[[], FlowerClientApp]) -> None:
+def test_a_node_evaluates_the_model_that_it_keeps() -> None:
     federation, losses = Federation(make()), []
-    for grid in (federation.grid, InProcessGrid(app(), len(SIZES))):
+    for grid in (federation.grid, InProcessGrid(own_app(plain_loop, make), len(SIZES))):
         strategy = FedBN(fraction_evaluate=1.0)
         federation.run(strategy, ROUNDS, grid=grid, lr=0.05)
         losses.append([reply.metrics["eval-loss"] for reply in strategy.evaluate_replies])
@@ -409,6 +381,58 @@ def test_a_handler_that_trains_another_model_is_an_error_that_names_what_was_not
     assert "the handler trained a Sequential" in reason
 
 
+def by_hand(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    """Subtract gradients without an optimizer."""
+    model.train()
+    inputs, targets = next(batches)
+    loss = F.cross_entropy(model(inputs), targets)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    with torch.no_grad():
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.sub_(lr * gradient)
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize("strategy", [FedTAN, FedDNA, lambda: FedTAN(carry=True)])
+def test_a_loop_without_an_optimizer_is_refused_where_its_first_step_is_shared(
+    strategy: Callable[[], BaseStrategy],
+) -> None:
+    """Its statistics would be those of before the step: nothing tells when that ends."""
+    grid = InProcessGrid(own_app(by_hand, make), len(SIZES))
+    reason = reason_of(lambda: Federation(make()).run(strategy(), 1, grid=grid, lr=0.05))
+    assert "the loop took no step of a torch.optim.Optimizer" in reason
+
+
+def in_two_passes(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    """Go forward twice, and move the last layer only, in a first step."""
+    optimizer = make_optimizer(cast(Any, model).net[-1], Instruction(lr=lr))
+    model.train()
+    inputs, targets = next(batches)
+    model(inputs)
+    F.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+    return 0.0
+
+
+def test_the_log_says_once_what_a_loop_shared(flower_log: pytest.LogCaptureFixture) -> None:
+    grid = InProcessGrid(own_app(in_two_passes, make), len(SIZES))
+    Federation(make()).run(FedTAN(), 2, grid=grid, lr=0.05)
+    # a record may be caught twice
+    told = {id(record): record.message for record in flower_log.records if "in 2 forward passes" in record.message}
+    assert len(told) == len(SIZES)
+    assert next(iter(told.values())).endswith("(SGD, of 2 of the 9 parameters that learn)")
+
+
+def test_an_optimizer_of_this_package_calls_hooks_as_torchs_do() -> None:
+    """Where a user's loop counts steps by them."""
+    model, seen = make(), list[int]()
+    optimizer = make_optimizer(model, Instruction())
+    optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    for _ in range(3):
+        optimizer.step()
+    assert len(seen) == 3
+
+
 def test_a_loop_without_a_step_is_an_error_where_a_rule_is_asked_for() -> None:
     def no_step(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
         model.train()
@@ -436,6 +460,14 @@ def test_a_model_that_a_method_needs_and_has_not_is_refused(strategy: type[BaseS
     assert f"prepare(model, {strategy.__name__})" in reason
     prepared = prepare(make(), strategy)
     Federation(prepared).run(strategy(), 1)
+
+
+@pytest.mark.parametrize("strategy", [FedBN, FixBN, FedTAN])
+def test_a_model_without_bn_is_refused_where_a_method_needs_it(strategy: Callable[..., BaseStrategy]) -> None:
+    bare = partial(make_model, "gn")
+    grid = InProcessGrid(own_app(plain_loop, bare), len(SIZES))
+    reason = reason_of(lambda: Federation(bare()).run(strategy(), 1, grid=grid, lr=0.05))
+    assert "the method would be another one: the model has no BN layer" in reason
 
 
 def test_a_model_is_prepared_with_the_methods_options() -> None:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +13,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricR
 from flwr.clientapp import ClientApp as FlowerClientApp
 from flwr.clientapp.mod import arrays_size_mod, message_size_mod
 from flwr.common.constant import ErrorCode
+from flwr.server import LegacyContext, Server, ServerConfig, SimpleClientManager
+from flwr.server.workflow import DefaultWorkflow
 from torch import Tensor, nn
 
 from fedbn_flwr import norm, state
@@ -29,18 +31,15 @@ from fedbn_flwr.strategies import (
     FedAvg,
     FedBN,
     FedBS,
-    FedProx,
     FedTAN,
     FedWon,
     FixBN,
     HeteroFL,
-    Privacy,
     Scaffold,
-    fit_config,
     prepare,
 )
 from fedbn_flwr.wire import Instruction
-from tests.clientapp.test_own_loop import explicit_app, own_app, plain_loop
+from tests.clientapp.test_own_loop import own_app, plain_loop
 from tests.helpers.harness import CLASSES, INSTRUCTION, SIZES, Federation, distance, make_model, make_split, parts
 
 NODES = len(SIZES)
@@ -120,10 +119,8 @@ def test_a_users_freeze_freezes_nothing() -> None:
     [
         (FedAvg, "BNClient"),
         (FedAvg, "own loop"),
-        (FedBN, "obey"),
         (Scaffold, "BNClient"),
         (Scaffold, "own loop"),
-        (lambda **options: FixBN(freeze_round=1, **options), "obey"),
     ],
 )
 def test_records_may_have_a_users_names(strategy: Callable[..., BaseStrategy], kind: str) -> None:
@@ -131,7 +128,6 @@ def test_records_may_have_a_users_names(strategy: Callable[..., BaseStrategy], k
     app = {
         "BNClient": lambda: client_app(bn_client),
         "own loop": lambda: own_app(plain_loop, make, arrays="weights", settings="settings"),
-        "obey": explicit_app,
     }
     assert distance(start(strategy(**names), app[kind]()), start(strategy(), client_app(bn_client))) < 1e-12
 
@@ -264,8 +260,8 @@ def test_a_mod_may_answer_in_a_nodes_place(flower_log: pytest.LogCaptureFixture)
         return reply
 
     start(FedAvg(fraction_train=0.4, fraction_evaluate=0.0), foreign_app([], mods=[refuse]), rounds=1)
-    for node in range(1000, 1000 + NODES):
-        assert f"Node {node} cannot say who it is and is drawn by its id: no queries here" in flower_log.text
+    nodes = ", ".join(map(str, range(1000, 1000 + NODES)))
+    assert f"Nodes {nodes} are drawn by id, without a description: no queries" in flower_log.text
 
 
 # ---- mods ------------------------------------------------------------------------------------------------------------
@@ -450,71 +446,17 @@ def test_a_client_may_bring_its_optimizer(grid: type[InProcessGrid]) -> None:
 # ---- Flower's older server -------------------------------------------------------------------------------------------
 
 
-class OlderServer:
-    """What Flower's older server does with NumPyClients: lists of arrays go out, and their mean comes back."""
-
-    def __init__(self, clients: Callable[[Context], BNClient], config: Callable[[int], dict[str, Any]]) -> None:
-        self._contexts = [Context(0, 1000 + index, {"partition-id": index}, RecordDict(), {}) for index in range(NODES)]
-        self._clients, self._config = clients, config
-        self.arrays = [value.numpy() for value in make().state_dict().values()]
-
-    def round(self, number: int, nodes: Iterable[int] = range(NODES)) -> None:
-        replies = [self._clients(self._contexts[node]).fit(self.arrays, self._config(number)) for node in nodes]
-        total = sum(count for _, count, _ in replies)
-        self.arrays = [
-            np.asarray(sum(array * (count / total) for array, count in column)).astype(column[0][0].dtype)
-            for column in zip(*([(array, count) for array in arrays] for arrays, count, _ in replies), strict=True)
-        ]
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [FedAvg, lambda: FixBN(freeze_round=1), FedBN, lambda: FedProx(mu=0.5)],
-    ids=["avg", "fixbn", "bn", "prox"],
-)
-def test_fit_config_gives_the_older_server_a_methods_clients(strategy: Callable[[], BaseStrategy]) -> None:
-    server = OlderServer(bn_client, fit_config(strategy(), local_steps=2, batch_size=5, lr=0.05))
-    for number in (1, 2, 3):
-        server.round(number)
-    wanted = start(strategy(), client_app(bn_client), rounds=3)
-    shared = norm.bn_keys(make()) if strategy is FedBN else ()
-    pairs = zip([value for name, value in wanted.items() if name not in shared], server.arrays, strict=True)
-    for value, array in pairs:
-        if value.is_floating_point():
-            np.testing.assert_allclose(array, value.numpy(), atol=1e-12)
-
-
-def test_a_node_that_comes_late_begins_with_its_own_models_bn() -> None:
-    server = OlderServer(bn_client, fit_config(FedBN(), local_steps=2, batch_size=5, lr=0.05))
-    server.round(1, nodes=(0, 1))
-    server.round(2, nodes=(1, 2))
-    assert len(server.arrays) == len(make().state_dict()) - len(norm.bn_keys(make()))
-
-
-def test_fit_config_refuses_methods_whose_server_does_more() -> None:
-    with pytest.raises(ValueError, match="the server of Scaffold does more than average; known: FedAvg, FedBN"):
-        fit_config(Scaffold())
-
-
-@pytest.mark.parametrize(
-    ("strategy", "named"),
-    [
-        (lambda: FixBN(freeze_round="auto"), "freeze_round='auto'"),
-        (lambda: FedAvg(server_optimizer="adam"), "server_optimizer"),
-        (lambda: FedAvg(momentum_state="global"), "momentum_state='global'"),
-        (lambda: FedAvg(weighting="uniform", privacy=Privacy(1.0, 1.0)), "privacy"),
-    ],
-)
-def test_fit_config_refuses_options_for_which_the_server_does_more(
-    strategy: Callable[[], BaseStrategy], named: str
-) -> None:
-    with pytest.raises(ValueError, match=f"only averages, which leaves out {named}"):
-        fit_config(strategy())
-
-
-def test_fit_config_sends_a_rate_that_falls_to_the_default() -> None:
-    config_of = fit_config(FedAvg(lr_schedule="0.1@2"), lr=1.0)
-    assert [config_of(number)["lr"] for number in (1, 2, 3, 4)] == pytest.approx([1.0, 1.0, 0.1, 0.1])
+@pytest.mark.parametrize("ask", ["server", "workflow"])
+def test_flowers_older_server_ends_with_one_line(ask: str) -> None:
+    manager, strategy = SimpleClientManager(), cast(Any, FixBN(freeze_round=1))
+    context = LegacyContext(Context(0, 0, {}, RecordDict(), {}), ServerConfig(1), strategy, manager)
+    workflow: Any = DefaultWorkflow()
+    runs: dict[str, Callable[[], Any]] = {
+        "server": lambda: Server(client_manager=manager, strategy=strategy).fit(1, None),
+        "workflow": lambda: workflow(None, context),
+    }
+    with pytest.raises(SystemExit, match=r"^FixBN cannot run .*start_simulation.*: call `strategy\.start\(grid, .*\)`"):
+        runs[ask]()
 
 
 def test_waiting_for_nodes_says_so(flower_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

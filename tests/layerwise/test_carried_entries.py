@@ -79,6 +79,12 @@ def test_a_correction_takes_local_values_to_the_global_values(kind: Kind) -> Non
     assert kind == "gradients" or bool((corrected[:, 1] >= 0).all())
 
 
+def test_a_correction_that_was_cut_makes_no_variance_negative() -> None:
+    """Of a constant channel, and a global variance that is smaller than the client's own was."""
+    local, cut = torch.tensor([[[3.0], [0.0]]]), torch.tensor([[[0.0], [0.3]]])
+    assert correct("statistics", local, cut).tolist() == [[[3.0], [0.0]]]
+
+
 def test_without_corrections_a_step_is_that_of_local_batch_normalization() -> None:
     model, [(inputs, targets)] = small_network(), heterogeneous_batches([3], (1, 6, 6))
     exchange = Corrected({}, {})

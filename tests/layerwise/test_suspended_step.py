@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -101,6 +102,24 @@ def test_interleaved_steps_have_the_masks_that_they_have_alone() -> None:
     # not trivially: other masks give other gradients
     _, different = finish(SuspendedStep(training(1), seed=5))
     assert not torch.equal(different[0], alone[0][1][0])
+
+
+def test_steps_of_several_threads_run_one_at_a_time() -> None:
+    """Their random streams take the place of the process's own."""
+    running, most = list[Exchange](), list[int]()
+
+    def step(exchange: Exchange) -> None:
+        running.append(exchange)
+        time.sleep(0.02)
+        most.append(len(running))
+        running.pop()
+
+    threads = [threading.Thread(target=SuspendedStep(step, seed).advance) for seed in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * len(threads)
 
 
 def test_the_process_draws_as_if_there_were_no_steps() -> None:

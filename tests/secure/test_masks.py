@@ -1,6 +1,6 @@
 """Masks that cancel, and those that do not: what the server can open, and what it cannot."""
 
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -95,6 +95,48 @@ def test_shares_open_a_mask_from_the_threshold_on() -> None:
     assert masks.open_shares(few, commitments, case.people) == (None, [])
 
 
+def openable(nodes: int, colluding: int, needed: int) -> list[set[frozenset[int]]]:
+    """For every way to tell honest nodes who is absent: the parts of them of which the server can open the sum.
+
+    A node helps with the mask of each node that it was told is there, and opens what it shares with an absent one.
+    """
+    honest = range(colluding, nodes)
+    told = [
+        [set(absent) for size in range(nodes - needed + 1) for absent in combinations(set(range(nodes)) - {node}, size)]
+        for node in honest
+    ]
+    parts = [frozenset(part) for size in range(1, len(honest) + 1) for part in combinations(honest, size)]
+    found = set()
+    for lists in product(*told):
+        absent = dict(zip(honest, lists, strict=True))
+        helped = {node for node in honest if colluding + sum(node not in each for each in lists) >= needed}
+        found.add(
+            frozenset(
+                part
+                for part in parts
+                if part <= helped
+                and all(v in absent[u] or u in absent[v] for u in part for v in honest if v not in part)
+            )
+        )
+    return [set(each) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "colluding"), [(3, 0), (3, 1), (4, 0), (4, 1), (4, 2), (5, 0), (5, 1), (5, 2), pytest.param(6, 1)]
+)
+def test_whatever_the_server_tells_whom_it_opens_one_sum_over_enough_honest_nodes(nodes: int, colluding: int) -> None:
+    needed = masks.threshold(nodes)
+    least = 2 * needed - nodes - colluding
+    for parts in openable(nodes, colluding, needed):
+        assert all(len(part) >= least for part in parts)
+        assert all(len(one - other) >= least for one in parts for other in parts if one - other)
+        assert colluding or len(parts) <= 1
+
+
+def test_two_thirds_would_not_do() -> None:
+    assert min(len(part) for parts in openable(4, 0, 3) for part in parts) == 2
+
+
 def test_a_wrong_share_is_named_and_not_used() -> None:
     case = Sum()
     given, commitments = case.shares(NODES[2])
@@ -112,7 +154,7 @@ def test_a_share_among_other_participants_cannot_be_unsealed(changed: str) -> No
         "key": Participants(label, nodes, (*keys[:-1], masks.public_key(masks.new_private_key()))),
         "nodes": Participants(label, nodes[:-1], keys[:-1]),
     }
-    with pytest.raises(ProtocolError, match="what node 7 sealed for node 55 cannot be opened: the server has named"):
+    with pytest.raises(ProtocolError, match="what node 7 sealed for node 55 cannot be opened: the server has told"):
         unseal_share(sealed, 7, 55, case.private[55], others[changed])
 
 

@@ -49,7 +49,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "raises": (raises, "killed"),
     "is silent": (silent, "did not answer in time"),
     "says no number": (lies(lambda values: values * np.nan), "is not finite"),
-    "says a number that is too large": (lies(too_large), "is too large to be pooled in float64"),
+    "says a number that is too large": (lies(too_large), "is too large to be pooled"),
     "says another shape": (lies(lambda values: np.concatenate([values, values])), "(4, 4)|(8, )|shape"),
     "is at another layer": (elsewhere, "another"),
     "cannot be understood": (unreadable, "cannot be read"),
@@ -123,8 +123,18 @@ def test_several_nodes_may_fail_at_once_and_one_after_the_other(caplog: pytest.L
 
 
 def test_after_so_many_attempts_the_round_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[tuple[int, int]] = []
+
     class Grid(Faulty):
         rounds = (2, 3)
+
+        def push_messages(self, messages: Iterable[Message]) -> list[str]:
+            messages = list(messages)
+            for message in messages:
+                if message.metadata.message_type == wire.LAYERWISE:
+                    turn = StepPosition.of(message.content)
+                    told.extend([(turn.attempt, message.metadata.dst_node_id)] * (turn.phase == "abandon"))
+            return super().push_messages(messages)
 
         def due(self, node: int, turn: StepPosition) -> bool:
             return (node, turn.attempt, turn.index) in {(1000, 1, 2), (1001, 2, 2)}
@@ -135,8 +145,10 @@ def test_after_so_many_attempts_the_round_is_skipped(caplog: pytest.LogCaptureFi
     assert all(torch.equal(after[name], first[name]) for name in after)
     skipped = [text for text in caplog.messages if "is skipped" in text]
     assert [text.split(",")[0] for text in skipped] == ["Round 2 is skipped", "Round 3 is skipped"]
-    assert all("node 1001: it did not answer in time" in text for text in skipped)
-    # the nodes that answer were told to forget the step
+    silent = [text for text in caplog.messages if "did not answer in time" in text]
+    assert silent.count("Node 1001 is left out of this round: it did not answer in time") == 2
+    # the nodes that answer were told to forget the step, once it does not begin again
+    assert sorted(told) == [(2, 1002)] * 2 + [(2, 1003)] * 2
     assert len(STEPS) == 2
     assert not list(Memory(nodes.grid.context(1002).state).kept("layerwise/"))
 

@@ -240,6 +240,20 @@ def test_a_worker_names_the_node_whose_values_it_cannot_pool() -> None:
     assert [step.is_abandoned for step in steps] == [True, True]
 
 
+def test_a_workers_next_step_begins_without_the_weights_of_the_one_before() -> None:
+    share = WorkerShare()
+    for nodes in ([0, 2, 4], [1, 3]):
+        share._grid = Scripted(nodes, *[said("a", *[1.0] * len(nodes)) for _ in range(2)])  # type: ignore[assignment]
+        opened = share.open_step([])
+        assert opened is not None
+        assert opened.requests is not None
+        assert len(opened.requests.tensor) == len(nodes)
+        assert not opened.requests.pools
+        pooled = share.advance(Answer(torch.ones(1), 4, weights=(1.0,) * len(nodes)))
+        assert pooled is not None
+        assert len(pooled.tensor) == 1
+
+
 def test_where_workers_are_at_two_layers_most_nodes_are_right() -> None:
     steps = Scripted([1], said("a", 0.0), said("c", 0.0)), Scripted([0, 2], said("a", 0.0, 0.0), said("b", 0.0, 0.0))
     with pytest.raises(OrderError, match=r"is at the mean of BN layer 'c' where the others are at the .* 'b'") as error:

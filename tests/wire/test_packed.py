@@ -42,6 +42,17 @@ def test_what_is_unpacked_is_what_was_packed() -> None:
             np.testing.assert_array_equal(numbers, wanted)
 
 
+def test_of_messages_that_share_some_records_each_holds_its_own() -> None:
+    known: dict[int, Packed] = {}
+    first = content()
+    second = RecordDict({**content(), "one": first["one"]})
+    second.array_records["arrays"]["weight"] = Array(np.full((2, 3), 5, np.float32))
+    shared, own = (unpack(pack(each, known)) for each in (first, second))
+    assert shared["one"] is own["one"]
+    assert shared.array_records["arrays"]["weight"].numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert own.array_records["arrays"]["weight"].numpy().tolist() == [[5] * 3] * 2
+
+
 def test_a_message_that_asks_is_unpacked_as_it_is() -> None:
     assert unpack(asking(content())) == content()
 

@@ -21,6 +21,7 @@ def test_the_rules_of_this_project_and_their_keys() -> None:
     assert {key: rule.__name__ for key, rule in RULES.items()} == {
         "proximal-mu": "Proximal",
         "clip-factor": "Clipping",
+        "clip-norm": "GradientNorm",
         "momentum-state": "MaintainedMomentum",
         "control-variates": "ControlVariates",
         "change-window": "StatisticsChange",

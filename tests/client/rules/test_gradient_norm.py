@@ -1,0 +1,89 @@
+"""The bound on the norm of a step's gradient, against torch's own."""
+
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import RecordDict
+from torch import nn
+
+from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.client.rules import Session, rules_for
+from fedbn_flwr.strategies import REGISTRY, FedAvg, FedProx, FedWon
+from fedbn_flwr.wire import Instruction
+
+#: below and above the norms of the gradients, and of some of them
+BOUNDS = [0.01, 3.0, 100.0]
+CLIENTS = 3
+
+
+def model_of(seed: int) -> nn.Module:
+    """Return a model with gradients of a client's own size; one parameter has none, and one does not learn."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2), nn.Linear(2, 1))
+    model.register_parameter("scale", nn.Parameter(torch.ones(())))
+    model[3].requires_grad_(False)
+    for parameter in list(model.parameters())[:-3]:
+        parameter.grad = torch.randn_like(parameter) * 10**seed / 10
+    model.get_parameter("scale").grad = torch.tensor(0.5)
+    return model
+
+
+def adjust(model: nn.Module, bound: float, structure: nn.Module | None = None, **keys: Any) -> None:
+    instruction = Instruction().with_rule(clip_norm=bound, **keys)
+    session = Session(model, torch.optim.SGD(model.parameters()), instruction, {}, Memory(RecordDict()))
+    session.structure = structure
+    rules = rules_for(instruction)
+    for rule in rules:
+        rule.begin(session)
+    for rule in rules:
+        rule.adjust()
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_gradients_are_scaled_as_torch_scales_them(bound: float) -> None:
+    for seed in range(CLIENTS):
+        model, wanted = model_of(seed), model_of(seed)
+        torch.nn.utils.clip_grad_norm_(wanted.parameters(), bound)
+        adjust(model, bound)
+        scaled = gradients_of(model)
+        assert scaled.keys() == gradients_of(wanted).keys()
+        assert all(torch.equal(scaled[name], gradient) for name, gradient in gradients_of(wanted).items())
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_stacked_clients_have_norms_of_their_own(bound: float) -> None:
+    models, stack = [model_of(seed) for seed in range(CLIENTS)], model_of(0)
+    for name, parameter in stack.named_parameters():
+        parameter.data = torch.stack([model.get_parameter(name).detach() for model in models])
+        given = [gradients_of(model)[name] for model in models if name in gradients_of(model)]
+        parameter.grad = torch.stack(given) if given else None
+    adjust(stack, bound, structure=models[0])
+    for row, model in enumerate(models):
+        adjust(model, bound)
+        alone, together = gradients_of(model), gradients_of(stack)
+        assert alone.keys() == together.keys()
+        assert all(torch.allclose(together[name][row], alone[name]) for name in alone)
+
+
+@pytest.mark.parametrize("strategy", [lambda: FedProx(mu=1e3, clip_norm=0.1), lambda: FedWon(agc="on", clip_norm=0.1)])
+def test_the_bound_comes_after_what_methods_add(strategy: Any) -> None:
+    rules = rules_for(strategy().instruct(Instruction()))
+    assert [type(rule).__name__ for rule in rules][1:] == ["GradientNorm"]
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_method_asks_for_it_so_that_a_client_must_acknowledge_it(name: str) -> None:
+    for strategy, asked in ((REGISTRY[name](clip_norm=2), True), (REGISTRY[name](), False)):
+        strategy.num_rounds = 4
+        assert ("clip-norm" in strategy.instruct(Instruction(batch_size=8)).binding_keys()) == asked
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan")])
+def test_a_bound_below_zero_is_named(bad: float) -> None:
+    with pytest.raises(ValueError, match="clip_norm must not be negative"):
+        FedAvg(clip_norm=bad)

@@ -1,0 +1,449 @@
+"""What a node refuses to a server that does not keep the rules: every message goes through a real app."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr import wire
+from fedbn_flwr.client.gate_memory import MINIMUM_VARIABLE, SITE_VARIABLE
+from fedbn_flwr.client.node_memory import STATE_VARIABLE
+from fedbn_flwr.clientapp.bn_client_app import NodeApp
+from fedbn_flwr.secure import Participants, decode, masks
+from fedbn_flwr.secure.fixed_point import sum_of
+from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.wire import masked
+from fedbn_flwr.wire.masked import Terms
+
+NODES = (1, 2, 3, 4)
+
+
+class RefusedError(Exception):
+    """A node's error in place of a reply."""
+
+
+@dataclass
+class Server:
+    """A server that can say whatever it likes, and its nodes."""
+
+    nodes: dict[int, Context] = field(default_factory=dict)
+    keys: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    #: what was handed to a node's own code
+    handled: list[Message] = field(default_factory=list)
+    fails: Exception | None = None
+    #: whether nodes reply with requests of a layer-wise step, and not with models
+    requests: bool = False
+
+    def __post_init__(self) -> None:
+        InProcessGrid(ClientApp(), 1)  # Flower reads who makes a message
+        self.app = NodeApp()
+        for register in (self.app.train, self.app.evaluate):
+            register()(self._handle)
+        for name in ("layerwise", "gather", "default2"):
+            self.app.train(name)(self._handle)
+
+    def _handle(self, message: Message, context: Context) -> Message:
+        self.handled.append(message)
+        if self.fails:
+            raise self.fails
+        numbers: dict[str, Any] = {wire.NUM_EXAMPLES: 10 * context.node_id, "train-loss": 0.5, "local-loss": 0.25}
+        reply = RecordDict({wire.METRICS: MetricRecord(numbers), wire.REPORT: ConfigRecord({wire.OBEYED: ["freeze"]})})
+        if self.requests:
+            reply[wire.REPORT] = ConfigRecord({"kind": "mean", "count": 8})
+            reply[masked.REQUEST] = ArrayRecord({"bn": Array(np.array([0.5]))})
+        elif message.metadata.message_type != "evaluate":
+            reply[wire.ARRAYS] = ArrayRecord({"w": Array(np.array([0.25 * context.node_id, -1.0]))})
+        return Message(reply, reply_to=message)
+
+    def meet(self, nodes: Sequence[int] = NODES) -> "Server":
+        for node in nodes:
+            self.nodes.setdefault(node, Context(1, node, {"partition-id": node}, RecordDict(), {}))
+            self._note_key(node, self.send(node, masked.SECURE_QUERY, {masked.SECURE: ConfigRecord({"minimum": 3})}))
+        return self
+
+    def asked(self, nodes: Sequence[int] = NODES, **other: Any) -> dict[str, Any]:
+        keys, signatures = zip(*(self.keys[node] for node in nodes), strict=True)
+        names = {"nodes": list(nodes), "keys": list(keys), "signatures": list(signatures), "minimum": 3}
+        return {**vars(Terms("examples")), **names, **other}
+
+    def send(self, node: int, kind: str, content: Mapping[str, Any]) -> RecordDict:
+        message = Message(RecordDict(dict(content)), node, kind)
+        reply = self.app(message, self.nodes[node])
+        if reply.has_error():
+            raise RefusedError(reply.error.reason)
+        return reply.content
+
+    def train(
+        self, node: int, asked: Mapping[str, Any], server_round: int, kind: str = "train", **records: Any
+    ) -> RecordDict:
+        config = ConfigRecord({"server-round": server_round, "lr": records.pop("lr", 0.1)})
+        arrays = ArrayRecord({"w": Array(np.array([records.pop("w", 1.0), 2.0]))})
+        content = {wire.CONFIG: config, wire.ARRAYS: arrays, masked.SECURE: ConfigRecord(dict(asked)), **records}
+        reply = self.send(node, kind, content)
+        if f"{masked.MASKED}-form" in reply:
+            self._note_key(node, reply, f"{masked.MASKED}-form")
+        return reply
+
+    def begin_step(self, node: int, server_round: int, attempt: int, nodes: Sequence[int] = NODES) -> RecordDict:
+        position = ConfigRecord({"phase": "exchange", "attempt": attempt, "index": 0})
+        return self.train(node, self.asked(nodes), server_round, wire.LAYERWISE, **{masked.POSITION: position})
+
+    def all_train(self, server_round: int, nodes: Sequence[int] = NODES, kind: str = "train") -> "Replies":
+        asked = self.asked(nodes)
+        return Replies(self, asked, {node: self.train(node, asked, server_round, kind) for node in nodes})
+
+    def _note_key(self, node: int, reply: RecordDict, name: str = masked.MASKED) -> None:
+        said: Any = reply[name]
+        self.keys[node] = said["key"], said["signature"]
+
+
+@dataclass
+class Replies:
+    """The replies to one sum."""
+
+    server: Server
+    asked: dict[str, Any]
+    by_node: dict[int, RecordDict]
+
+    def form(self, node: int) -> Any:
+        return self.by_node[node][f"{masked.MASKED}-form"]
+
+    def open(self, node: int, survivors: Sequence[int] = NODES) -> Any:
+        place = self.asked["nodes"].index(node)
+        sealed = [self.form(other)["shares"][place] for other in survivors]
+        record = ConfigRecord({**self.asked, "survivors": list(survivors), "sealed": sealed})
+        return self.server.send(node, masked.SECURE_QUERY, {masked.SECURE: record})[masked.MASKED]
+
+    def opened(self) -> np.ndarray:
+        """Return the sum of all, as the server finds it."""
+        shares = {node: self.open(node)["shares"] for node in NODES}
+        among, own = Participants(b"", NODES, tuple(self.asked["keys"])), []
+        for place, owner in enumerate(NODES):
+            given = {node: shares[node][place] for node in NODES}
+            seed, wrong = masks.open_shares(given, self.form(owner)["commitments"], among)
+            assert seed is not None
+            assert not wrong
+            own.append(seed)
+        arrays: Any = [reply.array_records[masked.MASKED]["sum"].numpy() for reply in self.by_node.values()]
+        return decode(masks.cancel(sum_of(arrays), among, own, {}))
+
+
+def test_the_server_learns_the_sum_and_nothing_else() -> None:
+    replies = Server().meet().all_train(1)
+    for node, reply in replies.by_node.items():
+        assert set(reply) == {masked.MASKED, f"{masked.MASKED}-form"}
+        assert set(replies.form(node)) == {"form", "partition", "shares", "commitments", "key", "signature"}
+    count, _, examples, *_ = replies.opened()
+    assert (count, examples) == (4, 100)
+
+
+ATTACKS: dict[str, tuple[Callable[[Server], Any], str]] = {}
+PAST, OTHERS = "round 1 again, or for an earlier one", "of round 1 among other nodes than before"
+USED = "another key in the place of this node's, or one that was used"
+
+
+def attack(reason: str) -> Callable[[Callable[[Server], Any]], Callable[[Server], Any]]:
+    def register(act: Callable[[Server], Any]) -> Callable[[Server], Any]:
+        ATTACKS[act.__name__] = act, reason
+        return act
+
+    return register
+
+
+@attack("a sum of 2 nodes would show too much of each: 3 at least")
+def too_few(server: Server) -> None:
+    server.train(1, server.asked((1, 2)), 1)
+
+
+@attack(USED)
+def a_key_of_its_own_for_me(server: Server) -> None:
+    server.keys[1] = masks.public_key(masks.new_private_key()), b""
+    server.train(1, server.asked(), 1)
+
+
+@attack("node 1 is no participant")
+def a_list_without_me(server: Server) -> None:
+    server.train(1, server.asked((2, 3, 4)), 1)
+
+
+@attack(USED)
+def a_second_sum_with_one_key(server: Server) -> None:
+    asked = server.asked()
+    server.train(1, asked, 1)
+    server.train(1, asked, 2)
+
+
+@attack(PAST)
+def two_sums_of_a_round_that_differ_by_a_node(server: Server) -> None:
+    server.train(1, server.asked(), 1)
+    server.train(1, server.asked((1, 2, 3)), 1)
+
+
+@attack(PAST)
+def two_sums_of_a_round_by_two_handlers(server: Server) -> None:
+    server.train(1, server.asked(), 1)
+    server.train(1, server.asked((1, 2, 3)), 1, "train.default2")
+
+
+@attack(OTHERS)
+def to_evaluate_among_others_than_trained(server: Server) -> None:
+    server.train(1, server.asked((1, 2, 3)), 1)
+    server.train(1, server.asked(), 1, "evaluate")
+
+
+@attack(PAST)
+def an_old_round(server: Server) -> None:
+    server.train(1, server.asked(), 2)
+    server.train(1, server.asked(), 1)
+
+
+@attack(PAST.replace("1", "0"))
+def a_question_that_names_no_round(server: Server) -> None:
+    server.train(1, server.asked(), 1)
+    server.send(1, "evaluate", {masked.SECURE: ConfigRecord(server.asked()), wire.CONFIG: ConfigRecord()})
+
+
+@attack(PAST)
+def a_round_again_after_new_keys(server: Server) -> None:
+    server.train(1, server.asked(), 1)
+    server.meet().train(1, server.asked((1, 2, 3)), 1)
+
+
+@attack(PAST)
+def a_step_by_exchanges_after_a_plain_one(server: Server) -> None:
+    server.train(1, server.asked(), 1)
+    server.begin_step(1, 1, 2, (1, 2, 3))
+
+
+@attack(OTHERS)
+def to_gather_among_others_in_a_round(server: Server) -> None:
+    server.train(1, server.asked(), 1, wire.GATHER)
+    server.train(1, server.asked((1, 2, 3)), 1, wire.GATHER)
+
+
+@attack("a sum of 3 of 4 nodes is not opened: 4 at least")
+def to_gather_twice_and_leave_one_out(server: Server) -> None:
+    for nodes in (NODES, (1, 2, 4)):
+        server.all_train(1, kind=wire.GATHER).open(1, nodes)
+
+
+@attack("cannot be read")
+def a_number_that_is_none(server: Server) -> None:
+    server.train(1, server.asked(minimum=float("nan")), 1)
+
+
+@attack("cannot be read")
+def nodes_that_are_texts(server: Server) -> None:
+    server.train(1, {**server.asked(), "nodes": ["1", "2", "3", "4"]}, 1)
+
+
+@attack("nodes are not weighted by 'tally' and 'num-examples'")
+def a_weight_that_others_have_not(server: Server) -> None:
+    server.train(1, server.asked(weighting="tally", tally="num-examples"), 1)
+
+
+@attack("this node did not send its part, and it has")
+def to_say_that_a_node_dropped_out(server: Server) -> None:
+    server.meet(range(1, 10)).all_train(1, range(1, 10)).open(1, range(2, 10))
+
+
+LATEST = "not this node's last one, or that was opened before"
+
+
+@attack(LATEST)
+def to_open_a_sum_twice(server: Server) -> None:
+    replies = server.all_train(1)
+    replies.open(1)
+    replies.open(1)
+
+
+@attack(LATEST)
+def to_open_an_old_sum(server: Server) -> None:
+    replies = server.all_train(1)
+    server.train(1, server.asked(), 2)
+    replies.open(1)
+
+
+@attack("a sum of 3 of 4 nodes is not opened: 4 at least")
+def to_open_for_too_few(server: Server) -> None:
+    server.all_train(1).open(1, (1, 2, 3))
+
+
+@attack("a sum of 5 of 7 nodes is not opened: 6 at least")
+def to_open_for_less_than_three_quarters(server: Server) -> None:
+    nodes = range(1, 8)
+    server.meet(nodes).all_train(1, nodes).open(1, nodes[:5])
+
+
+@attack("cannot be opened: the server has told one of them something else")
+def to_train_one_node_only(server: Server) -> None:
+    asked = server.asked()
+    replies = {node: server.train(node, asked, 1, lr=0.1 if node == 1 else 0.0) for node in NODES}
+    Replies(server, asked, replies).open(2)
+
+
+@attack("cannot be opened: the server has told one of them something else")
+def to_send_one_node_another_model(server: Server) -> None:
+    asked = server.asked()
+    replies = {node: server.train(node, asked, 1, w=float(node == 1)) for node in NODES}
+    Replies(server, asked, replies).open(2)
+
+
+@attack("it failed, and its own log says why")
+def to_read_the_texts_of_errors(server: Server) -> None:
+    server.fails = OSError("normal/Jones_Mary_1961-03-02.png cannot be decoded")
+    server.train(1, server.asked(), 1)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_node_names_what_the_server_does(name: str) -> None:
+    act, reason = ATTACKS[name]
+    with pytest.raises(RefusedError, match=reason):
+        act(Server().meet())
+
+
+def test_a_side_channel_in_a_plain_message_is_no_way_around() -> None:
+    server = Server().meet()
+    channel: dict[str, Any] = {masked.SIDE_CHANNEL: ConfigRecord({"address": "x:1", "token": "t"})}
+    server.train(1, server.asked(), 1, **channel)
+    with pytest.raises(RefusedError, match=PAST):
+        server.train(1, server.asked((1, 2, 3)), 1, **channel)
+
+
+def test_masks_of_nodes_that_were_told_different_things_do_not_cancel() -> None:
+    """Also where nothing is ever opened: in exchanges, and with other tokens of a side channel they do cancel."""
+
+    def total(**differs: Any) -> np.ndarray:
+        server = Server().meet()
+        asked, sums = server.asked(), []
+        for node in NODES:
+            config = ConfigRecord({"server-round": 1, **{key: value(node) for key, value in differs.items()}})
+            channel = ConfigRecord({"address": "x:1", "token": str(node)})
+            content = {wire.CONFIG: config, masked.SECURE: ConfigRecord(asked), masked.SIDE_CHANNEL: channel}
+            reply = server.send(node, "train", content)
+            arrays: Any = reply.array_records[masked.MASKED]["sum"].numpy()
+            form: Any = reply[f"{masked.MASKED}-form"]
+            sums.append((arrays, form))
+        replies = Replies(server, asked, {node: RecordDict() for node in NODES})
+        replies.by_node = {
+            node: RecordDict({masked.MASKED: ArrayRecord({"sum": Array(array)}), f"{masked.MASKED}-form": form})
+            for node, (array, form) in zip(NODES, sums, strict=True)
+        }
+        return replies.opened()
+
+    assert total()[0] == 4
+    with pytest.raises(RefusedError):
+        total(lr=lambda node: 0.1 * (node == 1))
+
+
+def test_a_step_may_begin_again_among_fewer_nodes_until_a_model_has_left() -> None:
+    server = Server(requests=True).meet()
+    server.begin_step(1, 1, 1)
+    with pytest.raises(RefusedError, match=PAST):
+        server.begin_step(1, 1, 1)
+    server.begin_step(1, 1, 2, (1, 2, 3))
+    with pytest.raises(RefusedError, match=OTHERS):
+        server.begin_step(1, 1, 3)
+    server.requests = False
+    server.begin_step(1, 1, 3, (1, 2, 3))
+    with pytest.raises(RefusedError, match=PAST):
+        server.begin_step(1, 1, 4, (1, 2, 3))
+
+
+# ---- pinned keys ---------------------------------------------------------------------------------------------------
+
+
+def pin(folder: Path, monkeypatch: pytest.MonkeyPatch, sites: int = 4) -> list[Ed25519PrivateKey]:
+    """Pin keys of sites, of which this process has the first; return all."""
+    keys = [Ed25519PrivateKey.generate() for _ in range(sites)]
+    lines = [f"{key.public_key().public_bytes_raw().hex()} site-{number}\n" for number, key in enumerate(keys)]
+    (folder / "sign.key").write_text(keys[0].private_bytes_raw().hex())
+    (folder / "sites.txt").write_text("".join(lines))
+    monkeypatch.setenv(SITE_VARIABLE, str(folder))
+    monkeypatch.setenv(STATE_VARIABLE, str(folder / "states"))
+    return keys
+
+
+def among_sites(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Server, list[Ed25519PrivateKey]]:
+    """Return a server whose first node is the site of this process, and the keys of all sites."""
+    keys = pin(folder, monkeypatch)
+    server = Server().meet()
+    for node, own in zip(NODES[1:], keys[1:], strict=True):
+        server.keys[node] = server.keys[node][0], sign(own, server.keys[node][0])
+    return server, keys
+
+
+def sign(own: Ed25519PrivateKey, key: bytes) -> bytes:
+    return own.sign(b"fedbn-flwr key of a sum " + key)
+
+
+def test_a_site_with_pinned_keys_takes_part_among_signed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, _ = among_sites(tmp_path, monkeypatch)
+    assert masked.MASKED in server.train(1, server.asked(), 1)
+
+
+def test_what_was_used_stays_used_whatever_becomes_of_the_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = among_sites(tmp_path, monkeypatch)
+    asked, context = server.asked(), server.nodes[1]
+    server.train(1, asked, 1)
+    server.nodes[1] = Context(1, 1, context.node_config, RecordDict(), {})  # as after a crash, or a resumed run's
+    with pytest.raises(RefusedError, match=USED):
+        server.train(1, asked, 1)
+
+
+def test_a_site_with_pinned_keys_needs_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, _ = among_sites(tmp_path, monkeypatch)
+    monkeypatch.delenv(STATE_VARIABLE)
+    with pytest.raises(RefusedError, match=f"needs a folder for what it remembers: {STATE_VARIABLE}"):
+        server.train(1, server.asked(), 1)
+
+
+@pytest.mark.parametrize(
+    ("cheat", "reason"),
+    [
+        ("own key", "a key that no site has signed"),
+        ("another signature", "a key that no site has signed"),
+        ("one site twice", "two keys of one site"),
+        ("too few signatures", "3 signatures of 4 keys"),
+    ],
+)
+def test_a_site_with_pinned_keys_refuses(
+    cheat: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, keys = among_sites(tmp_path, monkeypatch)
+    key, signature = server.keys[3]
+    server.keys[3] = {
+        "own key": (masks.public_key(masks.new_private_key()), signature),
+        "another signature": (key, keys[2].sign(key)),
+        "one site twice": (key, sign(keys[1], key)),
+    }.get(cheat, (key, signature))
+    asked = server.asked()
+    if cheat == "too few signatures":
+        asked["signatures"] = asked["signatures"][:3]
+    with pytest.raises(RefusedError, match=reason):
+        server.train(1, asked, 1)
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate", wire.GATHER, wire.LAYERWISE, "train.default2"])
+def test_a_site_with_pinned_keys_computes_nothing_for_the_clear(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = among_sites(tmp_path, monkeypatch)
+    with pytest.raises(RefusedError, match="answers only under masks"):
+        server.send(1, kind, {wire.CONFIG: ConfigRecord({"server-round": 1})})
+    assert not server.handled
+
+
+def test_a_site_may_ask_for_more_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MINIMUM_VARIABLE, "5")
+    server = Server().meet()
+    with pytest.raises(RefusedError, match="a sum of 4 nodes would show too much of each: 5 at least"):
+        server.train(1, server.asked(), 1)
