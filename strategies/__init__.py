@@ -18,7 +18,6 @@ from .fedprox import FedProx
 from .fedtan import FedTAN
 from .fedtan_ii import FedTANII
 from .fedwon import FedWon
-from .fit_config import fit_config
 from .fixbn import FixBN
 from .hbn import HBN
 from .heterofl import HeteroFL
@@ -57,7 +56,6 @@ __all__ = [
     "Scaffold",
     "SiloBN",
     "Standalone",
-    "fit_config",
     "prepare",
     "register_strategy",
     "wait_for_nodes",

@@ -15,9 +15,17 @@ from fedbn_flwr.layerwise.gathering import Unite
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.averaging import Arrays, record
-from fedbn_flwr.server.replies import CannotTrainError, Expected, Refusal, parse_replies
+from fedbn_flwr.server.replies import (
+    CannotTrainError,
+    Expected,
+    Refusal,
+    leave_out,
+    log_refused,
+    parse_replies,
+    read_each,
+)
 from fedbn_flwr.transports.message_records import StepPosition
-from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesFailedError, NodesTransport, leave_out
+from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesFailedError, NodesTransport
 from fedbn_flwr.wire import Instruction, moments
 
 from .fedavg import FedAvg
@@ -33,6 +41,7 @@ class Gathering(FedAvg):
     """
 
     beside_model: ClassVar[str] = "gathered statistics"
+    needs: str = "statistics"
     _has_gathered: bool = False
 
     def gather(self, state: Arrays, nodes: Sequence[int], instruction: Instruction) -> dict[str, Moments]:
@@ -45,12 +54,14 @@ class Gathering(FedAvg):
         answers = ask_nodes(self.grid, messages, self.exchange_timeout)
         sent = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
         replies, refused = parse_replies(answers.values(), sent, Expected((), {}))
-        seen = {reply.node: moments.unpack(_tensors(reply.records.get(wire.MOMENTS, {}))) for reply in replies}
+        sent_moments = [(reply.node, reply.records.get(wire.MOMENTS, {})) for reply in replies]
+        seen, unread = read_each(sent_moments, lambda _, arrays: moments.unpack(_tensors(arrays)))
         unusable = _name_unusable(seen, state)
         if unusable.keys() == seen.keys() and not self._has_gathered:
-            reason = next(iter([*refused, *unusable.values()]), "none answered")
+            reason = next(iter([*refused, *unread, *unusable.values()]), "none answered")
             raise CannotTrainError(f"no node could gather BN statistics: {reason}")
         self._has_gathered = True
+        log_refused([*refused, *unread])
         return self.unite(values for node, values in seen.items() if node not in unusable)
 
     def gather_in_order(self, state: Arrays, nodes: Sequence[int], instruction: Instruction) -> Arrays | None:
@@ -133,8 +144,8 @@ def _name_unusable(seen: Mapping[int, Mapping[str, Moments]], state: Arrays) -> 
         for layer, values in by_layer.items():
             entries = moments.running_statistics({layer: values})
             own = [state[name] for name in entries if name in state and state[name].shape == entries[name].shape]
-            if len(own) < len(entries):
-                reasons[node] = leave_out(node, f"the model has no BN layer {layer!r} with as many channels")
+            if len(own) < len(entries) or values.count < 1:
+                reasons[node] = leave_out(node, f"its moments are not of a BN layer {layer!r} of the model")
                 break
             dtype: torch.dtype = getattr(torch, str(own[0].dtype))
             if reason := why_unusable("statistics", torch.stack(list(entries.values())).to(dtype)):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from logging import WARNING
+from logging import INFO, WARNING
 from typing import Annotated, Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
-from fedbn_flwr.server.replies import NodeReply, Refusal
+from fedbn_flwr.server.replies import NodeReply, Refusal, log_refused, read_each
 from fedbn_flwr.transports.message_records import StepPosition
 from fedbn_flwr.transports.message_server import MessageTransport
 from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
@@ -48,6 +48,7 @@ class Layerwise(FedAvg):
     """
 
     beside_model: ClassVar[str] = "the statistics of layer-wise steps"
+    needs: str = "bn"
     #: what is exchanged at a BN layer: one of `fedbn_flwr.wire.LAYERWISE_MODES`
     mode: ClassVar[str] = "fused"
 
@@ -75,6 +76,7 @@ class Layerwise(FedAvg):
         self._expected_replies: list[NodeReply] = []
         #: what the nodes replied at the end of the step
         self._final: list[Message] = []
+        self._why_not_common = ""
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Share statistics, unless they stand still."""
@@ -120,8 +122,12 @@ class Layerwise(FedAvg):
         self._compare_weights(self.train_replies)
         return result
 
-    def weigh_participants(self, participants: Iterable[Participant]) -> list[float]:
+    def weigh_participants(self, participants: Sequence[Participant]) -> list[float]:
         """Return the weights of the nodes' models before there are models: p_i, up to a common factor."""
+        said = ((each.node, each.num_examples) for each in participants)
+        if refused := read_each(said, self.round.expected.count_of)[1]:
+            log_refused(refused)
+            raise NodesFailedError([refusal.node for refusal in refused], refused)
         self._expected_replies = [
             NodeReply(each.node, each.partition, each.num_examples, {}, {}, RecordDict()) for each in participants
         ]
@@ -146,6 +152,7 @@ class Layerwise(FedAvg):
     def _train(self, grid: Grid, contents: Contents) -> list[Message]:
         """Return the replies of the nodes that do not fail; none after `max_attempts`."""
         reasons, by_messages = list[Refusal](), not isinstance(grid, LayerwiseGrid)
+        self._why_not_common = ""
         for attempt in range(1, self.max_attempts + 1):
             try:
                 if not by_messages:
@@ -153,14 +160,16 @@ class Layerwise(FedAvg):
                     if replies is not None:
                         return replies
                     by_messages = True
-                return self._take_by_messages(grid, contents, attempt)
+                replies = self._take_by_messages(grid, contents, attempt)
+                if self._why_not_common:
+                    log(WARNING, "Layer-wise steps go by messages, which are slower: %s", self._why_not_common)
+                return replies
             except NodesFailedError as failure:
                 reasons = failure.reasons
                 contents = {node: content for node, content in contents.items() if node not in failure.nodes}
                 if len(contents) < self.fewest_nodes:
                     break
-        skipped = "Round %d is skipped, its layer-wise step failed %d times: %s"
-        log(WARNING, skipped, self.server_round, attempt, "; ".join(map(str, reasons)))
+        log(WARNING, "Round %d is skipped, its layer-wise step failed %d times", self.server_round, attempt)
         self._refused += reasons
         return []
 
@@ -182,13 +191,15 @@ class Layerwise(FedAvg):
             raise
         except Exception as error:
             failed = "Round %d: the nodes' common step failed, it is taken by messages: %s"
-            log(WARNING, failed, self.server_round, error)
+            log(INFO, failed, self.server_round, error)
+            # to be said if messages can do what this could not
+            self._why_not_common = str(error)
             return None
 
     def _take_by_messages(self, grid: Grid, contents: Contents, attempt: int) -> list[Message]:
         """Take an attempt by messages, and return the replies."""
         # only the last of a step's replies holds more than requests
-        expected = replace(self.round.expected, groups=(), weighted_by=wire.NUM_EXAMPLES)
+        expected = replace(self.round.expected, binding=(), groups=(), weighted_by=wire.NUM_EXAMPLES)
         is_last = attempt == self.max_attempts
         transport = MessageTransport(grid, contents, attempt, is_last, self.exchange_timeout, expected)
         replies = self._take_step(transport)

@@ -66,7 +66,9 @@ class PartialSharing(FedAvg):
     def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
         """The whole state for a node that has none of its own, the shared entries for the others."""
         groups = super().package(node, arrays)
-        if self._shared is not None and node in self._served:
+        # under masks, all nodes must get the same
+        nodes = self.round.nodes if self.secure else [node]
+        if self._shared is not None and self._served.issuperset(nodes):
             whole = groups[self.arrayrecord_key]
             shared = {name: array for name, array in whole.items() if name in self._shared}
             groups[self.arrayrecord_key] = make_record(shared)
@@ -93,7 +95,7 @@ class PartialSharing(FedAvg):
         sent = {message.metadata.message_id: message.metadata.dst_node_id for message in self._sent}
         for reply in replies:
             if lacks_state(reply):
-                nodes.append(sent[reply.metadata.reply_to_message_id])
+                nodes.append(sent.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id))
             else:
                 usable.append(reply)
         if not nodes:

@@ -5,6 +5,9 @@ from typing import Any, ClassVar, Literal
 from .fixbn import FixBN
 from .registry import register_strategy
 
+#: more rounds than any run has
+NEVER = 10**9
+
 
 @register_strategy("centralized")
 class Centralized(FixBN):
@@ -18,5 +21,7 @@ class Centralized(FixBN):
     leaves: ClassVar[str] = "all data"
     pooled: ClassVar[bool] = True
 
-    def __init__(self, *, freeze_round: float | Literal["auto"] = 10**9, **options: Any) -> None:
+    def __init__(self, *, freeze_round: float | Literal["auto"] = NEVER, **options: Any) -> None:
         super().__init__(freeze_round=freeze_round, **options)
+        if freeze_round == NEVER:
+            self.needs = "none"

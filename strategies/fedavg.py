@@ -17,6 +17,7 @@ from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import Combiner, combine
+from fedbn_flwr.plugins import is_foreign
 from fedbn_flwr.server.averaging import Arrays, average, is_floating
 from fedbn_flwr.server.base_strategy import BaseStrategy
 from fedbn_flwr.server.privacy import Privacy
@@ -28,8 +29,8 @@ from .registry import register_strategy
 
 Weighting = Literal["examples", "uniform"]
 WEIGHTINGS = get_args(Weighting)
-#: the packages whose strategies say themselves what they need
-OURS = ("fedbn_flwr", "strategies")
+#: the hooks that see replies
+SEEING = ("weigh", "merge", "aggregate_train", "aggregate_evaluate")
 
 
 @register_strategy("fedavg")
@@ -62,9 +63,7 @@ class FedAvg(BaseStrategy):
         self,
         *,
         weighting: Annotated[Weighting, "how much a client counts: examples or uniform"] = "examples",
-        robust: Annotated[
-            str, "rule in place of means: none, median, trimmed:B, krum:F, multi-krum:F, bulyan:F or norm:C"
-        ] = "none",
+        robust: Annotated[str, "rule in place of means: none, median, trimmed:B, multi-krum:F or norm:C"] = "none",
         privacy: Privacy | None = None,
         **options: Any,
     ) -> None:
@@ -99,11 +98,8 @@ class FedAvg(BaseStrategy):
         return average(states, weights) if self.robust is None else self.robust.average(states, current)
 
     def why_single(self) -> str:
-        """Return why the mean of all replies will not do; with it, `weigh` and `merge` have one reply."""
-        own = [
-            name for name in ("weigh", "merge") if getattr(type(self), name).__module__.partition(".")[0] not in OURS
-        ]
-        if own:
+        """Return why the mean of all replies will not do; with it, hooks have one reply."""
+        if own := [name for name in SEEING if is_foreign(getattr(type(self), name))]:
             return f"its own `{own[0]}` may look at single replies"
         if self.privacy:
             return "privacy clips each node's update"
@@ -121,12 +117,13 @@ class FedAvg(BaseStrategy):
         states = [reply.arrays for reply in replies]
         if self.privacy is None:
             return self.mean(states, weights, self.current)
-        parameters = frozenset(self.describe_node(replies[0].node).parameters)
+        node = self.describe_node(replies[0].node)
+        parameters, tied = frozenset(node.parameters), dict(zip(node.tied[::2], node.tied[1::2], strict=True))
         if not parameters:
             raise ValueError("privacy needs clients that say which entries are parameters (`describe`)")
         if bare := sorted(name for name in states[0] if name not in parameters and is_floating(states[0][name])):
             log(WARNING, "Round %d: privacy does not cover %s", self.server_round, ", ".join(bare))
-        return self.privacy.average(states, self.current, parameters, self.server_round)
+        return self.privacy.average(states, self.current, parameters, tied, self.server_round)
 
     def _require_protected(self) -> None:
         """Refuse what would leave a node around clipping and noise, or give a node more weight than 1 / K."""

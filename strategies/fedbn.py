@@ -12,9 +12,10 @@ class FedBN(PartialSharing):
 
     X. Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021.
 
-    On a model without BN this is FedAvg.
+    A model without BN, on which this would be FedAvg, is refused.
     """
 
     paper: ClassVar[str] = "X. Li et al., ICLR 2021, arXiv:2102.07623"
     leaves: ClassVar[str] = "everything but BN"
     stays: ClassVar[str] = "bn"
+    needs: str = "bn"

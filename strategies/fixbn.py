@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.common import log
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.lr_schedule import moment, rounds_of
+from fedbn_flwr.server.lr_schedule import moment, round_of, rounds_of
 from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.wire import FREEZES, Instruction
 from fedbn_flwr.wire.masked import Terms
@@ -93,6 +93,7 @@ class FixBN(FedAvg):
         self.freeze_at = None if freeze_round == "auto" else moment(str(freeze_round))
         if self.privacy and send_frozen:
             raise ValueError("privacy would add noise to frozen entries that are sent: send_frozen must be False")
+        self.needs = "affine" if freeze == "affine" else "all-statistics"
         self.freeze, self.frozen_lr, self.send_frozen = freeze, frozen_lr, send_frozen
         self.window, self.threshold, self.latest, self.change = window, threshold, latest, change
         self.watch = ChangeWatch(window)
@@ -101,7 +102,7 @@ class FixBN(FedAvg):
         """Freeze, and bound the learning rate, in the rounds of the second stage."""
         largest = self.frozen_lr * instruction.lr
         if self.freeze_at is not None:
-            self.frozen_after = self.freeze_at.after(self.num_rounds)
+            self.frozen_after = round_of(self.freeze_at, self.num_rounds)
         instruction = super().instruct(instruction)
         if self.frozen_after is None:
             instruction = instruction.with_rule(change_window=self.window, change_norm=self.change == "norm")

@@ -26,8 +26,8 @@ class HeteroFL(Gathering):
       normalizing with pooled statistics too: one exchange a BN layer,
     - `instant`: the test batch's own (as FedTAN's paper describes it).
 
-    The model must be built with `norm="static-bn"`, which an experiment does by itself. On a model without BN this is
-    FedAvg. Gathering happens in the rounds that are evaluated.
+    The model must be built with `norm="static-bn"`, which an experiment does by itself. A model without normalizers
+    is refused. Gathering happens in the rounds that are evaluated.
     """
 
     paper: ClassVar[str] = "Diao, Ding and Tarokh, ICLR 2021"

@@ -13,9 +13,10 @@ class MTFL(PartialSharing):
     Mills, Hu, Min, Multi-Task Federated Learning for Personalised Deep Neural Networks in Edge Computing, TPDS 2021,
     in the variant that the BN papers compare with (private affine parameters, federated statistics).
 
-    On a model without affine BN this is FedAvg.
+    A model without affine BN, on which this would be FedAvg, is refused.
     """
 
     paper: ClassVar[str] = "Mills, Hu and Min, TPDS 2021"
     leaves: ClassVar[str] = "everything but BN's affine parameters"
     stays: ClassVar[str] = "affine"
+    needs: str = "affine"

@@ -17,6 +17,7 @@ with a global step of eta_g = 1:
 """
 
 from collections.abc import Sequence
+from math import fsum
 from typing import Any, ClassVar
 
 import numpy as np
@@ -43,8 +44,9 @@ class Scaffold(FedAvg):
     for parameters only, never buffers: BN statistics have no gradient. p_i is the client's share among all N clients:
     of their examples, or 1 / N as in the paper (`weighting="uniform"`). Nodes keep their c_i, which are 0 at first.
     So c = sum_i p_i c_i over all N clients in every round, also if only some of them have taken part yet. This makes
-    the minimum of sum_i p_i F_i the fixed point under partial participation. A node that forgets its c_i, and a reply
-    that is lost, leave c off by that c_i or its change.
+    the minimum of sum_i p_i F_i the fixed point under partial participation. A client that has neither replied nor said
+    how many examples it has counts like the mean of the others, until it replies. A node that forgets its c_i, and a
+    reply that is lost, leave c off by that c_i or its change.
 
     Momentum and Adam keep this fixed point: c_i+ is the mean gradient of the round, which for plain SGD is the paper's
     formula (see the clients' half). While all variates are zero, as in the first round, this is FedAvg. The variates
@@ -55,12 +57,15 @@ class Scaffold(FedAvg):
     leaves: ClassVar[str] = "everything, and control variates: twice the bytes"
     beside_model: ClassVar[str] = "control variates"
     required: ClassVar[tuple[str, ...]] = (wire.CONTROL_VARIATES,)
-    kept: ClassVar[tuple[str, ...]] = ("_variate",)
+    kept: ClassVar[tuple[str, ...]] = ("_variate", "_total")
+    kept_by_node: ClassVar[tuple[str, ...]] = ("_weights",)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         #: the server's c, in float64: it is a sum over all rounds
         self._variate: Arrays = {}
+        #: the weight of all clients, and of each that has replied
+        self._total, self._weights = 0.0, dict[int, float]()
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Let clients correct their gradients by the control variates."""
@@ -76,26 +81,21 @@ class Scaffold(FedAvg):
 
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
         """Average the models, and move c by the clients' changes."""
-        share = self._share(replies)
+        before, self._total = self._total, self._weigh_all(replies, weights)
         changes = self.mean([reply.records[wire.CONTROL_VARIATES] for reply in replies], weights)
         for name, change in changes.items():
-            before = self._variate.get(name, np.zeros(change.shape))
-            self._variate[name] = before + share * change.astype(np.float64)
+            # c times the weight of all is the sum of p_i c_i, whatever the others are found to weigh
+            kept = before / self._total * self._variate.get(name, np.zeros(change.shape))
+            self._variate[name] = kept + sum(weights) / self._total * change.astype(np.float64)
         return super().merge(replies, weights)
 
-    def _share(self, replies: Sequence[NodeReply]) -> float:
-        """Return sum_{i in S} p_i: which part of all clients, by their weights, has answered."""
-        # the replies say how many examples their nodes have; a node that has replied may be gone by now
-        others = sorted({*self.grid.get_node_ids()} - {node for reply in replies for node in reply.nodes})
-        if not others:
-            return 1.0
-        answering = sum(len(reply.nodes) for reply in replies)
-        share_of_nodes = answering / (answering + len(others))
+    def _weigh_all(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> float:
+        """Return the weight of all clients; those that nobody knows the weight of weigh as much as the others."""
+        for reply, weight in zip(replies, weights, strict=True):
+            self._weights |= dict.fromkeys(reply.nodes, weight / len(reply.nodes))
+        known, absent = dict(self._weights), sorted({*self.grid.get_node_ids()} - self._weights.keys())
         # a node describes itself by its number of examples only, and may not be able to
-        if self.weighting == "uniform" or self.weighted_by_key != wire.NUM_EXAMPLES:
-            return share_of_nodes
-        examples = [node.num_examples for node in self.describe(self.grid, others).values()]
-        if not all(examples):
-            return share_of_nodes
-        answered = sum(reply.num_examples for reply in replies)
-        return answered / (answered + sum(examples))
+        if self.weighting == "examples" and self.weighted_by_key == wire.NUM_EXAMPLES:
+            described = self.roster.describe_answering(self.grid, absent)
+            known |= {node: each.num_examples for node, each in described.items() if each.num_examples}
+        return fsum(known.values()) * (1 + len(set(absent) - known.keys()) / len(known))

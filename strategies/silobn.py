@@ -12,9 +12,10 @@ class SiloBN(PartialSharing):
 
     Andreux et al., Siloed Federated Learning for Multi-Centric Histopathology Datasets, DART 2020.
 
-    On a model without BN statistics this is FedAvg.
+    A model without BN statistics, on which this would be FedAvg, is refused.
     """
 
     paper: ClassVar[str] = "Andreux et al., DART 2020"
     leaves: ClassVar[str] = "everything but BN statistics"
     stays: ClassVar[str] = "statistics"
+    needs: str = "statistics"

@@ -5,7 +5,7 @@ from pkgutil import iter_modules
 
 from fedbn_flwr.norm.agc import adaptive_clip, classifier_parameters, clip_gradients
 from fedbn_flwr.norm.batch import BatchNorm
-from fedbn_flwr.norm.detect import affine_keys, bn_keys, bn_layers, counter_keys, local_keys, statistics_keys
+from fedbn_flwr.norm.detect import affine_keys, bn_keys, bn_layers, counter_keys, lacks, local_keys, statistics_keys
 from fedbn_flwr.norm.freeze import Frozen, freeze
 from fedbn_flwr.norm.group import GroupNorm
 from fedbn_flwr.norm.hybrid import HybridBatchNorm
@@ -36,6 +36,7 @@ __all__ = [
     "freeze",
     "gather",
     "install",
+    "lacks",
     "local_keys",
     "pool",
     "register_norm",

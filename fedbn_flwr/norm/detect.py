@@ -1,9 +1,12 @@
 """Batch normalization by type: the one place that says which layers and state entries are BN's."""
 
 from collections.abc import Iterator
+from typing import Any
 
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 _STATISTICS = ("running_mean", "running_var")
 _AFFINE = ("weight", "bias")
@@ -13,6 +16,38 @@ _COUNTERS = ("num_batches_tracked",)
 def bn_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     """Full dotted path -> BN layer, in the model's order; a layer shared under two names is listed once."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+
+
+def lacks(model: nn.Module, need: str) -> str:
+    """Return in words what a model lacks of what a method needs of BN; nothing if it has that.
+
+    `need` is `none`, `bn` (a layer), `affine` or `statistics` (of a layer), or `all-statistics` (of every layer).
+    """
+    if need == "none":
+        return ""
+    kind, entry = ("affine parameters", "weight") if need == "affine" else ("running statistics", "running_mean")
+    layers = bn_layers(model)
+    without = [name for name, layer in layers.items() if need != "bn" and getattr(layer, entry) is None]
+    if without and (need == "all-statistics" or len(without) == len(layers)):
+        return f"the model's BN layer {without[0]!r} has no {kind}"
+    return "" if layers else "the model has no BN layer"
+
+
+class FunctionalBatchNorm(TorchFunctionMode):
+    """While active, notes whether `F.batch_norm` is called with statistics that are no BN layer's of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._of_layers = {id(layer.running_mean) for layer in bn_layers(model).values()}
+        self.found = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the call, and make it."""
+        options = kwargs or {}
+        if function is F.batch_norm:
+            mean = options.get("running_mean", args[1] if len(args) > 1 else None)
+            self.found = self.found or id(mean) not in self._of_layers
+        return function(*args, **options)
 
 
 def statistics_keys(model: nn.Module) -> list[str]:

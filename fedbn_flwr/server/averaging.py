@@ -9,6 +9,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
+from fedbn_flwr.layerwise.exchange import LARGEST, NOT_FINITE, TOO_LARGE
 from fedbn_flwr.state.flat import FlatArrays
 from fedbn_flwr.state.records import flat_of, record_of, view_array
 
@@ -67,15 +68,18 @@ def is_floating(array: NDArray[Any]) -> bool:
     return array.dtype.kind == "f"
 
 
-def not_finite(arrays: Mapping[str, NDArray[Any]]) -> str | None:
-    """The first of the arrays that holds an infinity or what is not a number."""
-    if isinstance(arrays, FlatArrays) and all(map(_is_finite, arrays.buffers.values())):
+def unusable(arrays: Mapping[str, NDArray[Any]]) -> tuple[str, str] | None:
+    """The first of the arrays that holds what nobody may send, and why not: infinity, no number, or one too large."""
+    if isinstance(arrays, FlatArrays) and all(map(_is_usable, arrays.buffers.values())):
         return None
-    return next((name for name, array in arrays.items() if is_floating(array) and not np.isfinite(array).all()), None)
+    bad = [(name, array) for name, array in arrays.items() if not _is_usable(array.reshape(-1))]
+    return (bad[0][0], TOO_LARGE if np.isfinite(bad[0][1]).all() else NOT_FINITE) if bad else None
 
 
-def _is_finite(run: NDArray[Any]) -> bool:
-    return not is_floating(run) or all(np.isfinite(run[part]).all() for part in _parts(run))
+def _is_usable(run: NDArray[Any]) -> bool:
+    # float32 holds nothing larger
+    sound = np.isfinite if run.itemsize < 8 else lambda numbers: abs(numbers) <= LARGEST
+    return run.dtype.kind not in "fc" or all(sound(run[part]).all() for part in _parts(run))
 
 
 def _parts(run: NDArray[Any]) -> list[slice]:

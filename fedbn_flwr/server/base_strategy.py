@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import WARNING
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
@@ -22,16 +22,19 @@ from fedbn_flwr.server.later_rounds import Evaluate, LaterRounds
 from fedbn_flwr.server.lr_schedule import Schedule
 from fedbn_flwr.server.optimizers import ServerOptimizer
 from fedbn_flwr.server.replies import (
+    NOT_OBEYED,
     CannotTrainError,
     DivergedError,
     Expected,
     LostRounds,
     NodeReply,
+    NotObeyedError,
     Refusal,
     infinite_losses,
+    log_refused,
     mean_metrics,
+    name_dominant,
     parse_replies,
-    require_obeyed,
 )
 from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
 from fedbn_flwr.server.secure_grid import SecureGrid
@@ -88,6 +91,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     - `evaluate_every`: how often nodes evaluate, if `fraction_evaluate` asks for it; the last round always counts,
     - `momentum_state`: `none`, or keep the clients' optimizer state from round to round, `local` or `global` (FixBN's
       section 7),
+    - `clip_norm`: let clients scale each step's gradient down to this L2 norm over all parameters, last of all changes,
     - `secure`: let the server see nothing but sums over at least `secure_min` nodes (see `SecureGrid`),
     - `server_optimizer`: `none`, or `adam`, `yogi`, `adagrad`, `momentum`, with `server_lr` (see `ServerOptimizer`).
     """
@@ -104,6 +108,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     required: ClassVar[tuple[str, ...]] = ()
     #: the classes of BN layers that its models may have, if it needs models made by `strategies/prepare.py`
     normalizers: ClassVar[frozenset[str] | None] = None
+    #: what a model must have of BN, or the method would be another one; see `norm.lacks`
+    needs: str = "none"
     #: whether an experiment gives this method one node with the union of the clients' samples
     pooled: ClassVar[bool] = False
 
@@ -122,6 +128,9 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             OptimizerKind, "treat the averaged update as a gradient: none, adam, yogi, adagrad or momentum"
         ] = "none",
         server_lr: Annotated[float | None, "rate of the server optimizer [1 for momentum, else 0.1]"] = None,
+        clip_norm: Annotated[
+            float, "largest L2 norm of a step's gradient over all parameters, to which clients scale it down; 0: off"
+        ] = 0.0,
         secure: Annotated[bool, "let the server see sums over nodes only, by masks that cancel"] = False,
         secure_min: Annotated[int, "smallest number of nodes of such a sum"] = 3,
         **flower: Any,
@@ -132,7 +141,12 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.seed = seed
         self.patience = patience
         self.exchange_timeout = exchange_timeout
+        if evaluate_every < 1:
+            raise ValueError(f"evaluate_every must be at least 1, got {evaluate_every}")
         self.evaluate_every = evaluate_every
+        if not clip_norm >= 0:
+            raise ValueError(f"clip_norm must not be negative, got {clip_norm}")
+        self.clip_norm = clip_norm
         if secure_min < 3:
             raise ValueError(f"secure_min must be at least 3, got {secure_min}")
         self.secure, self.secure_min = secure, secure_min
@@ -145,6 +159,9 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         #: set by `start`; a loop of your own around `configure_train` and `aggregate_train` sets it by itself
         self.started = False
         self.partitions: dict[int, int] = {}
+        #: by kind of message, how many examples each node said first, and how many times as many it may say later
+        self.told: dict[str, dict[int, float]] = {MessageType.TRAIN: {}, MessageType.EVALUATE: {}}
+        self.count_growth = 2.0
         self.ever_trained = False
         self.frozen_after: int | None = None
         #: the binding keys of rounds that brought a model
@@ -195,7 +212,9 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         if self.schedule.changes:
             rate = self.schedule.rate(instruction.lr, instruction.server_round, self.num_rounds, self.frozen_after)
             instruction = replace(instruction, lr=rate)
-        return replace(instruction, momentum_state=self.momentum.kind)
+        if self.clip_norm:
+            instruction = instruction.with_rule(clip_norm=float(self.clip_norm))
+        return replace(instruction, momentum_state=self.momentum.kind, bn_needed=self.needs)
 
     def instruct_evaluation(self, instruction: Instruction) -> Instruction:
         """Return the shared options, changed into what clients do when they evaluate."""
@@ -272,7 +291,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             return []
         self._begin_round(server_round, arrays, config, grid)
         self.measured = {}
-        self._set_orders(self.instruct(self.instruction), self.required)
+        self._set_orders(MessageType.TRAIN, self.instruct(self.instruction), self.required)
         if not self.started:
             if self.secure:
                 raise RuntimeError(f"{type(self).__name__} with secure=true must be started itself")
@@ -289,7 +308,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Merge the usable replies; a round without one leaves the model as it was."""
         self._awaited = 0
-        self.train_replies = self._require_enough(self._usable_replies(replies))
+        self.train_replies = self._require_enough(self._usable_replies(replies, ends=not self.ever_trained))
         if not self.train_replies:
             self._require_progress(server_round)
             return None, None
@@ -298,6 +317,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.ever_trained = True
         self.obeyed_before |= set(self.round.expected.binding)
         weights = self.weigh(self.train_replies)
+        if server_round == 1:
+            name_dominant(self.train_replies, weights)
         if self.momentum.kind == "global":
             self.momentum.absorb(self.train_replies, weights)
         merged = self.refine(self.merge(self.train_replies, weights))
@@ -310,7 +331,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         if self.fraction_evaluate == 0.0 or not self.evaluates(server_round):
             return []
         self._begin_round(server_round, arrays, config, grid)
-        self._set_orders(self.instruct_evaluation(self.instruction), ())
+        self._set_orders(MessageType.EVALUATE, self.instruct_evaluation(self.instruction), ())
         nodes = self.draw_nodes(grid, server_round, self.fraction_evaluate, self.min_evaluate_nodes)
         return self._make_messages(nodes, arrays, config, MessageType.EVALUATE)
 
@@ -321,17 +342,31 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             return None
         return self._mean_metrics(self.evaluate_replies, self.evaluate_metrics_aggr_fn)
 
+    def initialize_parameters(self, client_manager: Any) -> NoReturn:
+        """End the program with one line: Flower's older server asks for this first."""
+        # no ordinary exception: `start_simulation` answers those with a traceback and a page of guesses
+        raise SystemExit(
+            f"{type(self).__name__} cannot run in Flower's older server (`start_simulation`, `start_server`, "
+            "`ServerApp(strategy=...)`): call `strategy.start(grid, initial_arrays, num_rounds)` in a function with "
+            "`@server_app.main()`"
+        )
+
     # ---- the parts -----------------------------------------------------------------------------------------------
 
     def draw_nodes(self, grid: Grid, server_round: int, fraction: float, minimum: int) -> list[int]:
         """Draw the nodes of a round; if all take part, they are not asked to describe themselves."""
-        nodes = wait_for_nodes(grid, max(self.min_available_nodes, minimum), self.patience)
+        # those who were there may come back; a first round with too few says so at once
+        fewest = (self.secure_min if self.secure else self.fewest_nodes) if self.ever_trained else 0
+        nodes = wait_for_nodes(grid, max(self.min_available_nodes, minimum, fewest), self.patience)
         count = max(int(len(nodes) * fraction), minimum)
         return nodes if count >= len(nodes) else draw(self.describe(grid, nodes), count, self.seed, server_round)
 
     def describe(self, grid: Grid, nodes: list[int]) -> Mapping[int, Node]:
         """Ask nodes for their descriptions, once a run."""
-        return self.roster.describe(grid, nodes)
+        described = self.roster.describe(grid, nodes)
+        for node, description in described.items():
+            self.told[MessageType.TRAIN].setdefault(node, description.num_examples)
+        return described
 
     def step_server(self, averaged: Arrays) -> Arrays:
         """Let the server optimizer, if there is one, take the averaged parameters as a direction."""
@@ -357,7 +392,13 @@ class BaseStrategy(KeptState, FlowerFedAvg):
 
     def require_sums_suffice(self) -> None:
         """Raise ValueError if the method is to be secure, and cannot be."""
-        if self.secure and (why := self.why_single()):
+        if not self.secure:
+            return
+        why = self.why_single()
+        for name in ("fraction_train", "fraction_evaluate"):
+            if 0 < getattr(self, name) < 1:
+                why = f"{name} must be 1 (or 0), because sums over other nodes in each round show what single ones have"
+        if why:
             raise ValueError(f"{type(self).__name__} cannot run with secure=true: {why}")
 
     def _only_sums(self, grid: Grid) -> Grid:
@@ -374,10 +415,11 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         other_config = {key: value for key, value in config.items() if key not in no_orders}
         self.round = Round(server_round, grid, unpack(arrays), orders, "lr" in config, other_config)
 
-    def _set_orders(self, instruction: Instruction, groups: Sequence[str]) -> None:
+    def _set_orders(self, kind: str, instruction: Instruction, groups: Sequence[str]) -> None:
         """Take the orders of the method, and with them what replies must hold."""
-        keys, current = instruction.binding_keys(), self.round.current
-        expected = Expected(keys, current, self.arrayrecord_key, self.weighted_by_key, groups)
+        keys, names = instruction.binding_keys(), (self.arrayrecord_key, self.weighted_by_key)
+        counts = self.told[kind], self.count_growth
+        expected = Expected(keys, self.round.current, *names, groups, instruction.later, *counts)
         self.round = replace(self.round, instruction=instruction, expected=expected)
 
     def _make_messages(
@@ -391,13 +433,20 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             self._sent.append(Message(content, dst_node_id=node, message_type=kind))
         return self._sent
 
-    def _usable_replies(self, messages: Iterable[Message]) -> list[NodeReply]:
+    def _usable_replies(self, messages: Iterable[Message], ends: bool = False) -> list[NodeReply]:
+        """Return them; if there is none and that `ends` the run, its error says the first reason, and not the log."""
         sent = {message.metadata.message_id: message.metadata.dst_node_id for message in self._sent}
-        replies, refused = parse_replies(messages, sent, self.round.expected)
+        expected = self.round.expected
+        replies, refused = parse_replies(messages, sent, expected)
         self._refused += refused
+        said = refused[0].reason if refused and ends and not replies else None
+        log_refused([refusal for refusal in refused if refusal.reason != said])
+        deaf = next((each for each in refused if NOT_OBEYED in each.reason), None)
+        if deaf and not replies and set(expected.binding) - self.obeyed_before:
+            raise NotObeyedError(f"node {deaf.node} {deaf.reason.removeprefix('it ')}")
         for reply in replies:
             self.partitions |= reply.nodes
-        require_obeyed(replies, self.round.expected.binding, self.instruction.later)
+            expected.told[reply.node] = expected.told.get(reply.node) or reply.metrics.get(wire.NUM_EXAMPLES, 0)
         return replies
 
     def _require_enough(self, replies: list[NodeReply]) -> list[NodeReply]:

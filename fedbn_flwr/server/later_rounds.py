@@ -1,12 +1,18 @@
 """A strategy whose first round is a later one: Flower's loop counts from 1."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+def _passed_on(hook: str) -> Callable[..., Any]:
+    """Return a method that calls a hook of the strategy with the number of the later round."""
+    return lambda self, server_round, *rest: getattr(self._strategy, hook)(server_round + self._done, *rest)
 
 
 class LaterRounds(Strategy):
@@ -29,27 +35,10 @@ class LaterRounds(Strategy):
         evaluate = evaluate_fn and (lambda number, state: evaluate_fn(number + self._done if number else 0, state))
         return self.start(grid, arrays, num_rounds - self._done, timeout, train_config, evaluate_config, evaluate)
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Pass on."""
-        return self._strategy.configure_train(server_round + self._done, arrays, config, grid)
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Pass on."""
-        return self._strategy.aggregate_train(server_round + self._done, replies)
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Pass on."""
-        return self._strategy.configure_evaluate(server_round + self._done, arrays, config, grid)
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Pass on."""
-        return self._strategy.aggregate_evaluate(server_round + self._done, replies)
+    configure_train = _passed_on("configure_train")
+    aggregate_train = _passed_on("aggregate_train")
+    configure_evaluate = _passed_on("configure_evaluate")
+    aggregate_evaluate = _passed_on("aggregate_evaluate")
 
     def summary(self) -> None:
         """Pass on."""

@@ -1,42 +1,41 @@
-"""Learning rates over the rounds: factors at fractions of a run, values from a round on, and from the freeze on."""
+"""Learning rates over the rounds: factors, values and curves from fractions or numbers of rounds on, or the freeze."""
 
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import cos, isfinite, nan, pi
 
 GRAMMAR = (
-    "a learning-rate schedule is a comma-separated list of FACTOR@WHEN or =VALUE@WHEN, where WHEN is a fraction of "
-    "the rounds (0.5), a number of rounds after which it holds (100) or 'freeze'"
+    "a learning-rate schedule is a comma-separated list of FACTOR@WHEN, =VALUE@WHEN, warmup@WHEN or cosine@WHEN, where "
+    "WHEN is a fraction of the rounds (0.5), a number of rounds after which it holds (100) or 'freeze'"
 )
 
 
 @dataclass(frozen=True)
-class Moment:
-    """A point in a run: a fraction of its rounds, a number of rounds, or the freeze."""
-
-    fraction: float | None = None
-    rounds: int | None = None
-
-    def after(self, num_rounds: int | None) -> int | None:
-        """The round after which this point lies; none for the freeze, which is not known beforehand."""
-        if self.fraction is None:
-            return self.rounds
-        # a fraction of a very short run is not its start: nothing would have been trained by then
-        return max(rounds_of(self.fraction, num_rounds), 1)
-
-    def reached(self, server_round: int, num_rounds: int | None, frozen_after: int | None) -> bool:
-        """Whether a round, counted from 1, comes after this point."""
-        after = self.after(num_rounds)
-        after = frozen_after if after is None else after
-        return after is not None and server_round > after
-
-
-@dataclass(frozen=True)
 class Change:
-    """Set or multiply the rate from a moment on."""
+    """A change of the rate: after a moment `=` sets it, `*` multiplies it, and `cosine` takes it to 0 at the end.
 
-    moment: Moment
-    number: float
-    absolute: bool
+    `warmup` is linear, and over at its moment.
+    """
+
+    #: see `moment`; None is the freeze
+    when: float | None
+    kind: str
+    number: float = 1.0
+
+    def start(self, num_rounds: int | None, frozen_after: int | None) -> int | None:
+        """The round after which the moment lies; none if that is a freeze that has not come."""
+        return frozen_after if self.when is None else round_of(self.when, num_rounds)
+
+    def rate(self, before: float, server_round: int, num_rounds: int | None, frozen_after: int | None) -> float:
+        """The rate of a round, counted from 1, whose rate is `before` without the change."""
+        start = self.start(num_rounds, frozen_after)
+        if self.kind == "warmup":
+            return before * min(server_round / (start or 1), 1.0)
+        if start is None or server_round <= start:
+            return before
+        if self.kind == "cosine":
+            share = (server_round - 1 - start) / (rounds_of(1.0, num_rounds) - start)
+            return before * (1 + cos(pi * min(share, 1.0))) / 2
+        return self.number if self.kind == "=" else before * self.number
 
 
 @dataclass(frozen=True)
@@ -47,21 +46,19 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Read e.g. `0.1@0.5,0.1@0.75`, or `=0.001@freeze`."""
+        """Read e.g. `0.1@0.5,0.1@0.75`, `=0.001@freeze`, or `warmup@5,cosine@5`."""
         return cls(tuple(_change(item.strip()) for item in text.split(",") if item.strip()))
 
     @property
     def names_freeze(self) -> bool:
         """Whether the schedule names the freeze."""
-        return any(change.moment == Moment() for change in self.changes)
+        return any(change.when is None for change in self.changes)
 
     def rate(self, base: float, server_round: int, num_rounds: int | None, frozen_after: int | None = None) -> float:
         """The rate of a round, counted from 1."""
-        rate = base
         for change in self.changes:
-            if change.moment.reached(server_round, num_rounds, frozen_after):
-                rate = change.number if change.absolute else rate * change.number
-        return rate
+            base = change.rate(base, server_round, num_rounds, frozen_after)
+        return base
 
 
 def rounds_of(fraction: float, num_rounds: int | None) -> int:
@@ -74,24 +71,32 @@ def rounds_of(fraction: float, num_rounds: int | None) -> int:
     return round(fraction * num_rounds)
 
 
-def moment(text: str) -> Moment:
-    """Read a fraction between 0 and 1, or a number of rounds."""
+def round_of(when: float, num_rounds: int | None) -> int:
+    """Return the round after which a moment lies."""
+    # a fraction of a very short run is not its start: nothing would have been trained by then
+    return max(rounds_of(when, num_rounds), 1) if 0 < when < 1 else int(when)
+
+
+def moment(text: str) -> float:
+    """Read a moment of a run: a fraction between 0 and 1, or a number of rounds."""
     number = _read(text)
-    if 0 < number < 1:
-        return Moment(fraction=number)
-    if number >= 0 and number == int(number):
-        return Moment(rounds=int(number))
+    if 0 < number < 1 or (number >= 0 and number == int(number)):
+        return number
     raise ValueError(f"{text!r} is neither a fraction between 0 and 1 nor a number of rounds")
 
 
 def _change(item: str) -> Change:
-    number, _, when = item.partition("@")
-    absolute = number.startswith("=")
+    kind, _, when = item.partition("@")
     try:
-        rate = _read(number.removeprefix("="))
-        if rate < 0:
+        if item == "cosine":
+            return Change(0, item)
+        at = None if when == "freeze" else moment(when)
+        if kind in ("cosine", "warmup"):
+            return Change(at, kind)
+        change = Change(at, "=" if kind.startswith("=") else "*", _read(kind.removeprefix("=")))
+        if change.number < 0:
             raise ValueError("a rate must not be negative")
-        return Change(Moment() if when == "freeze" else moment(when), rate, absolute)
+        return change
     except ValueError as error:
         raise ValueError(f"cannot read {item!r}: {GRAMMAR} ({error})") from None
 

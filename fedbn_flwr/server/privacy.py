@@ -43,17 +43,21 @@ class Privacy:
         states: Sequence[Mapping[str, NDArray[Any]]],
         current: Mapping[str, NDArray[Any]],
         parameters: Collection[str],
+        tied: Mapping[str, str],
         server_round: int,
     ) -> Arrays:
-        """Return the mean of states that began from `current`, with the parameters clipped and noised."""
-        names = [name for name in states[0] if name in parameters and is_floating(states[0][name])]
+        """Return the mean of states that began from `current`, with the parameters clipped and noised.
+
+        `tied` has the further names of entries, by which they neither count again nor get other noise.
+        """
+        names = [name for name in states[0] if name in parameters and name not in tied and is_floating(states[0][name])]
         mean = average([self._clipped(state, current, names) for state in states], [1.0] * len(states))
         deviation = self.noise_multiplier * self.clipping_norm / len(states)
         draw = np.random.default_rng(None if self.seed is None else [self.seed, server_round])
         for name in names:
             noised = mean[name] + draw.normal(0.0, deviation, mean[name].shape)
             mean[name] = np.asarray(noised, mean[name].dtype)
-        return mean
+        return mean | {name: mean[first] for name, first in tied.items() if name in mean}
 
     def _clipped(
         self, state: Mapping[str, NDArray[Any]], current: Mapping[str, NDArray[Any]], names: Sequence[str]

@@ -1,26 +1,30 @@
 """Reading replies: what a node sent, checked before anything is averaged."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from logging import WARNING
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import wire
-from fedbn_flwr.layerwise.exchange import NOT_FINITE, TOO_LARGE
-from fedbn_flwr.server.averaging import not_finite, view
+from fedbn_flwr.layerwise.exchange import LARGEST, MOST, NOT_FINITE, TOO_LARGE
+from fedbn_flwr.server.averaging import unusable, view
 from fedbn_flwr.state.flat import FlatArrays, Layout
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.wire.masked import Summed, Tally
 
-#: rounds without a usable reply that end a run
-LOST_ROUNDS = 3
+#: rounds without a usable reply that end a run: in which nodes sent numbers that are not finite, or of any kind
+LOST_ROUNDS, FRUITLESS_ROUNDS = 3, 10
+#: why a reply is refused whose client did not do what the strategy asked for
+NOT_OBEYED = "did not acknowledge"
+SentT = TypeVar("SentT")
+ReadT = TypeVar("ReadT")
 
 
 class NotObeyedError(RuntimeError):
@@ -62,7 +66,42 @@ class Refusal:
         return NOT_FINITE in self.reason or TOO_LARGE in self.reason
 
 
-@dataclass(frozen=True)
+def leave_out(node: int, reason: str) -> Refusal:
+    """Say in the log why a node is left out, and return it."""
+    refusal = Refusal(node, reason)
+    log_refused([refusal])
+    return refusal
+
+
+def log_refused(refused: Sequence[Refusal], outcome: str = "left out of this round") -> None:
+    """Say in the log why nodes are left out, each reason once."""
+    for reason in dict.fromkeys(refusal.reason for refusal in refused):
+        nodes = [str(refusal.node) for refusal in refused if refusal.reason == reason]
+        who = f"Node {nodes[0]} is" if len(nodes) == 1 else f"Nodes {', '.join(nodes)} are"
+        # it may be the node's own words
+        printable = "".join(sign if sign.isprintable() else " " for sign in reason[:500])
+        log(WARNING, "%s %s: %s", who, outcome, printable)
+
+
+def read_each(
+    sent: Iterable[tuple[int, SentT]], read: Callable[[int, SentT], ReadT]
+) -> tuple[dict[int, ReadT], list[Refusal]]:
+    """Read what nodes sent, node by node; return what could be read, and the refusals of the others, for the log.
+
+    A node may send anything. So whatever fails here is the fault of this node, and costs no other one anything.
+    """
+    understood, refused = dict[int, ReadT](), list[Refusal]()
+    for node, content in sent:
+        try:
+            understood[node] = read(node, content)
+        except RefusedError as reason:
+            refused.append(Refusal(node, str(reason)))
+        except Exception as error:
+            refused.append(Refusal(node, f"it cannot be read: {type(error).__name__}: {error}"))
+    return understood, refused
+
+
+@dataclass(frozen=True, eq=False)
 class NodeReply:
     """A node's usable reply, or the mean of several nodes' replies: `node` is then the first of `nodes`."""
 
@@ -102,6 +141,20 @@ class Expected:
     arrays_key: str = wire.ARRAYS
     weighted_by: str = wire.NUM_EXAMPLES
     groups: Sequence[str] = ()
+    #: the binding keys of later rounds, for the words of a refusal
+    later: str = ""
+    #: by node, the number of examples that it said first, and how many times as many it may say now
+    told: dict[int, float] = field(default_factory=dict)
+    growth: float = float("inf")
+
+    def count_of(self, node: int, count: object, key: str = wire.NUM_EXAMPLES) -> float:
+        """Return a node's number of examples, or what else it is weighed by, if it can be believed."""
+        if not isinstance(count, int | float) or not 0 <= count <= MOST:
+            raise RefusedError(f"its {key!r} is {count!r}")
+        before = self.told.get(node, 0) if key == wire.NUM_EXAMPLES else 0
+        if before and count > self.growth * before:
+            raise RefusedError(f"its {key!r} is {count}, over {self.growth:g} times the {before} that it said at first")
+        return count
 
     @cached_property
     def layout(self) -> Layout:
@@ -112,33 +165,23 @@ class Expected:
 def parse_replies(
     messages: Iterable[Message], sent: Mapping[str, int], expected: Expected
 ) -> tuple[list[NodeReply], list[Refusal]]:
-    """The usable replies, ordered by partition, and why others are not; these are named in the log.
+    """The usable replies, ordered by partition, and why others are not: `log_refused` is for the caller to use.
 
     `sent` maps message ids to the nodes they went to: Flower's own error replies may not name the node. The order
     makes the result of a run independent of the order in which nodes answer.
     """
-    usable, refused = [], []
-    for message in messages:
-        node = sent.get(message.metadata.reply_to_message_id, message.metadata.src_node_id)
-        try:
-            usable.append(_read(node, message, expected))
-        except RefusedError as reason:
-            log(WARNING, "Node %d is left out of this round: %s", node, reason)
-            refused.append(Refusal(node, str(reason)))
-    usable.sort(key=lambda reply: (reply.partition, reply.node))
-    return _with_common_entries(usable, (wire.ARRAYS, *expected.groups)), refused
+    named = [(sent.get(each.metadata.reply_to_message_id, each.metadata.src_node_id), each) for each in messages]
+    replies, refused = read_each(named, lambda node, message: read_reply(node, message, expected))
+    usable = sorted(replies.values(), key=lambda reply: (reply.partition, reply.node))
+    return _with_common_entries(usable, expected.groups, refused), refused
 
 
-def require_obeyed(replies: Sequence[NodeReply], binding: Sequence[str], later: str = "") -> None:
-    """Fail if a client did not acknowledge a key that changes the method; `later` are keys of rounds to come."""
-    for reply in replies:
-        if ignored := _ignored(reply.content, binding):
-            named = ", ".join(f"{later}, which later rounds ask for" if key == "later" else key for key in ignored)
-            raise NotObeyedError(
-                f"node {reply.node} did not acknowledge {named}: its client does not implement what the strategy asked "
-                "for, and going on would silently be another method; make the client's app with "
-                "fedbn_flwr.clientapp: ClientApp(model=...) around a loop of your own, or client_app"
-            )
+def name_dominant(replies: Sequence[NodeReply], weights: Sequence[float]) -> None:
+    """Warn of a node among three or more that has nearly all weight: it may lie."""
+    for reply, weight in zip(replies, weights, strict=True):
+        if len(weights) > 2 and weight > 0.9 * sum(weights):
+            share = "Node %d has %.1f %% of all weights, and says that it has %g examples"
+            log(WARNING, share, reply.node, 100 * weight / sum(weights), reply.num_examples)
 
 
 def mean_metrics(replies: Sequence[NodeReply], names: Sequence[str], weighted_by: str) -> MetricRecord:
@@ -157,42 +200,61 @@ def _mean(values: Sequence[Any], shares: Sequence[float]) -> Any:
     return sum(value * share for value, share in zip(values, shares, strict=True))
 
 
-def _ignored(content: RecordDict, binding: Sequence[str]) -> list[str]:
-    """The binding keys that a reply does not acknowledge."""
-    report = content.get(wire.REPORT)
-    obeyed = report.get(wire.OBEYED, []) if isinstance(report, ConfigRecord) else []
-    return sorted(set(binding) - set(obeyed if isinstance(obeyed, list) else []))
-
-
-def _read(node: int, message: Message, expected: Expected) -> NodeReply:
+def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
+    """Return what a node has replied; RefusedError, or any other error, if it cannot be used."""
     if message.has_error():
         raise RefusedError(f"it failed: {message.error.reason}")
     content = message.content
     if lacks_state(message):
         raise RefusedError("it has lost the entries that stay on it")
-    measured = [record for record in content.values() if isinstance(record, MetricRecord)]
-    metrics = {key: value for record in measured for key, value in record.items()}
+    if not isinstance(report := content.get(wire.REPORT, ConfigRecord()), ConfigRecord):
+        raise RefusedError("its report is no ConfigRecord")
+    obeyed = report.get(wire.OBEYED, [])
+    if ignored := sorted(set(expected.binding) - set(obeyed if isinstance(obeyed, list) else [])):
+        keys = [f"{expected.later}, which later rounds ask for" if key == "later" else key for key in ignored]
+        raise RefusedError(
+            f"it {NOT_OBEYED} {', '.join(keys)}: its client does not implement what the strategy asked for; make the "
+            "app with fedbn_flwr.clientapp: ClientApp(model=...) around a loop of your own, or client_app"
+        )
+    metrics = read_metrics(content)
     records = {name: view(record) for name, record in array_records(content).items()}
     if expected.arrays_key in records:
         records[wire.ARRAYS] = records.pop(expected.arrays_key)
-    missing = [group for group in expected.groups if group not in records]
-    # of a client that does not know what was asked, that is to be said, and not what follows from it
-    if missing and not _ignored(content, expected.binding):
+    if missing := [group for group in expected.groups if group not in records]:
         raise RefusedError(f"it lacks {missing[0]!r}")
     for group, arrays in records.items():
         of_model = group in (wire.ARRAYS, wire.PERSONAL, *expected.groups)
-        if not (of_model and isinstance(arrays, FlatArrays) and arrays.layout is expected.layout):
-            _check_forms(arrays, expected.arrays if of_model else {})
-        if (bad := not_finite(arrays)) is not None:
-            raise RefusedError(f"its array {bad!r} in {group!r} {NOT_FINITE}")
-    return NodeReply(
-        node=node,
-        partition=_integer(metrics.get(wire.PARTITION_ID, node)),
-        num_examples=_count(metrics, expected.weighted_by),
-        metrics=metrics,
-        records=records,
-        content=content,
-    )
+        if of_model and expected.arrays and arrays.layout is not expected.layout:
+            _check_forms(arrays, expected.arrays)
+        # of carried values, nodes do without those that cannot be used
+        if group != wire.CARRIED and (bad := unusable(arrays)):
+            raise RefusedError(f"its array {bad[0]!r} in {group!r} {bad[1]}")
+    if (key := expected.weighted_by) not in metrics:
+        names = ", ".join(sorted(metrics.keys() - {wire.PARTITION_ID})) or "none"
+        raise RefusedError(f"its metrics lack {key!r}, which the strategy weighs by; they are {names}")
+    count = metrics[key] if isinstance(content, Summed) else expected.count_of(node, metrics[key], key)
+    return NodeReply(node, whole(metrics, wire.PARTITION_ID, node), count, metrics, records, content)
+
+
+def read_metrics(content: RecordDict) -> dict[str, Any]:
+    """Return all metrics of a reply: numbers, and lists of numbers."""
+    metrics = {key: value for record in content.metric_records.values() for key, value in record.items()}
+    for key, value in metrics.items():
+        # this one is not averaged but read
+        numbers: list[Any] = value if isinstance(value, list) and key != wire.STATISTICS_CHANGE else [value]
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise RefusedError(f"its metric {key!r} is {value!r}, no number")
+        if any(LARGEST < abs(number) < float("inf") for number in numbers):
+            raise RefusedError(f"its metric {key!r} {TOO_LARGE}")
+    return metrics
+
+
+def whole(metrics: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return a metric that is a whole number of at most 64 bits, as ids are."""
+    value = metrics.get(key, default)
+    if not (isinstance(value, int | float) and abs(value) <= 2**64 and value == int(value)):
+        raise RefusedError(f"its {key!r} is {value!r}")
+    return int(value)
 
 
 def lacks_state(message: Message) -> bool:
@@ -201,80 +263,71 @@ def lacks_state(message: Message) -> bool:
     return isinstance(report, ConfigRecord) and bool(report.get(wire.LACKS_STATE))
 
 
-def _count(metrics: Mapping[str, object], key: str) -> float:
-    if key not in metrics:
-        raise RefusedError(f"its metrics lack {key!r}, which the strategy weighs by; they are {_names(metrics)}")
-    count = metrics[key]
-    if not isinstance(count, int | float) or not np.isfinite(count) or count < 0:
-        raise RefusedError(f"its {key!r} is {count!r}")
-    return count
-
-
-def _names(metrics: Mapping[str, object]) -> str:
-    return ", ".join(sorted(metrics.keys() - {wire.PARTITION_ID})) or "none"
-
-
-def _integer(value: object) -> int:
-    return int(value) if isinstance(value, int | float) else 0
-
-
 def _check_forms(arrays: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
     for name, array in arrays.items():
-        if expected and name not in expected:
+        if name not in expected:
             raise RefusedError(f"its array {name!r} is not part of the model")
-        if expected and array.shape != expected[name].shape:
+        if array.shape != expected[name].shape:
             raise RefusedError(f"its array {name!r} has shape {array.shape}, not {expected[name].shape}")
-        if expected and array.dtype != expected[name].dtype:
+        if array.dtype != expected[name].dtype:
             raise RefusedError(f"its array {name!r} is {array.dtype}, not {expected[name].dtype}")
 
 
-def _with_common_entries(replies: list[NodeReply], groups: Sequence[str]) -> list[NodeReply]:
-    """Keep the replies that carry the same entries as most do."""
-    names = [tuple(_entry_names(reply.records.get(group, {})) for group in groups) for reply in replies]
-    if len(set(names)) <= 1:
-        return replies
-    votes = Counter[tuple[frozenset[str], ...]]()
-    for reply, present in zip(replies, names, strict=True):
-        votes[present] += len(reply.nodes)
-    common = votes.most_common(1)[0][0]
-    kept = []
-    for reply, present in zip(replies, names, strict=True):
-        if present == common:
-            kept.append(reply)
-        else:
-            unlike = zip(groups, present, common, strict=True)
-            group, example = min((group, name) for group, some, most in unlike for name in some ^ most)
-            log(WARNING, "Node %d is left out of this round: unlike most, entry %r in %r", reply.node, example, group)
-    return kept
+def _with_common_entries(replies: list[NodeReply], required: Sequence[str], refused: list[Refusal]) -> list[NodeReply]:
+    """Keep the replies that carry the same entries, and lists of metrics, as most do; refuse the others.
+
+    Of the other groups that are averaged, a reply may hold nothing.
+    """
+    required = (wire.ARRAYS, wire.METRICS, *required)
+    averaged = set.intersection(*(set(reply.metrics) for reply in replies)) if replies else set()
+    for group in (*required, wire.MOMENTUM, wire.MOMENTS, wire.PERSONAL):
+        forms = {reply: form for reply in replies if (form := _form(reply, group, averaged)) or group in required}
+        votes = Counter[frozenset[Any]]()
+        for reply, form in forms.items():
+            votes[form] += len(reply.nodes)
+        common = votes.most_common(1)[0][0] if votes else frozenset()
+        for reply in [reply for reply, form in forms.items() if form != common]:
+            example = min(entry[0] for entry in forms[reply] ^ common)
+            refused.append(Refusal(reply.node, f"unlike most, entry {example!r} in {group!r}"))
+            replies = [each for each in replies if each is not reply]
+    return replies
 
 
-def _entry_names(arrays: Mapping[str, np.ndarray]) -> frozenset[str]:
-    return arrays.layout.all_names if isinstance(arrays, FlatArrays) else frozenset(arrays)
+def _form(reply: NodeReply, group: str, averaged: Iterable[str]) -> frozenset[Any]:
+    """Return names, dtypes and shapes of arrays, or the lengths of the metrics that are averaged; -1 is a number's."""
+    if group == wire.METRICS:
+        values = {key: reply.metrics[key] for key in averaged}
+        return frozenset((key, len(value) if isinstance(value, list) else -1) for key, value in values.items())
+    arrays = reply.records.get(group)
+    return arrays.layout.all_entries if isinstance(arrays, FlatArrays) else frozenset()
 
 
 class LostRounds:
-    """The rounds since the last usable reply in which nodes sent numbers that are not finite.
-
-    Rounds in which nodes only failed, or were silent, say nothing about the model, and do not count.
-    """
+    """The rounds since the last usable reply; only those with numbers that are not finite speak of divergence."""
 
     def __init__(self) -> None:
-        self._rounds: list[int] = []
+        self._fruitless = 0
+        #: by round, what may have made training diverge
+        self._rounds: dict[int, str] = {}
         self._nodes: set[int] = set()
 
     def add(self, server_round: int, refused: Sequence[Refusal], connected: int, circumstances: str) -> None:
         """Note a lost round; raise DivergedError if these are `LOST_ROUNDS`, of more nodes than one bad one.
 
-        `connected` is the number of all nodes.
+        `connected` is the number of all nodes. Raise CannotTrainError after `FRUITLESS_ROUNDS` of any kind.
         """
+        self._fruitless += 1
+        if self._fruitless >= FRUITLESS_ROUNDS:
+            reason = refused[0] if refused else "no node answered"
+            raise CannotTrainError(f"{self._fruitless} rounds in a row brought no usable reply: {reason}")
         infinite = [refusal for refusal in refused if refusal.is_infinite]
         if not infinite:
             return
-        self._rounds.append(server_round)
+        self._rounds[server_round] = circumstances
         self._nodes |= {refusal.node for refusal in infinite}
         if len(self._rounds) >= LOST_ROUNDS and len(self._nodes) >= min(connected, 2):
-            reason = f"no node has had a usable reply since ({infinite[0]}); {circumstances}"
-            raise DivergedError(self._rounds[0], reason)
+            first, circumstances = next(iter(self._rounds.items()))
+            raise DivergedError(first, f"no node has had a usable reply since ({infinite[0]}); {circumstances}")
 
 
 def infinite_losses(replies: Sequence[NodeReply]) -> int:

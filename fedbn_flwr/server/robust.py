@@ -17,9 +17,7 @@ from fedbn_flwr.server.averaging import Arrays, average, is_floating
 RULES = {
     "trimmed": "the share of nodes to leave out at each end, above 0 and below 0.5",
     "median": "",
-    "krum": "the number of lying nodes, at least 1",
     "multi-krum": "the number of lying nodes, at least 1",
-    "bulyan": "the number of lying nodes, at least 1",
     "norm": "the largest update, in multiples of the median node's, above 0",
 }
 States = Sequence[Mapping[str, NDArray[Any]]]
@@ -31,11 +29,8 @@ class Robust:
 
     - `trimmed:B`: number by number, the mean without the int(B K) smallest and the int(B K) largest,
     - `median`: number by number, the median (both: Yin et al., Byzantine-Robust Distributed Learning, ICML 2018),
-    - `krum:F`: of the node whose K - F - 2 nearest others are the nearest, in squared Euclidean distance;
-      `multi-krum:F`: the mean over the K - F such nodes (Blanchard et al., Machine Learning with Adversaries,
-      NeurIPS 2017),
-    - `bulyan:F`: of the K - 2 F such nodes, number by number, the mean of the K - 4 F nearest to their median
-      (El Mhamdi et al., The Hidden Vulnerability of Distributed Learning in Byzantium, ICML 2018),
+    - `multi-krum:F`: the mean over the K - F nodes whose K - F - 2 nearest others are the nearest, in squared Euclidean
+      distance (Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017),
     - `norm:C`: the mean of r + min(1, C L / |x_k - r|) (x_k - r), array by array, L being the median of the nodes'
       |x_k - r|. Of a model r is the state that the round started from; otherwise it is the median of the values.
 
@@ -46,8 +41,7 @@ class Robust:
 
         mean = rule(m_k),   variance = rule(v_k + (m_k - mean)^2)
 
-    which is at least 0 under every rule. Krum's distances are then between the nodes' whole rows. As one node's
-    mini-batch says nothing about the others', `krum` pools like `multi-krum` there.
+    which is at least 0 under every rule. Krum's distances are then between the nodes' whole rows.
     """
 
     name: str
@@ -80,16 +74,15 @@ class Robust:
     @property
     def fewest_nodes(self) -> int:
         """Return the number of nodes below which the rule does not do what it is for."""
-        by_number = {"trimmed": ceil(1 / (self.number or 1)), "bulyan": int(4 * self.number) + 3}
-        return by_number.get(self.name, int(2 * self.number) + 3 if "krum" in self.name else 3)
+        by_number = {"trimmed": ceil(1 / (self.number or 1)), "multi-krum": int(2 * self.number) + 3}
+        return by_number.get(self.name, 3)
 
     def average(self, states: States, current: Mapping[str, NDArray[Any]] | None = None) -> Arrays:
         """Return what takes the place of the states' mean; `current` is the state that they began from, if any."""
         names = [name for name in states[0] if is_floating(states[0][name])]
-        count = self._count_selected(len(states), 1)
-        if count < len(states):
+        if self.name == "multi-krum":
             distances = np.sum([_squared_distances(_rows(states, name)) for name in names], axis=0)
-            states = [states[index] for index in self._nearest(distances, count)]
+            states = [states[index] for index in self._nearest(distances)]
         means = {name: self._middle(_rows(states, name), None if current is None else current[name]) for name in names}
         counters = average(
             [{name: state[name] for name in state if name not in means} for state in states], [1.0] * len(states)
@@ -100,9 +93,8 @@ class Robust:
     def combine(self, kind: Kind, rows: Tensor, weights: Sequence[float]) -> Tensor:
         """Combine the clients' rows of one BN layer, as `fedbn_flwr.layerwise.exchange.combine` does without a rule."""
         values = rows.double().numpy(force=True)
-        count = self._count_selected(len(values), len(values) - int(self.number))
-        if count < len(values):
-            values = values[self._nearest(_squared_distances(values), count)]
+        if self.name == "multi-krum":
+            values = values[self._nearest(_squared_distances(values))]
         if kind != "statistics":
             return torch.from_numpy(self._middle(values)).to(rows)
         means, variances = values[:, 0], values[:, 1]
@@ -110,14 +102,10 @@ class Robust:
         variance = self._middle(variances + np.square(means - mean))
         return torch.from_numpy(np.stack([mean, variance])).to(rows)
 
-    def _count_selected(self, nodes: int, krum: int) -> int:
-        """Return how many nodes are selected as a whole, of which `krum` selects so many."""
-        left_out = int({"multi-krum": 1, "bulyan": 2}.get(self.name, 0) * self.number)
-        return krum if self.name == "krum" else nodes - left_out
-
-    def _nearest(self, distances: NDArray[Any], count: int) -> list[int]:
+    def _nearest(self, distances: NDArray[Any]) -> list[int]:
         """Return the nodes, in their order, that are nearest to the others; distances are squared, of each to each."""
-        others = max(len(distances) - int(self.number) - 2, 1)
+        count = len(distances) - int(self.number)
+        others = max(count - 2, 1)
         scores = np.sort(distances, axis=1)[:, 1 : others + 1].sum(axis=1)
         return sorted(np.argsort(scores, kind="stable")[:count].tolist())
 
@@ -128,10 +116,6 @@ class Robust:
         if self.name == "trimmed":
             cut = int(self.number * len(rows))
             return np.asarray(np.sort(rows, axis=0)[cut : len(rows) - cut].mean(axis=0))
-        if self.name == "bulyan":
-            order = np.argsort(np.abs(rows - np.median(rows, axis=0)), axis=0, kind="stable")
-            nearest = order[: len(rows) - 2 * int(self.number)]
-            return np.asarray(np.take_along_axis(rows, nearest, axis=0).mean(axis=0))
         if self.name == "norm":
             start = np.median(rows, axis=0) if current is None else current.astype(np.float64)
             updates = (rows - start).reshape(len(rows), -1)

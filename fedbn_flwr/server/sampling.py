@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from logging import INFO, WARNING
+from logging import INFO
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common import log
@@ -14,7 +14,15 @@ from flwr.serverapp import Grid
 from fedbn_flwr import wire
 from fedbn_flwr.randomness import numpy_generator
 from fedbn_flwr.server.ask_nodes import ask_nodes
-from fedbn_flwr.server.replies import CannotTrainError
+from fedbn_flwr.server.replies import (
+    CannotTrainError,
+    Expected,
+    RefusedError,
+    log_refused,
+    read_each,
+    read_metrics,
+    whole,
+)
 
 #: nodes that are asked at a time: their questions and answers are in memory together
 ASKED_AT_ONCE = 500
@@ -43,6 +51,8 @@ class Node:
     bn_entries: tuple[str, ...] = ()
     #: the classes of the model's BN layers
     normalizers: tuple[str, ...] = ()
+    #: further names of entries, each followed by the first name of the entry
+    tied: tuple[str, ...] = ()
 
     @property
     def knows_its_model(self) -> bool:
@@ -79,6 +89,7 @@ class Roster:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._known: dict[int, Node] = {}
+        self._silent: set[int] = set()
 
     def describe(self, grid: Grid, nodes: list[int]) -> Mapping[int, Node]:
         """Return each node's description, and ask the nodes that were not asked yet.
@@ -90,9 +101,10 @@ class Roster:
         return {node: self._known[node] for node in nodes}
 
     def describe_answering(self, grid: Grid, nodes: list[int]) -> Mapping[int, Node]:
-        """Return the descriptions of the nodes that answer, now or before; nodes that stay silent are left out."""
-        for some in self._new_among(nodes):
+        """Return the descriptions of nodes that answer, now or before; silent ones are left out, and asked once."""
+        for some in self._new_among([node for node in nodes if node not in self._silent]):
             self._ask(grid, some)
+            self._silent |= set(some) - self._known.keys()
         return {node: self._known[node] for node in nodes if node in self._known}
 
     def _new_among(self, nodes: list[int]) -> Iterator[list[int]]:
@@ -105,14 +117,10 @@ class Roster:
         content = RecordDict({wire.CONFIG: ConfigRecord()})
         questions = [Message(content, dst_node_id=node, message_type=wire.DESCRIBE) for node in nodes]
         answers = ask_nodes(grid, questions, self._timeout)
-        for node, answer in answers.items():
-            if _was_lost(answer):
-                continue
-            if answer.has_error():
-                log(WARNING, "Node %d cannot say who it is and is drawn by its id: %s", node, answer.error.reason)
-                self._known[node] = Node(node, node)
-            else:
-                self._known[node] = _read(node, answer)
+        heard = [(node, answer) for node, answer in answers.items() if not _was_lost(answer)]
+        described, refused = read_each(heard, _read)
+        log_refused(refused, "drawn by id, without a description")
+        self._known |= described | {refusal.node: Node(refusal.node, refusal.node) for refusal in refused}
         return answers
 
     def _require_answers(self, nodes: list[int], answers: Mapping[int, Message]) -> None:
@@ -140,15 +148,21 @@ def draw(nodes: Mapping[int, Node], count: int, seed: int, server_round: int) ->
 
 
 def _read(node: int, answer: Message) -> Node:
-    metrics, report = answer.content.metric_records[wire.METRICS], answer.content.config_records[wire.REPORT]
-    numbers = [metrics[key] for key in (wire.PARTITION_ID, wire.NUM_EXAMPLES, wire.DOMAIN)]
-    partition, num_examples, domain = (int(value) for value in numbers if isinstance(value, int | float))
-    names = (_strings(report.get(key)) for key in (wire.PARAMETERS, wire.BN_ENTRIES, wire.NORMALIZERS))
-    return Node(node, partition, num_examples, domain, *names)
+    if answer.has_error():
+        raise RefusedError(answer.error.reason)
+    metrics, report = read_metrics(answer.content), answer.content.config_records[wire.REPORT]
+    partition, domain = (whole(metrics, key) for key in (wire.PARTITION_ID, wire.DOMAIN))
+    num_examples = Expected((), {}).count_of(node, metrics[wire.NUM_EXAMPLES])
+    names = (
+        _strings(key, report.get(key, [])) for key in (wire.PARAMETERS, wire.BN_ENTRIES, wire.NORMALIZERS, wire.TIED)
+    )
+    return Node(node, partition, int(num_examples), domain, *names)
 
 
-def _strings(value: object) -> tuple[str, ...]:
-    return _once(tuple(str(item) for item in value)) if isinstance(value, list) else ()
+def _strings(key: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise RefusedError(f"its {key!r} are {value!r}, no names")
+    return _once(tuple(value))
 
 
 @lru_cache(maxsize=64)

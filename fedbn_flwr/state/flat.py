@@ -31,7 +31,7 @@ class Layout:
         self.by_dtype: dict[np.dtype[Any], list[Entry]] = {}
         for entry in entries:
             self.by_dtype.setdefault(entry[1], []).append(entry)
-        self.all_names = frozenset(name for name, _, _ in entries)
+        self.all_entries = frozenset(entries)
 
     def names(self, dtype: np.dtype[Any]) -> list[str]:
         """Names of the entries in one buffer."""

@@ -27,7 +27,7 @@ def from_record(record: ArrayRecord) -> dict[str, Tensor]:
     """Unpack a record into tensors that own their memory."""
     if (flat := flat_of(record)) is not None:
         return {name: value.clone() for name, value in flat.tensors.items()}
-    return {name: torch.from_numpy(array.numpy()) for name, array in record.items()}
+    return {name: torch.from_numpy(view_array(array).copy()) for name, array in record.items()}
 
 
 def view_record(record: ArrayRecord) -> State:
@@ -69,7 +69,21 @@ def group_keys(model: nn.Module, group: str) -> set[str]:
     """Return the state-dict entries of one of `wire.GROUPS`, found by the type of the layer that holds them."""
     if group not in _GROUPS:
         raise ValueError(f"unknown group of entries {group!r}; known: {', '.join(_GROUPS)}")
-    return {name for keys in _GROUPS[group] for name in keys(model)}
+    return with_all_names(model, {name for keys in _GROUPS[group] for name in keys(model)})
+
+
+def with_all_names(model: nn.Module, names: set[str]) -> set[str]:
+    """Return entries by all of their names."""
+    tied = tied_names(model) if names else {}
+    first = {tied.get(name, name) for name in names}
+    return names | first | {name for name in tied if tied[name] in first}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the further names of entries that have several, each with the first name of the entry."""
+    first: dict[int, str] = {}
+    entries = model.state_dict(keep_vars=True).items()
+    return {name: first[id(value)] for name, value in entries if first.setdefault(id(value), name) != name}
 
 
 #: the functions that name the entries of each group

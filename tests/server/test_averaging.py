@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from numpy.typing import NDArray
 
-from fedbn_flwr.server.averaging import Arrays, average, normalize, not_finite, record, unpack, view
+from fedbn_flwr.server.averaging import Arrays, average, normalize, record, unpack, unusable, view
 from fedbn_flwr.state.flat import FlatArrays
 
 weights = some.lists(some.floats(0, 100), min_size=1, max_size=6).filter(lambda values: sum(values) > 1e-3)
@@ -132,11 +132,12 @@ def test_what_is_not_finite_is_named(
 ) -> None:
     monkeypatch.setattr("fedbn_flwr.server.averaging._PORTION", portion)
     arrays = {"first": np.zeros((2, 2)), "count": np.asarray(3), "small": np.zeros(()), "half": np.zeros(2, np.float16)}
-    assert not_finite(arrays) is None
-    assert not_finite({"large": np.full(2, 1e308)}) is None
-    assert not_finite(FlatArrays.copy_of(arrays)) is None
+    assert unusable(arrays) is None
+    assert unusable({"large": np.full(2, 3e38)}) is None
+    assert unusable(FlatArrays.copy_of(arrays)) is None
+    assert unusable({"larger": np.full(2, -1e39)}) == ("larger", "is too large to be pooled")
     arrays[name] = np.full_like(arrays[name], bad)
-    assert not_finite(FlatArrays.copy_of(arrays) if flat else arrays) == name
+    assert unusable(FlatArrays.copy_of(arrays) if flat else arrays) == (name, "is not finite")
 
 
 def test_counters_take_the_largest_and_stay_0d_integers() -> None:

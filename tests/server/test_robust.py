@@ -19,7 +19,7 @@ from fedbn_flwr.simulation.in_process import InProcessGrid
 
 Row = list[float]
 #: one of every kind, with the fewest nodes that it needs
-EXAMPLES = {"trimmed:0.2": 5, "median": 3, "krum:1": 5, "multi-krum:2": 7, "bulyan:1": 7, "norm:1.5": 3}
+EXAMPLES = {"trimmed:0.2": 5, "median": 3, "multi-krum:2": 7, "norm:1.5": 3}
 
 
 def rule(text: str) -> Robust:
@@ -65,16 +65,6 @@ def mean(rows: list[Row]) -> Row:
     return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 
-def mean_of_nearest(numbers: Sequence[float], count: int) -> float:
-    middle = median(numbers)
-    return sum(sorted(numbers, key=lambda number: abs(number - middle))[:count]) / count
-
-
-def bulyan(rows: list[Row], liars: int) -> Row:
-    selected = krum(rows, liars, len(rows) - 2 * liars)
-    return [mean_of_nearest(column, len(rows) - 4 * liars) for column in zip(*selected, strict=True)]
-
-
 def bounded(rows: list[Row], factor: float, start: Row) -> Row:
     lengths = [squared_distance(row, start) ** 0.5 for row in rows]
     largest = factor * median(lengths)
@@ -88,9 +78,7 @@ def bounded(rows: list[Row], factor: float, start: Row) -> Row:
 DEFINITIONS: dict[str, Callable[[list[Row]], Row]] = {
     "trimmed:0.2": lambda rows: trimmed(rows, 0.2),
     "median": lambda rows: [median(column) for column in zip(*rows, strict=True)],
-    "krum:1": lambda rows: mean(krum(rows, 1, 1)),
     "multi-krum:2": lambda rows: mean(krum(rows, 2, len(rows) - 2)),
-    "bulyan:1": lambda rows: bulyan(rows, 1),
 }
 
 
@@ -119,9 +107,7 @@ def test_updates_are_bounded_array_by_array(nodes: int) -> None:
 FLOWERS: dict[str, tuple[str, dict[str, Any]]] = {
     "trimmed:0.2": ("FedTrimmedAvg", {"beta": 0.2}),
     "median": ("FedMedian", {}),
-    "krum:1": ("Krum", {"num_malicious_nodes": 1}),
     "multi-krum:2": ("MultiKrum", {"num_malicious_nodes": 2, "num_nodes_to_select": 8}),
-    "bulyan:1": ("Bulyan", {"num_malicious_nodes": 1}),
 }
 
 
@@ -170,8 +156,7 @@ def test_dtypes_stay_and_the_largest_counter_is_taken(text: str) -> None:
     assert [array.dtype for array in got.values()] == [np.int64, np.float32, np.float16]
     assert list(got) == ["n", "w", "h"]
     assert got["n"].shape == ()
-    # Krum takes all of one state
-    assert got["n"] == {"krum:1": got["w"][0], "multi-krum:2": 5, "bulyan:1": 5}.get(text, 9)
+    assert got["n"] == {"multi-krum:2": 5}.get(text, 9)
 
 
 @pytest.mark.parametrize("text", EXAMPLES)
@@ -223,15 +208,14 @@ def test_statistics_are_the_rules_by_definition(text: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("text", "selected"), [("krum:1", 6), ("multi-krum:1", 6)])
-def test_krum_pools_the_nodes_that_it_selects(text: str, selected: int) -> None:
+def test_krum_pools_the_nodes_that_it_selects() -> None:
     rows = rows_of(7)
     flat = rows.flatten(1).tolist()
-    kept = krum(flat, 1, selected)
+    kept = krum(flat, 1, 6)
     expected = rows[torch.tensor([row in kept for row in flat])]
     mean = expected[:, 0].mean(0)
     variance = (expected[:, 1] + (expected[:, 0] - mean) ** 2).mean(0)
-    torch.testing.assert_close(rule(text).combine("statistics", rows, []), torch.stack([mean, variance]))
+    torch.testing.assert_close(rule("multi-krum:1").combine("statistics", rows, []), torch.stack([mean, variance]))
 
 
 @pytest.mark.parametrize("text", ["trimmed:0.2", "median", "norm:1.5"])
@@ -275,14 +259,14 @@ def test_no_rule() -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("mean", "unknown robust rule 'mean'; known: none, trimmed, median, krum, multi-krum, bulyan, norm"),
-        ("", "unknown robust rule ''; known: none, trimmed, median, krum, multi-krum, bulyan, norm"),
+        ("mean", "unknown robust rule 'mean'; known: none, trimmed, median, multi-krum, norm"),
+        ("", "unknown robust rule ''; known: none, trimmed, median, multi-krum, norm"),
         ("median:1", "robust=median takes no number, got 'median:1'"),
         ("trimmed", "robust=trimmed:NUMBER needs the share of nodes to leave out at each end, above 0 and below 0.5"),
         ("trimmed:0.5", "above 0 and below 0.5, got 'trimmed:0.5'"),
-        ("krum:0", "needs the number of lying nodes, at least 1, got 'krum:0'"),
-        ("krum:1.5", "needs the number of lying nodes, at least 1, got 'krum:1.5'"),
-        ("bulyan:many", "needs the number of lying nodes, at least 1, got 'bulyan:many'"),
+        ("multi-krum:0", "needs the number of lying nodes, at least 1, got 'multi-krum:0'"),
+        ("multi-krum:1.5", "needs the number of lying nodes, at least 1, got 'multi-krum:1.5'"),
+        ("multi-krum:many", "needs the number of lying nodes, at least 1, got 'multi-krum:many'"),
         ("norm:-1", "needs the largest update, in multiples of the median node's, above 0, got 'norm:-1'"),
         ("norm:nan", "got 'norm:nan'"),
         ("norm:inf", "got 'norm:inf'"),

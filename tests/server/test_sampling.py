@@ -131,7 +131,7 @@ def test_apps_without_an_answer_are_drawn_by_their_ids(flower_log: pytest.LogCap
     nodes = Roster(1.0).describe(InProcessGrid(ClientApp(), NODES), [FIRST_NODE_ID, FIRST_NODE_ID + 1])
     assert {node: item.partition for node, item in nodes.items()} == {1000: 1000, 1001: 1001}
     assert draw(nodes, 2, seed=0, server_round=1) == [1000, 1001]
-    assert "Node 1000 cannot say who it is and is drawn by its id: " in flower_log.text
+    assert "Nodes 1000, 1001 are drawn by id, without a description: " in flower_log.text
 
 
 def test_the_command_ends_with_one_line(

@@ -140,13 +140,6 @@ def test_with_one_node_what_stays_and_what_is_sent_are_one_model(strategy: type[
     assert distance({**sent, **federation.kept(0)}, expected) < 1e-12
 
 
-@pytest.mark.parametrize("strategy", [FedBN, SiloBN, MTFL])
-def test_without_bn_personal_layers_leave_fedavg(strategy: type[FedAvg]) -> None:
-    one = Federation(make_model("gn")).run(strategy())
-    other = Federation(make_model("gn")).run(FedAvg())
-    assert distance(one, other) == 0
-
-
 def test_fedbs_with_equal_losses_is_uniform_fedavg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedbn_flwr.client.training.train", _with_loss_one(training.train))
     one = Federation(make_model()).run(FedBS(epsilon=0.0, patience_rounds=100, loss="running"))

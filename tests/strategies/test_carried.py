@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -122,12 +122,35 @@ SILENCES: dict[str, Silence] = {
 }
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.75])
+@pytest.mark.parametrize(
+    ("fraction", "rounds", "options"), [(1.0, 8, {}), (0.75, 8, {}), (0.5, 16, {"oldest": 1})], ids=str
+)
 @pytest.mark.parametrize("case", SILENCES)
-def test_a_run_with_silent_nodes_is_what_the_equations_say(case: str, fraction: float) -> None:
-    strategy: Any = Drawn(carry=True, fraction_train=fraction, fraction_evaluate=0.0)
-    found = Federation(make_model(), grid=failing(SILENCES[case])).run(strategy, 8)
-    assert distance(found, by_hand(strategy.drawn, 3, SILENCES[case])) < 1e-10
+def test_a_run_with_silent_nodes_is_what_the_equations_say(
+    case: str, fraction: float, rounds: int, options: dict[str, Any]
+) -> None:
+    strategy: Any = Drawn(carry=True, fraction_train=fraction, fraction_evaluate=0.0, **options)
+    found = Federation(make_model(), grid=failing(SILENCES[case])).run(strategy, rounds)
+    assert distance(found, by_hand(strategy.drawn, 3, SILENCES[case], **options)) < 1e-10
+
+
+def test_fewer_nodes_than_a_rule_needs_make_no_corrections() -> None:
+    """In some rounds, only two of the three participants have taken part before."""
+    nodes, strategy = Federation(make_model(), grid=Traffic), FedTAN(carry=True, robust="median", fraction_train=0.75)
+    nodes.run(strategy, 6)
+    asked: dict[int, list[Message]] = {}
+    for message in cast(Traffic, nodes.grid).sent:
+        if message.metadata.message_type == "train":
+            config: Any = message.content[wire.CONFIG]
+            asked.setdefault(config["server-round"], []).append(message)
+    heard, counts = set[int](), set[int]()
+    for messages in asked.values():
+        drawn = {message.metadata.dst_node_id for message in messages}
+        corrected = sum(wire.CARRIED in message.content for message in messages)
+        assert corrected == (len(drawn & heard) if len(drawn & heard) >= strategy.fewest_nodes else 0)
+        counts.add(len(drawn & heard))
+        heard |= drawn
+    assert {2, 3} <= counts
 
 
 #: for each round, the nodes that are drawn, and whether each of them replies

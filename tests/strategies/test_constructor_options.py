@@ -27,6 +27,12 @@ def test_a_wrong_keyword_is_named_with_what_was_meant(strategy: type[BaseStrateg
     assert f"{strategy.__name__} has no option {wrong!r}; {hint}" in str(error.value)
 
 
+@pytest.mark.parametrize("every", [0, -1])
+def test_how_often_nodes_evaluate_is_a_positive_number(every: int) -> None:
+    with pytest.raises(ValueError, match=f"evaluate_every must be at least 1, got {every}"):
+        FedAvg(evaluate_every=every)
+
+
 @pytest.mark.parametrize("name", REGISTRY)
 def test_choices_have_the_type_that_says_them(name: str) -> None:
     # a rule has a number, or none

@@ -1,21 +1,24 @@
 """What every registered strategy must hold, in one table."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from inspect import Parameter, signature
 from typing import Any
 
 import pytest
 import torch
 from flwr.app import ArrayRecord, Message
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedbn_flwr import state, wire
+from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import BNClient, Reply
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state import State
-from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg, FedBN, FixBN
+from fedbn_flwr.strategies import MTFL, REGISTRY, BaseStrategy, Centralized, FedAvg, FedBN, FedTAN, FixBN, SiloBN
 from fedbn_flwr.wire import Instruction
+from tests.helpers.engine_comparison import Stacked
 from tests.helpers.harness import INSTRUCTION, Backwards, ClientWrapper, Federation, Traffic, distance, make_model
 
 #: a row a strategy: its options, the normalizer of its model, the group of entries that must not leave a node
@@ -149,6 +152,12 @@ def test_survives_and_names_a_failing_node(name: str, caplog: pytest.LogCaptureF
     assert all("Node 1002 " in text and "out of luck" in text for text in named)
 
 
+def test_nodes_that_fail_alike_are_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    federation("fedavg", wrap=becomes(Failing, 1, 2)).run(make("fedavg"), 1)
+    [line] = [text for text in caplog.messages if "out of luck" in text]
+    assert line.startswith("Nodes 1001, 1002 are left out of this round: it failed")
+
+
 Records = dict[str, dict[str, Tensor]]
 
 
@@ -237,6 +246,44 @@ def test_an_instruction_that_nobody_obeys_is_an_error(name: str) -> None:
 def test_when_no_node_can_train_the_reason_is_said() -> None:
     with pytest.raises(Exception, match=r"no node could train in round 1: node 1000: .*out of luck"):
         Federation(make_model(), wrap=becomes(Failing)).run(FedAvg())
+
+
+def bare(**options: bool) -> nn.Module:
+    """Return the usual model; these options are those of its second BN layer, or of both where none is left."""
+    model = make_model()
+    for name, layer in list(norm.bn_layers(model).items())[-1 if options.pop("one", False) else 0 :]:
+        model.set_submodule(name, nn.BatchNorm2d(layer.num_features, dtype=torch.float64, **options))
+    return model
+
+
+#: a strategy, a model, and what is said of it; nothing where the strategy trains
+BARE: dict[str, tuple[Callable[[], BaseStrategy], Callable[[], nn.Module], str]] = {
+    **{
+        name: (partial(make, name), partial(make_model, "gn"), "the model has no BN layer")
+        for name in sorted(
+            TABLE.keys() - {"fedavg", "fedprox", "fedbs", "fedwon", "scaffold", "standalone", "centralized"}
+        )
+    },
+    "centralized that freezes": (partial(Centralized, freeze_round=1), partial(make_model, "gn"), "no BN layer"),
+    "centralized": (Centralized, partial(make_model, "gn"), ""),
+    "no statistics to freeze": (FixBN, partial(bare, track_running_stats=False), "'net.1' has no running statistics"),
+    "a layer without": (FixBN, partial(bare, track_running_stats=False, one=True), "'net.4' has no running statistics"),
+    "no statistics to keep": (SiloBN, partial(bare, track_running_stats=False), "no running statistics"),
+    "some to keep": (SiloBN, partial(bare, track_running_stats=False, one=True), ""),
+    "nothing affine": (MTFL, partial(bare, affine=False), "'net.1' has no affine parameters"),
+    "nothing affine to freeze": (partial(FixBN, freeze="affine"), partial(bare, affine=False), "no affine parameters"),
+    "statistics of batches": (FedTAN, partial(bare, affine=False, track_running_stats=False), ""),
+}
+
+
+@pytest.mark.parametrize("grid", [InProcessGrid, Stacked])
+@pytest.mark.parametrize("case", BARE)
+def test_a_model_on_which_a_method_would_be_another_one_is_refused_in_round_1(
+    case: str, grid: type[InProcessGrid]
+) -> None:
+    strategy, model, said = BARE[case]
+    with pytest.raises(Exception, match=f"the method would be another one: .*{said}") if said else nullcontext():
+        Federation(model(), grid=grid).run(strategy(), 2)
 
 
 @pytest.mark.parametrize("freeze", ["statistics", "affine", "both"])

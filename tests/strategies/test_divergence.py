@@ -70,6 +70,13 @@ def test_before_a_freeze_the_rate_is_to_blame() -> None:
         Federation(make_model(), grid=spoiling(infinite, lambda _, number: number >= 3)).run(FixBN(freeze_round=50), 60)
 
 
+def test_the_rate_of_the_first_lost_round_is_to_blame() -> None:
+    """Neither the freeze nor the schedule that came after it."""
+    strategy = FixBN(freeze_round=3, lr_schedule="0.1@4")
+    with pytest.raises(DivergedError, match=r"at round 3: .*\); the learning rate is 0\.1: try a lower learning rate$"):
+        Federation(make_model(), grid=spoiling(infinite, lambda _, number: number >= 3)).run(strategy, 60)
+
+
 def test_a_run_of_one_node_and_a_layer_wise_one_diverge_as_well() -> None:
     for strategy, sizes in ((FedAvg(**ALONE), (9,)), (FedTAN(), SIZES)):
         grid = spoiling(infinite, lambda _, number: number >= 2)
@@ -87,6 +94,36 @@ def test_as_long_as_something_is_learned_a_run_goes_on(spoils: Callable[[int, in
     Federation(make_model(), grid=spoiling(infinite, spoils)).run(strategy, 8)
     assert strategy.server_round == 8
     assert strategy.train_replies
+
+
+def test_ten_rounds_in_which_nodes_fail_end_a_run() -> None:
+    strategy = FedAvg()
+    with pytest.raises(CannotTrainError, match=r"^10 rounds in a row brought no usable reply: node 1000: .*no power"):
+        Federation(make_model(), grid=spoiling(failed, lambda _, number: number >= 3)).run(strategy, 60)
+    assert strategy.server_round == 12
+
+
+class Leaving(InProcessGrid):
+    """A grid with two nodes, once its four have trained."""
+
+    def get_node_ids(self) -> list[int]:
+        nodes = list(super().get_node_ids())
+        return nodes[: 2 if self.trained else 4]
+
+    trained = False
+
+    def _answer(self, message: Message) -> Message:
+        self.trained |= message.metadata.message_type == "train"
+        return super()._answer(message)
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [({"secure": True}, 3), ({"secure": True, "secure_min": 4}, 4), ({"robust": "trimmed:0.25"}, 4)],
+)
+def test_a_run_ends_if_fewer_nodes_are_left_than_its_method_needs(options: dict[str, Any], needed: int) -> None:
+    with pytest.raises(CannotTrainError, match=f"^2 of {needed} nodes connected within 0 seconds$"):
+        Federation(make_model(), grid=Leaving).run(FedAvg(patience=0, **options), 60)
 
 
 def test_nodes_that_fail_do_not_end_a_run() -> None:
@@ -109,6 +146,13 @@ def test_a_loss_that_is_not_finite_anywhere_ends_the_run_at_once() -> None:
         DivergedError, match="diverged at round 4: no node's training loss is finite; the learning rate"
     ):
         Federation(make_model(), grid=spoiling(lost, lambda _, number: number == 4)).run(FedAvg(), 60)
+
+
+@pytest.mark.parametrize(("sizes", "fraction"), [((9,), 1.0), (SIZES, 0.5)], ids=["the only node", "two of four"])
+def test_so_does_that_of_few_nodes(sizes: tuple[int, ...], fraction: float) -> None:
+    strategy = FedAvg(fraction_train=fraction, **ALONE)
+    with pytest.raises(DivergedError, match="diverged at round 2: no node's training loss is finite"):
+        Federation(make_model(), sizes, grid=spoiling(lost, lambda _, number: number == 2)).run(strategy, 60)
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.25])

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,6 @@ from torch import nn
 from fedbn_flwr import layerwise, state
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, FixBN, Scaffold
 from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import (
     ALONE,
     INSTRUCTION,
@@ -177,15 +175,6 @@ def test_it_can_be_combined_with_another_method() -> None:
     assert distance(both, run(Scaffold())) > 1e-3
 
 
-def test_layers_without_batch_statistics_take_no_part() -> None:
-    """A model without BN is FedAvg at once: the models come with the first answers."""
-    model = make_model("gn", groups=2)
-    assert exchanges(FedTAN(), model=model) == 1
-    assert (
-        distance(run(FedTAN(), model=make_model("gn", groups=2)), run(FedAvg(), model=make_model("gn", groups=2))) == 0
-    )
-
-
 class Twice(nn.Module):
     """Uses one BN layer twice: it has exchanges of each use."""
 
@@ -260,6 +249,3 @@ def test_a_plain_message_cannot_ask_for_a_layer_wise_step() -> None:
     client = nodes._client(nodes.grid.context(1000))
     with pytest.raises(ValueError, match=r"train\.layerwise"):
         client.train({"arrays": model.state_dict()}, replace(INSTRUCTION, layerwise="fused"))
-    values = [np.asarray(value) for value in model.state_dict().values()]
-    with pytest.raises(ValueError, match=r"train\.layerwise"):
-        client.fit(values, dict(Instruction(layerwise="paper").to_config()))

@@ -1,11 +1,12 @@
 """What FixBN announces before its freeze, and the learning rate from the freeze on, also of FedTAN-II."""
 
+import math
 from typing import Any
 
 import pytest
 
 from fedbn_flwr.server.base_strategy import Round
-from fedbn_flwr.strategies import FedTANII, FixBN, fit_config
+from fedbn_flwr.strategies import FedTANII, FixBN
 from fedbn_flwr.wire import Instruction
 
 
@@ -23,6 +24,11 @@ FROZEN_RATES: dict[str, tuple[dict[str, Any], list[float]]] = {
     "not lower than a schedule that is low enough": ({"lr_schedule": "0.1@2"}, [0.1, 0.1, 0.01, 0.01, 0.01]),
     "what the schedule says of the freeze": ({"lr_schedule": "=0.09@freeze,0.5@4"}, [0.1, 0.1, 0.09, 0.09, 0.045]),
     "a schedule that raises the rate at the freeze": ({"lr_schedule": "=0.3@freeze"}, [0.1, 0.1, 0.3, 0.3, 0.3]),
+    "a cosine, lower than the bound at last": (
+        {"lr_schedule": "warmup@1,cosine@1"},
+        [0.1, 0.1, 0.02, 0.02, 0.1 * (1 + math.cos(0.75 * math.pi)) / 2],
+    ),
+    "a cosine from the freeze on": ({"lr_schedule": "=0.3@freeze,cosine@3"}, [0.1, 0.1, 0.3, 0.3, 0.15]),
     "statistics that move": ({"freeze": "affine"}, [0.1] * 5),
     "statistics and affine parameters that stand still": ({"freeze": "both"}, [0.1, 0.1, 0.02, 0.02, 0.02]),
 }
@@ -33,6 +39,7 @@ FROZEN_RATES: dict[str, tuple[dict[str, Any], list[float]]] = {
 def test_the_rate_under_frozen_statistics(case: str, make: Any) -> None:
     options, wanted = FROZEN_RATES[case]
     strategy = make(**options)
+    strategy.num_rounds = 5
     rates = [strategy.instruct(Instruction(server_round=number, lr=0.1)).lr for number in range(1, 6)]
     assert rates == pytest.approx(wanted)
 
@@ -48,5 +55,3 @@ def test_a_loop_that_has_a_rate_of_its_own_gets_none_and_a_warning(caplog: pytes
     usual = Instruction().lr
     assert [strategy.instruct(Instruction(server_round=number)).lr for number in range(1, 5)] == [usual] * 4
     assert ["has no `lr`" in message for message in caplog.messages] == [True]
-    assert "lr" not in fit_config(FixBN(freeze_round=2))(3)
-    assert fit_config(FixBN(freeze_round=2), lr=0.1)(3)["lr"] == pytest.approx(0.02)

@@ -74,6 +74,17 @@ def test_gathered_equals_the_pooled_statistics_of_what_was_seen() -> None:
         assert torch.allclose(final[f"net.{index}.running_var"], variance, atol=1e-10)
 
 
+@pytest.mark.parametrize("statistics", ["gathered", "layer-wise"])
+def test_nodes_that_did_not_train_gather_as_well(statistics: Any) -> None:
+    nodes, strategy = (
+        Federation(make_model("static-bn"), grid=Traffic),
+        HeteroFL(statistics=statistics, fraction_train=0.5),
+    )
+    nodes.run(strategy, 1)
+    assert len(strategy.train_replies) == 2
+    assert {message.metadata.dst_node_id for message in gathering(nodes)} == set(nodes.grid.get_node_ids())
+
+
 def gathering(nodes: Federation) -> list[Message]:
     """Return the messages that asked nodes for statistics."""
     assert isinstance(nodes.grid, Traffic)

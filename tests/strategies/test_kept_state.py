@@ -53,6 +53,9 @@ PASSING = {
     "_lost",
     "_refused",
     "_sent",
+    "_why_not_common",
+    # what nodes said before a run is resumed, they say again
+    "told",
     "_swept",
     "evaluate_replies",
     "measured",
@@ -112,7 +115,7 @@ class Run:
 
 
 def make(case: str) -> BaseStrategy:
-    return REGISTRY[case.partition(":")[0]](lr_schedule="0.1@0.5", evaluate_every=2, **OPTIONS[case])
+    return REGISTRY[case.partition(":")[0]](lr_schedule="warmup@0.2,cosine@0.5", evaluate_every=2, **OPTIONS[case])
 
 
 #: they keep what another case keeps

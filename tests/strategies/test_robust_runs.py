@@ -35,7 +35,7 @@ from tests.helpers.runs import run as command_run
 
 #: five clients, as Krum needs; the first one lies
 SIZES = (7, 12, 20, 5, 9)
-RULES = ("trimmed:0.2", "krum:1", "multi-krum:1", "norm:1.5")
+RULES = ("trimmed:0.2", "multi-krum:1", "norm:1.5")
 #: by name, a strategy and the normalizer of its model
 METHODS: dict[str, tuple[Callable[..., FedAvg], str]] = {
     "fedavg": (FedAvg, "bn"),
@@ -120,7 +120,7 @@ def test_with_too_few_replies_the_run_says_so(
 ) -> None:
     nodes = Federation(make_model(), SIZES, grid=grid)
     with pytest.raises(CannotTrainError, match=reason):
-        nodes.run(make(robust="krum:1"), 1)
+        nodes.run(make(robust="multi-krum:1"), 1)
 
 
 def test_a_round_with_too_few_replies_leaves_the_model_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
@@ -132,7 +132,7 @@ def test_a_round_with_too_few_replies_leaves_the_model_as_it_was(caplog: pytest.
 
     nodes = Federation(make_model(), SIZES, grid=UselessLater)
     with caplog.at_level(logging.WARNING):
-        ends = [nodes.run(FedAvg(robust="krum:1"), rounds) for rounds in (1, 3)]
+        ends = [nodes.run(FedAvg(robust="multi-krum:1"), rounds) for rounds in (1, 3)]
     assert distance(*ends) == 0
     assert caplog.text.count("replies of 5 nodes are needed, and there are 4") == 2
 
@@ -161,8 +161,9 @@ def test_a_rule_with_a_way_around_it_is_refused(case: str) -> None:
         ("fedavg:robust=mean", "method 'fedavg:robust=mean': unknown robust rule 'mean'"),
         ("fedavg:secure=true:lie=2", "lie changes what the server gets of one client, which secure=true hides"),
         ("fedavg:secure=true:robust=median", "robust compares the nodes' replies"),
+        ("fedtan:secure=true:carry=true", "cannot run with secure=true: carry=true keeps each node's values"),
         ("fedbs:robust=median", "a robust rule would not reach losses"),
-        ("fedavg:robust=krum:1", "method 'fedavg:robust=krum:1' needs 5 nodes in a round, and 2 take part"),
+        ("fedavg:robust=multi-krum:1", "method 'fedavg:robust=multi-krum:1' needs 5 nodes in a round, and 2 take part"),
         ("fedavg:secure=true", "method 'fedavg:secure=true' needs 3 nodes in a round, and 2 take part"),
     ],
 )
@@ -180,10 +181,10 @@ def test_a_rule_that_does_not_fit_a_run_is_one_line(
 def test_a_lie_is_an_option_of_a_run(engine: str, tmp_path: Path) -> None:
     """Krum finds the liar, and the model learns."""
     options: Any = {"rounds": "3", "clients": "5", "partition": "iid", "lie": "1e5"}
-    for rule in ("none", "krum:1"):
+    for rule in ("none", "multi-krum:1"):
         folder = str(tmp_path / rule.replace(":", ""))
         assert command_run("run", engine=engine, robust=rule, results_dir=folder, **options) == 0
-    files = [next((tmp_path / name).rglob("model.safetensors")) for name in ("none", "krum1")]
+    files = [next((tmp_path / name).rglob("model.safetensors")) for name in ("none", "multi-krum1")]
     sizes = [max(value.abs().max().item() for value in load_file(file).values()) for file in files]
     assert sizes[0] > 1e4
     assert sizes[1] < 1e3

@@ -1,19 +1,17 @@
 """SCAFFOLD: the paper's algorithm step by step, and what its statement promises, the optimum for any participation."""
 
+from collections.abc import Iterable
 from dataclasses import replace
-from types import SimpleNamespace
+from math import inf
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from flwr.app import RecordDict
-from flwr.serverapp import Grid
+from flwr.app import Message
 from torch import nn
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.base_strategy import Round
-from fedbn_flwr.server.replies import NodeReply
-from fedbn_flwr.server.sampling import Node as Description
+from fedbn_flwr.client import BNClient
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedBN, Scaffold
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, make_split, participants
@@ -106,37 +104,56 @@ def test_entries_that_stay_on_a_node_are_not_corrected() -> None:
     assert nodes.kept(0, wire.CONTROL_VARIATES).keys() == dict(make_model().named_parameters()).keys() - local
 
 
-@pytest.mark.parametrize(
-    ("options", "samples", "share"),
-    [
-        ({}, {0: 1, 1: 1, 2: 2}, 3 / 4),
-        ({"weighting": "uniform"}, {0: 1, 1: 1, 2: 2}, 2 / 3),
-        # what these weights are of all clients nobody knows
-        ({"weighted_by_key": "own-weight"}, {0: 1, 1: 1, 2: 2}, 2 / 3),
-        # nor where a node does not know its number of samples
-        ({}, {0: 0, 1: 1, 2: 2}, 2 / 3),
-    ],
-)
-def test_the_share_of_those_that_answered(options: dict[str, Any], samples: dict[int, int], share: float) -> None:
-    strategy = Scaffold(**options)
-    strategy.round = Round(grid=cast(Grid, SimpleNamespace(get_node_ids=lambda: samples)))
-    strategy.roster._known |= {node: Description(node, node, number) for node, number in samples.items()}
-    assert strategy._share(
-        [NodeReply(node, node, samples[node], {}, {}, RecordDict()) for node in (1, 2)]
-    ) == pytest.approx(share)
+class Silent(InProcessGrid):
+    """A grid whose first node is connected, and answers from some round on."""
+
+    returns: float = inf
+    round = 0
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        kinds = [message.metadata.message_type for message in messages]
+        self.round += "train" in kinds
+        self.asked = [*getattr(self, "asked", []), *kinds]
+        lost = [message.metadata.dst_node_id == 1000 and self.round < self.returns for message in messages]
+        ids = iter(super().push_messages(message for message, gone in zip(messages, lost, strict=True) if not gone))
+        return ["lost" if gone else next(ids) for gone in lost]
 
 
-@pytest.mark.parametrize("connected", [range(4), range(3)])
-def test_where_all_were_to_answer_the_others_are_asked_for_their_samples(connected: range) -> None:
-    """Nobody has described itself before: no node was drawn. The last one may have answered and disconnected."""
-    strategy, nodes = Scaffold(), Federation(make_model()).grid
-    strategy.round = Round(grid=InProcessGrid(nodes._client_app, len(SIZES), partitions=connected))
-    replies = [NodeReply(1000 + index, index, size, {}, {}, RecordDict()) for index, size in enumerate(SIZES)][1:]
-    assert strategy._share(replies) == pytest.approx(sum(SIZES[1:]) / sum(SIZES))
+@pytest.mark.parametrize(("weighting", "shares"), [("examples", EXAMPLES), ("uniform", UNIFORM)])
+@pytest.mark.parametrize("returns", [2, inf])
+def test_a_node_that_is_silent_counts_like_the_others_until_it_replies(
+    weighting: Any, shares: list[float], returns: float
+) -> None:
+    nodes, strategy = Federation(make_model(), grid=Silent), Scaffold(weighting=weighting, exchange_timeout=0.05)
+    grid = cast(Silent, nodes.grid)
+    grid.returns = returns
+    nodes.run(strategy, 3)
+    assert grid.asked.count("query.describe") == (weighting == "examples")
+    total = 1.0 if returns == 2 else 4 / 3 * sum(shares[1:])
+    kept = [nodes.kept(partition, wire.CONTROL_VARIATES) for partition in range(len(SIZES))]
+    for name, value in strategy.package(1001, nodes.initial)[wire.CONTROL_VARIATES].items():
+        mean = sum(share / total * own[name].numpy() for share, own in zip(shares, kept, strict=True) if own)
+        np.testing.assert_allclose(value.numpy(), mean, atol=1e-14)
 
 
-def test_where_nodes_count_the_same_nobody_is_asked() -> None:
-    strategy = Scaffold(weighting="uniform")
-    strategy.round = Round(grid=cast(Grid, SimpleNamespace(get_node_ids=lambda: [0, 1, 2])))
-    replies = [NodeReply(node, node, 5, {}, {}, RecordDict()) for node in (1, 2)]
-    assert strategy._share(replies) == pytest.approx(2 / 3)
+def test_a_weight_that_only_replies_say_is_of_all_clients_once_all_have_replied() -> None:
+    strategy, nodes = Scaffold(fraction_train=0.5, weighted_by_key="own-weight"), Federation(make_model(), wrap=weighs)
+    drawn = participants(strategy)
+    nodes.run(strategy, 8)
+    assert {partition for each in drawn for partition in each} == set(range(len(SIZES)))
+    kept = [nodes.kept(partition, wire.CONTROL_VARIATES) for partition in range(len(SIZES))]
+    for name, value in strategy.package(1001, nodes.initial)[wire.CONTROL_VARIATES].items():
+        mean = sum(share * own[name].numpy() for share, own in zip(EXAMPLES, kept, strict=True))
+        np.testing.assert_allclose(value.numpy(), mean, atol=1e-14)
+
+
+def weighs(client: BNClient, index: int) -> BNClient:
+    """Let a client say its number of samples by another name."""
+    reply = client.reply
+
+    def named(metrics: Any, *more: Any) -> Any:
+        return reply({**metrics, "own-weight": SIZES[index]}, *more)
+
+    cast(Any, client).reply = named
+    return client

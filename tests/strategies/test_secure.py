@@ -2,27 +2,28 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import Context, Error, Message
+from flwr.app import Array, ArrayRecord, Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.layerwise.carried import CarriedValues
+from fedbn_flwr.client import BNClient
 from fedbn_flwr.secure import fixed_point, masks
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import (
     HBN,
     REGISTRY,
+    CannotTrainError,
     FedAvg,
     FedBN,
     FedBS,
-    FedDNA,
     FedNorm,
     FedTAN,
     FixBN,
@@ -32,6 +33,7 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.wire import masked
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, Traffic, distance, make_model, make_split
+from tests.helpers.users_module import users_module
 
 Options = dict[str, Any]
 #: every method that can, as it is and with options that change what is sent
@@ -46,9 +48,6 @@ CASES: dict[str, tuple[Any, Options]] = {
     "the paper's exchanges": (FedTAN, {"exchange": "paper"}),
     "uniform exchanges": (FedTAN, {"weighting": "uniform"}),
     "uniform variates": (Scaffold, {"weighting": "uniform"}),
-    "carried": (FedTAN, {"carry": True, "memory": 0.0}),
-    "carried, uniform": (FedTAN, {"carry": True, "memory": 0.0, "weighting": "uniform"}),
-    "carried forward": (FedDNA, {"carry": True, "memory": 0.0}),
     "layer by layer": (HeteroFL, {"statistics": "layer-wise"}),
 }
 
@@ -98,13 +97,14 @@ def test_the_spread_of_losses_is_that_in_the_clear() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], FedAvg], str]] = {
     "domains": (lambda: FedNorm(secure=True), "BN within each domain"),
-    "memory": (lambda: FedTAN(secure=True, carry=True, memory=0.5), "their difference may show a node's"),
+    "carried": (lambda: FedTAN(secure=True, carry=True), "carry=true keeps each node's values"),
     "privacy": (
         lambda: FedAvg(secure=True, weighting="uniform", privacy=Privacy(1.0, 0.1)),
         "clips each node's update",
     ),
     "robust": (lambda: FedAvg(secure=True, robust="median"), "compares the nodes' replies"),
     "personal means": (lambda: FedBN(secure=True, mean_personal=True), "what single nodes keep"),
+    "a part of the nodes": (lambda: FedAvg(secure=True, fraction_train=0.5), "fraction_train must be 1"),
     "another weight": (lambda: FedAvg(secure=True, weighted_by_key="train-loss"), "weighs by 'train-loss'"),
 }
 
@@ -116,14 +116,13 @@ def test_what_needs_single_replies_is_refused_by_name(case: str) -> None:
         Federation(make_model()).run(make())
 
 
-def test_a_method_of_a_users_own_that_looks_at_replies_is_refused() -> None:
-    class Largest(FedAvg):
-        def weigh(self, replies: Any) -> list[float]:
-            return [max(reply.num_examples for reply in replies)] * len(replies)
-
-    Largest.weigh.__module__ = "theirs"
-    with pytest.raises(ValueError, match="its own `weigh` may look at single replies"):
-        Federation(make_model()).run(Largest(secure=True))
+@pytest.mark.parametrize("hook", ["weigh", "merge", "aggregate_train", "aggregate_evaluate"])
+def test_a_method_of_a_users_own_that_looks_at_replies_is_refused(
+    hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = f"class Own(FedAvg):\n    def {hook}(self, *_): raise AssertionError\n"
+    with pytest.raises(ValueError, match=f"its own `{hook}` may look at single replies"):
+        Federation(make_model()).run(users_module(tmp_path, code, monkeypatch).Own(secure=True))
 
 
 # ---- what leaves a node ---------------------------------------------------------------------------------------------
@@ -190,7 +189,7 @@ def leaks(kind: type[FedAvg], options: Options, monkeypatch: pytest.MonkeyPatch)
                 if reply.has_content() and masked.MASKED in reply.content.array_records:
                     hidden = reply.content.array_records[masked.MASKED]["sum"].numpy()
                     bare = hidden.copy()
-                    masks._apply_to_all([(masks._Stream(seed, participants.digest), fixed_point.subtract_from)], bare)
+                    masks._apply_to_all([(masks._Stream(seed), fixed_point.subtract_from)], bare)
                     opened.append(bare.tobytes())
         return cancel(total, participants, own, absent)
 
@@ -210,7 +209,6 @@ BYTES: dict[str, tuple[type[FedAvg], Options]] = {
     "fedtan": (FedTAN, {}),
     "scaffold": (Scaffold, {}),
     "hbn": (HBN, {}),
-    "carried": (FedTAN, {"carry": True, "memory": 0.0}),
 }
 
 
@@ -220,7 +218,7 @@ def test_no_byte_that_is_sent_shows_a_number_of_one_node(case: str, monkeypatch:
 
 
 def test_the_server_would_find_them_without_pairwise_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "_pair_stream", lambda *_: (masks._Stream(b"", b""), lambda *_: None))
+    monkeypatch.setattr(masks, "_pair_stream", lambda *_: (masks._Stream(b""), lambda *_: None))
     assert leaks(FedAvg, {}, monkeypatch) > 100
 
 
@@ -234,7 +232,21 @@ def test_the_server_would_find_those_of_an_exchange_without_masks(monkeypatch: p
     assert leaks(FedTAN, {}, monkeypatch) > 10
 
 
+def test_a_hook_gets_no_reply_of_a_single_node_by_pushing_messages() -> None:
+    class Pushing(FedAvg):
+        def refine(self, merged: Any) -> Any:
+            self.grid.push_messages([Message(message.content, 1000, "train") for message in self._sent[:1]])
+            return merged
+
+    with pytest.raises(RuntimeError, match="nodes are asked by `send_and_receive`, which returns a mean"):
+        Federation(make_model()).run(Pushing(secure=True), 1)
+
+
 # ---- nodes that are lost -------------------------------------------------------------------------------------------
+
+
+#: as many nodes as a sum needs to bear the loss of one
+FIVE = (*SIZES, 9)
 
 
 class Losing(Traffic):
@@ -263,16 +275,18 @@ def what_is_asked(message: Message) -> tuple[int, str]:
     return message.metadata.dst_node_id, f"{kind} {config.get('server-round')}"
 
 
-def run_losing(lose: Callable[[int, str], bool], strategy: FedAvg | None = None) -> tuple[Federation, state.State]:
-    nodes = Federation(make_model(), grid=Losing)
+def run_losing(
+    lose: Callable[[int, str], bool], strategy: FedAvg | None = None, **instruction: Any
+) -> tuple[Federation, state.State]:
+    nodes = Federation(make_model(), FIVE, grid=Losing)
     nodes.grid.lose = lose  # type: ignore[attr-defined]
     strategy = strategy or FedAvg(secure=True, fraction_evaluate=0.0, min_train_nodes=4)
-    return nodes, nodes.run(strategy, 2)
+    return nodes, nodes.run(strategy, 2, **instruction)
 
 
 def without(lost: int, strategy: FedAvg | None = None) -> state.State:
     """Two rounds in the clear, in the first of which a node is lost."""
-    nodes = Federation(make_model(), grid=Losing)
+    nodes = Federation(make_model(), FIVE, grid=Losing)
     nodes.grid.lose = lambda node, what: (node, what) == (lost, "train 1")  # type: ignore[attr-defined]
     return nodes.run(strategy or FedAvg(fraction_evaluate=0.0, min_train_nodes=4), 2)
 
@@ -291,13 +305,44 @@ def test_a_node_lost_after_its_reply_still_counts() -> None:
         return what == "open" and len(opened) == 2
 
     _, found = run_losing(lose)
-    assert distance(found, Federation(make_model()).run(FedAvg(fraction_evaluate=0.0), 2)) < 1e-9
+    assert distance(found, Federation(make_model(), FIVE).run(FedAvg(fraction_evaluate=0.0), 2)) < 1e-9
+
+
+def test_a_sum_needs_more_than_three_quarters_of_its_nodes_whatever_the_minimum_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With so few, a server that has named other nodes to some could open two sums; it does not even ask."""
+    nodes = Federation(make_model(), (6,) * 7, grid=Losing)
+    lost, grid = set(list(nodes.grid.get_node_ids())[:2]), cast(Losing, nodes.grid)
+    grid.lose = lambda node, what: node in lost and what == "train 2"
+    found = nodes.run(FedAvg(secure=True, fraction_evaluate=0.0, min_train_nodes=7), 2)
+    assert distance(found, Federation(make_model(), (6,) * 7).run(FedAvg(fraction_evaluate=0.0), 1)) < 1e-9
+    assert "replies of 5 of 7 nodes came, and a sum needs 6" in caplog.text
+    assert [what_is_asked(message)[1] for message in grid.sent].count("open") == 7
+
+
+def test_a_sum_of_another_number_of_nodes_than_said_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as one whose masks do not cancel: its first number is how many nodes it is of."""
+
+    class Twice(Traffic):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            replies = list(super().pull_messages(message_ids))
+            for reply in replies[:1]:
+                if reply.metadata.message_type == "train":
+                    hidden = reply.content.array_records[masked.MASKED]["sum"].numpy().copy()
+                    hidden[0, 0] += np.uint64(1)
+                    reply.content[masked.MASKED] = ArrayRecord({"sum": Array(hidden)})
+            return replies
+
+    nodes = Federation(make_model(), grid=Twice)
+    with pytest.raises(CannotTrainError, match="the masks do not cancel"):
+        nodes.run(FedAvg(secure=True, fraction_evaluate=0.0), 1)
 
 
 @pytest.mark.parametrize(
     ("lost", "reason"),
     [
-        ("two replies", "replies of 2 of 4 nodes came, and a sum needs 3"),
+        ("two replies", "replies of 3 of 5 nodes came, and a sum needs 4"),
         ("a reply, and another node's help", "masks with nodes .* do not cancel"),
         ("the help of two", "it did not help to open the sum: gone"),
     ],
@@ -319,82 +364,40 @@ def test_a_round_that_cannot_be_right_is_skipped_by_name(
         return rounds == 2 and (node, what) in losses
 
     _, found = run_losing(lose)
-    assert distance(found, Federation(make_model()).run(FedAvg(fraction_evaluate=0.0), 1)) < 1e-9
+    assert distance(found, Federation(make_model(), FIVE).run(FedAvg(fraction_evaluate=0.0), 1)) < 1e-9
     assert "brought no usable reply" in caplog.text
     assert re.search(reason, caplog.text)
 
 
-def test_an_exchange_that_loses_a_node_starts_again_without_it_and_with_other_batches() -> None:
+@pytest.mark.parametrize("batch_size", [3, 4])
+def test_an_exchange_that_loses_a_node_starts_again_without_it_and_with_other_batches(
+    batch_size: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The node with five samples has them all in a mini-batch of four, to which the fifth is added: it has no other."""
     first, *_ = Federation(make_model()).grid.get_node_ids()
-    asked = list[str]()
+    asked, drawn = list[str](), dict[int, set[int]]()
+    plan = BNClient.plan
+
+    def noting(self: BNClient, instruction: Any, *more: Any) -> Any:
+        drawn.setdefault(self.partition_id, set()).add(instruction.seed)
+        return plan(self, instruction, *more)
 
     def lose(node: int, what: str) -> bool:
         if node == first and what == f"{wire.LAYERWISE} 1":
             asked.append(what)
         return node == first and len(asked) > 1 and what == f"{wire.LAYERWISE} 1"
 
-    nodes, _ = run_losing(lose, FedTAN(secure=True, fraction_evaluate=0.0, min_train_nodes=4))
+    monkeypatch.setattr(BNClient, "plan", noting)
+    strategy = FedTAN(secure=True, fraction_evaluate=0.0, min_train_nodes=4)
+    nodes, _ = run_losing(lose, strategy, batch_size=batch_size)
     grid: Any = nodes.grid
     positions = [message.content.config_records.get("position") for message in grid.sent]
-    attempts = {position["attempt"] for position in positions if position}
-    assert attempts == {1, 2}
-
-
-def lossy(lost: int, what: str, secure: bool, rounds: int) -> state.State:
-    """Rounds of carried corrections in which a message to a node is lost."""
-    nodes = Federation(make_model(), grid=Losing)
-    nodes.grid.lose = lambda node, asked: (node, asked) == (lost, what)  # type: ignore[attr-defined]
-    strategy = FedTAN(carry=True, memory=0.0, secure=secure, fraction_evaluate=0.0, min_train_nodes=4)
-    return nodes.run(strategy, rounds)
-
-
-def test_a_node_lost_after_the_pool_leaves_over_what_it_would_have_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, *_ = Federation(make_model()).grid.get_node_ids()
-    hidden = lossy(first, "train 2", True, 4)
-    assert distance(lossy(first, "train 2", False, 4), hidden) > 1e-6
-
-    def only_forget(self: CarriedValues, corrections: Any, silent: Iterable[int], averaged: Any) -> None:
-        for node in silent:
-            self.by_node.pop(node, None)
-
-    monkeypatch.setattr(CarriedValues, "settle", only_forget)
-    assert distance(lossy(first, "train 2", False, 4), hidden) < 1e-9
-
-
-def test_a_node_that_gave_no_values_trains_without_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, *_ = Federation(make_model()).grid.get_node_ids()
-    hidden = lossy(first, f"{masked.CARRIED_QUERY} 2", True, 2)
-    correct = FedTAN._correct
-
-    def forgetting(self: FedTAN, nodes: Any) -> Any:
-        self.carried.by_node.pop(first, None)
-        return correct(self, nodes)
-
-    monkeypatch.setattr(FedTAN, "_correct", forgetting)
-    assert distance(lossy(-1, "", False, 2), hidden) < 1e-9
-
-
-def test_a_node_that_was_not_drawn_for_long_trains_without_corrections() -> None:
-    def drawn(secure: bool, oldest: int) -> state.State:
-        strategy = FedTAN(carry=True, memory=0.0, oldest=oldest, secure=secure, fraction_train=0.84)
-        # five of six nodes, so that always three of them have new values
-        return Federation(make_model(), (6,) * 6).run(strategy, 6)
-
-    hidden = drawn(True, 1)
-    assert distance(drawn(False, 1), hidden) < 1e-9
-    assert distance(drawn(False, 0), hidden) > 1e-6
-
-
-def test_too_few_nodes_with_values_train_without_corrections(caplog: pytest.LogCaptureFixture) -> None:
-    nodes = Federation(make_model(), grid=Losing)
-    lost = {(node, f"{masked.CARRIED_QUERY} 2") for node in list(nodes.grid.get_node_ids())[:2]}
-    nodes.grid.lose = lambda node, what: (node, what) in lost  # type: ignore[attr-defined]
-    nodes.run(FedTAN(carry=True, secure=True, fraction_evaluate=0.0, min_train_nodes=4), 2)
-    grid: Any = nodes.grid
-    asked = [message for message in grid.sent if message.metadata.message_type == "train"]
-    assert len(asked) == 8
-    assert all(wire.CARRIED not in message.content for message in asked)
-    assert "Round 2 goes without carried corrections" in caplog.text
+    assert {position["attempt"] for position in positions if position} == ({1, 2} if batch_size == 3 else {1, 2, 3})
+    assert len(drawn.pop(0)) == 1
+    assert ("this node's mini-batch is all of its samples" in caplog.text) == (batch_size == 4)
+    secret = [seeds - {INSTRUCTION.seed} for seeds in drawn.values() if len(seeds) > 1]
+    assert len(secret) >= 3
+    assert not set.intersection(*secret)
 
 
 def test_two_nodes_are_too_few() -> None:

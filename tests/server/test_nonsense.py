@@ -1,0 +1,123 @@
+"""One node of four sends nonsense, of every kind: the run goes on, and the log names the node."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedbn_flwr import state, wire
+from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedBN, FedNorm, FedTAN, Scaffold
+from fedbn_flwr.traffic.counting_grid import CountingGrid
+from tests.helpers.harness import Federation
+from tests.helpers.nonsense import BAD, DESCRIPTIONS, HARMLESS, NONSENSE, AbsentNode, BadNode, Change, metric, sends
+
+METHODS: dict[str, Callable[[], BaseStrategy]] = {
+    "fedavg": partial(FedAvg, exchange_timeout=0.1),
+    "fedbn": partial(FedBN, exchange_timeout=0.1),
+    "fedtan": partial(FedTAN, exchange_timeout=0.1),
+    "fednorm": partial(FedNorm, exchange_timeout=0.1),
+    "scaffold": partial(Scaffold, exchange_timeout=0.1),
+}
+#: strategies that ask nodes to describe themselves
+ASKING: dict[str, Callable[[], BaseStrategy]] = {
+    "fedavg": partial(FedAvg, fraction_train=0.75),
+    "fednorm": FedNorm,
+    "scaffold": partial(Scaffold, fraction_train=0.75),
+}
+
+
+def run(strategy: BaseStrategy, grid: type[BadNode], rounds: int = 2) -> state.State:
+    """Run a small federation, with evaluations; the grid is counted as in an experiment."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        nodes = Federation(nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.BatchNorm1d(3)), grid=grid)
+    return nodes.run(strategy, rounds, grid=CountingGrid(nodes.grid), local_steps=1)
+
+
+@cache
+def without(method: str) -> state.State:
+    """Return the model of a run in which the node fails in every round."""
+    return run(METHODS[method](), AbsentNode)
+
+
+def names_the_node(log: pytest.LogCaptureFixture) -> bool:
+    return any(str(BAD) in text for text in log.messages)
+
+
+#: what FedTAN's server hears only at the end of a step, in which the node had its share
+AT_THE_END = ("a list of losses", "no losses in a list")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", NONSENSE)
+def test_nonsense_is_refused_by_name(kind: str, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = without(method)
+    caplog.clear()
+    after = run(METHODS[method](), sends(NONSENSE[kind]))
+    assert names_the_node(caplog)
+    same = all(torch.equal(after[name], wanted[name]) for name in wanted)
+    assert same or (method == "fedtan" and kind in AT_THE_END)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedtan", "fednorm"])
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_the_run_goes_on_with_what_is_odd(kind: str, method: str) -> None:
+    after = run(METHODS[method](), sends(HARMLESS[kind]))
+    assert all(value.isfinite().all() for value in after.values())
+
+
+@pytest.mark.parametrize("method", ASKING)
+@pytest.mark.parametrize("kind", DESCRIPTIONS)
+def test_a_node_that_describes_itself_as_nonsense_is_named(
+    kind: str, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    after = run(ASKING[method](), sends(DESCRIPTIONS[kind], True))
+    assert names_the_node(caplog)
+    assert all(value.isfinite().all() for value in after.values())
+
+
+class Later(BadNode):
+    """A node that tells the truth in the first round."""
+
+    def spoiled(self, message: Any, reply: Any) -> Any:
+        first = message.content.config_records[wire.CONFIG]["server-round"] == 1
+        return reply if first else super().spoiled(message, reply)
+
+
+def later(change_of: Change) -> type[BadNode]:
+    class Grid(Later):
+        change = staticmethod(change_of)
+
+    return Grid
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedtan"])
+def test_a_count_that_has_grown_too_much_is_refused(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    for count, refusals, growth in ((24, 0, 2.0), (25, 1, 2.0), (10**12, 1, 2.0), (10**12, 0, float("inf"))):
+        caplog.clear()
+        strategy = METHODS[method]()
+        strategy.count_growth = growth
+        run(strategy, later(metric(wire.NUM_EXAMPLES, count)))
+        said = f"Node {BAD} is left out of this round: its 'num-examples' is {count}, over 2 times the 12 that it said"
+        assert sum(said in text for text in caplog.messages) == refusals
+
+
+def test_a_node_with_nearly_all_weight_is_named_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    run(FedAvg(), sends(metric(wire.NUM_EXAMPLES, 10**12)), 1)
+    assert f"Node {BAD} has 100.0 % of all weights, and says that it has 1e+12 examples" in caplog.messages
+
+
+def test_a_count_is_compared_with_the_description(caplog: pytest.LogCaptureFixture) -> None:
+    run(FedAvg(fraction_train=0.75, min_train_nodes=3, seed=1), sends(metric(wire.NUM_EXAMPLES, 10**12)), 3)
+    assert any("over 2 times the 12 that it said at first" in text for text in caplog.messages)
+
+
+def test_a_client_that_obeys_nothing_is_left_out_while_others_obey(caplog: pytest.LogCaptureFixture) -> None:
+    after = run(METHODS["fedbn"](), sends(lambda content: content.pop(wire.REPORT)))
+    assert all(torch.equal(after[name], value) for name, value in without("fedbn").items())
+    assert any(
+        f"Node {BAD} is left out of this round: it did not acknowledge keep-local" in text for text in caplog.messages
+    )
