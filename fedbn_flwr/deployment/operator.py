@@ -84,10 +84,10 @@ class Operator:
         return list(self.flower("list", self.name)["runs"])
 
     def flower(self, *words: str) -> dict[str, Any]:
-        """Run Flower's command and return its JSON."""
+        """Run Flower's command, whose script need not lie beside the interpreter, and return its JSON."""
         environment = {**os.environ, **_NO_PROXY, "FLWR_HOME": str(self.home), "FLWR_TELEMETRY_ENABLED": "0"}
         environment["FLWR_DISABLE_UPDATE_CHECK"] = "1"
-        command = [str(Path(sys.executable).with_name("flwr")), *words, "--format", "json"]
+        command = [sys.executable, "-P", "-m", "flwr.cli.app", *words, "--format", "json"]
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, check=False, timeout=COMMAND_PATIENCE

@@ -18,9 +18,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from cryptography import x509
+
 from fedbn_flwr import __version__
-from fedbn_flwr.client.masked_memory import MINIMUM
-from fedbn_flwr.client.masking import read_pins
+from fedbn_flwr.client.gate import read_pins
+from fedbn_flwr.client.gate_memory import MINIMUM
 from fedbn_flwr.deployment.errors import DeploymentError
 from fedbn_flwr.deployment.keys import load_node_key, public_text
 from fedbn_flwr.deployment.site import SECURE, WRITTEN, read_env
@@ -52,8 +54,6 @@ def preflight(kit: Path) -> Iterator[Check]:
     for name, check in _CHECKS.items():
         try:
             yield from check(kit, env)
-        except ssl.SSLCertVerificationError as error:
-            yield Check(name, "failed", f"the server's certificate is refused: {error.verify_message}")
         except (OSError, HTTPException, DeploymentError, KeyError) as error:
             yield Check(name, "failed", " ".join(str(error).split()))
 
@@ -84,6 +84,11 @@ def _connect(kit: Path, address: str) -> HTTPSConnection:
     connection = HTTPSConnection(host.strip("[]"), int(port), timeout=PATIENCE, context=context)
     try:
         connection.connect()
+    except ssl.SSLCertVerificationError as error:
+        shown = ssl.get_server_certificate((connection.host, connection.port), timeout=PATIENCE)
+        end = x509.load_pem_x509_certificate(shown.encode()).not_valid_after_utc
+        text = f"the server's certificate is refused: {error.verify_message} (valid until {end:%Y-%m-%d})"
+        raise DeploymentError(text) from error
     except (socket.gaierror, TimeoutError, ConnectionError) as error:
         raise DeploymentError(f"{address} cannot be reached: {error}") from error
     return connection
@@ -254,7 +259,8 @@ def _data(_: Path, env: Mapping[str, str]) -> Iterator[Check]:
         yield Check("data", "warning", f"no folder of images a class in {folder}; it has: {', '.join(names[:10])}")
     for home in homes:
         for role in ("train", "test"):
-            counts = {path.name: _count(path) for path in sorted((home / role).glob("*/"))}
+            folders = sorted((home / role).glob("*/"))
+            counts = {path.name: sum(len(files) for *_, files in os.walk(path)) for path in folders}
             text = ", ".join(f"{name} {count}" for name, count in counts.items())
             verdict: Verdict = "ok" if counts and all(counts.values()) else "failed"
             yield Check("data", verdict, f"{home / role}: {text or 'no classes'}")
@@ -280,10 +286,6 @@ def _require_readable(folder: Path) -> None:
                 os.close(os.open(Path(place, file), os.O_RDONLY))
             except OSError as error:
                 refuse(error)
-
-
-def _count(folder: Path) -> int:
-    return sum(len(files) for _, _, files in os.walk(folder))
 
 
 _CHECKS: dict[str, Callable[[Path, Mapping[str, str]], Iterator[Check]]] = {

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from flwr.common.config import parse_config_args
 
-from fedbn_flwr.clientapp.kept_states import STATE_VARIABLE
+from fedbn_flwr.client.node_memory import STATE_VARIABLE
 from fedbn_flwr.deployment.cli import main
 from fedbn_flwr.deployment.federation import Federation
 from fedbn_flwr.deployment.site import read_env

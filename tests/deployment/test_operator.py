@@ -1,6 +1,7 @@
 """The operator's commands, against a server that answers from a table, and a Flower command that does."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,3 +157,16 @@ def test_what_flower_refuses_is_one_line(federation: Path, capsys: pytest.Captur
     shown = capsys.readouterr().err
     assert shown.startswith("fedbn-flwr: `flwr supernode list` at 127.0.0.1:")
     assert shown.count("\n") == 1
+
+
+def test_flowers_command_need_not_lie_beside_the_interpreter(
+    federation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # as on Debian, whose Python is /usr/bin/python3 and whose pip installs commands into /usr/local/bin
+    interpreter = tmp_path / "bin" / "python3"
+    interpreter.parent.mkdir()
+    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    assert main(["status", "--operator", str(federation / "operator")]) == 2
+    assert capsys.readouterr().err.startswith("fedbn-flwr: `flwr supernode list` at 127.0.0.1:")

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from email.utils import formatdate
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ from flwr.supercore.error import ApiErrorCode
 
 from fedbn_flwr.deployment import preflight as module
 from fedbn_flwr.deployment.cli import main
+from fedbn_flwr.deployment.keys import make_server_certificate
 from tests.helpers.checkout import ROOT
 from tests.helpers.tls_server import TLSServer
 
@@ -61,6 +63,17 @@ def test_a_server_of_another_federation_is_refused_and_the_other_checks_go_on(ki
     assert found["tls"][1].startswith("the server's certificate is refused: ")
     assert found["key"][0] == "ok"
     assert main(["preflight", str(kit)]) == 1
+
+
+def test_a_certificate_that_has_expired_is_named_with_its_date(kit: Path, tmp_path: Path) -> None:
+    ca, hosts = tmp_path / "federation" / "ca", ["127.0.0.1"]
+    make_server_certificate(ca / "ca.crt", ca / "ca.key", hosts, 0, tmp_path)
+    ended = datetime.now(UTC)
+    with TLSServer(tmp_path, {}) as server:
+        change(kit, FEDBN_SERVER=f"127.0.0.1:{server.port}")
+        verdict, text = checks(kit)["tls"]
+    assert verdict == "failed"
+    assert f"certificate has expired (valid until {ended:%Y-%m-%d})" in text
 
 
 def test_a_server_that_is_not_there(kit: Path) -> None:

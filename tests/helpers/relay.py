@@ -13,8 +13,8 @@ _CONNECT_TIMEOUT = 30.0
 class Relay:
     """Passes every connection on, and holds back all data while it is cut."""
 
-    def __init__(self, port: int, target: tuple[str, int]) -> None:
-        self._target = target
+    def __init__(self, port: int, target: tuple[str, int], source: str = "") -> None:
+        self._target, self._source = target, (source, 0) if source else None
         #: seconds that data take, each way
         self.delay = 0.0
         self._whole = Event()
@@ -48,7 +48,7 @@ class Relay:
                 client, _ = self._listener.accept()
                 self._whole.wait()
                 try:
-                    server = socket.create_connection(self._target, timeout=_CONNECT_TIMEOUT)
+                    server = socket.create_connection(self._target, _CONNECT_TIMEOUT, self._source)
                 except OSError:
                     client.close()
                     continue

@@ -16,6 +16,9 @@ class TLSServer:
     """
 
     def __init__(self, folder: Path, pages: Mapping[str, bytes], key: str = "") -> None:
+        #: the bytes of every POST's body
+        self.received = received = list[int]()
+
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
@@ -23,7 +26,7 @@ class TLSServer:
                 self._answer(200 if self.path in pages else 404, pages.get(self.path, b""))
 
             def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"] or 0))
+                received.append(len(self.rfile.read(int(self.headers["Content-Length"] or 0))))
                 self._answer(412 if self.path in pages else 403, pages.get(self.path, b""))
 
             def _answer(self, status: int, content: bytes) -> None:
