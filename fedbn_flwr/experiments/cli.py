@@ -25,6 +25,7 @@ from fedbn_flwr.experiments.recipes.commands import add_recipe_commands, list_re
 from fedbn_flwr.experiments.recipes.matrix import Cell
 from fedbn_flwr.experiments.recipes.recipe import Setting
 from fedbn_flwr.experiments.reports.command import add_report_command, report
+from fedbn_flwr.experiments.resources import load_data
 from fedbn_flwr.experiments.tune import GRID, candidates, check, runs_of, search, write_tuning
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import Option, UsageError, as_value, convert, options_of, whole_number
@@ -240,7 +241,7 @@ def _tune(options: dict[str, Any]) -> None:
     config = experiment.config
     folder = make_folder(Path(config.results_dir))
     runs = [run for value in plan.methods for run in runs_of(plan, value, folder)]
-    with keeping(folder, runs), Bars(len(plan.methods) * seeds) as bars:
+    with keeping(folder, runs), Bars(len(plan.methods) * seeds, load_data(config)) as bars:
         found = list(search(plan, list(methods), folder, bars.announce))
     write_tuning(found, method, folder, f"{config.dataset}, {config.model}, {config.partition}, {config.rounds} rounds")
 

@@ -14,7 +14,6 @@ from fedbn_flwr.experiments.method import Experiment, import_plugins, parse, res
 from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import (
-    as_json,
     finished_summary,
     has_results,
     make_folder,
@@ -25,7 +24,6 @@ from fedbn_flwr.experiments.output.run_folder import (
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.plugins.options import UsageError, convert, options_of
-from fedbn_flwr.state.record_files import write_bytes
 from fedbn_flwr.strategies import REGISTRY
 
 VALIDATION_SHARE = 0.2
@@ -94,7 +92,7 @@ def compare(plan: Plan, folder: Path, announce: Announce) -> list[Summary]:
     done = {place: before[place] for place, run in runs.items() if place in before and run.finished() is not None}
     write_comparison([*done.values(), *others], folder)
     planned = [(run.experiment.config.method, run.experiment.config.seed) for run in runs.values()]
-    write_bytes(folder / PLANNED, as_json(planned).encode())
+    write_json(folder / PLANNED, planned)
     for method in plan.methods:
         for summary in run_method(plan, method, folder, announce):
             done[run_folder(folder, method, summary["seed"])] = summary

@@ -42,8 +42,12 @@ class Config:
     image_workers: Annotated[
         int, "processes that decode image files ahead of training; 0: the training process decodes them", Range(0)
     ] = 2
-    partition: Annotated[str, "how training data are split: iid, dirichlet:0.1, classes:2, domain:1, ..."] = "classes:2"
-    clients: Annotated[int, "number of clients; 0: one per node of the federation", Range(0)] = 5
+    partition: Annotated[
+        str, "how training data are split: iid, classes:2, ...; if not given, data with domains are split by domain:1"
+    ] = "classes:2"
+    clients: Annotated[
+        int, "number of clients; if not given, one per domain; 0: one per node of the federation", Range(0)
+    ] = 5
     min_nodes: Annotated[
         int, "start a round when this many nodes are connected; 0: all nodes that the run began with", Range(0)
     ] = 0
@@ -62,10 +66,10 @@ class Config:
         "augmentation of training images: none, crop or crop-flip[:padding=PIXELS][:fill=VALUE], "
         "resized-crop-flip[:scale=SHARE], flip-rotate[:degrees=DEGREES], random-crop",
     ] = "none"
-    optimizer: Annotated[str, "sgd or adam"] = "sgd"
+    optimizer: Annotated[str, "sgd, adam or adamw (whose weight-decay is decoupled)"] = "sgd"
     lr: Annotated[float, "local learning rate", Range(0)] = 0.1
     lr_schedule: Annotated[
-        str, "comma-separated FACTOR@WHEN or =VALUE@WHEN; WHEN: fraction of the run, round, or freeze"
+        str, "comma-separated FACTOR@WHEN, =VALUE@WHEN, warmup@WHEN, cosine@WHEN; WHEN: share of run, round, or freeze"
     ] = "0.1@0.5,0.1@0.75"
     momentum: Annotated[float, "momentum of sgd", Range(0)] = 0.0
     weight_decay: Annotated[float, "weight decay", Range(0)] = 0.0
@@ -83,7 +87,7 @@ class Config:
     log_to: Annotated[tuple[str, ...], "also log each round to tensorboard, wandb (Weights & Biases), or both"] = ()
     class_metrics: Annotated[
         tuple[str, ...],
-        "metrics per class on each site's test data, for the data set sites: f1, auc, precision, recall",
+        "metrics per class on the test data, of sites on each site's: f1, auc, precision, recall",
     ] = ()
     target_accuracy: Annotated[
         float, "also report rounds, exchanges and bytes until this accuracy is reached; 0: off", Range(0, 1)

@@ -1,6 +1,7 @@
 """One process at a time in a folder of results."""
 
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,7 +34,10 @@ def alone_in(folder: Path) -> Iterator[None]:
     A new folder in which nothing was written is removed again if the work fails.
     """
     is_new = not folder.exists()
-    with (make_folder(folder) / LOCK).open("w") as file:
+    if not os.access(make_folder(folder), os.W_OK):  # what is finished can be read, and whatever writes says so
+        yield
+        return
+    with (folder / LOCK).open("w") as file:
         if not _locked(file):
             raise UsageError(f"another process is running in {folder}")
         try:

@@ -20,7 +20,7 @@ from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.quiet import quiet
 from fedbn_flwr.experiments.recovery import resume
-from fedbn_flwr.experiments.resources import check_simulation
+from fedbn_flwr.experiments.resources import check_simulation, load_data
 from fedbn_flwr.experiments.results import Results
 from fedbn_flwr.plugins.options import UsageError
 
@@ -67,7 +67,8 @@ def compare(
         plan.check()
         with _opened(given.get(RESULTS)) as (place, is_kept):
             runs = [run for method in plan.methods for run in plan.runs(place, method)]
-            with _keeping(place, runs, is_kept), Bars(len(plan.methods) * (seeds + len(lr_grid)), progress) as bars:
+            data_of_all, many = load_data(runs[0].experiment.config), len(plan.methods) * (seeds + len(lr_grid))
+            with _keeping(place, runs, is_kept), Bars(many, data_of_all, progress) as bars:
                 summaries = compare_runs(plan, place, bars.announce)
         folders = {
             (each["method"], each["seed"]): run_folder(place, each["method"], each["seed"]) for each in summaries
@@ -103,7 +104,7 @@ def run(
         with _opened(wanted if RESULTS in given or wanted != Config.results_dir else None) as (place, is_kept):
             automatic = not (given.get("resume") or "checkpoint-every" in given)
             kept = KeptRun.of(experiment, engine, place, overwrite, automatic)
-            with _keeping(place, [kept], is_kept), Bars(1, progress) as bars:
+            with _keeping(place, [kept], is_kept), Bars(1, load_data(experiment.config), progress) as bars:
                 summary = kept.run(bars.announce(experiment.config.method))
         return Results(place, [summary], {(summary["method"], summary["seed"]): place}, [experiment], is_kept)
 

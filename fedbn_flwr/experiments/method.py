@@ -7,7 +7,8 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fedbn_flwr.data import SITES
+from fedbn_flwr.data import SITES, Data, load
+from fedbn_flwr.data.files import TORCHVISION
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.models import build
 from fedbn_flwr.norm import NORMS
@@ -110,9 +111,33 @@ def resolve(values: Mapping[str, Any]) -> Experiment:
     options |= {name: value for name, value in overrides.items() if wire_key(name) in own}
     common = {key: value for key, value in values.items() if key not in owned}
     common |= {wire_key(name): value for name, value in overrides.items() if wire_key(name) in shared}
-    config = _with_norm(Config.from_mapping(common), REGISTRY[method.strategy], options, method.norm)
+    config = by_domain(Config.from_mapping(common), common)
+    config = _with_norm(config, REGISTRY[method.strategy], options, method.norm)
     experiment = Experiment(config, method.strategy, options)
     return _pooled(experiment, method) if experiment.strategy_class.pooled else experiment
+
+
+def read_data(config: Config) -> Data:
+    """Return the data set as it is read: the same arguments give the same object."""
+    size, root = config.image_size or None, config.data_root or None
+    return load(config.dataset, image_size=size, root=root, image_workers=config.image_workers)
+
+
+def by_domain(config: Config, given: Mapping[str, Any]) -> Config:
+    """Return the options with clients of one domain each, if the data have domains and no partition is given."""
+    if "partition" in given or config.dataset in (SITES, *TORCHVISION):
+        return config
+    try:
+        domains = read_data(config).train.domains
+    except OSError:
+        return config  # said when the data are needed
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if domains is None:
+        return config
+    present = len(domains.unique())
+    clients = config.clients if "clients" in given else present
+    return replace(config, partition=f"domain:{max(clients // present, 1)}", clients=clients)
 
 
 @cache
@@ -170,11 +195,11 @@ def parse(text: str) -> Method:
 def split_methods(text: str) -> list[str]:
     """Split a list of methods at its commas, but not at those inside a value (`lr-schedule=0.1@0.5,=0.001@freeze`).
 
-    A strategy's name neither starts with a digit nor holds an equals sign.
+    A strategy's name neither starts with a digit nor holds an equals sign or an `@`.
     """
     methods: list[str] = []
     for piece in filter(None, (piece.strip() for piece in text.split(","))):
-        if methods and (piece[0].isdigit() or "=" in piece.partition(":")[0]):
+        if methods and (piece[0].isdigit() or {"=", "@"} & set(piece.partition(":")[0])):
             methods[-1] += f",{piece}"
         else:
             methods.append(piece)

@@ -13,18 +13,19 @@ from flwr.common.logger import log
 from numpy.typing import NDArray
 from torch import nn
 
-from fedbn_flwr import data, models
+from fedbn_flwr import data, models, norm
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.data.once_a_machine import once_a_machine
 from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.method import Experiment, read_data
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.layerwise.shared_statistics import check_layers
+from fedbn_flwr.norm.detect import FunctionalBatchNorm
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.strategies import Layerwise
+from fedbn_flwr.strategies import BaseStrategy, Layerwise
 
 CLASSIFICATION = "classification"
 #: the share of the training data and the draw of the validation split are the same for every seed
@@ -66,21 +67,21 @@ def _data_key(config: Config) -> str:
 
 
 def _load_data(config: Config) -> data.Data:
-    loaded = data.load(
-        config.dataset,
-        image_size=config.image_size or None,
-        root=config.data_root or None,
-        image_workers=config.image_workers,
-    )
-    loaded = _adapted(loaded, config.classes, config.mean, config.std)
+    loaded = _adapted(read_data(config), config.classes, config.mean, config.std)
     return loaded.validation_split(config.validation, VALIDATION_SEED) if config.validation else loaded
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def _adapted(loaded: data.Data, class_names: tuple[str, ...], mean: Channels, std: Channels) -> data.Data:
     """Number the classes and normalize as the options say; the same arguments give the same object."""
     numbered = data.renumbered(loaded, class_names) if class_names else loaded
     return data.normalized(numbered, mean, std) if mean else numbered
+
+
+def normalization(config: Config) -> dict[str, Channels]:
+    """Return mean and standard deviation that the run's inputs are normalized with, in float32 as it is done."""
+    used = config if config.mean or config.dataset == data.SITES else load_data(config).train
+    return {name: tuple(np.asarray(getattr(used, name), np.float32).tolist()) for name in ("mean", "std")}
 
 
 def form_of(config: Config) -> Form:
@@ -144,13 +145,14 @@ def expected_steps(config: Config, samples: int = 0) -> int:
 def check(experiment: Experiment) -> None:
     """Find what cannot work before anything is started: device, data, partition, model and strategy."""
     config = experiment.config
+    strategy, drawn = experiment.make_strategy(config.clients), int(config.clients * config.fraction_train)
     check_sinks(config.log_to)
     try:
         pick_device(config.device)
         if config.dataset != data.SITES:
             check_task(config)
-            check_shapes(config)
-            if issubclass(experiment.strategy_class, Layerwise):
+            _check_bn(config, strategy, check_shapes(config))
+            if isinstance(strategy, Layerwise):
                 _check_layers(config)
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
@@ -158,13 +160,12 @@ def check(experiment: Experiment) -> None:
         raise UsageError(
             f"method {config.method!r} needs all data in one place, but the data set 'sites' stays at the sites"
         )
-    if config.class_metrics and config.dataset != data.SITES:
-        raise UsageError("class-metrics are measured by sites: they need the data set 'sites'")
+    if config.class_metrics and config.dataset != data.SITES and task_of(load_data(config).task).placed:
+        raise UsageError(f"class-metrics are of labels, and {load_data(config).name} has label maps")
     if config.lie and experiment.options.get("secure"):
         raise UsageError("lie changes what the server gets of one client, which secure=true hides")
     if config.clients:
         check_partition(config, config.clients)
-    strategy, drawn = experiment.make_strategy(config.clients), int(config.clients * config.fraction_train)
     fewest = strategy.secure_min if strategy.secure else strategy.fewest_nodes
     if config.clients and max(drawn, 1) < fewest:
         raise UsageError(f"method {config.method!r} needs {fewest} nodes in a round, and {max(drawn, 1)} take part")
@@ -173,35 +174,56 @@ def check(experiment: Experiment) -> None:
 def check_task(config: Config) -> None:
     """Refuse a model or an augmentation that is not for the data set's task."""
     loaded = load_data(config)
-    task_of(loaded.task).check_augmentation(config.augmentation)
+    task = task_of(loaded.task)
+    task.check_augmentation(config.augmentation)
     entry = models.MODELS.get(config.model)
-    if entry is not None and entry.task != loaded.task:
-        able = ", ".join(name for name, other in models.MODELS.items() if other.task == loaded.task)
+    if entry is not None and task_of(entry.task).placed != task.placed:
+        able = ", ".join(name for name, other in models.MODELS.items() if task_of(other.task).placed == task.placed)
         raise UsageError(
             f"model {config.model!r} is for {entry.task}, {loaded.name} for {loaded.task}; there are: {able}"
         )
 
 
-def check_shapes(config: Config) -> None:
-    """Refuse a model that cannot take the data's inputs, or has too few outputs for their classes."""
-    loaded, model = load_data(config), shared_model(config)
-    if not isinstance(loaded.train, data.Split):
-        return  # read from files at the size that the model is made for
-    shape = tuple(loaded.train.inputs.shape[1:])
+def check_shapes(config: Config) -> bool:
+    """Refuse a model that cannot take the data's inputs, or has too few outputs for their classes.
+
+    Return whether its forward pass calls `F.batch_norm` by itself.
+    """
+    loaded = load_data(config)
+    if not len(loaded.test):
+        raise UsageError(f"{loaded.name} has no test samples")
+    splits = {"": loaded.train, "test ": loaded.test}
+    functional = [_check_inputs(config, split, loaded.num_classes, role) for role, split in splits.items()]
+    return any(functional)
+
+
+def _check_inputs(config: Config, split: data.Split, num_classes: int, role: str) -> bool:
+    model, shape = shared_model(config), tuple(split.inputs.shape[1:])
     if len(shape) != 3 and config.augmentation != "none":
         raise UsageError(f"augmentation {config.augmentation!r} is for images, not for inputs of the shape {shape}")
     modes = {layer: layer.training for layer in model.modules()}
     device = next((parameter.device for parameter in model.parameters()), None)
+    kind, dtype = ("integers (ids: other numbers are float32)", torch.int64) if split.has_ids else ("inputs", None)
     try:
-        with torch.no_grad():
-            outputs = model.eval()(torch.zeros(1, *shape, device=device))
+        with torch.no_grad(), FunctionalBatchNorm(model) as functional:
+            outputs = model.eval()(torch.zeros(1, *shape, device=device, dtype=dtype))
     except (RuntimeError, ValueError) as error:
-        raise UsageError(f"model {config.model!r} cannot take inputs of the shape {shape}: {error}") from error
+        raise UsageError(f"model {config.model!r} cannot take {role}{kind} of the shape {shape}: {error}") from error
     finally:
         for layer, mode in modes.items():
             layer.training = mode
-    if isinstance(outputs, torch.Tensor) and outputs.dim() > 1 and outputs.shape[1] < loaded.num_classes:
-        raise UsageError(f"model {config.model!r} has {outputs.shape[1]} outputs for {loaded.num_classes} classes")
+    if isinstance(outputs, torch.Tensor) and outputs.dim() > 1 and outputs.shape[1] < num_classes:
+        raise UsageError(f"model {config.model!r} has {outputs.shape[1]} outputs for {num_classes} classes")
+    return bool(functional.found)
+
+
+def _check_bn(config: Config, strategy: BaseStrategy, functional: bool) -> None:
+    """Refuse a model on which the method would silently be another one."""
+    lacking = norm.lacks(shared_model(config), strategy.needs)
+    if functional and (strategy.needs, strategy.normalizers) != ("none", None):
+        lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
+    if lacking:
+        raise UsageError(f"method {config.method!r} would be another one: {lacking}")
 
 
 def _check_layers(config: Config) -> None:
@@ -237,6 +259,12 @@ def about_absent(classes: Sequence[str], partition: str, clients: int) -> str:
     return f"no client has samples of {len(classes)} classes ({few}): {partition} with {clients} clients"
 
 
+def alike_classes(names: Sequence[str]) -> list[str]:
+    """Return names that differ from another one by upper case and spaces only."""
+    plain = ["".join(name.casefold().split()) for name in names]
+    return [name for name, short in zip(names, plain, strict=True) if plain.count(short) > 1]
+
+
 @cache
 def _warn_once(line: str) -> None:
     """Log a warning, once a process: the methods of a comparison have the same data."""
@@ -250,6 +278,8 @@ def check_simulation(experiment: Experiment) -> None:
     if not experiment.config.clients:
         raise UsageError("clients must be at least 1: only a running federation has a number of its own")
     check(experiment)
+    if alike := alike_classes(load_data(experiment.config).class_names):
+        _warn_once(f"classes differ only by upper case or spaces, and count as different ones: {', '.join(alike)}")
     if classes := absent_classes(experiment.config):
         _warn_once(about_absent(classes, experiment.config.partition, experiment.config.clients))
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from logging import ERROR, WARNING
 from pathlib import Path
 
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, MessageType
 from flwr.common import log
 from flwr.serverapp import Grid
 
@@ -49,6 +49,7 @@ def run(
         experiment.make_strategy(nodes),
         CountingGrid(task.grid if not task.config.lie else LyingGrid(task.grid, task.config.lie)),
     )
+    strategy.told[MessageType.TRAIN].update(task.counts)
     with open_sinks(task.config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sink:
         journal = Journal(files, strategy, counted, task.scorer, task.config, sink, progress)
         recovery = Recovery(folder, experiment, engine, task.grid, strategy, journal)
@@ -69,10 +70,9 @@ def run(
         except OSError:  # the disk, and no fault of the run: it can go on
             raise
         except Exception as error:
-            if journal.arrays is not None:
-                summary = journal.summary_of_failure(experiment, nodes, error)
-                files.finish(summary, journal.arrays)
-                log(ERROR, "The run ended after round %d, its last model is in %s", summary["rounds-done"], folder)
+            summary = journal.summary_of_failure(experiment, nodes, error)
+            files.finish(summary, journal.arrays)
+            log(ERROR, "The run ended after round %d, what it leaves is in %s", summary["rounds-done"], folder)
             raise
     summary = journal.summary(experiment, nodes)
     files.finish(summary, journal.arrays or arrays)

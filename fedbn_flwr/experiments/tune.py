@@ -10,19 +10,16 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Announce, Plan, metric_of
 from fedbn_flwr.experiments.kept_run import KeptRun
 from fedbn_flwr.experiments.method import Experiment, owners, parse
-from fedbn_flwr.experiments.output.console import console, percent
+from fedbn_flwr.experiments.output.console import console, new_table, percent
 from fedbn_flwr.experiments.output.plots import figure
 from fedbn_flwr.experiments.output.recorder import outcome_of
 from fedbn_flwr.experiments.output.run_folder import read_rounds, write_json
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.server.lr_schedule import Moment, moment
+from fedbn_flwr.server.lr_schedule import moment, round_of
 from fedbn_flwr.strategies import BaseStrategy, CannotTrainError
 
 #: shares of the rounds, or numbers of rounds, that are tried, unless others are given
@@ -61,8 +58,10 @@ def candidates(method: str, grid: str) -> dict[str, str]:
     if OPTION in given:
         raise UsageError(f"method {method!r} sets {OPTION}, which is the option that is tuned")
     values = [value.strip() for value in grid.split(",") if value.strip()]
-    if wrong := [value for value in values if not _is_moment(value)]:
-        raise UsageError(f"--grid has shares of the rounds, as 0.3, or numbers of rounds, as 30, got {wrong[0]!r}")
+    try:
+        list(map(moment, values))
+    except ValueError as error:
+        raise UsageError(f"--grid has shares of the rounds, as 0.3, or numbers of rounds, as 30: {error}") from None
     return {value: f"{method}:{OPTION}={value}" for value in [AUTO, *values]}
 
 
@@ -103,9 +102,9 @@ def frozen_after(experiment: Experiment, summary: Mapping[str, Any], folder: Pat
 
 def freeze_of(strategy: BaseStrategy, rounds: int, rows: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the round after which a run freezes its statistics, by its options or its rows; None if it never does."""
-    freeze_at: Moment | None = getattr(strategy, "freeze_at", None)
+    freeze_at: float | None = getattr(strategy, "freeze_at", None)
     if freeze_at is not None:
-        return freeze_at.after(rounds)
+        return round_of(freeze_at, rounds)
     return next((int(row["frozen-after"]) for row in rows if "frozen-after" in row), None)
 
 
@@ -132,9 +131,7 @@ def write_tuning(found: Sequence[Candidate], method: str, folder: Path, title: s
     content = {"method": method, "candidates": rows, "recommended": best(found).after}
     write_json(folder / "tune.json", content)
     plot_tuning(found, folder / "tune.png", title)
-    table = Table(title=title, box=SIMPLE_HEAD)
-    for heading in ("freeze-round", "frozen after", "score on held-out data, %"):
-        table.add_column(heading, justify="right")
+    table = new_table(title, "freeze-round", numbers=("frozen after", "score on held-out data, %"))
     for c in found:
         spread = f" ({percent(min(c.scores))} to {percent(max(c.scores))})" if len(c.scores) > 1 else ""
         mark = " *" if c is best(found) else ""
@@ -167,10 +164,3 @@ def plot_tuning(found: Sequence[Candidate], path: Path, title: str) -> None:
         panel.set(xlabel="round of the freeze", ylabel="score on held-out training data", title=title)
         panel.grid(alpha=0.3)
         panel.legend()
-
-
-def _is_moment(value: str) -> bool:
-    try:
-        return moment(value) != Moment()
-    except ValueError:
-        return False

@@ -2,9 +2,11 @@
 
 import os
 import pickle
+import sys
 from collections.abc import Iterator
 from functools import partial
 from hashlib import blake2b
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -48,8 +50,12 @@ def fingerprint(thing: Any) -> str:
 
 
 def is_foreign(thing: Any) -> bool:
-    """Return whether a class is not from this package."""
-    return _package(thing) not in (_package(Named), "strategies")
+    """Return whether a function or class is not from this package: users may have packages of the same names."""
+    home = Path(__file__).parents[1]
+    # in a checkout, the strategies lie beside the package, which has a module in their place
+    ours = (home, home.parent / "strategies") if (home / "strategies.py").exists() else (home,)
+    file = getattr(sys.modules.get(thing.__module__), "__file__", None) or ""
+    return not any(Path(file).is_relative_to(folder) for folder in ours)
 
 
 def is_importable(thing: Any) -> bool:

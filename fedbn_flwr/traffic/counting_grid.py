@@ -1,12 +1,12 @@
 """Count the exchanges of a run, and the bytes of the arrays in them."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 from flwr.app import Array, ArrayRecord, Message
 from flwr.serverapp import Grid
 
@@ -14,10 +14,12 @@ from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.state.flat import FlatArrays, Layout
 from fedbn_flwr.state.records import array_records, distinct, flat_of, payload_bytes
-from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesTransport, Participant
+from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
 from fedbn_flwr.wire import DESCRIBE
-from fedbn_flwr.wire.masked import Summed
+from fedbn_flwr.wire.masked import SECURE, SECURE_QUERY, Summed
 
+#: the bytes of a megabyte, wherever results show one
+MEGABYTE = 10**6
 #: counts messages to nodes, and their replies, as one exchange
 CountExchange = Callable[[Sequence[Message], Sequence[Message]], None]
 
@@ -57,6 +59,7 @@ class CountedTransport:
         self, transport: NodesTransport, tally: Tally, count_exchange: CountExchange, messages: Sequence[Message]
     ) -> None:
         self._transport, self._tally, self._count_exchange, self._messages = transport, tally, count_exchange, messages
+        self._before = tally.copy()
 
     @property
     def participants(self) -> Sequence[Participant]:
@@ -86,12 +89,17 @@ class CountedTransport:
         return replies
 
     def abandon(self) -> None:
-        """Abandon the step."""
+        """Abandon the step, and count nothing of it, as it is taken by messages; an attempt that nodes fail counts."""
+        if not isinstance(sys.exception(), NodesFailedError):
+            vars(self._tally).update(vars(self._before))
         self._transport.abandon()
 
 
 class CountingGrid(PassingGrid):
-    """Any grid, counted. Training and evaluation are kept apart; asking nodes who they are is neither."""
+    """Any grid, counted. Training and evaluation are kept apart.
+
+    Asking nodes who they are, or for their keys, is neither: a run that is resumed does it again.
+    """
 
     def __init__(self, grid: Grid) -> None:
         super().__init__(grid)
@@ -131,7 +139,7 @@ class CountingGrid(PassingGrid):
 
     def _tally(self, message: Message) -> Tally:
         kind = message.metadata.message_type
-        if kind == DESCRIBE:
+        if kind == DESCRIBE or (kind == SECURE_QUERY and "survivors" not in message.content.get(SECURE, {})):
             return Tally()
         return self.evaluation if kind.startswith("evaluate") else self.training
 
@@ -170,17 +178,17 @@ def message_sizes(message: Message) -> Sizes:
 def _record_sizes(record: ArrayRecord) -> Sizes:
     if (flat := flat_of(record)) is not None:
         return _flat_sizes(flat.layout)
-    return _arrays_sizes((np.dtype(array.dtype), array.shape) for array in record.values())
+    return _sum_sizes((payload_bytes(array), array.dtype) for array in record.values())
 
 
 @lru_cache(maxsize=1024)
 def _flat_sizes(layout: Layout) -> Sizes:
-    return _arrays_sizes((dtype, shape) for _, dtype, shape in layout.entries)
+    return _sum_sizes((prod(shape) * dtype.itemsize, str(dtype)) for _, dtype, shape in layout.entries)
 
 
-def _arrays_sizes(arrays: Iterable[tuple[np.dtype[Any], tuple[int, ...]]]) -> Sizes:
-    sizes = [(prod(shape) * dtype.itemsize, _is_measured(str(dtype))) for dtype, shape in arrays]
-    return Sizes(sum(size for size, _ in sizes), sum(size for size, measured in sizes if measured))
+def _sum_sizes(arrays: Iterable[tuple[int, str]]) -> Sizes:
+    sizes = list(arrays)
+    return Sizes(sum(size for size, _ in sizes), sum(size for size, dtype in sizes if _is_measured(dtype)))
 
 
 def paper_bytes(messages: Sequence[Message]) -> int:

@@ -9,13 +9,16 @@ import pytest
 from flwr.app import Message
 from safetensors.numpy import load_file
 
+from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments import UsageError, resolve
 from fedbn_flwr.experiments.client_side import bound_client_fn
+from fedbn_flwr.experiments.kept_run import KeptRun
 from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError
+from fedbn_flwr.wire import Instruction
 from tests.helpers.runs import OPTIONS
 
 CLIENTS = 3
@@ -56,6 +59,19 @@ def test_rounds_go_on_without_a_node_that_left(tmp_path: Path) -> None:
     assert nodes_by_round(tmp_path) == [3, 2, 2]
 
 
+def test_a_summary_says_how_many_rounds_brought_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = BNClient.train
+
+    def failing(client: BNClient, received: Any, instruction: Instruction) -> Reply:
+        if instruction.server_round == 2:
+            raise RuntimeError("I was told to")
+        return train(client, received, instruction)
+
+    monkeypatch.setattr(BNClient, "train", failing)
+    assert federate(tmp_path, 3)["rounds-skipped"] == 1
+    assert nodes_by_round(tmp_path) == [3, 0, 3]
+
+
 def test_a_run_starts_without_a_node_that_never_came(tmp_path: Path) -> None:
     # the clients that are there keep their share of the data
     assert federate(tmp_path, 0, min_nodes="2")["clients"] == CLIENTS
@@ -81,6 +97,16 @@ def test_a_run_that_cannot_go_on_leaves_its_last_model_and_says_why(tmp_path: Pa
     left, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("cut", "whole"))
     assert left.keys() == whole.keys()
     assert all((left[name] == whole[name]).all() for name in left)
+
+
+def test_a_run_that_ends_in_its_first_round_says_why_and_gives_its_folder_to_another(tmp_path: Path) -> None:
+    options = {"method": "fedprox", "fraction-train": "1", "lr": "1e30"}
+    with pytest.raises(CannotTrainError) as error:
+        federate(tmp_path, 3, **options)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["failed"], summary["rounds-done"]) == (str(error.value), 0)
+    assert not (tmp_path / "model.safetensors").exists()
+    KeptRun.of(resolve({**SHARED, "lr": "0.1"}), "flower", tmp_path).refuse_other()
 
 
 def test_more_nodes_than_clients_are_refused(tmp_path: Path) -> None:

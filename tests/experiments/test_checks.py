@@ -29,6 +29,21 @@ REFUSED = {
         {"method": "fedtan", "model": f"{HERE}:warm"},
         "method 'fedtan': layer '1' is a WarmBatchNorm, which computes something else than BN",
     ),
+    **{
+        f"{method} without BN": ({"method": method}, f"method '{method}' would be another one: the model has no BN")
+        for method in ("fixbn+gn", "fedtan+gn", "feddna:carry=true:norm=ln", "fedbn+in", "fednorm+none")
+    },
+    **{
+        f"{method} on BN that is no layer": (
+            {"method": method, "model": f"{HERE}:functional"},
+            f"method '{method}' would be another one: the model's forward calls F.batch_norm",
+        )
+        for method in ("fedbn", "fixbn", "fedwon", "hbn")
+    },
+    "no statistics to freeze": (
+        {"method": "fixbn", "model": f"{HERE}:untracked"},
+        "method 'fixbn' would be another one: the model's BN layer '1' has no running statistics",
+    ),
     "a model for other inputs": (
         {"model": f"{HERE}:deaf"},
         f"model '{HERE}:deaf' cannot take inputs of the shape (1, 8, 8)",
@@ -57,6 +72,11 @@ def test_what_cannot_work_is_one_line_before_training(
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.parametrize("options", [{"method": "fedavg", "model": f"{HERE}:functional"}, {"method": "centralized+gn"}])
+def test_a_method_that_does_without_bn_layers_takes_any_model(options: dict[str, str], tmp_path: Path) -> None:
+    assert run("run", rounds="1", results_dir=str(tmp_path), **options) == 0
+
+
 @pytest.mark.parametrize(
     ("method", "engine"), [("fedtan", "inprocess"), ("fedtan", "stacked"), ("fixbn:freeze-round=15", "stacked")]
 )
@@ -64,6 +84,24 @@ def test_rows_of_numbers_are_trained_on(method: str, engine: str, tmp_path: Path
     chosen = {"dataset": f"{HERE}:rows_of_numbers", "model": f"{HERE}:perceptron", "rounds": "20", "lr": "0.3"}
     assert run("run", engine=engine, method=method, results_dir=str(tmp_path), **chosen) == 0
     assert results(tmp_path)["summary"]["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize(("method", "times"), [("fedavg", 1), ("fedtan", 2)])
+@pytest.mark.parametrize("engine", ["stacked", "inprocess"])
+def test_what_no_node_can_do_is_said_without_a_traceback(
+    method: str,
+    times: int,
+    engine: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flower_log: pytest.LogCaptureFixture,
+) -> None:
+    """A layer-wise step also says in the log which nodes failed in it."""
+    given = {"method": method, "model": "mlp", "batch_size": "1", "engine": engine}
+    assert run("run", results_dir=str(tmp_path), **given) == 1
+    said = [*dict.fromkeys(flower_log.messages), capsys.readouterr().err.splitlines()[-1]]
+    assert "".join(said).count("batch normalization cannot train on a mini-batch of 1 sample") == times
+    assert not [record for record in flower_log.records if record.exc_info]
 
 
 @pytest.mark.parametrize("method", ["fedbn", "hbn"])

@@ -31,7 +31,8 @@ def test_in_a_comparison_the_others_go_on(tmp_path: Path, capsys: pytest.Capture
     output = capsys.readouterr()
     rows = [line for line in output.out.splitlines() if "training" not in line]
     assert sum("diverged at round 3" in row for row in rows) == 1
-    assert [row.split()[0] for row in rows if "±" in row] == ["fedavg", "fedavg+gn"]
+    assert sum(row.count("±") for row in rows) >= 2
+    assert {"fedavg", "fedavg+gn"} <= {row.split()[0] for row in rows if row.split()}
     assert f"fedbn-flwr: 1 of 3 methods failed: {METHOD}" in output.err
     records = json.loads((tmp_path / "compare.json").read_text())
     assert [record.get("diverged") for record in records] == [None, None, 3, 3, None, None]

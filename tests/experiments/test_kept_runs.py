@@ -25,7 +25,10 @@ from fedbn_flwr.experiments.output import run_folder
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.reports.sources import read_sources
+from fedbn_flwr.strategies import REGISTRY
+from tests.helpers.checkout import BIN
 from tests.helpers.runs import command, results, run, summary_bytes
+from tests.helpers.users_module import users_module
 
 METHODS = "fedavg,fedbn"
 FOLDERS = [f"{method}-seed{seed}" for method in ("fedavg", "fedbn") for seed in range(2)]
@@ -294,3 +297,35 @@ def test_two_processes_do_not_share_a_folder(
         fcntl.flock(file, fcntl.LOCK_EX)
         assert run(*words, results_dir=str(tmp_path)) == 2
     assert f"another process is running in {tmp_path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("run",), ("compare", "--methods", "fedavg")])
+def test_what_is_finished_is_read_where_nothing_can_be_written(words: tuple[str, ...], tmp_path: Path) -> None:
+    assert run(*words, results_dir=str(tmp_path)) == 0
+    for path in (*tmp_path.rglob("*"), tmp_path):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    # root may write everywhere, unless it gives that up
+    powerless = ["setpriv", "--bounding-set=-all"] if os.geteuid() == 0 else []
+    program = [*powerless, str(BIN / "fedbn-flwr")]
+    done, other = (
+        subprocess.run(
+            [*program, *command(*words, rounds=rounds, results_dir=str(tmp_path))], capture_output=True, check=False
+        )
+        for rounds in ("3", "4")
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert other.returncode == 2
+    assert b"its rounds is 3, not 4" in other.stderr
+
+
+def test_a_changed_method_of_a_users_own_is_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = []
+    for mu in (11, 22, 11):
+        code = f"@register_strategy('users-own')\nclass Own(FedAvg):\n    mu = {mu}\n"
+        users_module(tmp_path, code, monkeypatch)
+        ended.append(run("run", method="users-own", rounds="1", results_dir=str(tmp_path / "results")))
+        del REGISTRY["users-own"]
+    assert ended == [0, 2, 0]
+    assert "holds another run: its code or data of method is " in capsys.readouterr().err

@@ -18,6 +18,7 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -110,6 +111,16 @@ def test_a_strategy_of_ones_own_with_its_options() -> None:
     assert states[2] == states[3]
     assert states[0] != states[2]
     assert found.model(Pull(mu=0.1)).state_dict().keys() == states[0].keys()
+
+
+@pytest.mark.parametrize("method", ["fedbn", "silobn", "mtfl", "standalone"])
+def test_models_of_the_nodes_are_no_one_model(method: str, tmp_path: Path) -> None:
+    found, said = quick(method, tmp_path), f"'{method}' has a model for each node"
+    with pytest.raises(UsageError, match=rf"^{said}.*`export_personal` makes a node's model$"):
+        found.model()
+    assert found.summaries[0]["model-for-each-node"]
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert "of no use alone" in file.metadata()["note"]
 
 
 def test_options_of_a_strategy_that_experiments_share() -> None:

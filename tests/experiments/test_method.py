@@ -246,10 +246,11 @@ def test_the_centralized_reference_needs_to_know_whose_data() -> None:
 
 
 def test_a_list_of_methods_is_not_split_inside_a_value() -> None:
-    text = "fedavg, fedtan-ii:m=10:lr-schedule=0.1@0.5,=0.001@freeze,fedavg+brn:norm-options=r_max=3,d_max=5,fixbn"
+    schedule = "lr-schedule=warmup@3,0.1@0.5,=0.001@freeze,cosine@9"
+    text = f"fedavg, fedtan-ii:m=10:{schedule},fedavg+brn:norm-options=r_max=3,d_max=5,fixbn"
     assert split_methods(text) == [
         "fedavg",
-        "fedtan-ii:m=10:lr-schedule=0.1@0.5,=0.001@freeze",
+        f"fedtan-ii:m=10:{schedule}",
         "fedavg+brn:norm-options=r_max=3,d_max=5",
         "fixbn",
     ]

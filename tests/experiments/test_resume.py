@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.experiments import main
-from tests.helpers.deaths import Death, dying, run_in_process
+from tests.helpers.deaths import Death, dying, going_on, run_in_process
 from tests.helpers.runs import command, results
 
 #: methods and options that keep something on the server, on the nodes, or both
@@ -22,10 +22,11 @@ CASES: dict[str, dict[str, Any]] = {
     "control variates": {"method": "scaffold", "engine": "stacked", "clients": "4", "fraction_train": "0.5"},
     "server optimizer": {"method": "fedavg", "server_optimizer": "yogi", "engine": "stacked", "target_accuracy": "0.3"},
     "freeze round": {"method": "fixbn:freeze-round=2", "engine": "stacked"},
+    "sums under masks": {"method": "fedavg:secure=true", "engine": "stacked", "clients": "3"},
     "layer-wise": {"method": "fedtan", "engine": "stacked", "momentum": "0.9", "momentum_state": "global"},
 }
 #: what nodes keep, what the server keeps, and both
-USUAL = ["nodes' states in files", "server optimizer", "layer-wise"]
+USUAL = ["nodes' states in files", "server optimizer", "layer-wise", "sums under masks"]
 MORE_CASES = [pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in USUAL]
 SMALL = {"model": "mlp", "rounds": "5", "checkpoint_every": "2"}
 
@@ -55,11 +56,6 @@ def written(folder: Path) -> dict[str, Any]:
     return {**results(folder), "config": config}
 
 
-def go_on(case: str, folder: Path) -> Sequence[str]:
-    """Return the command that goes on with a run: after its checkpoint, or from the start if it has none yet."""
-    return ["run", "--resume", str(folder)] if list(folder.glob("checkpoint-[0-9]*")) else words(case, folder)
-
-
 @pytest.fixture(scope="module", params=[*USUAL, *MORE_CASES])
 def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("whole") / "run"
@@ -81,7 +77,7 @@ def test_the_moment_of_death_does_not_matter(uninterrupted: Whole, tmp_path: Pat
                 assert main(arguments) == 0
                 break
             except Death:
-                arguments = go_on(case, folder)
+                arguments = going_on(folder, words(case, folder))
     else:
         assert main(arguments) == 0
     assert written(folder) == expected

@@ -24,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fedtan": {"momentum": 0.5, "momentum-state": "local"},
     "hbn": {},
     "fedbn:secure=true": {"momentum": 0.5, "momentum-state": "local"},
-    "fedtan:secure=true:carry=true": {},
+    "fedtan:secure=true": {},
 }
 #: what is kept by nodes, and what by the server
 USUAL = ["fedbn", "fixbn"]

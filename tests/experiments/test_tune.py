@@ -69,8 +69,8 @@ def test_a_rule_that_never_fires_is_fedavg(tmp_path: Path) -> None:
         ({"method": "fedbn"}, "method 'fedbn' has no freeze-round to tune; those that have: "),
         ({"method": "fixbn:freeze-round=0.3"}, "sets freeze-round, which is the option that is tuned"),
         ({"freeze-round": "0.3"}, "--freeze-round is the option that is tuned: give the values to try with --grid"),
-        ({"grid": "0.5,-2"}, "--grid has shares of the rounds, as 0.3, or numbers of rounds, as 30, got '-2'"),
-        ({"grid": "auto"}, "--grid has shares of the rounds, as 0.3, or numbers of rounds, as 30, got 'auto'"),
+        ({"grid": "0.5,-2"}, "--grid has shares of the rounds, as 0.3, or numbers of rounds, as 30: '-2' is n"),
+        ({"grid": "auto"}, "--grid has shares of the rounds, as 0.3, or numbers of rounds, as 30: 'auto' is n"),
         ({"seeds": "0"}, "--seeds must be at least 1, got 0"),
     ],
 )

@@ -25,6 +25,9 @@ from tests.helpers.harness import Federation, make_model
 #: the largest difference between engines in float64
 EXACT = 1e-10
 
+#: clients whose batches have the same number of samples, with others between them
+SIZES_APART = (3, 4, 2, 4)
+
 #: rounds of a comparison: in the second one, there is something to remember
 ROUNDS = 2
 
@@ -57,6 +60,8 @@ class Watch:
     #: the number of clients of each stack that came to its end
     stacks: list[int] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
+    #: the messages that a user sees who does not ask for more
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def reasons(self) -> list[str]:
@@ -65,8 +70,8 @@ class Watch:
 
 
 class _Keeper(logging.Handler):
-    def __init__(self, messages: list[str]) -> None:
-        super().__init__()
+    def __init__(self, messages: list[str], level: int) -> None:
+        super().__init__(level)
         self._messages = messages
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -83,8 +88,10 @@ def watching() -> Iterator[Watch]:
         watch.stacks.append(len(clients))
         return replies
 
-    logger, keeper = logging.getLogger("flwr"), _Keeper(watch.messages)
-    logger.addHandler(keeper)
+    logger = logging.getLogger("flwr")
+    keepers = _Keeper(watch.messages, logging.NOTSET), _Keeper(watch.warnings, logging.WARNING)
+    for keeper in keepers:
+        logger.addHandler(keeper)
     level = logger.level
     # the console command may have been run in this process before, and have turned the level up
     logger.setLevel(logging.INFO)
@@ -92,7 +99,8 @@ def watching() -> Iterator[Watch]:
         with mock.patch.object(engine, "train_together", spy):
             yield watch
     finally:
-        logger.removeHandler(keeper)
+        for keeper in keepers:
+            logger.removeHandler(keeper)
         logger.setLevel(level)
 
 

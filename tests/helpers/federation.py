@@ -105,7 +105,7 @@ class Federation:
 
         def ended() -> bool:
             nonlocal status
-            # a run that fails in its first round leaves no summary
+            # a run that fails before its first round leaves no summary
             status = self.status(number) if summary.exists() or not next(looks) % SELDOM else ""
             return status.startswith("finished")
 

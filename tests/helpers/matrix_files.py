@@ -37,7 +37,7 @@ RECIPE: dict[str, Any] = {
 def round_row(number: int, accuracy: float | None, **more: Any) -> dict[str, Any]:
     """Return a row of `rounds.jsonl`."""
     row = {"round": number, "nodes": 2, "train-loss": 2.0 / number, "seconds": 0.5, "exchanges": 3}
-    return {**row, "paper-bytes": 2**20, "accuracy": accuracy, **more}
+    return {**row, "paper-bytes": 10**6, "accuracy": accuracy, **more}
 
 
 def write_run(folder: Path, rows: Sequence[Mapping[str, Any]], method: str = "fedavg", seed: int = 0) -> None:
@@ -51,7 +51,7 @@ def write_run(folder: Path, rows: Sequence[Mapping[str, Any]], method: str = "fe
 
 def summary_of(accuracy: float, seed: int) -> dict[str, Any]:
     """Return the summary of a run."""
-    counted = {"rounds": ROUNDS, "exchanges": 3 * ROUNDS, "paper-bytes": 2**20 * ROUNDS, "payload-bytes": 2**21}
+    counted = {"rounds": ROUNDS, "exchanges": 3 * ROUNDS, "paper-bytes": 10**6 * ROUNDS, "payload-bytes": 2 * 10**6}
     domains = {"photo": accuracy, "sketch": accuracy / 2}
     return {"seed": seed, "accuracy": accuracy, "domain-accuracy": domains, "seconds": 2.0, **counted}
 

@@ -1,6 +1,7 @@
 """Data and models that are not those of images and plain BN."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr.data import Data, Split
@@ -57,6 +58,33 @@ def counting(num_classes: int, in_channels: int) -> nn.Module:
     """Return a network with a BN layer that has a buffer of its own."""
     layers = nn.Conv2d(in_channels, 8, 3), CountingBatchNorm(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
     return nn.Sequential(*layers, nn.Linear(8, num_classes))
+
+
+class Functional(nn.Module):
+    """Batch normalization that is no BN layer, with buffers of its own."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.variance: Tensor
+        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("variance", torch.ones(channels))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Normalize."""
+        return F.batch_norm(inputs, self.mean, self.variance, training=self.training)
+
+
+def functional(num_classes: int, in_channels: int) -> nn.Module:
+    """Return a network with one BN layer that can be found and one that cannot."""
+    layers = nn.Conv2d(in_channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), Functional(8)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
+
+
+def untracked(num_classes: int, in_channels: int) -> nn.Module:
+    """Return a network whose BN layer has no running statistics."""
+    layers = nn.Conv2d(in_channels, 8, 3), nn.BatchNorm2d(8, track_running_stats=False), nn.AdaptiveAvgPool2d(1)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, num_classes))
 
 
 def deaf(num_classes: int) -> nn.Module:

@@ -5,13 +5,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fedbn_flwr.client.learning_task import TASKS
 from fedbn_flwr.client.rules import RULES, registry
 from fedbn_flwr.data import DATASETS, PARTITIONS
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY
 
-DICTIONARIES: tuple[dict[str, Any], ...] = (REGISTRY, NORMS, MODELS, DATASETS, PARTITIONS, RULES, registry._DEFAULTS)
+DICTIONARIES: tuple[dict[str, Any], ...] = (
+    REGISTRY,
+    NORMS,
+    MODELS,
+    DATASETS,
+    PARTITIONS,
+    TASKS,
+    RULES,
+    registry._DEFAULTS,
+)
 
 
 @contextmanager

@@ -71,4 +71,5 @@ class SitesInProcess(InProcessGrid):
         context = super()._lend(node)
         partition = int(context.node_config["partition-id"])
         data = {"data": self.data[partition]} if self.data[partition] else {}
-        return replace(context, node_config={**context.node_config, **data, **self.changed.get(partition, {})})
+        config = {**context.node_config, **data, **self.changed.get(partition, {})}
+        return replace(context, run_id=self.run.run_id, node_config=config)

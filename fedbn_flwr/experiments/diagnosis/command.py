@@ -36,12 +36,13 @@ def run_diagnosis(options: dict[str, Any]) -> None:
     check_simulation(experiment)
     config = experiment.config
     set_threads(config)
+    print(load_data(config))
     model = _model(config)
     folder = make_folder(Path(config.results_dir))
     clients = participants(config)
     draws = list(zip(*(mini_batches(config, client, count) for client in clients), strict=True))
     diagnosis = diagnose(model, draws, _weights(experiment, clients), seed=config.seed)
-    advice = suggestion(diagnosis)
+    advice = suggestion(diagnosis, count_domains(config, clients))
     content = {"options": experiment.to_mapping(), "batches": count, "clients": clients, "suggestion": advice}
     content |= asdict(diagnosis, dict_factory=lambda items: {wire_key(key): value for key, value in items})
     write_json(folder / "diagnosis.json", content)
@@ -82,7 +83,14 @@ def mini_batches(config: Config, client: int, count: int) -> list[Batch]:
     generator = torch_generator(config.seed, "diagnosis", "batches", client)
     batches = plan(len(indices), instruction, generator, merge_single=True)
     loader = BatchLoader(split, device, config.augmentation, indices[batches.positions], batches.sizes, generator)
-    return [(inputs.double(), targets) for inputs, targets in loader]
+    return [(inputs if split.has_ids else inputs.double(), targets) for inputs, targets in loader]
+
+
+def count_domains(config: Config, clients: Sequence[int]) -> int:
+    """Return how many domains the clients have if each client has exactly one; else 0."""
+    domains, parts = load_data(config).train.domains, make_partition(config, config.clients)
+    own = [set() if domains is None else set(domains[torch.from_numpy(parts[client])].tolist()) for client in clients]
+    return len(set.union(*own)) if all(len(each) == 1 for each in own) else 0
 
 
 def excess(diagnosis: Diagnosis) -> float:
@@ -91,8 +99,8 @@ def excess(diagnosis: Diagnosis) -> float:
     return sqrt(max(actual**2 - chance**2, 0.0))
 
 
-def suggestion(diagnosis: Diagnosis) -> str:
-    """Return one line of advice; a rule of thumb, not a promise."""
+def suggestion(diagnosis: Diagnosis, domains: int = 0) -> str:
+    """Return one line of advice; a rule of thumb, not a promise. `domains` is as in `count_domains`."""
     size, error = median(diagnosis.batch_sizes), excess(diagnosis)
     if size <= TINY_BATCH:
         return (
@@ -102,6 +110,11 @@ def suggestion(diagnosis: Diagnosis) -> str:
     reason = f"Clients' differences put the mean gradient off by {error:.0%} of its size, beyond chance."
     if error < SMALL_EXCESS:
         return f"{reason} This suggests that BN is fine as it is (fedavg)."
+    if domains > 1:
+        return (
+            f"{reason} Each client has one of {domains} domains. This suggests a model for each client (fedbn, or "
+            "standalone if clients have many samples) or BN for each domain (fednorm); for one model FedWon (fedwon)."
+        )
     if error < LARGE_EXCESS:
         return f"{reason} This suggests FixBN (fixbn), which costs no further communication."
     return (

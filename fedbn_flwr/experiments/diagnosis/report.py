@@ -5,11 +5,8 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from fedbn_flwr.diagnosis import Diagnosis, Measurement, overall
-from fedbn_flwr.experiments.output.console import console
+from fedbn_flwr.experiments.output.console import console, new_table
 from fedbn_flwr.experiments.output.plots import figure
 
 DISTANCES = {"mean": "means", "variance": "variances", "gradients": "gradients by them"}
@@ -29,12 +26,12 @@ MOST_NAMES = 24
 def show_diagnosis(diagnosis: Diagnosis, title: str, advice: str, folder: Path) -> None:
     """Print distances by layer, errors by mismatch, and the suggestion."""
     actual, shuffled = diagnosis.actual, diagnosis.shuffled
-    table = _table(f"{title}: clients' distance from the global values", "BN layer", *DISTANCES.values())
+    table = new_table(f"{title}: clients' distance from the global values", "BN layer", numbers=[*DISTANCES.values()])
     for layer, by_chance in zip(actual.layers, shuffled.layers, strict=True):
         cells = (_both(_overall(diagnosis, layer, what), _overall(diagnosis, by_chance, what)) for what in DISTANCES)
         table.add_row(layer.name, *cells)
     console.print(table)
-    table = _table("the mean gradient, relative to its size", "what is each client's own", "error")
+    table = new_table("the mean gradient, relative to its size", "what is each client's own", numbers=["error"])
     for shared, unshared in MISMATCHES.items():
         table.add_row(unshared, _both(actual.errors[shared], shuffled.errors[shared]))
     table.add_section()
@@ -98,11 +95,3 @@ def _relative(diagnosis: Diagnosis, measurement: Measurement, what: str) -> floa
 
 def _both(actual: float, chance: float) -> str:
     return "-" if isnan(actual) else f"{actual:.3f} ({chance:.3f})"
-
-
-def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD)
-    table.add_column(first, overflow="fold")
-    for heading in others:
-        table.add_column(heading, justify="right")
-    return table

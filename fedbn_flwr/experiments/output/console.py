@@ -14,11 +14,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
+from fedbn_flwr.data import Data
 from fedbn_flwr.experiments.comparison import Line, lines, metric_of, typical
 from fedbn_flwr.experiments.output.recorder import Progress as Callback
 from fedbn_flwr.experiments.output.recorder import Summary, outcome_of
 from fedbn_flwr.experiments.resources import about_absent
+from fedbn_flwr.traffic.counting_grid import MEGABYTE
 
 console = Console()
 
@@ -53,10 +56,10 @@ class Bars:
     """A progress bar over all runs, with the present run and the last score of its model.
 
     It stands in a terminal or under a notebook's cell, which it leaves at the end. Elsewhere, `lines` lets each run
-    print a line in every tenth of its rounds.
+    print a line in every tenth of its rounds. Over both stands a line about the data.
     """
 
-    def __init__(self, runs: int, progress: bool | Literal["lines"] = "lines") -> None:
+    def __init__(self, runs: int, data: Data, progress: bool | Literal["lines"] = "lines") -> None:
         self._progress = Progress(
             BarColumn(),
             MofNCompleteColumn(),
@@ -67,11 +70,13 @@ class Bars:
         self._cell = _Cell() if progress and in_notebook() else None
         self._has_bar = bool(progress) and self._cell is None and console.is_terminal
         self._has_lines = progress == "lines" and self._cell is None and not console.is_terminal
-        self._runs = runs
+        self._runs, self._data = runs, data
         self._task = self._progress.add_task("", total=None)
         self._done = 0
 
     def __enter__(self) -> Self:
+        if self._has_bar or self._has_lines:
+            print(self._data)
         if self._has_bar:
             self._progress.start()
         return self
@@ -152,8 +157,8 @@ def _show_accuracies(summaries: Sequence[Summary], failures: Mapping[str, str]) 
     """Print a row for each method of `failures`, which maps it to words in place of its numbers, if a run failed."""
     compared = lines(summaries)
     several, baseline = len(summaries) > len(compared), compared[0].method
-    first = typical(summaries)
-    table = _table(f"{first['dataset']}, {first['model']}, {first['partition']}, {first['rounds']} rounds")
+    first, varies = typical(summaries), len({run["lr"] for run in summaries}) > 1
+    table = new_table("{dataset}, {model}, {partition}, {rounds} rounds".format_map(first), "method")
     columns: dict[str, Callable[[Line], str]] = {
         f"{metric_of(first)}, %": lambda line: (
             percent(line.mean) + (f" ± {percent(line.deviation)}" if several else "")
@@ -161,8 +166,8 @@ def _show_accuracies(summaries: Sequence[Summary], failures: Mapping[str, str]) 
         "personal": lambda line: _mean(summaries, line.method, "accuracy-personal"),
         "mean BN": lambda line: _mean(summaries, line.method, "accuracy-mean-bn"),
         f"vs {baseline}": lambda line: "" if line is compared[0] else _difference(line, several),
-        "lr": lambda line: f"{line.summary['lr']:g}" if len({run["lr"] for run in summaries}) > 1 else "",
-        "MB sent": lambda line: f"{line.summary['payload-bytes'] / 2**20:.1f}",
+        "lr": lambda line: f"{line.summary['lr']:g}" if varies or "lr-grid" in first else "",
+        "MB sent": lambda line: f"{line.summary['payload-bytes'] / MEGABYTE:.1f}",
         "exchanges": lambda line: f"{line.summary['exchanges']:,}",
         "s": lambda line: f"{line.summary['seconds']:.1f}",
     }
@@ -172,8 +177,8 @@ def _show_accuracies(summaries: Sequence[Summary], failures: Mapping[str, str]) 
         table.add_column(heading, justify="right", no_wrap=heading != f"vs {baseline}")
     numbers = {line.method: [column[index] for column in shown.values()] for index, line in enumerate(compared)}
     for method, failure in failures.items():
-        table.add_row(method, *([failure] if failure else numbers[method]))
-    console.print(table)
+        table.add_row(*map(Text, (method, *([failure] if failure else numbers[method]))))
+    _print(table)
     if len(compared) > 1 and len(summaries) < 2 * len(compared):
         _footer("One seed: a difference may be chance. `--seeds 3` gives intervals.")
     _show_absent(first)
@@ -195,20 +200,32 @@ def _show_domains(summaries: Sequence[Summary]) -> None:
             by_method.setdefault(summary["method"], []).append(summary["domain-accuracy"])
     if not by_method:
         return
-    table = _table("accuracy by domain, % (personal models: on their nodes' domain)")
     domains = list(next(iter(by_method.values()))[0])
-    for heading in (*domains, "mean"):
-        table.add_column(heading, justify="right")
+    title = "accuracy by domain, % (personal models: on their nodes' domain)"
+    table = new_table(title, "method", numbers=(*domains, "mean"))
     for method, runs in by_method.items():
         means = [fmean(run[domain] for run in runs) for domain in domains]
-        table.add_row(method, *(percent(value) for value in (*means, fmean(means))))
-    console.print(table)
+        table.add_row(*map(Text, (method, *(percent(value) for value in (*means, fmean(means))))))
+    _print(table)
 
 
-def _table(title: str) -> Table:
+def new_table(title: str, *texts: str, numbers: Sequence[str] = ()) -> Table:
+    """Return a table with columns of texts, which fold, and then of numbers."""
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True)
-    table.add_column("method", overflow="fold")
+    for heading in (*texts, *numbers):
+        table.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
     return table
+
+
+def _print(table: Table) -> None:
+    """Print a table of texts; one wider than the terminal breaks headings, and before options and deviations."""
+    if console.measure(table, options=console.options.update_width(1000)).maximum > console.width:
+        for column in table.columns:
+            column.header = str(column.header).replace(" ", "\n")
+            for cell in column.cells:
+                if isinstance(cell, Text):
+                    cell.plain = str(cell).replace(":", "\n:").replace(" ±", "\n±")
+    console.print(table)
 
 
 def _difference(line: Line, several: bool) -> str:

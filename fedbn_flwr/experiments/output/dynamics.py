@@ -40,7 +40,8 @@ class DynamicsTable:
     ) -> list[dict[str, Any]]:
         """Return the rows of a round, by layer, in the order of the model."""
         before, self._before = self._before, _statistics(arrays)
-        layers = [key for key in (replies[0].metrics if replies else ()) if key.startswith(wire.DYNAMICS)]
+        reported = [key for key in (replies[0].metrics if replies else ()) if key.startswith(wire.DYNAMICS)]
+        layers = [key for key in reported if all(isinstance(reply.metrics.get(key), list) for reply in replies)]
         return [
             {
                 "round": server_round,
@@ -67,6 +68,6 @@ def _statistics(arrays: ArrayRecord) -> dict[str, np.ndarray[Any, Any]]:
 
 def _mean(replies: Sequence[NodeReply], key: str, column: int) -> float:
     """Return the mean over the clients that have the number; NaN if none has it yet."""
-    values = [reply.metrics[key][column] for reply in replies if key in reply.metrics]
+    values = [reply.metrics[key][column] for reply in replies]
     known = [value for value in values if value == value]
     return fmean(known) if known else nan

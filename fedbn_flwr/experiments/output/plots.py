@@ -1,7 +1,8 @@
 """Plots of accuracy (or mean IoU) and training loss over the rounds."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging import WARNING
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ Rows = Sequence[Mapping[str, Any]]
 #: what models are compared by, the first that rows have
 SCORES = {"mean-iou": "test mean IoU, %", "accuracy": "test accuracy, %"}
 LOSS = {"train-loss": "training loss"}
-STROKES = ("solid", "dashed", "dashdot", "dotted")
-#: line widths of the first and the last method; where curves coincide, the wider one below stays visible
-WIDTHS = (3.0, 1.2)
 LEGEND_COLUMNS = 6
-
+#: eight colours that differ for all kinds of colour vision (Okabe and Ito), dark enough for lines on white
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#8A8A00")
+STROKES = ("solid", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
+MARKERS = "osD^vPX*"
 
 #: x and y of every point of a line
 Line = tuple[Sequence[float], Sequence[float]]
@@ -35,6 +36,24 @@ def figure(path: Path, panels: int = 1, size: tuple[float, float] = (11, 4.3)) -
     picture = Figure(figsize=size, layout="constrained")
     yield picture, picture.subplots(1, panels)
     picture.savefig(path, dpi=130)
+
+
+def line_style(index: int, count: int, points: int = 0) -> dict[str, Any]:
+    """Return how the line of the method with this index is drawn; lines that coincide stay visible by their widths.
+
+    Neighbouring lines have their markers at other points.
+    """
+    step = max(1, points // 8)
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": STROKES[index % len(STROKES)],
+        "marker": MARKERS[(index + index // 8) % 8],
+        "markevery": (index % step, step),
+        "linewidth": 2.6 - 1.4 * index / max(count - 1, 1),
+        "markersize": 6.5,
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.6,
+    }
 
 
 def draw_runs(axes: Any, runs: Sequence[Line], **style: Any) -> None:
@@ -53,12 +72,10 @@ def plot_curves(runs: Mapping[str, Sequence[Rows]], path: Path, title: str = "")
     legend_rows = -(-len(runs) // LEGEND_COLUMNS)
     with figure(path, 2, (11, 4.3 + 0.2 * legend_rows)) as (picture, axes):
         for panel, (key, label) in zip(axes, {score: SCORES[score], **LOSS}.items(), strict=True):
-            widths = np.linspace(*WIDTHS, len(runs))
             for index, (method, seeds) in enumerate(runs.items()):
                 lines = [_points(rows, key) for rows in seeds]
-                marker = "o" if len(set.intersection(*(set(x) for x, _ in lines))) < 15 else None
-                stroke = {"linestyle": STROKES[index % len(STROKES)], "linewidth": widths[index]}
-                draw_runs(panel, lines, label=method, marker=marker, markersize=4, **stroke)
+                style = line_style(index, len(runs), min(len(x) for x, _ in lines))
+                draw_runs(panel, lines, label=method, **style)
             panel.set(xlabel="round", ylabel=label, xlim=(0, None))
             panel.grid(alpha=0.3)
         axes[1].set_yscale("log")
@@ -69,10 +86,13 @@ def plot_curves(runs: Mapping[str, Sequence[Rows]], path: Path, title: str = "")
 
 def draw_or_warn(runs: Mapping[str, Sequence[Rows]], path: Path, title: str) -> None:
     """Plot as `plot_curves`; a picture that cannot be drawn is a warning, as results do not depend on it."""
+    if not os.access(path.parent, os.W_OK):  # finished results, which are only read
+        return
     try:
         plot_curves(runs, path, title)
     except Exception as error:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
         log(WARNING, "%s could not be drawn: %s", path, error)
 
 

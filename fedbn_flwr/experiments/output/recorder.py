@@ -10,11 +10,11 @@ from fedbn_flwr import wire
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.dynamics import DynamicsTable
-from fedbn_flwr.experiments.output.run_folder import RunFolder
+from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
 from fedbn_flwr.experiments.output.scoring import Score, Scorer
 from fedbn_flwr.experiments.output.sinks import Sink
 from fedbn_flwr.experiments.output.site_scoring import SiteScorer
-from fedbn_flwr.experiments.resources import absent_classes
+from fedbn_flwr.experiments.resources import absent_classes, normalization
 from fedbn_flwr.strategies import BaseStrategy, DivergedError
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally
 
@@ -92,6 +92,7 @@ class Journal:
     def summary(self, experiment: Experiment, nodes: int) -> Summary:
         """Return the whole run in one record."""
         config, sent = experiment.config, self._grid.training
+        skipped = sum(not row["nodes"] for row in read_rounds(self._files.path))
         return {
             "method": config.method,
             "strategy": experiment.strategy,
@@ -104,6 +105,7 @@ class Journal:
             "seed": config.seed,
             "lr": config.lr,
             "batch-size": config.batch_size,
+            **normalization(config),
             "metric": self._scorer.metric,
             **self._score,
             "train-loss": self._train_loss,
@@ -113,6 +115,8 @@ class Journal:
             "evaluation-payload-bytes": self._grid.evaluation.payload,
             "seconds": time.perf_counter() - self._started,
             **self._until_target(),
+            **({"rounds-skipped": skipped} if skipped else {}),
+            **({"model-for-each-node": True} if self._strategy.personal else {}),
             **({"absent-classes": absent} if (absent := absent_classes(config)) else {}),
         }
 

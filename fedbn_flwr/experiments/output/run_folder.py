@@ -38,6 +38,8 @@ VERSIONED = (
 #: what a run writes beside checkpoints; that the folder has a run at all is told by its options, the last
 FILES = ("summary.json", "model.safetensors", "curves.png", "rounds.jsonl", "dynamics.jsonl", "tensorboard", "states")
 CONFIG = "config.json"
+#: said of `model.safetensors` where nodes have models of their own
+NOT_WHOLE = "model.safetensors lacks what nodes keep and is of no use alone; `export_personal` makes a node's model"
 #: holds the results of a run until the run that replaces it has finished
 REPLACED = "replaced"
 
@@ -89,9 +91,13 @@ class RunFolder:
             with self._dynamics.open("a") as file:
                 file.writelines(lines)
 
-    def finish(self, summary: Mapping[str, Any], arrays: ArrayRecord) -> None:
-        """Write the model and the summary; the summary last, as the sign that the run is complete."""
-        write_bytes(self.path / "model.safetensors", save(from_record(arrays)))
+    def finish(self, summary: Mapping[str, Any], arrays: ArrayRecord | None) -> None:
+        """Write the model, if a round made one, and what it is; the summary comes last, as a sign of the end."""
+        if arrays is not None:
+            # one entry, because safetensors writes several in any order
+            normalization = {"normalization": as_json({key: summary.get(key, ()) for key in ("mean", "std")})}
+            about = {"note": NOT_WHOLE} if summary.get("model-for-each-node") else normalization
+            write_bytes(self.path / "model.safetensors", save(from_record(arrays), about))
         write_json(self.path / "summary.json", summary)
 
     def _keep_rounds(self, count: int) -> None:
@@ -139,8 +145,10 @@ def as_json(content: object, indent: int | None = None) -> str:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a file that is whole at every moment."""
-    write_bytes(path, (as_json(content, indent=2) + "\n").encode())
+    """Write a file that is whole at every moment; one with this content stays, also where nothing can be written."""
+    data = (as_json(content, indent=2) + "\n").encode()
+    if not path.is_file() or path.read_bytes() != data:
+        write_bytes(path, data)
 
 
 def make_folder(path: Path, option: str = "") -> Path:
@@ -166,9 +174,9 @@ def read_json(path: Path) -> Any:
 
 
 def has_results(path: Path) -> bool:
-    """Return whether a run has written something that would be lost: a row or a summary."""
+    """Return whether a run has written something that would be lost: a row, or the summary of its end."""
     rounds = path / "rounds.jsonl"
-    return (path / "summary.json").exists() or (rounds.exists() and rounds.stat().st_size > 0)
+    return finished_summary(path) is not None or (rounds.exists() and rounds.stat().st_size > 0)
 
 
 def finished_summary(path: Path) -> dict[str, Any] | None:

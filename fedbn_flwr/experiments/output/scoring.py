@@ -1,6 +1,7 @@
 """Scores of a round: the global model on the server, or the nodes' own models as the nodes report."""
 
 from collections.abc import Mapping, Sequence
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from fedbn_flwr import state, wire
 from fedbn_flwr.client.evaluation import evaluate, mean_loss
 from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.data import Data
+from fedbn_flwr.server.replies import log_refused, read_each
 from fedbn_flwr.strategies import BaseStrategy, NodeReply
 
 Score = dict[str, Any]
@@ -33,12 +35,19 @@ class Scorer:
     - `train-loss-global`, if asked for: the global model's loss on the union of the clients' training data; where nodes
       have models of their own, the mean of each model's loss on its node's data (FedTAN, Fig. 4 and 7).
     - `node-domain-accuracy`: every node's model on every domain (FedTAN, Fig. 8).
+    - `class-f1`, `class-auc`, ..., if asked for: by class, of the models that `accuracy` is of.
     """
 
     def __init__(
-        self, model: nn.Module, data: Data, device: torch.device, trained: NDArray[np.int64] | None = None
+        self,
+        model: nn.Module,
+        data: Data,
+        device: torch.device,
+        trained: NDArray[np.int64] | None = None,
+        metrics: Sequence[str] = (),
     ) -> None:
-        self._model, self._data, self._device = model.to(device), data, device
+        self._model, self._data, self._device, self._metrics = model.to(device), data, device, metrics
+        self._class_names = data.class_names or [str(number) for number in range(data.num_classes)]
         self._task = task_of(data.task)
         #: the score by which methods are compared
         self.metric = self._task.metric
@@ -52,6 +61,7 @@ class Scorer:
             asked = {key: value for key, value in scores.items() if key.endswith("-personal")}
             values = state.from_record(arrays)
             return {**self.score_global(values), **self._train_loss(values), **asked}
+        scores |= class_means([reply.metrics for reply in strategy.evaluate_replies], self._metrics, self._class_names)
         if mean := strategy.personal_mean():
             own = {name: torch.from_numpy(value) for name, value in mean.items()}
             averaged = self.score_global({**state.from_record(arrays), **own})
@@ -61,15 +71,13 @@ class Scorer:
     def score_global(self, values: state.State) -> Score:
         """Return the scores of one model on the test split."""
         state.load(self._model, values)
+        test, domains = self._data.test, len(self._data.domain_names)
         result = evaluate(
-            self._model,
-            self._data.test,
-            self._data.num_classes,
-            self._device,
-            num_domains=len(self._data.domain_names),
-            task=self._task,
+            self._model, test, self._data.num_classes, self._device, 500, domains, self._task, self._metrics
         )
         scores: Score = {"accuracy": result.accuracy, **result.scores, "loss": result.loss}
+        by_class = {wire.CLASS + name: values for name, values in result.by_class.items()}
+        scores |= class_means([by_class], self._metrics, self._class_names)
         if self._data.domain_names:
             tested = (result.confusion.sum((1, 2)) > 0).tolist()
             by_name = zip(self._data.domain_names, result.domain_accuracy, tested, strict=True)
@@ -85,38 +93,41 @@ class Scorer:
 
 
 def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = ()) -> Score:
-    """Return means of the nodes' own evaluations; nothing if no node evaluated."""
-    if not replies:
+    """Return means of the nodes' own evaluations; nothing if no node evaluated, or none can be read."""
+    named = ((reply.node, reply.metrics) for reply in replies)
+    read, refused = read_each(named, lambda _, metrics: _scores(metrics, bool(domain_names)))
+    log_refused(refused, "left out of the scores")
+    rows = list(read.values())
+    if not rows:
         return {}
-    scores: Score = {
-        "accuracy": _mean(replies, wire.ACCURACY),
-        "accuracy-personal": _mean(replies, wire.ACCURACY_PERSONAL),
-        **{key.removeprefix(wire.SCORE): _mean(replies, key) for key in _task_scores(replies)},
-        "loss": _mean(replies, wire.EVAL_LOSS),
-    }
-    if all(wire.LOCAL_LOSS in reply.metrics for reply in replies):
-        scores["train-loss-global"] = _mean(replies, wire.LOCAL_LOSS)
+    shared = [key for key in rows[0] if key not in ("domain", "domains", "own") and all(key in row for row in rows)]
+    scores: Score = {key: float(np.mean([row[key] for row in rows])) for key in shared}
     if domain_names:
-        matrix = [list(_numbers(reply.metrics, wire.DOMAIN_ACCURACY)) for reply in replies]
-        scores["node-domain-accuracy"] = matrix
-        domains = [int(_numbers(reply.metrics, wire.DOMAIN)[0]) for reply in replies]
+        scores["node-domain-accuracy"] = [row["domains"] for row in rows]
         # the models of the nodes that hold a domain
-        scores["domain-accuracy"] = {
-            name: float(np.mean([row[index] for row, domain in zip(matrix, domains, strict=True) if domain == index]))
-            for index, name in enumerate(domain_names)
-            if index in domains
-        }
+        held = {name: [row["own"] for row in rows if row["domain"] == at] for at, name in enumerate(domain_names)}
+        scores["domain-accuracy"] = {name: float(np.mean(own)) for name, own in held.items() if own}
     return scores
 
 
-def _task_scores(replies: Sequence[NodeReply]) -> list[str]:
-    return [key for key in replies[0].metrics if key.startswith(wire.SCORE)]
+def class_means(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str], class_names: Sequence[str]) -> Score:
+    """Return by metric and class the mean over the rows that can measure it; a class that none can is left out."""
+    scores: Score = {}
+    for name in (wire.CLASS + metric for metric in (metrics if rows else ())):
+        columns = zip(class_names, zip(*(row[name] for row in rows), strict=True), strict=True)
+        known = {key: [value for value in column if not isnan(value)] for key, column in columns}
+        scores[name] = {key: float(np.mean(values)) for key, values in known.items() if values}
+    return scores
 
 
-def _mean(replies: Sequence[NodeReply], key: str) -> float:
-    return float(np.mean([_numbers(reply.metrics, key)[0] for reply in replies]))
-
-
-def _numbers(metrics: Mapping[str, Any], key: str) -> list[float]:
-    value = metrics[key]
-    return [float(item) for item in value] if isinstance(value, list) else [float(value)]
+def _scores(metrics: Mapping[str, Any], has_domains: bool) -> Score:
+    """Return what a node's evaluation says, by the names of scores; an error if anything is missing."""
+    of_task = {key: key.removeprefix(wire.SCORE) for key in metrics if key.startswith(wire.SCORE)}
+    keys = {wire.ACCURACY: "accuracy", wire.ACCURACY_PERSONAL: "accuracy-personal", **of_task, wire.EVAL_LOSS: "loss"}
+    if wire.LOCAL_LOSS in metrics:
+        keys[wire.LOCAL_LOSS] = "train-loss-global"
+    scores: Score = {name: float(metrics[key]) for key, name in keys.items()}
+    if has_domains:
+        domain, row = int(metrics[wire.DOMAIN]), [float(value) for value in metrics[wire.DOMAIN_ACCURACY]]
+        scores |= {"domain": domain, "domains": row, "own": row[domain]}
+    return scores

@@ -10,12 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from fedbn_flwr.experiments.comparison import metric_of
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
-from fedbn_flwr.experiments.output.console import console, percent
+from fedbn_flwr.experiments.output.console import console, new_table, percent
 from fedbn_flwr.experiments.output.recorder import outcome_of
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.output.sinks import check_sinks
@@ -60,9 +57,8 @@ def list_recipes(options: Mapping[str, Any]) -> None:
     if options.get("json"):
         print(json.dumps(rows, indent=2))
         return
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True)
-    for heading in ("recipe", "in the paper", "about"):
-        table.add_column(heading, no_wrap=heading == "recipe")
+    table = new_table("", "recipe", "in the paper", "about")
+    table.columns[0].no_wrap = True
     for row in rows:
         table.add_row(row["name"], row["place"], row["about"])
     console.print(table)
@@ -124,9 +120,7 @@ def _outcome(cell: Cell, results: Results) -> str:
 
 def show_estimate(title: str, cells: Sequence[Cell], workers: int) -> None:
     """Print what cells would run, how many steps and about how long, and which data are not there."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True, title=title)
-    for heading in ("setting", "method", "runs", "rounds", "client steps", "time"):
-        table.add_column(heading, justify="left" if heading in ("setting", "method") else "right")
+    table = new_table(title, "setting", "method", numbers=("runs", "rounds", "client steps", "time"))
     total, steps, unknown = 0.0, 0, False
     for item in estimate(cells):
         unknown |= item.seconds is None

@@ -43,7 +43,7 @@ def _extra_exchanges(summary: Mapping[str, Any], _: int) -> dict[str, float]:
 
 
 #: columns that are counted and not measured, with their units: every printed digit says something
-COUNTED = {"megabytes": "MB a round", "gigabytes": "GB in all rounds", "extra-exchanges": "share of extra exchanges, %"}
+COUNTED = {"megabytes": "MiB a round", "gigabytes": "GiB in total", "extra-exchanges": "share of extra exchanges, %"}
 
 #: accuracies and shares in percent
 QUANTITIES: dict[str, Read] = {
@@ -56,7 +56,7 @@ QUANTITIES: dict[str, Read] = {
     "loss": _plain("loss"),
     "train-loss": _plain("train-loss"),
     "train-loss-global": _plain("train-loss-global"),
-    # as FedTAN's paper counts: a round, and in as many rounds as the recipe has at full size
+    # as FedTAN's paper counts, in powers of 2^10: a round, and in as many rounds as the recipe has at full size
     "megabytes": _megabytes,
     "gigabytes": _gigabytes,
     # the share of the exchanges beyond one a round

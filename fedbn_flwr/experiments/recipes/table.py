@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from io import StringIO
 from statistics import fmean, stdev
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from fedbn_flwr.experiments.output.console import new_table
 from fedbn_flwr.experiments.output.recorder import outcome_of
 from fedbn_flwr.experiments.recipes.matrix import Results
 from fedbn_flwr.experiments.recipes.quantities import columns_of
@@ -92,11 +92,8 @@ def write_table(results: Results, values: dict[Key, Value], lines: Sequence[str]
 
 
 def _table(results: Results, values: dict[Key, Value]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True)
-    for heading in ("setting", "method", "", "here"):
-        table.add_column(heading, justify="right" if heading == "here" else "left", overflow="fold")
-    for place in results.recipe.reported:
-        table.add_column(place.place, justify="right", overflow="fold")
+    places = [place.place for place in results.recipe.reported]
+    table = new_table("", "setting", "method", "", numbers=["here", *places])
     rows, before = list(rows_of(results, values)), ""
     for row in rows:
         several = (

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr.experiments.method import parse
-from fedbn_flwr.experiments.recipes.quantities import AVERAGE, COUNTED
+from fedbn_flwr.experiments.output.plots import line_style
+from fedbn_flwr.experiments.recipes.quantities import AVERAGE, COUNTED, QUANTITIES
 from fedbn_flwr.experiments.recipes.recipe import Recipe
 from fedbn_flwr.experiments.recipes.table import Key, Value
 from fedbn_flwr.experiments.reports.sources import Source
-from fedbn_flwr.experiments.reports.style import SIZE, Picture, bar_style, line_style
+from fedbn_flwr.experiments.reports.style import SIZE, Picture, bar_style
 
 #: settings of which a report draws bars
 SETTINGS = 12
@@ -73,7 +74,7 @@ def _map(table: Any, rows: Sequence[str], columns: Sequence[str], caption: str, 
 def _domains(source: Source, setting: str, values: Mapping[Key, Value]) -> Iterator[Picture]:
     methods = [label for label in source.recipe.methods if (setting, label, AVERAGE) in values]
     domains = dict.fromkeys(key[2] for key in values if key[0] == setting and (setting, key[1], AVERAGE) in values)
-    order = [name for name in domains if name != AVERAGE and not name.startswith("accuracy")]
+    order = [name for name in domains if name != AVERAGE and name not in QUANTITIES]
     if not methods or not order:
         return
     order = [name for name in [*order, AVERAGE] if all((setting, label, name) in values for label in methods)]

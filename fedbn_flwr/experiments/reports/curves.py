@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from fedbn_flwr.experiments.output.plots import Line, draw_runs
+from fedbn_flwr.experiments.output.plots import Line, draw_runs, line_style
 from fedbn_flwr.experiments.recipes.quantities import heading_of
 from fedbn_flwr.experiments.reports.marks import STAGE, Mark, draw_marks, marks_of
 from fedbn_flwr.experiments.reports.sources import Run, Source, score_of
-from fedbn_flwr.experiments.reports.style import Picture, line_style, logarithmic, marked, whole_numbers
+from fedbn_flwr.experiments.reports.style import Picture, logarithmic, whole_numbers
+from fedbn_flwr.traffic.counting_grid import MEGABYTE
 
 #: settings of which a report draws curves, and up to how many it draws more than the score over rounds
 SETTINGS, FEW = 12, 4
@@ -80,13 +81,13 @@ def _picture(
     drawn = {label: runs for label, runs in drawn.items() if runs}
     if all(len(x) < 2 for runs in drawn.values() for x, _ in runs):
         return
-    styles = {label: line_style(index, len(lines)) for index, label in enumerate(lines)}
+    points = [min((len(x) for x, _ in drawn.get(label, [])), default=0) for label in lines]
+    styles = {label: line_style(index, len(lines), points[index]) for index, label in enumerate(lines)}
     values = [value for runs in drawn.values() for _, line in runs for value in line if np.isfinite(value)]
 
     def paint(axes: Any) -> None:
-        for index, (label, runs) in enumerate(drawn.items()):
-            step = marked(index, min(len(x) for x, _ in runs))
-            draw_runs(axes, runs, label=label, markevery=step, **styles[label])
+        for label, runs in drawn.items():
+            draw_runs(axes, runs, label=label, **styles[label])
         axes.set(xlabel=x, ylabel=y)
         if x == "round":
             whole_numbers(axes)
@@ -130,7 +131,7 @@ def _exchanges(rows: Rows) -> list[float]:
 
 
 def _megabytes(rows: Rows) -> list[float]:
-    return list(accumulate((row.get("paper-bytes") or 0) / 2**20 for row in rows))
+    return list(accumulate((row.get("paper-bytes") or 0) / MEGABYTE for row in rows))
 
 
 def _exchange_more_often(groups: Mapping[str, Sequence[Run]]) -> bool:

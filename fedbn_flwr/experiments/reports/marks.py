@@ -25,7 +25,7 @@ def marks_of(run: Run) -> list[Mark]:
     except UsageError:
         return []
     frozen = freeze_of(strategy, rounds, run.rows)
-    drops = [change.moment.after(rounds) or frozen for change in strategy.schedule.changes]
+    drops = [change.start(rounds, frozen) for change in strategy.schedule.changes]
     stage = next((row["round"] - 1 for row in run.rows if row.get("fedbs-stage") == 2), None)
     rounds_of = [("freeze", frozen), *(("learning rate", after) for after in drops), (STAGE, stage)]
     return [Mark(text, after) for text, after in rounds_of if after and after < rounds]

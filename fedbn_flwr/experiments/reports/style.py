@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
+from fedbn_flwr.experiments.output.plots import COLOURS
 from fedbn_flwr.plugins import extra
 
-#: colours that differ for all kinds of colour vision (Okabe and Ito), dark enough for lines on white
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#8A8A00")
-STROKES = ("solid", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
-MARKERS = "osD^vPX*"
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
 #: inches: on a phone's 390 points, 11-point text stays 11 pixels high
 SIZE = (5.2, 3.9)
@@ -70,29 +67,10 @@ def styled() -> Iterator[Any]:
         yield Figure
 
 
-def line_style(index: int, count: int) -> dict[str, Any]:
-    """Return how the line of the method with this index is drawn; lines that coincide stay visible by their widths."""
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "linestyle": STROKES[index % len(STROKES)],
-        "marker": MARKERS[index % len(MARKERS)],
-        "linewidth": 2.6 - 1.4 * index / max(count - 1, 1),
-        "markersize": 6.5,
-        "markeredgecolor": "white",
-        "markeredgewidth": 0.6,
-    }
-
-
 def bar_style(index: int) -> dict[str, Any]:
     """Return how the bars of the method with this index are drawn."""
-    colour, hatch = COLOURS[index % len(COLOURS)], HATCHES[index % len(HATCHES)]
+    colour, hatch = COLOURS[index % 8], HATCHES[(index + index // 8) % 8]
     return {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
-
-
-def marked(index: int, points: int) -> tuple[int, int]:
-    """Return the first point with a marker and the step to the next; neighbouring lines have theirs elsewhere."""
-    step = max(1, points // 8)
-    return index % step, step
 
 
 def whole_numbers(axes: Any) -> None:

@@ -12,6 +12,7 @@ from fedbn_flwr.experiments.recipes.quantities import columns_of, heading_of
 from fedbn_flwr.experiments.recipes.recipe import Setting
 from fedbn_flwr.experiments.recipes.table import Key, Row, Value, rows_of
 from fedbn_flwr.experiments.reports.sources import Run, Source, score_of
+from fedbn_flwr.traffic.counting_grid import MEGABYTE
 
 #: said of results that have one run each
 WEAK = "One seed: a difference may be chance."
@@ -94,8 +95,8 @@ def cost_table(source: Source) -> Table:
         runs = [run.summary for run in source.runs_of(setting, label) if run.state == "finished" and run.summary]
         if runs:
             means = [_mean([run.get(key) for run in runs]) for key in ("rounds", "exchanges")]
-            megabytes = _mean([_per(run.get("payload-bytes"), 2**20) for run in runs])
-            paper = _mean([_per(run.get("paper-bytes"), 2**20 * (run.get("rounds") or 1)) for run in runs])
+            megabytes = _mean([_per(run.get("payload-bytes"), MEGABYTE) for run in runs])
+            paper = _mean([_per(run.get("paper-bytes"), MEGABYTE * (run.get("rounds") or 1)) for run in runs])
             numbers = [*means, megabytes, paper, _mean([run.get("seconds") for run in runs])]
             cells = [_count(number, digits) for number, digits in zip(numbers, (0, 0, 1, 2, 1), strict=True)]
             rows.append([Cell(setting), Cell(label), *cells])
@@ -114,7 +115,7 @@ def run_table(source: Source) -> Table:
         state = f"failed: {run.error}" if run.error else run.state
         names = [Cell(run.setting), Cell(run.label), Cell(str(run.seed), run.seed), Cell(state)]
         rate, ended = run.options.get("lr"), run.summary if run.state == "finished" and run.summary else {}
-        numbers = [_per(ended.get(score), 0.01), ended.get("exchanges"), _per(ended.get("payload-bytes"), 2**20)]
+        numbers = [_per(ended.get(score), 0.01), ended.get("exchanges"), _per(ended.get("payload-bytes"), MEGABYTE)]
         counted = zip([*numbers, ended.get("seconds")], (2, 0, 1, 1), strict=True)
         results = [Cell(f"{rate:g}", rate) if rate else Cell(""), *(_count(*each) for each in counted)]
         rows.append([*names, *progress, *results, Cell(run.folder.name)])
@@ -134,7 +135,7 @@ def curve_table(source: Source) -> Table:
             sent += sum(row.get(f"payload-bytes-{way}") or 0 for way in ("down", "up"))
             seconds += row.get("seconds") or 0.0
             if row.get(score) is not None:
-                numbers = zip((100 * row[score], exchanges, sent / 2**20, seconds), (2, 0, 1, 1), strict=True)
+                numbers = zip((100 * row[score], exchanges, sent / MEGABYTE, seconds), (2, 0, 1, 1), strict=True)
                 rows.append([*names, Cell(str(row["round"]), row["round"]), *(_count(*each) for each in numbers)])
     return _without_empty("curves", "The score over the rounds", headings, rows, set(range(2, 8)))
 

@@ -19,7 +19,7 @@ from fedbn_flwr.experiments.resources import Form, fresh_model
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.server.replies import lacks_state
 from fedbn_flwr.state.record_files import write_bytes
-from fedbn_flwr.wire.history import STATE_HISTORY, History
+from fedbn_flwr.wire.history import History, site_number
 from fedbn_flwr.wire.site_data import DATA_SHAPE
 
 #: where a site names the folder: in its SuperNode's node configuration, or in the environment of its ClientApps
@@ -52,8 +52,7 @@ def export_model(message: Message, context: Context, call_next: ClientAppCallabl
     reply = call_next(message, context)
     if reply.has_content() and not lacks_state(reply):
         own = Memory(context.state).recall(wire.PERSONAL) if instruction.keep_local != "none" else {}
-        run = History.parse(str(config.get(STATE_HISTORY) or context.run_id)).first
-        site = str(context.node_config.get("partition-id", context.node_id))
+        run, site = History.told(config, context).first, str(site_number(context))
         about = {"run": run, "round": instruction.server_round, "site": site, "shape": config.get(DATA_SHAPE, [])}
         options = resolve(context.run_config).to_mapping()
         path = Path(folder, run, f"{site}{SUFFIX}")

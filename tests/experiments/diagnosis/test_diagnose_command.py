@@ -60,6 +60,20 @@ def test_suggestion(size: float, error: float, chance: float, wanted: str) -> No
     assert "This suggests" in line
 
 
+@pytest.mark.parametrize(("partition", "is_suggested"), [("domain:1", True), ("domain:2", True), ("classes:2", False)])
+def test_clients_of_one_domain_each_get_models_of_their_own(tmp_path: Path, partition: str, is_suggested: bool) -> None:
+    clients = "10" if partition == "domain:2" else "5"
+    common = {"dataset": "digits-domains", "model": "small-cnn", "batches": "2"}
+    line = diagnosis(tmp_path, partition=partition, clients=clients, **common)["suggestion"]
+    assert all((name in line) == is_suggested for name in ("fedbn", "standalone", "fednorm"))
+
+
+@pytest.mark.parametrize(("error", "domains"), [(0.1, 5), (0.9, 1), (0.9, 0)])
+def test_others_do_not(error: float, domains: int) -> None:
+    found, shuffled = (Measurement([], {"nothing": value}, [], [], 1.0) for value in (error, 0.1))
+    assert "standalone" not in suggestion(Diagnosis([1.0], [32], found, shuffled), domains)
+
+
 @pytest.mark.usefixtures("drawn")
 def test_the_command_writes_numbers_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = []

@@ -172,7 +172,7 @@ def test_methods_with_personal_bn_have_more_accuracies(tmp_path: Path) -> None:
     assert summary["evaluation-payload-bytes"] > 0
 
 
-def test_a_run_that_fails_leaves_no_summary_and_not_the_last_ones(
+def test_a_run_that_fails_leaves_why_and_nothing_of_the_last_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("summary.json", "model.safetensors", "curves.png", "rounds.jsonl"):
@@ -180,7 +180,8 @@ def test_a_run_that_fails_leaves_no_summary_and_not_the_last_ones(
     # batch normalization over one value a channel cannot train
     options = {"method": "fedavg:model=mlp:batch-size=1", "results_dir": str(tmp_path)}
     assert run("run", **options) == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "rounds.jsonl", "lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "rounds.jsonl", "summary.json", "lock"}
+    assert "mini-batch of 1 sample" in json.loads((tmp_path / "summary.json").read_text())["failed"]
     assert (tmp_path / "rounds.jsonl").read_text() == ""
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fedbn-flwr: ")]
     assert "batch normalization cannot train on a mini-batch of 1 sample" in line
@@ -195,6 +196,13 @@ def test_the_target_accuracy_is_reported_with_what_it_took(tmp_path: Path) -> No
     assert summary["payload-bytes-to-target"] == sum(
         row["payload-bytes-down"] + row["payload-bytes-up"] for row in until
     )
+
+
+def test_a_target_that_is_just_reached_is_reached(tmp_path: Path) -> None:
+    assert run("run", method="fedavg", rounds="1", results_dir=str(tmp_path / "before")) == 0
+    target = repr(summary_of(tmp_path / "before")["accuracy"])
+    assert run("run", method="fedavg", rounds="1", target_accuracy=target, results_dir=str(tmp_path)) == 0
+    assert summary_of(tmp_path)["rounds-to-target"] == 1
 
 
 def test_a_target_that_is_not_reached_is_none(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context, RecordDict
 from safetensors.torch import load_file
+from sklearn.metrics import f1_score, roc_auc_score
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_jaccard_index
 
@@ -153,6 +155,30 @@ def test_a_global_model_is_scored_as_it_is() -> None:
     assert "accuracy-personal" not in scores
 
 
+def test_metrics_of_each_class_are_those_of_scikit_learn() -> None:
+    _, _, arrays, data = federate(FedAvg(fraction_evaluate=0.0, min_available_nodes=NODES))
+    model = toy_cnn()
+    model.load_state_dict(state.from_record(arrays))
+    with torch.no_grad():
+        shares = model.eval()(data.test.batch(torch.arange(16))[0]).softmax(1)
+    scores = Scorer(toy_cnn(), data, torch.device("cpu"), metrics=("auc", "f1")).score(FedAvg(), arrays)
+    labels, names = data.test.labels, [str(number) for number in range(CLASSES)]
+    f1 = f1_score(labels, shares.argmax(1), average=None, labels=range(CLASSES), zero_division=0)
+    auc = [roc_auc_score(labels == number, shares[:, number]) for number in range(CLASSES)]
+    assert scores["class-f1"] == pytest.approx(dict(zip(names, f1, strict=True)))
+    assert scores["class-auc"] == pytest.approx(dict(zip(names, auc, strict=True)))
+
+
+def test_metrics_of_each_class_are_means_over_personal_models(tmp_path: Path) -> None:
+    given = {"method": "fedbn", "dataset": "digits", "class-metrics": "recall", "results_dir": str(tmp_path)}
+    assert run("run", **given) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    counts = np.bincount(load("digits").test.labels)
+    recalls = [summary["class-recall"][str(number)] for number in range(len(counts))]
+    # the classes' recalls, by their shares, are the accuracy
+    assert np.average(recalls, weights=counts) == pytest.approx(summary["accuracy"])
+
+
 def test_where_nodes_evaluate_a_global_model_it_has_a_personal_accuracy_too() -> None:
     scores, _, arrays, data = federate(FedAvg(fraction_evaluate=1.0, min_available_nodes=NODES))
     hit = right(state.from_record(arrays), data)
@@ -189,6 +215,17 @@ def test_means_over_nodes_count_every_node_once() -> None:
 
 def test_without_domains_there_is_no_matrix() -> None:
     assert "node-domain-accuracy" not in score_nodes(replies([(0.5, 1.0, [0.5]), (0.25, 0.5, 0.25)]))
+
+
+def test_a_node_whose_scores_cannot_be_read_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    said = replies([(0.5, 1.0, [0.25, 0.75]), (0.0, 0.0, [0.5]), (0.0, 0.0, 0.5)])
+    strange: dict[str, Any] = dict(said[0].metrics)
+    del strange[wire.ACCURACY]
+    said = [*said, replace(said[0], node=3, metrics=strange)]
+    assert score_nodes(said, ("first", "second")) == score_nodes(said[:1], ("first", "second"))
+    assert [text.split(":")[0] for text in caplog.messages] == [
+        f"Node {node} is left out of the scores" for node in (1, 2, 3)
+    ]
 
 
 def test_nothing_was_evaluated() -> None:

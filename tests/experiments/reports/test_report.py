@@ -21,13 +21,15 @@ from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.comparison import run_folder
 from fedbn_flwr.experiments.folder_lock import alone_in
 from fedbn_flwr.experiments.kept_run import KeptRun
-from fedbn_flwr.experiments.recipes.table import values_of
+from fedbn_flwr.experiments.output.plots import line_style
+from fedbn_flwr.experiments.recipes.quantities import QUANTITIES
+from fedbn_flwr.experiments.recipes.table import Value, values_of
 from fedbn_flwr.experiments.reports import bars
 from fedbn_flwr.experiments.reports.curves import _megabytes
 from fedbn_flwr.experiments.reports.documents import DOCUMENT, latex_figure, to_latex
 from fedbn_flwr.experiments.reports.marks import draw_marks, marks_of
 from fedbn_flwr.experiments.reports.sources import Run, read_sources
-from fedbn_flwr.experiments.reports.style import Picture
+from fedbn_flwr.experiments.reports.style import Picture, bar_style
 from fedbn_flwr.experiments.reports.tables import Cell, Table
 from fedbn_flwr.plugins.options import UsageError
 from tests.helpers.matrix_files import ROUNDS, round_row, summary_of, write_matrix, write_run
@@ -130,6 +132,7 @@ def test_a_matrix_stands_beside_the_papers_numbers(whole: Page) -> None:
     assert page.cell("results", "difference", *cell) == "baseline"
     assert page.cell("results", "page 7", "Shards, E=9", "BN") == ""
     assert page.cell("costs", "MB a round, as papers count", "IID, E=1", "GN") == "1.00"
+    assert page.cell("costs", "MB sent", "IID, E=1", "GN") == "2.0"
     assert "8 finished" not in page.text
     assert "16 runs: 16 finished" in page.text
     assert "torch 2.9" in page.text
@@ -149,7 +152,7 @@ def test_pictures_are_in_the_page_and_beside_it(whole: Page) -> None:
     for start in (
         "Accuracy with GN minus BN",
         "Accuracy by domain in IID, E=1",
-        "MB a round, as papers count",
+        "MiB a round, as papers count",
         "Accuracy against rounds in Shards, E=9",
         "Accuracy against exchanges in",
         "Accuracy against bytes in",
@@ -341,7 +344,30 @@ def test_watch_needs_a_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_bytes_add_up_over_the_rounds() -> None:
-    assert _megabytes([{"paper-bytes": 2**20}, {"paper-bytes": 3 * 2**20}, {}]) == [1.0, 4.0, 4.0]
+    assert _megabytes([{"paper-bytes": 10**6}, {"paper-bytes": 3 * 10**6}, {}]) == [1.0, 4.0, 4.0]
+
+
+def test_bars_by_domain_are_of_domains(tmp_path: Path) -> None:
+    """Of every quantity that a single run or a recipe may have beside."""
+    quantities = [*(name for name in QUANTITIES if name != "domain-accuracy"), "domain-accuracy"]
+    (source,) = read_sources([write_matrix(tmp_path, ALL, quantities=quantities)])
+    values = {
+        **values_of(source.results, 1),
+        **{(*key, name): Value(1.0, 0.0, 1) for key in ALL for name in QUANTITIES},
+    }
+    pictures = [picture for picture in bars.bars(source, values) if picture.caption.startswith("Accuracy by domain")]
+    assert pictures
+    for picture in pictures:
+        axes = Figure().add_subplot()
+        picture.paint(axes)
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["photo", "sketch", "Average"]
+
+
+def test_every_one_of_many_methods_has_a_look_of_its_own() -> None:
+    lines = [line_style(index, 30) for index in range(30)]
+    assert len({(line["color"], line["linestyle"]) for line in lines}) == 30
+    assert len({(line["color"], line["marker"]) for line in lines}) == 30
+    assert len({(bar["color"], bar["hatch"]) for bar in map(bar_style, range(30))}) == 30
 
 
 def test_the_map_is_gn_minus_bn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,6 +427,7 @@ def test_runs_of_several_settings_share_no_picture(tmp_path: Path) -> None:
         ("fedavg:lr-schedule=0.1@0.5,0.1@0.75", [("learning rate", 10), ("learning rate", 15)]),
         ("fixbn:freeze-round=0.3:lr-schedule==0.01@freeze", [("freeze", 6), ("learning rate", 6)]),
         ("fixbn:freeze-round=auto:lr-schedule=", [("freeze", 4)]),
+        ("fixbn:freeze-round=0.3:lr-schedule=cosine", [("freeze", 6)]),
         ("fedbs:lr-schedule=", [("stage 2", 8)]),
     ],
 )

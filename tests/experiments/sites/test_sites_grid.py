@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from flwr.app import Context, Message, RecordDict
@@ -44,6 +45,15 @@ def warnings(log: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_description_survives_its_journey() -> None:
     assert SiteData.read(NORTH.pack()) == NORTH
+
+
+@pytest.mark.parametrize("key", ["train-counts", "test-counts", "image-shape", "pixel-mean", "pixel-variance"])
+@pytest.mark.parametrize("value", [[-1], [float("nan")], ["x"], 5])
+def test_a_description_that_is_none_is_an_error_in_one_line(key: str, value: Any) -> None:
+    content = NORTH.pack()
+    content.metric_records["metrics"].__dict__["_data"][key] = value
+    with pytest.raises(ValueError, match="its app does not say what its data are"):
+        SiteData.read(content)
 
 
 def test_normalization_is_that_of_all_images_together() -> None:

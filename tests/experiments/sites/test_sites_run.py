@@ -2,19 +2,20 @@
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.supercore.run import Run
 from safetensors.torch import load_file
 from sklearn.metrics import f1_score, roc_auc_score
 
 from apps.client import app
 from fedbn_flwr import data, state
-from fedbn_flwr.clientapp.kept_states import STATE_VARIABLE
+from fedbn_flwr.client.node_memory import STATE_VARIABLE
 from fedbn_flwr.experiments import Config, UsageError, serve, task
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.output.run_folder import read_rounds
@@ -106,6 +107,24 @@ def test_sites_score_the_model_on_their_own_test_data(sites: list[str], tmp_path
     assert summary["accuracy"] == pytest.approx(sum(row["accuracy"] for row in scores) / 3)
     for name in CLASSES:
         assert summary["class-f1"][name] == pytest.approx(sum(row["f1"][name] for row in scores) / 3)
+
+
+def test_a_site_must_not_have_more_samples_than_it_said(
+    sites: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Boasting(SitesInProcess):
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            replies = list(super().pull_messages(message_ids))
+            for reply in replies:
+                if (reply.metadata.message_type, reply.metadata.src_node_id) == ("train", 1001):
+                    reply.content.metric_records["metrics"]["num-examples"] = 10**12
+            return replies
+
+    given = {**OPTIONS, "dataset": "sites", "classes": ",".join(CLASSES), "results-dir": str(tmp_path)}
+    serve(Boasting(sites, given), given)
+    assert [row["nodes"] for row in read_rounds(tmp_path)] == [2, 2]
+    said = "Node 1001 is left out of this round: its 'num-examples' is 1000000000000, over 2 times the"
+    assert sum(text.startswith(said) for text in caplog.messages) == 2
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedtan"])
@@ -264,7 +283,7 @@ def test_a_site_number_is_given_once(sites: list[str], tmp_path: Path) -> None:
 BAD_DATA = [
     ("", 'this site has no data: its SuperNode needs data="folder:/PATH" in --node-config'),
     ("folder:images", "the site's data must be an absolute path, as in folder:/data, not 'folder:images'"),
-    ("folder:/nowhere/at/all", "found neither train/CLASS/ nor DOMAIN/train/CLASS/ in it"),
+    ("folder:/nowhere/at/all", "found neither train/CLASS/ nor DOMAIN/train/CLASS/ nor DOMAIN/CLASS/ in it"),
     ("digits", "the site's data 'digits' have no class names"),
     ("no.such.module:function", "unknown data set 'no.such.module:function'"),
 ]
