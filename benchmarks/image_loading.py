@@ -95,7 +95,7 @@ def _image_folder(folder: Path, side: int, batches: int, workers: int) -> Begin:
 
 
 def train(folder: Path, options: Sequence[str], side: int) -> dict[str, float]:
-    """Run a simulation on the images and return its seconds and the peak memory of all its processes, in MB."""
+    """Run a simulation on the images and return its seconds and the peak memory of all its processes, in MiB."""
     program = "import sys; from fedbn_flwr.deployment.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "run", "--dataset", f"imagenet:{folder}"]
     start = time.perf_counter()

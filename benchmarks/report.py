@@ -114,7 +114,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "s a round": lambda row: f"{row['seconds-per-round']:.4f}" if row["seconds-per-round"] else "failed",
     "spread": lambda row: f"{row['spread']:.4f}",
     "ratio": lambda row: f"{row['ratio']:.2f}",
-    "MB": lambda row: f"{row['peak-memory-mb']:,.0f}",
+    "MiB": lambda row: f"{row['peak-memory-mb']:,.0f}",
     "of peak": lambda row: f"{row['share-of-peak']:.2%}",
 }
 

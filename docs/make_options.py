@@ -41,7 +41,7 @@ fedbn-flwr run --plugins my_package.methods --method my-method:strength=0.5
 **In Flower's run configuration**, some things differ:
 
 - `clients` is 0 by default: one client per node. `partition` is `classes:5`, because Flower's default federation has
-  two nodes.
+  two nodes. For data with domains, give `partition='domain:1'`.
 - A relative `results-dir` is relative to the folder in which the SuperLink was started. That may not be the folder of
   `flwr run`. Use an absolute path, or look for the path in the last line of the log.
 - A folder of results belongs to one run: the same options again reuse a finished run, or continue one with checkpoints.

@@ -8,6 +8,8 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from fedbn_flwr.plugins import extra
+
 try:
     __version__ = version("fedbn-flwr")
 except PackageNotFoundError:  # a checkout that was never installed
@@ -23,4 +25,5 @@ __all__ = ["__version__", "compare", "run"]
 def __getattr__(name: str) -> Any:
     if name not in ("compare", "run"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.experiments.laboratory"), name)
+    with extra("cli"):
+        return getattr(import_module(f"{__name__}.experiments.laboratory"), name)

@@ -71,6 +71,15 @@ def test_python_blocks_run(page: Path) -> None:
         exec(compile(block, page.name, "exec"), names)
 
 
+@pytest.mark.parametrize("page", [ROOT / "docs" / "extending.md"])
+@pytest.mark.usefixtures("folder")
+def test_each_block_of_a_guide_runs_alone(page: Path) -> None:
+    for block in blocks(page, "python"):
+        if not re.match(r"# \w+\.py\n", block):
+            with registries_restored():
+                exec(compile(block, page.name, "exec"), {"__name__": page.stem})
+
+
 @by_page
 @pytest.mark.usefixtures("folder")
 def test_commands_are_understood(page: Path) -> None:

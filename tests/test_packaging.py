@@ -163,10 +163,10 @@ from flwr.app import ConfigRecord
 from torch import nn
 from fedbn_flwr import models, norm, state, traffic
 from fedbn_flwr.client import BNClient
-from fedbn_flwr.clientapp import ClientApp, client_app, numpy_client_app, obey
+from fedbn_flwr.clientapp import ClientApp, client_app, numpy_client_app
 from fedbn_flwr.data import Split
 from fedbn_flwr.simulation import StackedGrid
-from fedbn_flwr.strategies import FedTAN, FedWon, fit_config, prepare
+from fedbn_flwr.strategies import FedTAN, FedWon, prepare
 
 def client(context):
     split = Split(torch.randn(12, 2, 6, 6), torch.arange(12) % 3)
@@ -224,6 +224,15 @@ def test_so_is_one_that_the_command_itself_needs(package: str, tmp_path: Path) -
     )
     wanted = f"fedbn-flwr: {package} is not installed: pip install 'fedbn-flwr[{extra}]'"
     assert (ended.returncode, ended.stderr.splitlines()[-1:]) == (2, [wanted])
+
+
+@pytest.mark.parametrize("name", ["compare", "run"])
+def test_so_is_one_that_python_needs(name: str, tmp_path: Path) -> None:
+    program = WITHOUT.format(["safetensors"]) + f"from fedbn_flwr import {name}"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert ended.stderr.endswith("MissingExtraError: safetensors is not installed: pip install 'fedbn-flwr[cli]'\n")
 
 
 def contents(wheel: Path) -> dict[str, int]:
