@@ -1,6 +1,6 @@
 """The server's end of sums under masks: strategies see one reply in place of all, the mean of the nodes that count.
 
-The nodes' end is `fedbn_flwr/client/masking.py`, the protocol is in `fedbn_flwr/secure`, the messages are described in
+The nodes' end is `fedbn_flwr/client/gate.py`, the protocol is in `fedbn_flwr/secure`, the messages are described in
 `fedbn_flwr/wire/masked.py`.
 """
 
