@@ -161,7 +161,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.partitions: dict[int, int] = {}
         #: by kind of message, how many examples each node said first, and how many times as many it may say later
         self.told: dict[str, dict[int, float]] = {MessageType.TRAIN: {}, MessageType.EVALUATE: {}}
-        self.count_growth = 2.0
+        self.count_growth = float("inf") if secure else 2.0  # a sum is over those who are there
         self.ever_trained = False
         self.frozen_after: int | None = None
         #: the binding keys of rounds that brought a model

@@ -36,10 +36,13 @@ class Moments:
         def tick(*arguments: Any, **options: Any) -> Any:
             for partly in (False, True):
                 self.count += 1
-                if self.count == self.fatal:
-                    if partly:
-                        half(*arguments, **options)
-                    self._die()
+                # two threads may count at once; and half of a call may fail
+                if self.count >= self.fatal > 0:
+                    try:
+                        if partly:
+                            half(*arguments, **options)
+                    finally:
+                        self._die()
             return function(*arguments, **options)
 
         return tick

@@ -77,6 +77,15 @@ def test_fedtan_under_masks_follows_centralized_sgd() -> None:
     assert distance(found, model.state_dict()) < 1e-9
 
 
+@pytest.mark.parametrize("kind", [FedAvg, FedTAN])
+def test_nodes_that_have_said_how_many_examples_they_have_are_not_compared_with_sums(kind: type[FedAvg]) -> None:
+    """As in a run that is resumed, in which nodes describe themselves first."""
+    asked, plain = Federation(make_model()), Federation(make_model())
+    strategy = kind(secure=True)
+    strategy.describe(asked.grid, list(asked.grid.get_node_ids()))
+    assert distance(asked.run(strategy), plain.run(kind(secure=True))) < 1e-9
+
+
 @pytest.mark.parametrize("threshold", [0.0, 1e9])
 def test_the_rule_auto_freezes_in_the_same_round(threshold: float) -> None:
     kinds = [
