@@ -10,8 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import norm, wire
-from fedbn_flwr.layerwise import pool_in_order, why_unusable
-from fedbn_flwr.layerwise.gathering import Unite
+from fedbn_flwr.layerwise import why_unusable
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.averaging import Arrays, record
@@ -24,8 +23,6 @@ from fedbn_flwr.server.replies import (
     parse_replies,
     read_each,
 )
-from fedbn_flwr.transports.message_records import StepPosition
-from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesFailedError, NodesTransport
 from fedbn_flwr.wire import Instruction, moments
 
 from .fedavg import FedAvg
@@ -64,31 +61,6 @@ class Gathering(FedAvg):
         log_refused([*refused, *unread])
         return self.unite(values for node, values in seen.items() if node not in unusable)
 
-    def gather_in_order(self, state: Arrays, nodes: Sequence[int], instruction: Instruction) -> Arrays | None:
-        """Gather layer by layer, each with the layers before it installed, with one message a node.
-
-        Return the state with the statistics; None if the grid, or the nodes, can do so by messages only. Nodes that
-        fail are left out, and named in the log.
-        """
-        grid, attempt, nodes = self.grid, 0, list(nodes)
-        while len(nodes) >= self.fewest_nodes and isinstance(grid, LayerwiseGrid):
-            attempt += 1
-            arrays, position = record(state), StepPosition("gather", attempt).pack()
-            messages = [
-                Message(RecordDict({**self._question(node, arrays, instruction), **position}), node, wire.LAYERWISE)
-                for node in nodes
-            ]
-            try:
-                step = grid.open_step(messages)
-                if step is None:
-                    break
-                pooled = pool_nodes_in_order(step, state, self.unite)
-                self._has_gathered = True
-                return self.installed(state, pooled)
-            except NodesFailedError as failure:
-                nodes = [node for node in nodes if node not in failure.nodes]
-        return None
-
     def installed(self, state: Arrays, pooled: Mapping[str, Moments]) -> Arrays:
         """The state with pooled moments as its running statistics."""
         if not pooled:
@@ -118,20 +90,6 @@ class Gathering(FedAvg):
         own = self.package(node, arrays)[self.arrayrecord_key]
         config = ConfigRecord({**self.round.other_config, **instruction.to_config()})
         return RecordDict({wire.ARRAYS: own, wire.CONFIG: config})
-
-
-def pool_nodes_in_order(step: NodesTransport, state: Arrays, unite: Unite = norm.pool) -> dict[str, Moments]:
-    """Return the pooled moments of all nodes, by layer.
-
-    NodesFailedError names the nodes whose moments cannot be pooled in the dtype of the model's state.
-    """
-
-    def require_usable(layer: str, seen: Sequence[Moments]) -> None:
-        by_node = {node.node: {layer: values} for node, values in zip(step.participants, seen, strict=True)}
-        if unusable := _name_unusable(by_node, state):
-            raise NodesFailedError(unusable, unusable.values())
-
-    return pool_in_order(step, require_usable, unite)
 
 
 def _name_unusable(seen: Mapping[int, Mapping[str, Moments]], state: Arrays) -> dict[int, Refusal]:

@@ -69,8 +69,6 @@ class HeteroFL(Gathering):
     def _layer_by_layer(self, state: Arrays, nodes: list[int]) -> Arrays:
         """After s exchanges the first s layers have pooled statistics, so as many exchanges as layers suffice."""
         asked = replace(self.instruction, gather_with="running")
-        if (in_order := self.gather_in_order(state, nodes, asked)) is not None:
-            return in_order
         exchanges = 0
         while True:
             pooled = self.gather(state, nodes, asked)

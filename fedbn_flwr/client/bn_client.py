@@ -23,7 +23,7 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import Session, obeyed_keys, rules_for
 from fedbn_flwr.data import Split
-from fedbn_flwr.layerwise import Exchange, OwnRandomness, gather_in_order, shared_statistics, why_not_in_order
+from fedbn_flwr.layerwise import Exchange, OwnRandomness, shared_statistics
 from fedbn_flwr.randomness import derive, torch_generator
 from fedbn_flwr.state import State
 from fedbn_flwr.state.model_state import tied_names, with_all_names
@@ -93,17 +93,6 @@ class BNClient:
         self._load(received[wire.ARRAYS], instruction)
         seen = norm.gather(self.model, self._gathered(instruction), normalize_with=instruction.gather_with)
         return self.reply({}, instruction, {wire.MOMENTS: moments.pack(self.model, seen)})
-
-    def gather_in_order(self, received: Mapping[str, State], instruction: Instruction, exchange: Exchange) -> Reply:
-        """Gather layer by layer, with an exchange for each BN layer; the reply brings nothing more."""
-        self._load(received[wire.ARRAYS], instruction)
-        gather_in_order(self.model, lambda: self._gathered(instruction), exchange)
-        return self.reply({}, instruction, {})
-
-    def why_not_in_order(self, instruction: Instruction) -> str:
-        """Return why `gather_in_order` cannot gather what `gather` does, exchange by exchange; nothing if it can."""
-        first = next(self._gathered(instruction), None)
-        return "it has no samples" if first is None else why_not_in_order(self.model, first)
 
     def _gathered(self, instruction: Instruction) -> Iterator[Tensor]:
         """Yield the inputs that statistics are gathered from, in mini-batches: the same in every call of a round."""

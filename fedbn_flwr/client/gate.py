@@ -110,12 +110,12 @@ class Sum:
 
     def hide(self, content: RecordDict, own: bytes) -> tuple[Form, Limbs]:
         """Return the form and the numbers of what leaves, under masks."""
-        return self._hide(content, self._asked.terms, 0, own)
+        return self._hide(content, 0, own)
 
-    def hide_request(self, request: RecordDict, weighting: str = "") -> tuple[Form, Limbs]:
+    def hide_request(self, request: RecordDict) -> tuple[Form, Limbs]:
         """Return the form and the numbers of the next request of a step without messages, under masks."""
         self._exchanges += 1
-        return self._hide(request, Terms(weighting) if weighting else self._asked.terms, self._exchanges, b"")
+        return self._hide(request, self._exchanges, b"")
 
     def await_opening(self, own: bytes, kind: str) -> list[masks.Share]:
         """Return shares of the node's own mask; nothing else of this kind leaves in the round."""
@@ -123,8 +123,8 @@ class Sum:
         self.memory.update(pending=among.digest, **{f"step {kind}": [self.memory["round"], _LAST, 0]})
         return masks.seal_shares(own, self._node, self.memory["current"], among)
 
-    def _hide(self, content: RecordDict, terms: Terms, exchange: int, own: bytes) -> tuple[Form, Limbs]:
-        form, numbers = masked.to_numbers(content, terms)
+    def _hide(self, content: RecordDict, exchange: int, own: bytes) -> tuple[Form, Limbs]:
+        form, numbers = masked.to_numbers(content, self._asked.terms)
         try:
             among = self._asked.participants(self.memory, exchange)
             return form, masks.mask(numbers, self._node, self.memory["current"], among, own)

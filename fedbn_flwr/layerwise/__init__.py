@@ -32,7 +32,6 @@ from fedbn_flwr.layerwise.exchange import (
     respond,
     why_unusable,
 )
-from fedbn_flwr.layerwise.gathering import gather_in_order, pool_in_order, why_not_in_order
 from fedbn_flwr.layerwise.gradients import gradients
 from fedbn_flwr.layerwise.shared_batch_norm import Mode, SharedBatchNorm, Use
 from fedbn_flwr.layerwise.shared_statistics import shared_statistics
@@ -69,15 +68,12 @@ __all__ = [
     "combine",
     "correct",
     "correction",
-    "gather_in_order",
     "gradients",
     "join",
     "lockstep",
     "pool",
-    "pool_in_order",
     "respond",
     "shared_statistics",
     "take_step",
-    "why_not_in_order",
     "why_unusable",
 ]

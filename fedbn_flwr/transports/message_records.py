@@ -8,9 +8,7 @@ A message holds
 - ArrayRecord `answers`, in the phase `exchange`: by their number, the answers that the node does not have yet,
 - with it a ConfigRecord `answers-counts`: how many values are behind an answer,
 - ConfigRecord `side-channel`, where the whole step is taken over one (see `stream_node.py`): its `address` and the
-  node's `token`. The one reply is that of the end of the step. In the phase `gather` nodes do not train: the exchanges
-  are the moments of what BN layers see of all local data, from the first layer to the last, and the reply holds nothing
-  more.
+  node's `token`. The one reply is that of the end of the step.
 
 At the end of the step, a reply is that of plain training. Before, a reply holds
 
@@ -38,8 +36,8 @@ LACKS_ARRAYS = "lacks-arrays"
 ADDRESS, TOKEN = "address", "token"
 UNREACHABLE, OVER = "unreachable", "over"
 
-#: wait at an exchange; forget the step; over a side channel, gather statistics without training
-PHASES = ("exchange", "abandon", "gather")
+#: wait at an exchange; forget the step
+PHASES = ("exchange", "abandon")
 
 Content = dict[str, ArrayRecord | ConfigRecord]
 

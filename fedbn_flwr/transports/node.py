@@ -9,7 +9,7 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.reply import Reply
 from fedbn_flwr.transports.message_client import ClientFunction, StepLog, forget_step, take_exchange
 from fedbn_flwr.transports.message_records import SIDE_CHANNEL, StepPosition
-from fedbn_flwr.transports.stream_node import gather_over_stream, step_over_stream
+from fedbn_flwr.transports.stream_node import step_over_stream
 from fedbn_flwr.wire import Instruction
 
 
@@ -22,12 +22,9 @@ def handle_layerwise_message(content: RecordDict, context: Context, make_client:
             return forget_step(context, log)
         case "exchange" if SIDE_CHANNEL not in content:
             return take_exchange(content, context, make_client, position, log)
-        case "exchange":
-            log.clear()
-            return step_over_stream(content, context, make_client)
         case _:
             log.clear()
-            return gather_over_stream(content, context, make_client)
+            return step_over_stream(content, context, make_client)
 
 
 def _config(content: RecordDict) -> Instruction:

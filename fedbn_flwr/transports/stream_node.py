@@ -16,13 +16,11 @@ import grpc
 from flwr.app import Context, RecordDict
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.client.bn_client import BNClient
 from fedbn_flwr.client.gate_memory import other_batches
 from fedbn_flwr.client.reply import Reply
 from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.layerwise import Answer, OwnRandomness, Requests
 from fedbn_flwr.secure.fixed_point import Limbs
-from fedbn_flwr.state import State
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.transports.message_client import ClientFunction, LayerwiseClient, train
 from fedbn_flwr.transports.message_records import ADDRESS, OVER, SIDE_CHANNEL, UNREACHABLE, pack_request
@@ -70,35 +68,25 @@ class AttemptOverError(RuntimeError):
 
 
 def step_over_stream(content: RecordDict, context: Context, make_client: ClientFunction) -> Reply:
-    """Take the whole step, and all other steps of the round, while a side channel is open for the exchanges."""
+    """Take the whole step, and all other steps of the round, while a side channel is open for the exchanges.
+
+    Without a channel, or if the attempt is over, the reply says so.
+    """
     config: Any = content[wire.CONFIG]
-
-    def step(exchange: "StreamExchange") -> Reply:
-        client, instruction = make_client(context), read_instruction(config)
-        instruction = other_batches(client, instruction, content, context)
-        exchange.introduce = partial(_introduction, client, instruction)
-        with OwnRandomness(client.step_seed(instruction)).drawing():
-            return train(client, _received(content), instruction, exchange)
-
-    return _with_exchange(content, context, step)
-
-
-def gather_over_stream(content: RecordDict, context: Context, make_client: ClientFunction) -> Reply:
-    """Gather statistics layer by layer, while a side channel is open for the exchanges."""
-    config: Any = content[wire.CONFIG]
-    client, instruction = make_client(context), read_instruction(config)
-    if not isinstance(client, BNClient):
-        return Reply(0, {}, report={UNREACHABLE: "a client with a loop of its own gathers no statistics"})
-    if why := client.why_not_in_order(instruction):
-        return Reply(0, {}, report={UNREACHABLE: why})
-
-    def gather(exchange: "StreamExchange") -> Reply:
-        exchange.introduce = partial(_introduction, client, instruction)
-        reply = client.gather_in_order(_received(content), instruction, exchange)
-        exchange.finish()
-        return reply
-
-    return _with_exchange(content, context, gather)
+    record: Any = content[SIDE_CHANNEL]
+    hide = _masks_of(content, context) if masked.SECURE in content else None
+    try:
+        with StreamExchange(record[ADDRESS], record[TOKEN_KEY], hide) as exchange:
+            client, instruction = make_client(context), read_instruction(config)
+            instruction = other_batches(client, instruction, content, context)
+            exchange.introduce = partial(_introduction, client, instruction)
+            with OwnRandomness(client.step_seed(instruction)).drawing():
+                received = {name: state.from_record(arrays) for name, arrays in array_records(content).items()}
+                return train(client, received, instruction, exchange)
+    except UnreachableError as error:
+        return Reply(0, {}, report={UNREACHABLE: str(error)})
+    except AttemptOverError:
+        return Reply(0, {}, report={OVER: True})
 
 
 def _introduction(client: LayerwiseClient, instruction: Instruction) -> tuple[int, int]:
@@ -106,29 +94,11 @@ def _introduction(client: LayerwiseClient, instruction: Instruction) -> tuple[in
     return client.partition_id, client.reply({}, instruction, {}).num_examples or 0
 
 
-def _received(content: RecordDict) -> dict[str, State]:
-    return {name: state.from_record(arrays) for name, arrays in array_records(content).items()}
-
-
-def _with_exchange(content: RecordDict, context: Context, act: Callable[["StreamExchange"], Reply]) -> Reply:
-    """Return the reply of what is done while the side channel is open, or why it was not."""
-    record: Any = content[SIDE_CHANNEL]
-    hide = _masks_of(content, context) if masked.SECURE in content else None
-    try:
-        with StreamExchange(record[ADDRESS], record[TOKEN_KEY], hide) as exchange:
-            return act(exchange)
-    except UnreachableError as error:
-        return Reply(0, {}, report={UNREACHABLE: str(error)})
-    except AttemptOverError:
-        return Reply(0, {}, report={OVER: True})
-
-
 def _masks_of(content: RecordDict, context: Context) -> Hide:
     # cryptography takes a while to import
     from fedbn_flwr.client.gate import Sum
 
-    # moments are weighted by what they were measured on
-    return partial(Sum(content, context).hide_request, weighting="values" if masked.gathers(content) else "")
+    return Sum(content, context).hide_request
 
 
 class StreamExchange:

@@ -57,7 +57,7 @@ REQUEST, POSITION, SIDE_CHANNEL = "request", "position", "side-channel"
 #: messages whose answers hold no numbers of a node's data, or none under `secure`
 CONTROL = (DESCRIBE, SITE_DATA, SECURE_QUERY)
 #: by what arrays are weighted
-WEIGHTINGS = ("examples", "uniform", "values", "tally")
+WEIGHTINGS = ("examples", "uniform", "tally")
 #: what a reply's report may say in the clear: there is no number in it
 _CLEAR = ("lacks-state", "lacks-arrays", "unreachable", "over", "parameters", "bn-entries", "normalizers", OBEYED)
 
@@ -68,7 +68,7 @@ Numbers = NDArray[np.float64]
 class Terms:
     """How a server wants replies to be summed."""
 
-    #: by what arrays are weighted: `examples`, `uniform`, `values` (of a request), or `tally`
+    #: by what arrays are weighted: `examples`, `uniform` or `tally`
     weighting: str
     #: a metric that is counted beside its mean; empty for none
     tally: str = ""
@@ -164,7 +164,7 @@ def to_numbers(content: RecordDict, terms: Terms) -> tuple[Form, Numbers]:
     tally = _tally_of(metrics.pop(terms.tally, None), terms.bound)
     groups = array_records(content)
     kind = str(report.get("kind", "")) if REQUEST in groups else ""
-    weights = {"uniform": 1.0, "values": float(report.get("count", 0)), "tally": tally[1]}
+    weights = {"uniform": 1.0, "tally": tally[1]}
     weight = weights.get(terms.weighting, float(examples))
     form = Form(
         [(group, name, array.shape, array.dtype) for group, record in groups.items() for name, array in record.items()],
@@ -242,25 +242,16 @@ def terms_of(asked: Mapping[str, Any]) -> Terms:
     return terms
 
 
-def _phase(content: RecordDict) -> str:
-    position: Any = content.config_records.get(POSITION, {})
-    return str(position.get("phase", ""))
-
-
-def gathers(content: RecordDict) -> bool:
-    """Return whether a message begins a layer-wise step in which nodes do not train."""
-    return _phase(content) == "gather"
-
-
 def is_control(message: Message) -> bool:
     """Return whether no number of a node's data is in the answer to a message."""
-    return message.metadata.message_type in CONTROL or _phase(message.content) == "abandon"
+    position: Any = message.content.config_records.get(POSITION, {})
+    return message.metadata.message_type in CONTROL or position.get("phase") == "abandon"
 
 
 def kind_of(message: Message) -> str:
     """Return what a message asks for: to train, to evaluate, or to gather, whatever its handler is called."""
     kind = message.metadata.message_type
-    return GATHER if kind == GATHER or gathers(message.content) else kind.partition(".")[0]
+    return GATHER if kind == GATHER else kind.partition(".")[0]
 
 
 def step_of(content: RecordDict) -> tuple[int, int, int]:

@@ -10,7 +10,6 @@ import torch._dynamo  # an optimizer imports it, which takes seconds
 from flwr.app import Context, Message
 from torch import nn
 
-from fedbn_flwr import norm
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.simulation.in_process import InProcessGrid
@@ -40,18 +39,6 @@ def dropout_model() -> nn.Module:
 def make_client(context: Context) -> BNClient:
     """Return a client of the harness's federation with `dropout_model`."""
     return Federation(dropout_model())._client(context)
-
-
-def make_static_client(context: Context) -> BNClient:
-    """Return such a client with HeteroFL's static BN."""
-    return Federation(norm.replace(dropout_model(), "static-bn"))._client(context)
-
-
-def make_repeating_client(context: Context) -> BNClient:
-    """Return a client with static BN, of which a layer is used twice in a pass."""
-    model: Any = norm.replace(dropout_model(), "static-bn")
-    model.net[6] = model.net[2]
-    return Federation(model)._client(context)
 
 
 class NewProcesses(InProcessGrid):

@@ -10,13 +10,11 @@ from flwr.app import Array, ArrayRecord, Message
 from torch import nn
 
 from fedbn_flwr import norm, state, wire
-from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.norm import Moments
-from fedbn_flwr.server.averaging import Arrays, unpack
+from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.strategies import HBN, CannotTrainError, FedAvg, HeteroFL
-from fedbn_flwr.transports.nodes import NodesFailedError, Participant
 from fedbn_flwr.wire import Instruction
-from strategies.base_gathering import Gathering, pool_nodes_in_order
+from strategies.base_gathering import Gathering
 from tests.helpers.engine_comparison import quiet
 from tests.helpers.faults import FAULTY, FaultyReply
 from tests.helpers.harness import (
@@ -216,34 +214,6 @@ def test_moments_that_overflow_the_models_numbers_are_left_out(case: str, caplog
 def test_where_no_moments_can_be_pooled_the_run_says_why() -> None:
     with pytest.raises(CannotTrainError, match=r"no node could gather BN statistics: node 1001: .* is too large"):
         Federation(make_float32_model("hbn"), (0, 20), grid=LargeMean).run(quiet(HBN), 1)
-
-
-class TwoLayers:
-    """A `NodesTransport` of three nodes, of which one says a mean of 1e20 of the second of two layers."""
-
-    def __init__(self) -> None:
-        self.participants = [Participant(number, 1000 + number, 10) for number in range(3)]
-        self.layers, self.is_abandoned = ["1", "4"], False
-
-    def advance(self, answer: Answer | None = None) -> Requests:
-        layer = self.layers.pop(0)
-        means = [0.0, 0.0 if self.layers else 1e20, 1.0]
-        values = torch.tensor([[[mean] * 2, [1.0] * 2] for mean in means], dtype=torch.float64)
-        return Requests("statistics", layer, values, (10,) * 3)
-
-    def replies(self) -> list[Message]:
-        raise AssertionError("the step has not come to its end")
-
-    def abandon(self) -> None:
-        self.is_abandoned = True
-
-
-def test_moments_gathered_in_order_that_overflow_name_the_node() -> None:
-    model, step = make_float32_model("static-bn"), TwoLayers()
-    with pytest.raises(NodesFailedError, match=r"node 1001: .*'4' is too large to be pooled in float32") as failure:
-        pool_nodes_in_order(step, unpack(state.to_record(model.state_dict())))
-    assert failure.value.nodes == {FAULTY}
-    assert step.is_abandoned
 
 
 @pytest.mark.parametrize("bad", [{"gather_samples": -1}, {"average": 1.0}])

@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr.strategies import FedAvg, FedTAN, HeteroFL
+from fedbn_flwr.strategies import FedAvg, FedTAN
 from fedbn_flwr.transports import stream_server
 from fedbn_flwr.transports.stream_messages import Alive, Done, Frame, MaskedRequest, read_frame
 from fedbn_flwr.transports.stream_transport import StreamGrid
 from tests.helpers.concurrent_nodes import Site
 from tests.helpers.harness import SIZES, distance
-from tests.helpers.process_per_message import make_static_client
 from tests.transports.test_side_channel import PARTITION, AtExchange, concurrent, dies, in_process, options, run
 
 
@@ -41,17 +40,6 @@ def test_a_step_under_masks_is_the_one_in_the_clear(exchange: Any, frames: list[
     kinds = {type(frame) for frame in frames}
     assert MaskedRequest in kinds
     assert kinds <= {MaskedRequest, Alive, Done}
-
-
-@pytest.mark.slow
-def test_statistics_are_gathered_under_masks(frames: list[Frame]) -> None:
-    with concurrent({number: Site(make_client=make_static_client) for number in range(len(SIZES))}) as nodes:
-        after, _ = run(StreamGrid(nodes, options()), secure(HeteroFL, statistics="layer-wise"), 2)
-    with concurrent({number: Site(make_client=make_static_client) for number in range(len(SIZES))}) as nodes:
-        plain = HeteroFL(statistics="layer-wise", fraction_evaluate=0.0)
-        wanted, _ = run(StreamGrid(nodes, options()), plain, 2)
-    assert distance(after, wanted) < 1e-6
-    assert MaskedRequest in {type(frame) for frame in frames}
 
 
 @pytest.mark.slow

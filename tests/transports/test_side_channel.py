@@ -15,17 +15,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from flwr.app import Context, Message
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr import state
-from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.deployment.cli import main as fedbn_flwr
 from fedbn_flwr.layerwise import Answer, Requests
-from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII, HeteroFL
+from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally
 from fedbn_flwr.transports import stream_node
 from fedbn_flwr.transports.message_records import SIDE_CHANNEL
@@ -35,9 +33,9 @@ from fedbn_flwr.transports.stream_transport import StreamGrid, StreamOptions
 from tests.helpers.checkout import ROOT
 from tests.helpers.concurrent_nodes import ConcurrentNodes, Site
 from tests.helpers.faults import FAULTY
-from tests.helpers.harness import SIZES, Federation, distance
+from tests.helpers.harness import SIZES, Federation
 from tests.helpers.ports import free_ports
-from tests.helpers.process_per_message import dropout_model, make_client, make_repeating_client, make_static_client
+from tests.helpers.process_per_message import dropout_model, make_client
 
 CASES: dict[str, Callable[..., FedAvg]] = {
     "FedTAN": FedTAN,
@@ -103,70 +101,6 @@ def test_bits_and_counts_are_those_in_process(case: str, caplog: pytest.LogCaptu
     assert same(after, here)
     assert (counted.exchanges, counted.payload, counted.paper) == (wanted.exchanges, wanted.payload, wanted.paper)
     assert not [text for text in caplog.messages if "left out" in text or "by messages" in text]
-
-
-# ---- statistics gathered layer by layer -----------------------------------------------------------------------------
-
-
-def gathered(**strategy: Any) -> HeteroFL:
-    return HeteroFL(statistics="layer-wise", fraction_evaluate=0.0, **strategy)
-
-
-def gathered_in_process(make: Callable[[Context], BNClient] = make_static_client) -> state.State:
-    return run(InProcessGrid(client_app(make), len(SIZES)), gathered(), 2)[0]
-
-
-def test_statistics_are_gathered_layer_by_layer_in_one_message(caplog: pytest.LogCaptureFixture) -> None:
-    with concurrent({number: Site(make_client=make_static_client) for number in range(len(SIZES))}) as nodes:
-        after, counted = run(StreamGrid(nodes, options()), gathered(), 2)
-        messages = 1 + 2 * 2
-        assert len(nodes.processes()) == messages * len(SIZES), (
-            "one to describe itself; to train, and to gather, a round"
-        )
-    assert same(after, gathered_in_process())
-    assert not torch.equal(after["net.2.running_mean"], torch.zeros(8))
-    # training, the message that begins the gathering, and an answer for each layer
-    assert counted.exchanges == 2 * (1 + 1 + LAYERS)
-    assert not [text for text in caplog.messages if "left out" in text or "by messages" in text]
-
-
-def test_a_layer_in_several_places_is_gathered_by_messages(caplog: pytest.LogCaptureFixture) -> None:
-    """Its first pass is not all that it sees."""
-    model = dropout_model()
-    with concurrent({number: Site(make_client=make_repeating_client) for number in range(len(SIZES))}) as nodes:
-        after, _ = run(StreamGrid(nodes, options()), gathered(), 2)
-    assert same(after, gathered_in_process(make_repeating_client))
-    assert after.keys() == model.state_dict().keys()
-    (named,) = [text for text in caplog.messages if "by messages" in text]
-    assert "node 1000: it cannot use the side channel: BN layer 'net.2' is in several places of the model" in named
-
-
-def test_a_grid_that_takes_training_steps_only_gathers_by_messages() -> None:
-    after, _ = run(StackedGrid(client_app(make_static_client), len(SIZES), {}), gathered(), 2)
-    assert distance(after, gathered_in_process()) < 1e-12
-
-
-def raises_in_gathering(message: Message) -> None:
-    if "position" in message.content:
-        raise FileNotFoundError("no data")
-
-
-@pytest.mark.parametrize("case", ["raises", pytest.param("sends a number that is too large", marks=pytest.mark.slow)])
-def test_a_node_that_fails_in_gathering_is_left_out(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    sent, reason = FAULTS[case]
-    fault = raises_in_gathering if case == "raises" else AtExchange(sent, 0)
-    sites = {number: Site(make_client=make_static_client) for number in range(len(SIZES))}
-    sites[PARTITION] = replace(sites[PARTITION], fault=fault)
-    with concurrent(sites) as nodes:
-        after, _ = run(StreamGrid(nodes, options()), gathered())
-    assert_left_out(caplog, "it failed: " if case == "raises" else reason)
-
-    class WithoutOne(HeteroFL):
-        def gather(self, arrays: Any, nodes: Any, instruction: Any) -> Any:
-            return super().gather(arrays, [node for node in nodes if node != FAULTY], instruction)
-
-    others = WithoutOne(statistics="layer-wise", fraction_evaluate=0.0)
-    assert same(after, run(InProcessGrid(client_app(make_static_client), len(SIZES)), others)[0])
 
 
 # ---- nodes that fail ------------------------------------------------------------------------------------------------

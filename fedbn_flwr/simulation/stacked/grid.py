@@ -21,7 +21,6 @@ from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that
 from fedbn_flwr.simulation.stacked.model import CannotStackError
 from fedbn_flwr.simulation.stacked.training import train_together
 from fedbn_flwr.transports.local import StackedTransport
-from fedbn_flwr.transports.message_records import StepPosition
 from fedbn_flwr.transports.nodes import Participant
 
 #: clients that can wait in the middle of a layer-wise step where there is memory to train one: they have no reply yet,
@@ -159,7 +158,7 @@ class StackedGrid(InProcessGrid):
 
     def open_step(self, messages: Sequence[Message]) -> StackedTransport | None:
         """Open the layer-wise step that these messages begin, if all of their nodes can take it in stacks."""
-        if not self._hands_to_clients() or StepPosition.of(messages[0].content).phase != "exchange":
+        if not self._hands_to_clients():
             return None
         for message in messages:
             identify(message)
