@@ -67,7 +67,6 @@ ELSEWHERE = {
     wire.PARAMETERS: "in the `report` of `query.describe`: the names of the model's parameters",
     wire.BN_ENTRIES: "in the `report` of `query.describe`: the names of entries of BN layers",
     wire.TIED: "in the `report` of `query.describe`: further names of entries, each before the first name",
-    wire.NORMALIZERS: "in the `report` of `query.describe`: the classes of the model's BN layers",
     wire.NUM_ROUNDS: "key: number of rounds; set it if your own loop drives the strategy",
     wire.DESCRIBE: "message type: a node describes itself and its model",
     wire.GATHER: "message type: a node runs its data through the model and replies with `moments` (HBN, HeteroFL)",

@@ -2,14 +2,14 @@
 
 from fedbn_flwr.server.base_strategy import BaseStrategy
 from fedbn_flwr.server.privacy import Privacy
-from fedbn_flwr.server.replies import CannotTrainError, DivergedError, NodeReply, NotObeyedError
+from fedbn_flwr.server.replies import CannotTrainError, DivergedError, NodeReply, NotObeyedError, Pooled
 from fedbn_flwr.server.sampling import wait_for_nodes
 
 from .base_gathering import Gathering
 from .base_layerwise import Layerwise
 from .base_partial import PartialSharing
 from .centralized import Centralized
-from .fedavg import FedAvg
+from .fedavg import FedAvg, Shared
 from .fedbn import FedBN
 from .fedbs import FedBS
 from .feddna import FedDNA
@@ -52,8 +52,10 @@ __all__ = [
     "NodeReply",
     "NotObeyedError",
     "PartialSharing",
+    "Pooled",
     "Privacy",
     "Scaffold",
+    "Shared",
     "SiloBN",
     "Standalone",
     "prepare",

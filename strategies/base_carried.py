@@ -10,7 +10,7 @@ from flwr.common import log
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.carried import CarriedValues, Entries, Examples
 from fedbn_flwr.server.averaging import Arrays, record
-from fedbn_flwr.server.replies import NodeReply
+from fedbn_flwr.server.replies import NodeReply, Pooled
 from fedbn_flwr.wire import Instruction
 
 from .base_layerwise import Layerwise
@@ -66,12 +66,10 @@ class CarriedCorrections(Layerwise):
         if carry_limit <= 0:
             raise ValueError(f"carry_limit must be positive, got {carry_limit}")
         self.carry = carry
+        if carry:
+            self.why_single = self.why_single or "carry=true keeps each node's values"
         self.carried = CarriedValues(trust, carry_limit, memory, oldest, self.combiner)
         self._corrections: Mapping[int, Entries] = {}
-
-    def why_single(self) -> str:
-        """Corrections are made of each node's values."""
-        return super().why_single() or ("carry=true keeps each node's values" if self.carry else "")
 
     def exchanges(self, instruction: Instruction) -> bool:
         """Return whether clients wait for each other in this round."""
@@ -84,18 +82,17 @@ class CarriedCorrections(Layerwise):
             groups[wire.CARRIED] = record(self._corrections[node])
         return groups
 
-    def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
-        """Keep the nodes' values, and average the models."""
-        merged = super().merge(replies, weights)
-        averaged = {reply.node: weight for reply, weight in zip(replies, weights, strict=True)}
-        self.carried.settle(self._corrections, set(self.round.nodes) - averaged.keys(), averaged)
-        for reply in replies:
+    def update(self, pooled: Pooled) -> Arrays:
+        """Keep the nodes' values, and update the model."""
+        silent = set(self.round.nodes) - pooled.weights.keys()
+        self.carried.settle(self._corrections, silent, dict(pooled.weights))
+        for reply in self.train_replies:
             values = reply.records.get(wire.CARRIED)
             if not self.carry or values is None:
                 continue
             if reason := self.carried.hear(reply.node, reply.num_examples, values, self.round.number):
                 log(WARNING, "Node %d goes without carried corrections: %s", reply.node, reason)
-        return merged
+        return super().update(pooled)
 
     def _make_messages(
         self, nodes: Sequence[int], arrays: ArrayRecord, config: ConfigRecord, kind: str

@@ -25,7 +25,7 @@ from fedbn_flwr.server.replies import (
 )
 from fedbn_flwr.wire import Instruction, moments
 
-from .fedavg import FedAvg
+from .fedavg import FedAvg, Shared
 
 
 class Gathering(FedAvg):
@@ -37,7 +37,7 @@ class Gathering(FedAvg):
         mean = sum n_k m_k / N,   var = sum n_k (v_k + (m_k - mean)^2) / N,   N = sum n_k
     """
 
-    beside_model: ClassVar[str] = "gathered statistics"
+    beside_model: ClassVar[Shared | None] = Shared("gathered statistics")
     needs: str = "statistics"
     _has_gathered: bool = False
 

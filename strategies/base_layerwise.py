@@ -5,19 +5,20 @@ from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Annotated, Any, ClassVar
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
-from fedbn_flwr.server.replies import NodeReply, Refusal, log_refused, read_each
+from fedbn_flwr.server.averaging import Arrays
+from fedbn_flwr.server.replies import NodeReply, Pooled, Refusal, log_refused, read_each
 from fedbn_flwr.transports.message_records import StepPosition
 from fedbn_flwr.transports.message_server import MessageTransport
 from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
 from fedbn_flwr.wire import Instruction
 
-from .fedavg import FedAvg
+from .fedavg import FedAvg, Shared
 
 Contents = Mapping[int, RecordDict]
 EXCHANGES = ("fused", "paper")
@@ -47,7 +48,7 @@ class Layerwise(FedAvg):
     larger ones again where a process has lost its step.
     """
 
-    beside_model: ClassVar[str] = "the statistics of layer-wise steps"
+    beside_model: ClassVar[Shared | None] = Shared("the statistics of layer-wise steps")
     needs: str = "bn"
     #: what is exchanged at a BN layer: one of `fedbn_flwr.wire.LAYERWISE_MODES`
     mode: ClassVar[str] = "fused"
@@ -112,15 +113,15 @@ class Layerwise(FedAvg):
         self._final = self._train(grid, contents)
         return []
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the models."""
-        if not self.exchanges(self.instruction):
-            return super().aggregate_train(server_round, replies)
-        result = super().aggregate_train(server_round, self._final)
-        self._compare_weights(self.train_replies)
-        return result
+    def collect(self, replies: Iterable[Message]) -> Iterable[Message]:
+        """Return what nodes sent at the end of the step."""
+        return self._final if self.exchanges(self.instruction) else replies
+
+    def update(self, pooled: Pooled) -> Arrays:
+        """Update; also compare the nodes' weights with those in the step."""
+        if self.exchanges(self.instruction):
+            self._compare_weights(self.train_replies)
+        return super().update(pooled)
 
     def weigh_participants(self, participants: Sequence[Participant]) -> list[float]:
         """Return the weights of the nodes' models before there are models: p_i, up to a common factor."""

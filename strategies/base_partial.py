@@ -6,13 +6,13 @@ from dataclasses import replace
 from logging import WARNING
 from typing import Annotated, Any, ClassVar
 
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.averaging import Arrays, record
-from fedbn_flwr.server.replies import NodeReply, lacks_state
+from fedbn_flwr.server.replies import NodeReply, Pooled, lacks_state
 from fedbn_flwr.state.records import make_record
 from fedbn_flwr.wire import Instruction
 
@@ -48,6 +48,8 @@ class PartialSharing(FedAvg):
         if self.privacy and mean_personal:
             raise ValueError("privacy would not protect the entries that nodes keep: mean_personal must be False")
         self.mean_personal = mean_personal
+        if mean_personal:
+            self.why_single = self.why_single or "mean_personal averages what single nodes keep"
         self._shared: AbstractSet[str] | None = None
         self._served: set[int] = set()
         #: the weights of the last round's participants, by node
@@ -74,22 +76,14 @@ class PartialSharing(FedAvg):
             groups[self.arrayrecord_key] = make_record(shared)
         return groups
 
-    def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
+    def update(self, pooled: Pooled) -> Arrays:
         """Average what is shared; the server's values of the rest are the participants' mean, where it is known."""
-        self._shared = set(replies[0].arrays)
-        self._participants = {reply.node: weight for reply, weight in zip(replies, weights, strict=True)}
-        return {**super().merge(replies, weights), **self._mean}
+        self._shared, self._participants = set(pooled.groups[wire.ARRAYS]), dict(pooled.weights)
+        # a node that failed may have lost its memory, so it gets the whole state next time
+        self._served = self._served - set(self.round.nodes) | pooled.weights.keys()
+        return {**super().update(pooled), **self._mean}
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate; a node that failed may have lost its memory, so it gets the whole state next time."""
-        result = super().aggregate_train(server_round, self._with_those_that_lost_state(replies))
-        self._served -= {message.metadata.dst_node_id for message in self._sent}
-        self._served |= {node for reply in self.train_replies for node in reply.nodes}
-        return result
-
-    def _with_those_that_lost_state(self, replies: Iterable[Message]) -> list[Message]:
+    def collect(self, replies: Iterable[Message]) -> list[Message]:
         """Let nodes that have lost their entries train from the server's, in this round; return all replies."""
         usable, nodes = list[Message](), list[int]()
         sent = {message.metadata.message_id: message.metadata.dst_node_id for message in self._sent}
@@ -113,19 +107,13 @@ class PartialSharing(FedAvg):
             RecordDict({**self.package(node, record(self.current)), self.configrecord_key: config}), node, kind
         )
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Aggregate, and average what the last round's participants hold, if they have sent it."""
-        metrics = super().aggregate_evaluate(server_round, replies)
-        sent = [reply for reply in self.evaluate_replies if reply.records.get(wire.PERSONAL)]
+    def learn_from_evaluation(self, replies: Sequence[NodeReply]) -> None:
+        """Average what the last round's participants hold, if they have sent it."""
+        sent = [reply for reply in replies if reply.records.get(wire.PERSONAL)]
         learned = [reply for reply in sent if reply.node in self._participants]
         if len(learned) >= self.fewest_nodes:
             weights = [self._participants[reply.node] for reply in learned]
             self._mean = self.mean([reply.records[wire.PERSONAL] for reply in learned], weights)
-        return metrics
-
-    def why_single(self) -> str:
-        """The entries that nodes keep are averaged over those that trained."""
-        return super().why_single() or ("mean_personal averages what single nodes keep" if self.mean_personal else "")
 
     def untrained(self) -> list[str]:
         """Return the entries that stay on the nodes, unless the nodes' mean is in their places."""

@@ -10,6 +10,7 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from logging import WARNING
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -17,20 +18,28 @@ from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import Combiner, combine
-from fedbn_flwr.plugins import is_foreign
 from fedbn_flwr.server.averaging import Arrays, average, is_floating
 from fedbn_flwr.server.base_strategy import BaseStrategy
 from fedbn_flwr.server.privacy import Privacy
-from fedbn_flwr.server.replies import NodeReply
+from fedbn_flwr.server.replies import CannotTrainError, NodeReply, Pooled, tally_of
 from fedbn_flwr.server.robust import Robust, States
-from fedbn_flwr.wire.masked import Terms
+from fedbn_flwr.wire.masked import Summed, Terms, is_countable
 
 from .registry import register_strategy
 
 Weighting = Literal["examples", "uniform"]
 WEIGHTINGS = get_args(Weighting)
-#: the hooks that see replies
+#: the hooks that see replies; a method that overrides one gets those of single nodes
 SEEING = ("weigh", "merge", "aggregate_train", "aggregate_evaluate")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a method shares beside the model, which `privacy` would not protect."""
+
+    what: str
+    #: whether a robust rule stands in the place of its mean
+    can_be_robust: bool = True
 
 
 @register_strategy("fedavg")
@@ -54,10 +63,7 @@ class FedAvg(BaseStrategy):
 
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
     leaves: ClassVar[str] = "everything, BN statistics included"
-    #: what a method shares beside the model, which `privacy` would not protect
-    beside_model: ClassVar[str] = ""
-    #: whether a robust rule can stand in the place of every mean that the method takes
-    can_be_robust: ClassVar[bool] = True
+    beside_model: ClassVar[Shared | None] = None
 
     def __init__(
         self,
@@ -72,49 +78,66 @@ class FedAvg(BaseStrategy):
             raise ValueError(f"unknown weighting {weighting!r}; known: {', '.join(WEIGHTINGS)}")
         self.weighting, self.privacy = weighting, privacy
         self.robust = Robust.parse(robust)
-        if privacy:
-            self._require_protected()
         if self.robust:
-            self._require_rule_that_fits()
             self.fewest_nodes = self.robust.fewest_nodes
+        self._refuse_ways_around()
+        own = [name for name in SEEING if getattr(type(self), name) is not getattr(FedAvg, name)]
+        self.why_single = (
+            f"its own `{own[0]}` may look at single replies"
+            if own
+            else "privacy clips each node's update"
+            if privacy
+            else "robust compares the nodes' replies"
+            if self.robust
+            else f"it weighs by {self.weighted_by_key!r}"
+            if self.weighted_by_key != wire.NUM_EXAMPLES
+            else ""
+        )
 
     @property
     def combiner(self) -> Combiner:
         """Return what combines nodes' statistics and gradients of a BN layer."""
         return combine if self.robust is None else self.robust.combine
 
+    def terms(self) -> Terms:
+        """By numbers of examples, or uniformly."""
+        return Terms(self.weighting)
+
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
-        """Return p_k for each reply, up to a common factor."""
-        if self.weighting == "uniform":
+        """Return p_k for each reply, up to a common factor: as `terms` says, which weigh sums of replies, too."""
+        terms = self.terms()
+        if terms.weighting == "uniform":
             return [float(len(reply.nodes)) for reply in replies]
-        return [float(reply.num_examples) for reply in replies]
+        if terms.weighting == "examples":
+            return [float(reply.num_examples) for reply in replies]
+        return self._weigh_by_metric(replies, terms.tally)
 
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
-        """Average what clients sent; entries that nobody sent stay as they are."""
-        return {**self.current, **self.step_server(self._average(replies, weights))}
+        """Return the new global state, made of single replies where a method overrides this."""
+        return self.update(self.pool(replies, weights))
+
+    def update(self, pooled: Pooled) -> Arrays:
+        """Return the new global state, made of what was pooled; entries that nobody sent stay as they are."""
+        return {**self.current, **self.step_server(pooled.groups[wire.ARRAYS])}
+
+    def pool(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Pooled:
+        """Pool the model, and the groups that the method requires."""
+        groups = {name: self._pool_group(name, replies, weights) for name in (wire.ARRAYS, *self.required)}
+        by_node = {
+            node: weight / len(reply.nodes)
+            for reply, weight in zip(replies, weights, strict=True)
+            for node in reply.nodes
+        }
+        return Pooled(groups, by_node, tally_of(replies, self.terms()))
 
     def mean(self, states: States, weights: Sequence[float], current: Arrays | None = None) -> Arrays:
         """Return the weighted mean of states that began from `current`, or what a robust rule takes in its place."""
         return average(states, weights) if self.robust is None else self.robust.average(states, current)
 
-    def why_single(self) -> str:
-        """Return why the mean of all replies will not do; with it, hooks have one reply."""
-        if own := [name for name in SEEING if is_foreign(getattr(type(self), name))]:
-            return f"its own `{own[0]}` may look at single replies"
-        if self.privacy:
-            return "privacy clips each node's update"
-        if self.robust:
-            return "robust compares the nodes' replies"
-        if self.weighted_by_key != wire.NUM_EXAMPLES:
-            return f"it weighs by {self.weighted_by_key!r}"
-        return ""
-
-    def sum_terms(self) -> Terms:
-        """By the weights of models."""
-        return Terms(self.weighting)
-
-    def _average(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
-        states = [reply.arrays for reply in replies]
+    def _pool_group(self, group: str, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
+        states = [reply.records[group] for reply in replies]
+        if group != wire.ARRAYS:
+            return self.mean(states, weights)
         if self.privacy is None:
             return self.mean(states, weights, self.current)
         node = self.describe_node(replies[0].node)
@@ -125,19 +148,36 @@ class FedAvg(BaseStrategy):
             log(WARNING, "Round %d: privacy does not cover %s", self.server_round, ", ".join(bare))
         return self.privacy.average(states, self.current, parameters, tied, self.server_round)
 
-    def _require_protected(self) -> None:
-        """Refuse what would leave a node around clipping and noise, or give a node more weight than 1 / K."""
-        shared = self.beside_model or ("the optimizer's state" if self.momentum.kind == "global" else "")
-        if shared:
-            raise ValueError(f"privacy would not protect {shared}, which {type(self).__name__} shares")
-        if self.robust:
-            raise ValueError("privacy needs the mean, to which its noise is scaled: robust must be none")
-        if self.weighting != "uniform":
-            raise ValueError("privacy needs weighting='uniform': noise is scaled for nodes of equal weight")
+    def _weigh_by_metric(self, replies: Sequence[NodeReply], key: str) -> list[float]:
+        if isinstance(replies[0].content, Summed):
+            return [1.0]  # the mean of all, weighted by the metric already
+        name, values = type(self).__name__, [reply.metrics.get(key) for reply in replies]
+        if all(value is None for value in values):
+            known = ", ".join(sorted(replies[0].metrics))
+            remedy = "; name the one that holds it: ClientApp(..., loss_key=...)" if key == wire.TRAIN_LOSS else ""
+            raise CannotTrainError(
+                f"{name} weighs by the metric {key!r}, which no node sent; node {replies[0].node} sent {known}{remedy}"
+            )
+        for reply, value in zip(replies, values, strict=True):
+            if not (is_countable(value) and value):
+                reason = "%s: node %d reports the %s %r, so it has no weight in this round"
+                log(WARNING, reason, name, reply.node, key, value)
+        weights = [float(value) if is_countable(value) else 0.0 for value in values]
+        if any(weights):
+            return weights
+        log(WARNING, "%s: no %s of this round is above 0, so all clients count equally", name, key)
+        return [1.0] * len(replies)
 
-    def _require_rule_that_fits(self) -> None:
-        """Refuse a rule where a lying node would have a way around it."""
-        around = "" if self.can_be_robust else self.beside_model
-        around = around or ("the optimizer's state" if self.momentum.kind == "global" else "")
-        if around:
-            raise ValueError(f"a robust rule would not reach {around}, which {type(self).__name__} shares")
+    def _refuse_ways_around(self) -> None:
+        """Refuse what would leave a node around clipping and noise, or around a robust rule."""
+        groups = [Shared(f"the nodes' {group!r}") for group in self.required]
+        groups += [Shared("the optimizer's state")] if self.momentum_state == "global" else []
+        name, shared = type(self).__name__, self.beside_model or next(iter(groups), None)
+        if self.privacy and shared:
+            raise ValueError(f"privacy would not protect {shared.what}, which {name} shares")
+        if self.privacy and self.robust:
+            raise ValueError("privacy needs the mean, to which its noise is scaled: robust must be none")
+        if self.privacy and self.weighting != "uniform":
+            raise ValueError("privacy needs weighting='uniform': noise is scaled for nodes of equal weight")
+        if self.robust and shared and not shared.can_be_robust:
+            raise ValueError(f"a robust rule would not reach {shared.what}, which {name} shares")

@@ -1,20 +1,18 @@
 """FedBS."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from logging import INFO, WARNING
-from math import sqrt
+from logging import INFO
 from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 from flwr.common import log
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.replies import CannotTrainError, NodeReply
+from fedbn_flwr.server.averaging import Arrays
+from fedbn_flwr.server.replies import Pooled
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.masked import Terms
 
-from .fedavg import FedAvg
+from .fedavg import FedAvg, Shared
 from .registry import register_strategy
 
 #: the metrics of the losses that can be weights
@@ -43,8 +41,7 @@ class FedBS(FedAvg):
 
     paper: ClassVar[str] = "Idrissi et al., ICTAI 2021"
     leaves: ClassVar[str] = "everything, and the training loss"
-    beside_model: ClassVar[str] = "losses, by which nodes are weighted"
-    can_be_robust: ClassVar[bool] = False
+    beside_model: ClassVar[Shared | None] = Shared("losses, by which nodes are weighted", can_be_robust=False)
     kept: ClassVar[tuple[str, ...]] = ("stage", "_calm_rounds")
 
     def __init__(
@@ -79,46 +76,21 @@ class FedBS(FedAvg):
             return asked.with_rule(proximal_mu=self.mu)
         return replace(asked, report_local_loss=self.loss == "local", later="proximal-mu")
 
-    def sum_terms(self) -> Terms:
+    def terms(self) -> Terms:
         """By losses in stage 1, uniformly in stage 2."""
         return Terms("uniform" if self.stage == 2 else "tally", LOSSES[self.loss])
 
-    def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
-        """Losses in stage 1, ones in stage 2; also watches for the change from one to the other."""
-        if self.stage == 2:
-            self.measured["fedbs-stage"] = 2
-            return [1.0] * len(replies)
-        key = LOSSES[self.loss]
-        if (tally := replies[0].tally) is not None:  # the mean of all, weighted by losses already
-            self._watch(sqrt(max(tally.squares / tally.count - (tally.total / tally.count) ** 2, 0.0)))
-            return [1.0]
-        if not any(key in reply.metrics for reply in replies):
-            known = ", ".join(sorted(replies[0].metrics))
-            remedy = "; name the one that holds it: ClientApp(..., loss_key=...)" if self.loss == "running" else ""
-            raise CannotTrainError(
-                f"FedBS weighs by the metric {key!r}, which no node sent; node {replies[0].node} sent {known}{remedy}"
-            )
-        losses = [_usable_loss(reply, key) for reply in replies]
-        usable = [loss for loss in losses if loss is not None]
-        self._watch(float(np.std(usable)) if usable else float("inf"))
-        weights = [loss or 0.0 for loss in losses]
-        if any(weights):
-            return weights
-        log(WARNING, "FedBS: no loss of this round is above 0, so all clients count equally")
-        return [1.0] * len(replies)
+    def update(self, pooled: Pooled) -> Arrays:
+        """Update; also watch for the change from stage 1 to stage 2."""
+        self.measured["fedbs-stage"] = self.stage
+        if self.stage == 1:
+            self._watch(pooled.tally.deviation)
+        return super().update(pooled)
 
     def _watch(self, deviation: float) -> None:
         """Go on to stage 2 after enough rounds in which the losses agree."""
-        self.measured |= {"fedbs-stage": 1, "loss-deviation": deviation}
+        self.measured["loss-deviation"] = deviation
         self._calm_rounds = self._calm_rounds + 1 if deviation <= self.epsilon else 0
         if self._calm_rounds >= self.patience_rounds:
             self.stage = 2
             log(INFO, "FedBS: stage 2 begins after round %d", self.server_round)
-
-
-def _usable_loss(reply: NodeReply, key: str) -> float | None:
-    loss = reply.metrics.get(key)
-    usable = float(loss) if isinstance(loss, int | float) and np.isfinite(loss) and loss >= 0 else None
-    if not usable:
-        log(WARNING, "FedBS: node %d reports the loss %r, so it has no weight in this round", reply.node, loss)
-    return usable

@@ -12,7 +12,7 @@ from fedbn_flwr.server.averaging import Arrays, average, record
 from fedbn_flwr.server.replies import CannotTrainError, NodeReply
 from fedbn_flwr.state.records import make_record
 
-from .fedavg import FedAvg
+from .fedavg import FedAvg, Shared
 from .registry import register_strategy
 
 
@@ -32,8 +32,7 @@ class FedNorm(FedAvg):
 
     paper: ClassVar[str] = "Bernecker et al., 2022, arXiv:2205.11096"
     leaves: ClassVar[str] = "everything; BN is averaged within a domain"
-    beside_model: ClassVar[str] = "means of BN over few nodes"
-    can_be_robust: ClassVar[bool] = False
+    beside_model: ClassVar[Shared | None] = Shared("means of BN over few nodes", can_be_robust=False)
     needs: str = "bn"
     personal: ClassVar[bool] = True
     kept: ClassVar[tuple[str, ...]] = ("_by_domain",)
@@ -52,10 +51,6 @@ class FedNorm(FedAvg):
             whole = groups[self.arrayrecord_key]
             groups[self.arrayrecord_key] = make_record({**whole, **record(own)})
         return groups
-
-    def why_single(self) -> str:
-        """BN is averaged within a domain."""
-        return "it averages BN within each domain, by the domain that a node names"
 
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
         """Return the weights of models, 0 for a node without a domain."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
+from fedbn_flwr.server.replies import CannotTrainError
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg
@@ -33,7 +34,7 @@ class FedWon(FedAvg):
 
     paper: ClassVar[str] = "Zhuang and Lyu, ICLR 2024"
     leaves: ClassVar[str] = "everything; there is no BN"
-    normalizers: ClassVar[frozenset[str]] = frozenset()
+    needs: str = "no-bn"
 
     def __init__(
         self,
@@ -70,7 +71,12 @@ class FedWon(FedAvg):
         return "wsconv", {name: options[name] for name in ("gain", "branch_scale") if name in options}
 
     def instruct(self, instruction: Instruction) -> Instruction:
-        """Clip gradients, where that is asked for."""
+        """Clip gradients, where that is asked for; refuse a model with BN, also for clients that cannot tell."""
+        if statistics := [name for name in self.current if name.endswith("running_var")]:
+            made = (
+                "make the model with `prepare(model, FedWon)` of fedbn_flwr.strategies, on the server and on the nodes"
+            )
+            raise CannotTrainError(f"FedWon is for models without BN, and there is {statistics[0]!r}: {made}")
         clipped = self.agc == "on" or (self.agc == "auto" and instruction.batch_size >= CLIPPING_BATCH_SIZE)
         asked = super().instruct(instruction)
         return asked.with_rule(clip_factor=self.clip_factor) if clipped else asked

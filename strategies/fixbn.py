@@ -1,18 +1,18 @@
 """FixBN."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.common import log
 
 from fedbn_flwr import wire
+from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.lr_schedule import moment, round_of, rounds_of
-from fedbn_flwr.server.replies import NodeReply
+from fedbn_flwr.server.replies import NodeReply, Pooled
 from fedbn_flwr.wire import FREEZES, Instruction
-from fedbn_flwr.wire.masked import Terms
+from fedbn_flwr.wire.masked import Tally, Terms
 
 from .fedavg import FedAvg
 from .registry import register_strategy
@@ -118,9 +118,9 @@ class FixBN(FedAvg):
             return instruction
         return replace(instruction, lr=min(instruction.lr, largest))
 
-    def sum_terms(self) -> Terms:
+    def terms(self) -> Terms:
         """With `auto`, nodes whose statistics are calm are counted."""
-        terms = super().sum_terms()
+        terms = super().terms()
         auto = self.freeze_at is None
         return replace(terms, tally=wire.STATISTICS_CHANGE, bound=self.threshold) if auto else terms
 
@@ -135,23 +135,19 @@ class FixBN(FedAvg):
     def _bounds_rate(self) -> bool:
         return self.freeze != "affine" and not self.schedule.names_freeze
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate; with `auto`, also watch how much the statistics still change."""
-        result = super().aggregate_train(server_round, replies)
+    def update(self, pooled: Pooled) -> Arrays:
+        """Update; with `auto`, also watch how much the statistics still change."""
         if self.frozen_after is None:
-            self._watch(server_round)
-        return result
+            self._watch(self.server_round, pooled.tally)
+        return super().update(pooled)
 
-    def _watch(self, server_round: int) -> None:
+    def _watch(self, server_round: int, tally: Tally) -> None:
         self.watch.note(server_round, self.train_replies)
         variance = self.watch.largest(server_round)
         if variance is not None:
             self.measured["statistics-change-variance"] = variance
-        calm = variance is not None and variance < self.threshold
-        if self.train_replies and (tally := self.train_replies[0].tally) is not None:
-            # the largest of the nodes' variances is not known, but whether any is too large
+            calm = variance < self.threshold
+        else:  # in a sum, the largest of the nodes' variances is not known, but whether any is too large
             calm = tally.below == tally.count and self.watch.is_half(tally.count, server_round)
         late = self.num_rounds is not None and server_round >= rounds_of(self.latest, self.num_rounds)
         if (calm or late) and server_round != self.num_rounds:

@@ -36,7 +36,7 @@ class HBN(PartialSharing, Gathering):
     leaves: ClassVar[str] = "everything except BN's learned mix; statistics are gathered separately"
     stays: ClassVar[str] = "mix"
     personal: ClassVar[bool] = False
-    normalizers: ClassVar[frozenset[str]] = frozenset({"HybridBatchNorm"})
+    needs: str = "HybridBatchNorm"
 
     def __init__(
         self,

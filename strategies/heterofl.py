@@ -32,7 +32,7 @@ class HeteroFL(Gathering):
 
     paper: ClassVar[str] = "Diao, Ding and Tarokh, ICLR 2021"
     leaves: ClassVar[str] = "parameters; statistics when the model is evaluated"
-    normalizers: ClassVar[frozenset[str]] = frozenset({"StaticBatchNorm"})
+    needs: str = "StaticBatchNorm"
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ with a global step of eta_g = 1:
         c <- c + (1 / N)   sum_{i in S} Delta c_i
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from math import fsum
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from flwr.app import ArrayRecord
 
 from fedbn_flwr import wire
 from fedbn_flwr.server.averaging import Arrays, record
-from fedbn_flwr.server.replies import NodeReply
+from fedbn_flwr.server.replies import Pooled
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg
@@ -55,7 +55,6 @@ class Scaffold(FedAvg):
 
     paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
     leaves: ClassVar[str] = "everything, and control variates: twice the bytes"
-    beside_model: ClassVar[str] = "control variates"
     required: ClassVar[tuple[str, ...]] = (wire.CONTROL_VARIATES,)
     kept: ClassVar[tuple[str, ...]] = ("_variate", "_total")
     kept_by_node: ClassVar[tuple[str, ...]] = ("_weights",)
@@ -79,20 +78,19 @@ class Scaffold(FedAvg):
             groups[wire.CONTROL_VARIATES] = record(sent)
         return groups
 
-    def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
-        """Average the models, and move c by the clients' changes."""
-        before, self._total = self._total, self._weigh_all(replies, weights)
-        changes = self.mean([reply.records[wire.CONTROL_VARIATES] for reply in replies], weights)
-        for name, change in changes.items():
+    def update(self, pooled: Pooled) -> Arrays:
+        """Move c by the clients' changes, and update the model."""
+        before, self._total = self._total, self._weigh_all(pooled.weights)
+        share = sum(pooled.weights.values()) / self._total
+        for name, change in pooled.groups[wire.CONTROL_VARIATES].items():
             # c times the weight of all is the sum of p_i c_i, whatever the others are found to weigh
             kept = before / self._total * self._variate.get(name, np.zeros(change.shape))
-            self._variate[name] = kept + sum(weights) / self._total * change.astype(np.float64)
-        return super().merge(replies, weights)
+            self._variate[name] = kept + share * change.astype(np.float64)
+        return super().update(pooled)
 
-    def _weigh_all(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> float:
+    def _weigh_all(self, weights: Mapping[int, float]) -> float:
         """Return the weight of all clients; those that nobody knows the weight of weigh as much as the others."""
-        for reply, weight in zip(replies, weights, strict=True):
-            self._weights |= dict.fromkeys(reply.nodes, weight / len(reply.nodes))
+        self._weights |= weights
         known, absent = dict(self._weights), sorted({*self.grid.get_node_ids()} - self._weights.keys())
         # a node describes itself by its number of examples only, and may not be able to
         if self.weighting == "examples" and self.weighted_by_key == wire.NUM_EXAMPLES:

@@ -238,7 +238,6 @@ def model_names(model: nn.Module) -> dict[str, list[str]]:
             wire.PARAMETERS: [name for name, _ in model.named_parameters(remove_duplicate=False)],
             wire.TIED: [name for pair in tied_names(model).items() for name in pair],
             wire.BN_ENTRIES: sorted(with_all_names(model, set(norm.bn_keys(model)))),
-            wire.NORMALIZERS: sorted({type(layer).__name__ for layer in norm.bn_layers(model).values()}),
         }
     return dict(_NAMES[model])
 

@@ -86,8 +86,8 @@ def _weighting_if_averaged(experiment: Experiment) -> str:
     """Return by what a worker can average its nodes' replies; nothing if the server needs them one by one."""
     config = experiment.config
     strategy = experiment.make_strategy(config.clients)
-    looks_at_single = config.record_dynamics or config.lie or strategy.secure or strategy.why_single()
-    looks_at_single = looks_at_single or strategy.sum_terms().tally
+    looks_at_single = config.record_dynamics or config.lie or strategy.secure or strategy.why_single
+    looks_at_single = looks_at_single or strategy.terms().tally
     return strategy.weighting if isinstance(strategy, FedAvg) and not looks_at_single else ""
 
 

@@ -220,7 +220,7 @@ def _check_inputs(config: Config, split: data.Split, num_classes: int, role: str
 def _check_bn(config: Config, strategy: BaseStrategy, functional: bool) -> None:
     """Refuse a model on which the method would silently be another one."""
     lacking = norm.lacks(shared_model(config), strategy.needs)
-    if functional and (strategy.needs, strategy.normalizers) != ("none", None):
+    if functional and strategy.needs != "none":
         lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
     if lacking:
         raise UsageError(f"method {config.method!r} would be another one: {lacking}")

@@ -21,10 +21,17 @@ def bn_layers(model: nn.Module) -> dict[str, _BatchNorm]:
 def lacks(model: nn.Module, need: str) -> str:
     """Return in words what a model lacks of what a method needs of BN; nothing if it has that.
 
-    `need` is `none`, `bn` (a layer), `affine` or `statistics` (of a layer), or `all-statistics` (of every layer).
+    `need` is `none`, `bn` (a layer), `affine` or `statistics` (of a layer), `all-statistics` (of every layer), `no-bn`,
+    or the class that all of its BN layers must have.
     """
-    if need == "none":
+    kinds = {type(layer).__name__ for layer in bn_layers(model).values()}
+    if need == "none" or kinds == ({need} - {"no-bn"}):
         return ""
+    if need not in ("bn", "affine", "statistics", "all-statistics"):
+        made = "make it with `prepare(model, METHOD)` of fedbn_flwr.strategies, on the server and on the nodes"
+        return (
+            f"the method brings a normalizer of its own, and the model has {', '.join(sorted(kinds)) or 'none'}: {made}"
+        )
     kind, entry = ("affine parameters", "weight") if need == "affine" else ("running statistics", "running_mean")
     layers = bn_layers(model)
     without = [name for name, layer in layers.items() if need != "bn" and getattr(layer, entry) is None]

@@ -14,9 +14,8 @@ from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.averaging import Arrays, record, unpack
+from fedbn_flwr.server.averaging import Arrays, average, record, unpack
 from fedbn_flwr.server.constructor_options import MomentumKind, OptimizerKind, refuse_unknown
-from fedbn_flwr.server.global_momentum import MomentumState
 from fedbn_flwr.server.kept_state import KeptState
 from fedbn_flwr.server.later_rounds import Evaluate, LaterRounds
 from fedbn_flwr.server.lr_schedule import Schedule
@@ -36,6 +35,7 @@ from fedbn_flwr.server.replies import (
     name_dominant,
     parse_replies,
 )
+from fedbn_flwr.server.robust import States
 from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
 from fedbn_flwr.server.secure_grid import SecureGrid
 from fedbn_flwr.wire import Instruction
@@ -76,7 +76,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     - `instruct`: what clients do in this round,
     - `package`: the arrays that a node gets,
     - `weigh`: how much each reply counts,
-    - `merge`: the new global state,
+    - `merge`: the new global state, made of single replies; or `update`, made of what was pooled,
     - `refine`: further changes of the new state, for which nodes can be asked again.
 
     What a round is, hooks find in `self.round`; `server_round`, `grid`, `current` and `instruction` are parts of it.
@@ -106,8 +106,6 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     replaced: ClassVar[tuple[str, ...]] = ()
     #: groups of arrays that a training reply must hold beside the model
     required: ClassVar[tuple[str, ...]] = ()
-    #: the classes of BN layers that its models may have, if it needs models made by `strategies/prepare.py`
-    normalizers: ClassVar[frozenset[str] | None] = None
     #: what a model must have of BN, or the method would be another one; see `norm.lacks`
     needs: str = "none"
     #: whether an experiment gives this method one node with the union of the clients' samples
@@ -150,9 +148,15 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         if secure_min < 3:
             raise ValueError(f"secure_min must be at least 3, got {secure_min}")
         self.secure, self.secure_min = secure, secure_min
-        self.momentum = MomentumState(momentum_state)
+        if momentum_state not in wire.MOMENTUM_STATES:
+            raise ValueError(f"unknown momentum_state {momentum_state!r}; known: {', '.join(wire.MOMENTUM_STATES)}")
+        self.momentum_state = momentum_state
+        #: the mean of the clients' optimizer states, if it is `global`
+        self.momentum: Arrays = {}
         self.server_optimizer = None if server_optimizer == "none" else ServerOptimizer(server_optimizer, server_lr)
         self.roster = Roster(exchange_timeout)
+        #: why the method needs each node's own reply; empty if what `terms` says of all is enough
+        self.why_single = "it may look at single replies"
         #: a round with fewer usable replies leaves the model as it was
         self.fewest_nodes = 1
         self.num_rounds: int | None = None
@@ -214,7 +218,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             instruction = replace(instruction, lr=rate)
         if self.clip_norm:
             instruction = instruction.with_rule(clip_norm=float(self.clip_norm))
-        return replace(instruction, momentum_state=self.momentum.kind, bn_needed=self.needs)
+        return replace(instruction, momentum_state=self.momentum_state, bn_needed=self.needs)
 
     def instruct_evaluation(self, instruction: Instruction) -> Instruction:
         """Return the shared options, changed into what clients do when they evaluate."""
@@ -223,7 +227,11 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
         """Return the groups of arrays that one node gets."""
         groups = {self.arrayrecord_key: arrays}
-        return groups | self.momentum.groups() if self.momentum.kind == "global" else groups
+        return groups | ({wire.MOMENTUM: record(self.momentum)} if self.momentum else {})
+
+    def collect(self, replies: Iterable[Message]) -> Iterable[Message]:
+        """Return the round's replies: those that came, or others that the method has asked for."""
+        return replies
 
     @abstractmethod
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
@@ -233,21 +241,24 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
         """Return the new global state, every entry of it."""
 
+    def mean(self, states: States, weights: Sequence[float], current: Arrays | None = None) -> Arrays:
+        """Return the weighted mean of states that began from `current`."""
+        return average(states, weights)
+
     def refine(self, merged: Arrays) -> Arrays:
         """Return the merged state, changed further; nodes can be asked through `self.grid`."""
         return merged
+
+    def learn_from_evaluation(self, replies: Sequence[NodeReply]) -> None:
+        """Take what the method needs from nodes' evaluations."""
 
     def personal_mean(self) -> Arrays:
         """Return the mean of the entries that nodes keep, or nothing if they were not sent."""
         return {}
 
-    def why_single(self) -> str:
-        """Return why the method needs each node's own reply; nothing if the mean of all, by their weights, will do."""
-        return "it may look at single replies"
-
-    def sum_terms(self) -> Terms:
-        """Return how replies are summed where the server sees sums only."""
-        return Terms("uniform")
+    def terms(self) -> Terms:
+        """Return how the replies of this round are pooled, whoever does it."""
+        return Terms("examples")
 
     def untrained(self) -> list[str]:
         """Return the entries of the final model that nobody trained, because they stay on the nodes."""
@@ -298,8 +309,6 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             self._require_wrapper_that_fits()
             self._require_variances()
         nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
-        if not self.ever_trained:
-            self._require_prepared(grid, nodes)
         self._awaited = server_round
         return self._make_messages(nodes, arrays, config, MessageType.TRAIN)
 
@@ -308,7 +317,9 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Merge the usable replies; a round without one leaves the model as it was."""
         self._awaited = 0
-        self.train_replies = self._require_enough(self._usable_replies(replies, ends=not self.ever_trained))
+        self.train_replies = self._require_enough(
+            self._usable_replies(self.collect(replies), ends=not self.ever_trained)
+        )
         if not self.train_replies:
             self._require_progress(server_round)
             return None, None
@@ -319,8 +330,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         weights = self.weigh(self.train_replies)
         if server_round == 1:
             name_dominant(self.train_replies, weights)
-        if self.momentum.kind == "global":
-            self.momentum.absorb(self.train_replies, weights)
+        if all(sent := [reply.records.get(wire.MOMENTUM, {}) for reply in self.train_replies]):
+            self.momentum = self.mean(sent, weights)
         merged = self.refine(self.merge(self.train_replies, weights))
         return record(merged), self._mean_metrics(self.train_replies, self.train_metrics_aggr_fn)
 
@@ -338,6 +349,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Average the nodes' metrics."""
         self.evaluate_replies = self._usable_replies(replies)
+        self.learn_from_evaluation(self.evaluate_replies)
         if not self.evaluate_replies:
             return None
         return self._mean_metrics(self.evaluate_replies, self.evaluate_metrics_aggr_fn)
@@ -394,7 +406,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         """Raise ValueError if the method is to be secure, and cannot be."""
         if not self.secure:
             return
-        why = self.why_single()
+        why = self.why_single
         for name in ("fraction_train", "fraction_evaluate"):
             if 0 < getattr(self, name) < 1:
                 why = f"{name} must be 1 (or 0), because sums over other nodes in each round show what single ones have"
@@ -404,7 +416,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     def _only_sums(self, grid: Grid) -> Grid:
         """Return a grid that lets the server see sums only."""
         self.require_sums_suffice()
-        return SecureGrid(grid, self.sum_terms, self.secure_min, self.exchange_timeout)
+        return SecureGrid(grid, self.terms, self.secure_min, self.exchange_timeout)
 
     def _begin_round(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> None:
         config["server-round"] = server_round
@@ -481,29 +493,6 @@ class BaseStrategy(KeptState, FlowerFedAvg):
                 raise RuntimeError(
                     f"entry {name!r} has negative variances, made by the strategy around {type(self).__name__}; "
                     "in place of Flower's strategies for differential privacy, strategies take `privacy=Privacy(...)`"
-                )
-
-    def _require_prepared(self, grid: Grid, nodes: list[int]) -> None:
-        """Refuse a model with normalizers that the method replaces, with which it would silently be FedAvg.
-
-        Nodes that cannot say what their models hold are believed only if there are no running statistics: entries of
-        the same names may be those of another kind of BN.
-        """
-        if self.normalizers is None:
-            return
-        name, statistics = type(self).__name__, [entry for entry in self.current if entry.endswith("running_var")]
-        for node, description in self.roster.describe_answering(grid, nodes).items():
-            remedy = f"`prepare(model, {name})` of fedbn_flwr.strategies, on the server and on the nodes"
-            if foreign := sorted(set(description.normalizers) - self.normalizers):
-                raise CannotTrainError(
-                    f"{name} brings a normalizer of its own, and the model of node {node} has {', '.join(foreign)}: "
-                    f"make the model with {remedy}"
-                )
-            if statistics and not description.knows_its_model:
-                raise CannotTrainError(
-                    f"{name} brings a normalizer of its own, and node {node} cannot say which one {statistics[0]!r} "
-                    f"belongs to: make its app with `ClientApp(model=...)` of fedbn_flwr.clientapp, and the model with "
-                    f"{remedy}"
                 )
 
     def _require_progress(self, server_round: int) -> None:

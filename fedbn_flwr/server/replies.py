@@ -14,10 +14,10 @@ from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import LARGEST, MOST, NOT_FINITE, TOO_LARGE
-from fedbn_flwr.server.averaging import unusable, view
+from fedbn_flwr.server.averaging import Arrays, unusable, view
 from fedbn_flwr.state.flat import FlatArrays, Layout
 from fedbn_flwr.state.records import array_records
-from fedbn_flwr.wire.masked import Summed, Tally
+from fedbn_flwr.wire.masked import Summed, Tally, Terms
 
 #: rounds without a usable reply that end a run: in which nodes sent numbers that are not finite, or of any kind
 LOST_ROUNDS, FRUITLESS_ROUNDS = 3, 10
@@ -119,14 +119,29 @@ class NodeReply:
         return self.content.nodes if isinstance(self.content, Summed) else {self.node: self.partition}
 
     @property
-    def tally(self) -> Tally | None:
-        """What a sum says of a metric; None for a reply of one node."""
-        return self.content.tally if isinstance(self.content, Summed) else None
-
-    @property
     def arrays(self) -> Mapping[str, np.ndarray]:
         """The entries of the model's state that the node sent."""
         return self.records[wire.ARRAYS]
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """A round's replies as one, whoever has pooled them."""
+
+    #: the mean of the model, under `wire.ARRAYS`, and of the groups that the strategy requires
+    groups: Mapping[str, Arrays]
+    #: by node; the nodes of a sum have equal shares of its weight
+    weights: Mapping[int, float]
+    #: of the metric that the strategy's terms name
+    tally: Tally
+
+
+def tally_of(replies: Sequence[NodeReply], terms: Terms) -> Tally:
+    """Return what replies say of the metric that terms name."""
+    # where there is a tally, sums are over all nodes
+    if replies and isinstance(replies[0].content, Summed):
+        return replies[0].content.tally
+    return Tally.over((reply.metrics.get(terms.tally) for reply in replies), terms.bound)
 
 
 @dataclass(frozen=True)

@@ -49,15 +49,8 @@ class Node:
     #: the state-dict entries that are parameters, and those of BN layers
     parameters: tuple[str, ...] = ()
     bn_entries: tuple[str, ...] = ()
-    #: the classes of the model's BN layers
-    normalizers: tuple[str, ...] = ()
     #: further names of entries, each followed by the first name of the entry
     tied: tuple[str, ...] = ()
-
-    @property
-    def knows_its_model(self) -> bool:
-        """Whether the description says what is in the model."""
-        return bool(self.parameters or self.normalizers)
 
 
 def wait_for_nodes(grid: Grid, wanted: int, patience: float, fewest: int | None = None) -> list[int]:
@@ -153,9 +146,7 @@ def _read(node: int, answer: Message) -> Node:
     metrics, report = read_metrics(answer.content), answer.content.config_records[wire.REPORT]
     partition, domain = (whole(metrics, key) for key in (wire.PARTITION_ID, wire.DOMAIN))
     num_examples = Expected((), {}).count_of(node, metrics[wire.NUM_EXAMPLES])
-    names = (
-        _strings(key, report.get(key, [])) for key in (wire.PARAMETERS, wire.BN_ENTRIES, wire.NORMALIZERS, wire.TIED)
-    )
+    names = (_strings(key, report.get(key, [])) for key in (wire.PARAMETERS, wire.BN_ENTRIES, wire.TIED))
     return Node(node, partition, int(num_examples), domain, *names)
 
 

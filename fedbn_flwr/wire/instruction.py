@@ -57,7 +57,6 @@ PARAMETERS = "parameters"
 #: the further names of entries that have several, each followed by the first name of the entry
 TIED = "tied"
 BN_ENTRIES = "bn-entries"
-NORMALIZERS = "normalizers"
 NUM_ROUNDS = "num-rounds"
 DESCRIBE = "query.describe"
 GATHER = "train.gather"
@@ -107,7 +106,7 @@ class Instruction:
     #: `float32`, `tf32` (float32 with TF32 products on GPUs) or `bf16` (bfloat16 autocast)
     precision: str = field(default="float32", metadata={"any type": True})
 
-    #: what a model must have, or the method is another one: `bn`, `affine`, `statistics` or `all-statistics`
+    #: what a model must have, or the method is another one: see `norm.lacks`
     bn_needed: str = "none"
     #: part of BN that is frozen during training: one of FREEZES
     freeze: str = _binding("none")

@@ -22,11 +22,11 @@ All of them are sums that have a meaning of their own, and the mean of all nodes
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import prod
-from typing import Any
+from math import inf, prod, sqrt
+from typing import Any, Self, TypeGuard
 
 import numpy as np
 from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
@@ -59,14 +59,14 @@ CONTROL = (DESCRIBE, SITE_DATA, SECURE_QUERY)
 #: by what arrays are weighted
 WEIGHTINGS = ("examples", "uniform", "tally")
 #: what a reply's report may say in the clear: there is no number in it
-_CLEAR = ("lacks-state", "lacks-arrays", "unreachable", "over", "parameters", "bn-entries", "normalizers", OBEYED)
+_CLEAR = ("lacks-state", "lacks-arrays", "unreachable", "over", "parameters", "bn-entries", OBEYED)
 
 Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Terms:
-    """How a server wants replies to be summed."""
+    """How replies are pooled."""
 
     #: by what arrays are weighted: `examples`, `uniform` or `tally`
     weighting: str
@@ -78,12 +78,20 @@ class Terms:
 
 @dataclass(frozen=True)
 class Tally:
-    """A metric over the nodes that have one, finite and not negative: how many, sum, sum of squares, how many below."""
+    """A metric over the nodes that have one, finite and not negative: how many, sum, deviation, how many below."""
 
     count: int = 0
     total: float = 0.0
-    squares: float = 0.0
+    #: of the population; infinite if there is none
+    deviation: float = inf
     below: int = 0
+
+    @classmethod
+    def over(cls, values: Iterable[object], bound: float) -> Self:
+        """Count single nodes' values."""
+        usable = [value for value in values if is_countable(value)]
+        below = sum(value < bound for value in usable)
+        return cls(len(usable), sum(usable), float(np.std(usable)), below) if usable else cls()
 
 
 class Summed(RecordDict):
@@ -161,7 +169,8 @@ def to_numbers(content: RecordDict, terms: Terms) -> tuple[Form, Numbers]:
     if not isinstance(examples, int | float) or not 0 <= examples < float("inf"):
         raise ValueError(f"a reply under masks needs {NUM_EXAMPLES!r}, which is {examples!r}")
     metrics.pop(PARTITION_ID, None)
-    tally = _tally_of(metrics.pop(terms.tally, None), terms.bound)
+    value = metrics.pop(terms.tally, None)
+    tally = (1.0, value, value**2, float(value < terms.bound)) if is_countable(value) else (0.0,) * 4
     groups = array_records(content)
     kind = str(report.get("kind", "")) if REQUEST in groups else ""
     weights = {"uniform": 1.0, "tally": tally[1]}
@@ -199,7 +208,10 @@ def to_content(form: Form, numbers: Numbers, nodes: Mapping[int, int]) -> Summed
         groups.setdefault(group, {})[name] = numbers[place:end].reshape(shape)
         place = end
     content = Summed()
-    content.nodes, content.tally = dict(nodes), Tally(round(count), float(total), float(squares), round(below))
+    content.nodes = dict(nodes)
+    if count > 0:
+        deviation = sqrt(max(squares / count - (total / count) ** 2, 0.0))
+        content.tally = Tally(round(count), float(total), deviation, round(below))
     for group, sums in groups.items():
         if group == MOMENTS:
             values = {name: _moment_of(name, sums) for name in sums}
@@ -222,11 +234,9 @@ def to_content(form: Form, numbers: Numbers, nodes: Mapping[int, int]) -> Summed
     return content
 
 
-def _tally_of(value: object, bound: float) -> tuple[float, float, float, float]:
-    """Return what a node adds to a tally."""
-    if not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        return 0.0, 0.0, 0.0, 0.0
-    return 1.0, float(value), float(value) ** 2, float(value < bound)
+def is_countable(value: object) -> TypeGuard[float]:
+    """Return whether a node's metric counts in a tally."""
+    return isinstance(value, int | float) and 0 <= value < inf
 
 
 def terms_of(asked: Mapping[str, Any]) -> Terms:

@@ -257,7 +257,6 @@ DESCRIPTIONS: dict[str, Change] = {
     "BN entries that are numbers": report(wire.BN_ENTRIES, [1, 2]),
     "BN entries as a text": report(wire.BN_ENTRIES, "all"),
     "parameters that are bytes": report(wire.PARAMETERS, [b"\xff"]),
-    "normalizers that are numbers": report(wire.NORMALIZERS, [0.5]),
 }
 
 

@@ -1,20 +1,29 @@
 """FedBS beyond its reference: when it changes stage, and losses that cannot be weights."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flwr.app import RecordDict
 
+from fedbn_flwr import wire
+from fedbn_flwr.server.replies import NodeReply, Pooled, tally_of
 from fedbn_flwr.strategies import CannotTrainError, FedBS, FedProx
 from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import Federation, make_model
 
 
-def replies(*losses: float) -> Any:
+def replies(*losses: Any) -> list[NodeReply]:
     return [
-        SimpleNamespace(node=index, tally=None, num_examples=1, metrics={"local-loss": loss, "train-loss": 7.0 * index})
+        NodeReply(index, index, 1, {"local-loss": loss, "train-loss": 7.0 * index}, {wire.ARRAYS: {}}, RecordDict())
         for index, loss in enumerate(losses)
     ]
+
+
+def learn(strategy: FedBS, *losses: float) -> list[float]:
+    """Take a round's replies, and return their weights."""
+    weights, terms = strategy.weigh(sent := replies(*losses)), strategy.terms()
+    strategy.update(Pooled({wire.ARRAYS: {}}, {}, tally_of(sent, terms)))
+    return weights
 
 
 def test_weights_are_losses() -> None:
@@ -31,9 +40,9 @@ def test_stage_two_needs_consecutive_calm_rounds() -> None:
     strategy = FedBS(epsilon=0.1, patience_rounds=3)
     # population deviations: 0.1 (at the bound, so calm), 0.5, then three calm ones
     for losses, stage in (((1.0, 1.2), 1), ((1.0, 2.0), 1), ((1.0, 1.1), 1), ((1.0, 1.0), 1), ((0.5, 0.5), 2)):
-        strategy.weigh(replies(*losses))
+        learn(strategy, *losses)
         assert strategy.stage == stage
-    assert strategy.weigh(replies(1.0, 9.0)) == [1.0, 1.0]
+    assert learn(strategy, 1.0, 9.0) == [1.0, 1.0]
     assert strategy.stage == 2
 
 
@@ -54,7 +63,7 @@ def test_bad_options_are_refused(bad: dict[str, Any]) -> None:
 def test_a_population_deviation_at_the_bound_is_calm() -> None:
     """0.25 is the population's deviation of 1 and 1.5 to the bit; the sample's would be 0.35."""
     strategy = FedBS(epsilon=0.25, patience_rounds=1)
-    strategy.weigh(replies(1.0, 1.5))
+    learn(strategy, 1.0, 1.5)
     assert (strategy.measured["loss-deviation"], strategy.stage) == (0.25, 2)
 
 
@@ -62,8 +71,8 @@ def test_a_population_deviation_at_the_bound_is_calm() -> None:
 def test_a_loss_that_cannot_be_a_weight_counts_as_nothing_and_is_said(
     bad: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert FedBS().weigh(replies(2.0, bad, 1.0)) == [2.0, 0.0, 1.0]  # type: ignore[arg-type]
-    assert any("node 1 reports the loss" in record.getMessage() for record in caplog.records)
+    assert FedBS().weigh(replies(2.0, bad, 1.0)) == [2.0, 0.0, 1.0]
+    assert any("FedBS: node 1 reports the local-loss" in record.getMessage() for record in caplog.records)
 
 
 def test_all_zero_losses_count_equally() -> None:
@@ -77,22 +86,22 @@ def test_what_it_measured_is_noted() -> None:
     assert strategy.measured["loss-deviation"] > 0
     # a subclass may have measured something before
     strategy.measured = {"rate": 0.5}
-    strategy.weigh(replies(1.0, 3.0))
+    learn(strategy, 1.0, 3.0)
     assert strategy.measured == {"rate": 0.5, "fedbs-stage": 1, "loss-deviation": 1.0}
     assert strategy.stage == 2
     strategy.measured = {}
-    strategy.weigh(replies(1.0, 3.0))
+    learn(strategy, 1.0, 3.0)
     assert strategy.measured == {"fedbs-stage": 2}
 
 
 def test_a_loss_of_zero_counts_in_the_deviation() -> None:
     strategy = FedBS()
-    strategy.weigh(replies(0.0, 3.0))
+    learn(strategy, 0.0, 3.0)
     assert strategy.measured["loss-deviation"] == 1.5
 
 
 def test_without_the_training_loss_the_remedy_is_named() -> None:
-    silent: Any = [SimpleNamespace(node=7, tally=None, metrics={"train_loss": 2.0})]
+    silent = [NodeReply(7, 7, 1, {"train_loss": 2.0}, {}, RecordDict())]
     with pytest.raises(
         CannotTrainError, match=r"node 7 sent train_loss; name the one that holds it: .*loss_key=\.\.\."
     ):
@@ -100,14 +109,14 @@ def test_without_the_training_loss_the_remedy_is_named() -> None:
 
 
 def test_without_the_metric_it_is_said_what_there_is() -> None:
-    silent: Any = [SimpleNamespace(node=7, tally=None, metrics={"speed": 1.0, "loss": 2.0})]
+    silent = [NodeReply(7, 7, 1, {"speed": 1.0, "loss": 2.0}, {}, RecordDict())]
     with pytest.raises(CannotTrainError, match=r"'local-loss', which no node sent; node 7 sent loss, speed$"):
         FedBS().weigh(silent)
 
 
 def test_rounds_without_a_usable_loss_are_not_calm() -> None:
     strategy = FedBS(epsilon=0.1, patience_rounds=1)
-    assert strategy.weigh(replies(float("nan"), float("inf"))) == [1.0, 1.0]
+    assert learn(strategy, float("nan"), float("inf")) == [1.0, 1.0]
     assert (strategy.stage, strategy.measured["loss-deviation"]) == (1, float("inf"))
 
 

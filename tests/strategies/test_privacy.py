@@ -182,7 +182,7 @@ def test_statistics_that_leave_nodes_are_named(flower_log: pytest.LogCaptureFixt
 @pytest.mark.parametrize(
     ("strategy", "shared"),
     [
-        (Scaffold, "control variates"),
+        (Scaffold, "the nodes' 'control-variates'"),
         (FedTAN, "the statistics of layer-wise steps"),
         (HBN, "gathered statistics"),
         (HeteroFL, "gathered statistics"),

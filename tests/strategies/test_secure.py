@@ -105,7 +105,7 @@ def test_the_spread_of_losses_is_that_in_the_clear() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], FedAvg], str]] = {
-    "domains": (lambda: FedNorm(secure=True), "BN within each domain"),
+    "domains": (lambda: FedNorm(secure=True), "its own `weigh` may look at single replies"),
     "carried": (lambda: FedTAN(secure=True, carry=True), "carry=true keeps each node's values"),
     "privacy": (
         lambda: FedAvg(secure=True, weighting="uniform", privacy=Privacy(1.0, 0.1)),

@@ -58,7 +58,7 @@ def averaging(weighting: str) -> Iterator[CountingGrid]:
 def test_strategies_get_the_model_of_single_replies(name: str) -> None:
     options: dict[str, Any] = {"momentum": 0.9} if name == "momentum" else {}
     alone, strategy = CountingGrid(nodes(range(len(SIZES)))), STRATEGIES[name]()
-    assert strategy.why_single() == ""
+    assert strategy.why_single == ""
     wanted = Federation(make_model()).run(strategy, grid=alone, **options)
     averaged = STRATEGIES[name]()
     with averaging(strategy.weighting) as grid:
