@@ -92,10 +92,13 @@ class WorkersGrid(LocalGrid):
         return context
 
     def save_states(self, folder: Path) -> None:
-        """Write what all nodes remember into a folder: every worker its own, or this process for other machines."""
-        self._ask_all("save_states", {worker: folder for worker in self._workers if worker.shares_files})
+        """Write what all nodes remember into a folder: every worker its own, or this process for other machines.
+
+        Nodes whose worker has died remember nothing.
+        """
+        self._ask_all("save_states", {one: folder for one in self._workers if one.shares_files}, needed=False)
         for worker in self._elsewhere():
-            for name, content in self._ask_all("states", {worker: None})[worker].items():
+            for name, content in self._ask_all("states", {worker: None}, needed=False).get(worker, {}).items():
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
 
@@ -157,8 +160,11 @@ class WorkersGrid(LocalGrid):
         """Return, for each worker, the messages at its places."""
         return {worker: [messages[place] for place in places] for worker, places in shares.items()}
 
-    def _ask_all(self, name: str, payloads: Mapping[AnyWorker, Any]) -> dict[AnyWorker, Any]:
-        """Return the answers of workers that work at the same time; one that died is started again, and reported."""
+    def _ask_all(self, name: str, payloads: Mapping[AnyWorker, Any], *, needed: bool = True) -> dict[AnyWorker, Any]:
+        """Return the answers of workers that work at the same time.
+
+        One that died is started again, and reported if its answer is needed.
+        """
         answers: dict[AnyWorker, Any] = {}
         failures: list[RuntimeError] = []
         with self._closed_in_the_middle():
@@ -169,7 +175,7 @@ class WorkersGrid(LocalGrid):
                     answers[worker] = worker.answer()
                 except WorkerDiedError as death:
                     self._revive(worker, death)
-                    failures.append(death)
+                    failures += [death] * needed
                 except WorkerError as error:
                     failures.append(error)
         if failures:
@@ -225,9 +231,9 @@ class WorkersGrid(LocalGrid):
 
     def _revive(self, worker: AnyWorker, death: WorkerDiedError) -> None:
         assert isinstance(worker, RemoteWorker)
-        nodes = len(self._partitions(worker.index))
-        log(WARNING, "Worker %d %s: it is started again, its %d nodes without state", worker.index, death, nodes)
-        worker.restart()
+        if worker.restart():
+            nodes = len(self._partitions(worker.index))
+            log(WARNING, "Worker %d %s: it is started again, its %d nodes without state", worker.index, death, nodes)
         self._open(worker)
 
     def _open(self, worker: AnyWorker) -> None:

@@ -80,7 +80,7 @@ class Cluster:
 
     def __call__(self, index: int, threads: int) -> "RayWorker":
         """Start the worker of this number."""
-        self.workers.append(RayWorker(index, threads, self._room, self._needs))
+        self.workers.append(RayWorker(index, threads, self._room, self._needs, self.workers))
         return self.workers[-1]
 
     def close(self) -> None:
@@ -91,13 +91,22 @@ class Cluster:
 class RayWorker(RemoteWorker):
     """A Ray actor, in its part of the room that a `Cluster` has reserved.
 
-    When it ends, or its machine, Ray finds another place with such a part.
+    When it ends, or its machine, Ray finds another place with such a part. Nobody waits for that while `others` work.
     """
 
     shares_files = False
 
-    def __init__(self, index: int, threads: int, room: PlacementGroup, needs: Mapping[str, float]) -> None:
-        self._room, self._needs = room, needs
+    def __init__(
+        self,
+        index: int,
+        threads: int,
+        room: PlacementGroup,
+        needs: Mapping[str, float],
+        others: Sequence["RayWorker"],
+    ) -> None:
+        self._room, self._needs, self._others = room, needs, others
+        #: requests to a worker that has not started yet
+        self._held: list[tuple[str, Any]] = []
         self._proved = self._alive = False
         self._failure: Exception | None = None
         super().__init__(index, threads)
@@ -108,10 +117,22 @@ class RayWorker(RemoteWorker):
         return self._place().process
 
     def ask(self, name: str, payload: Any) -> None:
-        """Send a request, and do not wait, but for a worker that has not started yet."""
-        if not self._connected:
-            self._connect()
-        super().ask(name, payload)
+        """Send a request, and do not wait, but for a worker that has not started yet and is needed."""
+        self._held.append((name, payload))
+        if self._connected or self._connect():
+            while self._held:
+                super().ask(*self._held.pop(0))
+
+    def answer(self) -> Any:
+        """Wait for the answer to the latest request."""
+        if self._held:
+            raise self._died()
+        return super().answer()
+
+    def restart(self) -> bool:
+        """Start an actor in place of one that ended; one that waits for its place goes on waiting."""
+        self._held.clear()
+        return not isinstance(self._failure, GetTimeoutError) and super().restart()
 
     def end(self) -> None:
         """End the process."""
@@ -129,39 +150,38 @@ class RayWorker(RemoteWorker):
     def _start(self) -> ObjectPipe:
         self._proved |= self._alive
         self._alive = self._connected = False
+        self._failure = None
         self._key = secrets.token_bytes(32)
         strategy = PlacementGroupSchedulingStrategy(self._room, self.index)
         options = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0), "max_restarts": 0}
         self._actor = _Actor.options(scheduling_strategy=strategy, **options).remote()
         self._answer = self._actor.listen.remote(self._key, sys.path)
-        # nobody is at its other end: what is asked before the connection is there finds a worker that has ended
-        here, there = Pipe()
-        there.close()
-        return ObjectPipe(here)
+        return ObjectPipe(Pipe()[0])  # until there is a connection
 
     def _place(self) -> Place:
         place: Place = ray.get(self._answer, timeout=STARTING)
         return place
 
-    def _connect(self) -> None:
-        """Connect with the worker, once it has started; one that cannot is found to have ended."""
-        self._connected, self._failure = True, None
+    def _connect(self) -> bool:
+        """Connect with the worker, once it has started; return whether it has."""
+        at_once = self._proved and any(other._connected for other in self._others)
         try:
-            place = self._place()
+            place = ray.get(self._answer, timeout=0 if at_once else STARTING)
             self._actor.serve.remote(self._threads, logging.getLogger("flwr").level)
             connection = Client(place.address, authkey=self._key)
         except (RayError, OSError, EOFError) as error:
             self._failure = error
-            return
+            return False
         _notice_silence(connection)
         self._pipe.close()
-        self._pipe = ObjectPipe(connection)
+        self._pipe, self._connected, self._failure = ObjectPipe(connection), True, None
+        return True
 
     def _died(self) -> RuntimeError:
         if self._alive:
             return WorkerDiedError(f"on {self.describe()} has ended")
         if isinstance(self._failure, GetTimeoutError):
-            return WorkerDiedError(f"has found no place in the Ray cluster for {STARTING} seconds")
+            return WorkerDiedError("has no place in the Ray cluster yet")
         reason = str(self._failure or "it ended").strip().splitlines()[-1]
         if self._proved:
             return WorkerDiedError(f"could not start again: {reason}")

@@ -55,10 +55,11 @@ class RemoteWorker(ABC):
                 raise WorkerError(f"worker {self.index}: {failure}")
         return value
 
-    def restart(self) -> None:
-        """Start a new process in place of the one that ended."""
+    def restart(self) -> bool:
+        """Start a new process in place of the one that ended; return False if there is one that starts already."""
         self._pipe.close()
         self._unanswered, self._pipe = 0, self._start()
+        return True
 
     def hang_up(self) -> None:
         """Close the connection, so that an idle process ends by itself."""
