@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fedbn_flwr.simulation.processes.pipe import ObjectPipe
@@ -68,47 +68,38 @@ class Cluster:
     """
 
     def __init__(self, workers: int, threads: int, gpu: bool) -> None:
-        self._needs = {"CPU": 1.0, "GPU": 1.0} if gpu else {"CPU": float(max(threads, 1))}
+        self.needs = {"CPU": 1.0, "GPU": 1.0} if gpu else {"CPU": float(max(threads, 1))}
         self.workers: list[RayWorker] = []
-        self._room = placement_group([self._needs] * workers, strategy="SPREAD")
-        if not self._room.wait(RESERVING):
-            remove_placement_group(self._room)
-            there = _listed({name: free().get(name, 0.0) for name in self._needs})
+        self.room = placement_group([self.needs] * workers, strategy="SPREAD")
+        if not self.room.wait(RESERVING):
+            remove_placement_group(self.room)
+            there = _listed({name: free().get(name, 0.0) for name in self.needs})
             raise NoRoomError(
-                f"the Ray cluster has {there} free, and {workers} workers need {_listed(self._needs)} each"
+                f"the Ray cluster has {there} free, and {workers} workers need {_listed(self.needs)} each"
             )
 
     def __call__(self, index: int, threads: int) -> "RayWorker":
         """Start the worker of this number."""
-        self.workers.append(RayWorker(index, threads, self._room, self._needs, self.workers))
+        self.workers.append(RayWorker(index, threads, self))
         return self.workers[-1]
 
     def close(self) -> None:
         """Give the room back; the workers end with it."""
-        remove_placement_group(self._room)
+        remove_placement_group(self.room)
 
 
 class RayWorker(RemoteWorker):
     """A Ray actor, in its part of the room that a `Cluster` has reserved.
 
-    When it ends, or its machine, Ray finds another place with such a part. Nobody waits for that while `others` work.
+    When it ends, or its machine, Ray finds another place with such a part. Nobody waits for that while others work.
     """
 
     shares_files = False
 
-    def __init__(
-        self,
-        index: int,
-        threads: int,
-        room: PlacementGroup,
-        needs: Mapping[str, float],
-        others: Sequence["RayWorker"],
-    ) -> None:
-        self._room, self._needs, self._others = room, needs, others
+    def __init__(self, index: int, threads: int, cluster: Cluster) -> None:
+        self._cluster, self._proved, self._alive = cluster, False, False
         #: requests to a worker that has not started yet
         self._held: list[tuple[str, Any]] = []
-        self._proved = self._alive = False
-        self._failure: Exception | None = None
         super().__init__(index, threads)
 
     @property
@@ -150,10 +141,11 @@ class RayWorker(RemoteWorker):
     def _start(self) -> ObjectPipe:
         self._proved |= self._alive
         self._alive = self._connected = False
-        self._failure = None
+        self._failure: Exception | None = None
         self._key = secrets.token_bytes(32)
-        strategy = PlacementGroupSchedulingStrategy(self._room, self.index)
-        options = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0), "max_restarts": 0}
+        strategy = PlacementGroupSchedulingStrategy(self._cluster.room, self.index)
+        needs = self._cluster.needs
+        options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "max_restarts": 0}
         self._actor = _Actor.options(scheduling_strategy=strategy, **options).remote()
         self._answer = self._actor.listen.remote(self._key, sys.path)
         return ObjectPipe(Pipe()[0])  # until there is a connection
@@ -164,7 +156,7 @@ class RayWorker(RemoteWorker):
 
     def _connect(self) -> bool:
         """Connect with the worker, once it has started; return whether it has."""
-        at_once = self._proved and any(other._connected for other in self._others)
+        at_once = self._proved and any(other._connected for other in self._cluster.workers)
         try:
             place = ray.get(self._answer, timeout=0 if at_once else STARTING)
             self._actor.serve.remote(self._threads, logging.getLogger("flwr").level)
@@ -181,7 +173,7 @@ class RayWorker(RemoteWorker):
         if self._alive:
             return WorkerDiedError(f"on {self.describe()} has ended")
         if isinstance(self._failure, GetTimeoutError):
-            return WorkerDiedError("has no place in the Ray cluster yet")
+            return WorkerDiedError("has not started yet: Ray may have no place for it")
         reason = str(self._failure or "it ended").strip().splitlines()[-1]
         if self._proved:
             return WorkerDiedError(f"could not start again: {reason}")

@@ -206,6 +206,19 @@ def test_an_idle_worker_that_was_killed_is_noticed_with_the_next_message(grid: W
     assert not any(reply.has_error() for reply in send(grid, *["hello"] * 5))
 
 
+def test_states_are_saved_without_those_of_a_worker_that_died(grid: WorkersGrid, tmp_path: Path) -> None:
+    send(grid, *["hello"] * 5)
+    os.kill(grid.process_ids[1], signal.SIGKILL)
+    assert wait_until(lambda: not is_alive(grid.process_ids[1]))
+    grid.save_states(tmp_path / "half")
+    assert not any(reply.has_error() for reply in send(grid, *["hello"] * 5))
+    grid.save_states(tmp_path / "whole")
+    saved = {name: sorted(path.stem for path in (tmp_path / name).iterdir()) for name in ("half", "whole")}
+    assert saved == {"half": ["0", "2", "4"], "whole": ["0", "1", "2", "3", "4"]}
+    grid.restore_states(tmp_path / "half")
+    assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))] == [2, 1, 2, 1, 2]
+
+
 def test_a_failure_in_this_process_leaves_no_answer_of_another_behind() -> None:
     with WorkersGrid(partial(obeying, 5), 5, 2, here=True) as grid:
         send(grid, *["hello"] * 5)
