@@ -27,11 +27,9 @@ def lacks(model: nn.Module, need: str) -> str:
     kinds = {type(layer).__name__ for layer in bn_layers(model).values()}
     if need == "none" or kinds == ({need} - {"no-bn"}):
         return ""
-    if need not in ("bn", "affine", "statistics", "all-statistics"):
+    if kinds and need not in ("bn", "affine", "statistics", "all-statistics"):
         made = "make it with `prepare(model, METHOD)` of fedbn_flwr.strategies, on the server and on the nodes"
-        return (
-            f"the method brings a normalizer of its own, and the model has {', '.join(sorted(kinds)) or 'none'}: {made}"
-        )
+        return f"the method brings a normalizer of its own, and the model has {', '.join(sorted(kinds))}: {made}"
     kind, entry = ("affine parameters", "weight") if need == "affine" else ("running statistics", "running_mean")
     layers = bn_layers(model)
     without = [name for name, layer in layers.items() if need != "bn" and getattr(layer, entry) is None]

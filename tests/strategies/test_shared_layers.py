@@ -51,7 +51,10 @@ def test_two_names_are_one_parameter_to_a_server_optimizer(name: str, server_opt
     assert_one_layer(lambda: make(name, server_optimizer=server_optimizer, fraction_evaluate=0.0), TABLE[name][1])
 
 
-@pytest.mark.parametrize("name", sorted(name for name in TABLE if not getattr(REGISTRY[name], "beside_model", None)))
+@pytest.mark.parametrize(
+    "name",
+    sorted(name for name in TABLE if not (getattr(REGISTRY[name], "beside_model", None) or REGISTRY[name].required)),
+)
 def test_two_names_are_clipped_and_noised_as_one_parameter(name: str) -> None:
     private = Privacy(0.05, 1.0, seed=1)
     assert_one_layer(
