@@ -9,7 +9,7 @@ from fedbn_flwr.norm.detect import affine_keys, bn_keys, bn_layers, counter_keys
 from fedbn_flwr.norm.freeze import Frozen, freeze
 from fedbn_flwr.norm.group import GroupNorm
 from fedbn_flwr.norm.hybrid import HybridBatchNorm
-from fedbn_flwr.norm.moments import Moments, gather, install, pool
+from fedbn_flwr.norm.moments import Moments, gather, pool
 from fedbn_flwr.norm.registry import NORMS, register_norm
 from fedbn_flwr.norm.renorm import BatchRenorm
 from fedbn_flwr.norm.replace import replace
@@ -35,7 +35,6 @@ __all__ = [
     "counter_keys",
     "freeze",
     "gather",
-    "install",
     "lacks",
     "local_keys",
     "pool",

@@ -51,19 +51,6 @@ def pool(records: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
     return pooled
 
 
-def install(model: nn.Module, pooled: Mapping[str, Moments], unbiased: bool = True) -> None:
-    """Make pooled moments the layers' running statistics; `unbiased` corrects the variance by n / (n - 1)."""
-    layers = bn_layers(model)
-    for name, moments in pooled.items():
-        layer = layers.get(name)
-        if layer is None or layer.running_mean is None or layer.running_var is None:
-            raise ValueError(f"the model has no BN layer {name!r} with running statistics")
-        if moments.mean.shape != layer.running_mean.shape or moments.variance.shape != layer.running_var.shape:
-            raise ValueError(f"BN layer {name!r} has {layer.num_features} channels, not {moments.mean.shape}")
-        layer.running_mean.copy_(moments.mean)
-        layer.running_var.copy_(moments.running_variance(unbiased))
-
-
 def _merge(one: Moments, other: Moments) -> Moments:
     # Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Sample Variances", 1979.
     count = one.count + other.count

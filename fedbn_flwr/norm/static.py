@@ -11,7 +11,7 @@ class StaticBatchNorm(BatchNorm):
 
     Diao, Ding and Tarokh, "HeteroFL", ICLR 2021: training normalizes with the batch's own statistics and
     tracks nothing. Evaluation normalizes with the running buffers, which hold what was gathered from the
-    clients after training (`gather`, `install`), as in its code; or, with `instant`, with the statistics of
+    clients after training (`gather`), as in its code; or, with `instant`, with the statistics of
     the test batch, as it is described by Wang et al., "FedTAN", 2023.
     """
 

@@ -106,7 +106,7 @@ class Instruction:
     #: `float32`, `tf32` (float32 with TF32 products on GPUs) or `bf16` (bfloat16 autocast)
     precision: str = field(default="float32", metadata={"any type": True})
 
-    #: what a model must have, or the method is another one: see `norm.lacks`
+    #: what a model must have, or the method is another one: `bn`, `affine`, `statistics`, `all-statistics` or `no-bn`
     bn_needed: str = "none"
     #: part of BN that is frozen during training: one of FREEZES
     freeze: str = _binding("none")

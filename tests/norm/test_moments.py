@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedbn_flwr.norm import Moments, bn_layers, freeze, gather, install, pool, replace
+from fedbn_flwr.norm import Moments, bn_layers, freeze, gather, pool, replace
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -100,33 +100,6 @@ def test_a_layer_used_twice_pools_both_uses() -> None:
     assert_moments_of(seen["0"], torch.cat([batch, normalized]))
 
 
-def test_installing_what_one_batch_showed_equals_bns_own_update() -> None:
-    model, own = nn.BatchNorm1d(3).double(), nn.BatchNorm1d(3, momentum=1.0).double()
-    batch = normal(5, 3, 2) * 3 + 1
-    install(model, gather(model, [batch]))
-    own(batch)
-    for name in ("running_mean", "running_var"):
-        torch.testing.assert_close(model.get_buffer(name), own.get_buffer(name))
-    install(model, gather(model, [batch]), unbiased=False)
-    torch.testing.assert_close(model.get_buffer("running_var"), own.get_buffer("running_var") * 9 / 10)
-
-
-def test_installing_a_single_value_does_not_divide_by_zero() -> None:
-    layer = nn.BatchNorm1d(1)
-    install(layer, {"": Moments(1, torch.tensor([2.0]), torch.tensor([0.0]))})
-    assert layer.state_dict()["running_var"].tolist() == [0.0]
-
-
 def test_two_values_are_corrected_as_torch_does() -> None:
     assert Moments(2, torch.zeros(1), torch.tensor([3.0])).running_variance(unbiased=True).tolist() == [6.0]
-
-
-def test_what_cannot_be_installed_is_named() -> None:
-    good = Moments(2, torch.zeros(3), torch.ones(3))
-    model = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.BatchNorm1d(3))
-    for name in ("0", "2"):
-        with pytest.raises(ValueError, match=f"no BN layer '{name}' with running statistics"):
-            install(model, {name: good})
-    for mean, variance in ((torch.zeros(1), torch.ones(1)), (torch.zeros(3), torch.ones(1))):
-        with pytest.raises(ValueError, match="BN layer '1' has 3 channels"):
-            install(model, {"1": Moments(2, mean, variance)})
+    assert Moments(1, torch.zeros(1), torch.tensor([0.0])).running_variance(unbiased=True).tolist() == [0.0]
