@@ -7,7 +7,7 @@ The nodes' end is `fedbn_flwr/client/gate.py`, the protocol is in `fedbn_flwr/se
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from logging import INFO, WARNING
+from logging import INFO
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,15 @@ from fedbn_flwr import wire
 from fedbn_flwr.secure import Participants, decode
 from fedbn_flwr.secure.fixed_point import Limbs, sum_of
 from fedbn_flwr.server.ask_nodes import ask_nodes
+from fedbn_flwr.server.averaging import unusable, view
 from fedbn_flwr.server.passing_grid import PassingGrid
+from fedbn_flwr.server.replies import ReadT, Refusal, RefusedError, log_refused, read_each, whole
+from fedbn_flwr.state.records import array_records, view_array
 from fedbn_flwr.wire import masked
 from fedbn_flwr.wire.masked import Form, Summed, Terms
+
+#: the seeds of masks between a node that counts, and one that does not
+_Seeds = Mapping[tuple[int, int], bytes]
 
 
 class SumFailedError(RuntimeError):
@@ -40,8 +46,8 @@ class _MaskedReply:
     form: Form
     partition: int
     hidden: Limbs
-    sealed: Sequence[bytes]
-    commitments: Sequence[bytes]
+    sealed: Sequence[bytes] = ()
+    commitments: Sequence[bytes] = ()
 
 
 class SecureGrid(PassingGrid):
@@ -56,6 +62,8 @@ class SecureGrid(PassingGrid):
         self._terms, self._minimum, self._timeout = terms, minimum, timeout
         #: by node, the public key for its next sum, and the signature
         self._keys: dict[int, tuple[bytes, bytes]] = {}
+        #: the latest round, and the nodes of its latest sum: no others answer in this round
+        self._counted: tuple[int, Sequence[int]] = -1, ()
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Return the mean of the nodes' replies, and errors."""
@@ -77,7 +85,8 @@ class SecureGrid(PassingGrid):
         step = grid.open_step(messages)
 
         def opened(replies: Sequence[Message]) -> list[Message]:
-            by_node = {ids[reply.metadata.reply_to_message_id]: reply for reply in replies}
+            named = ((reply.metadata, reply) for reply in replies)
+            by_node = {ids.get(each.reply_to_message_id, each.src_node_id): reply for each, reply in named}
             return list(self._sum(sent, tuple(sent), asked, by_node, {}, self._timeout).values())
 
         ids = {message.metadata.message_id: node for node, message in sent.items()}
@@ -97,6 +106,8 @@ class SecureGrid(PassingGrid):
         sent = {message.metadata.dst_node_id: message for message in messages}
         refused = self._meet(sent, timeout)
         nodes = tuple(node for node in sent if node not in refused)
+        if refused and messages[0].metadata.message_type == wire.LAYERWISE:
+            raise SumFailedError(refused)  # before the others have taken a mini-batch for nothing
         if not nodes:
             return self._errors(sent, refused)
         asked = self._begin_sum(sent, nodes)
@@ -113,60 +124,48 @@ class SecureGrid(PassingGrid):
         timeout: float,
     ) -> dict[int, Message]:
         """Return the mean of the replies that count, and errors."""
-        parts, others = dict[int, _MaskedReply](), dict[int, Message]()
-        for node, reply in replies.items():
-            if reply.has_error():
-                refused[node] = reply.error.reason or "it failed"
-            elif masked.MASKED not in reply.content:
-                others[node] = reply  # a sign, such as that of a node that lacks arrays
-            else:
-                try:
-                    parts[node] = _read(reply.content, len(nodes))
-                    self._keys[node] = _key_in(reply.content.config_records[f"{masked.MASKED}-form"])
-                except Exception as error:  # what a node sends may be anything
-                    parts.pop(node, None)
-                    refused[node] = f"its masked reply cannot be read: {type(error).__name__}: {error}"
-        parts = _of_one_form(parts, refused)
+        is_step = sent[nodes[0]].metadata.message_type == wire.LAYERWISE
+        sign = masked.LACKS_ARRAYS if is_step else wire.LACKS_STATE
+        heard = _read(nodes, replies, refused, lambda node, content: self._read_reply(node, content, len(nodes), sign))
+        parts = _of_one_form({node: each for node, each in heard.items() if each}, refused)
+        others = {node: replies[node] for node, each in heard.items() if not each}
+        if is_step:  # arrays are sent again to all, or to none
+            fewer: dict[int, Any] = others if len(others) <= len(parts) else parts
+            refused |= dict.fromkeys(fewer, "unlike most, it has lost the arrays of the step, or has not")
+            fewer.clear()
         is_exchange = any(part.form.kind for part in parts.values())
-        silent = {node: "it did not answer in time" for node in nodes if node not in replies}
-        if is_exchange and len(parts) < len(nodes) and not others:
-            raise SumFailedError(refused | silent)
-        if not parts or (others and is_exchange):
+        if is_exchange and len(parts) < len(nodes):
+            raise SumFailedError(refused)
+        if not parts:
             return others | self._errors(sent, refused)
         participants = Participants(b"", tuple(asked["nodes"]), tuple(asked["keys"]))
         total = sum_of(part.hidden for part in parts.values())
-        form = next(iter(parts.values())).form
         try:
             if not is_exchange:
                 total = self._unmask(total, parts, participants, asked, sent, timeout)
-            content = _mean(form, total, {node: part.partition for node, part in parts.items()})
+            content = _mean(parts, total)
         except SumFailedError as failure:
-            log(WARNING, "A sum was not opened: %s", failure)
-            return others | self._errors(sent, refused | failure.reasons)
+            refused |= failure.reasons
+            rest = dict.fromkeys(parts.keys() - refused.keys(), "the sum that it is in was not opened")
+            return others | self._errors(sent, refused | rest)
         first = next(iter(parts))
         return {first: Message(content, reply_to=sent[first])} | others | self._errors(sent, refused)
 
     def _meet(self, sent: Mapping[int, Message], timeout: float) -> dict[int, str]:
         """Ask the nodes for their public keys that were not asked yet; return why nodes have none."""
+        refused = dict[int, str]()
         new = [node for node in sent if node not in self._keys]
-        refused: dict[int, str] = {}
         if new:
             question = {masked.SECURE: ConfigRecord({"minimum": self._minimum})}
             questions = [Message(_of_round(sent[node], question), node, masked.SECURE_QUERY) for node in new]
-            answers = ask_nodes(self._grid, questions, timeout)
-            for node in new:
-                answer = answers.get(node)
-                if answer is None or answer.has_error():
-                    refused[node] = (
-                        "it did not answer in time" if answer is None else answer.error.reason or "it failed"
-                    )
-                    continue
-                try:
-                    self._keys[node] = _key_in(answer.content.config_records.get(masked.MASKED, {}))
-                except (KeyError, ValueError):
-                    refused[node] = "its app knows no sums under masks: make it with fedbn_flwr.clientapp"
+            _read(new, ask_nodes(self._grid, questions, timeout), refused, self._take_key)
             log(INFO, "%d nodes have keys for sums under masks", len(self._keys))
-        known = [node for node in sent if node in self._keys]
+        if self._counted[0] == masked.step_of(next(iter(sent.values())).content)[0]:
+            gone = sent.keys() - refused.keys() - set(self._counted[1])
+            refused |= dict.fromkeys(
+                gone, "the sums of a round are among the same nodes, and it was not in the last one"
+            )
+        known = [node for node in sent if node not in refused]
         if len(known) < self._minimum:
             few = f"a sum of {len(known)} nodes would show too much of each: {self._minimum} at least"
             refused |= dict.fromkeys(known, few)
@@ -174,6 +173,7 @@ class SecureGrid(PassingGrid):
 
     def _begin_sum(self, sent: Mapping[int, Message], nodes: Sequence[int]) -> dict[str, Any]:
         """Let the messages ask for a new sum, and return what they say of it."""
+        self._counted = masked.step_of(sent[nodes[0]].content)[0], nodes
         keys = [self._keys.pop(node) for node in nodes]
         asked: dict[str, Any] = {
             **vars(self._terms()),
@@ -205,48 +205,59 @@ class SecureGrid(PassingGrid):
         if len(survivors) < needed:
             reason = f"replies of {len(survivors)} of {len(place)} nodes came, and a sum needs {needed}"
             raise SumFailedError(dict.fromkeys(survivors, reason))
+        self._counted = self._counted[0], survivors
         questions = []
         for node in survivors:
             sealed = [parts[sender].sealed[place[node]] for sender in survivors]
             question = {masked.SECURE: ConfigRecord({**asked, "survivors": survivors, "sealed": sealed})}
             questions.append(Message(_of_round(sent[node], question), node, masked.SECURE_QUERY))
-        shares: dict[int, Sequence[bytes]] = {}
-        seeds: dict[tuple[int, int], bytes] = {}
-        why: dict[int, str] = {}
+        why = dict[int, str]()
         answers = ask_nodes(self._grid, questions, timeout)
-        for node in survivors:
-            answer = answers.get(node)
-            if answer is None or answer.has_error():
-                said_why = "no answer in time" if answer is None else answer.error.reason
-                why[node] = f"it did not help to open the sum: {said_why}"
-                continue
-            said: Any = answer.content.config_records.get(masked.MASKED, {})
-            given, known = said.get("shares", []), said.get("seeds", [])
-            if not _are_bytes(given, len(survivors)) or not _are_bytes(known, len(absent)):
-                why[node] = "it did not help to open the sum: its answer is of another sum"
-                continue
-            shares[node] = given
-            seeds |= {(node, other): seed for other, seed in zip(absent, known, strict=True)}
-        for node, reason in why.items():
-            log(WARNING, "Node %d: %s", node, reason)
-        if absent and why:
-            raise SumFailedError(
-                {node: f"{reason}; without it, masks with nodes {absent} do not cancel" for node, reason in why.items()}
-            )
-        own = []
-        for index, owner in enumerate(survivors):
-            commitments = parts[owner].commitments
-            seed, wrong = masks.open_shares(
-                {node: given[index] for node, given in shares.items()}, commitments, participants
-            )
-            for node in wrong if len(wrong) == 1 else [owner] if wrong else []:
-                # one share may be wrong by its holder, or by its owner, who said what it is
-                why[node] = f"the shares of node {owner}'s mask at nodes {wrong} are not those that it announced"
-                log(WARNING, "Node %d: %s", node, why[node])
-            if seed is None:
-                raise SumFailedError(why or dict.fromkeys(survivors, f"too few shares of node {owner}'s mask"))
+        helped = _read(survivors, answers, why, lambda node, said: _opening(node, said, len(survivors), absent))
+        why = {node: f"it did not help to open the sum: {reason}" for node, reason in why.items()}
+        seeds = {pair: seed for _, known in helped.values() for pair, seed in known.items()}
+        own, disagree = list[bytes | None](), list[tuple[int, int]]()
+        for index, (owner, part) in enumerate(parts.items()):
+            given = {node: shares[index] for node, (shares, _) in helped.items()}
+            seed, wrong = masks.open_shares(given, part.commitments, participants)
             own.append(seed)
-        return masks.cancel(total, participants, own, seeds)
+            disagree += [(owner, node) for node in wrong]
+        counts = Counter(node for pair in disagree for node in pair)
+        # one share may be wrong by its holder, or by its owner, who said what it is: who disagrees with more is named
+        liars = {node for pair in disagree for node in pair if counts[node] == max(map(counts.__getitem__, pair))}
+        why |= dict.fromkeys(liars, "a share of a mask is not the one that its owner announced")
+        log_refused([Refusal(node, reason) for node, reason in why.items()], "of no help")
+        if absent and len(helped) < len(survivors):
+            lost = f"without it, masks with nodes {absent} do not cancel"
+            raise SumFailedError({node: f"{reason}; {lost}" for node, reason in why.items()})
+        if unknown := [owner for owner, seed in zip(parts, own, strict=True) if seed is None]:
+            raise SumFailedError(why or dict.fromkeys(unknown, "its mask cannot be opened"))
+        return masks.cancel(total, participants, filter(None, own), seeds)
+
+    def _read_reply(self, node: int, content: RecordDict, nodes: int, sign: str) -> _MaskedReply | None:
+        """Return a node's masked reply among so many nodes; None for its sign that it lacks something."""
+        if masked.MASKED in content:
+            reply = _masked_reply(content, nodes)
+            self._take_key(node, content, f"{masked.MASKED}-form")
+            return reply
+        if sign not in content.config_records.get(wire.REPORT, {}):
+            raise RefusedError("it answers without masks")
+        return None
+
+    def _take_key(self, node: int, content: RecordDict, name: str = masked.MASKED) -> None:
+        """Keep a node's next public key with its signature; an error if there is none."""
+        # cryptography takes a while to import, and every ClientApp's process imports strategies
+        from fedbn_flwr.secure import masks
+
+        if name not in content.config_records:
+            raise RefusedError("its app knows no sums under masks: make it with fedbn_flwr.clientapp")
+        said: Any = content.config_records[name]
+        key, signature = said["key"], said["signature"]
+        if not isinstance(key, bytes) or not masks.is_key(key) or not isinstance(signature, bytes):
+            raise ValueError(f"its key is {key!r:.80}")
+        if any(key == other for other, _ in self._keys.values()):
+            raise RefusedError("its key is another node's, too")
+        self._keys[node] = key, signature
 
     def _errors(self, sent: Mapping[int, Message], reasons: Mapping[int, str]) -> dict[int, Message]:
         """Return errors in place of replies."""
@@ -278,18 +289,14 @@ def sum_exchange(requests: Mapping[int, Any]) -> Summed:
 
     SumFailedError names the nodes whose requests do not fit.
     """
-    refused, parts = dict[int, str](), dict[int, _MaskedReply]()
-    for node, each in requests.items():
-        try:
-            parts[node] = _MaskedReply(_fitting(each.form, each.hidden), each.partition, each.hidden, (), ())
-        except ValueError as error:
-            refused[node] = str(error)
+    parts, unread = read_each(
+        requests.items(), lambda _, each: _MaskedReply(_fitting(each.form, each.hidden), each.partition, each.hidden)
+    )
+    refused = {each.node: each.reason for each in unread}
     _of_one_form(parts, refused)
     if refused:
         raise SumFailedError(refused)
-    total = sum_of(part.hidden for part in parts.values())
-    form = next(iter(parts.values())).form
-    return _mean(form, total, {node: part.partition for node, part in parts.items()})
+    return _mean(parts, sum_of(part.hidden for part in parts.values()))
 
 
 def _of_round(message: Message, records: Mapping[str, Any]) -> RecordDict:
@@ -298,14 +305,34 @@ def _of_round(message: Message, records: Mapping[str, Any]) -> RecordDict:
     return RecordDict({**records, **({} if config is None else {wire.CONFIG: config})})
 
 
-def _read(content: RecordDict, nodes: int) -> _MaskedReply:
+def _read(
+    nodes: Iterable[int],
+    answers: Mapping[int, Message],
+    refused: dict[int, str],
+    read: Callable[[int, RecordDict], ReadT],
+) -> dict[int, ReadT]:
+    """Return what can be read of the nodes' answers; why others are not is added to `refused`."""
+
+    def content_of(node: int, answer: Message | None) -> ReadT:
+        if answer is None:
+            raise RefusedError("it did not answer in time")
+        if answer.has_error():
+            raise RefusedError(answer.error.reason or "it failed")
+        return read(node, answer.content)
+
+    understood, unread = read_each(((node, answers.get(node)) for node in nodes), content_of)
+    refused |= {each.node: each.reason for each in unread}
+    return understood
+
+
+def _masked_reply(content: RecordDict, nodes: int) -> _MaskedReply:
     """Return a node's masked reply among so many nodes; an error if it is none."""
     said: Any = content.config_records[f"{masked.MASKED}-form"]
-    hidden = content.array_records[masked.MASKED]["sum"].numpy()
+    hidden = view_array(content.array_records[masked.MASKED]["sum"])
     form, shares, commitments = _fitting(said["form"], hidden), said.get("shares", []), said.get("commitments", [])
     if not all(_are_bytes(values, 0 if form.kind else nodes) for values in (shares, commitments)):
         raise ValueError(f"it does not hold {nodes} shares")
-    return _MaskedReply(form, int(said["partition"]), hidden, shares, commitments)
+    return _MaskedReply(form, whole(said, "partition"), hidden, shares, commitments)
 
 
 def _are_bytes(values: object, count: int) -> bool:
@@ -313,15 +340,13 @@ def _are_bytes(values: object, count: int) -> bool:
     return isinstance(values, list) and len(values) == count and all(isinstance(value, bytes) for value in values)
 
 
-def _key_in(said: Mapping[str, Any]) -> tuple[bytes, bytes]:
-    """Return a node's next public key with its signature; an error if there is none."""
-    # cryptography takes a while to import, and every ClientApp's process imports strategies
-    from fedbn_flwr.secure import masks
-
-    key, signature = said["key"], said["signature"]
-    if not isinstance(key, bytes) or not masks.is_key(key) or not isinstance(signature, bytes):
-        raise ValueError(f"its key is {key!r}")
-    return key, signature
+def _opening(node: int, content: RecordDict, survivors: int, absent: Sequence[int]) -> tuple[Sequence[bytes], _Seeds]:
+    """Return the shares that a node gives, and the seeds of its masks with absent nodes; an error if there are none."""
+    said: Any = content.config_records[masked.MASKED]
+    shares, seeds = said["shares"], said.get("seeds", [])
+    if not _are_bytes(shares, survivors) or not _are_bytes(seeds, len(absent)):
+        raise RefusedError("its answer is of another sum")
+    return shares, {(node, other): seed for other, seed in zip(absent, seeds, strict=True)}
 
 
 def _fitting(text: str, hidden: Limbs) -> Form:
@@ -334,25 +359,24 @@ def _fitting(text: str, hidden: Limbs) -> Form:
 
 def _of_one_form(parts: dict[int, _MaskedReply], refused: dict[int, str]) -> dict[int, _MaskedReply]:
     """Return the replies of the form that most have; the others are refused."""
-    forms = Counter(part.form.pack() for part in parts.values())
-    if len(forms) <= 1:
-        return parts
-    common = forms.most_common(1)[0][0]
-    refused |= {
-        node: "unlike most, its masked reply has other entries"
-        for node, part in parts.items()
-        if part.form.pack() != common
-    }
+    forms = {node: part.form.pack() for node, part in parts.items()}
+    counts = Counter(forms.values())
+    common = max(counts, key=counts.__getitem__, default="")
+    refused |= {node: "unlike most, its masked reply has other entries" for node in forms if forms[node] != common}
     return {node: part for node, part in parts.items() if node not in refused}
 
 
-def _mean(form: Form, total: Limbs, nodes: Mapping[int, int]) -> Summed:
+def _mean(parts: Mapping[int, _MaskedReply], total: Limbs) -> Summed:
     """Return the mean reply; SumFailedError if masks are left in the sum."""
-    numbers = decode(total)
+    numbers, nodes = decode(total), {node: part.partition for node, part in parts.items()}
     if numbers[0] != len(nodes):
         reason = "the masks do not cancel: a node was given other participants or keys, or sent a wrong seed"
         raise SumFailedError(dict.fromkeys(nodes, reason))
     try:
-        return masked.to_content(form, numbers, nodes)
+        content = masked.to_content(next(iter(parts.values())).form, numbers, nodes)
     except ValueError as error:
         raise SumFailedError(dict.fromkeys(nodes, str(error))) from None
+    for group, record in array_records(content).items():
+        if bad := unusable(view(record)):
+            raise SumFailedError(dict.fromkeys(nodes, f"in the mean of all, array {bad[0]!r} in {group!r} {bad[1]}"))
+    return content

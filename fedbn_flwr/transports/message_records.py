@@ -32,7 +32,7 @@ from fedbn_flwr.wire import masked
 
 ANSWERS, COUNTS = "answers", "answers-counts"
 POSITION, REQUEST, SIDE_CHANNEL = masked.POSITION, masked.REQUEST, masked.SIDE_CHANNEL
-LACKS_ARRAYS = "lacks-arrays"
+LACKS_ARRAYS = masked.LACKS_ARRAYS
 ADDRESS, TOKEN = "address", "token"
 UNREACHABLE, OVER = "unreachable", "over"
 

@@ -167,7 +167,7 @@ class StreamTransport:
     def _in_order(self, requests: Mapping[int, NodeRequest | MaskedRequest]) -> Requests:
         """Return all nodes' requests, in the order of the participants; under masks, the one row of their mean."""
         if self._masked:
-            return self._summed({node: each for node, each in requests.items() if isinstance(each, MaskedRequest)})
+            return self._summed(requests)
         plain = {node: each for node, each in requests.items() if isinstance(each, NodeRequest)}
         if not self.participants:
             people = (Participant(each.partition, node, each.num_examples) for node, each in plain.items())
@@ -180,7 +180,7 @@ class StreamTransport:
                 self._side_channel.links[refusal.node].fail(refusal.reason)
             raise
 
-    def _summed(self, requests: Mapping[int, MaskedRequest]) -> Requests:
+    def _summed(self, requests: Mapping[int, NodeRequest | MaskedRequest]) -> Requests:
         """Return the mean of all nodes' requests, as one row."""
         try:
             mean = sum_exchange(requests)

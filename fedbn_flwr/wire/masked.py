@@ -32,6 +32,7 @@ import numpy as np
 from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
+from fedbn_flwr.layerwise.exchange import MOST
 from fedbn_flwr.state.records import InMemoryArray, array_records, make_record, view_array
 from fedbn_flwr.wire.instruction import (
     CONFIG,
@@ -54,12 +55,14 @@ SECURE, MASKED = "secure", "masked"
 #: asks for a node's public key, or for what takes away masks that do not cancel
 SECURE_QUERY = "query.secure"
 REQUEST, POSITION, SIDE_CHANNEL = "request", "position", "side-channel"
+#: in a report: the node must be sent the arrays of its layer-wise step again
+LACKS_ARRAYS = "lacks-arrays"
 #: messages whose answers hold no numbers of a node's data, or none under `secure`
 CONTROL = (DESCRIBE, SITE_DATA, SECURE_QUERY)
 #: by what arrays are weighted
 WEIGHTINGS = ("examples", "uniform", "tally")
 #: what a reply's report may say in the clear: there is no number in it
-_CLEAR = ("lacks-state", "lacks-arrays", "unreachable", "over", "parameters", "bn-entries", OBEYED)
+_CLEAR = ("lacks-state", LACKS_ARRAYS, "unreachable", "over", "parameters", "bn-entries", OBEYED)
 
 Numbers = NDArray[np.float64]
 
@@ -200,8 +203,10 @@ def to_numbers(content: RecordDict, terms: Terms) -> tuple[Form, Numbers]:
 def to_content(form: Form, numbers: Numbers, nodes: Mapping[int, int]) -> Summed:
     """Return the mean of the replies of these nodes, made of the sums of their numbers."""
     _, weight, examples, count, total, squares, below = numbers[:7]
-    if weight <= 0 and form.arrays:
-        raise ValueError("all nodes of the sum have the weight 0")
+    if not 0 <= examples <= MOST or (form.arrays and (weight <= 0 or not (examples or form.kind))):
+        raise ValueError(f"the nodes of the sum have a weight of {weight:g}, and {examples:g} samples")
+    if form.kind and not 1 <= numbers[-1] <= MOST:
+        raise ValueError(f"the {form.kind} are over {numbers[-1]:g} values")
     place, groups = 7, dict[str, dict[str, Numbers]]()
     for group, name, shape, _ in form.arrays:
         end = place + prod(shape)

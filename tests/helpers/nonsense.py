@@ -271,10 +271,13 @@ class BadNode(InProcessGrid):
         messages = list(messages)
         ids = list(super().push_messages(messages))
         for message_id, message in zip(ids, messages, strict=True):
-            is_description = message.metadata.message_type == wire.DESCRIBE
-            if message.metadata.dst_node_id == BAD and is_description == self.describes:
+            if message.metadata.dst_node_id == BAD and self.is_spoiled(message):
                 self._replies[message_id] = self.spoiled(message, self._replies[message_id])
         return ids
+
+    def is_spoiled(self, message: Message) -> bool:
+        """Return whether the node answers a message with nonsense."""
+        return (message.metadata.message_type == wire.DESCRIBE) == self.describes
 
     def spoiled(self, message: Message, reply: Message) -> Message:
         """Return nonsense in the place of a reply."""
