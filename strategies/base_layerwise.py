@@ -115,7 +115,7 @@ class Layerwise(FedAvg):
 
     def collect(self, replies: Iterable[Message]) -> Iterable[Message]:
         """Return what nodes sent at the end of the step."""
-        return self._final if self.exchanges(self.instruction) else replies
+        return super().collect(self._final if self.exchanges(self.instruction) else replies)
 
     def update(self, pooled: Pooled) -> Arrays:
         """Update; also compare the nodes' weights with those in the step."""

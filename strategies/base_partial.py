@@ -79,15 +79,19 @@ class PartialSharing(FedAvg):
     def update(self, pooled: Pooled) -> Arrays:
         """Average what is shared; the server's values of the rest are the participants' mean, where it is known."""
         self._shared, self._participants = set(pooled.groups[wire.ARRAYS]), dict(pooled.weights)
-        # a node that failed may have lost its memory, so it gets the whole state next time
-        self._served = self._served - set(self.round.nodes) | pooled.weights.keys()
+        self.lose_round()
+        self._served |= pooled.weights.keys()
         return {**super().update(pooled), **self._mean}
+
+    def lose_round(self) -> None:
+        """Send nodes that failed the whole state next time: they may have lost their memory."""
+        self._served -= set(self.round.nodes)
 
     def collect(self, replies: Iterable[Message]) -> list[Message]:
         """Let nodes that have lost their entries train from the server's, in this round; return all replies."""
         usable, nodes = list[Message](), list[int]()
         sent = {message.metadata.message_id: message.metadata.dst_node_id for message in self._sent}
-        for reply in replies:
+        for reply in super().collect(replies):
             if lacks_state(reply):
                 nodes.append(sent.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id))
             else:

@@ -30,7 +30,7 @@ from .registry import register_strategy
 Weighting = Literal["examples", "uniform"]
 WEIGHTINGS = get_args(Weighting)
 #: the hooks that see replies; a method that overrides one gets those of single nodes
-SEEING = ("weigh", "merge", "aggregate_train", "aggregate_evaluate")
+SEEING = ("weigh", "merge", "pool", "mean", "aggregate_train", "aggregate_evaluate")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class FedAvg(BaseStrategy):
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
     leaves: ClassVar[str] = "everything, BN statistics included"
     beside_model: ClassVar[Shared | None] = None
+    why_single: str = ""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class FedAvg(BaseStrategy):
             self.fewest_nodes = self.robust.fewest_nodes
         self._refuse_ways_around()
         own = [name for name in SEEING if getattr(type(self), name) is not getattr(FedAvg, name)]
-        self.why_single = (
+        self.why_single = self.why_single or (
             f"its own `{own[0]}` may look at single replies"
             if own
             else "privacy clips each node's update"
@@ -171,13 +172,13 @@ class FedAvg(BaseStrategy):
     def _refuse_ways_around(self) -> None:
         """Refuse what would leave a node around clipping and noise, or around a robust rule."""
         groups = [Shared(f"the nodes' {group!r}") for group in self.required]
-        groups += [Shared("the optimizer's state")] if self.momentum_state == "global" else []
-        name, shared = type(self).__name__, self.beside_model or next(iter(groups), None)
+        groups += [Shared("the optimizer's state", can_be_robust=False)] if self.momentum_state == "global" else []
+        name, shared = type(self).__name__, [*filter(None, [self.beside_model]), *groups]
         if self.privacy and shared:
-            raise ValueError(f"privacy would not protect {shared.what}, which {name} shares")
+            raise ValueError(f"privacy would not protect {shared[0].what}, which {name} shares")
         if self.privacy and self.robust:
             raise ValueError("privacy needs the mean, to which its noise is scaled: robust must be none")
         if self.privacy and self.weighting != "uniform":
             raise ValueError("privacy needs weighting='uniform': noise is scaled for nodes of equal weight")
-        if self.robust and shared and not shared.can_be_robust:
-            raise ValueError(f"a robust rule would not reach {shared.what}, which {name} shares")
+        if self.robust and (around := [each.what for each in shared if not each.can_be_robust]):
+            raise ValueError(f"a robust rule would not reach {around[0]}, which {name} shares")

@@ -12,7 +12,7 @@
             clients update {w_i, S_i}                                       BNClient.train   (5b), (6)
         for t = 2, ..., E: clients update {w_i, S_i}                        BNClient.train   (5b), (6)
         clients send {w_i, S_i} to the server                               take_step
-        server: {w_r, S_r} = sum_i p_i {w_i, S_i}                           Layerwise.aggregate_train   (7)
+        server: {w_r, S_r} = sum_i p_i {w_i, S_i}                           FedAvg.pool                 (7)
 
 `take_step` is in `fedbn_flwr/layerwise/take_step.py`, and the mathematics of one layer, which is the client's half, in
 `shared_batch_norm.py` beside it. `Layerwise`, which starts again without the nodes that fail, is in

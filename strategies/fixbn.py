@@ -141,6 +141,12 @@ class FixBN(FedAvg):
             self._watch(self.server_round, pooled.tally)
         return super().update(pooled)
 
+    def lose_round(self) -> None:
+        """Watch, too, whether it is late."""
+        super().lose_round()
+        if self.frozen_after is None:
+            self._watch(self.server_round, Tally())
+
     def _watch(self, server_round: int, tally: Tally) -> None:
         self.watch.note(server_round, self.train_replies)
         variance = self.watch.largest(server_round)

@@ -93,7 +93,7 @@ class Scaffold(FedAvg):
         self._weights |= weights
         known, absent = dict(self._weights), sorted({*self.grid.get_node_ids()} - self._weights.keys())
         # a node describes itself by its number of examples only, and may not be able to
-        if self.weighting == "examples" and self.weighted_by_key == wire.NUM_EXAMPLES:
+        if self.terms().weighting == "examples" and self.weighted_by_key == wire.NUM_EXAMPLES:
             described = self.roster.describe_answering(self.grid, absent)
             known |= {node: each.num_examples for node, each in described.items() if each.num_examples}
         return fsum(known.values()) * (1 + len(set(absent) - known.keys()) / len(known))

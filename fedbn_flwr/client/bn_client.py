@@ -144,6 +144,7 @@ class BNClient:
     # ---- the parts -----------------------------------------------------------------------------------------------
 
     def _load(self, received: State, instruction: Instruction) -> None:
+        training.require_bn(self.model, instruction)
         local = state.group_keys(self.model, instruction.keep_local)
         personal = self.memory.personal(local)
         state.load(self.model, {**received, **personal} if personal else received)

@@ -67,10 +67,15 @@ def batch_loss(
         return model_loss(model, inputs, targets, loss_function), len(targets)
 
 
-def frozen(model: nn.Module, instruction: Instruction) -> AbstractContextManager[Any]:
-    """Freeze the parts of BN that the instruction names, until the end of the block; refuse a model without them."""
+def require_bn(model: nn.Module, instruction: Instruction) -> None:
+    """Refuse a model without the parts of BN without which the method would be another one."""
     if lacking := norm.lacks(model, instruction.bn_needed):
         raise ValueError(f"the method would be another one: {lacking}")
+
+
+def frozen(model: nn.Module, instruction: Instruction) -> AbstractContextManager[Any]:
+    """Freeze the parts of BN that the instruction names, until the end of the block; refuse a model without them."""
+    require_bn(model, instruction)
     if instruction.freeze == "none":
         return nullcontext()
     return norm.freeze(model, **frozen_parts(instruction.freeze))

@@ -31,7 +31,7 @@ from fedbn_flwr.experiments.resources import (
 )
 from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.experiments.workers import clients_in_round, count_workers, one_step, useful_workers, visible_gpus
-from fedbn_flwr.plugins import did_you_mean, extra
+from fedbn_flwr.plugins import did_you_mean, extra, is_foreign
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.one_by_one import PreparedGrid
@@ -39,7 +39,7 @@ from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import Worker, preload
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
 from fedbn_flwr.simulation.stacked.memory_budget import clients_that_fit, keep_freed_memory
-from fedbn_flwr.strategies import FedAvg, Layerwise
+from fedbn_flwr.strategies import Layerwise
 from fedbn_flwr.transports.message_client import STEPS
 
 Engine = Callable[[Experiment, Path, Progress | None], Summary]
@@ -87,8 +87,9 @@ def _weighting_if_averaged(experiment: Experiment) -> str:
     config = experiment.config
     strategy = experiment.make_strategy(config.clients)
     looks_at_single = config.record_dynamics or config.lie or strategy.secure or strategy.why_single
-    looks_at_single = looks_at_single or strategy.terms().tally
-    return strategy.weighting if isinstance(strategy, FedAvg) and not looks_at_single else ""
+    # a worker is told once, and a user's own terms may be others in each round
+    looks_at_single = looks_at_single or strategy.terms().tally or is_foreign(strategy.terms)
+    return "" if looks_at_single else strategy.terms().weighting
 
 
 @contextmanager

@@ -76,7 +76,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     - `instruct`: what clients do in this round,
     - `package`: the arrays that a node gets,
     - `weigh`: how much each reply counts,
-    - `merge`: the new global state, made of single replies; or `update`, made of what was pooled,
+    - `merge`: the new global state, made of single replies: to end with `self.update(self.pool(replies, weights))`,
     - `refine`: further changes of the new state, for which nodes can be asked again.
 
     What a round is, hooks find in `self.round`; `server_round`, `grid`, `current` and `instruction` are parts of it.
@@ -106,6 +106,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     replaced: ClassVar[tuple[str, ...]] = ()
     #: groups of arrays that a training reply must hold beside the model
     required: ClassVar[tuple[str, ...]] = ()
+    #: why the method needs each node's own reply; empty if what `terms` says of all is enough
+    why_single: str = "it may look at single replies"
     #: what a model must have of BN, or the method would be another one; see `norm.lacks`
     needs: str = "none"
     #: whether an experiment gives this method one node with the union of the clients' samples
@@ -155,8 +157,6 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.momentum: Arrays = {}
         self.server_optimizer = None if server_optimizer == "none" else ServerOptimizer(server_optimizer, server_lr)
         self.roster = Roster(exchange_timeout)
-        #: why the method needs each node's own reply; empty if what `terms` says of all is enough
-        self.why_single = "it may look at single replies"
         #: a round with fewer usable replies leaves the model as it was
         self.fewest_nodes = 1
         self.num_rounds: int | None = None
@@ -222,12 +222,13 @@ class BaseStrategy(KeptState, FlowerFedAvg):
 
     def instruct_evaluation(self, instruction: Instruction) -> Instruction:
         """Return the shared options, changed into what clients do when they evaluate."""
-        return instruction
+        return replace(instruction, bn_needed=self.needs)
 
     def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
         """Return the groups of arrays that one node gets."""
         groups = {self.arrayrecord_key: arrays}
-        return groups | ({wire.MOMENTUM: record(self.momentum)} if self.momentum else {})
+        sends = self.momentum and self.momentum_state == "global"
+        return groups | ({wire.MOMENTUM: record(self.momentum)} if sends else {})
 
     def collect(self, replies: Iterable[Message]) -> Iterable[Message]:
         """Return the round's replies: those that came, or others that the method has asked for."""
@@ -248,6 +249,9 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     def refine(self, merged: Arrays) -> Arrays:
         """Return the merged state, changed further; nodes can be asked through `self.grid`."""
         return merged
+
+    def lose_round(self) -> None:
+        """Take note of a round without a usable reply."""
 
     def learn_from_evaluation(self, replies: Sequence[NodeReply]) -> None:
         """Take what the method needs from nodes' evaluations."""
@@ -322,6 +326,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         )
         if not self.train_replies:
             self._require_progress(server_round)
+            self.lose_round()
             return None, None
         self._refuse_infinite_losses(server_round)
         self._lost = LostRounds()
@@ -330,7 +335,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         weights = self.weigh(self.train_replies)
         if server_round == 1:
             name_dominant(self.train_replies, weights)
-        if all(sent := [reply.records.get(wire.MOMENTUM, {}) for reply in self.train_replies]):
+        sent = [reply.records.get(wire.MOMENTUM, {}) for reply in self.train_replies]
+        if self.momentum_state == "global" and all(sent):
             self.momentum = self.mean(sent, weights)
         merged = self.refine(self.merge(self.train_replies, weights))
         return record(merged), self._mean_metrics(self.train_replies, self.train_metrics_aggr_fn)

@@ -13,9 +13,9 @@ from fedbn_flwr.client.rules import RULES
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
-from fedbn_flwr.strategies import FedAvg, NodeReply, Pooled, Privacy
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, NodeReply, Pooled, Privacy
 from fedbn_flwr.wire import Instruction
-from tests.helpers.harness import SIZES, Federation, distance, make_model
+from tests.helpers.harness import SIZES, Federation, Traffic, distance, make_model
 from tests.helpers.registered import registries_restored
 
 Arrays = dict[str, NDArray[Any]]
@@ -88,6 +88,10 @@ def nodes(partitions: Sequence[int]) -> StackedGrid:
     return StackedGrid(client_app(Federation(make_model())._client), len(SIZES), partitions=partitions)
 
 
+class Declared(Pushed):
+    why_single = "it reads single replies"
+
+
 def run(strategy: FedAvg, kind: str = "messages", **instruction: Any) -> Any:
     federation = Federation(make_model())
     if kind == "messages":
@@ -121,6 +125,23 @@ def test_what_it_never_heard_of_works(feature: str, kind: str) -> None:
     assert distance(run(Pushed(**options, fraction_evaluate=0.0), kind, **instruction), by_hand) < 1e-9
 
 
+@pytest.mark.parametrize("parents", [(FedBN, FedTAN), (FedTAN, FedBN)])
+def test_a_method_may_be_made_of_two(parents: tuple[type[FedAvg], ...]) -> None:
+    both: Any = type("Both", parents, {})
+    after = run(both(fraction_evaluate=0.0))
+    assert distance(after, run(FedTAN(fraction_evaluate=0.0))) > 1e-3
+    assert distance(after, run(type("Both", parents[::-1], {})(fraction_evaluate=0.0))) == 0
+
+
+def test_an_optimizers_state_that_nobody_asked_for_goes_nowhere() -> None:
+    strategy = FedAvg(fraction_evaluate=0.0)
+    strategy.momentum = {"net.1.weight": np.ones(4)}
+    seen = Federation(make_model(), grid=Traffic)
+    seen.run(strategy, 1)
+    assert isinstance(seen.grid, Traffic)
+    assert not any(wire.MOMENTUM in message.content for message in seen.grid.sent)
+
+
 def test_it_works_under_masks() -> None:
     by_hand = run(ByHand(fraction_evaluate=0.0))
     assert distance(run(Pushed(fraction_evaluate=0.0, secure=True)), by_hand) < 1e-9
@@ -131,6 +152,7 @@ REFUSED: dict[str, tuple[Callable[[], FedAvg], str]] = {
         lambda: Pushed(privacy=Privacy(1.0, 1.0), weighting="uniform"),
         "privacy would not protect the nodes' 'sums-of-gradients', which Pushed shares",
     ),
+    "masks, which it declares": (lambda: Declared(secure=True), "it reads single replies"),
     "masks, of single replies": (lambda: ByHand(secure=True), "its own `merge` may look at single replies"),
 }
 
