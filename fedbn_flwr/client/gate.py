@@ -4,7 +4,8 @@ A node does not trust the server to keep the rules of `fedbn_flwr.secure.masks`.
 anything is computed, and `Sum` is what the message may take out of the node: one sum, under masks. The node
 
 - has a key for each sum, and forgets it when the sum is opened: no mask is used twice,
-- derives masks from everything that the server sent: they cancel only among nodes that got the same,
+- derives masks from everything that the server sent, in a step from its beginning on: they cancel only among nodes that
+  got the same,
 - gives one sum of a kind in a round (of statistics, several), and all sums of a round among the same nodes. Until a
   sum of models has left, a layer-wise step may begin again among fewer nodes, with other batches (`other_batches`),
 - opens its latest sum, once, among enough nodes of which it is one.
@@ -57,14 +58,16 @@ def enter(message: Message, context: Context) -> None:
         raise ProtocolError("the server has put another key in the place of this node's, or one that was used")
     kind, step = masked.kind_of(message), list(masked.step_of(content))
     _require_new_step(kind, step, asked.identities, memory)
+    last = list(memory.get(f"step {kind}", [-1, 0, 0]))
     progress: dict[str, Any] = {f"step {kind}": step, "round": step[0], "among": asked.identities}
     # a node that counts in one sum of statistics and not in the next would be their difference
-    progress["needs all"] = kind == wire.GATHER and step[0] == memory.get(f"step {kind}", [-1])[0]
-    if wire.ARRAYS in content and masked.POSITION in content:  # a layer-wise step begins
+    progress["needs all"] = kind == wire.GATHER and step[0] == last[0]
+    if wire.ARRAYS in content and masked.POSITION in content and step[:2] != last[:2]:  # a layer-wise step begins
         begun = _digest({wire.ARRAYS: content[wire.ARRAYS]})
-        again = begun == memory.get("begun", b"")
+        again = step[0] == last[0] or begun == memory.get("begun", b"")
         progress |= {"begun": begun, "secret": secrets.token_bytes(16) if again else b""}
-    memory.enter(label=_digest(content), **progress)
+    before = memory.get("label", b"") if step[2] else b""  # a step goes on
+    memory.enter(label=hashlib.sha256(before + _digest(content)).digest(), **progress)
 
 
 def leave(reply: RecordDict, message: Message, context: Context) -> RecordDict:
@@ -104,9 +107,16 @@ class Sum:
         self.memory, self._node = SumMemory(context), context.node_id
         self._asked = Asked.read(content[masked.SECURE])
         if self.memory.get("label", b"") != self.memory.entered["label"]:  # the first that leaves for this message
+            if masks.public_key(self.memory["private"]) != self._asked.key_of(self._node):
+                raise ProtocolError("another message has used the key of this one")
             keys = {"current": self.memory["private"], "private": masks.new_private_key()}
-            self.memory.update(pending=b"", **keys, **self.memory.entered)
+            self.memory.update(pending=b"", **{"heard": b"", **self.memory.entered}, **keys)
+        self.memory.hear(self.memory.entered.get("heard", b""))
         self._exchanges = 0
+
+    def hear(self, answer: bytes) -> None:
+        """Take up what the server answers in a step without messages: all later masks depend on it."""
+        self.memory.hear(hashlib.sha256(self.memory.get("heard", b"") + hashlib.sha256(answer).digest()).digest())
 
     def hide(self, content: RecordDict, own: bytes) -> tuple[Form, Limbs]:
         """Return the form and the numbers of what leaves, under masks."""
@@ -160,7 +170,7 @@ class Asked:
         if len(nodes) < (fewest := max(minimum(), least)):
             raise ProtocolError(f"a sum of {len(nodes)} nodes would show too much of each: {fewest} at least")
         pins = _pins()
-        identities = list(nodes) if pins is None else _signers(keys, signatures, pins[1])
+        identities = list(nodes) if pins is None else _signers(nodes, keys, signatures, pins[1])
         needed = max(fewest, masks.threshold(len(nodes)))
         return cls(nodes, keys, identities, needed, terms, survivors, sealed)
 
@@ -170,7 +180,8 @@ class Asked:
 
     def participants(self, memory: SumMemory, exchange: int = 0) -> Participants:
         """Return the nodes of the sum, or of an exchange; what names it is made of all that the server sent."""
-        return Participants(memory["label"] + exchange.to_bytes(8, "big"), self.nodes, self.keys)
+        label = memory["label"] + memory.get("heard", b"") + exchange.to_bytes(8, "big")
+        return Participants(label, self.nodes, self.keys)
 
 
 def _open(asked: Asked, memory: SumMemory, node: int) -> RecordDict:
@@ -241,24 +252,26 @@ def _digest(content: Mapping[str, Any]) -> bytes:
     return whole.digest()
 
 
-def _signers(keys: tuple[bytes, ...], signatures: tuple[bytes, ...], sites: tuple[Ed25519PublicKey, ...]) -> list[int]:
+def _signers(
+    nodes: tuple[int, ...], keys: tuple[bytes, ...], signatures: tuple[bytes, ...], sites: tuple[Ed25519PublicKey, ...]
+) -> list[int]:
     """Return the numbers of the sites that have signed keys, each another one."""
-    if len(keys) != len(signatures):
+    if not len(nodes) == len(keys) == len(signatures):
         raise ProtocolError(f"there are {len(signatures)} signatures of {len(keys)} keys")
-    signers = [_signer(_SIGNED + key, signature, sites) for key, signature in zip(keys, signatures, strict=True)]
+    signers = [_signer(*each, sites) for each in zip(nodes, keys, signatures, strict=True)]
     if len(set(signers)) < len(signers):
         raise ProtocolError("the server names two keys of one site")
     return signers
 
 
-def _signer(content: bytes, signature: bytes, sites: tuple[Ed25519PublicKey, ...]) -> int:
+def _signer(node: int, key: bytes, signature: bytes, sites: tuple[Ed25519PublicKey, ...]) -> int:
     for number, site in enumerate(sites):
         try:
-            site.verify(signature, content)
+            site.verify(signature, _SIGNED + key)
         except InvalidSignature:
             continue
         return number
-    raise ProtocolError("the server names a key that no site has signed")
+    raise ProtocolError(f"the server names a key that no site has signed: that of node {node}")
 
 
 def _pins() -> tuple[Ed25519PrivateKey, tuple[Ed25519PublicKey, ...]] | None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 from flwr.app import Context, RecordDict
@@ -20,7 +20,6 @@ from fedbn_flwr.client.gate_memory import other_batches
 from fedbn_flwr.client.reply import Reply
 from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.layerwise import Answer, OwnRandomness, Requests
-from fedbn_flwr.secure.fixed_point import Limbs
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.transports.message_client import ClientFunction, LayerwiseClient, train
 from fedbn_flwr.transports.message_records import ADDRESS, OVER, SIDE_CHANNEL, UNREACHABLE, pack_request
@@ -42,13 +41,13 @@ from fedbn_flwr.transports.stream_messages import (
     read_frame,
 )
 from fedbn_flwr.wire import Instruction, masked
-from fedbn_flwr.wire.masked import Form
+
+if TYPE_CHECKING:
+    from fedbn_flwr.client.gate import Sum
 
 #: where a site names the address by which it reaches the server's side channel, in place of the server's own, and the
 #: certificates that it trusts: a file, `none` for a channel without TLS; without it, those that gRPC trusts
 ADDRESS_VARIABLE, CERTIFICATES_VARIABLE = "FEDBN_FLWR_EXCHANGE_ADDRESS", "FEDBN_FLWR_EXCHANGE_CA"
-#: returns the form and the numbers of a request under masks
-Hide = Callable[[RecordDict], tuple[Form, Limbs]]
 #: seconds within which the server must be reached
 PATIENCE = 10.0
 
@@ -74,9 +73,9 @@ def step_over_stream(content: RecordDict, context: Context, make_client: ClientF
     """
     config: Any = content[wire.CONFIG]
     record: Any = content[SIDE_CHANNEL]
-    hide = _masks_of(content, context) if masked.SECURE in content else None
+    masks = _masks_of(content, context) if masked.SECURE in content else None
     try:
-        with StreamExchange(record[ADDRESS], record[TOKEN_KEY], hide) as exchange:
+        with StreamExchange(record[ADDRESS], record[TOKEN_KEY], masks) as exchange:
             client, instruction = make_client(context), read_instruction(config)
             instruction = other_batches(client, instruction, content, context)
             exchange.introduce = partial(_introduction, client, instruction)
@@ -94,11 +93,11 @@ def _introduction(client: LayerwiseClient, instruction: Instruction) -> tuple[in
     return client.partition_id, client.reply({}, instruction, {}).num_examples or 0
 
 
-def _masks_of(content: RecordDict, context: Context) -> Hide:
+def _masks_of(content: RecordDict, context: Context) -> "Sum":
     # cryptography takes a while to import
     from fedbn_flwr.client.gate import Sum
 
-    return Sum(content, context).hide_request
+    return Sum(content, context)
 
 
 class StreamExchange:
@@ -107,8 +106,8 @@ class StreamExchange:
     `introduce` is to return the node's partition and number of samples; it is called with every request.
     """
 
-    def __init__(self, address: str, token: str, hide: Hide | None = None) -> None:
-        self._hide = hide
+    def __init__(self, address: str, token: str, masks: "Sum | None" = None) -> None:
+        self._masks = masks
         self.introduce: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
         self._incoming: SimpleQueue[Frame | Exception] = SimpleQueue()
@@ -136,6 +135,8 @@ class StreamExchange:
                 raise ConnectionError(f"the server's side channel was silent for {SILENCE:g} s") from None
             match frame:
                 case Answer(tensor, count):
+                    if self._masks:
+                        self._masks.hear(repr((tensor.tolist(), count)).encode())
                     return Answer(tensor.to(request.tensor.device), count)
                 case Exception():
                     raise frame
@@ -147,9 +148,9 @@ class StreamExchange:
     def _framed(self, request: Requests) -> NodeRequest | MaskedRequest:
         """Return what leaves the node for a request."""
         partition, num_examples = self.introduce()
-        if self._hide is None:
+        if self._masks is None:
             return NodeRequest(request, partition, num_examples)
-        form, hidden = self._hide(pack_request(request, num_examples))
+        form, hidden = self._masks.hide_request(pack_request(request, num_examples))
         return MaskedRequest(form.pack(), partition, hidden)
 
     def finish(self) -> None:
@@ -164,7 +165,7 @@ class StreamExchange:
     ) -> None:
         if error is not None:
             # under masks, the text stays at the site, which logs it
-            text = "" if self._hide else f": {error}"
+            text = "" if self._masks else f": {error}"
             self._end(Failed(f"{type(error).__name__}{text}"))
         self._outgoing.put(None)
         # until the server has read all and closed the stream

@@ -39,6 +39,7 @@ from fedbn_flwr.wire.instruction import (
     DESCRIBE,
     DOMAIN,
     GATHER,
+    LAYERWISE,
     LOCAL_LOSS,
     METRICS,
     MOMENTS,
@@ -259,8 +260,9 @@ def terms_of(asked: Mapping[str, Any]) -> Terms:
 
 def is_control(message: Message) -> bool:
     """Return whether no number of a node's data is in the answer to a message."""
+    kind = message.metadata.message_type
     position: Any = message.content.config_records.get(POSITION, {})
-    return message.metadata.message_type in CONTROL or position.get("phase") == "abandon"
+    return kind in CONTROL or (kind == LAYERWISE and position.get("phase") == "abandon")
 
 
 def kind_of(message: Message) -> str:

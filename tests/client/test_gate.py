@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import wire
-from fedbn_flwr.client.gate_memory import MINIMUM_VARIABLE, SITE_VARIABLE
+from fedbn_flwr.client import gate
+from fedbn_flwr.client.gate_memory import MINIMUM_VARIABLE, SITE_VARIABLE, SumMemory
 from fedbn_flwr.client.node_memory import STATE_VARIABLE
 from fedbn_flwr.clientapp.bn_client_app import NodeApp
 from fedbn_flwr.secure import Participants, decode, masks
@@ -37,6 +39,8 @@ class Server:
     #: what was handed to a node's own code
     handled: list[Message] = field(default_factory=list)
     fails: Exception | None = None
+    #: what happens while a node computes, once
+    meanwhile: Callable[[], object] | None = None
     #: whether nodes reply with requests of a layer-wise step, and not with models
     requests: bool = False
 
@@ -47,9 +51,14 @@ class Server:
             register()(self._handle)
         for name in ("layerwise", "gather", "default2"):
             self.app.train(name)(self._handle)
+        self.app.evaluate("other")(self._handle)
+        self.app.query("own")(self._handle)
 
     def _handle(self, message: Message, context: Context) -> Message:
         self.handled.append(message)
+        if self.meanwhile:
+            act, self.meanwhile = self.meanwhile, None
+            act()
         if self.fails:
             raise self.fails
         numbers: dict[str, Any] = {wire.NUM_EXAMPLES: 10 * context.node_id, "train-loss": 0.5, "local-loss": 0.25}
@@ -90,9 +99,25 @@ class Server:
             self._note_key(node, reply, f"{masked.MASKED}-form")
         return reply
 
-    def begin_step(self, node: int, server_round: int, attempt: int, nodes: Sequence[int] = NODES) -> RecordDict:
+    def begin_step(
+        self, node: int, server_round: int, attempt: int, nodes: Sequence[int] = NODES, **records: Any
+    ) -> RecordDict:
         position = ConfigRecord({"phase": "exchange", "attempt": attempt, "index": 0})
-        return self.train(node, self.asked(nodes), server_round, wire.LAYERWISE, **{masked.POSITION: position})
+        return self.train(
+            node, self.asked(nodes), server_round, wire.LAYERWISE, **{masked.POSITION: position}, **records
+        )
+
+    def exchange(self, index: int, answer_for: Callable[[int], float]) -> float:
+        """Take all nodes to an exchange, and return how many nodes the sum of their requests is of, if masks cancel."""
+        asked, sums = self.asked(), []
+        for node in NODES:
+            position = ConfigRecord({"phase": "exchange", "attempt": 1, "index": index})
+            answers = ArrayRecord({str(index): Array(np.array([answer_for(node)]))})
+            content = {wire.CONFIG: ConfigRecord({"server-round": 1}), masked.SECURE: ConfigRecord(asked)}
+            reply = self.send(node, wire.LAYERWISE, {**content, masked.POSITION: position, "answers": answers})
+            self._note_key(node, reply, f"{masked.MASKED}-form")
+            sums.append(reply.array_records[masked.MASKED]["sum"].numpy())
+        return float(decode(sum_of(sums))[0])
 
     def all_train(self, server_round: int, nodes: Sequence[int] = NODES, kind: str = "train") -> "Replies":
         asked = self.asked(nodes)
@@ -145,6 +170,7 @@ def test_the_server_learns_the_sum_and_nothing_else() -> None:
 
 ATTACKS: dict[str, tuple[Callable[[Server], Any], str]] = {}
 PAST, OTHERS = "round 1 again, or for an earlier one", "of round 1 among other nodes than before"
+LATEST = "not this node's last one, or that was opened before"
 USED = "another key in the place of this node's, or one that was used"
 
 
@@ -203,6 +229,44 @@ def an_old_round(server: Server) -> None:
     server.train(1, server.asked(), 1)
 
 
+@attack(PAST)
+def to_ask_by_another_message_type(server: Server) -> None:
+    content = {masked.SECURE: ConfigRecord(server.asked()), wire.CONFIG: ConfigRecord({"server-round": 1})}
+    server.send(1, "query.own", content)
+    server.meet()
+    server.send(1, "query.own", {**content, masked.SECURE: ConfigRecord(server.asked((1, 2, 3)))})
+
+
+@attack(PAST)
+def to_evaluate_twice_in_a_round(server: Server) -> None:
+    server.train(1, server.asked(), 1, "evaluate")
+    server.train(1, server.asked(), 1, "evaluate.other")
+
+
+@attack(LATEST)
+def to_open_a_sum_after_a_new_key(server: Server) -> None:
+    replies = server.all_train(1)
+    server.meet()
+    replies.open(1)
+    replies.open(1)
+
+
+@attack("the server names nodes that are no participants")
+def to_name_a_node_twice_among_those_that_count(server: Server) -> None:
+    server.all_train(1).open(1, (1, 2, 2, 3))
+
+
+@attack("there are 3 keys of 4 nodes")
+def a_key_too_few(server: Server) -> None:
+    asked = server.asked()
+    server.train(1, {**asked, "keys": asked["keys"][:3]}, 1)
+
+
+@attack("a node or its key is in the list of participants twice")
+def one_node_twice(server: Server) -> None:
+    server.train(1, server.asked((1, 2, 3, 3)), 1)
+
+
 @attack(PAST.replace("1", "0"))
 def a_question_that_names_no_round(server: Server) -> None:
     server.train(1, server.asked(), 1)
@@ -251,9 +315,6 @@ def a_weight_that_others_have_not(server: Server) -> None:
 @attack("this node did not send its part, and it has")
 def to_say_that_a_node_dropped_out(server: Server) -> None:
     server.meet(range(1, 10)).all_train(1, range(1, 10)).open(1, range(2, 10))
-
-
-LATEST = "not this node's last one, or that was opened before"
 
 
 @attack(LATEST)
@@ -356,6 +417,55 @@ def test_a_step_may_begin_again_among_fewer_nodes_until_a_model_has_left() -> No
         server.begin_step(1, 1, 4, (1, 2, 3))
 
 
+def rigged_answer(index: int, node: int) -> float:
+    return float(node == index == 1)
+
+
+def test_masks_of_a_step_depend_on_all_that_was_answered_before() -> None:
+    server = Server(requests=True).meet()
+    assert [server.exchange(index, lambda _: 0.5) for index in range(3)] == [4, 4, 4]
+    server = Server(requests=True).meet()
+    rigged = [server.exchange(index, partial(rigged_answer, index)) for index in range(4)]
+    assert rigged[0] == 4
+    assert 4 not in rigged[1:]
+
+
+@pytest.mark.parametrize("rigged", [False, True])
+def test_masks_of_a_step_without_messages_depend_on_all_answers(rigged: bool) -> None:
+    server = Server().meet()
+    message = Message(RecordDict(), 1, "train")
+    content = {masked.SECURE: ConfigRecord(server.asked()), wire.CONFIG: ConfigRecord({"server-round": 1})}
+    message.content.update(content)
+    request = RecordDict(
+        {
+            masked.REQUEST: ArrayRecord({"bn": Array(np.array([0.5]))}),
+            wire.METRICS: MetricRecord({wire.NUM_EXAMPLES: 8}),
+            wire.REPORT: ConfigRecord({"kind": "mean", "count": 8}),
+        }
+    )
+    first, second, last = list[Any](), list[Any](), list[Any]()
+    for node in NODES:
+        context = server.nodes[node]
+        gate.enter(message, context)
+        taken = gate.Sum(message.content, context)
+        first.append(taken.hide_request(request)[1])
+        taken.hear(b"rigged" if rigged and node == 1 else b"an answer")
+        second.append(taken.hide_request(request)[1])
+        last.append(gate.Sum(message.content, context).hide(request, b"")[1])
+    assert decode(sum_of(first))[0] == 4
+    assert (decode(sum_of(second))[0] == 4) != rigged
+    assert (decode(sum_of(last))[0] == 4) != rigged
+
+
+def test_a_step_that_begins_again_has_other_batches_also_from_another_model() -> None:
+    """A model that differs by a little would show nearly the same statistics."""
+    server = Server(requests=True).meet()
+    server.begin_step(1, 1, 1, w=1.0)
+    assert not SumMemory(server.nodes[1]).entered["secret"]
+    server.begin_step(1, 1, 2, (1, 2, 3), w=1.0 + 1e-9)
+    assert SumMemory(server.nodes[1]).entered["secret"]
+
+
 # ---- pinned keys ---------------------------------------------------------------------------------------------------
 
 
@@ -399,6 +509,21 @@ def test_what_was_used_stays_used_whatever_becomes_of_the_context(
         server.train(1, asked, 1)
 
 
+def test_a_second_sum_while_a_node_computes_the_first_is_the_only_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = among_sites(tmp_path, monkeypatch)
+    asked, context = server.asked(), server.nodes[1]
+
+    def in_another_process() -> None:
+        server.nodes[1] = Context(1, 1, context.node_config, RecordDict(), {})
+        server.train(1, asked, 1, lr=0.2)
+
+    server.meanwhile = in_another_process
+    with pytest.raises(RefusedError, match="another message has used the key of this one"):
+        server.train(1, asked, 1)
+
+
 def test_a_site_with_pinned_keys_needs_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server, _ = among_sites(tmp_path, monkeypatch)
     monkeypatch.delenv(STATE_VARIABLE)
@@ -409,7 +534,7 @@ def test_a_site_with_pinned_keys_needs_a_folder(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("cheat", "reason"),
     [
-        ("own key", "a key that no site has signed"),
+        ("own key", "a key that no site has signed: that of node 3"),
         ("another signature", "a key that no site has signed"),
         ("one site twice", "two keys of one site"),
         ("too few signatures", "3 signatures of 4 keys"),
@@ -439,6 +564,17 @@ def test_a_site_with_pinned_keys_computes_nothing_for_the_clear(
     server, _ = among_sites(tmp_path, monkeypatch)
     with pytest.raises(RefusedError, match="answers only under masks"):
         server.send(1, kind, {wire.CONFIG: ConfigRecord({"server-round": 1})})
+    assert not server.handled
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate", "train.default2"])
+def test_a_site_with_pinned_keys_computes_nothing_where_a_step_is_to_be_forgotten(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = among_sites(tmp_path, monkeypatch)
+    forget = ConfigRecord({"phase": "abandon", "attempt": 1, "index": 0})
+    with pytest.raises(RefusedError, match="answers only under masks"):
+        server.send(1, kind, {wire.CONFIG: ConfigRecord({"server-round": 1}), masked.POSITION: forget})
     assert not server.handled
 
 
