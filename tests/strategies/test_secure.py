@@ -31,6 +31,7 @@ from fedbn_flwr.strategies import (
     Privacy,
     Scaffold,
 )
+from fedbn_flwr.transports.message_client import STEPS
 from fedbn_flwr.wire import masked
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, Traffic, distance, make_model, make_split
 from tests.helpers.users_module import users_module
@@ -407,6 +408,58 @@ def test_an_exchange_that_loses_a_node_starts_again_without_it_and_with_other_ba
     secret = [seeds - {INSTRUCTION.seed} for seeds in drawn.values() if len(seeds) > 1]
     assert len(secret) >= 3
     assert not set.intersection(*secret)
+
+
+@pytest.mark.parametrize(
+    ("kind", "secure", "counted"),
+    [
+        (FedAvg, False, [6, 4, 4, 4]),
+        (FedTAN, False, [6, 4, 4, 4]),
+        (FedAvg, True, [6, 0, 4, 4]),
+        (FedTAN, True, [6, 4, 4, 4]),
+    ],
+)
+def test_a_run_goes_on_without_a_third_of_its_nodes(
+    kind: type[FedAvg], secure: bool, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From round 2 on, two of six fail in all that they are asked; under masks, they are then asked for no sum."""
+    nodes, gone, found = Federation(make_model(), (6,) * 6, grid=Losing), list[str](), list[int]()
+    lost, grid = list(nodes.grid.get_node_ids())[:2], cast(Losing, nodes.grid)
+
+    def lose(node: int, what: str) -> bool:
+        if node in lost and what.endswith(" 2"):
+            gone.append(what)
+        return node in lost and bool(gone)
+
+    grid.lose = lose
+    strategy = kind(secure=secure, fraction_evaluate=0.0)
+    aggregate = strategy.aggregate_train
+
+    def noting(server_round: int, replies: Iterable[Message]) -> Any:
+        result = aggregate(server_round, replies)
+        found.append(sum(len(reply.nodes) for reply in strategy.train_replies))
+        return result
+
+    monkeypatch.setattr(strategy, "aggregate_train", noting)
+    after = nodes.run(strategy, 4, batch_size=2)
+    assert found == counted
+    assert all(value.isfinite().all() for value in after.values())
+
+
+def test_nodes_that_forget_their_arrays_take_the_same_step() -> None:
+    """Before every message of a step, as where each has a process of its own and may keep no arrays."""
+
+    class Forgetful(InProcessGrid):
+        def _answer(self, message: Message) -> Message:
+            step = STEPS.take((1, message.metadata.dst_node_id))
+            step.abandon() if step else None
+            return super()._answer(message)
+
+    kept, forgotten = (
+        Federation(make_model(), grid=grid).run(FedTAN(secure=True, replay_limit=limit, fraction_evaluate=0.0), 2)
+        for grid, limit in ((InProcessGrid, 16.0), (Forgetful, 0.0))
+    )
+    assert distance(kept, forgotten) == 0
 
 
 def test_two_nodes_are_too_few() -> None:
