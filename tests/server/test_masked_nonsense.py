@@ -171,5 +171,5 @@ def test_nonsense_over_a_side_channel_is_refused_by_name(text: str | None) -> No
     form, numbers = Form(kind="mean"), np.zeros((2, 8), np.uint64)
     plain = NodeRequest(Requests("mean", "1", torch.zeros(1, 3), (4,)), 1, 4)
     sent = {node: MaskedRequest(form.pack(), node, numbers) for node in (1000, 1002)}
-    with pytest.raises(SumFailedError, match="^node 1001: "):
+    with pytest.raises(SumFailedError, match=r"^node 1001: "):
         sum_exchange({**sent, BAD: plain if text is None else MaskedRequest(text, 1, numbers)})
