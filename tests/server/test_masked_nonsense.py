@@ -45,6 +45,8 @@ METHODS: dict[str, Callable[[], BaseStrategy]] = {
     "fedtan": partial(FedTAN, **OPTIONS),
     "scaffold": partial(Scaffold, **OPTIONS),
 }
+#: all of them together take minutes
+EACH = [pytest.param(name, marks=[] if name in ("fedavg", "fedtan") else pytest.mark.slow) for name in METHODS]
 
 
 def run(method: str, grid: type[InProcessGrid] = InProcessGrid, rounds: int = 2) -> state.State:
@@ -80,7 +82,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH)
 @pytest.mark.parametrize(("place", "kind", "change"), CASES, ids=[f"{place}-{kind}" for place, kind, _ in CASES])
 def test_nonsense_is_refused_by_name(
     place: str, kind: str, change: Any, method: str, caplog: pytest.LogCaptureFixture
@@ -92,7 +94,7 @@ def test_nonsense_is_refused_by_name(
     assert same(found, wanted, method)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH)
 @pytest.mark.parametrize("kind", OPENINGS)
 def test_a_node_that_does_not_help_to_open_a_sum_is_named(
     kind: str, method: str, caplog: pytest.LogCaptureFixture
@@ -104,7 +106,7 @@ def test_a_node_that_does_not_help_to_open_a_sum_is_named(
     assert same(found, wanted, method)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH)
 @pytest.mark.parametrize("kind", UNOPENABLE)
 def test_a_node_whose_mask_cannot_be_opened_is_named_and_costs_the_round(
     kind: str, method: str, caplog: pytest.LogCaptureFixture
@@ -116,7 +118,7 @@ def test_a_node_whose_mask_cannot_be_opened_is_named_and_costs_the_round(
     assert same(found, wanted, method)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH)
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_numbers_that_are_none_cost_the_round_and_all_its_nodes_are_named(
     kind: str, method: str, caplog: pytest.LogCaptureFixture
@@ -128,7 +130,7 @@ def test_numbers_that_are_none_cost_the_round_and_all_its_nodes_are_named(
     assert same(found, wanted, method)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH)
 @pytest.mark.parametrize("kind", LIES)
 def test_no_lie_under_masks_ends_the_run(kind: str, method: str, caplog: pytest.LogCaptureFixture) -> None:
     found = run(method, sends_masked(LIES[kind], since_round=3), 4)
