@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from fedbn_flwr import client, wire
-from fedbn_flwr.client.rules.registry import RULES
+from fedbn_flwr.client.rules import RULES
 from fedbn_flwr.experiments import Config
 from fedbn_flwr.plugins.options import options_of
 from fedbn_flwr.wire import Instruction, wire_key

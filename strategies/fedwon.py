@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
+from fedbn_flwr import norm
+from fedbn_flwr.client.rules import Rule, Session, register_rule
 from fedbn_flwr.server.replies import CannotTrainError
 from fedbn_flwr.wire import Instruction
 
@@ -80,3 +82,25 @@ class FedWon(FedAvg):
         clipped = self.agc == "on" or (self.agc == "auto" and instruction.batch_size >= CLIPPING_BATCH_SIZE)
         asked = super().instruct(instruction)
         return asked.with_rule(clip_factor=self.clip_factor) if clipped else asked
+
+
+@register_rule
+class Clipping(Rule):
+    """Clip every gradient in proportion to the weights it changes, except the classifier's (FedWon)."""
+
+    #: largest ratio of a unit's gradient to its weights; 0 is off
+    clip_factor: float = 0.0
+    #: last, because it clips what the optimizer will take
+    order: ClassVar[int] = 1
+
+    def begin(self, session: Session) -> None:
+        """Remember what to clip."""
+        structure = session.structure or session.model
+        skipped = {id(parameter) for parameter in norm.classifier_parameters(structure)}
+        names = {name for name, parameter in structure.named_parameters() if id(parameter) not in skipped}
+        self._clipped = {name: value for name, value in session.model.named_parameters() if name in names}
+        self._stacked = session.stacked
+
+    def adjust(self) -> None:
+        """Clip the gradients."""
+        norm.clip_gradients(self._clipped, self.clip_factor, self._stacked)

@@ -1,6 +1,5 @@
 """FixBN."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -10,11 +9,12 @@ from flwr.common import log
 from fedbn_flwr import wire
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.lr_schedule import moment, round_of, rounds_of
-from fedbn_flwr.server.replies import NodeReply, Pooled
+from fedbn_flwr.server.replies import Pooled
 from fedbn_flwr.wire import FREEZES, Instruction
 from fedbn_flwr.wire.masked import Tally, Terms
 
 from .fedavg import FedAvg
+from .fixbn_window import ChangeWatch
 from .registry import register_strategy
 
 #: said where clients have a rate that the server does not know
@@ -38,9 +38,8 @@ class FixBN(FedAvg):
 
     `freeze_round` is T: a number of rounds, a fraction of the run between 0 and 1, or `auto`, the sliding window of
     appendix B.6: client m computes Var_{Delta m,t}, the variance of the changes of its mini-batch statistics in the
-    last `window` rounds (the clients' half, `fedbn_flwr/client/rules/statistics_change.py`), and T is the first round
-    in which this is below `threshold` for every client that reports it, and at least half of the clients that took
-    part in the window do. The appendix names neither the scalar nor a threshold. `change="channels"` measures the
+    last `window` rounds (`fixbn_window.py`), and T is the first round in which this is below `threshold` for every
+    client that reports it, and at least half of the clients that took part in the window do. The appendix names neither the scalar nor a threshold. `change="channels"` measures the
     variance in units of what the choice of samples alone contributes, in the layer where it is largest, so that one
     threshold, 1, serves models of any width and depth; `change="norm"` is the variance as printed, of
     the L1 norm of figure 3, and needs a threshold of its own for every model. Clients whose models drift apart never
@@ -169,31 +168,3 @@ class FixBN(FedAvg):
                 variance,
                 self.threshold,
             )
-
-
-class ChangeWatch:
-    """The variances that clients report, and the rounds in which clients took part."""
-
-    def __init__(self, window: int) -> None:
-        self._window = window
-        #: by node: the round of the last participation, and the variance if one was reported
-        self.reports: dict[int, tuple[int, float | None]] = {}
-
-    def note(self, server_round: int, replies: Sequence[NodeReply]) -> None:
-        """Note the clients' reports of a round."""
-        for reply in replies:
-            variance = reply.metrics.get(wire.STATISTICS_CHANGE)
-            for node in reply.nodes:
-                self.reports[node] = server_round, None if variance is None else float(variance)
-
-    def largest(self, server_round: int) -> float | None:
-        """Return the largest variance; None unless half of the clients in the window have reported one."""
-        reported = [variance for variance in self._recent(server_round) if variance is not None]
-        return max(reported) if self.is_half(len(reported), server_round) else None
-
-    def is_half(self, reported: int, server_round: int) -> bool:
-        """Return whether so many reports, of which there must be one, are half of the clients in the window."""
-        return 0 < len(self._recent(server_round)) <= 2 * reported
-
-    def _recent(self, server_round: int) -> list[float | None]:
-        return [variance for last, variance in self.reports.values() if last > server_round - self._window]

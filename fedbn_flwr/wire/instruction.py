@@ -2,7 +2,7 @@
 
 A strategy's orders for a round travel as an `Instruction`, packed into the message's ConfigRecord under the
 kebab-case names of its fields (`server-round` is Flower's own name). Fields at their default are not sent. The keys of
-rules travel beside them; each rule in `fedbn_flwr/client/rules/` declares its own. How to train (`lr`, `batch-size`) is
+rules travel beside them; each rule declares its own (see `register_rule`). How to train (`lr`, `batch-size`) is
 the user's to write; what changes the method has names that start with `fedbn.`, so that a user's own `freeze` is
 theirs. The reply holds
 

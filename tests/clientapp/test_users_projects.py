@@ -218,9 +218,9 @@ def test_a_silent_node_does_not_keep_the_others_from_a_model_of_the_methods_own(
 
 
 def test_a_client_without_a_rule_does_not_promise_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedbn_flwr.client.rules import registry
+    from fedbn_flwr.client.rules import RULES
 
-    monkeypatch.delitem(registry.RULES, "proximal-mu")
+    monkeypatch.delitem(RULES, "proximal-mu")
     with pytest.raises(NotObeyedError, match="proximal-mu, which later rounds ask for"):
         start(FedBS(), client_app(bn_client), rounds=9)
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fedbn_flwr.client.learning_task import TASKS
-from fedbn_flwr.client.rules import RULES, registry
+from fedbn_flwr.client.rules import RULES
 from fedbn_flwr.data import DATASETS, PARTITIONS
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norm import NORMS
@@ -20,14 +20,13 @@ DICTIONARIES: tuple[dict[str, Any], ...] = (
     PARTITIONS,
     TASKS,
     RULES,
-    registry._DEFAULTS,
 )
 
 
 @contextmanager
 def registries_restored() -> Iterator[None]:
     """Forget what is registered inside, and the modules that are imported to do so."""
-    before, order, modules = [dict(items) for items in DICTIONARIES], list(registry._IN_ORDER), set(sys.modules)
+    before, modules = [dict(items) for items in DICTIONARIES], set(sys.modules)
     try:
         yield
     finally:
@@ -38,4 +37,3 @@ def registries_restored() -> Iterator[None]:
                     del sys.modules[registering]
             items.clear()
             items.update(kept)
-        registry._IN_ORDER[:] = order

@@ -12,7 +12,7 @@ import torch
 from flwr.app import Message
 
 from fedbn_flwr.strategies import FixBN
-from strategies.fixbn import ChangeWatch
+from strategies.fixbn_window import ChangeWatch
 from tests.helpers.harness import ALONE, INSTRUCTION, SIZES, Federation, distance, make_model, make_split
 from tests.helpers.references import Node, make_nodes, mini_batches
 

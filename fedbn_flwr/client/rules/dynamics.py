@@ -8,8 +8,7 @@ from torch import Tensor
 
 from fedbn_flwr import norm, wire
 from fedbn_flwr.client.batch_statistics import BatchStatistics
-from fedbn_flwr.client.rules.base import Rule, Session
-from fedbn_flwr.client.rules.registry import register_rule
+from fedbn_flwr.client.rules.rule import Rule, Session, register_rule
 
 
 @register_rule

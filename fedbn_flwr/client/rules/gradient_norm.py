@@ -4,8 +4,7 @@ from typing import ClassVar
 
 import torch
 
-from fedbn_flwr.client.rules.base import Rule, Session
-from fedbn_flwr.client.rules.registry import register_rule
+from fedbn_flwr.client.rules.rule import Rule, Session, register_rule
 
 
 @register_rule

@@ -5,8 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedbn_flwr import wire
-from fedbn_flwr.client.rules.base import Rule, Session
-from fedbn_flwr.client.rules.registry import register_rule
+from fedbn_flwr.client.rules.rule import Rule, Session, register_rule
 from fedbn_flwr.state import State
 
 

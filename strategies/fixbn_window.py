@@ -1,5 +1,6 @@
-"""The change of a client's mini-batch statistics from round to round. The server's half is `strategies/fixbn.py`."""
+"""When statistics are calm: the sliding window of FixBN's appendix B.6, the clients' half and the server's."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -7,8 +8,8 @@ from torch import Tensor
 
 from fedbn_flwr import wire
 from fedbn_flwr.client.batch_statistics import BatchStatistics
-from fedbn_flwr.client.rules.base import Rule, Session
-from fedbn_flwr.client.rules.registry import register_rule
+from fedbn_flwr.client.rules import Rule, Session, register_rule
+from fedbn_flwr.server.replies import NodeReply
 from fedbn_flwr.state import State
 
 
@@ -93,3 +94,31 @@ def _norm_variance(window: State) -> float:
     """Return the variance, as printed, of the changes' L1 norm over all layers."""
     norms = torch.stack([values[:, :2].abs().sum((1, 2)) for values in window.values()]).sum(0)
     return float(norms.var(correction=0))
+
+
+class ChangeWatch:
+    """The variances that clients report, and the rounds in which clients took part."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        #: by node: the round of the last participation, and the variance if one was reported
+        self.reports: dict[int, tuple[int, float | None]] = {}
+
+    def note(self, server_round: int, replies: Sequence[NodeReply]) -> None:
+        """Note the clients' reports of a round."""
+        for reply in replies:
+            variance = reply.metrics.get(wire.STATISTICS_CHANGE)
+            for node in reply.nodes:
+                self.reports[node] = server_round, None if variance is None else float(variance)
+
+    def largest(self, server_round: int) -> float | None:
+        """Return the largest variance; None unless half of the clients in the window have reported one."""
+        reported = [variance for variance in self._recent(server_round) if variance is not None]
+        return max(reported) if self.is_half(len(reported), server_round) else None
+
+    def is_half(self, reported: int, server_round: int) -> bool:
+        """Return whether so many reports, of which there must be one, are half of the clients in the window."""
+        return 0 < len(self._recent(server_round)) <= 2 * reported
+
+    def _recent(self, server_round: int) -> list[float | None]:
+        return [variance for last, variance in self.reports.values() if last > server_round - self._window]
