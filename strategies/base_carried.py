@@ -9,6 +9,7 @@ from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.carried import CarriedValues, Entries, Examples
+from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays, record
 from fedbn_flwr.server.replies import NodeReply, Pooled
 from fedbn_flwr.wire import Instruction
@@ -49,22 +50,21 @@ class CarriedCorrections(Layerwise):
         memory: Annotated[
             float,
             "share of a node's earlier statistics in what carry=true keeps, after one round; 0 keeps the last only",
+            Range(0, 1, "high"),
         ] = 0.5,
         oldest: Annotated[
-            int, "rounds after which a node's values are too old for corrections with carry=true; 0 is no limit"
+            int,
+            "rounds after which a node's values are too old for corrections with carry=true; 0 is no limit",
+            Range(0),
         ] = 4,
-        carry_limit: Annotated[float, "megabytes of nodes' values that the server keeps for carry=true"] = 256.0,
+        carry_limit: Annotated[
+            float, "megabytes of nodes' values that the server keeps for carry=true", Range(0, excluded="low")
+        ] = 256.0,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         if trust != 0 and trust <= 1:
             raise ValueError(f"trust must be 0 or more than 1, got {trust}")
-        if not 0 <= memory < 1:
-            raise ValueError(f"memory must be at least 0 and less than 1, got {memory}")
-        if oldest < 0:
-            raise ValueError(f"oldest must be 0 or more, got {oldest}")
-        if carry_limit <= 0:
-            raise ValueError(f"carry_limit must be positive, got {carry_limit}")
         self.carry = carry
         if carry:
             self.why_single = self.why_single or "carry=true keeps each node's values"

@@ -11,6 +11,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
+from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.replies import NodeReply, Pooled, Refusal, log_refused, read_each
 from fedbn_flwr.transports.message_records import StepPosition
@@ -21,14 +22,6 @@ from fedbn_flwr.wire import Instruction
 from .fedavg import FedAvg, Shared
 
 Contents = Mapping[int, RecordDict]
-EXCHANGES = ("fused", "paper")
-
-
-def parse_exchange(exchange: str) -> str:
-    """Return the option `exchange`, if it is known."""
-    if exchange not in EXCHANGES:
-        raise ValueError(f"unknown exchange {exchange!r}; known: {', '.join(EXCHANGES)}")
-    return exchange
 
 
 class Layerwise(FedAvg):
@@ -57,19 +50,19 @@ class Layerwise(FedAvg):
         self,
         *,
         max_attempts: Annotated[
-            int, "attempts at a layer-wise step, each without the nodes that failed, before the round is skipped"
+            int,
+            "attempts at a layer-wise step, each without the nodes that failed, before the round is skipped",
+            Range(1),
         ] = 3,
         fresh_optimizer: Annotated[
             bool, "use another optimizer for the layer-wise step than for the steps after it"
         ] = False,
-        replay_limit: Annotated[float, "megabytes of arrays that a node keeps to replay a suspended step"] = 16.0,
+        replay_limit: Annotated[
+            float, "megabytes of arrays that a node keeps to replay a suspended step", Range(0)
+        ] = 16.0,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if max_attempts < 1 or replay_limit < 0:
-            raise ValueError(
-                f"max_attempts must be at least 1 and replay_limit not negative, got {max_attempts} and {replay_limit}"
-            )
         if (self.arrayrecord_key, self.configrecord_key) != (wire.ARRAYS, wire.CONFIG):
             raise ValueError(f"{type(self).__name__} sends messages of its own, with 'arrays' and 'config' in them")
         self.max_attempts, self.fresh_optimizer, self.replay_limit = max_attempts, fresh_optimizer, replay_limit

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from flwr.common import log
 
 from fedbn_flwr import wire
+from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.replies import Pooled
 from fedbn_flwr.wire import Instruction
@@ -47,9 +48,9 @@ class FedBS(FedAvg):
     def __init__(
         self,
         *,
-        epsilon: Annotated[float, "losses agree when their standard deviation is at or below this"] = 0.1,
-        patience_rounds: Annotated[int, "consecutive rounds in which losses agree before stage 2"] = 5,
-        mu: Annotated[float, "weight of the proximal term"] = 0.01,
+        epsilon: Annotated[float, "losses agree when their standard deviation is at or below this", Range(0)] = 0.1,
+        patience_rounds: Annotated[int, "consecutive rounds in which losses agree before stage 2", Range(1)] = 5,
+        mu: Annotated[float, "weight of the proximal term", Range(0)] = 0.01,
         loss: Annotated[
             Literal["local", "running"],
             "losses that are weights: local (on all local data, after training) or running (of the mini-batches)",
@@ -57,13 +58,6 @@ class FedBS(FedAvg):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if epsilon < 0 or mu < 0 or patience_rounds < 1:
-            raise ValueError(
-                f"epsilon and mu must not be negative and patience_rounds at least 1, got {epsilon}, {mu}, "
-                f"{patience_rounds}"
-            )
-        if loss not in LOSSES:
-            raise ValueError(f"unknown loss {loss!r}; known: {', '.join(LOSSES)}")
         self.loss = loss
         self.epsilon, self.patience_rounds, self.mu = epsilon, patience_rounds, mu
         self.stage = 1

@@ -3,7 +3,6 @@
 from typing import Annotated, Any, ClassVar, Literal
 
 from .base_carried import CarriedCorrections
-from .base_layerwise import parse_exchange
 from .registry import register_strategy
 
 #: what is exchanged at a BN layer, as the wire says it
@@ -40,7 +39,7 @@ class FedDNA(CarriedCorrections):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.exchange = parse_exchange(exchange)
+        self.exchange = exchange
         if self.carry and exchange != "fused":
             raise ValueError(f"carried corrections are always fused: exchange={exchange!r} goes without them")
 

@@ -3,6 +3,7 @@
 from typing import Annotated, Any, ClassVar
 
 from fedbn_flwr.client.rules import Rule, Session, register_rule
+from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg
@@ -23,10 +24,8 @@ class FedProx(FedAvg):
     paper: ClassVar[str] = "T. Li et al., MLSys 2020"
     leaves: ClassVar[str] = "everything"
 
-    def __init__(self, *, mu: Annotated[float, "weight of the proximal term"] = 0.01, **options: Any) -> None:
+    def __init__(self, *, mu: Annotated[float, "weight of the proximal term", Range(0)] = 0.01, **options: Any) -> None:
         super().__init__(**options)
-        if mu < 0:
-            raise ValueError(f"mu must not be negative, got {mu}")
         self.mu = mu
 
     def instruct(self, instruction: Instruction) -> Instruction:

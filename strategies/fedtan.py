@@ -22,7 +22,6 @@
 from typing import Annotated, Any, ClassVar, Literal
 
 from .base_carried import CarriedCorrections
-from .base_layerwise import parse_exchange
 from .registry import register_strategy
 
 
@@ -63,7 +62,7 @@ class FedTAN(CarriedCorrections):
         super().__init__(**options)
         if self.carry and exchange != "fused":
             raise ValueError(f"carried corrections are always fused: exchange={exchange!r} goes without them")
-        self.exchange = parse_exchange(exchange)
+        self.exchange = exchange
 
     def layerwise_mode(self) -> str:
         """Return the exchange, or corrections from earlier rounds in its place."""

@@ -5,13 +5,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from fedbn_flwr import norm
 from fedbn_flwr.client.rules import Rule, Session, register_rule
+from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.replies import CannotTrainError
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg
 from .registry import register_strategy
 
-CLIPPING = ("auto", "on", "off")
 #: the batch size from which the paper's ablation finds clipping to help
 CLIPPING_BATCH_SIZE = 32
 
@@ -44,7 +44,9 @@ class FedWon(FedAvg):
         agc: Annotated[
             Literal["on", "off", "auto"], "clip gradients: on, off, or auto, which is on from batch size 32"
         ] = "auto",
-        clip_factor: Annotated[float, "largest ratio of a unit's gradient to its weights"] = 0.1,
+        clip_factor: Annotated[
+            float, "largest ratio of a unit's gradient to its weights", Range(0, excluded="low")
+        ] = 0.1,
         wsconv: Annotated[bool, "standardize convolutions; false is the ablation without"] = True,
         gain: Annotated[
             Literal["constant", "learnable"], "gain of standardized convolutions: constant or learnable"
@@ -56,10 +58,6 @@ class FedWon(FedAvg):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if agc not in CLIPPING:
-            raise ValueError(f"unknown agc {agc!r}; known: {', '.join(CLIPPING)}")
-        if clip_factor <= 0:
-            raise ValueError(f"clip_factor must be above 0, got {clip_factor}")
         if not wsconv and (gain, branch_scale) != ("constant", "auto"):
             raise ValueError("gain and branch_scale are of standardized convolutions, which wsconv=false leaves out")
         self.agc, self.clip_factor = agc, clip_factor

@@ -2,15 +2,16 @@
 
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from flwr.common import log
 
 from fedbn_flwr import wire
+from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.lr_schedule import moment, round_of, rounds_of
 from fedbn_flwr.server.replies import Pooled
-from fedbn_flwr.wire import FREEZES, Instruction
+from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.masked import Tally, Terms
 
 from .fedavg import FedAvg
@@ -23,7 +24,6 @@ UNBOUNDED = (
     "freeze, or training may diverge"
 )
 Change = Literal["channels", "norm"]
-CHANGES = get_args(Change)
 Freeze = Literal["statistics", "affine", "both"]
 
 
@@ -39,10 +39,11 @@ class FixBN(FedAvg):
     `freeze_round` is T: a number of rounds, a fraction of the run between 0 and 1, or `auto`, the sliding window of
     appendix B.6: client m computes Var_{Delta m,t}, the variance of the changes of its mini-batch statistics in the
     last `window` rounds (`fixbn_window.py`), and T is the first round in which this is below `threshold` for every
-    client that reports it, and at least half of the clients that took part in the window do. The appendix names neither the scalar nor a threshold. `change="channels"` measures the
-    variance in units of what the choice of samples alone contributes, in the layer where it is largest, so that one
-    threshold, 1, serves models of any width and depth; `change="norm"` is the variance as printed, of
-    the L1 norm of figure 3, and needs a threshold of its own for every model. Clients whose models drift apart never
+    client that reports it, and at least half of the clients that took part in the window do. The appendix names neither
+    the scalar nor a threshold. `change="channels"` measures the variance in units of what the choice of samples alone
+    contributes, in the layer where it is largest, so that one threshold, 1, serves models of any width and depth;
+    `change="norm"` is the variance as printed, of the L1 norm of figure 3, and needs a threshold of its own for every
+    model. Clients whose models drift apart never
     come below it, so `auto` freezes at the latest after the share `latest` of the run; `latest=1` is the rule alone.
 
     `freeze` says what stands still: `statistics`, `affine` or `both` (Table H). The server keeps the frozen entries,
@@ -68,27 +69,21 @@ class FixBN(FedAvg):
             float | Literal["auto"], "freeze after this many rounds, or this fraction of the run, or by the rule auto"
         ] = 0.5,
         freeze: Annotated[Freeze, "what to freeze: statistics, affine or both"] = "statistics",
-        frozen_lr: Annotated[float, "largest learning rate under frozen statistics, as a share of lr"] = 0.2,
+        frozen_lr: Annotated[float, "largest learning rate under frozen statistics, as a share of lr", Range(0)] = 0.2,
         send_frozen: Annotated[bool, "keep sending frozen entries, as the papers count bytes"] = False,
-        window: Annotated[int, "how many rounds auto looks back"] = 10,
-        threshold: Annotated[float, "variance of every client's changes of statistics below which auto freezes"] = 1.0,
-        latest: Annotated[float, "share of the run after which auto freezes in any case; 1: never"] = 0.5,
+        window: Annotated[int, "how many rounds auto looks back", Range(2)] = 10,
+        threshold: Annotated[
+            float, "variance of every client's changes of statistics below which auto freezes", Range(0)
+        ] = 1.0,
+        latest: Annotated[
+            float, "share of the run after which auto freezes in any case; 1: never", Range(0, 1, "low")
+        ] = 0.5,
         change: Annotated[
             Change, "changes that auto looks at: channels (relative to sampling noise) or norm (their L1 norm)"
         ] = "channels",
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if freeze not in FREEZES[1:]:
-            raise ValueError(f"unknown freeze {freeze!r}; known: {', '.join(FREEZES[1:])}")
-        if window < 2 or threshold < 0:
-            raise ValueError(f"window must be at least 2 and threshold not negative, got {window} and {threshold}")
-        if not 0 < latest <= 1:
-            raise ValueError(f"latest must be above 0 and at most 1, got {latest}")
-        if change not in CHANGES:
-            raise ValueError(f"unknown change {change!r}; known: {', '.join(CHANGES)}")
-        if frozen_lr < 0:
-            raise ValueError(f"frozen_lr must not be negative, got {frozen_lr}")
         self.freeze_at = None if freeze_round == "auto" else moment(str(freeze_round))
         if self.privacy and send_frozen:
             raise ValueError("privacy would add noise to frozen entries that are sent: send_frozen must be False")

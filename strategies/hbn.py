@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays
 
 from .base_gathering import Gathering
@@ -41,16 +42,16 @@ class HBN(PartialSharing, Gathering):
     def __init__(
         self,
         *,
-        gather_samples: Annotated[int, "samples of each node that gathered statistics come from; 0 means all"] = 64,
-        average: Annotated[float, "weight of the previous global statistics when new ones are gathered"] = 0.0,
+        gather_samples: Annotated[
+            int, "samples of each node that gathered statistics come from; 0 means all", Range(0)
+        ] = 64,
+        average: Annotated[
+            float, "weight of the previous global statistics when new ones are gathered", Range(0, 1, "high")
+        ] = 0.0,
         fixed_mix: Annotated[float | None, "fix the share of the batch's statistics instead of learning it"] = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if gather_samples < 0 or not 0 <= average < 1:
-            raise ValueError(
-                f"gather_samples must not be negative and average in [0, 1), got {gather_samples} and {average}"
-            )
         self.gather_samples, self.average, self.fixed_mix = gather_samples, average, fixed_mix
 
     @classmethod

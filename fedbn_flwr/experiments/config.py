@@ -10,7 +10,7 @@ from fedbn_flwr.client.training import OPTIMIZERS
 from fedbn_flwr.data import parse_augmentation
 from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import Pairs, Range, UsageError, Value, as_value, options_of
+from fedbn_flwr.plugins.options import Pairs, Range, UsageError, Value, as_value, option_key, options_of
 from fedbn_flwr.wire import wire_key
 
 #: values of `log-to`
@@ -143,7 +143,7 @@ class Config:
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
         for option in options_of(type(self)).values():
-            option.check(getattr(self, option.name))
+            option.check(getattr(self, option.name), option_key(option.name))
         for name, known in (("optimizer", OPTIMIZERS), ("precision", PRECISIONS)):
             if getattr(self, name) not in known:
                 raise UsageError(f"unknown {name} {getattr(self, name)!r}; {did_you_mean(getattr(self, name), known)}")

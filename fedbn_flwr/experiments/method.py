@@ -13,7 +13,8 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.models import build
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.plugins import Named, did_you_mean, fingerprint, is_foreign, is_importable, load_plugins
-from fedbn_flwr.plugins.options import Option, UsageError, Value, options_of, read_options, read_pairs
+from fedbn_flwr.plugins.options import Option, UsageError, Value, option_key, options_of, read_options, read_pairs
+from fedbn_flwr.server.constructor_options import constructor_options
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy
 from fedbn_flwr.wire import wire_key
 
@@ -143,17 +144,8 @@ def by_domain(config: Config, given: Mapping[str, Any]) -> Config:
 @cache
 def own_options(strategy: type[BaseStrategy]) -> Mapping[str, Option]:
     """Return the options that a strategy's constructors declare, by kebab-case key."""
-    options: dict[str, Option] = {}
-    for owner in strategy.__mro__:
-        if not issubclass(owner, BaseStrategy):
-            continue
-        for key, option in options_of(owner).items():
-            if option.name in (*SHARED, *strategy.replaced):
-                continue
-            # a subclass may give an option another default without repeating its help
-            nearest = options.setdefault(key, option)
-            options[key] = nearest._replace(help=nearest.help or option.help)
-    return MappingProxyType(options)
+    options = constructor_options(strategy)
+    return MappingProxyType({option_key(name): each for name, each in options.items() if name not in SHARED})
 
 
 def all_options() -> dict[str, Option]:

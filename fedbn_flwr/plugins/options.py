@@ -24,13 +24,23 @@ class UsageError(ValueError):
 
 
 class Range(NamedTuple):
-    """The smallest and the largest number that an option takes."""
+    """The smallest and the largest number that an option takes, or a bound that it does not take itself."""
 
     low: float
     high: float = inf
+    excluded: Literal["", "low", "high"] = ""
+
+    def has(self, value: float) -> bool:
+        """Return whether a number is in it."""
+        above = value > self.low if self.excluded == "low" else value >= self.low
+        return above and (value < self.high if self.excluded == "high" else value <= self.high)
 
     def __str__(self) -> str:
-        return f"at least {self.low:g}" if self.high == inf else f"between {self.low:g} and {self.high:g}"
+        if self.high < inf and not self.excluded:
+            return f"between {self.low:g} and {self.high:g}"
+        least = f"{'above' if self.excluded == 'low' else 'at least'} {self.low:g}"
+        most = f" and {'less than' if self.excluded == 'high' else 'at most'} {self.high:g}"
+        return least + most * (self.high < inf)
 
 
 class Option(NamedTuple):
@@ -45,12 +55,15 @@ class Option(NamedTuple):
 
     def read(self, value: Any) -> Any:
         """Return text or a number as the option takes it; a UsageError says what it takes."""
-        return self.check(convert(option_key(self.name), value, self.kind))
+        return self.check(convert(option_key(self.name), value, self.kind), option_key(self.name))
 
-    def check(self, value: Any) -> Any:
-        """Return the value; a number out of range is a UsageError."""
-        if self.range and isinstance(value, int | float) and not self.range.low <= value <= self.range.high:
-            raise UsageError(f"{option_key(self.name)} must be {self.range}, got {value}")
+    def check(self, value: Any, name: str = "") -> Any:
+        """Return a value of Python's, which is not None; one that the option does not take is a UsageError."""
+        name = name or self.name
+        if value != inf and convert(name, value, self.kind) != value:
+            raise _wrong(name, value, self.kind)
+        if self.range and isinstance(value, int | float) and not self.range.has(value):
+            raise UsageError(f"{name} must be {self.range}, got {value}")
         return value
 
 
@@ -109,8 +122,7 @@ def convert(key: str, value: Any, kind: Any) -> Any:
             return _converted(value, candidate)
         except ValueError:
             continue
-    *others, last = (_SPOKEN.get(part, part) for part in _alternatives(kind))
-    raise UsageError(f"{key} must be {', '.join(others)}{' or ' * bool(others)}{last}, got {value!r}")
+    raise _wrong(key, value, kind)
 
 
 def whole_number(key: str, value: Any, least: int = 1) -> int:
@@ -150,6 +162,11 @@ def _alternatives(kind: Any) -> Iterator[Any]:
     else:
         for part in get_args(kind):
             yield from _alternatives(part)
+
+
+def _wrong(key: str, value: Any, kind: Any) -> UsageError:
+    *others, last = (_SPOKEN.get(part, part) for part in _alternatives(kind))
+    return UsageError(f"{key} must be {', '.join(others)}{' or ' * bool(others)}{last}, got {value!r}")
 
 
 def _listed(text: str) -> list[str]:

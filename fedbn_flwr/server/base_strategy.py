@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import WARNING
-from typing import Annotated, Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn, Self
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
@@ -14,8 +14,9 @@ from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import wire
+from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays, average, record, unpack
-from fedbn_flwr.server.constructor_options import MomentumKind, OptimizerKind, refuse_unknown
+from fedbn_flwr.server.constructor_options import MomentumKind, OptimizerKind, check_constructor
 from fedbn_flwr.server.kept_state import KeptState
 from fedbn_flwr.server.later_rounds import Evaluate, LaterRounds
 from fedbn_flwr.server.lr_schedule import Schedule
@@ -113,6 +114,11 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     #: whether an experiment gives this method one node with the union of the clients' samples
     pooled: ClassVar[bool] = False
 
+    def __new__(cls, *_: Any, **options: Any) -> Self:
+        """Check what the constructors of all classes take, before they take it."""
+        check_constructor(cls, options)
+        return super().__new__(cls)
+
     def __init__(
         self,
         *,
@@ -120,7 +126,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         seed: int = 0,
         patience: float = float("inf"),
         exchange_timeout: float = 600.0,
-        evaluate_every: int = 1,
+        evaluate_every: Annotated[int, Range(1)] = 1,
         momentum_state: Annotated[
             MomentumKind, "keep the clients' optimizer state: none, local (on the node) or global (averaged)"
         ] = "none",
@@ -129,29 +135,22 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         ] = "none",
         server_lr: Annotated[float | None, "rate of the server optimizer [1 for momentum, else 0.1]"] = None,
         clip_norm: Annotated[
-            float, "largest L2 norm of a step's gradient over all parameters, to which clients scale it down; 0: off"
+            float,
+            "largest L2 norm of a step's gradient over all parameters, to which clients scale it down; 0: off",
+            Range(0),
         ] = 0.0,
         secure: Annotated[bool, "let the server see sums over nodes only, by masks that cancel"] = False,
-        secure_min: Annotated[int, "smallest number of nodes of such a sum"] = 3,
+        secure_min: Annotated[int, "smallest number of nodes of such a sum", Range(3)] = 3,
         **flower: Any,
     ) -> None:
-        refuse_unknown(type(self), flower)
         super().__init__(**flower)
         self.schedule = Schedule.parse(lr_schedule)
         self.seed = seed
         self.patience = patience
         self.exchange_timeout = exchange_timeout
-        if evaluate_every < 1:
-            raise ValueError(f"evaluate_every must be at least 1, got {evaluate_every}")
         self.evaluate_every = evaluate_every
-        if not clip_norm >= 0:
-            raise ValueError(f"clip_norm must not be negative, got {clip_norm}")
         self.clip_norm = clip_norm
-        if secure_min < 3:
-            raise ValueError(f"secure_min must be at least 3, got {secure_min}")
         self.secure, self.secure_min = secure, secure_min
-        if momentum_state not in wire.MOMENTUM_STATES:
-            raise ValueError(f"unknown momentum_state {momentum_state!r}; known: {', '.join(wire.MOMENTUM_STATES)}")
         self.momentum_state = momentum_state
         #: the mean of the clients' optimizer states, if it is `global`
         self.momentum: Arrays = {}

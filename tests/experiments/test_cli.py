@@ -83,7 +83,7 @@ COMPARISONS = {
     "first seed": (["--methods", "fedavg", "--seed", "first"], "seed must be a whole number, got 'first'"),
     "rates": (["--methods", "fedavg", "--lr-grid", "0.1,fast"], "--lr-grid must be a number, got 'fast'"),
     "negative rate": (["--methods", "fedavg", "--lr-grid", "0.1,-1"], "lr must be at least 0, got -1.0"),
-    "mistake in the last": (["--methods", "fedavg,fedprox:mu=-1"], "method 'fedprox:mu=-1': mu must not be negative"),
+    "mistake in the last": (["--methods", "fedavg,fedprox:mu=-1"], "method 'fedprox:mu=-1': mu must be at least 0"),
     "method": (["--methods", "fedavg", "--method", "fedbn"], "unknown option '--method'; did you mean '--methods'?"),
     "none": ([], "--methods"),
 }

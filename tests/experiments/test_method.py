@@ -80,7 +80,7 @@ def test_an_option_of_another_type_is_named(method: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("fedprox:mu=-1", "mu must not be negative"),
+        ("fedprox:mu=-1", "mu must be at least 0"),
         ("fixbn:freeze=all", "freeze must be statistics, affine or both, got 'all'"),
         ("fixbn:freeze-round=-0.5", "neither a fraction between 0 and 1 nor a number of rounds"),
         ("fedavg:weighting=size", "weighting must be examples or uniform, got 'size'"),

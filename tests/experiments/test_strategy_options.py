@@ -3,7 +3,7 @@
 from typing import Annotated, Any, ClassVar
 
 from fedbn_flwr.experiments.method import all_options, own_options, owners
-from fedbn_flwr.plugins.options import Option
+from fedbn_flwr.plugins.options import Option, Range
 from fedbn_flwr.strategies import REGISTRY, Centralized, FedAvg, FedProx, FixBN
 
 
@@ -22,7 +22,7 @@ class Child(Parent):
 def test_an_option_has_its_kind_its_default_and_its_help() -> None:
     option = own_options(Parent)["pull-often"]
     assert option == Option("pull_often", int | str, 3, "how often it pulls")
-    assert own_options(FedProx)["mu"] == Option("mu", float, 0.01, "weight of the proximal term")
+    assert own_options(FedProx)["mu"] == Option("mu", float, 0.01, "weight of the proximal term", Range(0))
 
 
 def test_a_subclass_changes_the_default_and_keeps_the_help() -> None:

@@ -1,12 +1,29 @@
 """What a strategy's constructor and `start` take is checked by name."""
 
+import math
+import re
+from math import inf, isfinite
 from typing import Any
 
 import pytest
 
 from fedbn_flwr.experiments.method import own_options
 from fedbn_flwr.norm import StaticBatchNorm
-from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg, FedTANII, FixBN, prepare
+from fedbn_flwr.plugins.options import Option, Range
+from fedbn_flwr.server.constructor_options import constructor_options
+from fedbn_flwr.strategies import (
+    HBN,
+    REGISTRY,
+    BaseStrategy,
+    FedAvg,
+    FedBS,
+    FedProx,
+    FedTAN,
+    FedTANII,
+    FedWon,
+    FixBN,
+    prepare,
+)
 from tests.helpers.harness import make_model
 
 
@@ -17,6 +34,7 @@ from tests.helpers.harness import make_model
         (FedAvg, "fraction_fit", "fraction_train"),
         (FedAvg, "wait", "known: arrayrecord_key, "),
         (FedTANII, "exchanges", "exchange"),
+        (FedTANII, "freeze_round", "known: arrayrecord_key, "),
     ],
 )
 def test_a_wrong_keyword_is_named_with_what_was_meant(strategy: type[BaseStrategy], wrong: str, meant: str) -> None:
@@ -27,10 +45,57 @@ def test_a_wrong_keyword_is_named_with_what_was_meant(strategy: type[BaseStrateg
     assert f"{strategy.__name__} has no option {wrong!r}; {hint}" in str(error.value)
 
 
-@pytest.mark.parametrize("every", [0, -1])
-def test_how_often_nodes_evaluate_is_a_positive_number(every: int) -> None:
-    with pytest.raises(ValueError, match=f"evaluate_every must be at least 1, got {every}"):
-        FedAvg(evaluate_every=every)
+def wrong(option: Option) -> list[Any]:
+    """Return values of Python's that an option does not take: of another type, out of its range, next to its bounds."""
+    bounds = option.range or Range(0)
+    outside = [math.nextafter(bounds.low, -inf), math.nextafter(bounds.high, inf)]
+    outside += [bounds.low] * (bounds.excluded == "low") + [bounds.high] * (bounds.excluded == "high")
+    outside = [math.floor(value) if option.kind is int else value for value in outside if isfinite(value)]
+    return ["soon" if option.kind is not bool else "true", *(outside if option.range else [])]
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_what_an_option_does_not_take_is_refused_by_its_name(name: str) -> None:
+    # a rule is read by `Robust.parse`
+    options = {key: each for key, each in constructor_options(REGISTRY[name]).items() if each.kind is not str}
+    assert options.keys() >= {"evaluate_every", "secure_min", "weighting", "server_optimizer", "momentum_state"}
+    for key, option in options.items():
+        for value in wrong(option):
+            with pytest.raises(ValueError, match=f"^{key} must be .*, got {re.escape(repr(value))}$"):
+                REGISTRY[name](**{key: value})
+
+
+def test_the_bounds_of_options_are_those_of_the_methods() -> None:
+    """What a method cannot work with: derived from what each number is."""
+    refused: list[tuple[type[BaseStrategy], dict[str, Any]]] = [
+        (FedAvg, {"evaluate_every": 0}),
+        (FedAvg, {"secure_min": 2}),
+        (FedAvg, {"clip_norm": -1.0}),
+        (FedBS, {"epsilon": -0.1}),
+        (FedBS, {"mu": -0.1}),
+        (FedBS, {"patience_rounds": 0}),
+        (FedProx, {"mu": -0.1}),
+        (FixBN, {"frozen_lr": -1.0}),
+        (FixBN, {"window": 1}),
+        (FixBN, {"threshold": -1.0}),
+        (FixBN, {"latest": 0.0}),
+        (FixBN, {"latest": 1.1}),
+        (FixBN, {"freeze": "none"}),
+        (FedTAN, {"max_attempts": 0}),
+        (FedTAN, {"replay_limit": -1.0}),
+        (FedTAN, {"memory": 1.0}),
+        (FedTAN, {"oldest": -1}),
+        (FedTAN, {"carry_limit": 0.0}),
+        (FedWon, {"clip_factor": 0.0}),
+        (HBN, {"gather_samples": -1}),
+        (HBN, {"average": 1.0}),
+    ]
+    for strategy, options in refused:
+        with pytest.raises(ValueError, match=f"^{next(iter(options))} must be "):
+            strategy(**options)
+    FedBS(epsilon=0.0, mu=0.0, patience_rounds=1)
+    FixBN(latest=1, window=2, threshold=0, frozen_lr=0)
+    FedTAN(memory=0, oldest=0, replay_limit=0)
 
 
 @pytest.mark.parametrize("name", REGISTRY)

@@ -31,11 +31,6 @@ def test_weights_are_losses() -> None:
     assert FedBS(loss="running").weigh(replies(1.0, 3.0, 5.0)) == [0.0, 7.0, 14.0]
 
 
-def test_an_unknown_loss_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown loss 'last'; known: local, running"):
-        FedBS(loss="last")  # type: ignore[arg-type]
-
-
 def test_stage_two_needs_consecutive_calm_rounds() -> None:
     strategy = FedBS(epsilon=0.1, patience_rounds=3)
     # population deviations: 0.1 (at the bound, so calm), 0.5, then three calm ones
@@ -51,13 +46,6 @@ def test_the_papers_numbers_are_the_defaults() -> None:
     assert (FedBS().epsilon, FedBS().patience_rounds) == (0.1, 5)
     # FedBS's paper gives no mu; FedProx's tries 0.001, 0.01, 0.1 and 1
     assert FedBS().mu == FedProx().mu == 0.01
-
-
-@pytest.mark.parametrize("bad", [{"epsilon": -0.1}, {"mu": -0.1}, {"patience_rounds": 0}])
-def test_bad_options_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must not be negative and patience_rounds at least 1"):
-        FedBS(**bad)
-    assert FedBS(epsilon=0.0, mu=0.0, patience_rounds=1).stage == 1
 
 
 def test_a_population_deviation_at_the_bound_is_calm() -> None:

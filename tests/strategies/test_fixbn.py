@@ -44,11 +44,6 @@ def test_the_rate_under_frozen_statistics(case: str, make: Any) -> None:
     assert rates == pytest.approx(wanted)
 
 
-def test_a_bad_rate_under_frozen_statistics_is_named() -> None:
-    with pytest.raises(ValueError, match="frozen_lr must not be negative, got -1"):
-        FixBN(frozen_lr=-1)
-
-
 def test_a_loop_that_has_a_rate_of_its_own_gets_none_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     strategy = FixBN(freeze_round=2, frozen_lr=0.5)
     strategy.round = Round(has_rate=False)

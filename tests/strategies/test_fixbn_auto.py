@@ -195,22 +195,6 @@ def test_one_restless_client_is_enough_not_to_freeze() -> None:
         assert (strategy.frozen_after == 3) == frozen
 
 
-@pytest.mark.parametrize(
-    ("bad", "said"),
-    [
-        ({"freeze_round": "soon"}, "soon"),
-        ({"freeze": "none"}, "none"),
-        ({"window": 1}, "window"),
-        ({"threshold": -1}, "threshold"),
-        ({"change": "much"}, "much"),
-        ({"latest": 0}, "latest must be above 0 and at most 1, got 0"),
-    ],
-)
-def test_bad_options_are_refused_by_name(bad: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        FixBN(**bad)
-
-
 def test_a_fraction_needs_the_number_of_rounds() -> None:
     strategy, nodes = FixBN(freeze_round=0.5), Federation(make_model())
     strategy.started = True

@@ -214,9 +214,3 @@ def test_moments_that_overflow_the_models_numbers_are_left_out(case: str, caplog
 def test_where_no_moments_can_be_pooled_the_run_says_why() -> None:
     with pytest.raises(CannotTrainError, match=r"no node could gather BN statistics: node 1001: .* is too large"):
         Federation(make_float32_model("hbn"), (0, 20), grid=LargeMean).run(quiet(HBN), 1)
-
-
-@pytest.mark.parametrize("bad", [{"gather_samples": -1}, {"average": 1.0}])
-def test_bad_options_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="gather_samples must not be negative"):
-        HBN(**bad)
