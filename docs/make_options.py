@@ -1,4 +1,4 @@
-"""Write options.md, and the run configuration in pyproject.toml, from the code: `make docs`."""
+"""Write options.md, the run configuration in pyproject.toml, and README's table of methods: `make docs`."""
 
 import inspect
 import json
@@ -12,7 +12,7 @@ from fedbn_flwr.plugins.options import as_value, options_of
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg
 
 PAGE = Path(__file__).with_name("options.md")
-PROJECT = Path(__file__).parent.parent / "pyproject.toml"
+PROJECT, README = (Path(__file__).parent.parent / name for name in ("pyproject.toml", "README.md"))
 
 #: the federation decides how many nodes there are, and Flower's default one has two
 DIFFERENT = {"clients": 0, "partition": "classes:5"}
@@ -115,6 +115,16 @@ def with_run_config(project: str) -> str:
     return re.sub(r"\[tool\.flwr\.app\.config\]\n.*?\n\n", lambda _: section, project, flags=re.DOTALL)
 
 
+def with_methods(readme: str) -> str:
+    """Return the text of README.md with a row for every method, FedAvg's first."""
+    rows = [
+        (code(name), re.sub(r"arXiv:(\S+)", r"[\g<0>](https://arxiv.org/abs/\1)", each.paper), each.leaves, each.use)
+        for name, each in sorted(REGISTRY.items(), key=lambda item: (item[0] != "fedavg", item[0]))
+    ]
+    written = table(("method", "paper", "what leaves the client", "when to use it"), rows)
+    return re.sub(r"\| method \| paper \| what leaves.*?\n\n", lambda _: written + "\n\n", readme, flags=re.DOTALL)
+
+
 def whose(key: str) -> str:
     """Return the strategies that have an option."""
     names = owners(key)
@@ -151,6 +161,7 @@ def code(value: object) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    README.write_text(with_methods(README.read_text()))
     written = PROJECT.read_text()
     # a newer file would have everything installed again
     if (project := with_run_config(written)) != written:

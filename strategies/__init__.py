@@ -22,8 +22,7 @@ from .fixbn import FixBN
 from .hbn import HBN
 from .heterofl import HeteroFL
 from .mtfl import MTFL
-from .prepare import prepare
-from .registry import REGISTRY, register_strategy
+from .registry import REGISTRY, prepare, register_strategy
 from .scaffold import Scaffold
 from .silobn import SiloBN
 from .standalone import Standalone

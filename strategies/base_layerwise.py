@@ -44,7 +44,7 @@ class Layerwise(FedAvg):
     beside_model: ClassVar[Shared | None] = Shared("the statistics of layer-wise steps")
     needs: str = "bn"
     #: what is exchanged at a BN layer: one of `fedbn_flwr.wire.LAYERWISE_MODES`
-    mode: ClassVar[str] = "fused"
+    mode: str = "fused"
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Layerwise(FedAvg):
             return instruction
         return replace(
             instruction,
-            layerwise=self.layerwise_mode(),
+            layerwise=self.mode,
             fresh_optimizer=self.fresh_optimizer,
             replay_limit=self.replay_limit,
         )
@@ -87,10 +87,6 @@ class Layerwise(FedAvg):
     def exchanges(self, instruction: Instruction) -> bool:
         """Return whether clients wait for each other in this round."""
         return instruction.layerwise != "none"
-
-    def layerwise_mode(self) -> str:
-        """Return what is exchanged at a BN layer in this round."""
-        return self.mode
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

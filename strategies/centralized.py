@@ -19,6 +19,7 @@ class Centralized(FixBN):
 
     paper: ClassVar[str] = ""
     leaves: ClassVar[str] = "all data"
+    use: ClassVar[str] = "the upper bound: one node with all data"
     pooled: ClassVar[bool] = True
 
     def __init__(self, *, freeze_round: float | Literal["auto"] = NEVER, **options: Any) -> None:

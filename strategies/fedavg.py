@@ -62,6 +62,7 @@ class FedAvg(BaseStrategy):
 
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
     leaves: ClassVar[str] = "everything, BN statistics included"
+    use: ClassVar[str] = "the baseline; also `fedavg+gn` and other normalizers"
     beside_model: ClassVar[Shared | None] = None
     why_single: str = ""
 

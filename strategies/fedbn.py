@@ -17,5 +17,6 @@ class FedBN(PartialSharing):
 
     paper: ClassVar[str] = "X. Li et al., ICLR 2021, arXiv:2102.07623"
     leaves: ClassVar[str] = "everything but BN"
+    use: ClassVar[str] = "each node keeps a model for its own domain"
     stays: ClassVar[str] = "bn"
     needs: str = "bn"

@@ -42,6 +42,7 @@ class FedBS(FedAvg):
 
     paper: ClassVar[str] = "Idrissi et al., ICTAI 2021"
     leaves: ClassVar[str] = "everything, and the training loss"
+    use: ClassVar[str] = "some clients learn much slower than others"
     beside_model: ClassVar[Shared | None] = Shared("losses, by which nodes are weighted", can_be_robust=False)
     kept: ClassVar[tuple[str, ...]] = ("stage", "_calm_rounds")
 

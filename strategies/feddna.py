@@ -1,16 +1,14 @@
 """FedDNA: FedTAN's forward pass (Algorithm 2) without its backward pass; see `strategies/fedtan.py`."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import ClassVar
 
-from .base_carried import CarriedCorrections
+from .fedtan import FedTAN
 from .registry import register_strategy
-
-#: what is exchanged at a BN layer, as the wire says it
-MODES = {"fused": "forward", "paper": "forward-paper"}
 
 
 @register_strategy("feddna")
-class FedDNA(CarriedCorrections):
+class FedDNA(FedTAN):
     """BN statistics, but not their gradients, are those of all clients' mini-batches in the first local step.
 
     Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, section 6: FedAvg + algorithm 2,
@@ -23,26 +21,10 @@ class FedDNA(CarriedCorrections):
     the other, as algorithm 2: 2L + 1 exchanges a round; `fused`, the default, for both at once: L + 1, the same
     numbers. With one client this is FedAvg.
 
-    `carry=True` uses corrections from earlier rounds instead (see `CarriedCorrections`): one exchange a round.
+    `carry=True` uses corrections from earlier rounds instead: one exchange a round.
     """
 
     paper: ClassVar[str] = "Duan et al., 2021, as in Wang et al."
-    leaves: ClassVar[str] = "everything, and statistics of each BN layer: L + 1 exchanges (exchange=paper: 2L + 1)"
-    carried_mode: ClassVar[str] = "carried-forward"
-
-    def __init__(
-        self,
-        *,
-        exchange: Annotated[
-            Literal["fused", "paper"], "fused (mean and variance in one exchange) or paper (in two); the same numbers"
-        ] = "fused",
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self.exchange = exchange
-        if self.carry and exchange != "fused":
-            raise ValueError(f"carried corrections are always fused: exchange={exchange!r} goes without them")
-
-    def layerwise_mode(self) -> str:
-        """Return the exchange, or corrections from earlier rounds in its place."""
-        return self.carried_mode if self.carry else MODES[self.exchange]
+    leaves: ClassVar[str] = "everything, and statistics of each BN layer: L + 1 exchanges (`exchange=paper`: 2L + 1)"
+    use: ClassVar[str] = "FedTAN without its backward half"
+    modes: ClassVar[Mapping[str, str]] = {"fused": "forward", "paper": "forward-paper", "carried": "carried-forward"}

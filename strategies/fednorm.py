@@ -32,6 +32,7 @@ class FedNorm(FedAvg):
 
     paper: ClassVar[str] = "Bernecker et al., 2022, arXiv:2205.11096"
     leaves: ClassVar[str] = "everything; BN is averaged within a domain"
+    use: ClassVar[str] = "several nodes per domain or modality"
     beside_model: ClassVar[Shared | None] = Shared("means of BN over few nodes", can_be_robust=False)
     needs: str = "bn"
     personal: ClassVar[bool] = True

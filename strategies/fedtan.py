@@ -19,14 +19,26 @@
 `base_layerwise.py`. What carries the exchanges between the two halves is in `fedbn_flwr/transports/`.
 """
 
+from collections.abc import Mapping, Sequence
+from logging import WARNING
 from typing import Annotated, Any, ClassVar, Literal
 
-from .base_carried import CarriedCorrections
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.common import log
+
+from fedbn_flwr import wire
+from fedbn_flwr.layerwise.carried import CarriedValues, Entries, Examples
+from fedbn_flwr.plugins.options import Range
+from fedbn_flwr.server.averaging import Arrays, record
+from fedbn_flwr.server.replies import NodeReply, Pooled
+from fedbn_flwr.wire import Instruction
+
+from .base_layerwise import Layerwise
 from .registry import register_strategy
 
 
 @register_strategy("fedtan")
-class FedTAN(CarriedCorrections):
+class FedTAN(Layerwise):
     """BN statistics and their gradients are, in the first local step, those of all clients' mini-batches together.
 
     Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, algorithms 1 to 3. In the first of
@@ -40,8 +52,16 @@ class FedTAN(CarriedCorrections):
     round; `fused`, the default, for mean and variance at once: 2L + 1, the same numbers. With one client this is
     FedAvg.
 
-    `carry=True` uses corrections from earlier rounds instead (see `CarriedCorrections`): one exchange a round, as
-    FedAvg.
+    `carry=True` needs one exchange a round, as FedAvg: first steps use corrections from earlier rounds. The server
+    keeps each node's local values of every BN layer. From those of a round's participants it makes the corrections that
+    go with their models in that round's ordinary training message, and their replies bring new values. Statistics are
+    averaged over rounds: after j rounds, what was kept counts `memory` to the power of j.
+    `fedbn_flwr.layerwise.carried` derives it. A node that was never heard, was not heard for more than `oldest` rounds,
+    or did not reply when last drawn, goes without corrections, and is not in the pool. What corrections of gradients
+    add because a drawn node is silent, those of the next round take back. Messages carry 4 numbers a BN channel more,
+    each way (2 without gradients), and each layer's name and 3 sizes. Nodes remember nothing. Corrections of statistics
+    are cut to `trust` standard deviations, and to variance ratios between 1 / `trust` and `trust`; 0 leaves them as
+    they are. What the server keeps has at most `carry_limit` megabytes.
 
     Deviations: one optimizer for the round, where the authors' code takes the first step with one of its own
     (`fresh_optimizer=True`); p_i is the share of examples, in their code 1 / N (`weighting="uniform"`); the running
@@ -50,6 +70,13 @@ class FedTAN(CarriedCorrections):
 
     paper: ClassVar[str] = "Wang et al., 2023, arXiv:2301.02982"
     leaves: ClassVar[str] = "everything, and statistics of each BN layer with their gradients: 2L + 1 exchanges"
+    use: ClassVar[str] = (
+        "one global model, as close to centralized training as possible; `carry=true` if exchanges are slow"
+    )
+    kept: ClassVar[tuple[str, ...]] = ("carried",)
+    kept_by_node: ClassVar[tuple[str, ...]] = ("carried.by_node",)
+    #: what is exchanged at a BN layer, or carried in place of exchanges, as the wire says it
+    modes: ClassVar[Mapping[str, str]] = {"fused": "fused", "paper": "paper", "carried": "carried"}
 
     def __init__(
         self,
@@ -57,13 +84,77 @@ class FedTAN(CarriedCorrections):
         exchange: Annotated[
             Literal["fused", "paper"], "fused (mean and variance in one exchange) or paper (in two); the same numbers"
         ] = "fused",
+        carry: Annotated[
+            bool, "use corrections from earlier rounds in place of exchanges: one exchange a round"
+        ] = False,
+        trust: Annotated[
+            float, "bound of carried corrections, in standard deviations and as ratio of variances; 0 is none"
+        ] = 3.0,
+        memory: Annotated[
+            float,
+            "share of a node's earlier statistics in what carry=true keeps, after one round; 0 keeps the last only",
+            Range(0, 1, "high"),
+        ] = 0.5,
+        oldest: Annotated[
+            int,
+            "rounds after which a node's values are too old for corrections with carry=true; 0 is no limit",
+            Range(0),
+        ] = 4,
+        carry_limit: Annotated[
+            float, "megabytes of nodes' values that the server keeps for carry=true", Range(0, excluded="low")
+        ] = 256.0,
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        if trust != 0 and trust <= 1:
+            raise ValueError(f"trust must be 0 or more than 1, got {trust}")
+        self.carry = carry
+        if carry:
+            self.why_single = self.why_single or "carry=true keeps each node's values"
+        self.carried = CarriedValues(trust, carry_limit, memory, oldest, self.combiner)
+        self._corrections: Mapping[int, Entries] = {}
         if self.carry and exchange != "fused":
             raise ValueError(f"carried corrections are always fused: exchange={exchange!r} goes without them")
-        self.exchange = exchange
+        self.mode = self.modes["carried" if self.carry else exchange]
 
-    def layerwise_mode(self) -> str:
-        """Return the exchange, or corrections from earlier rounds in its place."""
-        return self.carried_mode if self.carry else self.exchange
+    def exchanges(self, instruction: Instruction) -> bool:
+        """Return whether clients wait for each other in this round."""
+        return super().exchanges(instruction) and instruction.layerwise not in wire.CARRIED_MODES
+
+    def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
+        """Add the node's corrections, if there are some."""
+        groups = super().package(node, arrays)
+        if node in self._corrections:
+            groups[wire.CARRIED] = record(self._corrections[node])
+        return groups
+
+    def update(self, pooled: Pooled) -> Arrays:
+        """Keep the nodes' values, and update the model."""
+        silent = set(self.round.nodes) - pooled.weights.keys()
+        self.carried.settle(self._corrections, silent, dict(pooled.weights))
+        for reply in self.train_replies:
+            values = reply.records.get(wire.CARRIED)
+            if not self.carry or values is None:
+                continue
+            if reason := self.carried.hear(reply.node, reply.num_examples, values, self.round.number):
+                log(WARNING, "Node %d goes without carried corrections: %s", reply.node, reason)
+        return super().update(pooled)
+
+    def _make_messages(
+        self, nodes: Sequence[int], arrays: ArrayRecord, config: ConfigRecord, kind: str
+    ) -> list[Message]:
+        # evaluations are instructed without it
+        carries = self.instruction.layerwise in wire.CARRIED_MODES
+        self._corrections = self._correct(nodes) if carries else {}
+        return super()._make_messages(nodes, arrays, config, kind)
+
+    def _correct(self, nodes: Sequence[int]) -> Mapping[int, Entries]:
+        """Sums run in the order of partitions, because the nodes' ids are random."""
+        ordered = sorted(nodes, key=lambda node: (self.partitions.get(node, -1), node))
+        return self.carried.corrections(ordered, self._weigh_examples, self.server_round)
+
+    def _weigh_examples(self, examples: Examples) -> list[float]:
+        """Return the weights that the nodes' models will have; none if these are fewer nodes than can be pooled."""
+        if len(examples) < self.fewest_nodes:
+            return []
+        return self.weigh([NodeReply(node, 0, count, {}, {}, RecordDict()) for node, count in examples.items()])

@@ -23,7 +23,8 @@ class FedTANII(FedTAN, FixBN):
     """
 
     paper: ClassVar[str] = "Wang et al., 2023, arXiv:2301.02982"
-    leaves: ClassVar[str] = "as fedtan, then as fixbn"
+    leaves: ClassVar[str] = "as `fedtan`, then as `fixbn`"
+    use: ClassVar[str] = "FedTAN's statistics, with many exchanges in the first rounds only"
     replaced: ClassVar[tuple[str, ...]] = ("freeze_round",)
 
     def __init__(

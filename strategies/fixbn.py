@@ -60,6 +60,7 @@ class FixBN(FedAvg):
 
     paper: ClassVar[str] = "Zhong, Chen and Chao, 2023, arXiv:2303.06530"
     leaves: ClassVar[str] = "everything; after the freeze no statistics"
+    use: ClassVar[str] = "one global model on non-IID data, with the model and the bytes of FedAvg"
     kept_by_node: ClassVar[tuple[str, ...]] = ("watch.reports",)
 
     def __init__(

@@ -30,6 +30,7 @@ class HeteroFL(Gathering):
 
     paper: ClassVar[str] = "Diao, Ding and Tarokh, ICLR 2021"
     leaves: ClassVar[str] = "parameters; statistics when the model is evaluated"
+    use: ClassVar[str] = "a model that should train without running statistics"
     needs: str = "StaticBatchNorm"
 
     def __init__(

@@ -18,5 +18,6 @@ class MTFL(PartialSharing):
 
     paper: ClassVar[str] = "Mills, Hu and Min, TPDS 2021"
     leaves: ClassVar[str] = "everything but BN's affine parameters"
+    use: ClassVar[str] = "each node keeps a model for its own task"
     stays: ClassVar[str] = "affine"
     needs: str = "affine"

@@ -58,6 +58,7 @@ class Scaffold(FedAvg):
 
     paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
     leaves: ClassVar[str] = "everything, and control variates: twice the bytes"
+    use: ClassVar[str] = "clients drift apart in many local steps"
     required: ClassVar[tuple[str, ...]] = (wire.CONTROL_VARIATES,)
     kept: ClassVar[tuple[str, ...]] = ("_variate", "_total")
     kept_by_node: ClassVar[tuple[str, ...]] = ("_weights",)

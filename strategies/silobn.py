@@ -17,5 +17,6 @@ class SiloBN(PartialSharing):
 
     paper: ClassVar[str] = "Andreux et al., DART 2020"
     leaves: ClassVar[str] = "everything but BN statistics"
+    use: ClassVar[str] = "each node keeps statistics of its own, which are confidential"
     stays: ClassVar[str] = "statistics"
     needs: str = "statistics"

@@ -15,4 +15,5 @@ class Standalone(PartialSharing):
 
     paper: ClassVar[str] = ""
     leaves: ClassVar[str] = "nothing"
+    use: ClassVar[str] = "the lower bound: every node alone"
     stays: ClassVar[str] = "all"

@@ -28,7 +28,7 @@ FLOORS = (
 DOORS = {"fedbn_flwr.strategies": "strategies", "fedbn_flwr": ""}
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 #: what is inherited from or used inside other strategies, and is no method of its own
-NOT_METHODS = {"CarriedCorrections", "Gathering", "Layerwise", "PartialSharing"}
+NOT_METHODS = {"Gathering", "Layerwise", "PartialSharing"}
 
 
 def module_name(path: Path) -> str:

@@ -98,9 +98,10 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     """
 
     kept: ClassVar[tuple[str, ...]] = ("ever_trained", "frozen_after", "momentum", "obeyed_before", "server_optimizer")
-    #: the paper of the method, and what leaves a client: for lists
+    #: the paper of the method, what leaves a client, and when to use the method: for lists, in Markdown
     paper: ClassVar[str] = ""
     leaves: ClassVar[str] = ""
+    use: ClassVar[str] = ""
     #: whether nodes end up with models of their own, which only they can evaluate
     personal: ClassVar[bool] = False
     #: constructor arguments of a base class that have another name here
