@@ -30,10 +30,11 @@ def loaded() -> griffe.ModulesCollection:
 
 
 def public(package: str) -> list[griffe.Object | griffe.Alias]:
-    """Return what a package names in `__all__`."""
+    """Return what a package names in `__all__`, or else defines itself."""
     module = loaded()[package]
-    assert module.exports is not None, f"{package} has no __all__"
-    return [module[str(name)] for name in module.exports]
+    own = [name for name, item in module.members.items() if not (item.is_alias or item.is_module or name[0] == "_")]
+    names = own if module.exports is None else module.exports
+    return [module[str(name)] for name in names]
 
 
 def is_documented(item: griffe.Object | griffe.Alias) -> bool:

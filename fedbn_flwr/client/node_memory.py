@@ -8,8 +8,7 @@ from typing import Any
 from flwr.app import Context, RecordDict
 
 from fedbn_flwr.state import State, from_record, to_record
-from fedbn_flwr.wire import PERSONAL
-from fedbn_flwr.wire.instruction import Record
+from fedbn_flwr.wire import PERSONAL, Record
 
 NAMESPACE = "fedbn-flwr"
 #: where a site names the folder for states: in its SuperNode's node configuration, or in the environment of its

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from fedbn_flwr.layerwise.exchange import MOST
 from fedbn_flwr.state.records import InMemoryArray, array_records, make_record, view_array
-from fedbn_flwr.wire.instruction import (
+from fedbn_flwr.wire import (
     CONFIG,
     DESCRIBE,
     DOMAIN,

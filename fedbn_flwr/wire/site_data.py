@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
-from fedbn_flwr.wire.instruction import METRICS, PARTITION_ID, REPORT
+from fedbn_flwr.wire import METRICS, PARTITION_ID, REPORT
 
 #: the kind of message that asks a site, and the name of its handler
 SITE_DATA = "query.data"
