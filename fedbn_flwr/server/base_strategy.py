@@ -17,8 +17,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays, average, record, unpack
 from fedbn_flwr.server.constructor_options import MomentumKind, OptimizerKind, check_constructor
-from fedbn_flwr.server.kept_state import KeptState
-from fedbn_flwr.server.later_rounds import Evaluate, LaterRounds
+from fedbn_flwr.server.kept_state import Evaluate, KeptState, LaterRounds
 from fedbn_flwr.server.lr_schedule import Schedule
 from fedbn_flwr.server.optimizers import ServerOptimizer
 from fedbn_flwr.server.replies import (
@@ -115,10 +114,10 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     #: whether an experiment gives this method one node with the union of the clients' samples
     pooled: ClassVar[bool] = False
 
-    def __new__(cls, *_: Any, **options: Any) -> Self:
+    def __new__(cls, *positional: Any, **options: Any) -> Self:
         """Check what the constructors of all classes take, before they take it."""
         check_constructor(cls, options)
-        return super().__new__(cls)
+        return super().__new__(cls, *positional, **options)
 
     def __init__(
         self,

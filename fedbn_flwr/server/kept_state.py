@@ -1,8 +1,14 @@
-"""What a strategy keeps from round to round: as a dictionary, for a run that is resumed in another process."""
+"""A run that goes on in another process: what a strategy keeps from round to round, and rounds that begin later."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, ClassVar, Self
+
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class KeptState:
@@ -60,3 +66,38 @@ class KeptState:
 
 def _state_of(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _passed_on(hook: str) -> Callable[..., Any]:
+    """Return a method that calls a hook of the strategy with the number of the later round."""
+    return lambda self, server_round, *rest: getattr(self._strategy, hook)(server_round + self._done, *rest)
+
+
+class LaterRounds(Strategy):
+    """Calls a strategy with round numbers that go on after `rounds_done`; Flower's loop counts from 1."""
+
+    def __init__(self, strategy: Strategy, rounds_done: int) -> None:
+        self._strategy, self._done = strategy, rounds_done
+
+    def start_later(
+        self,
+        grid: Grid,
+        arrays: ArrayRecord,
+        num_rounds: int,
+        timeout: float,
+        train_config: ConfigRecord | None,
+        evaluate_config: ConfigRecord | None,
+        evaluate_fn: Evaluate | None,
+    ) -> Result:
+        """Run the rounds from `rounds_done` + 1 to `num_rounds`; Flower's result counts them from 1."""
+        evaluate = evaluate_fn and (lambda number, state: evaluate_fn(number + self._done if number else 0, state))
+        return self.start(grid, arrays, num_rounds - self._done, timeout, train_config, evaluate_config, evaluate)
+
+    configure_train = _passed_on("configure_train")
+    aggregate_train = _passed_on("aggregate_train")
+    configure_evaluate = _passed_on("configure_evaluate")
+    aggregate_evaluate = _passed_on("aggregate_evaluate")
+
+    def summary(self) -> None:
+        """Pass on."""
+        self._strategy.summary()
