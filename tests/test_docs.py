@@ -166,6 +166,13 @@ def test_the_run_configuration_is_that_of_the_code() -> None:
     assert text == written, "run `make docs`"
 
 
+def test_tables_of_results_follow_from_the_runs() -> None:
+    module = runpy.run_path(str(ROOT / "docs" / "make_results.py"))
+    assert sum(page.read_text().count("<!-- table:") for page in module["PAGES"]) == len(module["TABLES"]) + 1
+    for page in module["PAGES"]:
+        assert page.read_text() == module["written"](page.read_text()), "run `make docs`"
+
+
 def test_readmes_table_of_methods_is_that_of_the_code() -> None:
     text = (ROOT / "README.md").read_text()
     written = runpy.run_path(str(ROOT / "docs" / "make_options.py"))["with_methods"](text)

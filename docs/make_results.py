@@ -1,0 +1,229 @@
+"""Write the tables of results.md, README.md and choosing.md that follow from docs/measured: `make docs`.
+
+A table stands after a comment with its name. `runs.csv` has a row for every run: a cell is the mean of its seeds, with
+the standard deviation. A difference is paired by seed, with its 95 % interval (Student's t). A run that diverged is
+never left out of a mean: its cell says so.
+"""
+
+import csv
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import fmean, stdev
+
+from scipy.stats import t
+
+DOCS = Path(__file__).parent
+PAGES = (DOCS / "results.md", DOCS.parent / "README.md", DOCS / "choosing.md")
+#: by the label of a method in runs.csv, how pages call it
+NAMES = {
+    "Centralized": "centralized",
+    "FedAvg": "fedavg",
+    "FedAvg+GN": "fedavg+gn",
+    "FedAvg+GN-WS": "fedavg+gn-ws",
+    "FixBN": "fixbn",
+    "FedTAN": "fedtan",
+    "FedTAN carried": "fedtan:carry=true",
+    "FedTAN carried, last values": "fedtan:carry=true:memory=0",
+    "FedTAN-II": "fedtan-ii",
+    "FedDNA": "feddna",
+    "FedWon": "fedwon",
+    "SCAFFOLD": "scaffold",
+    "FedProx": "fedprox",
+    "FedBS": "fedbs",
+    "HBN": "hbn",
+}
+#: by the heading on a page, the label of a setting in runs.csv
+LABELS = {
+    "one class": "one class",
+    "two classes": "two classes",
+    "Dirichlet 0.1": "Dirichlet 0.1",
+    "Dirichlet 0.3": "Dirichlet 0.3",
+    "IID": "i.i.d.",
+}
+OTHER = {
+    "E = 1": ("local-steps", "E = 1"),
+    "E = 5, as above": ("labels", "two classes"),
+    "E = 20": ("local-steps", "E = 20"),
+    "ten of 100 clients": ("clients", ""),
+    "ResNet-20": ("resnet", ""),
+}
+FIRST = ("FedAvg", "FedAvg+GN", "FedAvg+GN-WS", "FixBN", "FedTAN carried", "FedTAN", "FedWon", "Centralized")
+#: a recipe and a setting
+Place = tuple[str, str]
+SKEWED = [("labels", name) for name in ("one class", "two classes", "Dirichlet 0.1")]
+TWO, IID, ONE_STEP, TWENTY = (
+    ("labels", "two classes"),
+    ("labels", "i.i.d."),
+    ("local-steps", "E = 1"),
+    ("local-steps", "E = 20"),
+)
+DOMAINS, MANY, SMALL = ("domains", ""), ("clients", ""), ("batches", "B = 2")
+#: what a paper says, where, of which methods, and in which settings it is tried here; `level` means no difference
+CLAIMS: Sequence[tuple[str, str, str, str, Sequence[Place]]] = (
+    ("FixBN above BN, skewed labels", "FixBN, Table 5", "FixBN", "FedAvg", SKEWED),
+    ("FixBN above BN, one local step", "FixBN, Figure 5", "FixBN", "FedAvg", [ONE_STEP]),
+    ("FixBN above BN, many local steps", "FixBN, Figure 5", "FixBN", "FedAvg", [TWENTY]),
+    ("GN above BN, one local step", "FixBN, Figure 5", "FedAvg+GN", "FedAvg", [ONE_STEP]),
+    ("GN above BN, skewed labels", "FixBN, Table 5", "FedAvg+GN", "FedAvg", SKEWED),
+    ("GN with standardized weights above GN", "FixBN, Table 4", "FedAvg+GN-WS", "FedAvg+GN", [*SKEWED, IID]),
+    ("FixBN level with FedTAN", "FixBN, Table 5", "FixBN", "FedTAN", SKEWED),
+    ("FixBN level with BN, IID", "FixBN, Table 5", "FixBN", "FedAvg", [IID]),
+    ("FedTAN level with BN, IID", "FixBN, Table 5", "FedTAN", "FedAvg", [IID]),
+    ("FedTAN above BN, skewed labels", "FedTAN, Table 1", "FedTAN", "FedAvg", SKEWED),
+    ("FedTAN above its forward half", "FedTAN, Table 1", "FedTAN", "FedDNA", SKEWED),
+    ("centralized training above FedTAN", "FedTAN, Table 1", "Centralized", "FedTAN", [TWO]),
+    ("BN above GN, IID", "FedTAN, Table 2", "FedAvg", "FedAvg+GN", [IID]),
+    ("FedTAN above FedTAN-II", "FedTAN, Section 6.6", "FedTAN", "FedTAN-II", SKEWED),
+    ("FedWon above BN, skewed labels", "FedWon, Table 6", "FedWon", "FedAvg", SKEWED),
+    ("FedWon above GN, skewed labels", "FedWon, Table 6", "FedWon", "FedAvg+GN", SKEWED),
+    ("FedWon above BN, ten of 100 clients", "FedWon, Table 6", "FedWon", "FedAvg", [MANY]),
+    ("FixBN level with BN, ten of 100 clients", "FedWon, Table 6", "FixBN", "FedAvg", [MANY]),
+    ("FedBN above BN where domains differ", "FedWon, Table 1", "FedBN", "FedAvg", [DOMAINS]),
+    ("FedWon above FedBN where domains differ", "FedWon, Table 1", "FedWon", "FedBN", [DOMAINS]),
+    ("FedBN above SiloBN where domains differ", "FedWon, Table 1", "FedBN", "SiloBN", [DOMAINS]),
+    ("GN above BN where domains differ", "FedWon, Table 1", "FedAvg+GN", "FedAvg", [DOMAINS]),
+    ("FedBN above nodes alone where domains differ", "FedWon, Table 1", "FedBN", "Standalone", [DOMAINS]),
+    ("FedWon above BN, batches of 2", "FedWon, Table 2", "FedWon", "FedAvg", [SMALL]),
+    ("FedWon above GN, batches of 2", "FedWon, Table 2", "FedWon", "FedAvg+GN", [SMALL]),
+    ("FedBS above BN, skewed labels", "FedBS, Section V", "FedBS", "FedAvg", SKEWED),
+    ("FedBS above FedProx, skewed labels", "FedBS, Section V", "FedBS", "FedProx", [TWO]),
+)
+
+
+@cache
+def runs() -> dict[tuple[str, str, str], dict[int, float]]:
+    """Return the accuracies by recipe, setting and method, and there by seed; NaN where training diverged."""
+    found: dict[tuple[str, str, str], dict[int, float]] = {}
+    for row in csv.DictReader((DOCS / "measured" / "runs.csv").open()):
+        score = float(row["accuracy, %"]) if row["accuracy, %"] and not row["state"] else float("nan")
+        found.setdefault((row["recipe"], row["setting"], row["method"]), {})[int(row["seed"])] = score
+    return found
+
+
+def cell(place: Place, method: str, deviation: bool = True) -> str:
+    """Return the mean over seeds, with the standard deviation; empty if there is no run."""
+    scores = list(runs().get((*place, method), {}).values())
+    sound = [score for score in scores if score == score]
+    if len(sound) < len(scores):
+        return f"{len(scores) - len(sound)} of {len(scores)} diverged"
+    if not scores:
+        return ""
+    return f"{fmean(scores):.1f}" + (f" ± {stdev(scores):.1f}" if deviation and len(scores) > 1 else "")
+
+
+def difference(place: Place, method: str, other: str) -> tuple[float, float, int] | None:
+    """Return the difference, paired by seed, half the width of its interval, and the number of pairs."""
+    mine, theirs = (runs().get((*place, each), {}) for each in (method, other))
+    pairs = [mine[seed] - theirs[seed] for seed in sorted(mine.keys() & theirs.keys())]
+    if not pairs or any(pair != pair for pair in pairs):
+        return None
+    half = float("inf") if len(pairs) < 2 else float(t.ppf(0.975, len(pairs) - 1)) * stdev(pairs) / len(pairs) ** 0.5
+    return fmean(pairs), half, len(pairs)
+
+
+def told(found: tuple[float, float, int] | None) -> str:
+    """Return a difference in words; empty if there is none."""
+    if found is None:
+        return ""
+    mean, half, pairs = found
+    return f"{mean:+.1f}" + (f" ± {half:.1f}" if pairs > 1 else " (one seed)")
+
+
+def verdict(found: tuple[float, float, int], level: bool) -> str:
+    """Return whether a claim holds: a difference within its interval decides nothing."""
+    mean, half, pairs = found
+    if pairs < 2:
+        return "one seed"
+    if abs(mean) <= half:
+        return "within the interval"
+    return "holds" if mean > 0 and not level else "fails"
+
+
+def by_mean(place: Place, methods: Sequence[str]) -> list[str]:
+    """Return the methods that were run, the best in a setting first."""
+    means = {name: fmean(found.values()) for name in methods if (found := runs().get((*place, name)))}
+    return sorted(means, key=lambda name: -means[name] if means[name] == means[name] else 0.0)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def accuracies() -> str:
+    """Return what each method has with each kind of labels."""
+    places = [("labels", name) for name in LABELS.values()]
+    rows = [[f"`{NAMES[name]}`", *(cell(place, name) for place in places)] for name in by_mean(TWO, [*NAMES])]
+    return table(["method", *LABELS], rows)
+
+
+def differences() -> str:
+    """Return each method's difference to FedAvg."""
+    names = [name for name in by_mean(TWO, [*NAMES]) if name != "FedAvg"]
+    places = [("labels", name) for name in LABELS.values()]
+    rows = [[f"`{NAMES[name]}`", *(told(difference(place, name, "FedAvg")) for place in places)] for name in names]
+    return table(["method", *LABELS], rows)
+
+
+def other_settings() -> str:
+    """Return what methods have with two classes a client in other settings."""
+    shown = [name for name in NAMES if any((*place, name) in runs() for key, place in OTHER.items() if place != TWO)]
+    return table(["method", *OTHER], [[f"`{NAMES[name]}`", *(cell(p, name) for p in OTHER.values())] for name in shown])
+
+
+def first_screen() -> str:
+    """Return the README's table: bold for all whose difference to the best lies within its interval."""
+    rows = []
+    for heading, label in LABELS.items():
+        place = ("labels", label)
+        best = by_mean(place, FIRST[:-1])[0]
+        row = [heading]
+        for name in FIRST[:-1]:
+            found = None if name == best else difference(place, name, best)
+            among = name == best or (found is not None and abs(found[0]) <= found[1])
+            row.append(f"**{cell(place, name)}**" if among else cell(place, name))
+        rows.append([*row, cell(TWO, "Centralized")])
+    rows.append(["exchanges per round", *("7" if name == "FedTAN" else "1" for name in FIRST)])
+    return table(["labels", *(f"`{NAMES[name]}`" for name in FIRST)], rows)
+
+
+def claims() -> str:
+    """Return what papers say, and what follows from the runs."""
+    rows, counts = [], dict[str, int]()
+    for text, source, method, other, places in CLAIMS:
+        for place in places:
+            found = difference(place, method, other)
+            if found is None:
+                continue
+            said = verdict(found, " level with " in text)
+            counts[said] = counts.get(said, 0) + 1
+            where = f" ({place[1]})" if len(places) > 1 else ""
+            rows.append([text + where, source, said, told(found)])
+    counted = ", ".join(f"{number} {said}" for said, number in sorted(counts.items(), key=lambda item: -item[1]))
+    return table(["claim", "source", "here", "difference in points"], rows) + f"\n\nOf {len(rows)}: {counted}."
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "accuracies": accuracies,
+    "differences": differences,
+    "other settings": other_settings,
+    "first screen": first_screen,
+    "claims": claims,
+}
+
+
+def written(page: str) -> str:
+    """Return a page's text with its tables as they follow from the runs."""
+
+    def again(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}"
+
+    return re.sub(r"(<!-- table: (.*?) -->)\n.*?\n(<!-- end -->)", again, page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(written(path.read_text()))
