@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from inspect import unwrap
 from typing import Any, TypeVar
 
 import torch
@@ -86,7 +87,7 @@ def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Op
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     lr, decay = instruction.lr, instruction.weight_decay
     if instruction.optimizer == "sgd":
-        return SGD(parameters, lr=lr, momentum=instruction.momentum, weight_decay=decay)
+        return SGD(parameters, lr=lr, momentum=instruction.momentum, weight_decay=decay, foreach=True)
     if instruction.optimizer in ("adam", "adamw"):
         kind = torch.optim.Adam if instruction.optimizer == "adam" else torch.optim.AdamW
         return kind(parameters, lr=lr, weight_decay=decay)
@@ -94,43 +95,13 @@ def make_optimizer(model: nn.Module, instruction: Instruction) -> torch.optim.Op
 
 
 class SGD(torch.optim.SGD):
-    """The same steps, to the bit, without what torch's own asks and prepares for other cases before each.
+    """torch's own without its wrappers, which import torch's compiler, to be left out of what is compiled.
 
-    To a small network that takes as long as one of its layers.
+    That import is a third of the time that a message of a deployment takes in its new process.
     """
 
-    # torch's own imports its compiler first, to be left out of what is compiled: a third of the time that a message of
-    # a deployment takes in its new process
-    add_param_group = getattr(  # private, and so only if it is there
-        torch.optim.Optimizer.add_param_group, "__wrapped__", torch.optim.Optimizer.add_param_group
-    )
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here evaluates anew
-        """Take a step."""
-        for group in self.param_groups:
-            learned = [parameter for parameter in group["params"] if parameter.grad is not None]
-            steps: list[Tensor] = [parameter.grad for parameter in learned]
-            if not learned:
-                continue
-            if group["weight_decay"]:
-                steps = list(torch._foreach_add(steps, learned, alpha=group["weight_decay"]))
-            if group["momentum"]:
-                steps = self._moved(learned, steps, group["momentum"])
-            torch._foreach_add_(learned, steps, alpha=-group["lr"])
-
-    def _moved(self, learned: Sequence[Tensor], steps: list[Tensor], momentum: float) -> list[Tensor]:
-        """The parameters' momentum, which begins as the first step of each."""
-        states: list[dict[str, Tensor]] = [self.state[parameter] for parameter in learned]
-        begun = [number for number, state in enumerate(states) if "momentum_buffer" in state]
-        if begun:
-            buffers = [states[number]["momentum_buffer"] for number in begun]
-            torch._foreach_mul_(buffers, momentum)
-            torch._foreach_add_(buffers, [steps[number] for number in begun])
-        for state, step in zip(states, steps, strict=True):
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = step.clone()
-        return [state["momentum_buffer"] for state in states]
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+    step = torch.no_grad()(unwrap(torch.optim.SGD.step))
 
 
 def model_loss(
