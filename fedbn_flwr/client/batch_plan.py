@@ -15,20 +15,12 @@ from fedbn_flwr.wire import Instruction
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Positions in a client's own samples, by mini-batch. Iterating over a plan gives each mini-batch's positions."""
+    """Positions in a client's own samples, by mini-batch."""
 
     #: the positions of all mini-batches, one after another
     positions: Tensor
     #: the number of positions in each mini-batch
     sizes: list[int]
-
-    def __len__(self) -> int:
-        """Number of mini-batches."""
-        return len(self.sizes)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """Return the positions of each mini-batch, as views."""
-        return iter(self.positions.split(self.sizes))
 
 
 def plan(count: int, instruction: Instruction, generator: torch.Generator, merge_single: bool) -> BatchPlan:
@@ -37,33 +29,25 @@ def plan(count: int, instruction: Instruction, generator: torch.Generator, merge
     A last short batch is kept. With `merge_single`, for models whose BN cannot take one sample, a last batch of one
     is merged into the one before.
     """
-    _check(count, instruction)
-    size = instruction.batch_size
+    sizes = batch_sizes(count, instruction, merge_single)
     if instruction.replacement:
-        steps = count_steps(count, instruction, merge_single)
-        drawn = [torch.randint(count, (size,), generator=generator) for _ in range(steps)]
-        return BatchPlan(torch.cat(drawn), [size] * steps)
-    epoch = _sizes(count, size, merge_single)
-    steps = instruction.local_steps or instruction.local_epochs * len(epoch)
-    epochs = -(-steps // len(epoch))
+        return BatchPlan(torch.cat([torch.randint(count, (size,), generator=generator) for size in sizes]), sizes)
+    epochs = -(-sum(sizes) // count)
     orders = [torch.randperm(count, generator=generator) for _ in range(epochs)]
-    sizes = (epoch * epochs)[:steps]
     return BatchPlan((torch.cat(orders) if epochs > 1 else orders[0])[: sum(sizes)], sizes)
 
 
-def count_steps(count: int, instruction: Instruction, merge_single: bool) -> int:
-    """Number of mini-batches that `plan` would draw."""
-    _check(count, instruction)
-    merged = merge_single and not instruction.replacement and leaves_one(count, instruction.batch_size)
-    return instruction.local_steps or instruction.local_epochs * (-(-count // instruction.batch_size) - merged)
-
-
-def first_size(count: int, instruction: Instruction, merge_single: bool) -> int:
-    """Number of samples in the first mini-batch that `plan` would draw."""
-    size = instruction.batch_size
+def batch_sizes(count: int, instruction: Instruction, merge_single: bool) -> list[int]:
+    """Return the sizes of the mini-batches that `plan` draws."""
+    if count < 1:
+        raise ValueError("a client needs at least one sample to train")
+    if instruction.batch_size < 1 or max(instruction.local_steps, instruction.local_epochs) < 1:
+        raise ValueError("batch-size, and one of local-steps and local-epochs, must be at least 1")
+    epoch = _sizes(count, instruction.batch_size, merge_single and not instruction.replacement)
     if instruction.replacement:
-        return size
-    return count if merge_single and count == size + 1 and leaves_one(count, size) else min(count, size)
+        epoch = [instruction.batch_size] * len(epoch)
+    steps = instruction.local_steps or instruction.local_epochs * len(epoch)
+    return (epoch * -(-steps // len(epoch)))[:steps]
 
 
 def chunks(values: Tensor, size: int) -> list[Tensor]:
@@ -74,13 +58,6 @@ def chunks(values: Tensor, size: int) -> list[Tensor]:
 def leaves_one(count: int, size: int) -> bool:
     """Whether a last batch of a single sample is left over."""
     return 1 < size < count and count % size == 1
-
-
-def _check(count: int, instruction: Instruction) -> None:
-    if count < 1:
-        raise ValueError("a client needs at least one sample to train")
-    if instruction.batch_size < 1 or max(instruction.local_steps, instruction.local_epochs) < 1:
-        raise ValueError("batch-size, and one of local-steps and local-epochs, must be at least 1")
 
 
 def _sizes(count: int, size: int, merge_single: bool) -> list[int]:

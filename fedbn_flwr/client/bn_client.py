@@ -187,17 +187,13 @@ class BNClient:
         samples = torch.from_numpy(self.indices)[drawn.positions]
         return BatchLoader(self.train_split, self.device, instruction.augmentation, samples, drawn.sizes, generator)
 
-    def count_steps(self, instruction: Instruction) -> int:
-        """Return the number of steps of a round."""
-        return batches.count_steps(len(self.indices), instruction, self._merges_single(instruction))
-
     def first_batch_is_all(self, instruction: Instruction) -> bool:
         """Return whether a round's first mini-batch has all of the node's samples."""
-        return self.first_batch_size(instruction) >= len(self.indices)
+        return self.batch_sizes(instruction)[0] >= len(self.indices)
 
-    def first_batch_size(self, instruction: Instruction) -> int:
-        """Return the number of samples in a round's first mini-batch."""
-        return batches.first_size(len(self.indices), instruction, self._merges_single(instruction))
+    def batch_sizes(self, instruction: Instruction) -> list[int]:
+        """Return the sizes of a round's mini-batches."""
+        return batches.batch_sizes(len(self.indices), instruction, self._merges_single(instruction))
 
     def _merges_single(self, instruction: Instruction) -> bool:
         """Whether a last sample is left over in a round that updates BN statistics, whatever mode the model is in."""

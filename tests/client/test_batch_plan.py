@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedbn_flwr.client.batch_plan import BatchLoader, count_steps, first_size, plan
+from fedbn_flwr.client.batch_plan import BatchLoader, batch_sizes, plan
 from fedbn_flwr.data import Data, Split
 from fedbn_flwr.wire import Instruction
 
@@ -18,7 +18,8 @@ counts, sizes, seeds = st.integers(1, 40), st.integers(1, 12), st.integers(0, 9)
 def planned(count: int, merge_single: bool = False, seed: int = 0, **options: Any) -> list[list[int]]:
     instruction = Instruction(**options)
     generator = torch.Generator().manual_seed(seed)
-    return [batch.tolist() for batch in plan(count, instruction, generator, merge_single)]
+    drawn = plan(count, instruction, generator, merge_single)
+    return [batch.tolist() for batch in drawn.positions.split(drawn.sizes)]
 
 
 def lengths(batches: list[list[int]]) -> list[int]:
@@ -137,9 +138,7 @@ def test_a_plan_is_as_long_as_foretold(
 ) -> None:
     asked = Instruction(local_steps=steps, local_epochs=2, batch_size=size, replacement=replacement)
     drawn = plan(count, asked, torch.Generator(), merge_single)
-    assert len(drawn) == len(drawn.sizes) == count_steps(count, asked, merge_single)
-    assert drawn.sizes[0] == first_size(count, asked, merge_single)
-    assert [len(batch) for batch in drawn] == drawn.sizes
+    assert drawn.sizes == batch_sizes(count, asked, merge_single)
     assert sum(drawn.sizes) == len(drawn.positions)
 
 

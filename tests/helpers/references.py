@@ -46,7 +46,7 @@ def copy_state(model: nn.Module) -> State:
 def mini_batches(split: Split, node: Node, asked: Instruction, learning_bn: bool) -> list[tuple[Tensor, Tensor]]:
     generator = torch_generator(asked.seed, "batches", "round", asked.server_round, "partition", node.index)
     plan = batches.plan(len(node.samples), asked, generator, learning_bn)
-    chosen = [torch.from_numpy(node.samples)[positions] for positions in plan]
+    chosen = [torch.from_numpy(node.samples)[positions] for positions in plan.positions.split(plan.sizes)]
     return [(split.inputs[index], split.labels[index]) for index in chosen]
 
 

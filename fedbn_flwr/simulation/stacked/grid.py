@@ -213,7 +213,7 @@ def _stack_key(job: Job) -> Hashable:
     groups = tuple(sorted(job.received))
     # the first mini-batches of a layer-wise step meet at every layer
     apart = instruction.layerwise in ("none", *wire.CARRIED_MODES)
-    first_batch = apart or client.first_batch_size(instruction)
+    first_batch = apart or client.batch_sizes(instruction)[0]
     usual = client.make_optimizer is make_optimizer
     made = type(client), usual, id(client.model), client.loss_function, client.device
     return made, instruction, groups, remembered, first_batch

@@ -5,8 +5,8 @@ the clients, and the functions of torch that show it are private: a version of t
 model is left as it is.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,36 +53,39 @@ def _level() -> int:
     return _functorch.maybe_current_level() or 0
 
 
+@contextmanager
+def _forwards(forwards: Mapping[nn.Module, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Call other functions in the place of layers' forwards, inside the block; hooks still run."""
+    for layer, forward in forwards.items():
+        # in the instance's own dictionary, where it comes before the class's `forward`
+        layer.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for layer in forwards:
+            del layer.__dict__["forward"]
+
+
 # ---- batch normalization ---------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _StackedForward:
-    """The forward of one BN layer for all clients at once: one call that takes their channels side by side."""
-
-    layer: _BatchNorm
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        layer = self.layer
-        moving = layer.training and layer.track_running_stats
-        statistics = [layer.running_mean, layer.running_var] if moving or not layer.training else [None, None]
-        entries = [*statistics, layer.weight, layer.bias]
-        values, dim = unwrapped(inputs)
-        if dim is None or not all(_is_stacked(value) for value in entries):
-            alone: Tensor = type(layer).forward(layer, inputs)
-            return alone
-        layer._check_input_dim(inputs)
-        if moving and layer.num_batches_tracked is not None:
-            layer.num_batches_tracked.add_(1)
-        by_client = values.movedim(dim, 1)
-        mean, variance, weight, bias = (_in_a_row(value) for value in entries)
-        of_batch, momentum = layer.training or mean is None, layer.momentum or 0.0
-        outputs = F.batch_norm(by_client.flatten(1, 2), mean, variance, weight, bias, of_batch, momentum, layer.eps)
-        return wrapped_images(outputs.view_as(by_client))
-
-
-def _is_stacked(value: Tensor | None) -> bool:
-    return value is None or unwrapped(value)[1] is not None
+def _normalized(layer: _BatchNorm, inputs: Tensor) -> Tensor:
+    """Take all clients through one BN layer at once: one call that takes their channels side by side."""
+    moving = layer.training and layer.track_running_stats
+    statistics = [layer.running_mean, layer.running_var] if moving or not layer.training else [None, None]
+    entries = [*statistics, layer.weight, layer.bias]
+    values, dim = unwrapped(inputs)
+    if dim is None or not all(value is None or unwrapped(value)[1] is not None for value in entries):
+        alone: Tensor = type(layer).forward(layer, inputs)
+        return alone
+    layer._check_input_dim(inputs)
+    if moving and layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+    by_client = values.movedim(dim, 1)
+    mean, variance, weight, bias = (_in_a_row(value) for value in entries)
+    of_batch, momentum = layer.training or mean is None, layer.momentum or 0.0
+    outputs = F.batch_norm(by_client.flatten(1, 2), mean, variance, weight, bias, of_batch, momentum, layer.eps)
+    return wrapped_images(outputs.view_as(by_client))
 
 
 def _in_a_row(value: Tensor | None) -> Tensor | None:
@@ -109,21 +112,13 @@ class StackedBatchNorm:
             and is_available()
         ]
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
+    def used(self) -> AbstractContextManager[None]:
         """Call each layer once for all clients, inside the block and inside `vmap`.
 
         A layer whose `forward` somebody else has replaced stays as it is.
         """
         layers = [layer for layer in self._layers if "forward" not in layer.__dict__]
-        for layer in layers:
-            # in the instance's own dictionary, where it comes before the class's `forward`
-            layer.__dict__["forward"] = _StackedForward(layer)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                del layer.__dict__["forward"]
+        return _forwards({layer: partial(_normalized, layer) for layer in layers})
 
 
 @dataclass(frozen=True)
@@ -184,13 +179,10 @@ class ImageOrder:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Keep gradients in order, inside the block and inside `vmap`."""
-        with ExitStack() as hooks:
+        # a pool's own forward would loop over the clients, and warn of it
+        with _forwards(dict.fromkeys(self._pools, _mean)), ExitStack() as hooks:
             for layer in self._activations:
                 hooks.callback(layer.register_forward_hook(_keep_order).remove)
-            for pool in self._pools:
-                # torch's own forward would loop over the clients, and warn of it
-                pool.__dict__["forward"] = _mean
-                hooks.callback(pool.__dict__.pop, "forward")
             yield
 
 
@@ -237,53 +229,21 @@ class Dropouts:
 
     def __init__(self, structure: nn.Module) -> None:
         layers = [layer for layer in structure.modules() if isinstance(layer, _DropoutNd) and layer.training]
-        self._layers = [layer for layer in layers if type(layer) in _MASKING and layer.p > 0]
+        self._layers = [layer for layer in layers if type(layer) in _MASKING and layer.p > 0 and is_available()]
 
-    @contextmanager
-    def drawing(self, streams: Sequence[OwnRandomness]) -> Iterator[None]:
+    def drawing(self, streams: Sequence[OwnRandomness]) -> AbstractContextManager[None]:
         """Draw the mask of row i of a layer's inputs from stream i, inside the block."""
-        try:
-            for layer in self._layers:
-                # in the instance's own dictionary, where it comes before the class's `forward`; hooks still run
-                layer.__dict__["forward"] = _OwnMasks(layer, streams)
-            yield
-        finally:
-            for layer in self._layers:
-                layer.__dict__.pop("forward", None)
+        return _forwards({layer: partial(_masked, layer, streams) for layer in self._layers})
 
 
-class _OwnMasks:
-    """The forward of a dropout layer for all clients at once."""
-
-    def __init__(self, layer: nn.Module, streams: Sequence[OwnRandomness]) -> None:
-        self._layer, self._streams = layer, streams
-        self._in_place = bool(layer.inplace)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        masks: Tensor = _Masks.apply(inputs.detach(), self._layer, self._streams)
-        return inputs.mul_(masks) if self._in_place else inputs * masks
-
-
-class _Masks(torch.autograd.Function):
-    """The masks of all clients: what the layer makes of ones, client by client."""
-
-    @staticmethod
-    def forward(inputs: Tensor, layer: nn.Module, streams: Sequence[OwnRandomness]) -> Tensor:
-        """Refuse: masks are only drawn for stacked clients."""
-        raise RuntimeError("masks are only drawn for stacked clients")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep nothing: masks have no gradient."""
-
-    @staticmethod
-    def vmap(
-        info: Any, dims: tuple[int | None, ...], inputs: Tensor, layer: nn.Module, streams: Sequence[OwnRandomness]
-    ) -> tuple[Tensor, int]:
-        """Draw a mask for one client after another."""
-        rows = inputs.movedim(dims[0] or 0, 0)
-        masks = []
+def _masked(layer: _DropoutNd, streams: Sequence[OwnRandomness], inputs: Tensor) -> Tensor:
+    """Multiply the inputs of all clients by what the layer makes of ones, client by client."""
+    values, dim = unwrapped(inputs.detach())
+    rows = values.expand(len(streams), *values.shape) if dim is None else values.movedim(dim, 0)
+    drawn = []
+    with outside_of_vmap():
         for row, stream in zip(rows, streams, strict=True):
             with stream.drawing():
-                masks.append(type(layer).forward(layer, torch.ones_like(row)))
-        return torch.stack(masks), 0
+                drawn.append(type(layer).forward(layer, torch.ones_like(row)))
+    masks = wrapped(torch.stack(drawn), 0)
+    return inputs.mul_(masks) if layer.inplace else inputs * masks
