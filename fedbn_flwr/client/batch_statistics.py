@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import norm
-from fedbn_flwr.norm.batch import channel_axes
+from fedbn_flwr.norm.layers import channel_axes
 
 
 class BatchStatistics:

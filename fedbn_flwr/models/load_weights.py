@@ -2,31 +2,24 @@
 
 import pickle
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.plugins import extra
 
-_SHOWN = 3  # of a list of mismatches
+#: characters of torch's list of mismatches
+MOST_TOLD = 300
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
     """Load a safetensors file or a torch state dict, which must fit the model name by name."""
     state = _read(path)
-    expected = model.state_dict()
-    missing = [key for key in expected if key not in state]
-    unknown = [key for key in state if key not in expected]
-    misshapen = [
-        f"{key} {tuple(state[key].shape)} for {tuple(expected[key].shape)}"
-        for key in expected
-        if key in state and state[key].shape != expected[key].shape
-    ]
-    problems = {"without": missing, "with unknown": unknown, "of another shape:": misshapen}
-    misfits = [f"{label} {_first(keys)}" for label, keys in problems.items() if keys]
-    if misfits:
-        raise ValueError(f"{path} does not fit the model: {'; '.join(misfits)}")
-    model.load_state_dict(state)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit the model: {shorten(str(error), MOST_TOLD)}") from error
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -52,8 +45,3 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise ValueError(str(error)) from error
-
-
-def _first(keys: list[str]) -> str:
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(keys[:_SHOWN]) + more

@@ -1,15 +1,16 @@
 """The register of models, by the name that `--model` takes, and building one: same seed, same weights."""
 
+import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from fedbn_flwr import norm as norms
-from fedbn_flwr.models.custom import custom_model
 from fedbn_flwr.models.load_weights import load_weights
 from fedbn_flwr.plugins import Named, add, did_you_mean
 from fedbn_flwr.randomness import derive
@@ -90,10 +91,44 @@ def build(
 
 def _maker(name: str, image_size: int) -> Make:
     if isinstance(name, Named) or ":" in name:
-        return custom_model(name)
+        return _custom_model(name)
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; {did_you_mean(name, MODELS, 'or package.module:function')}")
     entry = MODELS[name]
     if image_size < entry.smallest or (entry.largest is not None and image_size > entry.largest):
         raise ValueError(f"model {name!r} cannot take {image_size}x{image_size} images; it takes those {entry.sizes()}")
     return entry.make
+
+
+def _custom_model(spec: str) -> Callable[[int, int, int], nn.Module]:
+    """The function or class that `spec` names, called with those of the three arguments it accepts."""
+    factory = spec.target if isinstance(spec, Named) else _named(spec)
+
+    def make(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
+        offered = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
+        model = factory(**_accepted(factory, offered))
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model {spec!r} returned a {type(model).__name__}, not a torch.nn.Module")
+        return model
+
+    return make
+
+
+def _named(spec: str) -> Callable[..., Any]:
+    module_name, _, function_name = spec.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"model {spec!r}: cannot import {module_name!r}: {error}") from error
+    factory = getattr(module, function_name, None)
+    if not callable(factory):
+        raise ValueError(f"model {spec!r}: module {module_name!r} has no function {function_name!r}")
+    return factory  # type: ignore[no-any-return]
+
+
+def _accepted(factory: Callable[..., Any], offered: dict[str, int]) -> dict[str, int]:
+    parameters = inspect.signature(factory).parameters
+    # Behind **options, model libraries (torchvision, timm) know the number of classes, but not the others.
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    names = {*parameters, "num_classes"} if open_ended else set(parameters)
+    return {name: value for name, value in offered.items() if name in names}

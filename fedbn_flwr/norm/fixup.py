@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.norm.registry import register_norm
-from fedbn_flwr.norm.substitute import NORMALIZERS, substitute
+from fedbn_flwr.norm.substitute import NORMALIZERS, register_norm, substitute
 from fedbn_flwr.plugins import extra
 
 

@@ -6,14 +6,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.norm.batch import BatchNorm
 from fedbn_flwr.norm.convolutions import standardized
-from fedbn_flwr.norm.group import GroupNorm
-from fedbn_flwr.norm.hybrid import HybridBatchNorm
-from fedbn_flwr.norm.registry import NORMS, register_norm
-from fedbn_flwr.norm.renorm import BatchRenorm
-from fedbn_flwr.norm.static import StaticBatchNorm
-from fedbn_flwr.norm.substitute import Slot, substitute, swap_normalizers
+from fedbn_flwr.norm.layers import BatchNorm, BatchRenorm, GroupNorm, HybridBatchNorm, StaticBatchNorm
+from fedbn_flwr.norm.substitute import NORMS, Slot, register_norm, substitute, swap_normalizers
 from fedbn_flwr.plugins import did_you_mean
 
 

@@ -1,4 +1,4 @@
-"""FedWon's networks: no normalizers, and scaled weight standardization of every convolution."""
+"""Networks without normalizers, and FedWon's, with scaled weight standardization of every convolution."""
 
 import logging
 import math
@@ -8,9 +8,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.norm.convolutions import standardized
-from fedbn_flwr.norm.no_norm import remove_normalizers
-from fedbn_flwr.norm.registry import register_norm
-from fedbn_flwr.norm.substitute import substitute
+from fedbn_flwr.norm.substitute import Slot, register_norm, substitute, swap_normalizers
 from fedbn_flwr.norm.trace import Activation, Wiring, wiring
 
 GAINS = ("constant", "learnable")
@@ -75,3 +73,30 @@ def _wiring(model: nn.Module) -> Wiring:
         log.warning("residual branches are not scaled: %s cannot be traced (%s)", type(model).__name__, error)
         names = (name for name, layer in model.named_modules() if isinstance(layer, _ConvNd))
         return Wiring(activations=dict.fromkeys(names, torch.relu))
+
+
+@register_norm("none")
+def remove_normalizers(model: nn.Module) -> nn.Module:
+    """Take every normalizer out; every convolution without a bias gets one, at zero.
+
+    A convolution before a normalizer often has no bias, because beta does its work. Which convolution a
+    normalizer belonged to cannot be told for any model, so all have one afterwards, as in normalizer-free
+    networks (Brock et al. 2021); a model whose normalizers had no beta stays without.
+    """
+    shifted = False
+
+    def drop(slot: Slot) -> nn.Module:
+        nonlocal shifted
+        shifted = shifted or (slot.affine and slot.layer.bias is not None)
+        return nn.Identity()
+
+    model = swap_normalizers(model, drop)
+    if shifted:
+        _give_biases(model)
+    return model
+
+
+def _give_biases(model: nn.Module) -> None:
+    for layer in model.modules():
+        if isinstance(layer, _ConvNd) and layer.bias is None:
+            layer.bias = nn.Parameter(layer.weight.new_zeros(layer.out_channels))

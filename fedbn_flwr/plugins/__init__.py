@@ -1,10 +1,7 @@
 """The common part of the `register_*` functions, and the import of users' modules that call them."""
 
-from fedbn_flwr.plugins.did_you_mean import did_you_mean
-from fedbn_flwr.plugins.extras import MissingExtraError, extra
-from fedbn_flwr.plugins.load import load_plugins
 from fedbn_flwr.plugins.named import Named, fingerprint, is_foreign, is_importable
-from fedbn_flwr.plugins.registry import add, same_definition
+from fedbn_flwr.plugins.registry import MissingExtraError, add, did_you_mean, extra, load_plugins, same_definition
 
 __all__ = [
     "MissingExtraError",

@@ -11,7 +11,7 @@ from math import inf, isfinite
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-from fedbn_flwr.plugins.did_you_mean import did_you_mean
+from fedbn_flwr.plugins.registry import did_you_mean
 
 Value = bool | int | float | str
 #: options that are read before their types are known

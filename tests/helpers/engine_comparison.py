@@ -1,8 +1,7 @@
 """The same run on the sequential engine and on the stacked one, and what both must have in common."""
 
-import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -11,13 +10,12 @@ from unittest import mock
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from torch import Tensor, nn
+from torch import nn
 
 import fedbn_flwr.simulation.stacked.grid as engine
 from fedbn_flwr import state, wire
 from fedbn_flwr.simulation import StackedGrid, train_together
 from fedbn_flwr.simulation.in_process import Config, InProcessGrid
-from fedbn_flwr.simulation.stacked.model import Stack
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import BaseStrategy
 from tests.helpers.harness import Federation, make_model
@@ -215,26 +213,3 @@ def asked(nodes: Federation, instruction: wire.Instruction, **records: Any) -> l
     kind = "train" if instruction.layerwise == "none" else wire.LAYERWISE
     content = {wire.CONFIG: instruction.to_config(), wire.ARRAYS: nodes.initial, **records}
     return [Message(RecordDict(content), node, kind) for node in nodes.grid.get_node_ids()]
-
-
-def assert_as_alone(
-    stack: Stack,
-    losses: Tensor,
-    states: Sequence[Mapping[str, Tensor]],
-    batch: tuple[Tensor, Tensor],
-    loss_function: Callable[[Tensor, Tensor], Tensor],
-    passes: int = 1,
-) -> None:
-    """Check losses, gradients and buffers of a stack, after backward, against each client's model alone."""
-    for client, values in enumerate(states):
-        alone = copy.deepcopy(stack.structure)
-        alone.load_state_dict(values)
-        for _ in range(passes):
-            loss = loss_function(alone(batch[0][client]), batch[1][client])
-        loss.backward()
-        torch.testing.assert_close(losses[client], loss, rtol=1e-12, atol=0)
-        for (name, stacked), parameter in zip(stack.named_parameters(), alone.parameters(), strict=True):
-            assert stacked.grad is not None, name
-            torch.testing.assert_close(stacked.grad[client], parameter.grad, rtol=1e-10, atol=1e-14)
-        for name, buffer in alone.named_buffers():
-            torch.testing.assert_close(dict(stack.named_buffers())[name][client], buffer, rtol=1e-12, atol=0)

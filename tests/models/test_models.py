@@ -144,11 +144,11 @@ def test_starting_from_a_file(tmp_path: Path, suffix: str) -> None:
 def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     torch.save({**build("small-cnn").state_dict(), "extra": torch.ones(1)}, path)
-    with pytest.raises(ValueError, match=r"of another shape: 11\.weight .*10, 32.* for .*7, 32"):
+    with pytest.raises(ValueError, match=r"size mismatch for 11\.weight.*10, 32.*7, 32"):
         build("small-cnn", num_classes=7, init_from=path)
-    with pytest.raises(ValueError, match=r"with unknown extra"):
+    with pytest.raises(ValueError, match=r"Unexpected key.* \"extra\""):
         build("small-cnn", init_from=path)
-    with pytest.raises(ValueError, match=r"without .* and \d+ more"):
+    with pytest.raises(ValueError, match=r"Missing key.*\[\.\.\.\]$"):
         build("resnet20", init_from=path)
 
 
