@@ -16,7 +16,7 @@ from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.replies import NodeReply, Pooled, Refusal, log_refused, read_each
 from fedbn_flwr.transports.message_records import StepPosition
 from fedbn_flwr.transports.message_server import MessageTransport
-from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
+from fedbn_flwr.transports.nodes_transport import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg, Shared

@@ -22,7 +22,7 @@ from fedbn_flwr.transports.message_records import (
     pack_answers,
     read_request,
 )
-from fedbn_flwr.transports.nodes import NodesFailedError, Participant, join_nodes
+from fedbn_flwr.transports.nodes_transport import NodesFailedError, Participant, join_nodes
 from fedbn_flwr.wire.masked import Summed
 
 #: replies by node; a node that did not reply in time is absent

@@ -31,7 +31,7 @@ from fedbn_flwr.transports.message_records import (
     UNREACHABLE,
     read_request,
 )
-from fedbn_flwr.transports.nodes import NodesFailedError, Participant, join_nodes
+from fedbn_flwr.transports.nodes_transport import NodesFailedError, Participant, join_nodes
 from fedbn_flwr.transports.stream_messages import MaskedRequest, NodeRequest, pack_frame
 from fedbn_flwr.transports.stream_server import NodeLink, SideChannel
 from fedbn_flwr.wire import masked

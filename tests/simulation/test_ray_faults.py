@@ -22,7 +22,7 @@ from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.transports.message_records import StepPosition
-from fedbn_flwr.transports.nodes import Participant
+from fedbn_flwr.transports.nodes_transport import Participant
 from tests.helpers.faults import Fault, Faulty, Without, elsewhere, lies
 from tests.helpers.harness import SIZES, Federation
 from tests.helpers.process_per_message import dropout_model, make_client

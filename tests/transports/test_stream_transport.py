@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 from flwr.serverapp import Grid
 
-from fedbn_flwr.transports.nodes import NodesFailedError
+from fedbn_flwr.transports.nodes_transport import NodesFailedError
 from fedbn_flwr.transports.stream_messages import Done, pack_frame
 from fedbn_flwr.transports.stream_server import SideChannel
 from fedbn_flwr.transports.stream_transport import StreamTransport

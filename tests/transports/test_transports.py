@@ -26,11 +26,11 @@ from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.pipe import ObjectPipe
 from fedbn_flwr.simulation.processes.service import WorkerError
 from fedbn_flwr.traffic.counting_grid import CountingGrid, message_sizes
-from fedbn_flwr.transports.local import StackedTransport
 from fedbn_flwr.transports.message_records import StepPosition
 from fedbn_flwr.transports.message_server import MessageTransport
-from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesTransport, Participant
-from fedbn_flwr.transports.workers import WorkerShare, WorkersTransport
+from fedbn_flwr.transports.nodes_transport import LayerwiseGrid, NodesTransport, Participant
+from fedbn_flwr.transports.stacked_transport import StackedTransport
+from fedbn_flwr.transports.workers_transport import WorkerShare, WorkersTransport
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model, make_split, parts
 from tests.helpers.references import Node, mini_batches
 

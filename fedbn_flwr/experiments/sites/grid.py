@@ -9,7 +9,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.experiments.sites.agreement import Agreement, ask_sites, holder, spoken
 from fedbn_flwr.server.passing_grid import PassingGrid
-from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesTransport
+from fedbn_flwr.transports.nodes_transport import LayerwiseGrid, NodesTransport
 
 #: seconds that a site has to describe its data when it comes after round 1
 PATIENCE = 120.0

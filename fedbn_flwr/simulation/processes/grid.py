@@ -18,7 +18,7 @@ from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, StateFolder
 from fedbn_flwr.simulation.processes.service import GridFactory, OwnShare, WorkerError
 from fedbn_flwr.simulation.processes.worker import RemoteWorker, Worker, WorkerDiedError
 from fedbn_flwr.simulation.spill import SpillBuffer
-from fedbn_flwr.transports.workers import WorkersTransport
+from fedbn_flwr.transports.workers_transport import WorkersTransport
 
 AnyWorker = RemoteWorker | OwnShare
 #: starts the worker of a number, with so many threads

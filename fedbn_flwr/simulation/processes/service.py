@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.data import prefetch
 from fedbn_flwr.simulation.processes.averaged_replies import average_replies
-from fedbn_flwr.transports.workers import WorkerShare
+from fedbn_flwr.transports.workers_transport import WorkerShare
 
 #: makes the grid of some partitions' nodes; it is pickled, and called in the worker
 GridFactory = Callable[[Sequence[int]], Grid]

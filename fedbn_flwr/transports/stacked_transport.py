@@ -6,7 +6,7 @@ from flwr.app import Message
 
 from fedbn_flwr.client import Reply
 from fedbn_flwr.layerwise import Answer, Lockstep, Requests, Step, SuspendedStep
-from fedbn_flwr.transports.nodes import Participant
+from fedbn_flwr.transports.nodes_transport import Participant
 
 
 class StackedTransport:

@@ -9,7 +9,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.layerwise import Answer, ExchangeError, OrderError, Requests, join, pool
-from fedbn_flwr.transports.nodes import LayerwiseGrid, NodesTransport, Participant
+from fedbn_flwr.transports.nodes_transport import LayerwiseGrid, NodesTransport, Participant
 
 WorkerT = TypeVar("WorkerT")
 #: asks workers to call a method of `WorkerShare` with a payload each, at the same time; returns what it returned
