@@ -16,8 +16,8 @@ from fedbn_flwr.experiments import resolve
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.experiments.server_side import run
-from fedbn_flwr.transports.stream_node import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE
-from fedbn_flwr.transports.stream_transport import StreamGrid, StreamOptions
+from fedbn_flwr.transports.side_channel_client import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE
+from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
 from tests.helpers.checkout import ROOT
 from tests.helpers.concurrent_nodes import ConcurrentNodes, Site
 from tests.helpers.ports import free_ports
@@ -44,10 +44,10 @@ def measure_streams(options: dict[str, Any], nodes: int, rtt: float) -> dict[str
             way = {CERTIFICATES_VARIABLE: str(server / "ca.crt"), ADDRESS_VARIABLE: f"127.0.0.1:{relay.port}"}
             sites[number] = Site(way, make_client=bound_client_fn(resolve(options).config))
         certificates = (server / "server.key").read_bytes(), (server / "server.crt").read_bytes()
-        channel = StreamOptions(port, f"localhost:{port}", certificates, _ENOUGH, _ENOUGH)
+        channel = SideChannelOptions(port, f"localhost:{port}", certificates, _ENOUGH)
         grid = ConcurrentNodes(nodes, sites)
         try:
-            run(StreamGrid(grid, channel), resolve(options), folder / "results")
+            run(SideChannelGrid(grid, channel), resolve(options), folder / "results")
         finally:
             grid.close()
             for relay in relays:

@@ -1,7 +1,7 @@
-"""A node's gate: what comes in and what leaves passes here, whichever handler, stream or error it goes through.
+"""A node's gate: what comes in and what leaves passes here, whichever handler, carrier or error it goes through.
 
 A node does not trust the server to keep the rules of `fedbn_flwr.secure.masks`. `enter` looks at a message before
-anything is computed, and `Sum` is what the message may take out of the node: one sum, under masks. The node
+anything is computed, and `leave` at the reply: a message takes one sum out of the node, under masks. The node
 
 - has a key for each sum, and forgets it when the sum is opened: no mask is used twice,
 - derives masks from everything that the server sent, in a step from its beginning on: they cancel only among nodes that
@@ -30,10 +30,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, Message
 from fedbn_flwr import wire
 from fedbn_flwr.client.gate_memory import MINIMUM, MINIMUM_VARIABLE, SITE_VARIABLE, SumMemory
 from fedbn_flwr.secure import NotEncodableError, Participants, ProtocolError, masks
-from fedbn_flwr.secure.fixed_point import Limbs
 from fedbn_flwr.state.records import view_array
 from fedbn_flwr.wire import masked
-from fedbn_flwr.wire.masked import Form, Terms
+from fedbn_flwr.wire.masked import Terms
 from fedbn_flwr.wire.site_data import SITE_DATA, without_numbers
 
 _SIGNED = b"fedbn-flwr key of a sum "
@@ -76,17 +75,27 @@ def leave(reply: RecordDict, message: Message, context: Context) -> RecordDict:
         return without_numbers(reply)
     if masked.is_control(message) or not masked.needs_masks(reply):
         return masked.control_reply(reply)
+    memory, asked = SumMemory(context), Asked.read(message.content[masked.SECURE])
+    if masks.public_key(memory["private"]) != asked.key_of(context.node_id):
+        raise ProtocolError("another message has used the key of this one")
+    private = memory["private"]
+    memory.update(pending=b"", **memory.entered, current=private, private=masks.new_private_key())
+    among, form, numbers = asked.participants(memory), *masked.to_numbers(reply, asked.terms)
     # a sum of an exchange needs all nodes, so nothing is ever opened
-    taken, own = Sum(message.content, context), b"" if masked.REQUEST in reply else masks.own_seed()
-    form, hidden = taken.hide(reply, own)
+    own = b"" if masked.REQUEST in reply else masks.own_seed()
+    try:
+        hidden = masks.mask(numbers, context.node_id, private, among, own)
+    except NotEncodableError as error:
+        raise NotEncodableError(f"what it would send {error}") from None
     content: dict[str, Any] = {"form": form.pack(), "partition": masked.partition_of(reply)}
-    if own:
-        shares = taken.await_opening(own, masked.kind_of(message))
+    if own:  # nothing else of this kind leaves in the round
+        memory.update(pending=among.digest, **{f"step {masked.kind_of(message)}": [memory["round"], _LAST, 0]})
+        shares = masks.seal_shares(own, context.node_id, private, among)
         content |= {"shares": [each.sealed for each in shares], "commitments": [each.commitment for each in shares]}
     return RecordDict(
         {
             masked.MASKED: ArrayRecord({"sum": Array(hidden)}),
-            f"{masked.MASKED}-form": ConfigRecord({**content, **_next_key(taken.memory)}),
+            f"{masked.MASKED}-form": ConfigRecord({**content, **_next_key(memory)}),
         }
     )
 
@@ -98,48 +107,6 @@ def answer_query(message: Message, context: Context) -> RecordDict:
         return _open(Asked.read(record), memory, context.node_id)
     memory.update(private=masks.new_private_key())
     return RecordDict({masked.MASKED: ConfigRecord(_next_key(memory))})
-
-
-class Sum:
-    """The sum that a message takes out of the node; in a step without messages, one for each exchange, too."""
-
-    def __init__(self, content: RecordDict, context: Context) -> None:
-        self.memory, self._node = SumMemory(context), context.node_id
-        self._asked = Asked.read(content[masked.SECURE])
-        if self.memory.get("label", b"") != self.memory.entered["label"]:  # the first that leaves for this message
-            if masks.public_key(self.memory["private"]) != self._asked.key_of(self._node):
-                raise ProtocolError("another message has used the key of this one")
-            keys = {"current": self.memory["private"], "private": masks.new_private_key()}
-            self.memory.update(pending=b"", **{"heard": b"", **self.memory.entered}, **keys)
-        self.memory.hear(self.memory.entered.get("heard", b""))
-        self._exchanges = 0
-
-    def hear(self, answer: bytes) -> None:
-        """Take up what the server answers in a step without messages: all later masks depend on it."""
-        self.memory.hear(hashlib.sha256(self.memory.get("heard", b"") + hashlib.sha256(answer).digest()).digest())
-
-    def hide(self, content: RecordDict, own: bytes) -> tuple[Form, Limbs]:
-        """Return the form and the numbers of what leaves, under masks."""
-        return self._hide(content, 0, own)
-
-    def hide_request(self, request: RecordDict) -> tuple[Form, Limbs]:
-        """Return the form and the numbers of the next request of a step without messages, under masks."""
-        self._exchanges += 1
-        return self._hide(request, self._exchanges, b"")
-
-    def await_opening(self, own: bytes, kind: str) -> list[masks.Share]:
-        """Return shares of the node's own mask; nothing else of this kind leaves in the round."""
-        among = self._asked.participants(self.memory)
-        self.memory.update(pending=among.digest, **{f"step {kind}": [self.memory["round"], _LAST, 0]})
-        return masks.seal_shares(own, self._node, self.memory["current"], among)
-
-    def _hide(self, content: RecordDict, exchange: int, own: bytes) -> tuple[Form, Limbs]:
-        form, numbers = masked.to_numbers(content, self._asked.terms)
-        try:
-            among = self._asked.participants(self.memory, exchange)
-            return form, masks.mask(numbers, self._node, self.memory["current"], among, own)
-        except NotEncodableError as error:
-            raise NotEncodableError(f"what it would send {error}") from None
 
 
 @dataclass(frozen=True)
@@ -178,10 +145,9 @@ class Asked:
         """Return a node's key; ProtocolError if the node is no participant."""
         return Participants(b"", self.nodes, self.keys).key_of(node)
 
-    def participants(self, memory: SumMemory, exchange: int = 0) -> Participants:
-        """Return the nodes of the sum, or of an exchange; what names it is made of all that the server sent."""
-        label = memory["label"] + memory.get("heard", b"") + exchange.to_bytes(8, "big")
-        return Participants(label, self.nodes, self.keys)
+    def participants(self, memory: SumMemory) -> Participants:
+        """Return the nodes of the sum; what names it is made of all that the server sent."""
+        return Participants(memory["label"], self.nodes, self.keys)
 
 
 def _open(asked: Asked, memory: SumMemory, node: int) -> RecordDict:
@@ -247,7 +213,7 @@ def _digest(content: Mapping[str, Any]) -> bytes:
                 values = np.ascontiguousarray(view_array(array))
                 whole.update(repr((name, key, values.dtype.str, values.shape)).encode())
                 whole.update(values.reshape(-1).view(np.uint8).data)
-        elif name != masked.SIDE_CHANNEL:
+        else:
             whole.update(repr((name, sorted(record.items()))).encode())
     return whole.digest()
 

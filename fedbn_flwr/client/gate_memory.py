@@ -64,11 +64,6 @@ class SumMemory:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(self._path, pack_records(RecordDict({_SUMS: record})), durable=True)
 
-    def hear(self, heard: bytes) -> None:
-        """Note what the server has answered since the message at hand, until that is answered."""
-        self._values["heard"] = heard
-        self.enter(**{**self.entered, "heard": heard})
-
     def enter(self, **values: Any) -> None:
         """Note what is to be remembered as soon as something leaves in answer to the message at hand."""
         self.entered = values

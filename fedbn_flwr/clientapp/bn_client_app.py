@@ -23,7 +23,8 @@ from fedbn_flwr.layerwise.shared_statistics import UnlikeBatchNormError
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.secure import NotEncodableError, ProtocolError
 from fedbn_flwr.state.records import array_records
-from fedbn_flwr.transports.node import handle_layerwise_message
+from fedbn_flwr.transports.message_client import handle_layerwise_message
+from fedbn_flwr.transports.side_channel_client import is_by_channel, take_step_by_channel
 from fedbn_flwr.wire import Instruction, masked
 from fedbn_flwr.wire.packed import PACKED, with_content
 from fedbn_flwr.wire.packed import pack as pack_arrays
@@ -54,6 +55,11 @@ class NodeApp(ClientApp):
         return with_content(reply, pack_arrays(reply.content)) if packed and reply.has_content() else reply
 
     def _answer(self, message: Message, context: Context) -> Message:
+        if is_by_channel(message):
+            return take_step_by_channel(message, context, self._answer_message)
+        return self._answer_message(message, context)
+
+    def _answer_message(self, message: Message, context: Context) -> Message:
         if not is_closed(message):
             return ClientApp.__call__(self, message, context)
         try:

@@ -20,7 +20,7 @@ from fedbn_flwr.client import Reply
 from fedbn_flwr.client.lost_state import has_all, lacking_reply
 from fedbn_flwr.client.own_loop_client import Handler, OwnLoopClient
 from fedbn_flwr.clientapp.bn_client_app import NodeApp, pack, unpack
-from fedbn_flwr.transports.node import handle_layerwise_message
+from fedbn_flwr.transports.message_client import handle_layerwise_message
 
 Decorator = Callable[[Handler], Handler]
 

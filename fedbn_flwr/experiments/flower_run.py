@@ -19,7 +19,7 @@ from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.packing_grid import PackingGrid
 from fedbn_flwr.strategies import Layerwise
-from fedbn_flwr.transports.stream_transport import StreamGrid, StreamOptions
+from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
 
 #: where a deployment's server keeps the results of its runs, each in a folder of the run's number
 RESULTS_VARIABLE = "FEDBN_FLWR_RESULTS"
@@ -72,12 +72,11 @@ def with_side_channel(grid: Grid, experiment: Experiment) -> Grid:
     config = experiment.config
     if not issubclass(experiment.strategy_class, Layerwise):
         return grid
-    waits = config.connect_timeout, config.exchange_timeout or config.timeout
     try:
-        options = StreamOptions.of(config.exchange_port, config.exchange_address, *waits)
+        options = SideChannelOptions.of(config.exchange_port, config.exchange_address, config.connect_timeout)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return grid if options is None else StreamGrid(grid, options)
+    return grid if options is None else SideChannelGrid(grid, options)
 
 
 def warn_of_small_batches(experiment: Experiment) -> None:

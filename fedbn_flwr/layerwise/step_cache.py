@@ -30,6 +30,9 @@ class StepCache:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
     def make_room(self, steps: int) -> None:
         """Raise `max_steps` to at least this number: one step for each client of a process."""
         self.max_steps = max(self.max_steps, steps)

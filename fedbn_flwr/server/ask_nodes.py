@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from logging import WARNING
 from typing import Protocol, runtime_checkable
+from uuid import uuid4
 
 from flwr.app import Message
 from flwr.common import log
@@ -46,6 +47,12 @@ def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: flo
         time.sleep(poll)
         poll = min(poll * 1.5, 1.0)
     return replies
+
+
+def identify(message: Message) -> str:
+    """Give a message the id that it otherwise gets on its way."""
+    message.metadata.__dict__["_message_id"] = str(uuid4())
+    return message.metadata.message_id
 
 
 def question_of(reply: Message, nodes: dict[str, int]) -> str:

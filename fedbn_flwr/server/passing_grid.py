@@ -16,10 +16,9 @@ class PassingGrid(Grid):
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
-    @property
-    def masks_steps(self) -> bool:
-        """Whether a layer-wise step without messages can be under masks."""
-        return getattr(self._grid, "masks_steps", False)
+    def end_attempt(self) -> bool:
+        """End an attempt at a layer-wise step, and return whether its nodes forget the step without a message."""
+        return isinstance(self._grid, PassingGrid) and self._grid.end_attempt()
 
     def set_run(self, run: "Run") -> None:
         """Pass on."""

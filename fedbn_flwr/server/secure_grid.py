@@ -73,25 +73,6 @@ class SecureGrid(PassingGrid):
         """Refuse: what is pulled later would be replies of single nodes."""
         raise RuntimeError("with secure=true, nodes are asked by `send_and_receive`, which returns a mean of replies")
 
-    def open_step(self, messages: Sequence[Message]) -> "MaskedStep | None":
-        """Open a layer-wise step without messages, of which the server sees sums; None where the grid has none."""
-        if not self.masks_steps:
-            return None
-        sent = {message.metadata.dst_node_id: message for message in messages}
-        if self._meet(sent, self._timeout):
-            return None  # the step by messages names the nodes
-        asked = self._begin_sum(sent, tuple(sent))
-        grid: Any = self._grid
-        step = grid.open_step(messages)
-
-        def opened(replies: Sequence[Message]) -> list[Message]:
-            named = ((reply.metadata, reply) for reply in replies)
-            by_node = {ids.get(each.reply_to_message_id, each.src_node_id): reply for each, reply in named}
-            return list(self._sum(sent, tuple(sent), asked, by_node, {}, self._timeout).values())
-
-        ids = {message.metadata.message_id: node for node, message in sent.items()}
-        return None if step is None else MaskedStep(step, opened)
-
     def ask(self, messages: Sequence[Message], timeout: float) -> dict[int, Message]:
         """Return the mean of the nodes' replies, by the first of the nodes, and errors by node.
 
@@ -106,25 +87,13 @@ class SecureGrid(PassingGrid):
         sent = {message.metadata.dst_node_id: message for message in messages}
         refused = self._meet(sent, timeout)
         nodes = tuple(node for node in sent if node not in refused)
-        if refused and messages[0].metadata.message_type == wire.LAYERWISE:
+        is_step = messages[0].metadata.message_type == wire.LAYERWISE
+        if refused and is_step:
             raise SumFailedError(refused)  # before the others have taken a mini-batch for nothing
         if not nodes:
             return self._errors(sent, refused)
         asked = self._begin_sum(sent, nodes)
         replies = ask_nodes(self._grid, [sent[node] for node in nodes], timeout)
-        return self._sum(sent, nodes, asked, replies, refused, timeout)
-
-    def _sum(
-        self,
-        sent: Mapping[int, Message],
-        nodes: tuple[int, ...],
-        asked: Mapping[str, Any],
-        replies: Mapping[int, Message],
-        refused: dict[int, str],
-        timeout: float,
-    ) -> dict[int, Message]:
-        """Return the mean of the replies that count, and errors."""
-        is_step = sent[nodes[0]].metadata.message_type == wire.LAYERWISE
         sign = masked.LACKS_ARRAYS if is_step else wire.LACKS_STATE
         heard = _read(nodes, replies, refused, lambda node, content: self._read_reply(node, content, len(nodes), sign))
         parts = _of_one_form({node: each for node, each in heard.items() if each}, refused)
@@ -265,38 +234,6 @@ class SecureGrid(PassingGrid):
             node: Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=sent[node])
             for node, reason in reasons.items()
         }
-
-
-class MaskedStep:
-    """A layer-wise step of another grid, whose exchanges are sums; `opened` makes one reply of all."""
-
-    def __init__(self, step: Any, opened: Callable[[Sequence[Message]], list[Message]]) -> None:
-        self._step, self._opened = step, opened
-        self.advance, self.abandon = step.advance, step.abandon
-
-    @property
-    def participants(self) -> Any:
-        """The participants: one, in the place of all."""
-        return self._step.participants
-
-    def replies(self) -> list[Message]:
-        """Return the mean of the nodes' replies, and errors."""
-        return self._opened(self._step.replies())
-
-
-def sum_exchange(requests: Mapping[int, Any]) -> Summed:
-    """Return the mean of requests under masks, given by node with `form`, `partition` and `hidden`.
-
-    SumFailedError names the nodes whose requests do not fit.
-    """
-    parts, unread = read_each(
-        requests.items(), lambda _, each: _MaskedReply(_fitting(each.form, each.hidden), each.partition, each.hidden)
-    )
-    refused = {each.node: each.reason for each in unread}
-    _of_one_form(parts, refused)
-    if refused:
-        raise SumFailedError(refused)
-    return _mean(parts, sum_of(part.hidden for part in parts.values()))
 
 
 def _of_round(message: Message, records: Mapping[str, Any]) -> RecordDict:

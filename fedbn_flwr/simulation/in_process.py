@@ -7,7 +7,6 @@ from functools import cached_property
 from logging import INFO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
-from uuid import uuid4
 
 from flwr.app import ArrayRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
@@ -17,6 +16,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, pack, unpack
+from fedbn_flwr.server.ask_nodes import identify
 from fedbn_flwr.simulation.node_contexts import Contexts
 from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.state import State
@@ -257,12 +257,6 @@ def changes_nothing(client: BNClient) -> bool:
 def in_portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
     """Cut a sequence into parts of at most `PORTION` items."""
     return (items[start : start + PORTION] for start in range(0, len(items), PORTION))
-
-
-def identify(message: Message) -> str:
-    """Give a message the id that it otherwise gets on its way."""
-    message.metadata.__dict__["_message_id"] = str(uuid4())
-    return message.metadata.message_id
 
 
 def _copy(message: Message) -> Message:

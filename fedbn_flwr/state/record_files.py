@@ -15,9 +15,14 @@ def pack_records(records: RecordDict) -> bytes:
     return bytes(recorddict_to_proto(records).SerializeToString())
 
 
+def unpack_records(content: bytes) -> RecordDict:
+    """Return the records of these bytes; an error if they have none."""
+    return recorddict_from_proto(ProtoRecordDict.FromString(content))
+
+
 def read_records(path: Path) -> RecordDict:
     """Return the records of a file."""
-    return recorddict_from_proto(ProtoRecordDict.FromString(path.read_bytes()))
+    return unpack_records(path.read_bytes())
 
 
 def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:

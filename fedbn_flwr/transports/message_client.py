@@ -42,13 +42,20 @@ LayerwiseClient = BNClient | OwnLoopClient
 ClientFunction = Callable[[Context], LayerwiseClient]
 
 
-def take_exchange(
-    content: RecordDict, context: Context, make_client: ClientFunction, position: StepPosition, log: "StepLog"
-) -> Reply:
-    """Take the node's step to its next exchange, and reply with its request; at the end of the step, with its model."""
+def handle_layerwise_message(content: RecordDict, context: Context, make_client: ClientFunction) -> Reply:
+    """Answer a message of a layer-wise step: with the client's next request, and at the end of the step with its model.
+
+    The server may also ask the node to forget the step.
+    """
+    position = StepPosition.of(content)
+    if position.phase == "abandon":
+        forget_step(context)
+        return Reply(0, {})
     config: Any = content[wire.CONFIG]
-    node = context.run_id, context.node_id
-    held = _take_held(node, (log.attempt, position.index - 1))
+    # to make the client may import the module that registers a rule: until then, fields alone
+    fields = Instruction.from_config(config)
+    log = StepLog(Memory(context.state), f"{fields.server_round}.{position.attempt}", fields.replay_limit)
+    held = _take_held(context, (log.attempt, position.index - 1))
     log.add(content)
     if held is not None:
         held.client.memory.attach(context.state)
@@ -66,17 +73,24 @@ def take_exchange(
         log.clear()
         return outcome.result
     held.place = log.attempt, position.index
-    STEPS.keep(node, held)
+    STEPS.keep(_key(context), held)
     return add_request(held.client.reply({}, read_instruction(config), {}), outcome)
 
 
-def forget_step(context: Context, log: "StepLog") -> Reply:
+def forget_step(context: Context) -> None:
     """Abandon the node's step, and forget what it has kept to replay it."""
-    held = STEPS.take((context.run_id, context.node_id))
-    if held is not None:
+    if held := STEPS.take(_key(context)):
         held.abandon()
-    log.clear()
-    return Reply(0, {})
+    Memory(context.state).forget(_PREFIX)
+
+
+def holds_step(context: Context) -> bool:
+    """Return whether a step of the node waits in this process."""
+    return _key(context) in STEPS
+
+
+def _key(context: Context) -> tuple[int, int]:
+    return context.run_id, context.node_id
 
 
 def train(
@@ -94,9 +108,9 @@ def add_request(reply: Reply, request: Requests) -> Reply:
     return reply
 
 
-def _take_held(node: tuple[int, int], place: tuple[str, int]) -> "HeldStep | None":
+def _take_held(context: Context, place: tuple[str, int]) -> "HeldStep | None":
     """Return the node's suspended step if it waits at this place; a step that waits elsewhere is abandoned."""
-    step = STEPS.take(node)
+    step = STEPS.take(_key(context))
     if isinstance(step, HeldStep) and step.place == place:
         return step
     if step is not None:

@@ -7,8 +7,8 @@ A message holds
 - ConfigRecord `position`: `phase`, `attempt`, `index` (see `StepPosition`),
 - ArrayRecord `answers`, in the phase `exchange`: by their number, the answers that the node does not have yet,
 - with it a ConfigRecord `answers-counts`: how many values are behind an answer,
-- ConfigRecord `side-channel`, where the whole step is taken over one (see `stream_node.py`): its `address` and the
-  node's `token`. The one reply is that of the end of the step.
+- ConfigRecord `side-channel` in the first message of a step whose other messages go over one (see
+  `side_channel_client.py`): its `address` and the node's `token`.
 
 At the end of the step, a reply is that of plain training. Before, a reply holds
 
@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.layerwise import Answer, Kind, Requests
@@ -31,9 +31,9 @@ from fedbn_flwr.layerwise.exchange import MOST
 from fedbn_flwr.wire import masked
 
 ANSWERS, COUNTS = "answers", "answers-counts"
-POSITION, REQUEST, SIDE_CHANNEL = masked.POSITION, masked.REQUEST, masked.SIDE_CHANNEL
+POSITION, REQUEST = masked.POSITION, masked.REQUEST
 LACKS_ARRAYS = masked.LACKS_ARRAYS
-ADDRESS, TOKEN = "address", "token"
+SIDE_CHANNEL, ADDRESS, TOKEN = "side-channel", "address", "token"
 UNREACHABLE, OVER = "unreachable", "over"
 
 #: wait at an exchange; forget the step
@@ -85,17 +85,6 @@ def read_answers(content: Mapping[str, Any]) -> dict[str, Answer]:
 def request_report(request: Requests) -> dict[str, Any]:
     """Return what a reply's report says of its request."""
     return {"kind": request.kind, "count": request.counts[0]}
-
-
-def pack_request(request: Requests, num_examples: int) -> RecordDict:
-    """Return what a reply holds of a client's request."""
-    return RecordDict(
-        {
-            REQUEST: state.to_record({request.layer: request.tensor[0]}),
-            wire.METRICS: MetricRecord({wire.NUM_EXAMPLES: num_examples}),
-            wire.REPORT: ConfigRecord(request_report(request)),
-        }
-    )
 
 
 def read_request(content: Mapping[str, Any]) -> Requests:

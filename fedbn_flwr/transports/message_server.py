@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.server.ask_nodes import ask_nodes
+from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.server.replies import Expected, leave_out, log_refused, parse_replies, read_each
 from fedbn_flwr.server.secure_grid import SumFailedError
 from fedbn_flwr.transports.message_records import (
@@ -79,13 +80,19 @@ class MessageTransport:
 
     def replies(self) -> list[Message]:
         """Return the nodes' final replies."""
+        self._end_attempt()
         return self._final
 
     def abandon(self) -> None:
         """Let nodes forget the step; a node that is about to start again is spared the message."""
+        if self._end_attempt():
+            return
         nodes = self._answering if self.is_last_attempt else self._answering & self._failed
         if messages := self._messages(StepPosition("abandon", self.attempt), nodes, {}):
             ask_nodes(self.grid, messages, min(self.timeout, _ABANDON_TIMEOUT))
+
+    def _end_attempt(self) -> bool:
+        return isinstance(self.grid, PassingGrid) and self.grid.end_attempt()
 
     def _ask(self) -> Replies:
         """Send the latest answer and wait for the replies; a node that lacks arrays is sent everything again."""

@@ -55,7 +55,7 @@ from fedbn_flwr.wire.site_data import SITE_DATA
 SECURE, MASKED = "secure", "masked"
 #: asks for a node's public key, or for what takes away masks that do not cancel
 SECURE_QUERY = "query.secure"
-REQUEST, POSITION, SIDE_CHANNEL = "request", "position", "side-channel"
+REQUEST, POSITION = "request", "position"
 #: in a report: the node must be sent the arrays of its layer-wise step again
 LACKS_ARRAYS = "lacks-arrays"
 #: messages whose answers hold no numbers of a node's data, or none under `secure`
@@ -63,7 +63,7 @@ CONTROL = (DESCRIBE, SITE_DATA, SECURE_QUERY)
 #: by what arrays are weighted
 WEIGHTINGS = ("examples", "uniform", "tally")
 #: what a reply's report may say in the clear: there is no number in it
-_CLEAR = ("lacks-state", LACKS_ARRAYS, "unreachable", "over", "parameters", "bn-entries", OBEYED)
+_CLEAR = ("lacks-state", LACKS_ARRAYS, "parameters", "bn-entries", OBEYED)
 
 Numbers = NDArray[np.float64]
 

@@ -13,13 +13,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import wire
-from fedbn_flwr.client import gate
 from fedbn_flwr.client.gate_memory import MINIMUM_VARIABLE, SITE_VARIABLE, SumMemory
 from fedbn_flwr.client.node_memory import STATE_VARIABLE
 from fedbn_flwr.clientapp.bn_client_app import NodeApp
 from fedbn_flwr.secure import Participants, decode, masks
 from fedbn_flwr.secure.fixed_point import sum_of
 from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.transports.message_records import SIDE_CHANNEL
 from fedbn_flwr.wire import masked
 from fedbn_flwr.wire.masked import Terms
 
@@ -371,23 +371,19 @@ def test_a_node_names_what_the_server_does(name: str) -> None:
 
 def test_a_side_channel_in_a_plain_message_is_no_way_around() -> None:
     server = Server().meet()
-    channel: dict[str, Any] = {masked.SIDE_CHANNEL: ConfigRecord({"address": "x:1", "token": "t"})}
+    channel: dict[str, Any] = {SIDE_CHANNEL: ConfigRecord({"address": "x:1", "token": "t"})}
     server.train(1, server.asked(), 1, **channel)
     with pytest.raises(RefusedError, match=PAST):
         server.train(1, server.asked((1, 2, 3)), 1, **channel)
 
 
 def test_masks_of_nodes_that_were_told_different_things_do_not_cancel() -> None:
-    """Also where nothing is ever opened: in exchanges, and with other tokens of a side channel they do cancel."""
-
     def total(**differs: Any) -> np.ndarray:
         server = Server().meet()
         asked, sums = server.asked(), []
         for node in NODES:
             config = ConfigRecord({"server-round": 1, **{key: value(node) for key, value in differs.items()}})
-            channel = ConfigRecord({"address": "x:1", "token": str(node)})
-            content = {wire.CONFIG: config, masked.SECURE: ConfigRecord(asked), masked.SIDE_CHANNEL: channel}
-            reply = server.send(node, "train", content)
+            reply = server.send(node, "train", {wire.CONFIG: config, masked.SECURE: ConfigRecord(asked)})
             arrays: Any = reply.array_records[masked.MASKED]["sum"].numpy()
             form: Any = reply[f"{masked.MASKED}-form"]
             sums.append((arrays, form))
@@ -428,33 +424,6 @@ def test_masks_of_a_step_depend_on_all_that_was_answered_before() -> None:
     rigged = [server.exchange(index, partial(rigged_answer, index)) for index in range(4)]
     assert rigged[0] == 4
     assert 4 not in rigged[1:]
-
-
-@pytest.mark.parametrize("rigged", [False, True])
-def test_masks_of_a_step_without_messages_depend_on_all_answers(rigged: bool) -> None:
-    server = Server().meet()
-    message = Message(RecordDict(), 1, "train")
-    content = {masked.SECURE: ConfigRecord(server.asked()), wire.CONFIG: ConfigRecord({"server-round": 1})}
-    message.content.update(content)
-    request = RecordDict(
-        {
-            masked.REQUEST: ArrayRecord({"bn": Array(np.array([0.5]))}),
-            wire.METRICS: MetricRecord({wire.NUM_EXAMPLES: 8}),
-            wire.REPORT: ConfigRecord({"kind": "mean", "count": 8}),
-        }
-    )
-    first, second, last = list[Any](), list[Any](), list[Any]()
-    for node in NODES:
-        context = server.nodes[node]
-        gate.enter(message, context)
-        taken = gate.Sum(message.content, context)
-        first.append(taken.hide_request(request)[1])
-        taken.hear(b"rigged" if rigged and node == 1 else b"an answer")
-        second.append(taken.hide_request(request)[1])
-        last.append(gate.Sum(message.content, context).hide(request, b"")[1])
-    assert decode(sum_of(first))[0] == 4
-    assert (decode(sum_of(second))[0] == 4) != rigged
-    assert (decode(sum_of(last))[0] == 4) != rigged
 
 
 def test_a_step_that_begins_again_has_other_batches_also_from_another_model() -> None:

@@ -1,4 +1,4 @@
-"""Nodes that answer at the same time, as in a deployment: a process for every message."""
+"""Nodes that answer at the same time, as in a deployment: a process for every message, and one at a time for a node."""
 
 import os
 import pickle
@@ -18,8 +18,9 @@ from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.simulation.in_process import InProcessGrid, identify
-from fedbn_flwr.transports.stream_node import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE
+from fedbn_flwr.server.ask_nodes import identify
+from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.transports.side_channel_client import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE
 from tests.helpers.process_per_message import make_client
 
 #: is called in the process of a node before it answers, with the message
@@ -50,6 +51,7 @@ class ConcurrentNodes(InProcessGrid):
         ids = []
         for message in messages:
             message_id = identify(message)
+            self._finish_earlier(message.metadata.dst_node_id)
             context = self._contexts[message.metadata.dst_node_id]
             site = self._sites[int(context.node_config["partition-id"])]
             here, there = start.Pipe()
@@ -82,6 +84,13 @@ class ConcurrentNodes(InProcessGrid):
         for process in self.processes():
             process.kill()
             process.join()
+
+    def _finish_earlier(self, node: int) -> None:
+        """Wait for what a node does already: a SuperNode answers the messages of a run one after the other."""
+        for message_id, (message, connection, _) in self._answering.items():
+            if message.metadata.dst_node_id == node and not connection.closed:
+                connection.poll(60)
+                self._reply(message_id)
 
     def _reply(self, message_id: str) -> Message | None:
         message, connection, process = self._answering[message_id]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from fedbn_flwr.deployment.site import read_env
-from fedbn_flwr.transports.stream_transport import PORT_VARIABLE
+from fedbn_flwr.transports.side_channel_grid import PORT_VARIABLE
 from tests.helpers.checkout import environment
 from tests.helpers.compose import Service, image_environment, read_compose
 from tests.helpers.federation import Federation, app_hash

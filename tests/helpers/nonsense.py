@@ -9,7 +9,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from flwr.common.constant import ErrorCode, SType
 
 from fedbn_flwr import wire
-from fedbn_flwr.simulation.in_process import InProcessGrid, identify
+from fedbn_flwr.server.ask_nodes import identify
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.transports.message_records import LACKS_ARRAYS, OVER, UNREACHABLE
 from fedbn_flwr.wire import masked
 

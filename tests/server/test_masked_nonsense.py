@@ -6,20 +6,15 @@ from functools import cache, partial
 from logging import WARNING
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord, Message
 from torch import nn
 
 from fedbn_flwr import state
-from fedbn_flwr.layerwise import Requests
-from fedbn_flwr.server.secure_grid import SumFailedError, sum_exchange
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedBS, FedTAN, FixBN, Scaffold
-from fedbn_flwr.transports.stream_messages import MaskedRequest, NodeRequest
 from fedbn_flwr.wire import masked
-from fedbn_flwr.wire.masked import Form
 from tests.helpers.harness import Federation
 from tests.helpers.masked_nonsense import (
     KEYS,
@@ -165,13 +160,3 @@ def test_of_two_nodes_with_one_key_the_second_is_refused(caplog: pytest.LogCaptu
 
     run("fedavg", Thief)
     assert "Node 1001 is left out of this round: it failed: its key is another node's, too" in caplog.messages
-
-
-@pytest.mark.parametrize("text", ["", "null", "[" * 10**5, '{"arrays": [["", "", [Infinity], "f4"]]}', None])
-def test_nonsense_over_a_side_channel_is_refused_by_name(text: str | None) -> None:
-    """None is a request in the clear."""
-    form, numbers = Form(kind="mean"), np.zeros((2, 8), np.uint64)
-    plain = NodeRequest(Requests("mean", "1", torch.zeros(1, 3), (4,)), 1, 4)
-    sent = {node: MaskedRequest(form.pack(), node, numbers) for node in (1000, 1002)}
-    with pytest.raises(SumFailedError, match=r"^node 1001: "):
-        sum_exchange({**sent, BAD: plain if text is None else MaskedRequest(text, 1, numbers)})

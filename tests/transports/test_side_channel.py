@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr import state
@@ -25,11 +25,11 @@ from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally
-from fedbn_flwr.transports import stream_node
-from fedbn_flwr.transports.message_records import SIDE_CHANNEL
-from fedbn_flwr.transports.stream_messages import Done, pack_frame
-from fedbn_flwr.transports.stream_node import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE, StreamExchange
-from fedbn_flwr.transports.stream_transport import StreamGrid, StreamOptions
+from fedbn_flwr.transports import side_channel_client
+from fedbn_flwr.transports.message_client import HeldStep
+from fedbn_flwr.transports.message_records import REQUEST, SIDE_CHANNEL
+from fedbn_flwr.transports.side_channel_client import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE, Stream
+from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
 from tests.helpers.checkout import ROOT
 from tests.helpers.concurrent_nodes import ConcurrentNodes, Site
 from tests.helpers.faults import FAULTY
@@ -58,10 +58,10 @@ PARTITION = FAULTY - 1000
 ENOUGH = 120.0
 
 
-def options(**changes: Any) -> StreamOptions:
+def options(**changes: Any) -> SideChannelOptions:
     """Return options of a channel without TLS, with deadlines that nobody misses."""
     (port,) = free_ports(1)
-    return replace(StreamOptions(port, f"localhost:{port}", None, ENOUGH, ENOUGH), **changes)
+    return replace(SideChannelOptions(port, f"localhost:{port}", None, ENOUGH), **changes)
 
 
 def run(grid: Grid, strategy: FedAvg, rounds: int = 1) -> tuple[state.State, Tally]:
@@ -95,7 +95,7 @@ def same(one: state.State, other: state.State) -> bool:
 @pytest.mark.parametrize("case", [*USUAL, *MORE_CASES])
 def test_bits_and_counts_are_those_in_process(case: str, caplog: pytest.LogCaptureFixture) -> None:
     with concurrent() as nodes:
-        after, counted = run(StreamGrid(nodes, options()), CASES[case](fraction_evaluate=0.0), 2)
+        after, counted = run(SideChannelGrid(nodes, options()), CASES[case](fraction_evaluate=0.0), 2)
         assert len(nodes.processes()) == 2 * len(SIZES), "one message a node and round"
     here, wanted = in_process(CASES[case](fraction_evaluate=0.0), 2)
     assert same(after, here)
@@ -110,80 +110,75 @@ def test_bits_and_counts_are_those_in_process(case: str, caplog: pytest.LogCaptu
 class AtExchange:
     """A fault of a node's process, at one exchange of a step; after the last one it is at the end of the step."""
 
-    what: Callable[[StreamExchange, Requests | None], Requests | None]
+    what: Callable[[Stream, RecordDict | None], object]
     index: int
 
     def __call__(self, message: Message) -> None:
-        numbers, ask, finish = count(), StreamExchange.__call__, StreamExchange.finish
+        numbers, ask, end = count(), Stream.ask, Stream.end
 
-        def spoiled(exchange: StreamExchange, request: Requests) -> Answer:
-            changed = self.what(exchange, request) if next(numbers) == self.index else request
-            assert changed is not None
-            return ask(exchange, changed)
-
-        def spoiled_end(exchange: StreamExchange) -> None:
+        def spoiled(stream: Stream, reply: RecordDict) -> RecordDict:
             if next(numbers) == self.index:
-                self.what(exchange, None)
-            finish(exchange)
+                self.what(stream, reply)
+            return ask(stream, reply)
 
-        patch.object(StreamExchange, "__call__", spoiled).start()
-        patch.object(StreamExchange, "finish", spoiled_end).start()
+        def spoiled_end(stream: Stream, reason: str = "") -> None:
+            if next(numbers) == self.index:
+                self.what(stream, None)
+            end(stream, reason)
+
+        patch.object(Stream, "ask", spoiled).start()
+        patch.object(Stream, "end", spoiled_end).start()
 
 
-def dies(exchange: StreamExchange, request: Requests | None) -> None:
+def dies(stream: Stream, reply: RecordDict | None) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def raises(exchange: StreamExchange, request: Requests | None) -> None:
+def raises(stream: Stream, reply: RecordDict | None) -> None:
     raise ArithmeticError("no more of this")
 
 
-def waits(exchange: StreamExchange, request: Requests | None) -> None:
+def waits(stream: Stream, reply: RecordDict | None) -> None:
     time.sleep(1000)
 
 
-def freezes(exchange: StreamExchange, request: Requests | None) -> None:
+def freezes(stream: Stream, reply: RecordDict | None) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def not_a_number(exchange: StreamExchange, request: Requests | None) -> Requests:
-    assert request is not None
-    return replace(request, tensor=request.tensor * torch.nan)
+def changes(change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]], reply: RecordDict | None) -> None:
+    """Change the layer and the tensor of a request."""
+    assert reply is not None
+    ((layer, tensor),) = state.from_record(reply.array_records[REQUEST]).items()
+    reply[REQUEST] = state.to_record(dict([change(layer, tensor)]))
 
 
-def too_large(exchange: StreamExchange, request: Requests | None) -> Requests:
-    assert request is not None
-    return replace(request, tensor=torch.full_like(request.tensor, torch.finfo(request.tensor.dtype).max / 2))
+def not_a_number(stream: Stream, reply: RecordDict | None) -> None:
+    changes(lambda layer, tensor: (layer, tensor * torch.nan), reply)
 
 
-def another_shape(exchange: StreamExchange, request: Requests | None) -> Requests:
-    assert request is not None
-    return replace(request, tensor=torch.cat([request.tensor, request.tensor], dim=-1))
+def too_large(stream: Stream, reply: RecordDict | None) -> None:
+    changes(lambda layer, tensor: (layer, torch.full_like(tensor, torch.finfo(tensor.dtype).max / 2)), reply)
 
 
-def another_layer(exchange: StreamExchange, request: Requests | None) -> Requests:
-    assert request is not None
-    return replace(request, layer="another")
+def another_shape(stream: Stream, reply: RecordDict | None) -> None:
+    changes(lambda layer, tensor: (layer, torch.cat([tensor, tensor], dim=-1)), reply)
 
 
-def says(content: bytes) -> Callable[[StreamExchange, Requests | None], Requests | None]:
-    def fault(exchange: StreamExchange, request: Requests | None) -> Requests | None:
-        exchange._outgoing.put(content)
-        return request
-
-    return fault
+def another_layer(stream: Stream, reply: RecordDict | None) -> None:
+    changes(lambda layer, tensor: ("another", tensor), reply)
 
 
-def too_much(exchange: StreamExchange, request: Requests | None) -> Requests | None:
-    return says(bytes(2**22))(exchange, request)
+def too_much(stream: Stream, reply: RecordDict | None) -> None:
+    stream._outgoing.put(bytes(2**22))
 
 
-def far_too_much(exchange: StreamExchange, request: Requests | None) -> Requests | None:
-    return says(bytes(2**24))(exchange, request)
+def far_too_much(stream: Stream, reply: RecordDict | None) -> None:
+    stream._outgoing.put(bytes(2**24))
 
 
-def nonsense(exchange: StreamExchange, request: Requests | None) -> Requests | None:
-    return says(b"\0\0\0\2[]")(exchange, request)
+def nonsense(stream: Stream, reply: RecordDict | None) -> None:
+    stream._outgoing.put(b"\0\0\0\2[]")
 
 
 #: what a node does, and what the log says of it
@@ -229,7 +224,7 @@ def test_a_fault_leaves_the_round_to_the_others(
 ) -> None:
     fault, reason = FAULTS[case]
     with concurrent({PARTITION: Site(fault=AtExchange(fault, index))}) as nodes:
-        after, _ = run(StreamGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
+        after, _ = run(SideChannelGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
         # the others started again, without it
         assert len(nodes.processes()) == 2 * len(SIZES) - 1
     assert same(after, survivors)
@@ -243,11 +238,12 @@ def test_a_node_that_is_late_or_silent(
     case: str, index: int, survivors: state.State, caplog: pytest.LogCaptureFixture
 ) -> None:
     fault, reason, timeout = {
-        "waits": (waits, "it did not say what its next BN layer sees within 20 s", 20.0),
+        "waits": (waits, "it did not answer in time", 20.0),
         "freezes": (freezes, "its side channel was silent for 15 s", ENOUGH),
     }[case]
     with concurrent({PARTITION: Site(fault=AtExchange(fault, index))}) as nodes:
-        after, _ = run(StreamGrid(nodes, options(exchange_timeout=timeout)), FedTAN(fraction_evaluate=0.0))
+        strategy = FedTAN(fraction_evaluate=0.0, exchange_timeout=timeout)
+        after, _ = run(SideChannelGrid(nodes, options()), strategy)
     assert same(after, survivors)
     assert_left_out(caplog, reason)
 
@@ -258,7 +254,7 @@ def test_a_node_that_fails_after_the_last_answer_costs_it_its_vote(
 ) -> None:
     strategy = FedTAN(fraction_evaluate=0.0)
     with concurrent({PARTITION: Site(fault=AtExchange(fault, EXCHANGES))}) as nodes:
-        run(StreamGrid(nodes, options()), strategy)
+        run(SideChannelGrid(nodes, options()), strategy)
         assert len(nodes.processes()) == len(SIZES)
     assert [reply.node for reply in strategy.train_replies] == [1000, 1002, 1003]
     assert_left_out(caplog, "")
@@ -266,18 +262,21 @@ def test_a_node_that_fails_after_the_last_answer_costs_it_its_vote(
 
 def stops_after_the_step(message: Message) -> None:
     """Raise once the step is taken, in what is left of the round."""
+    advance = HeldStep.advance
 
-    def finish(exchange: StreamExchange) -> None:
-        exchange._outgoing.put(pack_frame(Done()))
+    def spoiled(step: HeldStep, answer: Answer | None = None) -> Requests:
+        outcome = advance(step, answer)
+        if isinstance(outcome, Requests):
+            return outcome
         raise ArithmeticError("no more steps")
 
-    patch.object(StreamExchange, "finish", finish).start()
+    patch.object(HeldStep, "advance", spoiled).start()
 
 
 def test_a_node_that_fails_in_its_other_steps_costs_it_its_vote(caplog: pytest.LogCaptureFixture) -> None:
     strategy = FedTAN(fraction_evaluate=0.0)
     with concurrent({PARTITION: Site(fault=stops_after_the_step)}) as nodes:
-        run(StreamGrid(nodes, options()), strategy)
+        run(SideChannelGrid(nodes, options()), strategy)
     assert [reply.node for reply in strategy.train_replies] == [1000, 1002, 1003]
     assert_left_out(caplog, "it failed: ArithmeticError: no more steps")
 
@@ -287,7 +286,7 @@ def test_several_nodes_fail_one_after_the_other_until_the_round_is_skipped(caplo
     strategy = FedTAN(fraction_evaluate=0.0, max_attempts=2)
     # the second node is only reached where the first one is gone
     with concurrent(sites) as nodes, pytest.raises(Exception, match="no node could train in round 1"):
-        run(StreamGrid(nodes, options()), strategy)
+        run(SideChannelGrid(nodes, options()), strategy)
     named = [text for text in caplog.messages if "is left out of this round" in text]
     assert [text.split()[1] for text in named] == ["1000", "1001"]
     assert any("is skipped, its layer-wise step failed 2 times" in text for text in caplog.messages)
@@ -298,7 +297,7 @@ def test_several_nodes_fail_one_after_the_other_until_the_round_is_skipped(caplo
 
 def soon(message: Message) -> None:
     """Give up early, where nobody can be reached in any case."""
-    stream_node.PATIENCE = 0.5
+    side_channel_client.PATIENCE = 0.5
 
 
 def away() -> Site:
@@ -309,7 +308,7 @@ def away() -> Site:
 
 def test_a_node_that_cannot_reach_the_channel(survivors: state.State, caplog: pytest.LogCaptureFixture) -> None:
     with concurrent({PARTITION: away()}) as nodes:
-        after, _ = run(StreamGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
+        after, _ = run(SideChannelGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
     assert same(after, survivors)
     assert_left_out(caplog, "it cannot use the side channel: 127.0.0.1:.* cannot be reached within 0.5 s: .*refused")
 
@@ -325,7 +324,7 @@ def never_comes(message: Message) -> None:
 
 def test_a_node_whose_app_fails_before_it_connects(survivors: state.State, caplog: pytest.LogCaptureFixture) -> None:
     with concurrent({PARTITION: Site(fault=raises_at_once)}) as nodes:
-        after, _ = run(StreamGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
+        after, _ = run(SideChannelGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
     assert same(after, survivors)
     assert_left_out(caplog, "it failed: ")
 
@@ -333,7 +332,7 @@ def test_a_node_whose_app_fails_before_it_connects(survivors: state.State, caplo
 @pytest.mark.slow
 def test_a_node_that_never_connects(survivors: state.State, caplog: pytest.LogCaptureFixture) -> None:
     with concurrent({PARTITION: Site(fault=never_comes)}) as nodes:
-        after, _ = run(StreamGrid(nodes, options(connect_timeout=30.0)), FedTAN(fraction_evaluate=0.0))
+        after, _ = run(SideChannelGrid(nodes, options(connect_timeout=30.0)), FedTAN(fraction_evaluate=0.0))
     assert same(after, survivors)
     assert_left_out(caplog, "it did not connect to the side channel within 30 s")
 
@@ -341,7 +340,7 @@ def test_a_node_that_never_connects(survivors: state.State, caplog: pytest.LogCa
 @pytest.mark.slow
 def test_where_no_node_reaches_the_channel_rounds_go_by_messages(caplog: pytest.LogCaptureFixture) -> None:
     with concurrent({number: away() for number in range(len(SIZES))}) as nodes:
-        after, _ = run(StreamGrid(nodes, options()), FedDNA(fraction_evaluate=0.0), 2)
+        after, _ = run(SideChannelGrid(nodes, options()), FedDNA(fraction_evaluate=0.0), 2)
     assert same(after, in_process(FedDNA(fraction_evaluate=0.0), 2)[0])
     (named,) = [text for text in caplog.messages if "by messages" in text]
     assert all(f"node {1000 + number}: it cannot use the side channel" in named for number in range(len(SIZES)))
@@ -353,7 +352,7 @@ def test_where_the_port_is_taken_rounds_go_by_messages(caplog: pytest.LogCapture
     port = taken.getsockname()[1]
     with taken:
         after, _ = run(
-            StreamGrid(InProcessGrid(client_app(make_client), len(SIZES)), options(port=port)),
+            SideChannelGrid(InProcessGrid(client_app(make_client), len(SIZES)), options(port=port)),
             FedTAN(fraction_evaluate=0.0),
             2,
         )
@@ -378,7 +377,7 @@ def test_the_port_is_open_in_a_step_only() -> None:
 
     opened: list[object] = []
     with concurrent() as nodes:
-        run(StreamGrid(nodes, channel), Strategy(fraction_evaluate=0.0))
+        run(SideChannelGrid(nodes, channel), Strategy(fraction_evaluate=0.0))
     assert opened == [True, (False, False)]
 
 
@@ -410,7 +409,7 @@ def test_tls_with_the_deployments_certificates(
     sites = {number: Site({CERTIFICATES_VARIABLE: str(own / "ca.crt")}) for number in range(len(SIZES))}
     sites[PARTITION] = Site({CERTIFICATES_VARIABLE: str(other / "ca.crt")}, soon)
     with concurrent(sites) as nodes:
-        after, _ = run(StreamGrid(nodes, options(certificates=certificates)), FedTAN(fraction_evaluate=0.0))
+        after, _ = run(SideChannelGrid(nodes, options(certificates=certificates)), FedTAN(fraction_evaluate=0.0))
     assert same(after, survivors)
     assert_left_out(caplog, "cannot be reached within 0.5 s: .*CERTIFICATE_VERIFY_FAILED")
 
@@ -427,5 +426,5 @@ def test_an_address_of_the_sites_own_must_have_the_servers_certificate(
     for address, is_let in ((f"fl.example.org:{channel.port}", True), (f"example.net:{channel.port}", False)):
         caplog.clear()
         with concurrent({number: Site(through, None if is_let else soon) for number in range(len(SIZES))}) as nodes:
-            run(StreamGrid(nodes, replace(channel, address=address)), FedTAN(fraction_evaluate=0.0))
+            run(SideChannelGrid(nodes, replace(channel, address=address)), FedTAN(fraction_evaluate=0.0))
         assert is_let is not any("by messages" in text for text in caplog.messages)

@@ -13,7 +13,8 @@ from flwr.app import Context, Error, Message
 from flwr.common import log
 from flwr.common.constant import ErrorCode
 
-from fedbn_flwr.simulation.in_process import LocalGrid, identify, in_portions
+from fedbn_flwr.server.ask_nodes import identify
+from fedbn_flwr.simulation.in_process import LocalGrid, in_portions
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, StateFolder
 from fedbn_flwr.simulation.processes.service import GridFactory, OwnShare, WorkerError
 from fedbn_flwr.simulation.processes.worker import RemoteWorker, Worker, WorkerDiedError

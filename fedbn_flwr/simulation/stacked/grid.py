@@ -14,7 +14,8 @@ from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.client.rules import rules_for
 from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.layerwise import Exchange, Replicas
-from fedbn_flwr.simulation.in_process import Config, InProcessGrid, Job, Trained, identify, job_reply
+from fedbn_flwr.server.ask_nodes import identify
+from fedbn_flwr.simulation.in_process import Config, InProcessGrid, Job, Trained, job_reply
 from fedbn_flwr.simulation.one_by_one import OneByOne
 from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbn_flwr.transports import stream_server
-from fedbn_flwr.transports.stream_messages import METHOD, SERVICE, TOKEN, Alive, Done, pack_frame
-from fedbn_flwr.transports.stream_server import NodeLink, SideChannel
-from tests.transports.test_stream_messages import REQUEST
+from fedbn_flwr.transports import side_channel_server
+from fedbn_flwr.transports.side_channel_frames import ALIVE, METHOD, SERVICE, TOKEN, last_frame
+from fedbn_flwr.transports.side_channel_server import NodeLink, SideChannel
+from tests.transports.test_side_channel_frames import REQUEST
 
 NODES = (3, 7)
 #: seconds that no wait of these tests takes
@@ -51,7 +51,7 @@ class Peer:
 def wait(channel: SideChannel, node: int, is_over: Any) -> NodeLink:
     """Wait for one node."""
     link = channel.links[node]
-    channel.wait(lambda each: each is not link or is_over(each), LONG, lambda: None)
+    channel.wait(lambda each: each is not link or is_over(each), LONG)
     assert is_over(link)
     return link
 
@@ -75,7 +75,7 @@ def test_only_a_nodes_own_token_is_admitted_and_only_once(channel: SideChannel) 
     # the second comer has not ended the first one's stream
     peer.frames.put(REQUEST)
     link = wait(channel, 3, lambda link: link.has_spoken)
-    assert link.request
+    assert link.reply
     assert not link.failure
     peer.close()
 
@@ -95,26 +95,28 @@ def test_tokens_differ_and_are_kept_as_digests_only(channel: SideChannel) -> Non
     assert all(len(digest) == 32 for digest in channel._awaited)
 
 
-@pytest.mark.parametrize(
-    ("name", "second"),
-    [("NodeRequest", REQUEST), ("Done", pack_frame(Done()))],
-    ids=["another request", "done"],
-)
-def test_before_the_answer_to_a_request_another_frame_ends_the_stream(
-    name: str, second: bytes, channel: SideChannel
-) -> None:
+@pytest.mark.parametrize("second", [REQUEST, last_frame()], ids=["another reply", "the last frame"])
+def test_before_the_next_message_another_frame_ends_the_stream(second: bytes, channel: SideChannel) -> None:
     peer = Peer(channel, channel.tokens[3])
     peer.frames.put(REQUEST)
     peer.frames.put(second)
     link = wait(channel, 3, lambda link: link.failure or link.is_done)
-    assert link.failure == f"it sent a frame of the type {name} where none is due"
+    assert link.failure == "it sent a frame where none is due"
     assert peer.end() == (grpc.StatusCode.ABORTED, link.failure)
+    peer.close()
+
+
+def test_a_node_may_fail_while_it_waits_for_a_message(channel: SideChannel) -> None:
+    peer = Peer(channel, channel.tokens[3])
+    peer.frames.put(REQUEST)
+    peer.frames.put(last_frame("ConnectionError: silence"))
+    assert wait(channel, 3, lambda link: link.failure).failure == "ConnectionError: silence"
     peer.close()
 
 
 def test_nothing_counts_after_the_end(channel: SideChannel) -> None:
     peer = Peer(channel, channel.tokens[3])
-    peer.frames.put(pack_frame(Done()))
+    peer.frames.put(last_frame())
     link = wait(channel, 3, lambda link: link.is_done)
     assert peer.end()[0] == grpc.StatusCode.OK
     peer.close()
@@ -122,15 +124,16 @@ def test_nothing_counts_after_the_end(channel: SideChannel) -> None:
 
 
 def test_silence_ends_a_wait_that_would_be_longer(channel: SideChannel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_server, "SILENCE", 0.5)
+    monkeypatch.setattr(side_channel_server, "SILENCE", 0.5)
     peer = Peer(channel, channel.tokens[3])
-    link = wait(channel, 3, lambda link: link.failure)
-    assert link.failure == "its side channel was silent for 0.5 s"
+    wait(channel, 3, lambda link: link.is_connected)
+    assert not channel.wait(lambda link: link.has_spoken, 1.0)
+    assert channel.links[3].failure == "its side channel was silent for 0.5 s"
     peer.close()
 
 
 #: what a node may send, in any order
-SENT = st.one_of(st.binary(max_size=60), st.sampled_from([pack_frame(Alive()), REQUEST]))
+SENT = st.one_of(st.binary(max_size=60), st.sampled_from([ALIVE, REQUEST]))
 
 
 @settings(max_examples=30, deadline=None)
@@ -142,6 +145,6 @@ def test_whatever_a_node_sends_it_has_spoken_or_failed(sent: list[bytes]) -> Non
         peer.frames.put(content)
     peer.frames.put(None)
     link = wait(opened, 1, lambda link: link.has_spoken)
-    assert link.request or link.failure or link.is_done
+    assert link.reply or link.failure or link.is_done
     peer.close()
     opened.close()

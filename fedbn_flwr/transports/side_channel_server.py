@@ -20,20 +20,19 @@ from queue import SimpleQueue
 from typing import Any
 
 import grpc
+from flwr.app import RecordDict
 from flwr.common import log
 
-from fedbn_flwr.transports.stream_messages import (
+from fedbn_flwr.transports.side_channel_frames import (
+    ALIVE,
+    END,
     METHOD,
+    REASON,
     SERVICE,
     SILENCE,
     TOKEN,
     TRANSPORT_LIMIT,
-    Alive,
-    Done,
-    Failed,
     FrameError,
-    MaskedRequest,
-    NodeRequest,
     frames_to_send,
     read_frame,
 )
@@ -47,22 +46,27 @@ _OPTIONS = [
 
 
 class NodeLink:
-    """One node of an attempt: what it has said, and what it is to be told."""
+    """One node of an attempt: what it has replied, and what it is to be sent."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self.is_connected, self.is_done = False, False
-        #: its request since the last answer
-        self.request: NodeRequest | MaskedRequest | None = None
+        #: to the latest message
+        self.reply: RecordDict | None = None
         #: why it cannot go on
         self.failure = ""
         self._heard = 0.0
         self.outgoing: SimpleQueue[bytes | None] = SimpleQueue()
 
     @property
+    def is_open(self) -> bool:
+        """Whether the node can be sent messages."""
+        return self.is_connected and not (self.is_done or self.failure)
+
+    @property
     def has_spoken(self) -> bool:
-        """Whether nothing more is to be expected from it before the next answer."""
-        return self.is_done or self.request is not None or bool(self.failure)
+        """Whether nothing more is to be expected from it before the next message."""
+        return self.is_done or self.reply is not None or bool(self.failure)
 
     def connect(self) -> None:
         """Take note that its stream is there."""
@@ -70,29 +74,36 @@ class NodeLink:
             self.is_connected, self._heard = True, time.monotonic()
             self._changed.notify_all()
 
-    def hear(self, content: bytes) -> None:
+    def hear(self, frame: bytes) -> None:
         """Take a frame; FrameError if it is not one that a node may send now."""
-        frame = read_frame(content)
+        content = None if frame == ALIVE else read_frame(frame)
         with self._changed:
             self._heard = time.monotonic()
-            match frame:
-                case Alive():
-                    return
-                case NodeRequest() | MaskedRequest() if not (self.request or self.is_done):
-                    self.request = frame
-                case Done() if not self.request:
-                    self.is_done = True
-                case Failed(reason):
-                    self.fail(f"it failed: {reason}")
-                case _:
-                    raise FrameError(f"it sent a frame of the type {type(frame).__name__} where none is due")
-            self._changed.notify_all()
+            if content is None:
+                return
+            end: Any = content.config_records.get(END, {})
+            if reason := end.get(REASON, ""):
+                self.fail(str(reason))
+            elif self.has_spoken:
+                raise FrameError("it sent a frame where none is due")
+            elif END in content:
+                self.finish()
+            else:
+                self.reply = content
+                self._changed.notify_all()
 
-    def answer(self, content: bytes) -> None:
-        """Send the node the answer to its request."""
+    def finish(self) -> None:
+        """Note that its reply comes by Flower, and end its stream."""
         with self._changed:
-            self.request = None
-        self.outgoing.put(content)
+            self.is_done = True
+            self._changed.notify_all()
+        self.outgoing.put(None)
+
+    def send(self, frame: bytes) -> None:
+        """Send the node the next message."""
+        with self._changed:
+            self.reply = None
+        self.outgoing.put(frame)
 
     def fail(self, reason: str) -> None:
         """Note why the node cannot go on, and end its stream; only the first reason counts, and none after its end."""
@@ -120,7 +131,6 @@ class SideChannel:
         self.tokens = {node: secrets.token_urlsafe(32) for node in nodes}
         #: by the digests of their tokens, the nodes that have not come yet
         self._awaited = {_digest(token): self.links[node] for node, token in self.tokens.items()}
-        self._is_open = True
         # a few more, for peers that are not admitted; where these come in hundreds, nodes wait for their turn
         streams = len(nodes) + 16
         self._server = grpc.server(
@@ -134,26 +144,18 @@ class SideChannel:
             self.port = self._server.add_secure_port(address, grpc.ssl_server_credentials([certificates]))
         self._server.start()
 
-    def wait(self, is_over: Callable[[NodeLink], bool], seconds: float, meanwhile: Callable[[], None]) -> None:
-        """Wait until it is over for every node or the seconds have passed; nodes that fall silent fail."""
-        deadline = time.monotonic() + seconds
-        poll = 0.25
-        while True:
-            with self._changed:
-                left = max(deadline - time.monotonic(), 0)
-                if self._changed.wait_for(lambda: all(map(is_over, self.links.values())), min(poll, left)):
-                    return
-            for link in self.links.values():
-                link.fail_if_silent()
-            meanwhile()
-            if time.monotonic() >= deadline:
-                return
-            poll = min(2 * poll, 2.0)
+    def wait(self, is_over: Callable[[NodeLink], bool], seconds: float) -> bool:
+        """Return whether it is over for every node, after at most so many seconds; nodes that are silent fail."""
+        with self._changed:
+            is_over_for_all = self._changed.wait_for(lambda: all(map(is_over, self.links.values())), seconds)
+        for link in self.links.values():
+            link.fail_if_silent()
+        return is_over_for_all
 
     def close(self) -> None:
         """End every stream, and stop listening; a node that is not done learns that the attempt is over."""
         with self._changed:
-            self._awaited, self._is_open = {}, False
+            self._awaited = {}
         for link in self.links.values():
             link.outgoing.put(None)
         self._server.stop(1).wait()
@@ -186,10 +188,8 @@ class SideChannel:
 def _listen(link: NodeLink, frames: Iterator[bytes]) -> None:
     """Take all frames of a node."""
     try:
-        for content in frames:
-            link.hear(content)
-            if link.is_done:
-                link.outgoing.put(None)
+        for frame in frames:
+            link.hear(frame)
     except FrameError as error:
         link.fail(str(error))
     except Exception:
