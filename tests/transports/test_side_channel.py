@@ -64,10 +64,10 @@ def options(**changes: Any) -> SideChannelOptions:
     return replace(SideChannelOptions(port, f"localhost:{port}", None, ENOUGH), **changes)
 
 
-def run(grid: Grid, strategy: FedAvg, rounds: int = 1) -> tuple[state.State, Tally]:
+def run(grid: Grid, strategy: FedAvg, rounds: int = 1, **more: Any) -> tuple[state.State, Tally]:
     counted = CountingGrid(grid)
     return Federation(dropout_model()).run(
-        strategy, rounds, counted, evaluate_every=1, momentum=0.9, augmentation="crop-flip"
+        strategy, rounds, counted, evaluate_every=1, momentum=0.9, augmentation="crop-flip", **more
     ), counted.training
 
 
@@ -80,12 +80,12 @@ def concurrent(sites: Mapping[int, Site] | None = None) -> Iterator[ConcurrentNo
         nodes.close()
 
 
-def in_process(strategy: FedAvg, rounds: int = 1, without: int | None = None) -> tuple[state.State, Tally]:
+def in_process(strategy: FedAvg, rounds: int = 1, without: int | None = None, **more: Any) -> tuple[state.State, Tally]:
     class Nodes(InProcessGrid):
         def get_node_ids(self) -> list[int]:
             return [node for node in super().get_node_ids() if node != without]
 
-    return run(Nodes(client_app(make_client), len(SIZES)), strategy, rounds)
+    return run(Nodes(client_app(make_client), len(SIZES)), strategy, rounds, **more)
 
 
 def same(one: state.State, other: state.State) -> bool:
@@ -186,7 +186,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "dies": (dies, "side channel broke"),
     "raises": (raises, "it failed: ArithmeticError: no more of this"),
     "sends NaN": (not_a_number, "is not finite"),
-    "sends a number that is too large": (too_large, "is too large to be pooled in float64"),
+    "sends a number that is too large": (too_large, "is too large to be pooled"),
     "sends another shape": (another_shape, "the others' is"),
     "is at another layer": (another_layer, "of BN layer 'another' where the others are at"),
     "sends a large frame": (too_much, "a frame of 4194304 bytes; at most 2105344"),
