@@ -26,7 +26,7 @@ from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally
 from fedbn_flwr.transports import side_channel_client
-from fedbn_flwr.transports.message_client import HeldStep
+from fedbn_flwr.transports.message_client import STEPS, HeldStep
 from fedbn_flwr.transports.message_records import REQUEST, SIDE_CHANNEL
 from fedbn_flwr.transports.side_channel_client import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE, Stream
 from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
@@ -335,6 +335,19 @@ def test_a_node_that_never_connects(survivors: state.State, caplog: pytest.LogCa
         after, _ = run(SideChannelGrid(nodes, options(connect_timeout=30.0)), FedTAN(fraction_evaluate=0.0))
     assert same(after, survivors)
     assert_left_out(caplog, "it did not connect to the side channel within 30 s")
+
+
+def has_no_room(message: Message) -> None:
+    """Keep no step between two messages."""
+    STEPS.max_steps = 0
+
+
+def test_a_node_that_cannot_keep_its_step_goes_on_by_messages(caplog: pytest.LogCaptureFixture) -> None:
+    with concurrent({PARTITION: Site(fault=has_no_room)}) as nodes:
+        after, _ = run(SideChannelGrid(nodes, options()), FedDNA(fraction_evaluate=0.0))
+        assert len(nodes.processes()) == len(SIZES) + LAYERS, "one message more for each answer"
+    assert same(after, in_process(FedDNA(fraction_evaluate=0.0))[0])
+    assert not [text for text in caplog.messages if "left out" in text]
 
 
 @pytest.mark.slow

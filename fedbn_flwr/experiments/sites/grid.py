@@ -1,15 +1,13 @@
 """A grid that shows only sites whose data fit the run, also of those that come later."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from logging import INFO, WARNING
 
-from flwr.app import Message
 from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr.experiments.sites.agreement import Agreement, ask_sites, holder, spoken
 from fedbn_flwr.server.passing_grid import PassingGrid
-from fedbn_flwr.transports.nodes_transport import LayerwiseGrid, NodesTransport
 
 #: seconds that a site has to describe its data when it comes after round 1
 PATIENCE = 120.0
@@ -34,10 +32,6 @@ class SitesGrid(PassingGrid):
         if new:
             self._meet(new, connected)
         return [node for node in connected if node in self._accepted]
-
-    def open_step(self, messages: Sequence[Message]) -> NodesTransport | None:
-        """Open a layer-wise step where the grid offers steps without messages."""
-        return self._grid.open_step(messages) if isinstance(self._grid, LayerwiseGrid) else None
 
     def _meet(self, new: list[int], connected: list[int]) -> None:
         for node, answer in ask_sites(self._grid, new, PATIENCE, self._secure).items():
