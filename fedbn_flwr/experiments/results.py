@@ -4,7 +4,6 @@ import shutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from fedbn_flwr.experiments.output.console import console, show_comparison, show
 from fedbn_flwr.experiments.output.recorder import Summary
 from fedbn_flwr.experiments.output.run_folder import NOT_WHOLE, read_rounds
 from fedbn_flwr.experiments.recipes.table import values_of
+from fedbn_flwr.experiments.reports.documents import html
 from fedbn_flwr.experiments.reports.sources import read_sources
 from fedbn_flwr.experiments.reports.tables import result_table
 from fedbn_flwr.experiments.resources import fresh_model, normalization
@@ -136,10 +136,7 @@ class Results:
 
     def _repr_html_(self) -> str:
         (source,) = read_sources([self.folder])
-        table = result_table(source, values_of(source.results, 1))
-        head = "".join(f"<th>{escape(text)}</th>" for text in table.headings)
-        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell.text)}</td>' for cell in row)}</tr>" for row in table.rows)
-        return f"<table><caption>{escape(table.caption)}</caption><tr>{head}</tr>{rows}</table>"
+        return html("table.html", table=result_table(source, values_of(source.results, 1)))
 
     @property
     def _finished(self) -> list[Summary]:

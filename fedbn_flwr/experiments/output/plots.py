@@ -1,8 +1,10 @@
-"""Plots of accuracy (or mean IoU) and training loss over the rounds."""
+"""The one look of all pictures, and curves over the rounds: legible in print and on a phone, also without colours."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import BytesIO
 from logging import WARNING
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from flwr.common import log
 from fedbn_flwr.plugins import extra
 
 Rows = Sequence[Mapping[str, Any]]
+#: x and y of every point of a line
+Line = tuple[Sequence[float], Sequence[float]]
 
 #: what models are compared by, the first that rows have
 SCORES = {"mean-iou": "test mean IoU, %", "accuracy": "test accuracy, %"}
@@ -22,20 +26,74 @@ LEGEND_COLUMNS = 6
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#8A8A00")
 STROKES = ("solid", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 MARKERS = "osD^vPX*"
+HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
+#: inches: on a phone's 390 points, 11-point text stays 11 pixels high
+SIZE = (5.2, 3.9)
+DPI = 200
+FONT: dict[Any, Any] = {
+    "font.size": 11,
+    "axes.titlesize": 11,
+    "legend.fontsize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    # letters stay letters, which can be searched for
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "fedbn-flwr",
+}
+#: the same results make the same files
+UNDATED: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
 
-#: x and y of every point of a line
-Line = tuple[Sequence[float], Sequence[float]]
+
+@contextmanager
+def styled() -> Iterator[Any]:
+    """Set the fonts inside the block, and yield the class of figures, which need no display."""
+    with extra("cli"):  # imported here because it takes a second
+        import matplotlib
+
+    from matplotlib.figure import Figure  # not pyplot, whose backend is a notebook's own
+
+    with matplotlib.rc_context(FONT):
+        yield Figure
 
 
 @contextmanager
 def figure(path: Path, panels: int = 1, size: tuple[float, float] = (11, 4.3)) -> Iterator[tuple[Any, Any]]:
     """Open a figure with panels side by side, and write it as a PNG file at the end; yield figure and panels."""
-    with extra("cli"):  # imported here because it takes a second
-        from matplotlib.figure import Figure  # not pyplot, whose backend is a notebook's own
+    with styled() as figure_class:
+        picture = figure_class(figsize=size, layout="constrained")
+        yield picture, picture.subplots(1, panels)
+        picture.savefig(path, dpi=130)
 
-    picture = Figure(figsize=size, layout="constrained")
-    yield picture, picture.subplots(1, panels)
-    picture.savefig(path, dpi=130)
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a report: what draws it onto axes."""
+
+    name: str
+    caption: str
+    paint: Callable[[Any], None]
+    height: float = SIZE[1]
+    #: the setting that it is of; empty if it is of all
+    setting: str = ""
+
+    def file(self, kind: str) -> bytes:
+        """Return the picture as a file of a kind that matplotlib knows, such as `png` or `pdf`."""
+        with styled() as figure_class:
+            file = BytesIO()
+            self.draw(figure_class).savefig(file, format=kind, dpi=DPI, metadata=UNDATED.get(kind))
+        return file.getvalue()
+
+    def draw(self, figure_class: Any, title: str = "") -> Any:
+        """Return the figure, with the legend below."""
+        figure = figure_class(figsize=(SIZE[0], self.height), layout="constrained")
+        axes = figure.add_subplot()
+        self.paint(axes)
+        figure.suptitle(title, fontsize=10)
+        handles, labels = axes.get_legend_handles_labels()
+        if labels:
+            columns = 1 if max(map(len, labels)) > 24 else 2 if max(map(len, labels)) > 14 else 3
+            figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        return figure
 
 
 def line_style(index: int, count: int, points: int = 0) -> dict[str, Any]:
@@ -54,6 +112,12 @@ def line_style(index: int, count: int, points: int = 0) -> dict[str, Any]:
         "markeredgecolor": "white",
         "markeredgewidth": 0.6,
     }
+
+
+def bar_style(index: int) -> dict[str, Any]:
+    """Return how the bars of the method with this index are drawn."""
+    colour, hatch = COLOURS[index % 8], HATCHES[(index + index // 8) % 8]
+    return {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
 
 
 def draw_runs(axes: Any, runs: Sequence[Line], **style: Any) -> None:

@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr.experiments.method import parse
-from fedbn_flwr.experiments.output.plots import line_style
+from fedbn_flwr.experiments.output.plots import SIZE, Picture, bar_style, line_style
 from fedbn_flwr.experiments.recipes.quantities import AVERAGE, COUNTED, QUANTITIES
 from fedbn_flwr.experiments.recipes.recipe import Recipe
 from fedbn_flwr.experiments.recipes.table import Key, Value
 from fedbn_flwr.experiments.reports.sources import Source
-from fedbn_flwr.experiments.reports.style import SIZE, Picture, bar_style
 
 #: settings of which a report draws bars
 SETTINGS = 12

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedbn_flwr.experiments.output.plots import Line, draw_runs, line_style
+from fedbn_flwr.experiments.method import resolve
+from fedbn_flwr.experiments.output.plots import Line, Picture, draw_runs, line_style
 from fedbn_flwr.experiments.recipes.quantities import heading_of
-from fedbn_flwr.experiments.reports.marks import STAGE, Mark, draw_marks, marks_of
 from fedbn_flwr.experiments.reports.sources import Run, Source, score_of
-from fedbn_flwr.experiments.reports.style import Picture, logarithmic, whole_numbers
+from fedbn_flwr.experiments.tune import freeze_of
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.traffic.counting_grid import MEGABYTE
 
 #: settings of which a report draws curves, and up to how many it draws more than the score over rounds
@@ -26,9 +27,17 @@ DYNAMICS = {
 LOSSES = {"train-loss": "training loss", "loss-deviation": "standard deviation of the clients' losses"}
 #: the range of values from which on a scale is logarithmic
 DECADE = 10
+STAGE = "stage 2"
 Rows = Sequence[Mapping[str, Any]]
 #: label -> the runs' lines
 Lines = Mapping[str, Sequence[Line]]
+
+
+class Mark(NamedTuple):
+    """What changes after a round."""
+
+    text: str
+    after: int
 
 
 def curves(source: Source) -> Iterator[Picture]:
@@ -90,13 +99,13 @@ def _picture(
             draw_runs(axes, runs, label=label, **styles[label])
         axes.set(xlabel=x, ylabel=y)
         if x == "round":
-            whole_numbers(axes)
+            _whole_numbers(axes)
             colours = {label: style["color"] for label, style in styles.items()}
             draw_marks(axes, {label: marks[label] for label in drawn}, colours)
         if log and max(values) > DECADE * min(values) > 0:
             axes.set_yscale("log")
         if x != "round" and _spread(drawn) > 5:
-            logarithmic(axes)
+            _logarithmic(axes)
         axes.grid(alpha=0.3)
 
     yield Picture(name.rstrip("-"), caption[0].upper() + caption[1:], paint, setting=setting)
@@ -150,3 +159,50 @@ def _spread(lines: Lines) -> float:
     """Return by what factor the ends of the lines differ."""
     ends = [max(x) for runs in lines.values() for x, _ in runs]
     return max(ends) / min(ends)
+
+
+def marks_of(run: Run) -> list[Mark]:
+    """Return what changes in a run; nothing where its options are not known, as of a plug-in that is not there."""
+    try:
+        strategy, rounds = resolve({**run.options, "resume": ""}).make_strategy(1), int(run.rounds or 0)
+    except UsageError:
+        return []
+    frozen = freeze_of(strategy, rounds, run.rows)
+    drops = [change.start(rounds, frozen) for change in strategy.schedule.changes]
+    stage = next((row["round"] - 1 for row in run.rows if row.get("fedbs-stage") == 2), None)
+    rounds_of = [("freeze", frozen), *(("learning rate", after) for after in drops), (STAGE, stage)]
+    return [Mark(text, after) for text, after in rounds_of if after and after < rounds]
+
+
+def draw_marks(axes: Any, marks: Mapping[str, Sequence[Mark]], colours: Mapping[str, str]) -> None:
+    """Draw a line at every mark inside the axes, in the colour of the method if only one has it, else in grey."""
+    labels: dict[Mark, list[str]] = {}
+    for label, each in marks.items():
+        for mark in dict.fromkeys(each):
+            labels.setdefault(mark, []).append(label)
+    first, last = axes.get_xlim()
+    for after in sorted({mark.after for mark in labels if first < mark.after + 0.5 < last}):
+        here = {mark.text: names for mark, names in labels.items() if mark.after == after}
+        owners = {name for names in here.values() for name in names}
+        colour = colours[owners.pop()] if len(owners) == 1 else "#555555"
+        axes.axvline(after + 0.5, color=colour, linestyle=(0, (2, 2)), linewidth=1, zorder=1)
+        place = {"xycoords": ("data", "axes fraction"), "rotation": 90, "va": "top", "ha": "right"}
+        said = axes.annotate(", ".join(here), (after + 0.5, 0.99), color=colour, fontsize=8, **place)
+        said.set_in_layout(False)
+
+
+def _whole_numbers(axes: Any) -> None:
+    """Mark the x axis at whole numbers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _logarithmic(axes: Any) -> None:
+    """Make the x axis logarithmic, with plain numbers at 1, 2 and 5 times each power of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())

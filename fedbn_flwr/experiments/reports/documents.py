@@ -1,12 +1,13 @@
-"""The tables and pictures of a report as files for a paper: CSV, LaTeX, PDF and SVG."""
+"""The tables and pictures of a report as files for a paper: CSV, LaTeX and PDF."""
 
 import csv
 from collections.abc import Sequence
 from io import BytesIO, StringIO
 from textwrap import fill
-from typing import Any
 
-from fedbn_flwr.experiments.reports.style import Picture, styled
+from jinja2 import Environment, PackageLoader
+
+from fedbn_flwr.experiments.output.plots import Picture, styled
 from fedbn_flwr.experiments.reports.tables import Cell, Table
 
 #: what LaTeX reads in another way than as the letter
@@ -21,71 +22,49 @@ ESCAPES = {letter: f"\\{letter}" for letter in "#$%&_{}"} | {
     "*": "{*}",
     "±": r"$\pm$",
 }
-DOCUMENT = r"""\documentclass[a4paper]{article}
-\usepackage[T1]{fontenc}
-\usepackage[margin=2cm]{geometry}
-\usepackage{booktabs,graphicx}
-\begin{document}
-%s
-\end{document}
-"""
-FITTED = r"\resizebox{\ifdim\width>\linewidth \linewidth\else\width\fi}{!}"
-#: inches of a page, and of its margin
-PAGE, MARGIN = (8.27, 11.69), 0.7
-#: points of a table's letters at most, the height of a line and the width of a letter in them
-POINTS, LINE, LETTER = 8.0, 1.45, 0.602
-#: rows of a table on a page, letters of its caption in a line, and pictures on a page
-ROWS, CAPTION, PICTURES = 55, 110, 2
+#: rows of a table on a page
+ROWS = 55
 
 
 def to_csv(table: Table) -> str:
     """Return a table as CSV: numbers with all their digits, and deviations in columns of their own."""
-    file, spread = StringIO(), {i for row in table.rows for i, cell in enumerate(row) if cell.spread is not None}
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(
-        [text for i, name in enumerate(table.headings) for text in (name, f"{name} ±")[: 1 + (i in spread)]]
-    )
-    for row in table.rows:
-        plain = [cell.text if cell.number is None or cell.text == "baseline" else cell.number for cell in row]
-        behind = ["" if cell.spread is None else cell.spread for cell in row]
-        writer.writerow(
-            [x for i, pair in enumerate(zip(plain, behind, strict=True)) for x in pair[: 1 + (i in spread)]]
-        )
+    columns: list[list[object]] = []
+    for name in table.headings:
+        cells = [row[name] for row in table.rows]
+        is_text = [cell.number is None or cell.text == "baseline" for cell in cells]
+        columns.append([name, *(cell.text if text else cell.number for cell, text in zip(cells, is_text, strict=True))])
+        if any(cell.spread is not None for cell in cells):
+            columns.append([f"{name} ±", *(cell.spread for cell in cells)])
+    file = StringIO()
+    csv.writer(file, lineterminator="\n").writerows(zip(*columns, strict=True))
     return file.getvalue()
 
 
-def to_latex(table: Table) -> str:
-    """Return a table for `\\input`; it needs the packages booktabs and graphicx."""
-    columns = "".join("r" if index in table.numeric else "l" for index in range(len(table.headings)))
-    rows = [" & ".join(_latex_cell(cell) for cell in row) + r" \\" for row in table.rows]
-    heading = " & ".join(escape(text) for text in table.headings) + r" \\"
-    body = [r"\toprule", heading, r"\midrule", *rows, r"\bottomrule"]
-    tabular = "\n".join([rf"\begin{{tabular}}{{{columns}}}", *body, r"\end{tabular}"])
-    # a table that is wider than the text is made smaller
-    fitted = f"{FITTED}{{%\n{tabular}}}"
-    footer = [rf"\par\smallskip{{\footnotesize {escape(table.footer)}}}"] if table.footer else []
-    start = [r"\begin{table}[htbp]", r"\centering", rf"\caption{{{escape(table.caption)}}}"]
-    return "\n".join([*start, fitted, *footer, r"\end{table}", ""])
+def latex(template: str, **values: object) -> str:
+    """Fill in a template of LaTeX, whose marks are `<%` and `<<`."""
+    environment = Environment(
+        block_start_string="<%",
+        block_end_string="%>",
+        variable_start_string="<<",
+        variable_end_string=">>",
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        loader=PackageLoader(__package__, "template"),
+    )
+    environment.filters |= {"escape": escape, "cell": _latex_cell}
+    return environment.get_template(template).render(values)
+
+
+def html(template: str, **values: object) -> str:
+    """Fill in a template of HTML, whose values are text and no markup."""
+    loader = PackageLoader(__package__, "template")
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template(template).render(values)
 
 
 def _latex_cell(cell: Cell) -> str:
     text = escape(cell.text)
     return f"${text[0]}${text[1:]}" if cell.number is not None and text[:1] in ("-", "+") else text
-
-
-def latex_figure(picture: Picture, file: str) -> str:
-    """Return the LaTeX of a picture that is in a file."""
-    graphic = rf"\includegraphics[width=0.7\linewidth]{{{file}}}"
-    return "\n".join(
-        [
-            r"\begin{figure}[htbp]",
-            r"\centering",
-            graphic,
-            rf"\caption{{{escape(picture.caption)}}}",
-            r"\end{figure}",
-            "",
-        ]
-    )
 
 
 def escape(text: str) -> str:
@@ -94,7 +73,7 @@ def escape(text: str) -> str:
 
 
 def to_pdf(parts: Sequence[tuple[str, Sequence[Table], Sequence[Picture]]]) -> bytes:
-    """Return a document with the title, the tables and the pictures of each part."""
+    """Return a document with the title, the tables and the pictures of each part, each on a page of its size."""
     file = BytesIO()
     with styled() as figure_class:
         from matplotlib.backends.backend_pdf import PdfPages
@@ -102,47 +81,26 @@ def to_pdf(parts: Sequence[tuple[str, Sequence[Table], Sequence[Picture]]]) -> b
         with PdfPages(file, metadata={"CreationDate": None}) as document:
             for title, tables, pictures in parts:
                 for table in tables:
-                    for start in range(0, len(table.rows), ROWS):
-                        page = figure_class(figsize=PAGE)
-                        _draw_table(page, title, table, start)
-                        document.savefig(page)
-                for start in range(0, len(pictures), PICTURES):
-                    page = figure_class(figsize=PAGE, layout="constrained")
-                    page.get_layout_engine().set(rect=(0.08, 0.05, 0.84, 0.9))
-                    halves = page.subfigures(PICTURES, 1, hspace=0.05)
-                    for half, picture in zip(halves, pictures[start : start + PICTURES], strict=False):
-                        half.suptitle(fill(picture.caption, 70), fontsize=10)
-                        picture.draw(half)
-                    document.savefig(page)
+                    rows = table.texts()
+                    for start in range(0, len(rows), ROWS):
+                        text = _plain(table, title, rows[start : start + ROWS])
+                        page = figure_class()
+                        page.text(0, 1, text, va="top", fontsize=8, family="monospace", parse_math=False)
+                        document.savefig(page, bbox_inches="tight", pad_inches=0.4)
+                for picture in pictures:
+                    document.savefig(picture.draw(figure_class, fill(picture.caption, 70)), pad_inches=0.2)
     return file.getvalue()
 
 
-def _draw_table(page: Any, title: str, table: Table, start: int) -> None:
-    """Draw some rows of a table with three rules, as small as its width needs."""
-    texts = [table.headings, *([cell.text for cell in row] for row in table.rows[start : start + ROWS])]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    gaps = 2 * (len(widths) - 1)
-    size = min(POINTS, (PAGE[0] - 2 * MARGIN) * 72 / ((sum(widths) + gaps) * LETTER))
-    right, line = MARGIN + (sum(widths) + gaps) * LETTER * size / 72, LINE * size / 72
-
-    def write(text: str, height: float, **style: Any) -> None:
-        page.text(MARGIN / PAGE[0], height / PAGE[1], text, va="top", **style)
-
-    caption = fill(table.caption, CAPTION)
-    write(f"{title}: {table.name}", PAGE[1] - MARGIN, fontsize=11, fontweight="bold")
-    write(caption, PAGE[1] - MARGIN - 0.3, fontsize=8)
-    top = PAGE[1] - MARGIN - 0.55 - 0.15 * caption.count("\n")
-    for index, row in enumerate(texts):
-        pairs = enumerate(zip(row, widths, strict=True))
-        padded = [text.rjust(width) if i in table.numeric else text.ljust(width) for i, (text, width) in pairs]
-        write("  ".join(padded), top - (index + 0.2) * line, fontsize=size, family="monospace")
-    for index, weight in ((0, 1.0), (1, 0.6), (len(texts), 1.0)):
-        height = (top - index * line) / PAGE[1]
-        page.add_artist(_rule((MARGIN / PAGE[0], right / PAGE[0]), height, weight))
-    write(table.footer, top - len(texts) * line - 0.1, fontsize=8)
-
-
-def _rule(ends: tuple[float, float], height: float, weight: float) -> Any:
-    from matplotlib.lines import Line2D
-
-    return Line2D(ends, (height, height), color="black", linewidth=weight)
+def _plain(table: Table, title: str, rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of a table as letters of equal width."""
+    cells = [table.headings, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        triples = zip(table.headings, row, widths, strict=True)
+        padded = [text.rjust(width) if name in table.numeric else text.ljust(width) for name, text, width in triples]
+        lines.append("  ".join(padded))
+    rule = "─" * len(lines[0])
+    caption = fill(table.caption, max(len(rule), 60))
+    return "\n".join([f"{title}: {table.name}", "", caption, rule, lines[0], rule, *lines[1:], rule, table.footer])

@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
@@ -22,7 +23,7 @@ WEAK = "One seed: a difference may be chance."
 class Cell:
     """A cell: its text, and the number that it is sorted by if it is one."""
 
-    text: str
+    text: str = ""
     number: float | None = None
     #: what stands behind the number's plus-minus sign
     spread: float | None = None
@@ -30,114 +31,124 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose columns can be sorted by."""
+    """A table whose columns can be sorted by; its rows are cells by heading."""
 
     name: str
     caption: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    #: columns of numbers
-    numeric: frozenset[int] = field(default_factory=frozenset)
+    rows: Sequence[Mapping[str, Cell]]
     footer: str = ""
+
+    @cached_property
+    def headings(self) -> list[str]:
+        """The columns in which a row has a text."""
+        return [name for name in (self.rows[0] if self.rows else ()) if any(row[name].text for row in self.rows)]
+
+    @cached_property
+    def numeric(self) -> set[str]:
+        """The columns of numbers."""
+        return {name for name in self.headings if any(row[name].number is not None for row in self.rows)}
+
+    def texts(self) -> list[list[str]]:
+        """Return the rows as they are read."""
+        return [[row[name].text for name in self.headings] for row in self.rows]
 
 
 def result_table(source: Source, values: dict[Key, Value]) -> Table:
     """Return a row for each method: its score, the paired difference, and other numbers beside those of the paper."""
     places = [place.place for place in source.recipe.reported]
-    cells: dict[tuple[str, str], dict[str, Row]] = {}
+    by_cell: dict[tuple[str, str], dict[str, Row]] = {}
     for item in rows_of(source.results, values):
-        cells.setdefault((item.setting, item.method), {})[item.column] = item
+        by_cell.setdefault((item.setting, item.method), {})[item.column] = item
     score = score_of(source.runs)
-    columns = sorted({column: None for rows in cells.values() for column in rows if column}, key=lambda c: c != score)
-    columns = columns or [score]
-    headings = ["setting", "method"]
-    for column in columns:
-        headings += [heading_of(column), *(["difference"] if column == columns[0] else [])]
-        headings += places if column == columns[0] else [f"{heading_of(column)} ({place})" for place in places]
+    names = dict.fromkeys(column for items in by_cell.values() for column in items if column)
+    columns = sorted(names, key=lambda column: column != score) or [score]
     differences, rows = _differences(source, columns[0]), []
-    for (setting, method), by_column in cells.items():
-        state = next(iter(by_column.values())).failure or _state(source, setting, method)
-        row = [Cell(setting), Cell(method)]
+    for (setting, method), by_column in by_cell.items():
+        row = {"setting": Cell(setting), "method": Cell(method)}
         for column in columns:
-            here = by_column.get(column)
-            number = _number(here) if here and here.text and not here.failure else Cell("")
-            if column == columns[0]:
-                row += [number if number.text else Cell(state), differences.get((setting, method), Cell(""))]
-            else:
-                row.append(number)
-            row += [Cell(text, _leading(text)) for text in (here.printed if here else [""] * len(places))]
-        seeds = max((item.here.seeds for item in by_column.values() if item.here), default=0)
-        rows.append([*row, Cell(str(seeds) if seeds else "", seeds)])
-    counted = {int(row[-1].text) for row in rows if row[-1].text}
-    most, alike = max(counted, default=0), len(counted) == 1
-    shown = [row[:-1] for row in rows] if alike else rows
+            in_column, name, is_first = by_column.get(column), heading_of(column), column == columns[0]
+            row[name] = _number(in_column)
+            if is_first and not row[name].text:
+                row[name] = Cell(next(iter(by_column.values())).failure or _state(source, setting, method))
+            if is_first:
+                row["difference"] = differences.get((setting, method), Cell())
+            for place, text in zip(places, in_column.printed if in_column else [""] * len(places), strict=True):
+                number = float(text.partition("±")[0]) if text else None
+                row[place if is_first else f"{name} ({place})"] = Cell(text, number)
+        row["runs"] = _count(max((item.here.seeds for item in by_column.values() if item.here), default=None))
+        rows.append(row)
+    counted = {row["runs"].number for row in rows if row["runs"].text}
+    most, alike = max((number or 0 for number in counted), default=0), len(counted) == 1
     caption = f"{heading_of(columns[0]).capitalize()}: mean"
     caption += f" of {most} runs" if alike and most > 1 else ""
     if most > 1:
         caption += " ± standard deviation; difference to the first method, paired by seed, ± half its 95 % interval"
     caption += "; beside it the numbers that are printed" if places else ""
     weak = WEAK if counted == {1} and any(cell.spread is None for cell in differences.values()) else ""
-    last = [] if alike else ["runs"]
-    numeric = set(range(2, len(headings) + len(last)))
-    return _without_empty("results", caption, [*headings, *last], shown, numeric, weak)
+    return Table("results", caption, [{**row, "runs": Cell()} if alike else row for row in rows], weak)
 
 
-def _number(row: Row) -> Cell:
-    spread = row.here.deviation if row.here and row.here.seeds > 1 else None
-    return Cell(row.text, row.here.mean if row.here else None, spread)
+def _number(row: Row | None) -> Cell:
+    if row is None or row.here is None or row.failure:
+        return Cell()
+    return Cell(row.text, row.here.mean, row.here.deviation if row.here.seeds > 1 else None)
 
 
 def cost_table(source: Source) -> Table:
     """Return what the finished runs sent and how long they took, as means over seeds."""
-    headings = ["setting", "method", "rounds", "exchanges", "MB sent", "MB a round, as papers count", "seconds"]
     rows = []
-    for setting, label in _cells(source):
-        runs = [run.summary for run in source.runs_of(setting, label) if run.state == "finished" and run.summary]
+    for setting, label in source.recipe.cells():
+        runs = [run.summary for run in source.runs_of(setting.name, label) if run.state == "finished" and run.summary]
         if runs:
-            means = [_mean([run.get(key) for run in runs]) for key in ("rounds", "exchanges")]
-            megabytes = _mean([_per(run.get("payload-bytes"), MEGABYTE) for run in runs])
-            paper = _mean([_per(run.get("paper-bytes"), MEGABYTE * (run.get("rounds") or 1)) for run in runs])
-            numbers = [*means, megabytes, paper, _mean([run.get("seconds") for run in runs])]
-            cells = [_count(number, digits) for number, digits in zip(numbers, (0, 0, 1, 2, 1), strict=True)]
-            rows.append([Cell(setting), Cell(label), *cells])
-    return _without_empty("costs", "What the runs sent, and their time", headings, rows, {2, 3, 4, 5, 6})
+            paper = [_per(run.get("paper-bytes"), MEGABYTE * (run.get("rounds") or 1)) for run in runs]
+            counted = {
+                "rounds": _count(_mean(run.get("rounds") for run in runs)),
+                "exchanges": _count(_mean(run.get("exchanges") for run in runs)),
+                "MB sent": _count(_mean(_per(run.get("payload-bytes"), MEGABYTE) for run in runs), 1),
+                "MB a round, as papers count": _count(_mean(paper), 2),
+                "seconds": _count(_mean(run.get("seconds") for run in runs), 1),
+            }
+            rows.append({"setting": Cell(setting.name), "method": Cell(label), **counted})
+    return Table("costs", "What the runs sent, and their time", rows)
 
 
 def run_table(source: Source) -> Table:
     """Return the state of every run, and what came of it."""
-    score = score_of(source.runs)
-    headings = ["setting", "method", "seed", "state", "rounds done", "of", "learning rate"]
-    headings += [heading_of(score), "exchanges", "MB sent", "seconds", "folder"]
-    rows = []
+    score, rows = score_of(source.runs), []
     for run in source.runs:
-        done, total = len(run.rows), run.rounds
-        progress = [Cell(f"{done:,}", done), Cell(f"{total:,}", total) if total else Cell("")]
-        state = f"failed: {run.error}" if run.error else run.state
-        names = [Cell(run.setting), Cell(run.label), Cell(str(run.seed), run.seed), Cell(state)]
-        rate, ended = run.options.get("lr"), run.summary if run.state == "finished" and run.summary else {}
-        numbers = [_per(ended.get(score), 0.01), ended.get("exchanges"), _per(ended.get("payload-bytes"), MEGABYTE)]
-        counted = zip([*numbers, ended.get("seconds")], (2, 0, 1, 1), strict=True)
-        results = [Cell(f"{rate:g}", rate) if rate else Cell(""), *(_count(*each) for each in counted)]
-        rows.append([*names, *progress, *results, Cell(run.folder.name)])
-    return _without_empty("runs", "All runs", headings, rows, {2, *range(4, 11)})
+        ended = run.summary if run.state == "finished" and run.summary else {}
+        rate = run.options.get("lr")
+        rows.append(
+            {
+                **_names(run),
+                "state": Cell(f"failed: {run.error}" if run.error else run.state),
+                "rounds done": _count(len(run.rows)),
+                "of": _count(run.rounds or None),
+                "learning rate": Cell(f"{rate:g}", rate) if rate else Cell(),
+                heading_of(score): _count(_per(ended.get(score), 0.01), 2),
+                "exchanges": _count(ended.get("exchanges")),
+                "MB sent": _count(_per(ended.get("payload-bytes"), MEGABYTE), 1),
+                "seconds": _count(ended.get("seconds"), 1),
+                "folder": Cell(run.folder.name),
+            }
+        )
+    return Table("runs", "All runs", rows)
 
 
 def curve_table(source: Source) -> Table:
     """Return the score of every run over its rounds, exchanges, bytes and seconds."""
-    score = score_of(source.runs)
-    headings = ["setting", "method", "seed", "round", heading_of(score), "exchanges", "MB sent", "seconds"]
-    rows = []
+    score, rows = score_of(source.runs), []
     for run in source.runs:
-        names = [Cell(run.setting), Cell(run.label), Cell(str(run.seed), run.seed)]
         exchanges, sent, seconds = 0, 0, 0.0
         for row in run.rows:
             exchanges += row.get("exchanges") or 0
             sent += sum(row.get(f"payload-bytes-{way}") or 0 for way in ("down", "up"))
             seconds += row.get("seconds") or 0.0
             if row.get(score) is not None:
-                numbers = zip((100 * row[score], exchanges, sent / MEGABYTE, seconds), (2, 0, 1, 1), strict=True)
-                rows.append([*names, Cell(str(row["round"]), row["round"]), *(_count(*each) for each in numbers)])
-    return _without_empty("curves", "The score over the rounds", headings, rows, set(range(2, 8)))
+                counted = {"exchanges": _count(exchanges), "MB sent": _count(sent / MEGABYTE, 1)}
+                place = {"round": _count(row["round"]), heading_of(score): _count(100 * row[score], 2)}
+                rows.append({**_names(run), **place, **counted, "seconds": _count(seconds, 1)})
+    return Table("curves", "The score over the rounds", rows)
 
 
 def counts(runs: Sequence[Run]) -> str:
@@ -172,35 +183,16 @@ def _flat(source: Source, setting: Setting) -> Iterator[dict[str, Any]]:
             yield columns
 
 
-def _without_empty(
-    name: str,
-    caption: str,
-    headings: Sequence[str],
-    rows: Sequence[Sequence[Cell]],
-    numeric: Collection[int],
-    footer: str = "",
-) -> Table:
-    """Return a table without the columns in which no row has a text."""
-    kept = [index for index in range(len(headings)) if any(row[index].text for row in rows)]
-    shown = [[row[index] for index in kept] for row in rows]
-    numbers = frozenset(position for position, index in enumerate(kept) if index in numeric)
-    return Table(name, caption, [headings[index] for index in kept], shown, numbers, footer)
-
-
-def _cells(source: Source) -> list[tuple[str, str]]:
-    return [(setting.name, label) for setting, label in source.recipe.cells()]
+def _names(run: Run) -> dict[str, Cell]:
+    return {"setting": Cell(run.setting), "method": Cell(run.label), "seed": Cell(str(run.seed), run.seed)}
 
 
 def _state(source: Source, setting: str, label: str) -> str:
-    states = Counter(run.state for run in source.runs_of(setting, label))
-    return next((state for state in ("failed", "unfinished", "waiting") if states[state]), "not recorded")
+    states = {run.state for run in source.runs_of(setting, label)}
+    return next((state for state in ("failed", "unfinished", "waiting") if state in states), "not recorded")
 
 
-def _leading(text: str) -> float | None:
-    return float(text.partition("±")[0]) if text else None
-
-
-def _mean(values: Sequence[Any]) -> float | None:
+def _mean(values: Iterable[Any]) -> float | None:
     numbers = [value for value in values if isinstance(value, int | float)]
     return fmean(numbers) if numbers else None
 
@@ -209,5 +201,5 @@ def _per(value: Any, unit: float) -> float | None:
     return value / unit if isinstance(value, int | float) else None
 
 
-def _count(number: float | None, digits: int) -> Cell:
-    return Cell("") if number is None else Cell(f"{number:,.{digits}f}", number)
+def _count(number: float | None, digits: int = 0) -> Cell:
+    return Cell() if number is None else Cell(f"{number:,.{digits}f}", number)

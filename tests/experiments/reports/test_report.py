@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -21,15 +22,13 @@ from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.comparison import run_folder
 from fedbn_flwr.experiments.folder_lock import alone_in
 from fedbn_flwr.experiments.kept_run import KeptRun
-from fedbn_flwr.experiments.output.plots import line_style
+from fedbn_flwr.experiments.output.plots import Picture, bar_style, line_style
 from fedbn_flwr.experiments.recipes.quantities import QUANTITIES
 from fedbn_flwr.experiments.recipes.table import Value, values_of
 from fedbn_flwr.experiments.reports import bars
-from fedbn_flwr.experiments.reports.curves import _megabytes
-from fedbn_flwr.experiments.reports.documents import DOCUMENT, latex_figure, to_latex
-from fedbn_flwr.experiments.reports.marks import draw_marks, marks_of
+from fedbn_flwr.experiments.reports.curves import _megabytes, draw_marks, marks_of
+from fedbn_flwr.experiments.reports.documents import latex
 from fedbn_flwr.experiments.reports.sources import Run, read_sources
-from fedbn_flwr.experiments.reports.style import Picture, bar_style
 from fedbn_flwr.experiments.reports.tables import Cell, Table
 from fedbn_flwr.plugins.options import UsageError
 from tests.helpers.matrix_files import ROUNDS, round_row, summary_of, write_matrix, write_run
@@ -486,8 +485,7 @@ def test_every_format_has_the_same_table(tmp_path: Path) -> None:
 
 
 def test_latex_prints_names_as_they_are() -> None:
-    table = Table("results", HARD, ["method", "n"], [[Cell(HARD), Cell("-1.00", -1.0)]], frozenset({1}))
-    text = to_latex(table)
+    text = latex("table.tex", table=Table("results", HARD, [{"method": Cell(HARD), "n": Cell("-1.00", -1.0)}]))
     hard = r"a\_b\&50\%\#\{x\}\textasciitilde{}\textasciicircum{}\textbackslash{}\textless{}\textbar{}{[}{*}]"
     assert rf"\caption{{{hard}}}" in text
     assert hard + r" & $-$1.00 \\" in text
@@ -496,11 +494,12 @@ def test_latex_prints_names_as_they_are() -> None:
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX here (Debian: texlive-latex-recommended)")
 @pytest.mark.usefixtures("drawn")
 def test_latex_compiles(tmp_path: Path) -> None:
-    tables = [Table("results", HARD, ["method", "n"], [[Cell(HARD), Cell("1 ± 2", 1.0)]], frozenset({1}), HARD)]
+    table = Table("results", HARD, [{"method": Cell(HARD), "n": Cell("1 ± 2", 1.0)}], HARD)
     picture = Picture("curve", HARD, lambda axes: axes.plot([0, 1]))
     (tmp_path / "curve.pdf").write_bytes(picture.file("pdf"))
-    body = "\n".join([*map(to_latex, tables), latex_figure(picture, "curve.pdf")])
-    (tmp_path / "paper.tex").write_text(DOCUMENT % body)
+    (tmp_path / "results.tex").write_text(latex("table.tex", table=table))
+    part = SimpleNamespace(prefix="", tables=[table], pictures=[picture])
+    (tmp_path / "paper.tex").write_text(latex("example.tex", parts=[part]))
     words = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
     assert subprocess.run(words, cwd=tmp_path, stdout=subprocess.DEVNULL, check=False).returncode == 0
 
