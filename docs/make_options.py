@@ -67,13 +67,15 @@ COMMAND = (
         "the paired difference to the first method with its 95 % interval",
     ),
     (
-        "`--lr-grid`",
+        "`--grid`",
         "",
-        "of `compare`: comma-separated learning rates. Each method uses the one with the best accuracy on a fifth of "
-        "the training data, held out",
+        "of `compare`: an option and values to choose from, such as `lr=0.03,0.1`; may be repeated. Each method with "
+        "the option uses the combination with the best mean score on a fifth of the training data, held out. A value "
+        "that fails with one seed is out. A `*` marks a chosen value that is the least or the largest of its grid",
     ),
+    ("`--grid-seeds`", "`2`", "of `compare` and `reproduce`: runs for each combination of a grid's values"),
     ("`--batches`", "`4`", "of `diagnose`: mini-batches per client to average over"),
-    ("`--dry-run`", "", "of `compare`: show what would run, how many steps, and about how long"),
+    ("`--dry-run`", "", "of `compare`: show what would run, and how many steps"),
     ("`--smoke`, `--only`, `--dry-run`, ...", "", "of `reproduce`: see [recipes.md](recipes.md)"),
 )
 

@@ -103,10 +103,9 @@ def test_commands_are_understood(page: Path) -> None:
             "overwrite",
             "dry-run",
             "seeds",
-            "lr-grid",
             "batches",
-            "action",
             "grid",
+            "grid-seeds",
         ):
             given.pop(key, None)
         for method in str(given.pop("methods", given.pop("method", "fedavg"))).split(","):
@@ -199,7 +198,7 @@ def experiments(page: Path) -> list[list[str]]:
 def shortened(words: list[str], most: int) -> list[str]:
     """The command, with at most so many rounds of one seed at one rate."""
     options = dict(zip(words[1::2], words[2::2], strict=True))
-    for name in ("--lr-grid", "--seeds", "--engine"):
+    for name in ("--grid", "--seeds", "--engine"):
         options.pop(name, None)
     rounds = str(min(int(options.get("--rounds", 60)), most))
     return [words[0], *chain(*{**options, "--rounds": rounds, "--evaluate-every": rounds}.items())]

@@ -9,35 +9,31 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fedbn_flwr import __version__
-from fedbn_flwr.experiments.comparison import Plan
+from fedbn_flwr.experiments.choice import SEEDS, read_grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.data_command import add_data_command, check_data
 from fedbn_flwr.experiments.diagnosis.command import run_diagnosis
-from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
-from fedbn_flwr.experiments.kept_run import OVERWRITE, Terminated, keeping
+from fedbn_flwr.experiments.engines import ENGINES, engine_named
+from fedbn_flwr.experiments.kept_run import OVERWRITE, Terminated
 from fedbn_flwr.experiments.laboratory import compare, plan_of, run
 from fedbn_flwr.experiments.method import all_options, import_plugins, owners, split_methods
-from fedbn_flwr.experiments.output.console import Bars, show_comparison, show_run, write_to_any_terminal
+from fedbn_flwr.experiments.output.console import show_comparison, show_run, write_to_any_terminal
 from fedbn_flwr.experiments.output.listing import listing, show_listing, show_one
-from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.quiet import quiet
-from fedbn_flwr.experiments.recipes.commands import add_recipe_commands, list_recipes, reproduce, show_estimate
+from fedbn_flwr.experiments.recipes.commands import add_recipe_commands, list_recipes, reproduce, show_plan
 from fedbn_flwr.experiments.recipes.matrix import Cell
 from fedbn_flwr.experiments.recipes.recipe import Setting
 from fedbn_flwr.experiments.reports.command import add_report_command, report
-from fedbn_flwr.experiments.resources import load_data
-from fedbn_flwr.experiments.tune import GRID, candidates, check, runs_of, search, write_tuning
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import Option, UsageError, as_value, convert, options_of, whole_number
+from fedbn_flwr.plugins.options import Option, UsageError, as_value, options_of, whole_number
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
 
 #: options that the help shows; `--help-all` shows all
 COMMON = ("method", "model", "dataset", "partition", "clients", "rounds", "lr", "results-dir")
 EXAMPLES = {
     "run": ("--method fixbn:freeze-round=0.3 --partition classes:2", "--method fedavg+gn --model resnet20 --lr 0.05"),
-    "compare": ("--methods fedavg,fedavg+gn,fixbn --seeds 3", "--methods fedavg,fedprox:mu=0.01 --lr-grid 0.1,0.03"),
+    "compare": ("--methods fedavg,fedavg+gn,fixbn --seeds 3", "--methods fedavg,fedprox:mu=0.01 --grid lr=0.1,0.03"),
     "diagnose": ("--model resnet20 --partition classes:2",),
-    "freeze-round": ("--partition classes:2 --grid 0.3,0.5,0.7",),
 }
 
 
@@ -106,9 +102,11 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
     several = _command(commands, "compare", "train with several methods on the same data, model and seeds")
     several.add_argument("--methods", required=True, metavar="A,B", help="comma-separated methods")
     several.add_argument("--seeds", default="1", metavar="N", help="runs per method, with seeds from --seed on [1]")
-    text = "learning rates to choose from for each method"
-    several.add_argument("--lr-grid", dest="lr-grid", metavar="LRS", default="", help=text)
-    text = "show what would run, how many steps, and about how long"
+    text = "choose on held-out data, e.g. lr=0.03,0.1"
+    several.add_argument("--grid", action="append", metavar="KEY=A,B", help=text + "; may be repeated" * everything)
+    text = f"runs of a grid's values [{SEEDS}]" if everything else argparse.SUPPRESS
+    several.add_argument("--grid-seeds", dest="grid-seeds", metavar="N", help=text)
+    text = "show what would run, and how many steps"
     several.add_argument("--dry-run", dest="dry-run", action="store_true", default=False, help=text)
     _add_engine(several, everything)
     _add_shared(several, everything, skip=("method", "resume"))
@@ -117,7 +115,6 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
     )
     single.add_argument("--batches", default="4", metavar="N", help="mini-batches per client to average over [4]")
     _add_shared(single, everything, skip=("resume", "checkpoint-every", "log-to"))
-    _add_tune(commands, everything)
     names = _command(commands, "list", "show every strategy, normalizer, model, data set, partition and augmentation")
     names.add_argument("name", nargs="?", metavar="NAME", help="say all about this one, or about all of a kind")
     names.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
@@ -128,18 +125,6 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
     for name, text in others.items():
         commands.add_parser(name, help=text)
     return parser
-
-
-def _add_tune(commands: Any, everything: bool) -> None:
-    text = "find the value of an option on held-out training data"
-    actions = commands.add_parser("tune", help=text).add_subparsers(dest="action", required=True, parser_class=_Parser)
-    freeze = _command(actions, "freeze-round", "find when to freeze: FixBN's window rule, and a small search")
-    freeze.add_argument(
-        "--grid", default=GRID, help=f"comma-separated rounds, or shares of all rounds, after which to freeze [{GRID}]"
-    )
-    freeze.add_argument("--seeds", default="1", metavar="N", help="runs per value, with seeds from --seed on [1]")
-    _add_engine(freeze, everything)
-    _add_shared(freeze, everything, skip=("resume", "checkpoint-every", "validation"))
 
 
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -161,8 +146,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 
 def _examples(name: str) -> str | None:
-    place = "fedbn-flwr tune" if name == "freeze-round" else "fedbn-flwr"
-    lines = "\n".join(f"  {place} {name} {words}" for words in EXAMPLES.get(name, ()))
+    lines = "\n".join(f"  fedbn-flwr {name} {words}" for words in EXAMPLES.get(name, ()))
     return f"examples:\n{lines}\nall options: --help-all; all names: fedbn-flwr list" if lines else None
 
 
@@ -211,39 +195,28 @@ def _run(options: dict[str, Any]) -> None:
 def _compare(options: dict[str, Any]) -> None:
     methods, seeds = split_methods(str(options.pop("methods"))), whole_number("--seeds", options.pop("seeds"))
     folder, engine = options.pop("results-dir", Config.results_dir), engine_named(options.pop("engine", None))
-    rates = [float(convert("--lr-grid", rate, float)) for rate in str(options.pop("lr-grid")).split(",") if rate]
+    grid = read_grid(options.pop("grid", []))
+    grid_seeds = whole_number("--grid-seeds", options.pop("grid-seeds", SEEDS))
     told = {key: options.pop(key) for key in ("overwrite", "verbose")}
     if options.pop("dry-run"):
-        plan = plan_of(methods, options, seeds, rates, engine)
-        show_estimate("comparison", [Cell(Setting({}, {}), method, method, plan, Path()) for method in methods], 1)
+        plan = plan_of(methods, options, seeds, grid, grid_seeds, engine)
+        show_plan("comparison", [Cell(Setting({}, {}), method, method, plan, Path()) for method in methods])
         return
     results = compare(
-        methods, folder=folder, seeds=seeds, lr_grid=rates, engine=engine, progress="lines", **told, **options
+        methods,
+        folder=folder,
+        seeds=seeds,
+        grid=grid,
+        grid_seeds=grid_seeds,
+        engine=engine,
+        progress="lines",
+        **told,
+        **options,
     )
     show_comparison(results.summaries, results.folder)
     errors = {method for method, _ in results.failures}
     if failed := [method for method in methods if method in errors]:
         raise CannotTrainError(f"{len(failed)} of {len(methods)} methods failed: {', '.join(failed)}")
-
-
-def _tune(options: dict[str, Any]) -> None:
-    option, engine, grid = options.pop("action"), engine_named(options.pop("engine", None)), str(options.pop("grid"))
-    overwrite, _ = options.pop("overwrite"), options.pop("verbose")
-    if option in options:
-        raise UsageError(f"--{option} is the option that is tuned: give the values to try with --grid")
-    method = str(options.pop("method", "fixbn"))
-    seeds = whole_number("--seeds", options.pop("seeds"))
-    methods = candidates(method, grid)
-    plan = Plan(options, list(methods.values()), seeds, engine=engine, overwrite=overwrite)
-    check(plan)
-    experiment = plan.experiment(plan.methods[0], 0)
-    prepare(ENGINES[engine], experiment)
-    config = experiment.config
-    folder = make_folder(Path(config.results_dir))
-    runs = [run for value in plan.methods for run in runs_of(plan, value, folder)]
-    with keeping(folder, runs), Bars(len(plan.methods) * seeds, load_data(config)) as bars:
-        found = list(search(plan, list(methods), folder, bars.announce))
-    write_tuning(found, method, folder, f"{config.dataset}, {config.model}, {config.partition}, {config.rounds} rounds")
 
 
 def _list(options: dict[str, Any]) -> None:
@@ -259,7 +232,6 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int | None]] = {
     "run": _run,
     "compare": _compare,
     "diagnose": run_diagnosis,
-    "tune": _tune,
     "list": _list,
     "recipes": list_recipes,
     "reproduce": reproduce,

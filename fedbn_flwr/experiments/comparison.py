@@ -2,20 +2,22 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from fedbn_flwr.experiments.choice import SEEDS, Choice, Grid
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.kept_run import OVERWRITE, KeptRun, OtherRunError
-from fedbn_flwr.experiments.method import Experiment, import_plugins, parse, resolve
+from fedbn_flwr.experiments.kept_run import OVERWRITE, KeptRun
+from fedbn_flwr.experiments.method import Experiment, all_options, import_plugins, own_options, parse, resolve
 from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import (
     finished_summary,
-    has_results,
     make_folder,
     read_json,
     read_rounds,
@@ -35,45 +37,58 @@ PLANNED = "planned.json"
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of runs to compare: options, methods, seeds, learning rates to choose from, and the engine's name."""
+    """A plan of runs to compare: options, methods, seeds, values of options to choose from, and the engine's name."""
 
     options: Mapping[str, Any]
     methods: Sequence[str]
     seeds: int = 1
-    rates: Sequence[float] = ()
+    grid: Grid = field(default_factory=dict)
+    grid_seeds: int = SEEDS
     engine: str = "stacked"
     #: whether other runs in the folders are replaced
     overwrite: bool = False
 
-    def experiment(self, method: str, seed: int, **changes: Any) -> Experiment:
-        """Resolve one run of the plan."""
+    def experiment(self, method: str, seed: int, changes: Mapping[str, Any] = MappingProxyType({})) -> Experiment:
+        """Resolve one run of the plan, with changed options by their keys."""
         base = int(convert("seed", self.options.get("seed", 0), int))
-        experiment = resolve({**self.options, "method": method, "seed": base + seed})
-        return replace(experiment, config=replace(experiment.config, **changes))
+        return resolve({**self.options, "method": method, "seed": base + seed, **changes})
 
     def kept(self, experiment: Experiment, place: Path, unknown: Sequence[str] = ()) -> KeptRun:
         """Return a run of the plan with its folder; it makes checkpoints by itself if options do not say when."""
         automatic = "checkpoint-every" not in self.options
         return KeptRun.of(experiment, self.engine, place, self.overwrite, automatic, unknown)
 
-    def runs(self, folder: Path, method: str, **changes: Any) -> list[KeptRun]:
+    def runs(self, folder: Path, method: str, choice: Choice | None = None) -> list[KeptRun]:
         """Return the runs of a method, one a seed, with their folders in that of the comparison."""
-        unknown = ("lr",) if self.chooses_rate(method) and "lr" not in changes else ()
-        experiments = [self.experiment(method, seed, **changes) for seed in range(self.seeds)]
-        return [self.kept(each, run_folder(folder, method, each.config.seed), unknown) for each in experiments]
+        choice = choice or self.choice(method)
+        values = choice.values if choice else {}
+        experiments = [replace(self.experiment(method, seed, values), choice=choice) for seed in range(self.seeds)]
+        return [self.kept(each, run_folder(folder, method, each.config.seed)) for each in experiments]
 
-    def chooses_rate(self, method: str) -> bool:
-        """Return whether there are learning rates to choose from, and the method does not name one."""
-        return bool(self.rates) and "lr" not in parse(method)[2]
+    def choice(self, method: str) -> Choice | None:
+        """Return what is to be chosen for a method: options of the grid that it has and does not name itself."""
+        strategy, _, named = parse(method)
+        others = all_options().keys() - own_options(REGISTRY[strategy])
+        grid = {key: values for key, values in self.grid.items() if key not in named and key not in others}
+        return Choice(grid, self.grid_seeds) if grid else None
+
+    def count(self, method: str) -> int:
+        """Return the number of a method's runs, with those of its search."""
+        choice = self.choice(method)
+        return self.seeds + (self.grid_seeds * len(choice.combinations()) if choice else 0)
 
     def check(self) -> None:
         """Find every usage error before the first run."""
+        for key in self.grid:
+            if key in (*COMMON, "method", "plugins", "resume"):
+                raise UsageError(f"grid: {key} is the same for all runs, and not to be chosen")
         for method in self.methods:
-            if common := [key for key in parse(method)[2] if key in COMMON]:
+            if common := [key for key in parse(method).options if key in COMMON]:
                 raise UsageError(f"method {method!r}: {common[0]} is the same for all methods of a comparison")
             check_simulation(self.experiment(method, 0))
-            for rate in self.rates:
-                check_simulation(self.experiment(method, 0, lr=rate, validation=VALIDATION_SHARE))
+            choice = self.choice(method)
+            for values in choice.combinations().values() if choice else ():
+                check_simulation(self.experiment(method, 0, {**values, "validation": VALIDATION_SHARE}))
 
 
 #: called before every run with a label; returns what to call after every round of it
@@ -87,7 +102,6 @@ def compare(plan: Plan, folder: Path, announce: Announce) -> list[Summary]:
     """
     runs = {run.folder: run for method in plan.methods for run in plan.runs(folder, method)}
     before = _earlier(plan, folder, runs)
-    _refuse_other_rates(plan, folder, runs)
     others = [entry for place, entry in before.items() if place not in runs]
     done = {place: before[place] for place, run in runs.items() if place in before and run.finished() is not None}
     write_comparison([*done.values(), *others], folder)
@@ -105,11 +119,38 @@ def compare(plan: Plan, folder: Path, announce: Announce) -> list[Summary]:
 
 
 def run_method(plan: Plan, method: str, folder: Path, announce: Announce) -> Iterator[Summary]:
-    """Run one method of the plan with every seed, at its best rate if there are rates to choose from."""
-    chosen = _best_rate(plan, method, folder, announce)
-    for run in plan.runs(folder, method, **({"lr": chosen["lr"]} if chosen else {})):
-        summary = run.run_or_error(announce(f"{method}, seed {run.experiment.config.seed}"))
-        yield {**summary, **({"lr-grid": chosen["grid"]} if chosen else {})}
+    """Run one method of the plan with every seed, with the best values of the grid if there is one."""
+    choice = plan.choice(method)
+    if choice:
+        choice, failure = _chosen(plan, method, choice, folder, announce)
+    for run in plan.runs(folder, method, choice):
+        if choice and not choice.values:
+            seed = run.experiment.config.seed
+            yield {**failure, "seed": seed, "error": f"no value of its grid came through: {failure['error']}"}
+        else:
+            yield run.run_or_error(announce(f"{method}, seed {run.experiment.config.seed}"))
+
+
+def _chosen(plan: Plan, method: str, choice: Choice, folder: Path, announce: Announce) -> tuple[Choice, Summary]:
+    """Return the values with the best mean score on held-out training data, and the first failure.
+
+    Values with which a run fails are out.
+    """
+    scores, failure = dict[str, float | None](), Summary()
+    for text, values in choice.combinations().items():
+        results = list[float]()
+        for seed in range(plan.grid_seeds):
+            experiment = plan.experiment(method, seed, {**values, "validation": VALIDATION_SHARE})
+            place = folder / "grid" / f"{folder_name(method)}-{folder_name(text)}-seed{experiment.config.seed}"
+            summary = plan.kept(experiment, place).run_or_error(announce(f"{method}, validating {text}"))
+            if "error" in summary:
+                failure = failure or summary
+                break
+            results.append(float(summary[metric_of(summary)]))
+        scores[text] = fmean(results) if len(results) == plan.grid_seeds else None
+    best = max(scores, key=lambda text: -1.0 if (score := scores[text]) is None else score)
+    values = {} if scores[best] is None else choice.combinations()[best]
+    return replace(choice, values=values, scores=scores), failure
 
 
 def write_comparison(summaries: Sequence[Summary], folder: Path) -> None:
@@ -161,24 +202,8 @@ def _earlier(plan: Plan, folder: Path, runs: Mapping[Path, KeptRun]) -> dict[Pat
             raise UsageError(
                 f"{place} has another setting: its {'; its '.join(differences)} ({OVERWRITE} leaves it out)"
             )
-        grid = {"lr-grid": entry["lr-grid"]} if "lr-grid" in entry else {}
-        results[place] = entry if summary is None else {**summary, **grid}
+        results[place] = entry if summary is None else summary
     return results
-
-
-def _refuse_other_rates(plan: Plan, folder: Path, runs: Mapping[Path, KeptRun]) -> None:
-    """Refuse runs at a rate that was not chosen from the plan's rates, before these are tried."""
-    entries = read_json(folder / "compare.json") or []
-    listed = {run_folder(folder, entry["method"], entry["seed"]): entry for entry in entries}
-    rates = {f"{rate:g}" for rate in plan.rates}
-    for place, run in runs.items():
-        if plan.overwrite or "lr" not in run.unknown or not has_results(place):
-            continue
-        used = f"{(read_json(place / 'config.json') or {})['options']['lr']:g}"
-        grid = set(listed[place].get("lr-grid", [used])) if place in listed else rates
-        if used not in rates or grid != rates:
-            text = f"{place} holds another run: its lr is {used}, from {', '.join(sorted(grid))}"
-            raise OtherRunError(f"{text} and not from {', '.join(sorted(rates))} ({OVERWRITE} replaces it)")
 
 
 def _other_setting(plan: Plan, place: Path) -> list[str]:
@@ -192,24 +217,8 @@ def _other_setting(plan: Plan, place: Path) -> list[str]:
     if (strategy := options["method"].partition(":")[0].partition("+")[0]) not in REGISTRY:
         return [f"strategy {strategy!r} is not known here"]
     own = [key for key in options if key not in options_of(Config)]
-    rate = ["lr"] if plan.chooses_rate(options["method"]) else []
-    return alike.kept(alike.experiment(options["method"], 0), place, [*own, *rate]).differences()
-
-
-def _best_rate(plan: Plan, method: str, folder: Path, announce: Announce) -> dict[str, Any]:
-    """The rate with the best score on a validation split of the training data, at the first seed."""
-    if not plan.chooses_rate(method):
-        return {}
-    grid = {}
-    for rate in plan.rates:
-        experiment = plan.experiment(method, 0, lr=rate, validation=VALIDATION_SHARE)
-        run = plan.kept(experiment, folder / "lr-grid" / f"{folder_name(method)}-lr{rate:g}")
-        summary = run.run_or_error(announce(f"{method}, validating lr {rate:g}"))
-        grid[rate] = summary.get(metric_of(summary), 0.0)
-    return {
-        "lr": max(grid, key=lambda rate: grid[rate]),
-        "grid": {f"{rate:g}": value for rate, value in grid.items()},
-    }
+    experiment = replace(alike.experiment(options["method"], 0), choice=plan.choice(options["method"]))
+    return alike.kept(experiment, place, own).differences()
 
 
 @dataclass(frozen=True)

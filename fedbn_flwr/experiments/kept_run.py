@@ -1,6 +1,6 @@
 """The one way from an experiment to its folder: a finished run is kept, an unfinished one goes on, another is refused.
 
-`fedbn-flwr run`, `compare`, `tune` and `reproduce` take it for every run.
+`fedbn-flwr run`, `compare` and `reproduce` take it for every run.
 """
 
 import json
@@ -91,12 +91,16 @@ class KeptRun:
         config = read_json(self.folder / "config.json")
         if not isinstance(config, dict) or not has_results(self.folder):
             return []
+        choice = self.experiment.choice
         before = {**config["options"], "engine": config.get("engine", self.engine), **_code_of(config.get("code", {}))}
+        before["grid"] = config.get("grid")
         now = {**json.loads(as_json(self.experiment.to_mapping())), "engine": self.engine}
+        now["grid"] = choice.text if choice else None
+        unknown = {*self.unknown, *(choice.grid if choice and not choice.values else ())}
         now |= _code_of(self.experiment.code)
         # a method brings options of its own: it is what differs
         keys = ("method", *sorted({*before, *now} - FREE - {"method"}))
-        differing = [key for key in keys if key not in self.unknown and before.get(key) != now.get(key)]
+        differing = [key for key in keys if key not in unknown and before.get(key) != now.get(key)]
         if checkpoint_round(self.folder) and finished_summary(self.folder) is None:
             saved = self._saved_versions()
             before, now = {**before, **saved}, {**now, **VERSIONS}

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import mkdtemp
+from types import MappingProxyType
 from typing import Any, Literal
 
 from fedbn_flwr.data.own_data import OwnData
+from fedbn_flwr.experiments.choice import SEEDS, Grid
 from fedbn_flwr.experiments.comparison import Plan, run_folder
 from fedbn_flwr.experiments.comparison import compare as compare_runs
 from fedbn_flwr.experiments.config import Config
@@ -22,7 +24,7 @@ from fedbn_flwr.experiments.quiet import quiet
 from fedbn_flwr.experiments.recovery import resume
 from fedbn_flwr.experiments.resources import check_simulation, load_data
 from fedbn_flwr.experiments.results import Results
-from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.plugins.options import UsageError, option_key
 
 RESULTS = "results-dir"
 #: how a call shows how far it has come: a bar, also lines where there is no terminal for a bar, or nothing
@@ -36,7 +38,8 @@ def compare(
     data: str | OwnData | None = None,
     folder: str | Path | None = None,
     seeds: int = 1,
-    lr_grid: Sequence[float] = (),
+    grid: Grid = MappingProxyType({}),
+    grid_seeds: int = SEEDS,
     engine: str = "stacked",
     overwrite: bool = False,
     progress: Shown = True,
@@ -51,6 +54,8 @@ def compare(
     - `model`: a name, a function or class that makes a `torch.nn.Module`, or such a module.
     - `data`: a name, `fedbn_flwr.data.Data`, a function that returns them, or a pair of training and test data: each
       tensors (inputs, labels), or a torch `Dataset`.
+    - `grid`: values of options to choose from for each method, such as `{"lr": [0.03, 0.1]}`, by the mean score of
+      `grid_seeds` runs on held-out training data.
     - `options`: those of the command, with underscores, such as `partition="classes:2"`.
     - `folder`: where runs are kept. The same call goes on there, more methods and seeds are added, and other options
       need `overwrite`. Without it, runs are gone with the results that are returned.
@@ -61,14 +66,17 @@ def compare(
     """
     with quiet(verbose):
         given = given_options(model, data, folder, options)
-        plan = plan_of(methods, given, seeds, lr_grid, engine, overwrite)
+        plan = plan_of(methods, given, seeds, grid, grid_seeds, engine, overwrite)
         for method in plan.methods:
             prepare(ENGINES[engine], plan.experiment(method, 0))
         plan.check()
         with _opened(given.get(RESULTS)) as (place, is_kept):
             runs = [run for method in plan.methods for run in plan.runs(place, method)]
-            data_of_all, many = load_data(runs[0].experiment.config), len(plan.methods) * (seeds + len(lr_grid))
-            with _keeping(place, runs, is_kept), Bars(many, data_of_all, progress) as bars:
+            data_of_all = load_data(runs[0].experiment.config)
+            with (
+                _keeping(place, runs, is_kept),
+                Bars(sum(map(plan.count, plan.methods)), data_of_all, progress) as bars,
+            ):
                 summaries = compare_runs(plan, place, bars.announce)
         folders = {
             (each["method"], each["seed"]): run_folder(place, each["method"], each["seed"]) for each in summaries
@@ -127,7 +135,8 @@ def plan_of(
     methods: Sequence[Method],
     given: Mapping[str, Any],
     seeds: int = 1,
-    rates: Sequence[float] = (),
+    grid: Grid = MappingProxyType({}),
+    grid_seeds: int = SEEDS,
     engine: str = "stacked",
     overwrite: bool = False,
 ) -> Plan:
@@ -135,16 +144,21 @@ def plan_of(
     engine_named(engine)
     if isinstance(methods, str) or not isinstance(methods, Sequence) or not methods:
         raise UsageError(f"methods must be a list of at least one method, got {methods!r}")
-    if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
-        raise UsageError(f"seeds must be a whole number of at least 1, got {seeds!r}")
+    for name, count in (("seeds", seeds), ("grid_seeds", grid_seeds)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise UsageError(f"{name} must be a whole number of at least 1, got {count!r}")
+    grid = {option_key(key): values for key, values in grid.items()}
+    for key, values in grid.items():
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise UsageError(f"grid: {key} must have a list of at least one value, got {values!r}")
     for key in {"method", "resume"} & given.keys():
         raise UsageError(f"compare has no option {key!r}; `methods` names methods, and the same call goes on by itself")
     import_plugins(str(given.get("plugins", "")))
     texts = [method_of(method) for method in methods]
     if twice := [text for text in texts if texts.count(text) > 1]:
         raise UsageError(f"methods names {twice[0]!r} twice")
-    _refuse_ignored(texts, given)
-    return Plan(given, texts, seeds, tuple(map(float, rates)), engine, overwrite)
+    _refuse_ignored(texts, {**given, **grid})
+    return Plan(given, texts, seeds, grid, grid_seeds, engine, overwrite)
 
 
 def _refuse_ignored(methods: Sequence[str], given: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from fedbn_flwr.data import SITES, Data, load
 from fedbn_flwr.data.files import TORCHVISION
+from fedbn_flwr.experiments.choice import Choice
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.models import build
 from fedbn_flwr.norm import NORMS
@@ -23,7 +24,7 @@ BOUND_NORMS = {"hbn": "hbn", "static-bn": "heterofl"}
 #: constructor arguments of strategies that follow from the shared options
 SHARED = ("lr_schedule", "seed", "patience", "exchange_timeout", "evaluate_every")
 #: keys that mean something else on the command line
-_TAKEN = {*options_of(Config), "engine", "verbose", "methods", "seeds", "lr-grid", "batches", "help"}
+_TAKEN = {*options_of(Config), "engine", "verbose", "methods", "seeds", "grid", "grid-seeds", "batches", "help"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Experiment:
     config: Config
     strategy: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    #: what was chosen for this run from a grid, or is to be
+    choice: Choice | None = None
 
     @property
     def code(self) -> dict[str, str]:

@@ -133,13 +133,13 @@ def rounds_within_budget(config: Config, clients: int, samples: int = 0) -> Conf
     return replace(config, rounds=max(round(config.budget_epochs / epochs_a_round), 1))
 
 
-def expected_steps(config: Config, samples: int = 0) -> int:
-    """About how many steps all clients take in the whole run; `samples` as in `rounds_within_budget`."""
+def expected_steps(config: Config) -> int:
+    """About how many steps all clients take in the whole run."""
     taking_part = max(int(config.clients * config.fraction_train), 1)
-    samples = samples or len(load_data(config).train)
-    an_epoch = samples // (max(config.clients, 1) * config.batch_size) + 1
-    steps = config.local_epochs * an_epoch if config.local_epochs else config.local_steps
-    return rounds_within_budget(config, config.clients, samples).rounds * taking_part * steps
+    steps = config.local_steps
+    if config.local_epochs:
+        steps = config.local_epochs * (len(load_data(config).train) // (max(config.clients, 1) * config.batch_size) + 1)
+    return rounds_within_budget(config, config.clients).rounds * taking_part * steps
 
 
 def check(experiment: Experiment) -> None:

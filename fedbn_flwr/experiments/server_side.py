@@ -85,7 +85,8 @@ def _begun(folder: Path, experiment: Experiment, engine: str, task: Task) -> Run
     """Return the folder of a run that starts at round 1, with its options written."""
     clear(folder)
     files = RunFolder(folder)
-    files.config(experiment.to_mapping(), task.sites, engine, experiment.code)
+    grid = experiment.choice.text if experiment.choice else ""
+    files.config(experiment.to_mapping(), task.sites, engine, experiment.code, grid)
     return files
 
 

@@ -81,8 +81,13 @@ COMPARISONS = {
     "no seed": (["--methods", "fedavg", "--seeds", "0"], "--seeds must be at least 1, got 0"),
     "seeds": (["--methods", "fedavg", "--seeds", "few"], "--seeds must be a whole number, got 'few'"),
     "first seed": (["--methods", "fedavg", "--seed", "first"], "seed must be a whole number, got 'first'"),
-    "rates": (["--methods", "fedavg", "--lr-grid", "0.1,fast"], "--lr-grid must be a number, got 'fast'"),
-    "negative rate": (["--methods", "fedavg", "--lr-grid", "0.1,-1"], "lr must be at least 0, got -1.0"),
+    "value of a grid": (["--methods", "fedavg", "--grid", "lr=0.1,fast"], "lr must be a number, got 'fast'"),
+    "no grid": (
+        ["--methods", "fedavg", "--grid", "0.1"],
+        "--grid must be OPTION=VALUE,VALUE, such as lr=0.03,0.1, got ",
+    ),
+    "grid of nobody": (["--methods", "fedavg", "--grid", "mu=1"], "mu is an option of fedbs, fedprox; fedavg would"),
+    "grid seeds": (["--methods", "fedavg", "--grid-seeds", "0"], "--grid-seeds must be at least 1, got 0"),
     "mistake in the last": (["--methods", "fedavg,fedprox:mu=-1"], "method 'fedprox:mu=-1': mu must be at least 0"),
     "method": (["--methods", "fedavg", "--method", "fedbn"], "unknown option '--method'; did you mean '--methods'?"),
     "none": ([], "--methods"),
@@ -158,7 +163,7 @@ def test_help_names_every_option_with_its_default(name: str, capsys: pytest.Capt
     words = capsys.readouterr().out.split()
     wanted = {wire_key(item.name) for item in fields(Config)} | set(all_options()) | {"engine", "verbose"}
     if name == "compare":
-        wanted = wanted - {"method", "resume"} | {"methods", "seeds", "lr-grid"}
+        wanted = wanted - {"method", "resume"} | {"methods", "seeds", "grid", "grid-seeds"}
     assert {f"--{key}" for key in wanted} <= set(words)
     assert f"[{Config.lr_schedule}]" in words
 

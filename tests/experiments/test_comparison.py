@@ -1,7 +1,8 @@
-"""Several methods on the same data: pairing by seed, choosing a rate, and what is written."""
+"""Several methods on the same data: pairing by seed, choosing values, and what is written."""
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,11 @@ def test_seeds_count_from_the_given_one() -> None:
         (plan(["fedavg", "fedavg:seed=3"]), "'fedavg:seed=3': seed is the same for all methods of a comparison"),
         (plan(["fedavg:validation=0.5"]), "validation is the same for all methods"),
         (Plan({**OPTIONS, "clients": "0"}, ["fedavg"]), "clients must be at least 1"),
-        # 80 samples suffice for 80 clients, the four fifths for which rates are validated do not
-        (Plan({**OPTIONS, "clients": "80"}, ["fedavg"], rates=[0.1]), "80 clients cannot share 64 samples"),
+        # 80 samples suffice for 80 clients, the four fifths for which values are validated do not
+        (plan(["fedavg"], grid={"seed": [1]}), "grid: seed is the same for all runs"),
+        (plan(["fedavg"], grid={"lr": [0.1, -1]}), "lr must be at least 0, got -1"),
+        (plan(["fedavg"], grid={"lrate": [1]}), "unknown option 'lrate'"),
+        (Plan({**OPTIONS, "clients": "80"}, ["fedavg"], grid={"lr": [0.1]}), "80 clients cannot share 64 samples"),
     ],
 )
 def test_every_mistake_is_found_before_the_first_run(chosen: Plan, message: str) -> None:
@@ -126,12 +130,13 @@ class Engine:
     def __init__(self, **accuracies: float) -> None:
         self.accuracies = accuracies
         self.ran: list[Experiment] = []
+        self.fails = set[tuple[str, int]]()
 
     def __call__(self, experiment: Experiment, folder: Path, progress: Progress | None = None) -> Summary:
         self.ran.append(experiment)
         config = experiment.config
         accuracy = self.accuracies.get(f"lr{config.lr:g}".replace(".", "_"), 0.5)
-        if accuracy < 0:
+        if accuracy < 0 or (f"lr{config.lr:g}", config.seed) in self.fails:
             raise CannotTrainError("it diverged")
         folder.mkdir(parents=True)
         (folder / "rounds.jsonl").write_text('{"round": 1, "accuracy": 0.5, "train-loss": 1.0}\n')
@@ -146,29 +151,58 @@ def silent(_: str) -> None:
     return None
 
 
-def test_each_method_runs_at_its_best_rate_of_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_method_runs_with_its_best_values_of_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(lr0_1=0.6, lr0_3=0.8, lr1=0.7)
     monkeypatch.setitem(ENGINES, "stacked", engine)
-    chosen = plan(["fedavg", "fedprox:lr=0.1"], seeds=2, rates=[0.1, 0.3, 1.0])
+    chosen = plan(["fedavg", "fedprox:lr=0.1:mu=1"], seeds=2, grid={"lr": [0.1, 0.3, 1.0], "mu": [0.1]})
     summaries = compare(chosen, tmp_path, silent)
     assert [(run["method"], run["seed"], run["lr"]) for run in summaries] == [
         ("fedavg", 0, 0.3),
         ("fedavg", 1, 0.3),
-        # a method that names its rate keeps it
-        ("fedprox:lr=0.1", 0, 0.1),
-        ("fedprox:lr=0.1", 1, 0.1),
+        # a method keeps what it names
+        ("fedprox:lr=0.1:mu=1", 0, 0.1),
+        ("fedprox:lr=0.1:mu=1", 1, 0.1),
     ]
-    assert summaries[0]["lr-grid"] == {"0.1": 0.6, "0.3": 0.8, "1": 0.7}
-    assert "lr-grid" not in summaries[2]
-    # rates are chosen at the first seed on held-out training data, and what is reported is not
-    assert [(run.config.seed, run.config.validation) for run in engine.ran[:3]] == [(0, VALIDATION_SHARE)] * 3
-    assert [run.config.validation for run in engine.ran[3:]] == [0.0] * 4
+    assert sum(map(chosen.count, chosen.methods)) == len(engine.ran) == 4 + 2 * 3
+    searched, trained = engine.ran[:6], engine.ran[6:]
+    assert trained[0].choice is not None
+    assert trained[0].choice.summary() == {
+        "chosen": {"lr": 0.3},
+        "chosen-at-edge": [],
+        "grid": {"lr=0.1": 0.6, "lr=0.3": 0.8, "lr=1.0": 0.7},
+    }
+    assert trained[2].choice is None
+    # values are chosen by two seeds on held-out training data, and what is reported is not
+    assert [(run.config.seed, run.config.validation) for run in searched] == [
+        (seed, VALIDATION_SHARE) for _ in range(3) for seed in (0, 1)
+    ]
+    assert [run.config.validation for run in trained] == [0.0] * 4
 
 
-def test_a_rate_that_diverges_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ENGINES, "stacked", Engine(lr0_1=0.2, lr9=-1))
-    (summary,) = compare(plan(["fedavg"], rates=[9.0, 0.1]), tmp_path, silent)
+def test_a_value_that_diverges_with_one_seed_is_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(lr0_1=0.2, lr9=0.9)
+    engine.fails = {("lr9", 1)}
+    monkeypatch.setitem(ENGINES, "stacked", engine)
+    (summary,) = compare(plan(["fedavg"], grid={"lr": [9.0, 0.1]}), tmp_path / "one", silent)
     assert summary["lr"] == 0.1
+    (summary,) = compare(plan(["fedavg"], grid={"lr": [9.0]}), tmp_path / "two", silent)
+    assert summary["error"] == "no value of its grid came through: it diverged"
+
+
+def test_options_of_single_methods_are_chosen_for_these(tmp_path: Path) -> None:
+    methods = ["fedavg", "fixbn"]
+    grid: dict[str, list[Any]] = {"freeze-round": ["auto", 0.34, 1], "momentum": [0, 0.5]}
+    first, second = (plan(methods, grid=grid).choice(method) for method in methods)
+    assert first is not None
+    assert [*first.combinations()] == ["momentum=0", "momentum=0.5"]
+    assert second is not None
+    assert len(second.combinations()) == 6
+    at_edge = [replace(second, values={"freeze-round": value, "momentum": 0.5}) for value in grid["freeze-round"]]
+    assert [choice.summary()["chosen-at-edge"] for choice in at_edge] == [
+        ["momentum"],
+        ["freeze-round", "momentum"],
+        ["freeze-round", "momentum"],
+    ]
 
 
 def test_a_method_that_cannot_train_says_why_and_the_others_go_on(
@@ -192,7 +226,8 @@ def test_the_test_data_never_choose_the_rate(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(fedbn_flwr.experiments.output.scoring, "evaluate", watched)
     monkeypatch.setattr("fedbn_flwr.client.bn_client.evaluate", watched)
     announced: list[tuple[str, int]] = []
-    chosen = Plan({**OPTIONS, "rounds": "1"}, ["fedbn:mean-personal=true"], rates=[0.1, 0.01], engine="inprocess")
+    options, grid = {**OPTIONS, "rounds": "1"}, {"lr": [0.1, 0.01]}
+    chosen = Plan(options, ["fedbn:mean-personal=true"], grid=grid, grid_seeds=1, engine="inprocess")
     compare(chosen, tmp_path, lambda label: announced.append((label, len(seen))))
     (_, _), (_, _), (label, before) = announced
     assert "validating" not in label

@@ -53,22 +53,14 @@ def test_a_matrix_says_so_in_its_table(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"Failed: bad: {SAID}" in table
 
 
-def test_a_search_goes_on_and_recommends_what_came_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The rate is infinite from the freeze on, which lies beyond the run for one candidate."""
-    method, grid = "fixbn:lr-schedule==1e30@freeze", "0.2,50"
-    assert run("tune", "freeze-round", "--method", method, "--grid", grid, results_dir=str(tmp_path), **CALM) == 0
-    tuned = json.loads((tmp_path / "tune.json").read_text())
-    assert [row.get("failed") for row in tuned["candidates"]] == ["diverged at round 11", "diverged at round 5", None]
-    assert tuned["recommended"] is None
-    assert "Recommended: no freeze." in capsys.readouterr().out
-
-
-def test_a_search_in_which_nothing_comes_through_fails_and_keeps_its_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    method = "fixbn:lr-schedule==1e30@freeze"
-    assert run("tune", "freeze-round", "--method", method, "--grid", "0.2", results_dir=str(tmp_path), **CALM) == 1
-    output = capsys.readouterr()
-    assert "diverged at round 5" in output.out
-    assert "fedbn-flwr: a run of every candidate failed" in output.err
-    assert (tmp_path / "tune.json").exists()
+def test_a_search_goes_on_with_what_came_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rate is infinite from the freeze on, which lies beyond the run for one value."""
+    method, folder = "fixbn:lr-schedule==1e30@freeze", str(tmp_path)
+    assert run("compare", "--methods", method, "--grid", "freeze-round=0.2,50", results_dir=folder, **CALM) == 0
+    (summary,) = json.loads((tmp_path / "compare.json").read_text())
+    assert (summary["chosen"], summary["grid"]["freeze-round=0.2"]) == ({"freeze-round": "50"}, None)
+    assert "freeze-round=50*" in "".join(capsys.readouterr().out.split())
+    other = str(tmp_path / "other")
+    assert run("compare", "--methods", method, "--grid", "freeze-round=0.2", results_dir=other, **CALM) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "no value of its grid came through: " in shown

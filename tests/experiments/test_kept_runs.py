@@ -186,18 +186,16 @@ def test_another_run_is_refused_before_anything_is_trained(tmp_path: Path, capsy
     assert summary_bytes(tmp_path)["fedavg-seed0"] == first["fedavg-seed0"]
 
 
-def test_another_grid_of_rates_is_refused_before_it_is_trained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_grid_is_refused_before_it_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"results_dir": str(tmp_path), "rounds": "1", "evaluate_every": "1"}
-    assert run("compare", "--methods", "fedavg", "--lr-grid", "0.1,0.03", **options) == 0
+    words = ["compare", "--methods", "fedavg", "--grid-seeds", "1"]
+    assert run(*words, "--grid", "lr=0.1,0.03", **options) == 0
     first = summary_bytes(tmp_path)
-    for grid in ("0.1,0.03,0.3", "0.5"):
-        assert run("compare", "--methods", "fedavg", "--lr-grid", grid, **options) == 2
-        assert "from 0.03, 0.1 and not from" in capsys.readouterr().err
-    assert not list((tmp_path / "lr-grid").glob("*lr0.3*"))
-    assert not list((tmp_path / "lr-grid").glob("*lr0.5*"))
-    assert run("compare", "--methods", "fedavg", "--lr-grid", "0.1,0.03", **options) == 0
+    for grid in ("lr=0.1,0.03,0.3", "momentum=0.5"):
+        assert run(*words, "--grid", grid, **options) == 2
+        assert "its grid is 'lr=0.1,0.03 by 1 seeds', not " in capsys.readouterr().err
+    assert len(list((tmp_path / "grid").iterdir())) == 2
+    assert run(*words, "--grid", "lr=0.1,0.03", **options) == 0
     assert summary_bytes(tmp_path) == first
 
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedbn_flwr.data import Data
+from fedbn_flwr.experiments.choice import ABOUT_EDGE, chosen_of
 from fedbn_flwr.experiments.comparison import Line, lines, metric_of, typical
 from fedbn_flwr.experiments.output.recorder import Progress as Callback
 from fedbn_flwr.experiments.output.recorder import Summary, outcome_of
@@ -158,6 +159,7 @@ def _show_accuracies(summaries: Sequence[Summary], failures: Mapping[str, str]) 
     compared = lines(summaries)
     several, baseline = len(summaries) > len(compared), compared[0].method
     first, varies = typical(summaries), len({run["lr"] for run in summaries}) > 1
+    is_chosen = any("chosen" in run for run in summaries)
     table = new_table("{dataset}, {model}, {partition}, {rounds} rounds".format_map(first), "method")
     columns: dict[str, Callable[[Line], str]] = {
         f"{metric_of(first)}, %": lambda line: (
@@ -166,7 +168,8 @@ def _show_accuracies(summaries: Sequence[Summary], failures: Mapping[str, str]) 
         "personal": lambda line: _mean(summaries, line.method, "accuracy-personal"),
         "mean BN": lambda line: _mean(summaries, line.method, "accuracy-mean-bn"),
         f"vs {baseline}": lambda line: "" if line is compared[0] else _difference(line, several),
-        "lr": lambda line: f"{line.summary['lr']:g}" if varies or "lr-grid" in first else "",
+        "chosen": lambda line: chosen_of(line.summary),
+        "lr": lambda line: f"{line.summary['lr']:g}" if varies and not is_chosen else "",
         "MB sent": lambda line: f"{line.summary['payload-bytes'] / MEGABYTE:.1f}",
         "exchanges": lambda line: f"{line.summary['exchanges']:,}",
         "s": lambda line: f"{line.summary['seconds']:.1f}",
@@ -181,6 +184,8 @@ def _show_accuracies(summaries: Sequence[Summary], failures: Mapping[str, str]) 
     _print(table)
     if len(compared) > 1 and len(summaries) < 2 * len(compared):
         _footer("One seed: a difference may be chance. `--seeds 3` gives intervals.")
+    if any(run.get("chosen-at-edge") for run in summaries):
+        _footer(ABOUT_EDGE)
     _show_absent(first)
 
 

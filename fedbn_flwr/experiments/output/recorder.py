@@ -115,6 +115,7 @@ class Journal:
             "evaluation-payload-bytes": self._grid.evaluation.payload,
             "seconds": time.perf_counter() - self._started,
             **self._until_target(),
+            **(experiment.choice.summary() if experiment.choice else {}),
             **({"rounds-skipped": skipped} if skipped else {}),
             **({"model-for-each-node": True} if self._strategy.personal else {}),
             **({"absent-classes": absent} if (absent := absent_classes(config)) else {}),

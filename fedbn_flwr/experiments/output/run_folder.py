@@ -67,10 +67,11 @@ class RunFolder:
         sites: Sequence[Mapping[str, Any]] = (),
         engine: str = "",
         code: Mapping[str, str] = MappingProxyType({}),
+        grid: str = "",
     ) -> None:
         """Write the options, versions, command and machine, which are needed to repeat the run, and sites' data.
 
-        `code` has the fingerprints of users' objects.
+        `code` has the fingerprints of users' objects, `grid` what options were chosen from.
         """
         versions = installed_versions(VERSIONED) | {"fedbn-flwr": __version__, "python": platform.python_version()}
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
@@ -78,6 +79,7 @@ class RunFolder:
         content = {"options": dict(options), "versions": versions, **machine, "command": command_line()}
         content |= {"engine": engine} if engine else {}
         content |= {"code": dict(code)} if code else {}
+        content |= {"grid": grid} if grid else {}
         write_json(self.path / CONFIG, {**content, "sites": list(sites)} if sites else content)
 
     def round(self, row: Mapping[str, Any]) -> None:

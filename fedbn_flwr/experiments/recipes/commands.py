@@ -4,29 +4,34 @@ import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedbn_flwr.client import pick_device
+from fedbn_flwr.experiments.choice import SEEDS
 from fedbn_flwr.experiments.comparison import metric_of
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.output.console import console, new_table, percent
 from fedbn_flwr.experiments.output.recorder import outcome_of
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.output.sinks import check_sinks
-from fedbn_flwr.experiments.recipes.estimate import estimate, missing_data
 from fedbn_flwr.experiments.recipes.findings import findings
 from fedbn_flwr.experiments.recipes.matrix import Cell, Results, check_resources, plan_cells, run_matrix
 from fedbn_flwr.experiments.recipes.recipe import Recipe, check_recipe, read_recipe, recipe_names, recipe_path
 from fedbn_flwr.experiments.recipes.record import MatrixRecord
 from fedbn_flwr.experiments.recipes.table import values_of, write_table
-from fedbn_flwr.plugins.options import whole_number
+from fedbn_flwr.experiments.resources import expected_steps, load_data, rounds_within_budget
+from fedbn_flwr.plugins.options import UsageError, whole_number
 from fedbn_flwr.strategies import CannotTrainError
 
 #: options of a run that may be given to all runs of a matrix
 CHANGES = ("data-root", "device", "precision", "log-to")
+#: data sets that are not looked for in a dry run, as that would download them
+REMOTE = "hf:"
 
 
 def add_recipe_commands(commands: Any, command: Any) -> None:
@@ -39,9 +44,10 @@ def add_recipe_commands(commands: Any, command: Any) -> None:
     parser.add_argument("--only", action="append", metavar="LABEL", help="only cells with this label; may be repeated")
     parser.add_argument("--workers", metavar="N", help="cells that run side by side, each in a process [1]")
     parser.add_argument(
-        "--dry-run", dest="dry-run", action="store_true", help="show what would run, how many steps, and how long"
+        "--dry-run", dest="dry-run", action="store_true", help="show what would run, and how many steps"
     )
     parser.add_argument("--seeds", metavar="N", help="runs a method, instead of the recipe's number")
+    parser.add_argument("--grid-seeds", dest="grid-seeds", metavar="N", help=f"runs per value of a grid [{SEEDS}]")
     parser.add_argument("--results-dir", dest="results-dir", metavar="DIR", help="where results go [results/NAME]")
     parser.add_argument("--engine", help=f"{', '.join(ENGINES)} [stacked]")
     parser.add_argument("--overwrite", action="store_true", help="replace runs in the folder that differ from these")
@@ -78,10 +84,11 @@ def reproduce(options: Mapping[str, Any]) -> None:
     engine = engine_named(options.get("engine"))
     folder = Path(options.get("results-dir") or Path("results", recipe.name.replace("/", "-") + "-smoke" * small))
     changes = {key: options[key] for key in CHANGES if key in options}
-    cells = plan_cells(recipe, folder, engine, changes, bool(options.get("overwrite")))
+    grid_seeds = whole_number("--grid-seeds", options.get("grid-seeds", SEEDS))
+    cells = plan_cells(recipe, folder, engine, changes, bool(options.get("overwrite")), grid_seeds)
     workers = whole_number("--workers", options.get("workers", 1))
     if options.get("dry-run"):
-        show_estimate(recipe.name, cells, workers)
+        show_plan(recipe.name, cells)
         return
     check_resources(recipe, cells)
     check_sinks(cells[0].plan.experiment(cells[0].method, 0).config.log_to)
@@ -118,24 +125,30 @@ def _outcome(cell: Cell, results: Results) -> str:
     return f"{metric_of(last)} {percent(last[metric_of(last)])} %"
 
 
-def show_estimate(title: str, cells: Sequence[Cell], workers: int) -> None:
-    """Print what cells would run, how many steps and about how long, and which data are not there."""
-    table = new_table(title, "setting", "method", numbers=("runs", "rounds", "client steps", "time"))
-    total, steps, unknown = 0.0, 0, False
-    for item in estimate(cells):
-        unknown |= item.seconds is None
-        time_text = "?" if item.seconds is None else _duration(item.seconds)
-        cell = item.cell
-        table.add_row(cell.setting.name, cell.label, str(item.runs), f"{item.rounds:,}", f"{item.steps:,}", time_text)
-        total, steps = total + (item.seconds or 0), steps + item.steps
+def show_plan(title: str, cells: Sequence[Cell]) -> None:
+    """Print what cells would run and how many steps, and which data are not there."""
+    table = new_table(title, "setting", "method", numbers=("runs", "rounds", "client steps"))
+    total, missing = 0, dict[str, None]()
+    for cell in cells:
+        config = cell.plan.experiment(cell.method, 0).config
+        try:
+            pick_device(config.device)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        counted = "?", "?"
+        with suppress(ValueError, OSError, RuntimeError):  # they depend on data that are not there
+            steps = cell.plan.count(cell.method) * expected_steps(config)
+            counted = f"{rounds_within_budget(config, config.clients).rounds:,}", f"{steps:,}"
+            total += steps
+        try:
+            if not config.dataset.startswith(REMOTE):
+                load_data(config)
+        except (ValueError, OSError, RuntimeError) as error:
+            missing[f"data set {config.dataset!r} is not there: {error}"] = None
+        table.add_row(cell.setting.name, cell.label, str(cell.plan.count(cell.method)), *counted)
     console.print(table)
-    console.print(
-        f"{len(cells)} cells, {steps:,} client steps, about {_duration(total / workers)} with {workers} side by side "
-        f"on this machine: a rough estimate from a few measured steps of each method, which half or twice the time "
-        f"would not contradict; evaluation is not in it{', nor what has no time' * unknown}",
-        soft_wrap=True,
-    )
-    for line in missing_data(cells):
+    console.print(f"{len(cells)} cells, {total:,} client steps{' where known' * bool(missing)}", soft_wrap=True)
+    for line in missing:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -1,6 +1,6 @@
 """The runs of a recipe: every cell that is not finished yet, in this process or several side by side.
 
-A cell is a method in a setting, with all seeds and, where the recipe has rates to choose from, the runs of the choice.
+A cell is a method in a setting, with all seeds and, where the recipe has a grid, the runs of the choice.
 Each run has the folder that `fedbn-flwr run` writes. The folder of a setting is that of a comparison.
 """
 
@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from fedbn_flwr.experiments.choice import SEEDS
 from fedbn_flwr.experiments.comparison import Plan, folder_name, plot_comparison, run_method, write_comparison
 from fedbn_flwr.experiments.engines import NEEDED
 from fedbn_flwr.experiments.kept_run import KeptRun, keeping
@@ -49,7 +50,7 @@ class Cell:
         return list(run_method(self.plan, self.method, self.folder, lambda _: None))
 
     def runs(self) -> list[KeptRun]:
-        """Return the runs at the rate of the plan, a seed each, with their folders."""
+        """Return the runs, a seed each, with their folders; what a grid chooses is not known yet."""
         return self.plan.runs(self.folder, self.method)
 
 
@@ -70,7 +71,12 @@ class Results:
 
 
 def plan_cells(
-    recipe: Recipe, folder: Path, engine: str, changes: Mapping[str, Any], overwrite: bool = False
+    recipe: Recipe,
+    folder: Path,
+    engine: str,
+    changes: Mapping[str, Any],
+    overwrite: bool = False,
+    grid_seeds: int = SEEDS,
 ) -> list[Cell]:
     """Return the cells of a recipe; `changes` are options that the user gave."""
     cells = []
@@ -78,7 +84,7 @@ def plan_cells(
         # cells are what runs side by side, and the number of processes of one is among what decides its bits
         options = {"workers": 1, **setting.options, **changes}
         method = recipe.methods[label]
-        plan = Plan(options, [method], recipe.seeds, recipe.rates, engine, overwrite)
+        plan = Plan(options, [method], recipe.seeds, recipe.grid, grid_seeds, engine, overwrite)
         cells.append(Cell(setting, label, method, plan, setting_folder(folder, setting)))
     return cells
 

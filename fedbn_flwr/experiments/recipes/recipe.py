@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from fedbn_flwr.experiments.choice import Grid
 from fedbn_flwr.experiments.method import Experiment, parse, resolve
 from fedbn_flwr.experiments.recipes.quantities import QUANTITIES
 from fedbn_flwr.experiments.recipes.reported import Direction, Reported, read_directions, read_reported
@@ -56,7 +57,7 @@ class Recipe:
     #: (methods, labels) that the matrix does not have
     left_out: Sequence[tuple[Sequence[str], Sequence[str]]]
     seeds: int
-    rates: Sequence[float]
+    grid: Grid
     quantities: Sequence[str]
     reported: Sequence[Reported]
     directions: Sequence[Direction]
@@ -92,7 +93,7 @@ class Recipe:
         ]
         methods = {**self.methods, **small.methods}
         notes = [*self.notes, small.describe()]
-        return replace(self, settings=settings, methods=methods, seeds=small.seeds, rates=small.rates, notes=notes)
+        return replace(self, settings=settings, methods=methods, seeds=small.seeds, grid=small.grid, notes=notes)
 
     def only(self, labels: Sequence[str]) -> "Recipe":
         """Return the part with these methods and labels of axes; an axis of which none is named stays whole."""
@@ -115,7 +116,7 @@ class Smoke:
     vary: Mapping[str, Mapping[str, Mapping[str, Any]]]
     methods: Mapping[str, str]
     seeds: int
-    rates: Sequence[float]
+    grid: Grid
 
     def describe(self) -> str:
         """Return a sentence about what was run in place of the recipe."""
@@ -198,7 +199,7 @@ def _recipe(name: str, given: Fields) -> Recipe:
         settings=settings,
         left_out=given.left_out(methods, labels),
         seeds=given.whole("seeds", 1),
-        rates=given.numbers("lr-grid"),
+        grid=given.grid(MATRIX_OPTIONS),
         quantities=given.names("quantities", list(QUANTITIES), ["accuracy"]),
         reported=read_reported(given, methods, [setting.name for setting in settings]),
         directions=read_directions(given, methods, labels),
@@ -223,7 +224,7 @@ def _smoke(recipe: Fields, methods: Mapping[str, str], axes: Mapping[str, Mappin
     if unknown := [label for label in other if label not in methods]:
         given.refuse(f"methods: unknown label {unknown[0]!r}; the recipe has: {', '.join(methods)}")
     options = given.options("options", MATRIX_OPTIONS)
-    return Smoke(options, vary, other, given.whole("seeds", 1), given.numbers("lr-grid"))
+    return Smoke(options, vary, other, given.whole("seeds", 1), given.grid(MATRIX_OPTIONS))
 
 
 def _listed(options: Mapping[str, Any]) -> str:

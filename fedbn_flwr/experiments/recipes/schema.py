@@ -3,10 +3,11 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
+from fedbn_flwr.experiments.choice import Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import all_options
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import UsageError, convert, whole_number
+from fedbn_flwr.plugins.options import UsageError, options_of, whole_number
 
 #: the keys of a recipe
 KEYS = (
@@ -17,6 +18,7 @@ KEYS = (
     "vary",
     "leave-out",
     "seeds",
+    "grid",
     "lr-grid",
     "quantities",
     "reported",
@@ -25,7 +27,7 @@ KEYS = (
     "smoke",
 )
 #: the keys of its `smoke`
-SMOKE_KEYS = ("options", "methods", "vary", "seeds", "lr-grid")
+SMOKE_KEYS = ("options", "methods", "vary", "seeds", "grid", "lr-grid")
 
 Options = dict[str, Any]
 
@@ -73,9 +75,20 @@ class Fields:
         """Return a whole number from 1 on."""
         return whole_number(f"{self.where}: {key}", self._content.get(key, default))
 
-    def numbers(self, key: str) -> list[float]:
-        """Return a list of numbers."""
-        return [float(convert(f"{self.where}: {key}", item, float)) for item in self._list(key)]
+    def grid(self, refused: Collection[str]) -> Grid:
+        """Return option -> values to choose from; `lr-grid` is the grid of earlier recipes."""
+        given = {"lr": self._list("lr-grid")} if "lr-grid" in self._content else self.get("grid") or {}
+        if not isinstance(given, Mapping):
+            self.refuse(f"grid must be a mapping of options to lists of values, got {given!r}")
+        grid = {str(key): values if isinstance(values, list) else [values] for key, values in given.items()}
+        for key, values in grid.items():
+            for value in values:
+                self._options("grid", {key: value}, refused)
+                try:
+                    {**options_of(Config), **all_options()}[key].read(value)
+                except UsageError as error:
+                    self.refuse(f"grid: {error}")
+        return grid
 
     def names(self, key: str, known: Collection[str], default: Sequence[str]) -> list[str]:
         """Return a list of known names."""

@@ -8,6 +8,7 @@ from statistics import fmean, stdev
 from rich.console import Console
 from rich.table import Table
 
+from fedbn_flwr.experiments.choice import ABOUT_EDGE, chosen_of
 from fedbn_flwr.experiments.output.console import new_table
 from fedbn_flwr.experiments.output.recorder import outcome_of
 from fedbn_flwr.experiments.recipes.matrix import Results
@@ -86,20 +87,24 @@ def write_table(results: Results, values: dict[Key, Value], lines: Sequence[str]
     console = Console(file=text, width=WIDTH, no_color=True, highlight=False)
     console.print(f"{recipe.name}: {recipe.about}" + (f" ({recipe.place})" if recipe.place else ""), soft_wrap=True)
     console.print(_table(results, values))
-    for line in (*lines, *(f"Note: {note}" for note in recipe.notes)):
+    edge = [ABOUT_EDGE] if any(run.get("chosen-at-edge") for runs in results.runs.values() for run in runs) else []
+    for line in (*lines, *edge, *(f"Note: {note}" for note in recipe.notes)):
         console.print(line, soft_wrap=True, markup=False)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
 def _table(results: Results, values: dict[Key, Value]) -> Table:
     places = [place.place for place in results.recipe.reported]
-    table = new_table("", "setting", "method", "", numbers=["here", *places])
+    chosen = {key: next((chosen_of(run) for run in results.finished(*key)), "") for key in results.runs}
+    names = ["chosen"] if any(chosen.values()) else []
+    table = new_table("", "setting", "method", "", *names, numbers=["here", *places])
     rows, before = list(rows_of(results, values)), ""
     for row in rows:
         several = (
             len({other.column for other in rows if (other.setting, other.method) == (row.setting, row.method)}) > 1
         )
         name = row.setting if row.setting != before else ""
-        table.add_row(name, row.method, row.column if several else "", row.text, *row.printed)
+        values_chosen = [chosen.get((row.setting, row.method), "")] if names else []
+        table.add_row(name, row.method, row.column if several else "", *values_chosen, row.text, *row.printed)
         before = row.setting
     return table

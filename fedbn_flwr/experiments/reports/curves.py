@@ -10,8 +10,8 @@ from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.output.plots import Line, Picture, draw_runs, line_style
 from fedbn_flwr.experiments.recipes.quantities import heading_of
 from fedbn_flwr.experiments.reports.sources import Run, Source, score_of
-from fedbn_flwr.experiments.tune import freeze_of
 from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.server.lr_schedule import round_of
 from fedbn_flwr.traffic.counting_grid import MEGABYTE
 
 #: settings of which a report draws curves, and up to how many it draws more than the score over rounds
@@ -167,7 +167,9 @@ def marks_of(run: Run) -> list[Mark]:
         strategy, rounds = resolve({**run.options, "resume": ""}).make_strategy(1), int(run.rounds or 0)
     except UsageError:
         return []
-    frozen = freeze_of(strategy, rounds, run.rows)
+    freeze_at: float | None = getattr(strategy, "freeze_at", None)
+    fired = (int(row["frozen-after"]) for row in run.rows if "frozen-after" in row)
+    frozen = round_of(freeze_at, rounds) if freeze_at is not None else next(fired, None)
     drops = [change.start(rounds, frozen) for change in strategy.schedule.changes]
     stage = next((row["round"] - 1 for row in run.rows if row.get("fedbs-stage") == 2), None)
     rounds_of = [("freeze", frozen), *(("learning rate", after) for after in drops), (STAGE, stage)]

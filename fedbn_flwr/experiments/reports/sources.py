@@ -170,7 +170,7 @@ def _without_recipe(title: str, runs: Sequence[Run], running: bool) -> Source:
     # what is counted stands in the table of costs
     quantities = [name for name in quantities if name not in COUNTED]
     places = [Setting({"setting": name} if name else {}, {}) for name in settings]
-    recipe = Recipe(title, "", about, methods, places, absent, seeds, [], quantities, [], [], [])
+    recipe = Recipe(title, "", about, methods, places, absent, seeds, {}, quantities, [], [], [])
     return Source(title, Results(recipe, done), runs, running=running)
 
 

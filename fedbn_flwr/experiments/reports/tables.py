@@ -8,6 +8,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
+from fedbn_flwr.experiments.choice import ABOUT_EDGE, EDGE, chosen_of
 from fedbn_flwr.experiments.comparison import lines
 from fedbn_flwr.experiments.recipes.quantities import columns_of, heading_of
 from fedbn_flwr.experiments.recipes.recipe import Setting
@@ -75,6 +76,7 @@ def result_table(source: Source, values: dict[Key, Value]) -> Table:
             for place, text in zip(places, in_column.printed if in_column else [""] * len(places), strict=True):
                 number = float(text.partition("±")[0]) if text else None
                 row[place if is_first else f"{name} ({place})"] = Cell(text, number)
+        row["chosen"] = Cell(next((chosen_of(run) for run in source.results.finished(setting, method)), ""))
         row["runs"] = _count(max((item.here.seeds for item in by_column.values() if item.here), default=None))
         rows.append(row)
     counted = {row["runs"].number for row in rows if row["runs"].text}
@@ -85,7 +87,9 @@ def result_table(source: Source, values: dict[Key, Value]) -> Table:
         caption += " ± standard deviation; difference to the first method, paired by seed, ± half its 95 % interval"
     caption += "; beside it the numbers that are printed" if places else ""
     weak = WEAK if counted == {1} and any(cell.spread is None for cell in differences.values()) else ""
-    return Table("results", caption, [{**row, "runs": Cell()} if alike else row for row in rows], weak)
+    edge = ABOUT_EDGE if any(EDGE in row["chosen"].text for row in rows) else ""
+    footer = " ".join(filter(None, (weak, edge)))
+    return Table("results", caption, [{**row, "runs": Cell()} if alike else row for row in rows], footer)
 
 
 def _number(row: Row | None) -> Cell:
@@ -125,6 +129,7 @@ def run_table(source: Source) -> Table:
                 "rounds done": _count(len(run.rows)),
                 "of": _count(run.rounds or None),
                 "learning rate": Cell(f"{rate:g}", rate) if rate else Cell(),
+                "chosen": Cell(chosen_of(ended)),
                 heading_of(score): _count(_per(ended.get(score), 0.01), 2),
                 "exchanges": _count(ended.get("exchanges")),
                 "MB sent": _count(_per(ended.get("payload-bytes"), MEGABYTE), 1),

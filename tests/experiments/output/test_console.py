@@ -49,7 +49,9 @@ def test_a_megabyte_has_a_million_bytes() -> None:
     assert shown().split().count("119.6") == len(METHODS)
 
 
-@pytest.mark.parametrize(("more", "is_shown"), [({}, False), ({"lr-grid": {"0.1": 0.9, "0.3": 0.8}}, True)])
-def test_a_rate_that_was_chosen_is_shown(more: dict[str, Any], is_shown: bool) -> None:
-    words = shown(**more).split()
-    assert ("lr" in words) == (words.count("0.1") == len(METHODS)) == is_shown
+def test_a_value_that_was_chosen_is_shown_and_marked_at_the_edge() -> None:
+    assert not {"lr", "chosen"} & set(shown().split())
+    more: dict[str, Any] = {"chosen": {"lr": "0.1", "mu": "1"}, "chosen-at-edge": ["mu"]}
+    words = shown(**more)
+    assert words.count("lr=0.1, mu=1*") == len(METHODS)
+    assert "* the least or the largest value of its grid" in words

@@ -20,7 +20,7 @@ WHOLE: dict[str, Any] = {
     "vary": {"partition": {"IID": "iid", "Shards": {"partition": "classes:2", "lr": 0.1}}, "local-steps": [1, 20]},
     "leave-out": [{"methods": ["TAN"], "in": ["IID", "local-steps=20"]}],
     "seeds": 3,
-    "lr-grid": [0.01, 0.1],
+    "grid": {"lr": [0.01, 0.1]},
     "reported": [{"place": "Table 9", "values": {"BN": {"IID, local-steps=1": "45.90 ± 6.39"}, "GN": {}}}],
     "directions": [
         {"claim": "GN > BN", "in": "Shards", "place": "page 2"},
@@ -55,7 +55,7 @@ def test_a_setting_has_the_options_of_its_labels(tmp_path: Path) -> None:
     assert (last.norm, last.seed) == ("gn", 2)
     # 4 settings x 3 methods, less the one that is left out
     assert len(recipe.cells()) == 11
-    assert (recipe.seeds, recipe.rates) == (3, [0.01, 0.1])
+    assert (recipe.seeds, recipe.grid) == (3, {"lr": [0.01, 0.1]})
 
 
 def test_in_small_the_cells_are_the_same(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_in_small_the_cells_are_the_same(tmp_path: Path) -> None:
     assert (changed.local_steps, changed.rounds, changed.lr, changed.method) == (4, 25, 0.1, "fedtan")
     other = small.experiment(small.settings[2], "BN").config
     assert (other.local_steps, other.rounds) == (1, 20)
-    assert (small.seeds, small.rates) == (2, [])
+    assert (small.seeds, small.grid) == (2, {})
     assert small.notes[-1].startswith(
         "Run in small, with rounds 20; local-steps=20: local-steps 4, rounds 25; TAN: fedtan."
     )
@@ -110,6 +110,15 @@ MISTAKES: dict[str, tuple[object, str]] = {
     "a label twice": ({"methods": {"a": "fedavg"}, "vary": {"lr": {"a": 1}}}, "label 'a' stands for two things"),
     "nothing left": ({"methods": ["fedavg"], "leave-out": [{"methods": "fedavg"}]}, "leave-out leaves no cell"),
     "no seeds": ({"methods": ["fedavg"], "seeds": 0}, "seeds must be at least 1, got 0"),
+    "unknown option of a grid": (
+        {"methods": ["fedavg"], "grid": {"lrate": [1]}},
+        "grid: unknown option 'lrate'; known: ",
+    ),
+    "bad value of a grid": (
+        {"methods": ["fedavg"], "grid": {"lr": [0.1, "fast"]}},
+        "grid: lr must be a number, got 'fas",
+    ),
+    "no grid": ({"methods": ["fedavg"], "grid": [1]}, "grid must be a mapping of options to lists of values, got [1]"),
     "unknown quantity": ({"methods": ["fedavg"], "quantities": ["f1"]}, "quantities: unknown 'f1'; known: accuracy, "),
     "no place": ({"methods": ["fedavg"], "reported": [{"values": {}}]}, "reported 1: place is missing"),
     "no number": (
