@@ -3,7 +3,7 @@
 import io
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr import __version__
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.state.record_files import sync
-
-#: what the code that goes on must have in common with the code that wrote the checkpoint
-VERSIONS = {"fedbn-flwr": __version__, "torch": str(torch.__version__)}
-#: options that change neither a bit of the model nor what is measured
-FREE = {"checkpoint-every", "data-root", "exchange-timeout", "log-to", "min-nodes", "node-timeout"}
-FREE |= {"connect-timeout", "exchange-address", "exchange-port"}
-FREE |= {"plugins", "results-dir", "resume", "state-dir", "timeout"}
 
 PREFIX, SERVER, NODES = "checkpoint-", "server.pt", "nodes"
 #: where the nodes of Flower's simulation keep their states
@@ -40,14 +32,10 @@ class Checkpoint:
     #: the strategy's and the record's `state_dict`
     strategy: Mapping[str, Any]
     journal: Mapping[str, Any]
-    #: every option, and the engine, by name
-    options: Mapping[str, Any]
-    engine: str
     #: the numbers of the runs that went on with each other, where nodes keep their states themselves
     history: str = ""
     #: the sizes of the files with nodes' states, by name; known once they are written
     nodes: Mapping[str, int] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=lambda: dict(VERSIONS))
 
 
 def write_checkpoint(run: Path, checkpoint: Checkpoint, save_states: Callable[[Path], None] | None) -> None:
@@ -77,7 +65,7 @@ def read_checkpoint(run: Path) -> Checkpoint:
     path = _latest(run)
     try:
         content = _unpack(torch.load(path / SERVER, weights_only=True))
-        checkpoint = Checkpoint(**content)
+        checkpoint = Checkpoint(**{item.name: content[item.name] for item in fields(Checkpoint)})
     except Exception as error:  # whatever torch finds in a file that is damaged or another one
         reason = str(error).partition(". ")[0] or type(error).__name__
         raise UsageError(f"the checkpoint {path / SERVER} cannot be read: {reason}") from error
@@ -110,16 +98,6 @@ def clear(run: Path) -> None:
     shutil.rmtree(run / STATES, ignore_errors=True)
 
 
-def refuse_foreign(run: Path, checkpoint: Checkpoint, options: Mapping[str, Any], engine: str) -> None:
-    """Refuse a checkpoint of another method, model, engine or version, or under other options; name what differs."""
-    before = {**checkpoint.options, "engine": checkpoint.engine, **_named(checkpoint.versions)}
-    now = {**options, "engine": engine, **_named(VERSIONS)}
-    # a method brings options of its own: it is what differs
-    for key in ("method", *sorted({*before, *now} - FREE)):
-        if before.get(key) != now.get(key):
-            raise UsageError(f"{run} cannot be resumed: its {key} is {before.get(key)!r}, not {now.get(key)!r}")
-
-
 def refuse_other_model(run: Path, checkpoint: Checkpoint, model: Arrays) -> None:
     """Refuse a checkpoint whose arrays are not those of the model."""
     before, now = (
@@ -148,10 +126,6 @@ def _latest(run: Path) -> Path:
 
 def _sizes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(folder.glob("*"))}
-
-
-def _named(versions: Mapping[str, str]) -> dict[str, str]:
-    return {f"version of {name}": value for name, value in versions.items()}
 
 
 def _pack(value: Any) -> Any:

@@ -10,8 +10,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.folder_lock import alone_in
-from fedbn_flwr.experiments.kept_run import KeptRun
+from fedbn_flwr.experiments.kept_run import KeptRun, alone_in
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Summary
 from fedbn_flwr.experiments.resources import refuse_state_dir, refuse_workers

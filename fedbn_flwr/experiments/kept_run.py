@@ -3,31 +3,31 @@
 `fedbn-flwr run`, `compare` and `reproduce` take it for every run.
 """
 
-import json
+import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
+from filelock import FileLock, Timeout
 from flwr.common import log
 
-from fedbn_flwr.experiments.checkpoint import FREE, VERSIONS, checkpoint_round, clear, read_checkpoint
+from fedbn_flwr.experiments.checkpoint import checkpoint_round, clear, read_checkpoint
 from fedbn_flwr.experiments.engines import ENGINES
-from fedbn_flwr.experiments.folder_lock import alone_in
+from fedbn_flwr.experiments.identity import differences
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
 from fedbn_flwr.experiments.output.recorder import Progress, Summary, diverged
 from fedbn_flwr.experiments.output.run_folder import (
-    as_json,
     finished_summary,
     forget_replaced,
     has_results,
-    read_json,
+    make_folder,
     read_rounds,
     set_aside,
 )
@@ -38,6 +38,8 @@ from fedbn_flwr.strategies import CannotTrainError
 
 #: how Python says that a run is replaced; the command has an option
 OVERWRITE = "overwrite=True"
+#: held by the process that writes into a folder of results
+LOCK = "lock"
 #: differing options that an error names
 NAMED = 4
 
@@ -88,32 +90,13 @@ class KeptRun:
 
     def differences(self) -> list[str]:
         """Return in what the run in the folder differs from this one; empty if it is this one, or has no results."""
-        config = read_json(self.folder / "config.json")
-        if not isinstance(config, dict) or not has_results(self.folder):
-            return []
-        choice = self.experiment.choice
-        before = {**config["options"], "engine": config.get("engine", self.engine), **_code_of(config.get("code", {}))}
-        before["grid"] = config.get("grid")
-        now = {**json.loads(as_json(self.experiment.to_mapping())), "engine": self.engine}
-        now["grid"] = choice.text if choice else None
-        unknown = {*self.unknown, *(choice.grid if choice and not choice.values else ())}
-        now |= _code_of(self.experiment.code)
-        # a method brings options of its own: it is what differs
-        keys = ("method", *sorted({*before, *now} - FREE - {"method"}))
-        differing = [key for key in keys if key not in unknown and before.get(key) != now.get(key)]
-        if checkpoint_round(self.folder) and finished_summary(self.folder) is None:
-            saved = self._saved_versions()
-            before, now = {**before, **saved}, {**now, **VERSIONS}
-            differing += [name for name in VERSIONS if saved.get(name, VERSIONS[name]) != VERSIONS[name]]
-        return [f"{key} is {before.get(key)!r}, not {now.get(key)!r}" for key in differing]
+        return differences(self.folder, self.experiment, self.engine, self.unknown)
 
     def refuse_other(self, remedy: str = f"{OVERWRITE} replaces it") -> None:
         """Refuse the folder if it holds another run, unless that is to be replaced."""
-        if not self.overwrite and (differences := self.differences()):
-            more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
-            raise OtherRunError(
-                f"{self.folder} holds another run: its {'; its '.join(differences[:NAMED])}{more} ({remedy})"
-            )
+        if not self.overwrite and (found := self.differences()):
+            more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
+            raise OtherRunError(f"{self.folder} holds another run: its {'; its '.join(found[:NAMED])}{more} ({remedy})")
 
     def run(self, progress: Progress | None = None) -> Summary:
         """Return the summary: of the finished run in the folder, else after the rounds that it lacks."""
@@ -154,16 +137,6 @@ class KeptRun:
             return self.experiment
         return replace(self.experiment, config=replace(self.experiment.config, resume=str(self.folder)))
 
-    def _saved_versions(self) -> dict[str, Any]:
-        try:
-            return dict(read_checkpoint(self.folder).versions)
-        except UsageError:  # a damaged one is not used
-            return {}
-
-
-def _code_of(prints: Mapping[str, str]) -> dict[str, str]:
-    return {f"code or data of {key}": value for key, value in prints.items()}
-
 
 def progress_of(runs: Sequence[KeptRun]) -> str:
     """Return how many runs are finished, and how far the others have come; empty if none has results."""
@@ -174,6 +147,43 @@ def progress_of(runs: Sequence[KeptRun]) -> str:
         round_ = checkpoint_round(run.folder)
         parts.append(f"{run.folder.name} goes on after round {round_} of {run.experiment.config.rounds}")
     return ", ".join(parts)
+
+
+def is_running(folder: Path) -> bool:
+    """Return whether a process writes results into this folder."""
+    try:
+        if (folder / LOCK).exists():
+            FileLock(folder / LOCK, timeout=0).acquire().lock.release()
+    except Timeout:
+        return True
+    except OSError:  # the folder has no locks
+        return False
+    return False
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Hold a folder of results, so that no other process writes into it; a UsageError if one does.
+
+    A new folder in which nothing was written is removed again if the work fails.
+    """
+    is_new = not folder.exists()
+    if not os.access(make_folder(folder), os.W_OK):  # what is finished can be read, and whatever writes says so
+        yield
+        return
+    try:
+        # a report may ask at this moment whether a process runs
+        held = FileLock(folder / LOCK, timeout=0.5).acquire()
+    except Timeout:
+        raise UsageError(f"another process is running in {folder}") from None
+    with held:
+        try:
+            yield
+        except BaseException:
+            if is_new and [path.name for path in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
+                folder.rmdir()
+            raise
 
 
 @contextmanager

@@ -12,11 +12,12 @@ from fedbn_flwr.experiments.checkpoint import (
     Checkpoint,
     nodes_folder,
     read_checkpoint,
-    refuse_foreign,
     write_checkpoint,
 )
+from fedbn_flwr.experiments.identity import options_in, refuse_foreign
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Journal
+from fedbn_flwr.experiments.output.run_folder import read_json
 from fedbn_flwr.server.averaging import record, unpack
 from fedbn_flwr.simulation.node_contexts import SavesStates
 from fedbn_flwr.strategies import BaseStrategy
@@ -31,9 +32,10 @@ TRAINING_PER_SAVING = 30
 def resume(given: Mapping[str, Any], engine: str | None) -> tuple[Experiment, str]:
     """Return the experiment and the engine of a run that is resumed; options that are given must be the run's own."""
     folder = Path(str(given["resume"])).expanduser()
-    saved = read_checkpoint(folder)
-    experiment, engine = resolve({**saved.options, **given, "results-dir": str(folder)}), engine or saved.engine
-    refuse_foreign(folder, saved, experiment.to_mapping(), engine)
+    read_checkpoint(folder)  # says why there is none
+    experiment = resolve({**options_in(folder), **given, "results-dir": str(folder)})
+    engine = engine or str((read_json(folder / "config.json") or {}).get("engine", ""))
+    refuse_foreign(folder, experiment, engine)
     return experiment, engine
 
 
@@ -47,12 +49,11 @@ class Recovery:
         self,
         folder: Path,
         experiment: Experiment,
-        engine: str,
         grid: Grid,
         strategy: BaseStrategy,
         journal: Journal,
     ) -> None:
-        self._folder, self._experiment, self._engine = folder, experiment, engine
+        self._folder, self._experiment = folder, experiment
         self._grid, self._strategy, self._journal = grid, strategy, journal
         self._history, self._last = History((), str(grid.run.run_id)), 0
         #: when the latest checkpoint was complete, and the seconds that it took
@@ -103,8 +104,6 @@ class Recovery:
             unpack(arrays),
             self._strategy.state_dict(),
             self._journal.state_dict(),
-            self._experiment.to_mapping(),
-            self._engine,
             self._history.to_text(),
         )
         write_checkpoint(

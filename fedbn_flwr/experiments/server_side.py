@@ -10,8 +10,9 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import state
 from fedbn_flwr.data import SITES
-from fedbn_flwr.experiments.checkpoint import Checkpoint, clear, read_checkpoint, refuse_foreign, refuse_other_model
+from fedbn_flwr.experiments.checkpoint import Checkpoint, clear, read_checkpoint, refuse_other_model
 from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.identity import options_in, refuse_foreign
 from fedbn_flwr.experiments.liar import LyingGrid
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
@@ -38,7 +39,7 @@ def run(
     check(experiment)
     nodes = count_nodes(grid, experiment.config)
     saved = read_checkpoint(folder) if experiment.config.resume else None
-    before, secure = saved.options if saved else {}, bool(experiment.options.get("secure", False))
+    before, secure = options_in(folder) if saved else {}, bool(experiment.options.get("secure", False))
     task = make_task(grid, experiment.config, nodes, before, secure)
     experiment = replace(experiment, config=task.config)
     initial = state.to_record(fresh_model(task.config, task.form).state_dict())
@@ -52,7 +53,7 @@ def run(
     strategy.told[MessageType.TRAIN].update(task.counts)
     with open_sinks(task.config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sink:
         journal = Journal(files, strategy, counted, task.scorer, task.config, sink, progress)
-        recovery = Recovery(folder, experiment, engine, task.grid, strategy, journal)
+        recovery = Recovery(folder, experiment, task.grid, strategy, journal)
         arrays = recovery.restore(saved) if saved else initial
         try:
             strategy.start(
@@ -92,7 +93,7 @@ def _begun(folder: Path, experiment: Experiment, engine: str, task: Task) -> Run
 
 def _continued(folder: Path, experiment: Experiment, engine: str, saved: Checkpoint, initial: ArrayRecord) -> RunFolder:
     """Return the folder of the run that a checkpoint is of; a UsageError if it is of another run."""
-    refuse_foreign(folder, saved, experiment.to_mapping(), engine)
+    refuse_foreign(folder, experiment, engine)
     refuse_other_model(folder, saved, unpack(initial))
     return RunFolder(folder, saved.server_round)
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedbn_flwr.experiments import checkpoint as module
-from fedbn_flwr.experiments import main
+from fedbn_flwr.experiments import identity, main
 from fedbn_flwr.experiments.checkpoint import (
     OLD,
     PARTIAL,
@@ -79,10 +78,10 @@ def test_the_runs_own_options_and_those_that_change_no_bit_are_taken(run: Path, 
 def test_another_version_is_refused(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(module.VERSIONS, "fedbn-flwr", "7.0")
+    monkeypatch.setitem(identity.VERSIONS, "fedbn-flwr", "7.0")
     assert "its version of fedbn-flwr is " in refusal(capsys, run)
     monkeypatch.undo()
-    monkeypatch.setitem(module.VERSIONS, "torch", "7.0")
+    monkeypatch.setitem(identity.VERSIONS, "torch", "7.0")
     assert "its version of torch is " in refusal(capsys, run)
 
 
@@ -154,7 +153,7 @@ def test_only_one_run_can_be_resumed(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_what_a_checkpoint_cannot_hold_is_named_when_it_is_written(tmp_path: Path) -> None:
     (tmp_path / "rounds.jsonl").touch()
-    odd = Checkpoint(1, {}, {"kept": object()}, {}, {}, "inprocess")
+    odd = Checkpoint(1, {}, {"kept": object()}, {})
     with pytest.raises(TypeError, match="a checkpoint cannot hold object"):
         write_checkpoint(tmp_path, odd, None)
     assert not list(tmp_path.glob("checkpoint-[0-9]*"))
@@ -168,10 +167,10 @@ def test_half_a_checkpoint_that_a_death_left_is_replaced(
     glob = Path.glob
     monkeypatch.setattr(Path, "glob", lambda path, pattern: sorted(glob(path, pattern)))
     (tmp_path / "rounds.jsonl").touch()
-    write_checkpoint(tmp_path, Checkpoint(2, {}, {}, {}, {}, "inprocess"), None)
+    write_checkpoint(tmp_path, Checkpoint(2, {}, {}, {}), None)
     (tmp_path / leftover / "nodes").mkdir(parents=True)
     (tmp_path / leftover / "nodes" / "7.records").touch()
-    write_checkpoint(tmp_path, Checkpoint(4, {}, {}, {}, {}, "inprocess"), None)
+    write_checkpoint(tmp_path, Checkpoint(4, {}, {}, {}), None)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
     assert read_checkpoint(tmp_path).nodes == {}
 
@@ -180,7 +179,7 @@ def test_values_come_back_as_they_were(tmp_path: Path) -> None:
     (tmp_path / "rounds.jsonl").touch()
     arrays = {"counter": np.asarray(7), "sum": np.asarray([0.1, np.inf])}
     others = {"nodes": {3: (2, None), 5: (1, 0.1)}, "names": {"a", "b"}, "flags": [True, "text", 1.5]}
-    write_checkpoint(tmp_path, Checkpoint(1, {}, {**others, "arrays": arrays}, {}, {}, "inprocess"), None)
+    write_checkpoint(tmp_path, Checkpoint(1, {}, {**others, "arrays": arrays}, {}), None)
     read = dict(read_checkpoint(tmp_path).strategy)
     for name, array in read.pop("arrays").items():
         assert (array.dtype, array.shape) == (arrays[name].dtype, arrays[name].shape)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.experiments.comparison import PLANNED, run_folder, run_folders
-from fedbn_flwr.experiments.folder_lock import is_running
+from fedbn_flwr.experiments.kept_run import is_running
 from fedbn_flwr.experiments.output.plots import title_of
 from fedbn_flwr.experiments.output.run_folder import read_json
 from fedbn_flwr.experiments.recipes.matrix import Results, setting_folder

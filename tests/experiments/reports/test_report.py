@@ -20,8 +20,7 @@ from PIL import Image
 
 from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.comparison import run_folder
-from fedbn_flwr.experiments.folder_lock import alone_in
-from fedbn_flwr.experiments.kept_run import KeptRun
+from fedbn_flwr.experiments.kept_run import KeptRun, alone_in
 from fedbn_flwr.experiments.output.plots import Picture, bar_style, line_style
 from fedbn_flwr.experiments.recipes.quantities import QUANTITIES
 from fedbn_flwr.experiments.recipes.table import Value, values_of
