@@ -8,9 +8,8 @@ from typing import Any
 import yaml
 
 from fedbn_flwr.experiments.comparison import run_folder
+from fedbn_flwr.experiments.recipes.files import MatrixRecord, read_recipe
 from fedbn_flwr.experiments.recipes.matrix import setting_folder
-from fedbn_flwr.experiments.recipes.recipe import read_recipe
-from fedbn_flwr.experiments.recipes.record import MatrixRecord
 
 ROUNDS = 4
 RECIPE: dict[str, Any] = {

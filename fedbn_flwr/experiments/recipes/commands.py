@@ -19,10 +19,10 @@ from fedbn_flwr.experiments.output.console import console, new_table, percent
 from fedbn_flwr.experiments.output.recorder import outcome_of
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.output.sinks import check_sinks
+from fedbn_flwr.experiments.recipes.files import MatrixRecord, check_recipe, read_recipe, recipe_names, recipe_path
 from fedbn_flwr.experiments.recipes.findings import findings
 from fedbn_flwr.experiments.recipes.matrix import Cell, Results, check_resources, plan_cells, run_matrix
-from fedbn_flwr.experiments.recipes.recipe import Recipe, check_recipe, read_recipe, recipe_names, recipe_path
-from fedbn_flwr.experiments.recipes.record import MatrixRecord
+from fedbn_flwr.experiments.recipes.recipe import Recipe
 from fedbn_flwr.experiments.recipes.table import values_of, write_table
 from fedbn_flwr.experiments.resources import expected_steps, load_data, rounds_within_budget
 from fedbn_flwr.plugins.options import UsageError, whole_number

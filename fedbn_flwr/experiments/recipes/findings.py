@@ -6,8 +6,7 @@ from itertools import combinations, product
 
 from fedbn_flwr.experiments.recipes.matrix import Results
 from fedbn_flwr.experiments.recipes.quantities import COUNTED
-from fedbn_flwr.experiments.recipes.recipe import Setting
-from fedbn_flwr.experiments.recipes.reported import Direction, Reported, Side
+from fedbn_flwr.experiments.recipes.recipe import Direction, Reported, Setting, Side
 from fedbn_flwr.experiments.recipes.table import Key, Value
 
 #: disagreements that are named; `results.json` has the numbers of all

@@ -1,28 +1,58 @@
 """A recipe: methods and settings of one table or figure, with the numbers that a paper reports.
 
-A recipe is a YAML file of the schema in docs/recipes.md. `read_recipe` reads one by name or by path. What the schema
-does not allow is a UsageError of one line.
+A recipe is a YAML file: `files.py` finds it, `schema.py` reads it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fedbn_flwr.experiments.choice import Grid
-from fedbn_flwr.experiments.method import Experiment, parse, resolve
-from fedbn_flwr.experiments.recipes.quantities import QUANTITIES
-from fedbn_flwr.experiments.recipes.reported import Direction, Reported, read_directions, read_reported
-from fedbn_flwr.experiments.recipes.schema import KEYS, SMOKE_KEYS, Fields
+from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.plugins.options import UsageError
 
-#: options that a matrix sets for every run
-MATRIX_OPTIONS = ("method", "seed", "validation", "results-dir", "resume", "checkpoint-every")
-#: the name of a recipe that is a file of a user's own
-SUFFIXES = (".yaml", ".yml")
+
+@dataclass(frozen=True)
+class Number:
+    """A number of a paper."""
+
+    printed: str
+    mean: float
+    deviation: float
+
+
+@dataclass(frozen=True)
+class Reported:
+    """Numbers from one place: method -> setting -> column -> number."""
+
+    place: str
+    values: Mapping[str, Mapping[str, Mapping[str, Number]]]
+
+    def number(self, method: str, setting: str, column: str) -> Number | None:
+        """Return a cell's number; the column without a name is that of a table with one quantity."""
+        numbers = self.values.get(method, {}).get(setting, {})
+        return numbers.get(column) or numbers.get("")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a direction: a method, and the labels of its settings."""
+
+    method: str
+    labels: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Direction:
+    """A statement of a paper that one side is above the other one."""
+
+    text: str
+    place: str
+    high: Side
+    low: Side
+    #: labels that both sides' settings have
+    labels: Sequence[str]
+    column: str
 
 
 @dataclass(frozen=True)
@@ -133,106 +163,5 @@ class Smoke:
         return chosen
 
 
-def recipes_folder() -> Path:
-    """Return the folder of the papers' recipes: inside the package in a wheel, at the root of a checkout."""
-    here = Path(__file__).resolve()
-    places = [here.parents[2] / "recipes", here.parents[3] / "recipes"]
-    return next((place for place in places if place.is_dir()), places[0])
-
-
-def recipe_names() -> list[str]:
-    """Return the names of the papers' recipes, as in `fixbn/table5`, by paper and number."""
-    paths = recipes_folder().glob("*/*.yaml")
-    return sorted((f"{path.parent.name}/{path.stem}" for path in paths), key=_order)
-
-
-def recipe_path(name: str) -> Path:
-    """Return the file of a paper's recipe, or of a user's own, which is named by its path."""
-    if name.endswith(SUFFIXES):
-        return Path(name).expanduser()
-    if name not in recipe_names():
-        raise UsageError(f"unknown recipe {name!r}; `fedbn-flwr recipes` lists them; your own file must end in .yaml")
-    return recipes_folder() / f"{name}.yaml"
-
-
-def read_recipe(name: str) -> Recipe:
-    """Read a recipe of a paper by its name, or one of a user's own by the path of its file."""
-    path = recipe_path(name)
-    name = path.stem if name.endswith(SUFFIXES) else name
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"recipe {name}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise UsageError(f"recipe {name}: is not YAML: {error}") from error
-    return _recipe(name, Fields(f"recipe {name}", content, KEYS))
-
-
-def check_recipe(recipe: Recipe) -> None:
-    """Resolve every cell, at full size and in small, without reading data; a UsageError names what cannot be."""
-    for form in (recipe, recipe.in_small()) if recipe.smoke else (recipe,):
-        for setting, method in form.cells():
-            form.experiment(setting, method)
-
-
-def _recipe(name: str, given: Fields) -> Recipe:
-    methods = given.labelled("methods", required=True)
-    options, axes = given.options("options", MATRIX_OPTIONS), given.axes("vary", MATRIX_OPTIONS)
-    settings = []
-    for values in product(*(axis.items() for axis in axes.values())):
-        place = dict(zip(axes, (label for label, _ in values), strict=True))
-        chosen = {key: value for _, part in values for key, value in part.items()}
-        settings.append(Setting(place, {**options, **chosen}))
-    labels = [label for axis in axes.values() for label in axis]
-    if twice := [label for label in [*methods, *labels] if [*methods, *labels].count(label) > 1]:
-        given.refuse(f"the label {twice[0]!r} stands for two things")
-    for method, text in methods.items():
-        try:
-            parse(text)
-        except UsageError as error:
-            given.refuse(f"methods: {method}: {error}")
-    recipe = Recipe(
-        name=name,
-        place=given.text("place"),
-        about=given.text("about"),
-        methods=methods,
-        settings=settings,
-        left_out=given.left_out(methods, labels),
-        seeds=given.whole("seeds", 1),
-        grid=given.grid(MATRIX_OPTIONS),
-        quantities=given.names("quantities", list(QUANTITIES), ["accuracy"]),
-        reported=read_reported(given, methods, [setting.name for setting in settings]),
-        directions=read_directions(given, methods, labels),
-        notes=given.texts("notes"),
-        smoke=_smoke(given, methods, axes),
-    )
-    if not recipe.cells():
-        given.refuse("leave-out leaves no cell")
-    return recipe
-
-
-def _smoke(recipe: Fields, methods: Mapping[str, str], axes: Mapping[str, Mapping[str, Any]]) -> Smoke | None:
-    given = recipe.part("smoke", SMOKE_KEYS)
-    if given is None:
-        return None
-    vary, other = given.axes("vary", MATRIX_OPTIONS), given.labelled("methods")
-    for axis, values in vary.items():
-        if axis not in axes:
-            given.refuse(f"vary: unknown axis {axis!r}; the recipe has: {', '.join(axes) or 'none'}")
-        if unknown := [label for label in values if label not in axes[axis]]:
-            given.refuse(f"vary: {axis}: unknown label {unknown[0]!r}; the recipe has: {', '.join(axes[axis])}")
-    if unknown := [label for label in other if label not in methods]:
-        given.refuse(f"methods: unknown label {unknown[0]!r}; the recipe has: {', '.join(methods)}")
-    options = given.options("options", MATRIX_OPTIONS)
-    return Smoke(options, vary, other, given.whole("seeds", 1), given.grid(MATRIX_OPTIONS))
-
-
 def _listed(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in options.items())
-
-
-def _order(name: str) -> tuple[str, str, int, str]:
-    paper, _, number = name.partition("/")
-    kind = number.rstrip("0123456789").rstrip("ABCDEFGHIJKLMN")
-    digits = number[len(kind) :]
-    return paper, kind, int(digits) if digits.isdecimal() else 1000, digits

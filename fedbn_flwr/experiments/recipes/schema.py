@@ -1,33 +1,25 @@
-"""The keys of a recipe's file, and the reading of each kind of value with one clear line for a wrong one."""
+"""Reads a recipe's file, with one clear line for what the schema in docs/recipes.md does not allow."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 from typing import Any, NoReturn
 
 from fedbn_flwr.experiments.choice import Grid
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.method import all_options
+from fedbn_flwr.experiments.method import all_options, parse
+from fedbn_flwr.experiments.recipes.quantities import QUANTITIES
+from fedbn_flwr.experiments.recipes.recipe import Direction, Number, Recipe, Reported, Setting, Side, Smoke
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import UsageError, options_of, whole_number
+from fedbn_flwr.plugins.options import Option, UsageError, options_of, whole_number
 
-#: the keys of a recipe
-KEYS = (
-    "place",
-    "about",
-    "options",
-    "methods",
-    "vary",
-    "leave-out",
-    "seeds",
-    "grid",
-    "lr-grid",
-    "quantities",
-    "reported",
-    "directions",
-    "notes",
-    "smoke",
-)
-#: the keys of its `smoke`
+#: the keys of a recipe, and those of its `smoke`; `lr-grid` is of earlier recipes
 SMOKE_KEYS = ("options", "methods", "vary", "seeds", "grid", "lr-grid")
+KEYS = ("place", "about", *SMOKE_KEYS, "leave-out", "quantities", "reported", "directions", "notes", "smoke")
+#: options that a matrix sets for every run
+MATRIX_OPTIONS = ("method", "seed", "validation", "results-dir", "resume", "checkpoint-every")
+#: a number as printed, with or without a deviation
+PRINTED = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(?:±\s*(\d+(?:\.\d+)?))?\s*")
 
 Options = dict[str, Any]
 
@@ -40,104 +32,107 @@ class Fields:
         if not isinstance(content, Mapping):
             self.refuse(f"must be a mapping of {', '.join(keys)}")
         self._content = {str(key): value for key, value in content.items()}
-        if unknown := [key for key in self._content if key not in keys]:
-            self.refuse(f"unknown key {unknown[0]!r}; known: {', '.join(keys)}")
+        self.known("", self._content, keys, "unknown key")
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise a UsageError that names this mapping."""
         raise UsageError(f"{self.where}: {reason}")
 
+    def known(
+        self, where: str, names: Collection[str], known: Collection[str], what: str, all_of: str = "known"
+    ) -> None:
+        """Refuse a name that is not one of those that are known."""
+        if unknown := [name for name in names if name not in known]:
+            self.refuse(f"{where}{what} {unknown[0]!r}; {has}: {', '.join(known) or 'none'}")
+
     def get(self, key: str) -> Any:
         """Return a value as the file has it; None if it has none."""
         return self._content.get(key)
 
-    def part(self, key: str, keys: Collection[str]) -> "Fields | None":
-        """Return a mapping inside this one."""
-        value = self.get(key)
-        return None if value is None else Fields(f"{self.where}: {key}", value, keys)
-
     def parts(self, key: str, keys: Collection[str]) -> list["Fields"]:
         """Return a list of mappings."""
-        return [Fields(f"{self.where}: {key} {n}", item, keys) for n, item in enumerate(self._list(key), start=1)]
+        return [Fields(f"{self.where}: {key} {n}", item, keys) for n, item in enumerate(self.listed(key), start=1)]
 
-    def text(self, key: str, default: str = "") -> str:
-        """Return a text."""
-        value = self._content.get(key, default)
+    def text(self, key: str) -> str:
+        """Return a text; empty if there is none."""
+        value = self._content.get(key, "")
         if not isinstance(value, str):
             self.refuse(f"{key} must be text, got {value!r}")
         return " ".join(value.split())
 
+    def listed(self, key: str) -> list[Any]:
+        """Return a list; a plain value is a list of one."""
+        value = self._content.get(key, [])
+        if not isinstance(value, list | str | int | float):
+            self.refuse(f"{key} must be a list, got {value!r}")
+        return value if isinstance(value, list) else [value]
+
     def texts(self, key: str) -> list[str]:
         """Return a list of texts."""
-        return [" ".join(str(item).split()) for item in self._list(key)]
+        return [" ".join(str(item).split()) for item in self.listed(key)]
 
-    def whole(self, key: str, default: int) -> int:
-        """Return a whole number from 1 on."""
-        return whole_number(f"{self.where}: {key}", self._content.get(key, default))
+    def names(self, key: str, known: Collection[str], default: Sequence[str] = ()) -> list[str]:
+        """Return a list of known names."""
+        chosen = self.texts(key) or list(default)
+        self.known(f"{key}: ", chosen, known, "unknown")
+        return chosen
 
-    def grid(self, refused: Collection[str]) -> Grid:
-        """Return option -> values to choose from; `lr-grid` is the grid of earlier recipes."""
-        given = {"lr": self._list("lr-grid")} if "lr-grid" in self._content else self.get("grid") or {}
+    def seeds(self) -> int:
+        """Return the number of runs a method; 1 if it is not given."""
+        return whole_number(f"{self.where}: seeds", self._content.get("seeds", 1))
+
+    def methods(self) -> dict[str, str]:
+        """Return methods by label; in a list every method is its own label."""
+        value = self._labelled("methods", self.get("methods"), "be a list, or a mapping of labels,", str)
+        return {label: str(text) for label, text in value.items()}
+
+    def options(self) -> Options:
+        """Return options of all runs."""
+        return self._options("options", self.get("options") or {})
+
+    def axes(self) -> dict[str, dict[str, Options]]:
+        """Return axis -> label -> options. In a list, and by plain values, an axis is the option of its name."""
+        given, axes = self.get("vary") or {}, dict[str, dict[str, Options]]()
+        if not isinstance(given, Mapping):
+            self.refuse("vary must be a mapping of axes")
+        for axis, values in given.items():
+            where, shape = f"vary: {axis}", "be a list of values, or a mapping of labels,"
+            parts = self._labelled(where, values, shape, lambda value, axis=axis: f"{axis}={value}")
+            axes[str(axis)] = {
+                label: self._options(f"{where}: {label}", part if isinstance(part, Mapping) else {axis: part})
+                for label, part in parts.items()
+            }
+        return axes
+
+    def grid(self) -> Grid:
+        """Return option -> values to choose from."""
+        given = {"lr": self.listed("lr-grid")} if "lr-grid" in self._content else self.get("grid") or {}
         if not isinstance(given, Mapping):
             self.refuse(f"grid must be a mapping of options to lists of values, got {given!r}")
         grid = {str(key): values if isinstance(values, list) else [values] for key, values in given.items()}
         for key, values in grid.items():
             for value in values:
-                self._options("grid", {key: value}, refused)
+                self._options("grid", {key: value})
                 try:
-                    {**options_of(Config), **all_options()}[key].read(value)
+                    _all_options()[key].read(value)
                 except UsageError as error:
                     self.refuse(f"grid: {error}")
         return grid
 
-    def names(self, key: str, known: Collection[str], default: Sequence[str]) -> list[str]:
-        """Return a list of known names."""
-        chosen = self.texts(key) or list(default)
-        if unknown := [name for name in chosen if name not in known]:
-            self.refuse(f"{key}: unknown {unknown[0]!r}; known: {', '.join(known)}")
-        return chosen
-
-    def labelled(self, key: str, required: bool = False) -> dict[str, str]:
-        """Return texts by label; in a list every text is its own label."""
-        value = self.get(key)
-        if value is None and not required:
-            return {}
+    def _labelled(self, where: str, value: Any, shape: str, label: Any) -> dict[str, Any]:
+        """Return a mapping as it is, and a list by labels that are made of its values."""
         if isinstance(value, list):
-            value = {str(item): item for item in value}
+            value = {label(item): item for item in value}
         if not isinstance(value, Mapping) or not value:
-            self.refuse(f"{key} must be a list, or a mapping of labels, and have at least one entry")
-        return {str(label): str(text) for label, text in value.items()}
+            self.refuse(f"{where} must {shape} and have at least one entry")
+        return {str(key): item for key, item in value.items()}
 
-    def options(self, key: str, refused: Collection[str]) -> Options:
-        """Return options of a run; a UsageError names one that there is not, or that a matrix sets itself."""
-        return self._options(key, self._content.get(key) or {}, refused)
-
-    def axes(self, key: str, refused: Collection[str]) -> dict[str, dict[str, Options]]:
-        """Return axis -> label -> options. In a list, and by plain values, an axis is the option of its name."""
-        axes = self._content.get(key) or {}
-        if not isinstance(axes, Mapping):
-            self.refuse(f"{key} must be a mapping of axes")
-        return {str(axis): self._axis(f"{key}: {axis}", str(axis), values, refused) for axis, values in axes.items()}
-
-    def left_out(self, methods: Collection[str], labels: Collection[str]) -> list[tuple[Sequence[str], Sequence[str]]]:
-        """Return the methods that some labels do not have."""
-        parts = self.parts("leave-out", ("methods", "in"))
-        return [(part.names("methods", methods, list(methods)), part.names("in", labels, ())) for part in parts]
-
-    def _axis(self, where: str, axis: str, values: Any, refused: Collection[str]) -> dict[str, Options]:
-        if isinstance(values, list):
-            values = {f"{axis}={value}": value for value in values}
-        if not isinstance(values, Mapping) or not values:
-            self.refuse(f"{where} must be a list of values, or a mapping of labels, and have at least one entry")
-        parts = {str(k): value if isinstance(value, Mapping) else {axis: value} for k, value in values.items()}
-        return {label: self._options(f"{where}: {label}", part, refused) for label, part in parts.items()}
-
-    def _options(self, where: str, given: Any, refused: Collection[str]) -> Options:
+    def _options(self, where: str, given: Any) -> Options:
         if not isinstance(given, Mapping):
             self.refuse(f"{where} must be a mapping of options")
-        known = [key for key in (*Config().to_mapping(), *all_options()) if key not in refused]
+        known = [key for key in _all_options() if key not in MATRIX_OPTIONS]
         for key, value in given.items():
-            if key in refused:
+            if key in MATRIX_OPTIONS:
                 self.refuse(f"{where}: {key!r} is set by the matrix")
             if key not in known:
                 self.refuse(f"{where}: unknown option {key!r}; {did_you_mean(key, known)}")
@@ -145,12 +140,96 @@ class Fields:
                 self.refuse(f"{where}: {key} must be one value, got {value!r}")
         return dict(given)
 
-    def _list(self, key: str) -> list[Any]:
-        value = self._content.get(key)
-        if value is None:
-            return []
-        if isinstance(value, str | int | float):
-            return [value]
-        if not isinstance(value, list):
-            self.refuse(f"{key} must be a list, got {value!r}")
-        return value
+
+def _all_options() -> dict[str, Option]:
+    return {**options_of(Config), **all_options()}
+
+
+def parse_recipe(name: str, content: object) -> Recipe:
+    """Return the recipe of a file's content; a UsageError names what the schema does not allow."""
+    given = Fields(f"recipe {name}", content, KEYS)
+    methods, options, axes = given.methods(), given.options(), given.axes()
+    settings = []
+    for values in product(*(axis.items() for axis in axes.values())):
+        place = dict(zip(axes, (label for label, _ in values), strict=True))
+        chosen = {key: value for _, part in values for key, value in part.items()}
+        settings.append(Setting(place, {**options, **chosen}))
+    labels = [label for axis in axes.values() for label in axis]
+    if twice := [label for label in [*methods, *labels] if [*methods, *labels].count(label) > 1]:
+        given.refuse(f"the label {twice[0]!r} stands for two things")
+    for method, text in methods.items():
+        try:
+            parse(text)
+        except UsageError as error:
+            given.refuse(f"methods: {method}: {error}")
+    left_out = given.parts("leave-out", ("methods", "in"))
+    directions = given.parts("directions", ("claim", "in", "place", "column"))
+    reported = given.parts("reported", ("place", "values"))
+    recipe = Recipe(
+        name=name,
+        place=given.text("place"),
+        about=given.text("about"),
+        methods=methods,
+        settings=settings,
+        left_out=[(part.names("methods", methods, list(methods)), part.names("in", labels)) for part in left_out],
+        seeds=given.seeds(),
+        grid=given.grid(),
+        quantities=given.names("quantities", list(QUANTITIES), ["accuracy"]),
+        reported=[_reported(part, methods, [setting.name for setting in settings]) for part in reported],
+        directions=[_direction(part, methods, labels) for part in directions],
+        notes=given.texts("notes"),
+        smoke=_smoke(given, methods, axes) if given.get("smoke") is not None else None,
+    )
+    if not recipe.cells():
+        given.refuse("leave-out leaves no cell")
+    return recipe
+
+
+def _smoke(recipe: Fields, methods: Mapping[str, str], axes: Mapping[str, Mapping[str, Any]]) -> Smoke:
+    given, has = Fields(f"{recipe.where}: smoke", recipe.get("smoke"), SMOKE_KEYS), "the recipe has"
+    vary, other = given.axes(), given.methods() if given.get("methods") else {}
+    given.known("vary: ", vary, axes, "unknown axis", has)
+    for axis, values in vary.items():
+        given.known(f"vary: {axis}: ", values, axes[axis], "unknown label", has)
+    given.known("methods: ", other, methods, "unknown label", has)
+    return Smoke(given.options(), vary, other, given.seeds(), given.grid())
+
+
+def _reported(part: Fields, methods: Collection[str], settings: Sequence[str]) -> Reported:
+    place, values, has = part.text("place"), part.get("values"), "the recipe has"
+    if not place:
+        part.refuse("place is missing: the page and the table or figure that the numbers come from")
+    if not isinstance(values, Mapping):
+        part.refuse("values must be a mapping of methods")
+    part.known("values: ", values, methods, "unknown method", has)
+    read: dict[str, dict[str, dict[str, Number]]] = {}
+    for method, of_method in values.items():
+        by_setting = {"": of_method} if settings == [""] else of_method
+        if not isinstance(by_setting, Mapping):
+            part.refuse(f"values: {method} must be a mapping of settings: {'; '.join(settings)}")
+        part.known(f"values: {method}: ", by_setting, settings, "unknown setting", has)
+        read[method] = {}
+        for setting, cell in by_setting.items():
+            where = ": ".join(filter(None, ("values", method, setting)))
+            columns = cell if isinstance(cell, Mapping) else {"": cell}
+            read[method][setting] = {str(name): _number(part, where, value) for name, value in columns.items()}
+    return Reported(place, read)
+
+
+def _number(part: Fields, where: str, value: Any) -> Number:
+    match = None if isinstance(value, bool) else PRINTED.fullmatch(str(value))
+    if not match:
+        part.refuse(f"{where} must be a number, or a text like '45.90 ± 6.39', got {value!r}")
+    return Number(str(value).strip(), float(match[1]), float(match[2] or 0))
+
+
+def _direction(part: Fields, methods: Collection[str], labels: Collection[str]) -> Direction:
+    text, sides = part.text("claim"), list[Side]()
+    for side in text.split(" > "):
+        method, *places = (piece.strip() for piece in side.split(" @ "))
+        part.known("claim: ", [method], methods, "unknown method", "the recipe has")
+        part.known("claim: ", places, labels, "unknown label", "the recipe has")
+        sides.append(Side(method, places))
+    if len(sides) != 2:
+        part.refuse(f"claim must be METHOD > METHOD, or METHOD @ LABEL > METHOD @ LABEL, got {text!r}")
+    return Direction(text, part.text("place"), sides[0], sides[1], part.names("in", labels), part.text("column"))

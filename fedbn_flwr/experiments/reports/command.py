@@ -7,7 +7,7 @@ from time import sleep
 from typing import Any
 
 from fedbn_flwr.experiments.output.console import console
-from fedbn_flwr.experiments.recipes.record import is_matrix
+from fedbn_flwr.experiments.recipes.files import is_matrix
 from fedbn_flwr.experiments.reports.page import WRITERS, write_report
 from fedbn_flwr.experiments.reports.progress import Progress
 from fedbn_flwr.experiments.reports.sources import read_sources

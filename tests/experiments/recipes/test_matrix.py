@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from fedbn_flwr.experiments import main
+from fedbn_flwr.experiments.recipes.files import read_recipe
 from fedbn_flwr.experiments.recipes.quantities import columns_of
-from fedbn_flwr.experiments.recipes.recipe import read_recipe
 from tests.helpers.checkout import BIN, environment
 from tests.helpers.runs import OPTIONS
 
