@@ -5,13 +5,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fedbn_flwr import __version__
+from fedbn_flwr.data.check import IMAGES, check_dataset, where_to_get
+from fedbn_flwr.data.sets.catalog import CATALOG
 from fedbn_flwr.experiments.choice import SEEDS, read_grid
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.data_command import add_data_command, check_data
 from fedbn_flwr.experiments.diagnosis.command import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.kept_run import OVERWRITE, Terminated
@@ -121,33 +123,32 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
     names.add_argument("--json", action="store_true", help="print JSON")
     add_recipe_commands(commands, _command)
     add_report_command(commands, _command)
-    add_data_command(commands, _Parser)
+    text = "check a data set's files: what is missing or broken, where to get it, under which licence"
+    actions = commands.add_parser("data", help=text).add_subparsers(dest="action", required=True, parser_class=_Parser)
+    check = actions.add_parser("check", help=text, description=text, allow_abbrev=False)
+    check.add_argument("name", metavar="NAME", help=", ".join(CATALOG))
+    check.add_argument("path", metavar="PATH", help="its folder; of `hf` the name")
+    check.add_argument(
+        "--images", default=str(IMAGES), metavar="N", help=f"images to decode a split, 0: all [{IMAGES}]"
+    )
     for name, text in others.items():
         commands.add_parser(name, help=text)
     return parser
 
 
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    lines = "\n".join(f"  fedbn-flwr {name} {words}" for words in EXAMPLES.get(name, ()))
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=text,
         description=text,
-        epilog=_examples(name),
-        formatter_class=_formatter,
+        epilog=f"examples:\n{lines}\nall options: --help-all; all names: fedbn-flwr list" if lines else None,
+        # keeps the lines of examples, and most options with their texts on one line
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=20),
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
     return parser
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    """Keep the lines of examples, and most options with their texts on one line."""
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=20)
-
-
-def _examples(name: str) -> str | None:
-    lines = "\n".join(f"  fedbn-flwr {name} {words}" for words in EXAMPLES.get(name, ()))
-    return f"examples:\n{lines}\nall options: --help-all; all names: fedbn-flwr list" if lines else None
 
 
 def _add_engine(parser: argparse.ArgumentParser, everything: bool) -> None:
@@ -228,6 +229,19 @@ def _list(options: dict[str, Any]) -> None:
         show_listing()
 
 
+def _check_data(options: dict[str, Any]) -> int:
+    count, faults = whole_number("--images", options["images"], least=0), 0
+    try:
+        for finding in check_dataset(options["name"], options["path"], count):
+            print(finding)
+            faults += finding.verdict != "ok"
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if faults:
+        print(*where_to_get(options["name"]), sep="\n")
+    return int(faults > 0)
+
+
 _COMMANDS: dict[str, Callable[[dict[str, Any]], int | None]] = {
     "run": _run,
     "compare": _compare,
@@ -236,5 +250,5 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int | None]] = {
     "recipes": list_recipes,
     "reproduce": reproduce,
     "report": report,
-    "data": check_data,
+    "data": _check_data,
 }

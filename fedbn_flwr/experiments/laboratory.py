@@ -3,7 +3,7 @@
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import mkdtemp
 from types import MappingProxyType
@@ -74,7 +74,7 @@ def compare(
             runs = [run for method in plan.methods for run in plan.runs(place, method)]
             data_of_all = load_data(runs[0].experiment.config)
             with (
-                _keeping(place, runs, is_kept),
+                keeping(place, runs) if is_kept else nullcontext(),
                 Bars(sum(map(plan.count, plan.methods)), data_of_all, progress) as bars,
             ):
                 summaries = compare_runs(plan, place, bars.announce)
@@ -112,7 +112,10 @@ def run(
         with _opened(wanted if RESULTS in given or wanted != Config.results_dir else None) as (place, is_kept):
             automatic = not (given.get("resume") or "checkpoint-every" in given)
             kept = KeptRun.of(experiment, engine, place, overwrite, automatic)
-            with _keeping(place, [kept], is_kept), Bars(1, load_data(experiment.config), progress) as bars:
+            with (
+                keeping(place, [kept]) if is_kept else nullcontext(),
+                Bars(1, load_data(experiment.config), progress) as bars,
+            ):
                 summary = kept.run(bars.announce(experiment.config.method))
         return Results(place, [summary], {(summary["method"], summary["seed"]): place}, [experiment], is_kept)
 
@@ -187,7 +190,3 @@ def _opened(folder: str | None) -> Iterator[tuple[Path, bool]]:
         if isinstance(error, KeyboardInterrupt):
             print("fedbn-flwr: stopped; runs are kept where the call names a folder", file=sys.stderr)
         raise
-
-
-def _keeping(folder: Path, runs: Sequence[KeptRun], is_kept: bool) -> AbstractContextManager[None]:
-    return keeping(folder, runs) if is_kept else nullcontext()

@@ -74,7 +74,12 @@ class Recovery:
         metrics = self._journal.record(server_round, arrays)
         if server_round and self._is_due(server_round):
             begun = monotonic()
-            self._save(server_round, arrays)
+            content = unpack(arrays), self._strategy.state_dict(), self._journal.state_dict()
+            checkpoint = Checkpoint(server_round, *content, self._history.to_text())
+            save_states = self._grid.save_states if isinstance(self._grid, SavesStates) else None
+            write_checkpoint(self._folder, checkpoint, save_states)
+            for config in self._told:
+                config[CHECKPOINT] = server_round
             self._ended = monotonic()
             self._took = self._ended - begun
         return metrics
@@ -97,17 +102,3 @@ class Recovery:
         if isinstance(self._grid, SavesStates):
             self._grid.restore_states(nodes_folder(self._folder))
         return arrays
-
-    def _save(self, server_round: int, arrays: ArrayRecord) -> None:
-        checkpoint = Checkpoint(
-            server_round,
-            unpack(arrays),
-            self._strategy.state_dict(),
-            self._journal.state_dict(),
-            self._history.to_text(),
-        )
-        write_checkpoint(
-            self._folder, checkpoint, self._grid.save_states if isinstance(self._grid, SavesStates) else None
-        )
-        for config in self._told:
-            config[CHECKPOINT] = server_round

@@ -1,14 +1,18 @@
 """The server's side of an experiment: one run, from a grid to a folder of results."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from logging import ERROR, WARNING
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MessageType
 from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import state
+from fedbn_flwr.client import pick_device
 from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import Checkpoint, clear, read_checkpoint, refuse_other_model
 from fedbn_flwr.experiments.config import Config
@@ -18,10 +22,23 @@ from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
+from fedbn_flwr.experiments.output.scoring import Scorer, SiteScorer
 from fedbn_flwr.experiments.output.sinks import open_sinks
 from fedbn_flwr.experiments.recovery import Recovery
-from fedbn_flwr.experiments.resources import check, fresh_model
-from fedbn_flwr.experiments.task import Task, make_task
+from fedbn_flwr.experiments.resources import (
+    Form,
+    check,
+    check_partition,
+    form_of,
+    fresh_model,
+    load_data,
+    make_partition,
+    rounds_within_budget,
+    set_threads,
+    shared_model,
+)
+from fedbn_flwr.experiments.sites.agreement import agree, ask_sites
+from fedbn_flwr.experiments.sites.grid import SitesGrid
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.averaging import unpack
 from fedbn_flwr.strategies import wait_for_nodes
@@ -80,6 +97,52 @@ def run(
     clear(folder)
     draw_or_warn({task.config.method: [read_rounds(folder)]}, folder / "curves.png", title_of(summary))
     return summary
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run's options with what its data decide, the nodes that have data for it, and who scores its models."""
+
+    config: Config
+    grid: Grid
+    #: what a model must know of the data
+    form: Form
+    scorer: Scorer | SiteScorer
+    #: what every message tells a node of the data
+    told: ConfigRecord
+    #: a row about each site's data
+    sites: list[dict[str, Any]]
+    #: by node, the number of training samples, where sites have said it
+    counts: Mapping[int, int] = field(default_factory=dict)
+
+
+def make_task(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any], secure: bool = False) -> Task:
+    """Return the task of a run; `before` are the options of the run that goes on, if there is one."""
+    return _at_sites(grid, config, nodes, before, secure) if config.dataset == SITES else _here(grid, config, nodes)
+
+
+def _here(grid: Grid, config: Config, nodes: int) -> Task:
+    check_partition(config, nodes)
+    config = rounds_within_budget(config, nodes)
+    set_threads(config)
+    trained = np.concatenate(make_partition(config, nodes)) if config.train_loss_global else None
+    scorer = Scorer(shared_model(config), load_data(config), pick_device(config.device), trained, config.class_metrics)
+    return Task(config, grid, form_of(config), scorer, ConfigRecord(), [])
+
+
+def _at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any], secure: bool) -> Task:
+    """Ask the sites what their data are, and agree on what they have in common."""
+    if before and not config.mean:
+        # what the sites agreed on then: today another one may be absent
+        config = Config.from_mapping({**config.to_mapping(), "mean": before["mean"], "std": before["std"]})
+    answers = ask_sites(grid, sorted(grid.get_node_ids()), config.node_timeout, secure)
+    agreement = agree(replace(config, partition=SITES), answers)
+    config = rounds_within_budget(agreement.config, nodes, agreement.samples)
+    set_threads(config)
+    scorer = SiteScorer(config.classes, config.class_metrics)
+    sites_grid = SitesGrid(grid, agreement, secure)
+    counts = {node: sum(site.train) for node, site in agreement.sites.items()}
+    return Task(config, sites_grid, agreement.form, scorer, agreement.to_config(), agreement.table(), counts)
 
 
 def _begun(folder: Path, experiment: Experiment, engine: str, task: Task) -> RunFolder:

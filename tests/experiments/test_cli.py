@@ -70,6 +70,8 @@ MISTAKES = {
     "unknown device": (["--device", "gpu"], "unknown device 'gpu'; known: auto, cpu"),
     "no file to start from": (["--init-from", "/nowhere.pt"], "no file /nowhere.pt"),
     "no weights in the file": (["--init-from", __file__], "test_cli.py is neither safetensors nor a torch state dict"),
+    "no module": (["--plugins", "nowhere.methods"], "plugins: cannot import 'nowhere.methods': No module named 'nowh"),
+    "plugins of nothing": (["--plugins"], "argument --plugins: expected one argument"),
     "results under a file": (["--results-dir", f"{__file__}/results"], "results-dir"),
 }
 

@@ -87,21 +87,6 @@ def test_a_rule_works_in_a_layer_wise_method() -> None:
     assert distance(by_rule, Federation(make_model()).run(FedTAN(), 2)) > 1e-3
 
 
-def test_a_module_that_is_not_there_is_a_mistake_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("run", plugins="nowhere.methods", results_dir=str(tmp_path / "results")) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == "fedbn-flwr: plugins: cannot import 'nowhere.methods': No module named 'nowhere'"
-    assert run("run", "--plugins") == 2
-    assert "argument --plugins: expected one argument" in capsys.readouterr().err
-
-
-def test_a_method_cannot_bring_modules_with_it() -> None:
-    with pytest.raises(UsageError, match="method 'fedavg:plugins=a': unknown option 'plugins'"):
-        resolve({"method": "fedavg:plugins=a"})
-
-
 def test_an_option_that_every_command_has_is_refused_by_name() -> None:
     @register_strategy("mean")
     class Mean(FedAvg):

@@ -11,9 +11,8 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.dynamics import DynamicsTable
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
-from fedbn_flwr.experiments.output.scoring import Score, Scorer
+from fedbn_flwr.experiments.output.scoring import Score, Scorer, SiteScorer
 from fedbn_flwr.experiments.output.sinks import Sink
-from fedbn_flwr.experiments.output.site_scoring import SiteScorer
 from fedbn_flwr.experiments.resources import absent_classes, normalization
 from fedbn_flwr.strategies import BaseStrategy, DivergedError
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally

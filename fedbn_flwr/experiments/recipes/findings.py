@@ -34,12 +34,11 @@ class Finding:
 
 def findings(results: Results, values: dict[Key, Value]) -> list[Finding]:
     """Return why cells failed, and where the order of methods and the directions hold."""
-    return [*_failures(results), *_orders(results, values), *_claims(results, values)]
-
-
-def _failures(results: Results) -> Iterator[Finding]:
-    for (setting, method), run in results.failures().items():
-        yield Finding(f"Failed: {method}{f' | {setting}' if setting else ''}: {run['error']}", False)
+    failures = [
+        Finding(f"Failed: {method}{f' | {setting}' if setting else ''}: {run['error']}", False)
+        for (setting, method), run in results.failures().items()
+    ]
+    return [*failures, *_orders(results, values), *_claims(results, values)]
 
 
 def _orders(results: Results, values: dict[Key, Value]) -> Iterator[Finding]:

@@ -200,12 +200,9 @@ def _write_comparisons(cells: Sequence[Cell], results: Results) -> None:
 
 def _write_results(results: Results, folder: Path) -> None:
     """Write `results.json`, which is whole at every moment: a report may be reading it."""
-    write_json(folder / "results.json", _as_rows(results))
-
-
-def _as_rows(results: Results) -> list[dict[str, Any]]:
     settings = {setting.name: setting for setting in results.recipe.settings}
-    return [
+    rows = [
         {"labels": dict(settings[setting].labels), "label": method, "runs": summaries}
         for (setting, method), summaries in results.runs.items()
     ]
+    write_json(folder / "results.json", rows)

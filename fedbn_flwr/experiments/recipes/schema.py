@@ -38,9 +38,7 @@ class Fields:
         """Raise a UsageError that names this mapping."""
         raise UsageError(f"{self.where}: {reason}")
 
-    def known(
-        self, where: str, names: Collection[str], known: Collection[str], what: str, all_of: str = "known"
-    ) -> None:
+    def known(self, where: str, names: Collection[str], known: Collection[str], what: str, has: str = "known") -> None:
         """Refuse a name that is not one of those that are known."""
         if unknown := [name for name in names if name not in known]:
             self.refuse(f"{where}{what} {unknown[0]!r}; {has}: {', '.join(known) or 'none'}")

@@ -1,6 +1,7 @@
 """Pictures of final numbers: bars by domain, bytes, accuracy by the round of the freeze, and the GN minus BN map."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -30,20 +31,24 @@ def bars(source: Source, values: Mapping[Key, Value]) -> Iterator[Picture]:
 
 def maps(source: Source, values: Mapping[Key, Value]) -> Iterator[Picture]:
     """Draw accuracy with GN minus that with BN over local steps and another axis, as in FixBN's Figure 2."""
-    recipe, pair = source.recipe, _normalizers(source.recipe)
-    steps = next((axis for axis in _axes(recipe) if _is_local_steps(recipe, axis)), "")
-    others = sorted((axis for axis in _axes(recipe) if axis != steps), key=lambda axis: -len(_axes(recipe)[axis]))
-    if not pair or not steps:
+    recipe, pair, axes = source.recipe, _normalizers(source.recipe), dict[str, dict[str, None]]()
+    for setting in recipe.settings:
+        for axis, label in setting.labels.items():
+            axes.setdefault(axis, {})[label] = None
+    labels = {axis: list(values) for axis, values in axes.items()}
+    columns = labels.pop("local-steps", [])
+    others = sorted(labels, key=lambda axis: -len(labels[axis]))
+    if not pair or len(columns) < 2:
         return
     down, rest = (others[0] if others else ""), others[1:]
-    columns, rows = _axes(recipe)[steps], _axes(recipe).get(down, [""])
+    rows = labels.get(down, [""])
     for fixed in dict.fromkeys(tuple(s.labels[axis] for axis in rest) for s in recipe.settings):
         table = np.full((len(rows), len(columns)), np.nan)
         for setting in recipe.settings:
             if tuple(setting.labels[axis] for axis in rest) == fixed:
                 gn, bn = (values.get((setting.name, label, "accuracy")) for label in pair)
                 if gn and bn:
-                    at = rows.index(setting.labels.get(down, "")), columns.index(setting.labels[steps])
+                    at = rows.index(setting.labels.get(down, "")), columns.index(setting.labels["local-steps"])
                     table[at] = gn.mean - bn.mean
         if np.isfinite(table).any():
             where = f" in {', '.join(fixed)}" if fixed else ""
@@ -129,32 +134,24 @@ def _counted(source: Source, column: str, values: Mapping[Key, Value]) -> Iterat
 
 def _freeze_rounds(source: Source, values: Mapping[Key, Value]) -> Iterator[Picture]:
     """Draw accuracy over the round of the freeze, as in FixBN's Figure 3 (d), where methods differ in it."""
-    shares = {label: _freeze_round(text) for label, text in source.recipe.methods.items()}
+    shares = dict[str, float]()
+    for label, text in source.recipe.methods.items():
+        with suppress(KeyError, ValueError):
+            shares[label] = float(parse(text).options["freeze-round"])
     for setting in source.recipe.settings:
-        points = {share: values.get((setting.name, m, "accuracy")) for m, share in shares.items() if share is not None}
+        points = {share: values.get((setting.name, label, "accuracy")) for label, share in shares.items()}
         known = sorted((share, value) for share, value in points.items() if value)
-        if len(known) > 2:
-            yield _freeze_picture(setting.name, known)
+        if len(known) < 3:
+            continue
 
+        def paint(axes: Any, known: Sequence[tuple[float, Value]] = known) -> None:
+            means, deviations = [value.mean for _, value in known], [value.deviation for _, value in known]
+            axes.errorbar([share for share, _ in known], means, deviations, capsize=3, **line_style(0, 1))
+            axes.set(xlabel="round of the freeze, as a share of all (or as given)", ylabel="accuracy, %")
+            axes.grid(alpha=0.3)
 
-def _freeze_picture(setting: str, points: Sequence[tuple[float, Value]]) -> Picture:
-    def paint(axes: Any) -> None:
-        means, deviations = [value.mean for _, value in points], [value.deviation for _, value in points]
-        axes.errorbar([share for share, _ in points], means, deviations, capsize=3, **line_style(0, 1))
-        axes.set(xlabel="round of the freeze, as a share of all (or as given)", ylabel="accuracy, %")
-        axes.grid(alpha=0.3)
-
-    where = f" in {setting}" if setting else ""
-    caption = f"Final accuracy over the round of the freeze{where}"
-    return Picture(_file(f"freeze-{setting}"), caption, paint, setting=setting)
-
-
-def _freeze_round(method: str) -> float | None:
-    _, _, options = parse(method)
-    try:
-        return float(options["freeze-round"])
-    except (KeyError, ValueError):
-        return None
+        caption = f"Final accuracy over the round of the freeze{f' in {setting.name}' if setting.name else ''}"
+        yield Picture(_file(f"freeze-{setting.name}"), caption, paint, setting=setting.name)
 
 
 def _normalizers(recipe: Recipe) -> tuple[str, str] | None:
@@ -165,19 +162,6 @@ def _normalizers(recipe: Recipe) -> tuple[str, str] | None:
         if strategy == "fedavg" and not options:
             kinds[norm or "bn"] = label
     return (kinds["gn"], kinds["bn"]) if {"gn", "bn"} <= kinds.keys() else None
-
-
-def _axes(recipe: Recipe) -> dict[str, list[str]]:
-    """Return the labels of every axis."""
-    axes: dict[str, dict[str, None]] = {}
-    for setting in recipe.settings:
-        for axis, label in setting.labels.items():
-            axes.setdefault(axis, {})[label] = None
-    return {axis: list(labels) for axis, labels in axes.items()}
-
-
-def _is_local_steps(recipe: Recipe, axis: str) -> bool:
-    return axis == "local-steps" and len(_axes(recipe)[axis]) > 1
 
 
 def _file(name: str) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.recipes.files import is_matrix
 from fedbn_flwr.experiments.reports.page import WRITERS, write_report
-from fedbn_flwr.experiments.reports.progress import Progress
-from fedbn_flwr.experiments.reports.sources import read_sources
+from fedbn_flwr.experiments.reports.sources import Progress, read_sources
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError, whole_number
 

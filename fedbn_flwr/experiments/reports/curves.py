@@ -61,7 +61,8 @@ def _setting(name: str, groups: Mapping[str, Sequence[Run]], few: bool) -> Itera
         axes |= {"exchanges": ("exchanges", _exchanges), "bytes": ("MB sent, as papers count", _megabytes)}
     for kind, (label, positions) in axes.items():
         lines = _lines(groups, metric, positions, scale=100)
-        if kind != "exchanges" or _exchange_more_often(groups):
+        rows = [row for runs in groups.values() for run in runs for row in run.rows]
+        if kind != "exchanges" or any((row.get("exchanges") or 1) > 1 for row in rows):
             caption = f"{score} against {kind}{where}"
             yield from _picture(caption, f"{metric}-{kind}-{file}", name, lines, label, heading_of(metric), marks)
     for key in LOSSES if few else ():
@@ -99,7 +100,7 @@ def _picture(
             draw_runs(axes, runs, label=label, **styles[label])
         axes.set(xlabel=x, ylabel=y)
         if x == "round":
-            _whole_numbers(axes)
+            axes.xaxis.get_major_locator().set_params(integer=True)
             colours = {label: style["color"] for label, style in styles.items()}
             draw_marks(axes, {label: marks[label] for label in drawn}, colours)
         if log and max(values) > DECADE * min(values) > 0:
@@ -114,10 +115,12 @@ def _picture(
 def _lines(
     groups: Mapping[str, Sequence[Run]], key: str, positions: Callable[[Rows], Sequence[float]], scale: float = 1
 ) -> Lines:
-    lines = {}
+    lines = dict[str, list[Line]]()
     for label, runs in groups.items():
         places = [[(x, row) for x, row in zip(positions(run.rows), run.rows, strict=True)] for run in runs]
-        scored = [[(x, scale * row[key]) for x, row in pairs if _is_number(row.get(key))] for pairs in places]
+        scored = [
+            [(x, scale * row[key]) for x, row in pairs if isinstance(row.get(key), int | float)] for pairs in places
+        ]
         lines[label] = [([x for x, _ in pairs], [y for _, y in pairs]) for pairs in scored]
     return lines
 
@@ -141,14 +144,6 @@ def _exchanges(rows: Rows) -> list[float]:
 
 def _megabytes(rows: Rows) -> list[float]:
     return list(accumulate((row.get("paper-bytes") or 0) / MEGABYTE for row in rows))
-
-
-def _exchange_more_often(groups: Mapping[str, Sequence[Run]]) -> bool:
-    return any((row.get("exchanges") or 1) > 1 for runs in groups.values() for run in runs for row in run.rows)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
 
 
 def _has_points(line: Line) -> bool:
@@ -191,13 +186,6 @@ def draw_marks(axes: Any, marks: Mapping[str, Sequence[Mark]], colours: Mapping[
         place = {"xycoords": ("data", "axes fraction"), "rotation": 90, "va": "top", "ha": "right"}
         said = axes.annotate(", ".join(here), (after + 0.5, 0.99), color=colour, fontsize=8, **place)
         said.set_in_layout(False)
-
-
-def _whole_numbers(axes: Any) -> None:
-    """Mark the x axis at whole numbers only."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _logarithmic(axes: Any) -> None:

@@ -12,9 +12,8 @@ from fedbn_flwr.experiments.recipes.table import values_of
 from fedbn_flwr.experiments.reports.bars import bars
 from fedbn_flwr.experiments.reports.curves import SETTINGS, curves
 from fedbn_flwr.experiments.reports.documents import html, latex, to_csv, to_pdf
-from fedbn_flwr.experiments.reports.progress import Progress
-from fedbn_flwr.experiments.reports.sources import Source
-from fedbn_flwr.experiments.reports.tables import cost_table, counts, curve_table, result_table, run_table
+from fedbn_flwr.experiments.reports.sources import Progress, Source, counts
+from fedbn_flwr.experiments.reports.tables import cost_table, curve_table, result_table, run_table
 from fedbn_flwr.state.record_files import write_bytes
 
 PAGE = "report.html"

@@ -4,7 +4,9 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fedbn_flwr.experiments.comparison import PLANNED, run_folder, run_folders
@@ -227,3 +229,64 @@ def _rows(path: Path) -> list[Row]:
 
 def _seed(run: Run) -> int:
     return int(run.options.get("seed", 0))
+
+
+def counts(runs: Sequence[Run]) -> str:
+    """Return how many runs are in each state."""
+    states = Counter(run.state for run in runs)
+    named = [f"{states[state]} {state}" for state in ("finished", "failed", "unfinished", "waiting") if states[state]]
+    return f"{len(runs)} run{'s' * (len(runs) != 1)}: {', '.join(named)}"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of one source."""
+
+    #: whether nothing is left to run
+    complete: bool
+    #: share of the work that is done, by time
+    share: float
+    text: str
+
+    @classmethod
+    def of(cls, source: Source) -> "Progress":
+        """Estimate the progress from the seconds of the rounds that have ended."""
+        states = counts(source.runs)
+        # of a matrix every cell has its result; other runs are as complete as they are
+        cells = [(setting.name, label) for setting, label in source.recipe.cells()]
+        open_runs = [run for run in source.runs if run.state in ("unfinished", "waiting")]
+        if all(cell in source.results.runs for cell in cells) if source.record else not open_runs:
+            return cls(True, 1.0, states)
+        note = "" if source.running else "; not running now: the same command goes on where it stopped"
+        spent, totals = sum(map(_spent, source.runs)), [_total(run, source.runs) for run in open_runs]
+        if not spent or None in totals:
+            return cls(False, 0.0, f"{states}; the time left is not known yet{note}")
+        left = sum(max((total or 0.0) - _spent(run), 0.0) for run, total in zip(open_runs, totals, strict=True))
+        share = spent / (spent + left) if left else 1.0
+        workers = source.record.workers if source.record else 1
+        time = timedelta(seconds=round(left / workers))
+        text = f"{states}; about {time} left if it goes on with {workers} at a time{note}"
+        return cls(False, share, text)
+
+
+def _spent(run: Run) -> float:
+    return sum(float(row.get("seconds") or 0.0) for row in run.rows)
+
+
+def _total(run: Run, others: Sequence[Run]) -> float | None:
+    """Return the seconds of a whole run: by its own rounds, or as runs of its method or setting, or as any run."""
+    if (own := _total_of_begun(run)) is not None:
+        return own
+    known = [(other, total) for other in others if (total := _total_of_begun(other)) is not None]
+    for alike in (
+        [total for other, total in known if other.label == run.label],
+        [total for other, total in known if other.setting == run.setting],
+        [total for _, total in known],
+    ):
+        if alike:
+            return fmean(alike)
+    return None
+
+
+def _total_of_begun(run: Run) -> float | None:
+    return _spent(run) / len(run.rows) * run.rounds if run.rows and run.rounds else None

@@ -1,7 +1,6 @@
 """The tables of a report."""
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -154,13 +153,6 @@ def curve_table(source: Source) -> Table:
                 place = {"round": _count(row["round"]), heading_of(score): _count(100 * row[score], 2)}
                 rows.append({**_names(run), **place, **counted, "seconds": _count(seconds, 1)})
     return Table("curves", "The score over the rounds", rows)
-
-
-def counts(runs: Sequence[Run]) -> str:
-    """Return how many runs are in each state."""
-    states = Counter(run.state for run in runs)
-    named = [f"{states[state]} {state}" for state in ("finished", "failed", "unfinished", "waiting") if states[state]]
-    return f"{len(runs)} run{'s' * (len(runs) != 1)}: {', '.join(named)}"
 
 
 def _differences(source: Source, column: str) -> dict[tuple[str, str], Cell]:

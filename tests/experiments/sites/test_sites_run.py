@@ -16,7 +16,7 @@ from sklearn.metrics import f1_score, roc_auc_score
 from apps.client import app
 from fedbn_flwr import data, state
 from fedbn_flwr.client.node_memory import STATE_VARIABLE
-from fedbn_flwr.experiments import Config, UsageError, serve, task
+from fedbn_flwr.experiments import Config, UsageError, serve, server_side
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.experiments.sites.agreement import Agreement, Answers, agree
@@ -232,7 +232,7 @@ def test_a_run_goes_on_with_what_the_sites_agreed_on(
         seen.append(config)
         return agree(config, answers)
 
-    monkeypatch.setattr(task, "agree", noting)
+    monkeypatch.setattr(server_side, "agree", noting)
     serve(later, {**given, "resume": str(tmp_path / "run")})
     assert [(as_value(config.mean), as_value(config.std)) for config in seen] == [(agreed["mean"], agreed["std"])]
     assert model_bytes(tmp_path / "whole") == model_bytes(tmp_path / "run")
