@@ -1,19 +1,35 @@
-"""Checkpoints of a run: all that the rounds after one depend on, in a folder that appears and disappears as a whole."""
+"""Checkpoints of a run: all that the rounds after one depend on, in a folder that appears and disappears as a whole.
+
+`Recovery` writes them during a run, and takes one up.
+"""
 
 import io
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
 import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import Grid
 from torch import Tensor
 
+from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.server.averaging import Arrays
+from fedbn_flwr.server.averaging import Arrays, record, unpack
+from fedbn_flwr.simulation.node_contexts import SavesStates
 from fedbn_flwr.state.record_files import sync
+from fedbn_flwr.strategies import BaseStrategy
+from fedbn_flwr.wire.history import CHECKPOINT, STATE_HISTORY, History
+
+#: the `checkpoint-every` of a run that saves as often as it costs little
+AUTOMATIC = -1
+#: seconds of training for each second that the last of these checkpoints took
+TRAINING_PER_SAVING = 30
 
 PREFIX, SERVER, NODES = "checkpoint-", "server.pt", "nodes"
 #: where the nodes of Flower's simulation keep their states
@@ -154,3 +170,68 @@ def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_converted(item, convert) for item in value)
     return convert(value)
+
+
+class Recovery:
+    """Gathers into a checkpoint what a run's strategy, record and nodes hold, and gives it back to them.
+
+    Random streams are not among it: they are functions of seed, node and round.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        experiment: Experiment,
+        grid: Grid,
+        strategy: BaseStrategy,
+        journal: Journal,
+    ) -> None:
+        self._folder, self._experiment = folder, experiment
+        self._grid, self._strategy, self._journal = grid, strategy, journal
+        self._history, self._last = History((), str(grid.run.run_id)), 0
+        #: when the latest checkpoint was complete, and the seconds that it took
+        self._ended, self._took = monotonic(), 0.0
+        #: the configurations of messages to nodes that keep their states themselves
+        self._told: list[ConfigRecord] = []
+
+    def tell(self, config: ConfigRecord) -> ConfigRecord:
+        """Add to the configuration of messages what nodes must know that keep their states themselves."""
+        asked = self._experiment.config
+        if (asked.checkpoint_every or asked.resume) and not isinstance(self._grid, SavesStates):
+            config.update({STATE_HISTORY: self._history.to_text(), CHECKPOINT: self._last})
+            self._told.append(config)
+        return config
+
+    def record(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Record a round, then write a checkpoint if it is time for one (an `evaluate_fn`)."""
+        metrics = self._journal.record(server_round, arrays)
+        if server_round and self._is_due(server_round):
+            begun = monotonic()
+            content = unpack(arrays), self._strategy.state_dict(), self._journal.state_dict()
+            checkpoint = Checkpoint(server_round, *content, self._history.to_text())
+            save_states = self._grid.save_states if isinstance(self._grid, SavesStates) else None
+            write_checkpoint(self._folder, checkpoint, save_states)
+            for config in self._told:
+                config[CHECKPOINT] = server_round
+            self._ended = monotonic()
+            self._took = self._ended - begun
+        return metrics
+
+    def _is_due(self, server_round: int) -> bool:
+        every = self._experiment.config.checkpoint_every
+        if every == AUTOMATIC:
+            return monotonic() - self._ended >= TRAINING_PER_SAVING * self._took
+        return every > 0 and server_round % every == 0
+
+    def restore(self, saved: Checkpoint) -> ArrayRecord:
+        """Bring everything into the state of a checkpoint; return its model."""
+        arrays = record(saved.model)
+        descriptions = self._strategy.describe(self._grid, sorted(self._grid.get_node_ids()))
+        nodes = {description.partition: node for node, description in descriptions.items()}
+        self._strategy.load_state_dict(saved.strategy, nodes)
+        self._journal.load_state_dict(saved.journal, arrays)
+        self._history = History.parse(saved.history).then(saved.server_round, self._grid.run.run_id)
+        self._last = saved.server_round
+        if isinstance(self._grid, SavesStates):
+            self._grid.restore_states(nodes_folder(self._folder))
+        return arrays

@@ -142,7 +142,9 @@ def _chosen(plan: Plan, method: str, choice: Choice, folder: Path, announce: Ann
         for seed in range(plan.grid_seeds):
             experiment = plan.experiment(method, seed, {**values, "validation": VALIDATION_SHARE})
             place = folder / "grid" / f"{folder_name(method)}-{folder_name(text)}-seed{experiment.config.seed}"
-            summary = plan.kept(experiment, place).run_or_error(announce(f"{method}, validating {text}"))
+            summary = plan.kept(experiment, place).run_or_error(
+                announce(f"{method}, validating {text}, seed {experiment.config.seed}")
+            )
             if "error" in summary:
                 failure = failure or summary
                 break

@@ -4,13 +4,13 @@
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedbn_flwr import __version__
-from fedbn_flwr.experiments.checkpoint import checkpoint_round
-from fedbn_flwr.experiments.method import Experiment
+from fedbn_flwr.experiments.checkpoint import checkpoint_round, read_checkpoint
+from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.run_folder import (
     as_json,
     finished_summary,
@@ -57,3 +57,13 @@ def refuse_foreign(folder: Path, experiment: Experiment, engine: str) -> None:
     """Refuse to resume the run in a folder as another one; a UsageError names what differs."""
     if found := differences(folder, experiment, engine):
         raise UsageError(f"{folder} cannot be resumed: its {found[0]}")
+
+
+def resume(given: Mapping[str, Any], engine: str | None) -> tuple[Experiment, str]:
+    """Return the experiment and the engine of a run that is resumed; options that are given must be the run's own."""
+    folder = Path(str(given["resume"])).expanduser()
+    read_checkpoint(folder)  # says why there is none
+    experiment = resolve({**options_in(folder), **given, "results-dir": str(folder)})
+    engine = engine or str(read_json(folder / "config.json").get("engine", ""))
+    refuse_foreign(folder, experiment, engine)
+    return experiment, engine

@@ -17,7 +17,7 @@ from typing import Self
 from filelock import FileLock, Timeout
 from flwr.common import log
 
-from fedbn_flwr.experiments.checkpoint import checkpoint_round, clear, read_checkpoint
+from fedbn_flwr.experiments.checkpoint import AUTOMATIC, checkpoint_round, clear, read_checkpoint
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.identity import differences
 from fedbn_flwr.experiments.method import Experiment
@@ -31,7 +31,6 @@ from fedbn_flwr.experiments.output.run_folder import (
     read_rounds,
     set_aside,
 )
-from fedbn_flwr.experiments.recovery import AUTOMATIC
 from fedbn_flwr.experiments.resources import rounds_within_budget
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.strategies import CannotTrainError

@@ -16,12 +16,12 @@ from fedbn_flwr.experiments.comparison import compare as compare_runs
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
 from fedbn_flwr.experiments.given_objects import Method, Model, dataset_of, method_of, model_of
+from fedbn_flwr.experiments.identity import resume
 from fedbn_flwr.experiments.kept_run import KeptRun, keeping
 from fedbn_flwr.experiments.method import import_plugins, owners, parse, resolve
 from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.quiet import quiet
-from fedbn_flwr.experiments.recovery import resume
 from fedbn_flwr.experiments.resources import check_simulation, load_data
 from fedbn_flwr.experiments.results import Results
 from fedbn_flwr.plugins.options import UsageError, option_key

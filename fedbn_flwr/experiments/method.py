@@ -61,6 +61,9 @@ class Experiment:
         """The strategy for a federation of so many nodes."""
         config, personal = self.config, self.strategy_class.personal
         evaluating = 1.0 if personal or config.dataset == SITES else config.fraction_evaluate
+        # every accuracy, also that of the mean of what nodes keep; sites are not asked to send it
+        reported = personal and "mean-personal" in own_options(self.strategy_class)
+        alone = config.dataset == SITES or self.options.get("secure", False)
         try:
             strategy = self.strategy_class(
                 lr_schedule=config.lr_schedule,
@@ -73,19 +76,12 @@ class Experiment:
                 min_train_nodes=1,
                 min_evaluate_nodes=1 if evaluating else 0,
                 min_available_nodes=config.min_nodes or nodes,
-                **{**self._diagnostics(), **self.options},
+                **{**({"mean_personal": True} if reported and not alone else {}), **self.options},
             )
             strategy.require_sums_suffice()
             return strategy
         except ValueError as error:
             raise UsageError(f"method {config.method!r}: {error}") from None
-
-    def _diagnostics(self) -> dict[str, bool]:
-        """Report every accuracy, also that of the mean of what nodes keep; sites are not asked to send it."""
-        strategy, at_sites = self.strategy_class, self.config.dataset == SITES
-        alone = at_sites or self.options.get("secure", False)
-        reported = strategy.personal and "mean-personal" in own_options(strategy) and not alone
-        return {"mean_personal": True} if reported else {}
 
     def to_mapping(self) -> dict[str, Value]:
         """Return every option by its kebab-case key, as it is written in files."""

@@ -25,7 +25,7 @@ from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.layerwise.shared_statistics import check_layers
 from fedbn_flwr.norm.detect import FunctionalBatchNorm
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.strategies import BaseStrategy, Layerwise
+from fedbn_flwr.strategies import Layerwise
 
 CLASSIFICATION = "classification"
 #: the share of the training data and the draw of the validation split are the same for every seed
@@ -151,9 +151,17 @@ def check(experiment: Experiment) -> None:
         pick_device(config.device)
         if config.dataset != data.SITES:
             check_task(config)
-            _check_bn(config, strategy, check_shapes(config))
+            functional = check_shapes(config)
+            lacking = norm.lacks(shared_model(config), strategy.needs)
+            if functional and strategy.needs != "none":
+                lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
+            if lacking:
+                raise UsageError(f"method {config.method!r} would be another one: {lacking}")
             if isinstance(strategy, Layerwise):
-                _check_layers(config)
+                try:
+                    check_layers(shared_model(config))
+                except TypeError as error:
+                    raise UsageError(f"method {config.method!r}: {error}") from error
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     if config.dataset == data.SITES and experiment.strategy_class.pooled:
@@ -215,22 +223,6 @@ def _check_inputs(config: Config, split: data.Split, num_classes: int, role: str
     if isinstance(outputs, torch.Tensor) and outputs.dim() > 1 and outputs.shape[1] < num_classes:
         raise UsageError(f"model {config.model!r} has {outputs.shape[1]} outputs for {num_classes} classes")
     return bool(functional.found)
-
-
-def _check_bn(config: Config, strategy: BaseStrategy, functional: bool) -> None:
-    """Refuse a model on which the method would silently be another one."""
-    lacking = norm.lacks(shared_model(config), strategy.needs)
-    if functional and strategy.needs != "none":
-        lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
-    if lacking:
-        raise UsageError(f"method {config.method!r} would be another one: {lacking}")
-
-
-def _check_layers(config: Config) -> None:
-    try:
-        check_layers(shared_model(config))
-    except TypeError as error:
-        raise UsageError(f"method {config.method!r}: {error}") from error
 
 
 def check_partition(config: Config, clients: int) -> None:

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr import state
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.data import SITES
-from fedbn_flwr.experiments.checkpoint import Checkpoint, clear, read_checkpoint, refuse_other_model
+from fedbn_flwr.experiments.checkpoint import Checkpoint, Recovery, clear, read_checkpoint, refuse_other_model
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.identity import options_in, refuse_foreign
 from fedbn_flwr.experiments.liar import LyingGrid
@@ -24,7 +24,6 @@ from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
 from fedbn_flwr.experiments.output.scoring import Scorer, SiteScorer
 from fedbn_flwr.experiments.output.sinks import open_sinks
-from fedbn_flwr.experiments.recovery import Recovery
 from fedbn_flwr.experiments.resources import (
     Form,
     check,

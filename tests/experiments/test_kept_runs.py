@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import pytest
 from flwr.app import ArrayRecord, MetricRecord
 
-from fedbn_flwr.experiments import main, recovery
+from fedbn_flwr.experiments import checkpoint, main
 from fedbn_flwr.experiments.checkpoint import Checkpoint, write_checkpoint
 from fedbn_flwr.experiments.output import run_folder
 from fedbn_flwr.experiments.output.recorder import Journal
@@ -236,8 +236,8 @@ def test_checkpoints_cost_a_small_share_of_the_time(tmp_path: Path, monkeypatch:
         clock[0] += 1
         return record(journal, server_round, arrays)
 
-    monkeypatch.setattr(recovery, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(recovery, "write_checkpoint", timed_write)
+    monkeypatch.setattr(checkpoint, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(checkpoint, "write_checkpoint", timed_write)
     monkeypatch.setattr(Journal, "record", timed_record)
     assert run("run", rounds="8", results_dir=str(tmp_path)) == 0
     assert saved == [1, 3, 5, 7]

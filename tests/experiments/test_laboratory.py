@@ -302,6 +302,13 @@ def test_a_script_goes_on_in_another_process_and_needs_no_guard(tmp_path: Path) 
         (["fedavg"], {"mu": 3}, "mu is an option of fedbs, fedprox; fedavg would ignore it"),
         (["fedavg"], {"rounds": "many"}, "rounds must be a whole number, got 'many'"),
         (["fedavg"], {"seeds": 0}, "seeds must be a whole number of at least 1, got 0"),
+        (["fedavg"], {"grid": {"lr": 0.1}}, "grid: lr must have a list of at least one value, got 0.1"),
+        (
+            ["fedavg"],
+            {"grid": {"lr": [0.1]}, "grid_seeds": 0},
+            "grid_seeds must be a whole number of at least 1, got 0",
+        ),
+        (["fedavg"], {"grid": {"mu": [1]}}, "mu is an option of fedbs, fedprox; fedavg would ignore it"),
         (["fedavg"], {"engine": "warp"}, "unknown engine 'warp'"),
         (["fedavg"], {"resume": "x"}, "compare has no option 'resume'"),
         (["fedavg"], {"model": 3}, "model must be a name, a function or class that makes a torch.nn.Module, or"),
