@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {
 METHODS = ("fedavg", "fixbn:freeze-round=1", "fedbn", "fedtan", "scaffold", "fedavg+gn")
 #: what a message may import beside Flower's own command and PyTorch: `import torch` alone takes 3 CPU seconds, each of
 #: torch._dynamo, scikit-learn and torchvision takes as long again, and matplotlib, SciPy and pandas a second or two
-ALLOWED = {"apps", "fedbn_flwr", "strategies", "safetensors"}
+ALLOWED = {"apps", "fedbn_flwr", "filelock", "strategies", "safetensors"}
 #: prints the modules that were imported for each run's messages in a file, after what every ClientApp's process has
 CODE = """
 import json, pickle, sys

@@ -71,6 +71,7 @@ def test_the_bounds_of_options_are_those_of_the_methods() -> None:
         (FedAvg, {"evaluate_every": 0}),
         (FedAvg, {"secure_min": 2}),
         (FedAvg, {"clip_norm": -1.0}),
+        (FedAvg, {"clip_norm": math.nan}),
         (FedBS, {"epsilon": -0.1}),
         (FedBS, {"mu": -0.1}),
         (FedBS, {"patience_rounds": 0}),

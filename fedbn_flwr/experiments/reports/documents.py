@@ -1,11 +1,10 @@
 """The tables and pictures of a report as files for a paper: CSV, LaTeX and PDF."""
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO, StringIO
 from textwrap import fill
-
-from jinja2 import Environment, PackageLoader
+from typing import Any
 
 from fedbn_flwr.experiments.output.plots import Picture, styled
 from fedbn_flwr.experiments.reports.tables import Cell, Table
@@ -42,23 +41,21 @@ def to_csv(table: Table) -> str:
 
 def latex(template: str, **values: object) -> str:
     """Fill in a template of LaTeX, whose marks are `<%` and `<<`."""
-    environment = Environment(
-        block_start_string="<%",
-        block_end_string="%>",
-        variable_start_string="<<",
-        variable_end_string=">>",
-        trim_blocks=True,
-        keep_trailing_newline=True,
-        loader=PackageLoader(__package__, "template"),
-    )
-    environment.filters |= {"escape": escape, "cell": _latex_cell}
-    return environment.get_template(template).render(values)
+    marks = {"block_start_string": "<%", "block_end_string": "%>", "variable_start_string": "<<"}
+    return _fill(template, values, **marks, variable_end_string=">>", keep_trailing_newline=True)
 
 
 def html(template: str, **values: object) -> str:
     """Fill in a template of HTML, whose values are text and no markup."""
-    loader = PackageLoader(__package__, "template")
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return _fill(template, values, autoescape=True, lstrip_blocks=True)
+
+
+def _fill(template: str, values: Mapping[str, object], **options: Any) -> str:
+    # a node's process imports this module, and never needs it
+    from jinja2 import Environment, PackageLoader
+
+    environment = Environment(loader=PackageLoader(__package__, "template"), trim_blocks=True, **options)
+    environment.filters |= {"escape": escape, "cell": _latex_cell} if "block_start_string" in options else {}
     return environment.get_template(template).render(values)
 
 

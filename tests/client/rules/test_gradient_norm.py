@@ -9,7 +9,7 @@ from torch import nn
 
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.rules import Session, rules_for
-from fedbn_flwr.strategies import REGISTRY, FedAvg, FedProx, FedWon
+from fedbn_flwr.strategies import REGISTRY, FedProx, FedWon
 from fedbn_flwr.wire import Instruction
 
 #: below and above the norms of the gradients, and of some of them
@@ -81,9 +81,3 @@ def test_every_method_asks_for_it_so_that_a_client_must_acknowledge_it(name: str
     for strategy, asked in ((REGISTRY[name](clip_norm=2), True), (REGISTRY[name](), False)):
         strategy.num_rounds = 4
         assert ("clip-norm" in strategy.instruct(Instruction(batch_size=8)).binding_keys()) == asked
-
-
-@pytest.mark.parametrize("bad", [-1.0, float("nan")])
-def test_a_bound_below_zero_is_named(bad: float) -> None:
-    with pytest.raises(ValueError, match="clip_norm must not be negative"):
-        FedAvg(clip_norm=bad)
