@@ -1,7 +1,9 @@
 """Messages to some nodes and their replies, inside a round, with a deadline."""
 
+import os
 import time
 from collections.abc import Sequence
+from itertools import count
 from logging import WARNING
 from typing import Protocol, runtime_checkable
 from uuid import uuid4
@@ -11,6 +13,10 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr.wire.masked import Summed
+
+
+#: of the ids of messages that do not get theirs from Flower; processes may share the first, and hand over messages
+_PREFIX, _NUMBERS = uuid4(), count()
 
 
 @runtime_checkable
@@ -51,7 +57,8 @@ def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: flo
 
 def identify(message: Message) -> str:
     """Give a message the id that it otherwise gets on its way."""
-    message.metadata.__dict__["_message_id"] = str(uuid4())
+    # a UUID for each takes 0.45 ms on a virtual machine, most of it for the system's random bytes
+    message.metadata.__dict__["_message_id"] = f"{_PREFIX}-{os.getpid()}-{next(_NUMBERS)}"
     return message.metadata.message_id
 
 
