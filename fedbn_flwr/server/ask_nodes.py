@@ -14,7 +14,6 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.wire.masked import Summed
 
-
 #: of the ids of messages that do not get theirs from Flower; processes may share the first, and hand over messages
 _PREFIX, _NUMBERS = uuid4(), count()
 

@@ -78,13 +78,15 @@ class SideChannelGrid(PassingGrid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages; those of a layer-wise step over the side channel, to the nodes that it leads to."""
         messages = list(messages)
-        is_step = bool(messages) and messages[0].metadata.message_type == wire.LAYERWISE
-        if is_step and StepPosition.of(messages[0].content).index == 0:
+        if not messages or messages[0].metadata.message_type != wire.LAYERWISE:
+            return self._grid.push_messages(messages)
+        position = StepPosition.of(messages[0].content)
+        if position.phase == "exchange" and position.index == 0:
             self.end_attempt()
             self._attempt = self._begin(messages)
             if self._attempt:
                 return [self._attempt.expect(message) for message in messages]
-        elif is_step and self._attempt:
+        elif self._attempt:
             return [self._attempt.send(message) for message in messages]
         return self._grid.push_messages(messages)
 

@@ -18,7 +18,7 @@ import torch
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr import state
+from fedbn_flwr import state, wire
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.deployment.cli import main as fedbn_flwr
 from fedbn_flwr.layerwise import Answer, Requests
@@ -27,7 +27,7 @@ from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally
 from fedbn_flwr.transports import side_channel_client
 from fedbn_flwr.transports.message_client import STEPS, HeldStep
-from fedbn_flwr.transports.message_records import REQUEST, SIDE_CHANNEL
+from fedbn_flwr.transports.message_records import REQUEST, SIDE_CHANNEL, StepPosition
 from fedbn_flwr.transports.side_channel_client import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE, Stream
 from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
 from tests.helpers.checkout import ROOT
@@ -372,6 +372,14 @@ def test_where_the_port_is_taken_rounds_go_by_messages(caplog: pytest.LogCapture
     assert same(after, in_process(FedTAN(fraction_evaluate=0.0), 2)[0])
     (named,) = [text for text in caplog.messages if "by messages" in text]
     assert named.endswith(f"port {port} cannot be had")
+
+
+def test_nodes_are_asked_by_messages_to_forget_a_step_that_went_by_messages() -> None:
+    nodes = InProcessGrid(client_app(make_client), len(SIZES))
+    content = RecordDict(dict(StepPosition("abandon", 1).pack()))
+    (sent,) = SideChannelGrid(nodes, options()).push_messages([Message(content, 1000, wire.LAYERWISE)])
+    (reply,) = nodes.pull_messages([sent])
+    assert reply.has_content()
 
 
 def test_the_port_is_open_in_a_step_only() -> None:
