@@ -130,7 +130,9 @@ def load_groups(
     """
     first = loaders[0]
     if any(loader.split is not first.split for loader in loaders):
-        return _load_apart([loader.edited() for loader in loaders], [rows for rows, _ in groups])
+        loaded = [loader.edited() for loader in loaders]
+        parts = (zip(*(next(loaded[row]) for row in rows), strict=True) for rows, _ in groups)
+        return ((torch.cat(inputs), torch.cat(targets)) for inputs, targets in parts)
     members = [(row, step) for rows, step in groups for row in rows]
     sizes = [sum(loaders[row].sizes[step] for row in rows) for rows, step in groups]
     samples = torch.cat([loaders[row].chosen[step] for row, step in members])
@@ -140,11 +142,3 @@ def load_groups(
     seeds = [own.seeds.split(loader.sizes) for own, loader in zip(edits, loaders, strict=True) if own]
     joined = Edits(edits[0].augmentation, torch.cat([seeds[row][step] for row, step in members]))
     return first.split.batches(samples, sizes, first.device, joined)
-
-
-def _load_apart(
-    loaded: Sequence[Iterator[training.Batch]], groups: Sequence[Sequence[int]]
-) -> Iterator[training.Batch]:
-    for rows in groups:
-        inputs, targets = zip(*(next(loaded[row]) for row in rows), strict=True)
-        yield torch.cat(inputs), torch.cat(targets)

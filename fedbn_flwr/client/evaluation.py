@@ -89,7 +89,10 @@ def evaluate(
             outputs = model(inputs)
             logits = logits_of(outputs).float()
             loss += float(loss_of(outputs, targets, task.loss)) * len(targets)
-            confusion += _confusion(logits.argmax(1).cpu(), targets.cpu(), rows, confusion)
+            # counts by domain, class and predicted class
+            places, targets = rows.view(-1, *[1] * (targets.dim() - 1)), targets.cpu()
+            cells = (places * num_classes + targets) * num_classes + logits.argmax(1).cpu()
+            confusion += torch.bincount(cells[targets != IGNORED], minlength=confusion.numel()).view_as(confusion)
             kept += [logits.cpu()] if metrics else []
     finally:
         model.train(was_training)
@@ -124,13 +127,6 @@ def batch_sizes(split: Split, indices: np.ndarray, most: int) -> list[int]:
     values = max(split.inputs[:1].numel(), 1)
     size = min(most, max(MOST_VALUES // values, 1))
     return [len(part) for part in torch.from_numpy(indices).split(size)]
-
-
-def _confusion(predicted: Tensor, targets: Tensor, domains: Tensor, like: Tensor) -> Tensor:
-    """Count a batch's predictions by domain, class and predicted class; targets that are `IGNORED` do not count."""
-    classes, places = like.shape[1], domains.view(-1, *[1] * (targets.dim() - 1))
-    cell = (places * classes + targets) * classes + predicted
-    return torch.bincount(cell[targets != IGNORED], minlength=like.numel()).view_as(like)
 
 
 def shares(split: Split, indices: np.ndarray, num_classes: int, num_domains: int = 0) -> tuple[Tensor, Tensor]:

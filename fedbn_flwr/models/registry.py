@@ -100,13 +100,17 @@ def _maker(name: str, image_size: int) -> Make:
     return entry.make
 
 
-def _custom_model(spec: str) -> Callable[[int, int, int], nn.Module]:
-    """The function or class that `spec` names, called with those of the three arguments it accepts."""
-    factory = spec.target if isinstance(spec, Named) else _named(spec)
+def _custom_model(spec: str) -> Make:
+    """Return the function or class that `spec` names, called with those of the three arguments it accepts."""
+    factory = spec.target if isinstance(spec, Named) else _import(spec)
+    parameters = inspect.signature(factory).parameters
+    # behind **options, model libraries (torchvision, timm) know the number of classes, but not the others
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    accepted = {*parameters, "num_classes"} if open_ended else set(parameters)
 
     def make(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
         offered = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
-        model = factory(**_accepted(factory, offered))
+        model = factory(**{name: value for name, value in offered.items() if name in accepted})
         if not isinstance(model, nn.Module):
             raise ValueError(f"model {spec!r} returned a {type(model).__name__}, not a torch.nn.Module")
         return model
@@ -114,21 +118,12 @@ def _custom_model(spec: str) -> Callable[[int, int, int], nn.Module]:
     return make
 
 
-def _named(spec: str) -> Callable[..., Any]:
+def _import(spec: str) -> Any:
     module_name, _, function_name = spec.partition(":")
     try:
-        module = importlib.import_module(module_name)
+        factory = getattr(importlib.import_module(module_name), function_name, None)
     except ImportError as error:
         raise ValueError(f"model {spec!r}: cannot import {module_name!r}: {error}") from error
-    factory = getattr(module, function_name, None)
     if not callable(factory):
         raise ValueError(f"model {spec!r}: module {module_name!r} has no function {function_name!r}")
-    return factory  # type: ignore[no-any-return]
-
-
-def _accepted(factory: Callable[..., Any], offered: dict[str, int]) -> dict[str, int]:
-    parameters = inspect.signature(factory).parameters
-    # Behind **options, model libraries (torchvision, timm) know the number of classes, but not the others.
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    names = {*parameters, "num_classes"} if open_ended else set(parameters)
-    return {name: value for name, value in offered.items() if name in names}
+    return factory

@@ -72,8 +72,9 @@ def freeze(model: nn.Module, statistics: bool = True, affine: bool = False) -> F
     """
     # every message freezes what its instruction says, which mostly is nothing
     layers = bn_layers(model) if statistics or affine else {}
-    if statistics:
-        _refuse_without_statistics(layers)
+    for name, layer in layers.items():
+        if statistics and layer.running_mean is None:
+            raise ValueError(f"BN layer {name!r} has no running statistics, so they cannot be frozen")
     frozen = Frozen()
     for layer in layers.values():
         if statistics:
@@ -83,12 +84,6 @@ def freeze(model: nn.Module, statistics: bool = True, affine: bool = False) -> F
             _hold_affine(layer)
             frozen._releases.append((_release_affine, layer))
     return frozen
-
-
-def _refuse_without_statistics(layers: dict[str, _BatchNorm]) -> None:
-    for name, layer in layers.items():
-        if layer.running_mean is None:
-            raise ValueError(f"BN layer {name!r} has no running statistics, so they cannot be frozen")
 
 
 def _hold_statistics(layer: _BatchNorm) -> None:

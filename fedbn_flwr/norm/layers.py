@@ -93,7 +93,9 @@ class BatchRenorm(BatchNorm):
         weight = r if self.weight is None else self.weight * r
         bias = d if self.weight is None else self.weight * d
         bias = bias if self.bias is None else bias + self.bias
-        factor = self._average_factor()
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         return F.batch_norm(input, self.running_mean, self.running_var, weight, bias, True, factor, self.eps)
 
     @torch.no_grad()
@@ -106,11 +108,6 @@ class BatchRenorm(BatchNorm):
         r = (variance + self.eps).sqrt() / running_deviation
         d = (mean - self.running_mean) / running_deviation
         return r.clamp(1 / self.r_max, self.r_max), d.clamp(-self.d_max, self.d_max)
-
-    def _average_factor(self) -> float:
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        return 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
 
 
 class HybridBatchNorm(BatchNorm):

@@ -35,7 +35,14 @@ def replace(model: nn.Module, kind: str, *, groups: int = 2, **options: object) 
 @register_norm("bn")
 def batch_norm(model: nn.Module) -> nn.Module:
     """BN; layers that are BN already stay as they are, weights and statistics included."""
-    return swap_normalizers(model, lambda slot: slot.layer if _is_bn(slot.layer) else BatchNorm(**_form(slot)))
+
+    def keep(slot: Slot) -> nn.Module:
+        # this package's variants of BN are subclasses of its own BatchNorm; any other subclass counts as BN
+        kind = type(slot.layer)
+        is_bn = issubclass(kind, _BatchNorm) and (kind is BatchNorm or not issubclass(kind, BatchNorm))
+        return slot.layer if is_bn else BatchNorm(**_form(slot))
+
+    return swap_normalizers(model, keep)
 
 
 @register_norm("gn")
@@ -82,11 +89,6 @@ def static_batch_norm(model: nn.Module, instant: bool = False) -> nn.Module:
 def hybrid_batch_norm(model: nn.Module, fixed_mix: float | None = None) -> nn.Module:
     """HBN's hybrid BN."""
     return swap_normalizers(model, lambda slot: HybridBatchNorm(**_form(slot), fixed_mix=fixed_mix))
-
-
-def _is_bn(layer: nn.Module) -> bool:
-    # This package's variants of BN are subclasses of its own BatchNorm; any other subclass counts as BN.
-    return isinstance(layer, _BatchNorm) and (type(layer) is BatchNorm or not isinstance(layer, BatchNorm))
 
 
 def _form(slot: Slot) -> dict[str, Any]:

@@ -91,12 +91,7 @@ def remove_normalizers(model: nn.Module) -> nn.Module:
         return nn.Identity()
 
     model = swap_normalizers(model, drop)
-    if shifted:
-        _give_biases(model)
-    return model
-
-
-def _give_biases(model: nn.Module) -> None:
-    for layer in model.modules():
+    for layer in model.modules() if shifted else ():
         if isinstance(layer, _ConvNd) and layer.bias is None:
             layer.bias = nn.Parameter(layer.weight.new_zeros(layer.out_channels))
+    return model

@@ -182,20 +182,17 @@ class InProcessGrid(LocalGrid):
         places = [place for place, message in enumerate(messages) if message.metadata.message_type == MessageType.TRAIN]
         if self._trainer is None or len(places) < 2 or not self._hands_to_clients():
             return {}
+        app = cast(BNClientApp, self._client_app)
         replies: dict[int, Message] = {}
         for portion in in_portions(places):
             jobs = self._prepare({place: messages[place] for place in portion})
             for trained in self._trainer.train(jobs):
                 for job, reply in trained:
                     with suppress(Exception):  # reported when the message is answered
-                        replies[job.place] = self._spill.store(self._leave(job, reply))
+                        packed = job_reply(job, reply)
+                        replies[job.place] = self._spill.store(app.leave(packed, job.message, job.context))
                         self._keep(job.node, job.context)
         return replies
-
-    def _leave(self, job: Job, reply: Reply) -> Message:
-        """Return the message that leaves the node for a client's reply."""
-        assert isinstance(self._client_app, BNClientApp)
-        return self._client_app.leave(job_reply(job, reply), job.message, job.context)
 
     def _prepare(self, messages: Mapping[int, Message]) -> list[Job]:
         """Make the clients of messages, given by place, except those that cannot be made."""
@@ -229,7 +226,14 @@ class InProcessGrid(LocalGrid):
 
     def _deliver(self, message: Message) -> Message:
         """Return the message as a node gets it, to change as it likes: messages of a push share their records."""
-        return message if self._hands_to_clients() else _copy(message)
+        if self._hands_to_clients():
+            return message
+        records: Any = message.content.items()
+        copies = {
+            name: lend_record(record) if isinstance(record, ArrayRecord) else type(record)(dict(record))
+            for name, record in records
+        }
+        return with_content(message, RecordDict(copies))
 
     def _hands_to_clients(self) -> bool:
         """Whether nothing but clients of this project sees messages; they leave them as they are."""
@@ -257,15 +261,6 @@ def changes_nothing(client: BNClient) -> bool:
 def in_portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
     """Cut a sequence into parts of at most `PORTION` items."""
     return (items[start : start + PORTION] for start in range(0, len(items), PORTION))
-
-
-def _copy(message: Message) -> Message:
-    records: Any = message.content.items()
-    return with_content(message, RecordDict({name: _copy_record(record) for name, record in records}))
-
-
-def _copy_record(record: Any) -> Any:
-    return lend_record(record) if isinstance(record, ArrayRecord) else type(record)(dict(record))
 
 
 def run_in_process(

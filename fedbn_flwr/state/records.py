@@ -1,10 +1,9 @@
 """Flower's `Array` without serialization: bytes are made of it only when somebody asks for them."""
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from functools import lru_cache
 from io import BytesIO
 from math import prod
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,6 @@ from flwr.common.constant import SType
 from numpy.typing import NDArray
 
 from fedbn_flwr.state.flat import FlatArrays
-
-#: what a value is made of, and so how large it is when serialized: dtype, shape, whether in Fortran's order
-Form = tuple[np.dtype[Any], tuple[int, ...], bool]
 
 
 class InMemoryArray(Array):
@@ -180,27 +176,8 @@ def _parse(array: Array) -> NDArray[Any]:
     return values.astype(dtype.newbyteorder("="), copy=False)
 
 
-def distinct(arrays: Iterable[Array]) -> list[Array]:
-    """Return one array of each content: by identity first, by bytes only where they exist already."""
-    unlike = list({id(array): array for array in arrays}.values())
-    if len(unlike) < 2:
-        return unlike
-    content = _content if all("_value" in array.__dict__ for array in unlike) else attrgetter("data")
-    return list({content(array): array for array in unlike}.values())
-
-
 def _fields(array: Array) -> tuple[str, tuple[int, ...], str, bytes]:
     return array.dtype, array.shape, array.stype, array.data
-
-
-def _content(array: Array) -> tuple[Form, bytes]:
-    """Return what tells two arrays apart like `data`, without making that."""
-    value = array.__dict__["_value"]
-    return _form(value), value.tobytes(order="A")
-
-
-def _form(value: NDArray[Any]) -> Form:
-    return value.dtype, value.shape, value.flags.fnc
 
 
 def _serialize(value: NDArray[Any]) -> bytes:

@@ -7,13 +7,13 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from flwr.app import Array, ArrayRecord, Message
+from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.server.passing_grid import PassingGrid
-from fedbn_flwr.state.flat import FlatArrays, Layout
-from fedbn_flwr.state.records import array_records, distinct, flat_of, payload_bytes
+from fedbn_flwr.state.flat import Layout
+from fedbn_flwr.state.records import array_records, flat_of, payload_bytes, view_array
 from fedbn_flwr.transports.nodes_transport import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
 from fedbn_flwr.wire import DESCRIBE
 from fedbn_flwr.wire.masked import SECURE, SECURE_QUERY, Summed
@@ -196,35 +196,19 @@ def paper_bytes(messages: Sequence[Message]) -> int:
     groups: dict[str, dict[int, ArrayRecord]] = {}
     for message in messages:
         for group, record in array_records(message.content).items():
-            groups.setdefault(group, {})[id(record)] = record
+            groups.setdefault(group, {})[id(flat_of(record) or record)] = record
     return sum(_distinct_bytes(list(records.values())) for records in groups.values())
 
 
 def _distinct_bytes(records: Sequence[ArrayRecord]) -> int:
-    states = [state for record in records if (state := flat_of(record)) is not None]
-    if len(states) == len(records) and len({id(state.layout) for state in states}) == 1:
-        if len(states) == 1:
-            return _flat_sizes(states[0].layout).paper
-        return _distinct_flat_bytes(states)
-    named: dict[str, list[Array]] = {}
-    for record in records:
-        for name, array in record.items():
-            if _is_measured(array.dtype):
-                named.setdefault(name, []).append(array)
-    return sum(payload_bytes(array) for arrays in named.values() for array in distinct(arrays))
-
-
-def _distinct_flat_bytes(states: Sequence[FlatArrays]) -> int:
-    """Return the bytes of states of one layout, cut out of their buffers: views of all entries would take longer."""
+    if len(records) == 1:
+        return _record_sizes(records[0]).paper
+    states = [flat_of(record) or {name: view_array(array) for name, array in record.items()} for record in records]
     total = 0
-    for dtype, entries in states[0].layout.by_dtype.items():
-        if not _is_measured(str(dtype)):
-            continue
-        end = 0
-        for _, _, shape in entries:
-            start, end = end, end + prod(shape)
-            different = {state.buffers[dtype][start:end].tobytes() for state in states}
-            total += (end - start) * dtype.itemsize * len(different)
+    for name in {name for state in states for name in state}:
+        values = [state[name] for state in states if name in state]
+        different = {(value.dtype, value.shape, value.tobytes()): value for value in values}
+        total += sum(value.nbytes for value in different.values() if _is_measured(str(value.dtype)))
     return total
 
 

@@ -10,7 +10,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from numpy.typing import NDArray
 
 from fedbn_flwr.state import records as arrays
-from fedbn_flwr.state.records import distinct, make_record, view_array
+from fedbn_flwr.state.records import make_record, view_array
 from tests.helpers.toys import hold
 
 VALUES: list[NDArray[np.generic]] = [
@@ -24,8 +24,6 @@ VALUES: list[NDArray[np.generic]] = [
     np.zeros((0, 3), dtype=np.float32),
     np.arange(3, dtype=">i2"),
 ]
-
-ROW = np.arange(3.0)
 
 
 @pytest.fixture
@@ -129,19 +127,6 @@ def test_a_change_is_what_it_would_be_in_a_plain_array() -> None:
     held = hold(np.zeros(3))
     held.shape = (1, 3)
     assert (held.shape, held.data) == ((1, 3), Array(np.zeros(3)).data)
-
-
-def test_equal_content_is_found_without_bytes(serialized: list[NDArray[np.generic]]) -> None:
-    one, same, other, reshaped = (hold(value) for value in (ROW, ROW.copy(), ROW + 1, ROW.reshape(1, 3)))
-    assert [id(array) for array in distinct([one, one])] == [id(one)]
-    assert len(distinct([one, same, one])) == 1
-    assert len(distinct([one, other, same, reshaped])) == 3
-    assert distinct([]) == []
-    assert serialized == []
-
-
-def test_equal_content_is_found_among_arrays_of_both_kinds() -> None:
-    assert len(distinct([hold(ROW), Array(ROW), Array(ROW + 1), hold(ROW + 1)])) == 2
 
 
 def test_it_has_no_attributes_that_flowers_array_has_not() -> None:

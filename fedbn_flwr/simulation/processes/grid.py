@@ -138,7 +138,10 @@ class WorkersGrid(LocalGrid):
 
         def close(answers: Mapping[AnyWorker, list[Message | None]]) -> list[Message]:
             self._spill = SpillBuffer()
-            replies = _in_order(shares, answers)
+            placed: dict[int, Message | None] = {}
+            for worker, places in shares.items():
+                placed |= zip(places, answers[worker], strict=True)
+            replies = [placed[place] for place in range(len(messages))]
             return [*filter(None, map(self._keep_reply, messages, replies))]
 
         return WorkersTransport(opened, self._ask_all, close, self._abandon)
@@ -254,14 +257,6 @@ class WorkersGrid(LocalGrid):
 def _in_turn(workers: Iterable[AnyWorker]) -> list[AnyWorker]:
     """Return workers in the order in which they are waited for: this process comes first, and works meanwhile."""
     return sorted(workers, key=lambda worker: worker.index)
-
-
-def _in_order(shares: Mapping[AnyWorker, Sequence[int]], answers: Mapping[AnyWorker, Sequence[Any]]) -> list[Any]:
-    """Return the workers' answers in the order of the push."""
-    placed = {
-        place: item for worker, places in shares.items() for place, item in zip(places, answers[worker], strict=True)
-    }
-    return [placed[place] for place in sorted(placed)]
 
 
 def count_cores() -> int:

@@ -138,16 +138,13 @@ def apply_shared(
     if not is_available():
         alone: tuple[Tensor, Tensor, Tensor, Tensor] = SharedBatchNorm.apply(inputs, weight, bias, eps, use)
         return alone
-    values, dims = zip(*(_unwrapped(value) for value in (inputs, weight, bias)), strict=True)
+    parts = [(None, None) if value is None else unwrapped(value) for value in (inputs, weight, bias)]
+    values, dims = zip(*parts, strict=True)
     batch = _Stacked(values[0].shape[dims[0] or 0])
     rule: Callable[..., tuple[tuple[Tensor, ...], tuple[int | None, ...]]] = SharedBatchNorm.vmap
     with outside_of_vmap():
         (outputs, mean, variance, count), _ = rule(batch, (*dims, None, None), *values, eps, use)
     return wrapped_images(outputs), wrapped(mean, 0), wrapped(variance, 0), count
-
-
-def _unwrapped(value: Tensor | None) -> tuple[Tensor | None, int | None]:
-    return (None, None) if value is None else unwrapped(value)
 
 
 # ---- the order of images ---------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +81,7 @@ def _kept_for_backward(client: BNClient, instruction: Instruction) -> tuple[int,
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with OwnRandomness(0).drawing(), torch.autograd.graph.saved_tensors_hooks(keep, _unchanged):
+    with OwnRandomness(0).drawing(), torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
         training.batch_loss(model, client.plan(whole).first(), instruction, client.loss_function)
     return tuple(kept.values())
 
@@ -131,7 +130,3 @@ def keep_freed_memory() -> None:
         return
     change(_MMAP_THRESHOLD, 1 << 30)
     change(_TRIM_THRESHOLD, (1 << 31) - 1)
-
-
-def _unchanged(value: Any) -> Any:
-    return value

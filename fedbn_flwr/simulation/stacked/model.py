@@ -38,7 +38,8 @@ class Stack(nn.Module):
         object.__setattr__(self, "structure", structure)
         self.clients = len(states)
         #: by an entry's id, the first of its names; tied entries have several
-        entries = _entries(structure)
+        entries: dict[str, Tensor] = dict(structure.named_parameters(remove_duplicate=False))
+        entries |= structure.named_buffers(remove_duplicate=False)
         first = {id(value): name for name, value in reversed(entries.items())}
         self._names = {name: first[id(value)] for name, value in entries.items()}
         self._slots = _Slots(structure, self._names)
@@ -74,7 +75,7 @@ class Stack(nn.Module):
         """Return the mean loss of each of these clients on its own batch; `around` is entered inside `vmap`."""
         # the cross entropy of class numbers is computed in one pass over all clients' outputs
         afterwards = loss_function is F.cross_entropy and not batch[1].is_floating_point()
-        loss_or_outputs = _outputs if afterwards else loss_function
+        loss_or_outputs = (lambda outputs, _: outputs) if afterwards else loss_function
         buffers = list(self._buffers_of_all)
 
         def one(inputs: Tensor, targets: Tensor, entries: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -132,11 +133,6 @@ class _Slots:
         return value
 
 
-def _outputs(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the outputs: stands in for a loss that is computed later."""
-    return outputs
-
-
 def _cross_entropies(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return each client's mean over its samples, without those that `F.cross_entropy` ignores."""
     losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(0, 1), reduction="none")
@@ -182,11 +178,6 @@ class StackedMemory(Memory):
         for group, values in self._stored.items():
             for memory, rows in zip(self._memories, FlatState.copies_of(values, len(self._memories)), strict=True):
                 memory.store(group, rows)
-
-
-def _entries(structure: nn.Module) -> dict[str, Tensor]:
-    buffers = dict(structure.named_buffers(remove_duplicate=False))
-    return {**dict(structure.named_parameters(remove_duplicate=False)), **buffers}
 
 
 def _tables(states: Sequence[State]) -> list[dict[str, Tensor]]:
