@@ -61,13 +61,13 @@ def test_a_tiny_benchmark(tmp_path: Path) -> None:
 
 def test_a_failure_is_a_row_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     # only the bare loop does not need the method's strategy
-    case = Case("mlp", "fedbs:epsilon=-1", clients=2, local_steps=1, device="cpu")
+    case = Case("mlp", "fedavg:robust=nonsense", clients=2, local_steps=1, device="cpu")
     with EngineProcess("bare", 1, [case]) as bare, EngineProcess("sequential", 1, [case]) as sequential:
         results = measure(case, [bare, sequential], Effort(1, 0.01, 1))
     good, bad = rows_of(case, results)
     assert good["ratio"] == 1
     assert (bad["engine"], bad["ratio"], bad["seconds-per-round"]) == ("sequential", None, None)
-    assert "epsilon" in bad["error"]
+    assert "unknown robust rule" in bad["error"]
 
 
 def test_a_process_plays_several_cases_and_ends_with_its_driver() -> None:

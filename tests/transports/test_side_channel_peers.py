@@ -145,6 +145,6 @@ def test_whatever_a_node_sends_it_has_spoken_or_failed(sent: list[bytes]) -> Non
         peer.frames.put(content)
     peer.frames.put(None)
     link = wait(opened, 1, lambda link: link.has_spoken)
-    assert link.reply or link.failure or link.is_done
+    assert link.reply is not None or link.failure or link.is_done
     peer.close()
     opened.close()
