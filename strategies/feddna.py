@@ -17,9 +17,9 @@ class FedDNA(FedTAN):
 
         forward, each layer:   mean = sum_i p_i mean_i,   variance = sum_i p_i variance_i
 
-    and backward each client goes on with its own dF_i/dmean and dF_i/dvariance. `exchange="paper"` asks for one after
-    the other, as algorithm 2: 2L + 1 exchanges a round; `fused`, the default, for both at once: L + 1, the same
-    numbers. With one client this is FedAvg.
+    where variance_i is about the pooled mean. Backward, each client goes on with its own dF_i/dmean and
+    dF_i/dvariance. `exchange="paper"` asks for one after the other, as algorithm 2: 2L + 1 exchanges a round; `fused`,
+    the default, for both at once: L + 1, the same numbers. With one client this is FedAvg.
 
     `carry=True` uses corrections from earlier rounds instead: one exchange a round.
     """

@@ -47,10 +47,10 @@ class FedTAN(Layerwise):
         forward, each layer:   mean = sum_i p_i mean_i,   variance = sum_i p_i variance_i
         backward, each layer:  dF/dmean = sum_i p_i dF_i/dmean,   dF/dvariance = sum_i p_i dF_i/dvariance
 
-    so that with E = 1 and p_i proportional to the sizes of the mini-batches a round is one step of centralized SGD on
-    their union. `exchange="paper"` asks for mean, variance and gradients one after the other: 3L + 1 exchanges a
-    round; `fused`, the default, for mean and variance at once: 2L + 1, the same numbers. With one client this is
-    FedAvg.
+    where variance_i is the mean square about the pooled mean, not about the client's own. So with E = 1 and p_i
+    proportional to the sizes of the mini-batches a round is one step of centralized SGD on their union.
+    `exchange="paper"` asks for mean, variance and gradients one after the other: 3L + 1 exchanges a round; `fused`, the
+    default, for mean and variance at once: 2L + 1, the same numbers. With one client this is FedAvg.
 
     `carry=True` needs one exchange a round, as FedAvg: first steps use corrections from earlier rounds. The server
     keeps each node's local values of every BN layer. From those of a round's participants it makes the corrections that

@@ -51,6 +51,9 @@ class FixBN(FedAvg):
     the paper counts; their averages may then differ by rounding, 3e-16 of a value in float64. With `freeze_round` at or
     above the number of rounds this is FedAvg.
 
+    The paper's equation 6 weighs clients by their data, as the default here, and its Algorithm 1 all alike
+    (`weighting="uniform"`).
+
     Under frozen statistics nothing rescales the layers any more, and training can diverge at learning rates that work
     with normal BN. From the freeze on, the rate is at most `frozen_lr` times the `lr` of the train config, and lower
     where the schedule is. `frozen_lr=1` leaves the rate to a schedule that lowers it, as the paper does. A schedule

@@ -29,6 +29,11 @@ class HBN(PartialSharing, Gathering):
     2. nodes run `gather_samples` samples (0: all) through the new model, and the server pools count, mean and
        variance into the global statistics, divided by N - 1, with weight `average` on the ones before.
 
+    Deviations from the authors' public code (`FedHBN_main.py`): there, statistics are gathered at the start of a round
+    and sent with the training reply, in one exchange; training uses an average of them over rounds with a weight of
+    .002, evaluation fresh ones; and its optimizer has a momentum of .9 and clips gradients at 10. Here one set of
+    statistics serves both, with the options of all methods.
+
     Evaluation uses the global statistics only, so there is one global model. The model must be built with
     `norm="hbn"`, which an experiment does by itself; there, `fixed_mix=1` trains as BN does.
     """
