@@ -8,8 +8,8 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from math import inf, isfinite
-from types import MappingProxyType, NoneType
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from types import MappingProxyType, NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from fedbn_flwr.plugins.registry import did_you_mean
 
@@ -157,11 +157,13 @@ def _is_written(kind: Any) -> bool:
 
 def _alternatives(kind: Any) -> Iterator[Any]:
     """Return the types of a union, and its literals."""
-    if get_origin(kind) is Literal or not get_args(kind):
-        yield from (part for part in get_args(kind) or (kind,) if part is not NoneType)
-    else:
+    if get_origin(kind) in (Union, UnionType):
         for part in get_args(kind):
             yield from _alternatives(part)
+    else:
+        yield from (
+            part for part in (get_args(kind) if get_origin(kind) is Literal else (kind,)) if part is not NoneType
+        )
 
 
 def _wrong(key: str, value: Any, kind: Any) -> UsageError:

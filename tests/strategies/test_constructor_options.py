@@ -3,7 +3,7 @@
 import math
 import re
 from math import inf, isfinite
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
@@ -57,7 +57,8 @@ def wrong(option: Option) -> list[Any]:
 @pytest.mark.parametrize("name", REGISTRY)
 def test_what_an_option_does_not_take_is_refused_by_its_name(name: str) -> None:
     # a rule is read by `Robust.parse`
-    options = {key: each for key, each in constructor_options(REGISTRY[name]).items() if each.kind is not str}
+    known = constructor_options(REGISTRY[name]).items()
+    options = {key: each for key, each in known if each.kind is not str and (each.help or each.range)}
     assert options.keys() >= {"evaluate_every", "secure_min", "weighting", "server_optimizer", "momentum_state"}
     for key, option in options.items():
         for value in wrong(option):
@@ -97,6 +98,28 @@ def test_the_bounds_of_options_are_those_of_the_methods() -> None:
     FedBS(epsilon=0.0, mu=0.0, patience_rounds=1)
     FixBN(latest=1, window=2, threshold=0, frozen_lr=0)
     FedTAN(memory=0, oldest=0, replay_limit=0)
+
+
+class Unspoken(FedAvg):
+    """A user's own method, whose options say little of themselves."""
+
+    def __init__(  # type: ignore[no-untyped-def]
+        self,
+        strength=0.5,
+        layers: list[int] | None = None,
+        shares: Annotated[list[float] | str, "of all"] = "",
+        **more: Any,
+    ) -> None:
+        super().__init__(**more)
+        self.taken = strength, layers, shares
+
+
+def test_options_that_say_nothing_of_what_they_take_take_anything() -> None:
+    assert Unspoken(1, layers=[1, 2], shares=[0.5], seed=3).taken == (1, [1, 2], [0.5])
+    assert Unspoken(strength="much").taken[0] == "much"
+    assert "shares" not in own_options(Unspoken)
+    with pytest.raises(ValueError, match="clip_norm must be"):
+        Unspoken(clip_norm=-1)
 
 
 @pytest.mark.parametrize("name", REGISTRY)
