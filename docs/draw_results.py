@@ -18,7 +18,17 @@ from fedbn_flwr.experiments.output.plots import draw_runs, figure
 FOLDER = Path(__file__).parent / "measured"
 SCORE = "accuracy, %"
 #: methods of the pictures, in the order of their colours
-DRAWN = ("FedAvg", "FedAvg+GN", "FixBN", "FedTAN", "FedTAN carried", "FedWon", "SCAFFOLD", "Centralized")
+DRAWN = (
+    "FedAvg",
+    "FedAvg+GN",
+    "FixBN",
+    "FedTAN",
+    "FedTAN carried",
+    "FedWon",
+    "SCAFFOLD",
+    "Centralized",
+    "FedAvg+GN-WS",
+)
 LABELS = ("one class", "two classes", "Dirichlet 0.1", "Dirichlet 0.3", "i.i.d.")
 #: panels of the picture of other settings: what differs, and by the name of a place its recipe and setting
 USUAL = ("labels", "two classes")
@@ -56,7 +66,8 @@ def read(name: str) -> list[dict[str, str]]:
 def draw_curves(setting: str, path: Path) -> None:
     """Draw the accuracy over rounds, exchanges, bytes and seconds."""
     seconds = {row["method"]: float(row["seconds a round"]) for row in read("seconds")}
-    lines: dict[str, dict[str, list[dict[str, str]]]] = {method: defaultdict(list) for method in DRAWN}
+    # group normalization with standardized weights has no times
+    lines: dict[str, dict[str, list[dict[str, str]]]] = {name: defaultdict(list) for name in DRAWN if name in seconds}
     for row in read("curves"):
         if row["setting"] == setting and row["method"] in lines:
             row["seconds"] = str(int(row["round"]) * seconds[row["method"]])
