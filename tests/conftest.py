@@ -40,8 +40,7 @@ LONGEST = {
     "test_loopback_run",
     "test_docs",
     "test_packaging",
-    "test_parity",
-    "test_ray_workers",
+    "test_ray",
     "test_side_channel",
 }
 

@@ -15,12 +15,12 @@ from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from tests.helpers.obedient_nodes import answers, counting_app, obeying, question, send
 
 
-@pytest.fixture(params=["one process", "two workers", "this process and a worker"])
+@pytest.fixture(params=["one process", "this process and a worker"])
 def grid(request: pytest.FixtureRequest) -> Iterator[InProcessGrid | WorkersGrid]:
     if request.param == "one process":
         yield obeying(5, range(5))
         return
-    with WorkersGrid(partial(obeying, 5), 5, 2, here="this" in request.param) as workers:
+    with WorkersGrid(partial(obeying, 5), 5, 2, here=True) as workers:
         yield workers
 
 

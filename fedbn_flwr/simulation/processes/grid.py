@@ -23,7 +23,7 @@ from fedbn_flwr.transports.workers_transport import WorkersTransport
 
 AnyWorker = RemoteWorker | OwnShare
 #: starts the worker of a number, with so many threads
-Start = Callable[[int, int], RemoteWorker]
+Start = Callable[[int, int], AnyWorker]
 
 
 class WorkersGrid(LocalGrid):

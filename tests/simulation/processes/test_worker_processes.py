@@ -40,10 +40,19 @@ def two_workers() -> Iterator[WorkersGrid]:
         yield grid
 
 
-@pytest.fixture(params=[False, True], ids=["two workers", "this process and a worker"])
-def grid(request: pytest.FixtureRequest) -> Iterator[WorkersGrid]:
-    with WorkersGrid(partial(obeying, 5), 5, 2, here=request.param) as grid:
+@pytest.fixture
+def grid() -> Iterator[WorkersGrid]:
+    """This process and a worker."""
+    with WorkersGrid(partial(obeying, 5), 5, 2, here=True) as grid:
         yield grid
+
+
+class InThisProcess(OwnShare):
+    """A worker of any number that starts no process."""
+
+    def __init__(self, index: int, _: int) -> None:
+        super().__init__()
+        self.index = index
 
 
 # ---- which process does what ----------------------------------------------------------------------------------------
@@ -134,18 +143,16 @@ def harness_nodes(partitions: Sequence[int]) -> InProcessGrid:
     return InProcessGrid(client_app(federation._client), len(SIZES), partitions=partitions)
 
 
-#: without a worker here: what nodes keep, and a layer-wise step
-AWAY = ["fedbn", "fedtan"]
+#: in processes: what nodes keep, and layer-wise steps
+APART: dict[str, dict[str, Any]] = {"fedbn": {}, "fedtan": {}, "fedtan, carried": {"here": True}}
 
 
-@pytest.mark.parametrize(
-    ("name", "here"), [*((name, True) for name in STRATEGIES if name not in AWAY), *((name, False) for name in AWAY)]
-)
-def test_several_processes_give_the_bits_of_one(name: str, here: bool) -> None:
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_several_workers_give_the_bits_of_one(name: str) -> None:
     options: dict[str, Any] = {"momentum": 0.9} if name == "momentum" else {}
     alone = Federation(make_model())
     wanted = alone.run(STRATEGIES[name](), **options)
-    with WorkersGrid(harness_nodes, len(SIZES), 2, here=here) as grid:
+    with WorkersGrid(harness_nodes, len(SIZES), 2, **APART.get(name, {"start": InThisProcess})) as grid:
         found = Federation(make_model()).run(STRATEGIES[name](), grid=grid, **options)
         kept = [memories(grid, node) for node in grid.get_node_ids()]
     assert all(torch.equal(found[key], value) for key, value in wanted.items())

@@ -1,11 +1,16 @@
-"""Workers in a Ray cluster: the results of processes of this machine, and workers and machines that die."""
+"""On Ray, of one's own or a cluster that is there already: the bits of one process, and machines that die.
+
+`--engine ray` is Flower's simulation; workers in a cluster are processes of this project. All with one torch thread:
+sums are formed in another order by several.
+"""
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +21,8 @@ import ray
 import torch
 from flwr.common.constant import ErrorCode
 
-from fedbn_flwr.experiments import main
+from fedbn_flwr.experiments import main, resolve
+from fedbn_flwr.experiments.engines import run_on_ray
 from fedbn_flwr.simulation.processes import ray_worker
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.service import WorkerError
@@ -25,11 +31,117 @@ from tests.helpers.harness import SIZES, Federation, make_model
 from tests.helpers.obedient_nodes import answers, obeying, send
 from tests.helpers.processes import kill
 from tests.helpers.ray_cluster import Cluster, ray_cluster
-from tests.helpers.runs import model_bytes
+from tests.helpers.runs import model_bytes, rounds
 from tests.helpers.waiting import wait_until
 from tests.simulation.processes.test_worker_processes import STRATEGIES, harness_nodes, memories
 
 pytestmark = pytest.mark.xdist_group("ray")
+
+#: three clients in two workers: a node's state goes from worker to worker
+SHARED = ["--clients", "3", "--partition", "classes:4", "--rounds", "3", "--evaluate-every", "2", "--threads", "1"]
+#: by what travels from worker to worker or is drawn: options of a method, a model and its training
+CASES = {
+    "node memory": ["--method", "fedbn", "--model", "small-cnn", "--augmentation", "crop"],
+    "drawn nodes": ["--method", "scaffold:fraction-train=0.7", "--model", "mlp"],
+    "a deep model": ["--model", "resnet20", "--fraction-train", "0.7", "--momentum", "0.9"],
+}
+#: of each of them something, in the time of one run
+ALL_AT_ONCE = [*CASES["node memory"], "--fraction-train", "0.7", "--momentum", "0.9"]
+
+
+def assert_same_files(options: Sequence[str], folder: Path) -> None:
+    """Run on both engines, and compare every round's numbers and the model."""
+    for engine in ("inprocess", "ray"):
+        assert main(["run", *options, "--engine", engine, "--results-dir", str(folder / engine)]) == 0
+    assert rounds(folder / "ray") == rounds(folder / "inprocess")
+    assert model_bytes(folder / "ray") == model_bytes(folder / "inprocess")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_left_of_ray", "only_composed")
+def test_a_ray_of_its_own_gives_the_bits_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert_same_files([*SHARED, *ALL_AT_ONCE], tmp_path)
+
+
+@pytest.mark.usefixtures("joined", "only_composed")
+@pytest.mark.parametrize(
+    "options", [ALL_AT_ONCE, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES.values())], ids=" ".join
+)
+def test_ray_gives_the_bits_of_one_process(options: Sequence[str], tmp_path: Path) -> None:
+    assert_same_files([*SHARED, *options], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("joined")
+def test_a_run_in_which_no_client_can_train_fails_on_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--engine", "ray", "--model", "mlp", "--batch-size", "1", "--results-dir", str(tmp_path)]
+    assert main(["run", *SHARED, *options]) == 1
+    assert "batch normalization cannot train on a mini-batch of 1 sample" in capsys.readouterr().err
+    assert not (tmp_path / "summary.json").exists()
+
+
+# ---- a cluster that is there already ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _path_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Flower puts `sys.path` there for Ray's workers
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+
+
+def asked_of_flower(address: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `--engine ray` would have Flower do with this address in the environment."""
+    found: list[dict[str, Any]] = []
+    if address is None:
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    else:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr("flwr.simulation.run_simulation", lambda *_, **options: found.append(options))
+    with pytest.raises(IndexError):  # nothing was run, so there is no result
+        run_on_ray(resolve({"clients": 3}), folder)
+    return found[0]
+
+
+@pytest.mark.parametrize("address", [None, "", "local", "auto"])
+def test_without_an_address_a_run_has_ray_for_itself(
+    address: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By itself, Ray would join whatever cluster was last started on this machine."""
+    options = asked_of_flower(address, tmp_path, monkeypatch)
+    assert options["num_supernodes"] == 3
+    assert options["backend_config"]["init_args"] == {"address": address or "local"}
+
+
+def test_the_cluster_in_the_environment_is_joined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        options = asked_of_flower(address, tmp_path, monkeypatch)
+    assert options["backend_config"]["init_args"] == {"address": address}
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["port", "no number"])
+def test_a_cluster_that_is_not_there(
+    named: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # bound, and so nobody else's, but nobody listens
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1]) if named else "door"
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        assert main(["run", "--engine", "ray", "--results-dir", str(tmp_path)]) == 2
+    assert f"no Ray cluster answers at RAY_ADDRESS=127.0.0.1:{port}: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_clients_run_on_all_nodes_and_leave_the_cluster_for_the_next_run(joined: Cluster, tmp_path: Path) -> None:
+    options = ["--dataset", "tests.helpers.ray_cluster:digits", "--clients", "4", "--replacement", "true"]
+    assert_same_files([*SHARED, *options, "--method", "fixbn:freeze-round=1", "--model", "mlp"], tmp_path)
+    assert len(joined.nodes_seen()) == 2
+    assert len(joined.processes("raylet")) == 2
+
+
+# ---- workers in a cluster --------------------------------------------------------------------------------------------
 
 #: in the usual run: what nodes keep
 USUAL = "fedbn"
