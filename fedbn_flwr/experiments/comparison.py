@@ -145,10 +145,11 @@ def _chosen(plan: Plan, method: str, choice: Choice, folder: Path, announce: Ann
             summary = plan.kept(experiment, place).run_or_error(
                 announce(f"{method}, validating {text}, seed {experiment.config.seed}")
             )
-            if "error" in summary:
-                failure = failure or summary
+            score = summary.get(metric_of(summary))
+            if "error" in summary or score is None:
+                failure = failure or {"error": "it has no score", **summary}
                 break
-            results.append(float(summary[metric_of(summary)]))
+            results.append(float(score))
         scores[text] = fmean(results) if len(results) == plan.grid_seeds else None
     best = max(scores, key=lambda text: -1.0 if (score := scores[text]) is None else score)
     values = {} if scores[best] is None else choice.combinations()[best]

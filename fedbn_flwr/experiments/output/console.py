@@ -94,7 +94,9 @@ class Bars:
 
         def advance(server_round: int, rounds: int, score: float | None) -> None:
             text = f"{label}: {percent(score)} %" if score is not None else label
-            if self._has_lines and _is_tenth(server_round, rounds):
+            # a tenth of the rounds, or one more, was complete in this round
+            is_tenth = server_round * 10 // rounds > (server_round - 1) * 10 // rounds
+            if self._has_lines and is_tenth:
                 console.print(f"round {server_round}/{rounds}, {text}", markup=False, highlight=False, soft_wrap=True)
             total = rounds * max(self._runs, self._done)
             done = before * rounds + server_round
@@ -119,11 +121,6 @@ def in_notebook() -> bool:
     """Return whether this process is the kernel of a notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return hasattr(shell, "kernel")
-
-
-def _is_tenth(server_round: int, rounds: int) -> bool:
-    """Whether a tenth of the rounds, or one more, was complete in this round."""
-    return server_round * 10 // rounds > (server_round - 1) * 10 // rounds
 
 
 def show_run(summary: Summary, folder: Path) -> None:
