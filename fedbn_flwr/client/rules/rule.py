@@ -1,9 +1,11 @@
 """The shape of a rule, and the register of rules, by the instruction keys that switch them on."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
 
 import torch
 from flwr.app import ConfigRecord
@@ -145,11 +147,15 @@ def _all_defaults() -> dict[str, Scalar]:
     return {key: default for rule in {*RULES.values()} for key, default in _defaults(rule).items()}
 
 
-def _defaults(rule: type[Rule]) -> dict[str, Scalar]:
+def _read_defaults(rule: type[Rule]) -> Mapping[str, Scalar]:
     defaults: dict[str, Any] = {wire_key(item.name): item.default for item in fields(rule)}
     if not defaults:
         raise ValueError(f"rule {rule.__name__} has no field, so no instruction could switch it on")
     for key, default in defaults.items():
         if not isinstance(default, Scalar):
             raise ValueError(f"rule {rule.__name__}: {key!r} needs a default that is a number, text or truth value")
-    return defaults
+    return MappingProxyType(defaults)
+
+
+#: once for each rule, because every message is read with them
+_defaults = cast("Callable[[type[Rule]], Mapping[str, Scalar]]", cache(_read_defaults))
