@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean, stdev
 
-from scipy.stats import t
+from fedbn_flwr.experiments.comparison import spread
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS / "results.md", DOCS.parent / "README.md", DOCS / "choosing.md")
@@ -120,8 +120,8 @@ def difference(place: Place, method: str, other: str) -> tuple[float, float, int
     pairs = [mine[seed] - theirs[seed] for seed in sorted(mine.keys() & theirs.keys())]
     if not pairs or any(pair != pair for pair in pairs):
         return None
-    half = float("inf") if len(pairs) < 2 else float(t.ppf(0.975, len(pairs) - 1)) * stdev(pairs) / len(pairs) ** 0.5
-    return fmean(pairs), half, len(pairs)
+    mean, _, half = spread(pairs)
+    return mean, half if len(pairs) > 1 else float("inf"), len(pairs)
 
 
 def told(found: tuple[float, float, int] | None) -> str:

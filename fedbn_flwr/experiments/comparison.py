@@ -255,13 +255,13 @@ def lines(summaries: Sequence[Summary], key: str = "") -> list[Line]:
 def _line(method: str, runs: Mapping[int, Summary], first: Mapping[int, Summary], key: str) -> Line:
     values = {seed: run.get(key, np.nan) for seed, run in runs.items()}
     differences = [value - first[seed].get(key, np.nan) for seed, value in values.items() if seed in first]
-    mean, deviation, _ = _spread(list(values.values()))
-    difference, _, half_width = _spread(differences)
+    mean, deviation, _ = spread(list(values.values()))
+    difference, _, half_width = spread(differences)
     return Line(method, mean, deviation, difference, half_width, list(runs.values())[-1])
 
 
-def _spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean, the standard deviation, and half the width of the mean's 95 % interval."""
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean, the standard deviation, and half the width of the mean's 95 % interval."""
     if len(values) < 2:
         return (values[0] if values else np.nan), 0.0, 0.0
     with extra("cli"):  # takes seconds to import, and only the last table needs it
