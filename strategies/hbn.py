@@ -16,23 +16,24 @@ from .registry import register_strategy
 
 @register_strategy("hbn")
 class HBN(PartialSharing, Gathering):
-    """Hybrid BN: train with a learned, local mix of batch and global statistics; gather the global ones apart.
+    """Hybrid BN: train with a learned, local mix of the batch's statistics and of global ones that move slowly.
 
     Chen, Xu, Wu, Kittler, Hybrid Batch Normalisation: Resolving the Dilemma of Batch Normalisation in Federated
-    Learning, ICML 2025. Every round has two exchanges:
+    Learning, ICML 2025, and its public code. Every round has two exchanges:
 
-    1. nodes train with mean = (1 - s) mean_global + s mean_batch (the variance alike), s = sigmoid(a), a learned and
-       kept on the node; the server averages parameters and leaves statistics alone,
+    1. nodes train with mean = (1 - s) mean_steady + s mean_batch (the variance alike), s = sigmoid(a), a learned and
+       kept on the node; the server averages parameters, and moves the steady statistics towards those of the round's
+       first model: steady <- `average` steady + (1 - `average`) gathered,
     2. nodes run `gather_samples` samples (0: all) through the new model, and the server pools count, mean and
-       variance into the global statistics, divided by N - 1, with weight `average` on the ones before.
+       variance of what the layers normalized with, divided by N - 1. Evaluation uses these alone.
 
-    Deviations from the authors' public code (`FedHBN_main.py`): there, statistics are gathered at the start of a round
-    and sent with the training reply, in one exchange; training uses an average of them over rounds with a weight of
-    .002, evaluation fresh ones; and its optimizer has a momentum of .9 and clips gradients at 10. Here one set of
-    statistics serves both, with the options of all methods.
+    Deviations from the public code: there, the nodes of the next round gather, with their training, and once more
+    where a round is evaluated, so if all nodes take part, the numbers are the same; N counts values and not samples;
+    the first round leaves the steady statistics as they are. Its optimizer is `momentum=0.9` with `clip_norm=10`.
 
-    Evaluation uses the global statistics only, so there is one global model. The model must be built with
-    `norm="hbn"`, which an experiment does by itself; there, `fixed_mix=1` trains as BN does.
+    There is one global model. It must be built with `norm="hbn"`, which an experiment does by itself; there,
+    `fixed_mix=1` trains as BN does. With `fixed_mix=0` and `average=0`, training has constant statistics that move
+    each round, as in FBN (Guerraoui et al., arXiv:2405.14670), which gathers them from its training batches.
     """
 
     paper: ClassVar[str] = "Chen et al., ICML 2025, arXiv:2505.21877"
@@ -49,8 +50,8 @@ class HBN(PartialSharing, Gathering):
             int, "samples of each node that gathered statistics come from; 0 means all", Range(0)
         ] = 64,
         average: Annotated[
-            float, "weight of the previous global statistics when new ones are gathered", Range(0, 1, "high")
-        ] = 0.0,
+            float, "weight of the steady statistics when they move towards gathered ones", Range(0, 1, "high")
+        ] = 0.998,
         fixed_mix: Annotated[float | None, "fix the share of the batch's statistics instead of learning it"] = None,
         **options: Any,
     ) -> None:
@@ -64,16 +65,15 @@ class HBN(PartialSharing, Gathering):
         return "hbn", {} if fixed is None else {"fixed_mix": fixed}
 
     def refine(self, merged: Arrays) -> Arrays:
-        """The second exchange, with this round's nodes."""
+        """Move the steady statistics, and gather new ones with this round's nodes."""
         samples = self.gather_samples
         # the published way: one batch of all the samples
         size = samples or self.instruction.batch_size
         asked = replace(self.instruction, gather_samples=samples, batch_size=size)
         nodes = [node for reply in self.train_replies for node in reply.nodes]
-        after = self.installed(merged, self.gather(merged, nodes, asked))
-        if self.average:
-            for name in [name for name in after if after[name] is not merged[name]]:
-                before, new = (state[name].astype(np.float64) for state in (self.current, after))
-                mixed = self.average * before + (1 - self.average) * new
-                after[name] = mixed.astype(after[name].dtype)
-        return after
+        merged = dict(merged)
+        for name in [name for name in merged if name.rpartition(".")[2] in ("steady_mean", "steady_var")]:
+            gathered = self.current[name.replace("steady_", "running_")].astype(np.float64)
+            steady = self.average * self.current[name] + (1 - self.average) * gathered
+            merged[name] = steady.astype(merged[name].dtype)
+        return self.installed(merged, self.gather(merged, nodes, asked))

@@ -115,8 +115,8 @@ class HybridBatchNorm(BatchNorm):
 
     Chen, Xu, Wu and Kittler, "Hybrid Batch Normalisation", ICML 2025: mean = (1 - s) mean_global + s mean_B,
     var = (1 - s) var_global + s var_B (biased), with s = sigmoid(mix). There is one `mix` a channel, zero at
-    first, and it stays on the client. Evaluation uses the global statistics alone: the running buffers, which
-    training never changes, because they come from an exchange of gathered statistics (`gather`).
+    first, and it stays on the client. Training never changes global statistics, which are gathered (`gather`), and
+    there are two: training mixes with steady ones, which move slowly, and evaluation uses the running ones alone.
     `fixed_mix` sets s for good: with 1 it trains as BN does, with 0 as BN with frozen statistics.
     """
 
@@ -129,7 +129,11 @@ class HybridBatchNorm(BatchNorm):
         fixed_mix: float | None = None,
     ) -> None:
         super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
+        self.register_buffer("steady_mean", torch.zeros(num_features))
+        self.register_buffer("steady_var", torch.ones(num_features))
         self.mix: Tensor
+        self.steady_mean: Tensor
+        self.steady_var: Tensor
         if fixed_mix is None:
             self.mix = nn.Parameter(torch.zeros(num_features))
             self.local_entries = ("mix",)
@@ -142,20 +146,19 @@ class HybridBatchNorm(BatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        mean, variance = self._mixed_statistics(input)
+        mean, variance = self.mixed_statistics(input)
         scale = (variance + self.eps).rsqrt()
         scale = scale if self.weight is None else scale * self.weight
         output = (input - along_channels(mean, input)) * along_channels(scale, input)
         output = output if self.bias is None else output + along_channels(self.bias, input)
         return output.to(input.dtype)
 
-    def _mixed_statistics(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        values = input.to(self.running_mean.dtype)
+    def mixed_statistics(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean and the variance that training normalizes with."""
+        values = input.to(self.steady_mean.dtype)
         variance, mean = torch.var_mean(values, dim=channel_axes(input), correction=0)
         share = torch.sigmoid(self.mix)
-        return torch.lerp(self.running_mean, mean, share), torch.lerp(self.running_var, variance, share)
+        return torch.lerp(self.steady_mean, mean, share), torch.lerp(self.steady_var, variance, share)
 
 
 class GroupNorm(nn.GroupNorm):

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.norm.detect import bn_layers
-from fedbn_flwr.norm.layers import channel_axes
+from fedbn_flwr.norm.layers import HybridBatchNorm, channel_axes
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and biased variance of a layer's inputs, channel by channel, in float64."""
+    """Count, mean and biased variance of a layer's inputs (as hybrid BN mixes them), by channel, in float64."""
 
     count: int
     mean: Tensor
@@ -67,7 +67,10 @@ def _recording(model: nn.Module, seen: dict[str, Moments]) -> Iterator[None]:
 
     def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         values = inputs[0].to(torch.float64)
-        variance, mean = torch.var_mean(values, dim=channel_axes(values), correction=0)
+        if isinstance(layer, HybridBatchNorm):
+            mean, variance = (mixed.double() for mixed in layer.mixed_statistics(values))
+        else:
+            variance, mean = torch.var_mean(values, dim=channel_axes(values), correction=0)
         moments = Moments(values.numel() // values.shape[1], mean, variance)
         name = names[layer]
         seen[name] = _merge(seen[name], moments) if name in seen else moments

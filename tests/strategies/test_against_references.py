@@ -110,18 +110,17 @@ def fedwon(w: State, split: Split, nodes: Sequence[Node], rounds: int, asked: In
     return w
 
 
-def hybrid(w: State, world: State, mix: State, h: Tensor, seen: dict[str, Tensor] | None = None) -> Tensor:
-    """HBN in training: mean and variance are (1 - s) global + s batch, s = sigmoid(a)."""
+def hybrid(w: State, steady: State, mix: State, h: Tensor, seen: dict[str, tuple[float, Tensor, Tensor]]) -> Tensor:
+    """HBN in training: mean and variance are (1 - s) steady + s batch, s = sigmoid(a); n, mean, variance are seen."""
     for number in (0, 3):
         bn = f"net.{number + 1}"
         h = conv(w, f"net.{number}", h)
-        if seen is not None:
-            seen[bn] = h.detach()
         mu_b = h.mean((0, 2, 3))
         var_b = ((h - mu_b[:, None, None]) ** 2).mean((0, 2, 3))
         s = 1 / (1 + torch.exp(-mix[bn]))
-        mu = (1 - s) * world[f"{bn}.running_mean"] + s * mu_b
-        var = (1 - s) * world[f"{bn}.running_var"] + s * var_b
+        mu = (1 - s) * steady[f"{bn}.mean"] + s * mu_b
+        var = (1 - s) * steady[f"{bn}.var"] + s * var_b
+        seen[bn] = float(h.numel() // h.shape[1]), mu.detach(), var.detach()
         h = (h - mu[:, None, None]) / torch.sqrt(var + 1e-5)[:, None, None]
         h = F.relu(w[f"{bn}.weight"][:, None, None] * h + w[f"{bn}.bias"][:, None, None])
     return F.linear(h.flatten(1), w["net.7.weight"], w["net.7.bias"])
@@ -131,17 +130,17 @@ def hbn(
     start: State, split: Split, nodes: Sequence[Node], rounds: int, asked: Instruction, average: float
 ) -> tuple[State, list[State]]:
     """HBN's two exchanges a round, over all layers; returns the global state and every node's a."""
-    learned = [name for name in start if name.endswith(("weight", "bias"))]
-    statistics = [name for name in start if name.endswith(("running_mean", "running_var"))]
-    w, world = {name: start[name] for name in learned}, {name: start[name] for name in statistics}
+    w = {name: value for name, value in start.items() if name.endswith(("weight", "bias"))}
+    steady = {f"{bn}.{name}": start[f"{bn}.running_{name}"] for bn in ("net.1", "net.4") for name in ("mean", "var")}
+    gathered = steady
     mixes: list[State] = [{bn: torch.zeros(4, dtype=torch.float64) for bn in ("net.1", "net.4")} for _ in nodes]
     for server_round in range(1, rounds + 1):
         ends = []
         for place, node in enumerate(nodes):
             local = {**w, **mixes[place]}
 
-            def forward(values: State, x: Tensor, world: State = world) -> Tensor:
-                return hybrid(values, world, {bn: values[bn] for bn in ("net.1", "net.4")}, x)
+            def forward(values: State, x: Tensor, steady: State = steady) -> Tensor:
+                return hybrid(values, steady, {bn: values[bn] for bn in ("net.1", "net.4")}, x, {})
 
             for x, y in mini_batches(split, node, replace(asked, server_round=server_round), True):
                 for name, gradient in gradients(forward, local, x, y).items():
@@ -149,28 +148,20 @@ def hbn(
             mixes[place] = {bn: local.pop(bn) for bn in ("net.1", "net.4")}
             ends.append(local)
         w = weighted_mean(ends, [float(len(node.samples)) for node in nodes])
-        inputs: dict[str, list[Tensor]] = {"net.1": [], "net.4": []}
+        steady = {name: average * value + (1 - average) * gathered[name] for name, value in steady.items()}
+        each: list[dict[str, tuple[float, Tensor, Tensor]]] = []
         for place, node in enumerate(nodes):
-            seen: dict[str, Tensor] = {}
-            hybrid(w, world, mixes[place], split.inputs[torch.from_numpy(node.samples)].double(), seen)
-            for bn, values in seen.items():
-                inputs[bn].append(values)
-        world = {**world, **pooled(inputs, world, average)}
-    return {**w, **world}, mixes
-
-
-def pooled(inputs: dict[str, list[Tensor]], before: State, average: float) -> State:
-    """mean = sum n_k m_k / N,   var = sum n_k (v_k + (m_k - mean)^2) / (N - 1)."""
-    result: State = {}
-    for bn, each in inputs.items():
-        n = [float(values.numel() / values.shape[1]) for values in each]
-        m = [values.mean((0, 2, 3)) for values in each]
-        v = [((values - mean[:, None, None]) ** 2).mean((0, 2, 3)) for values, mean in zip(each, m, strict=True)]
-        mean = torch.stack([n_k * m_k for n_k, m_k in zip(n, m, strict=True)]).sum(0) / sum(n)
-        spread = [n_k * (v_k + (m_k - mean) ** 2) for n_k, m_k, v_k in zip(n, m, v, strict=True)]
-        for name, value in (("running_mean", mean), ("running_var", torch.stack(spread).sum(0) / (sum(n) - 1))):
-            result[f"{bn}.{name}"] = average * before[f"{bn}.{name}"] + (1 - average) * value
-    return result
+            each.append({})
+            hybrid(w, steady, mixes[place], split.inputs[torch.from_numpy(node.samples)].double(), each[-1])
+        gathered = {}
+        for bn in ("net.1", "net.4"):
+            total = sum(seen[bn][0] for seen in each)
+            mean = torch.stack([n * m for n, m, _ in (seen[bn] for seen in each)]).sum(0) / total
+            spread = torch.stack([n * (v + (m - mean) ** 2) for n, m, v in (seen[bn] for seen in each)]).sum(0)
+            gathered |= {f"{bn}.mean": mean, f"{bn}.var": spread / (total - 1)}
+    named = {name.replace(".mean", ".steady_mean").replace(".var", ".steady_var"): v for name, v in steady.items()}
+    named |= {name.replace(".mean", ".running_mean").replace(".var", ".running_var"): v for name, v in gathered.items()}
+    return {**w, **named}, mixes
 
 
 def feddna_step(w: State, batches: Sequence[tuple[Tensor, Tensor]], p: Sequence[float], lr: float) -> State:
@@ -236,7 +227,7 @@ def test_clipping_changes_the_example_above() -> None:
     assert_all_differ(ends, by=1e-4)
 
 
-@pytest.mark.parametrize("average", [0.0, 0.3])
+@pytest.mark.parametrize("average", [0.0, 0.7])
 def test_hbn_learns_its_mixes_and_pools_every_layer(average: float) -> None:
     federation = Federation(make_model("hbn"))
     start = {name: value.clone() for name, value in federation.model.state_dict().items()}
