@@ -12,7 +12,6 @@ from typing import IO
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from PIL import Image
 
 from tests.helpers.processes import kill_processes, wait_for_end
 
@@ -74,6 +73,8 @@ def only_composed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures get their lines and labels, and are written as one pixel: to lay one out takes longer than a run."""
 
     def one_pixel(figure: object, file: Path | IO[bytes], **_: object) -> None:
+        from PIL import Image  # absent where this package is installed without extras
+
         Image.new("L", (1, 1)).save(file, "png")
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", one_pixel)

@@ -53,7 +53,8 @@ def _test(cell: str, wheel: Path, folder: Path) -> int:
             capture_output=True,
             text=True,
         )
-        print(f"Python {python}, Flower {flower}: {tested.stdout.splitlines()[-1]}", flush=True)
+        last = (tested.stdout or tested.stderr).splitlines()[-1]
+        print(f"Python {python}, Flower {flower}: {last}", flush=True)
         if tested.returncode:
             print(tested.stdout, tested.stderr, sep="\n")
         return min(tested.returncode, 1)
