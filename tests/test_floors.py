@@ -24,6 +24,16 @@ FLOORS = (
     ("fedbn_flwr.deployment",),
     ("apps", "benchmarks"),
 )
+#: the experiments have floors of their own, by what comes after `fedbn_flwr.experiments.`
+INNER_FLOORS = (
+    ("config", "choice", "method", "liar"),  # what a run is
+    ("resources", "output.plots", "output.recorder", "output.run_folder", "output.scoring", "output.sinks"),
+    ("checkpoint", "kept_run", "client_side", "server_side", "engines", "sites"),  # a run
+    ("comparison", "output.console", "output.listing"),
+    ("recipes",),
+    ("reports",),
+    ("results", "laboratory", "diagnose", "cli"),  # what users call
+)
 #: public import paths that stand for a room, and the package itself, which imports the experiments when asked for them
 DOORS = {"fedbn_flwr.strategies": "strategies", "fedbn_flwr": ""}
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -85,6 +95,19 @@ def absolute_roots(name: str) -> set[str]:
 def test_modules_import_their_own_room_and_lower_floors() -> None:
     pairs = [(name, module) for name in SOURCES for module in sorted(imported_modules(name))]
     assert [pair for pair in pairs if not is_allowed(*pair)] == []
+
+
+def test_experiments_have_floors_of_their_own() -> None:
+    floor_of = {part: number for number, floor in enumerate(INNER_FLOORS) for part in floor}
+
+    def floor(module: str) -> int:
+        _, _, inner = module.partition("fedbn_flwr.experiments.")
+        return floor_of[inner] if inner in floor_of else floor_of[inner.partition(".")[0]]
+
+    packages = {"fedbn_flwr.experiments", "fedbn_flwr.experiments.output"}
+    inside = {name for name in SOURCES if name.startswith("fedbn_flwr.experiments")} - packages
+    upwards = [(name, up) for name in inside for up in imported_modules(name) & inside if floor(up) > floor(name)]
+    assert upwards == []
 
 
 def test_the_mathematics_of_layerwise_steps_knows_no_flower() -> None:
