@@ -8,7 +8,7 @@ that of `fedbn-flwr report --format csv`. `seconds.csv` has the median seconds o
 
 import csv
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -64,29 +64,31 @@ def read(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def draw_curves(setting: str, path: Path) -> None:
-    """Draw the accuracy over rounds, exchanges, bytes and seconds."""
+def draw_curves(setting: str, axes: Sequence[str], path: Path) -> None:
+    """Draw the accuracy of the methods that have all axes: round, exchanges, bytes or seconds."""
     seconds = {row["method"]: float(row["seconds a round"]) for row in read("seconds")}
     # group normalization with standardized weights has no times
-    lines: dict[str, dict[str, list[dict[str, str]]]] = {name: defaultdict(list) for name in DRAWN if name in seconds}
+    names = [name for name in DRAWN if name in seconds or "seconds" not in axes]
+    lines: dict[str, dict[str, list[dict[str, str]]]] = {name: defaultdict(list) for name in names}
     for row in read("curves"):
         if row["setting"] == setting and row["method"] in lines:
-            row["seconds"] = str(int(row["round"]) * seconds[row["method"]])
+            row["seconds"] = str(int(row["round"]) * seconds.get(row["method"], 0.0))
             lines[row["method"]][row["seed"]].append(row)
-    with figure(path, len(AXES), (16, 5)) as (picture, panels):
-        for panel, (axis, label) in zip(panels, AXES.items(), strict=True):
+    with figure(path, len(axes), (4.0 * len(axes), 5)) as (picture, panels):
+        for panel, axis in zip(panels, axes, strict=True):
             for index, (method, seeds) in enumerate(lines.items()):
+                if not seeds:
+                    continue
                 runs = [
                     ([float(row[axis]) for row in rows], [float(row[SCORE]) for row in rows]) for rows in seeds.values()
                 ]
                 draw_runs(panel, runs, label=method, linestyle=STYLES[index % len(STYLES)], color=f"C{index}")
-            panel.set(xlabel=label, ylabel=SCORE if axis == "round" else "")
+            panel.set(xlabel=AXES[axis], ylabel=SCORE if axis == "round" else "")
             panel.grid(alpha=0.3)
             if axis in ("exchanges", "MB sent"):
                 panel.set_xscale("log")
-        picture.legend(
-            *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(DRAWN), frameon=False
-        )
+        shown = panels[0].get_legend_handles_labels()
+        picture.legend(*shown, loc="outside lower center", ncols=2 * len(axes), frameon=False)
 
 
 def accuracies() -> Found:
@@ -154,7 +156,8 @@ def draw_others(found: Found, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw_curves("two classes", FOLDER.parent / "results-curves.png")
+    draw_curves("two classes", [*AXES], FOLDER.parent / "results-curves.png")
+    draw_curves("two classes, 1,000 rounds", ["round", "exchanges"], FOLDER.parent / "results-long.png")
     measured = accuracies()
     draw_labels(measured, FOLDER.parent / "results-labels.png")
     draw_others(measured, FOLDER.parent / "results-settings.png")

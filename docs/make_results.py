@@ -126,6 +126,26 @@ def cell(place: Place, method: str, deviation: bool = True) -> str:
     return f"{fmean(scores):.1f}" + (f" ± {stdev(scores):.1f}" if deviation and len(scores) > 1 else "")
 
 
+@cache
+def at_edge() -> set[tuple[str, str, str]]:
+    """Return recipe, setting and method of runs whose rate is the smallest or the largest that was tried."""
+    used = {}
+    for row in csv.DictReader((DOCS / "measured" / "runs.csv").open()):
+        used[row["recipe"], row["setting"], row["method"]] = float(row["learning rate"])
+    found = set()
+    for row in csv.DictReader((DOCS / "measured" / "rates.csv").open()):
+        key = row.pop("recipe"), row.pop("setting"), row.pop("method")
+        tried = [float(rate) for rate, score in row.items() if score]
+        if used.get(key) in (min(tried), max(tried)):
+            found.add(key)
+    return found
+
+
+def marked(place: Place, method: str) -> str:
+    """Return a cell, with a star if a better rate may lie outside of those that were tried."""
+    return cell(place, method) + "*" * ((*place, method) in at_edge())
+
+
 def difference(place: Place, method: str, other: str) -> tuple[float, float, int] | None:
     """Return the difference, paired by seed, half the width of its interval, and the number of pairs."""
     mine, theirs = (runs().get((*place, each), {}) for each in (method, other))
@@ -169,7 +189,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def accuracies() -> str:
     """Return what each method has with each kind of labels."""
     places = [("labels", name) for name in LABELS.values()]
-    rows = [[f"`{NAMES[name]}`", *(cell(place, name) for place in places)] for name in by_mean(TWO, [*NAMES])]
+    rows = [[f"`{NAMES[name]}`", *(marked(place, name) for place in places)] for name in by_mean(TWO, [*NAMES])]
     return table(["method", *LABELS], rows)
 
 
@@ -184,7 +204,14 @@ def differences() -> str:
 def other_settings() -> str:
     """Return what methods have with two classes a client in other settings."""
     shown = [name for name in NAMES if any((*place, name) in runs() for key, place in OTHER.items() if place != TWO)]
-    return table(["method", *OTHER], [[f"`{NAMES[name]}`", *(cell(p, name) for p in OTHER.values())] for name in shown])
+    return table(["method", *OTHER], [[f"`{NAMES[name]}`", *(marked(p, name) for p in OTHER.values())] for name in shown])
+
+
+def longer() -> str:
+    """Return what methods have after more rounds, the best after most rounds first."""
+    places = [TWO, *(("rounds", f"two classes, {rounds} rounds") for rounds in ("500", "1,000"))]
+    rows = [[f"`{NAMES[name]}`", *(cell(place, name) for place in places)] for name in by_mean(places[-1], [*NAMES])]
+    return table(["method", "100 rounds, as above", "500 rounds", "1,000 rounds"], rows)
 
 
 def first_screen() -> str:
@@ -237,6 +264,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracies": accuracies,
     "differences": differences,
     "other settings": other_settings,
+    "more rounds": longer,
     "first screen": first_screen,
     "standardized": standardized,
     "claims": claims,
