@@ -1,15 +1,14 @@
 """Write options.md, the run configuration in pyproject.toml, and README's table of methods: `make docs`."""
 
-import inspect
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from fedbn_flwr.experiments.config import FEDERATION, Config
 from fedbn_flwr.experiments.method import all_options, own_options, owners
-from fedbn_flwr.plugins.options import as_value, options_of
-from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg
+from fedbn_flwr.plugins.options import Option, as_value, options_of
+from fedbn_flwr.strategies import REGISTRY, FedAvg
 
 PAGE = Path(__file__).with_name("options.md")
 PROJECT, README = (Path(__file__).parent.parent / name for name in ("pyproject.toml", "README.md"))
@@ -24,16 +23,9 @@ This page is written from the code by `make docs`. The same names are used every
   overrides the command line;
 - in Flower's run configuration: `flwr run . --run-config "method='fedprox' mu=0.1 lr=0.05"`.
 
-An unknown option or an invalid value is an error that names it, with exit code 2. `fedbn-flwr run --help` shows the
-common options, `--help-all` all of them. An option that the method does not have is an error too. In a comparison, an
-option of single strategies is for those methods that have it, and an error if none has it.
-
-**Your own methods, models and data.** `plugins` names the modules that register them. Every process of a run imports
-these modules:
-
-```
-fedbn-flwr run --plugins my_package.methods --method my-method:strength=0.5
-```
+An unknown option, an option that the method does not have, and an invalid value are errors with exit code 2. In a
+comparison, an option of single strategies is for those methods that have it, and an error if none has it.
+`fedbn-flwr run --help` shows the common options, `--help-all` all of them.
 
 **In Flower's run configuration**, some things differ:
 
@@ -41,10 +33,13 @@ fedbn-flwr run --plugins my_package.methods --method my-method:strength=0.5
   two nodes. For data with domains, give `partition='domain:1'`.
 - A relative `results-dir` is relative to the folder in which the SuperLink was started. That may not be the folder of
   `flwr run`. Use an absolute path, or look for the path in the last line of the log.
-- A folder of results belongs to one run: the same options again reuse a finished run, or continue one with checkpoints.
-  Other options need another `results-dir`.
 - An option of a strategy that is `""` counts as not given.
 - Options of plugins have no keys. Give them inside `method`.
+"""
+
+DOCSTRINGS = """\
+The docstring of a strategy has its equation, its deviations from the paper, and more about its options. It is in
+`strategies/` and in the [API reference](reference/strategies.md).
 """
 
 COMMAND = (
@@ -79,29 +74,32 @@ COMMAND = (
 
 def page() -> str:
     """Return the text of options.md."""
-    common = own_options(FedAvg)
     sections = [
         INTRODUCTION,
         "## For the command only",
         table(("option", "default", "meaning"), COMMAND),
         "## For all methods",
-        table(
-            ("option", "default", "meaning"),
-            ((code(key), code(as_value(item.default)), item.help) for key, item in options_of(Config).items()),
-        ),
+        options(options_of(Config)),
+        "Every strategy also takes these:",
+        options(own_options(FedAvg)),
         "## For single strategies",
-        "Every strategy takes these:",
-        options(FedAvg, list(common)),
-        documentation(BaseStrategy),
+        DOCSTRINGS,
+        table(("option", "of", "default", "meaning"), single_strategies()),
     ]
-    for name, strategy in REGISTRY.items():
-        own = [key for key in own_options(strategy) if key not in common]
-        sections += [
-            f"### `{name}`",
-            options(strategy, own) if own else "No options of its own.",
-            documentation(strategy),
-        ]
     return "\n\n".join(section.strip() for section in sections) + "\n"
+
+
+def single_strategies() -> Iterator[tuple[str, ...]]:
+    """Yield a row for each option that not all strategies have, or have with another default."""
+    shared = own_options(FedAvg)
+    for key in all_options():
+        strategies: dict[tuple[object, str], list[str]] = {}
+        for name in owners(key):
+            option = own_options(REGISTRY[name])[key]
+            if key not in shared or option.default != shared[key].default:
+                strategies.setdefault((as_value(option.default), option.help), []).append(code(name))
+        for (default, meaning), names in strategies.items():
+            yield code(key), ", ".join(names), code(default), meaning
 
 
 def with_run_config(project: str) -> str:
@@ -130,16 +128,10 @@ def whose(key: str) -> str:
     return "all strategies" if len(names) == len(REGISTRY) else ", ".join(names)
 
 
-def options(strategy: type[FedAvg], keys: Iterable[str]) -> str:
-    """Return the table of a strategy's own options."""
-    own = own_options(strategy)
-    rows = ((code(key), code(own[key].default), own[key].help) for key in keys)
+def options(items: Mapping[str, Option]) -> str:
+    """Return a table of options."""
+    rows = ((code(key), code(as_value(item.default)), item.help) for key, item in items.items())
     return table(("option", "default", "meaning"), rows)
-
-
-def documentation(strategy: type[BaseStrategy]) -> str:
-    """Return a strategy's docstring; its equations are indented, which is a code block in Markdown."""
-    return inspect.cleandoc(strategy.__doc__ or "")
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

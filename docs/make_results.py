@@ -204,7 +204,9 @@ def differences() -> str:
 def other_settings() -> str:
     """Return what methods have with two classes a client in other settings."""
     shown = [name for name in NAMES if any((*place, name) in runs() for key, place in OTHER.items() if place != TWO)]
-    return table(["method", *OTHER], [[f"`{NAMES[name]}`", *(marked(p, name) for p in OTHER.values())] for name in shown])
+    return table(
+        ["method", *OTHER], [[f"`{NAMES[name]}`", *(marked(p, name) for p in OTHER.values())] for name in shown]
+    )
 
 
 def longer() -> str:
