@@ -7,6 +7,7 @@ from fedbn_flwr.server.sampling import wait_for_nodes
 
 from .base_gathering import Gathering
 from .base_layerwise import Layerwise
+from .fbn import FBN
 from .fedavg import FedAvg, Shared
 from .fedbs import FedBS
 from .fednorm import FedNorm
@@ -21,6 +22,7 @@ from .registry import REGISTRY, prepare, register_strategy
 from .scaffold import Scaffold
 
 __all__ = [
+    "FBN",
     "HBN",
     "MTFL",
     "REGISTRY",

@@ -32,8 +32,8 @@ class HBN(PartialSharing, Gathering):
     the first round leaves the steady statistics as they are. Its optimizer is `momentum=0.9` with `clip_norm=10`.
 
     There is one global model. It must be built with `norm="hbn"`, which an experiment does by itself; there,
-    `fixed_mix=1` trains as BN does. With `fixed_mix=0` and `average=0`, training has constant statistics that move
-    each round, as in FBN (Guerraoui et al., arXiv:2405.14670), which gathers them from its training batches.
+    `fixed_mix=1` trains as BN does. With `fixed_mix=0`, training has constant statistics that move each round, as in
+    FBN, which takes them from its training batches.
     """
 
     paper: ClassVar[str] = "Chen et al., ICML 2025, arXiv:2505.21877"

@@ -1,6 +1,6 @@
 """Every strategy against a slow, obvious loop, in float64.
 
-For FedWon and HBN, the network of `make_model` is written out, in the symbols of the papers.
+For FedWon, HBN and FBN, the network of `make_model` is written out, in the symbols of the papers.
 """
 
 import math
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fedbn_flwr.client import training
 from fedbn_flwr.data import Split
 from fedbn_flwr.strategies import (
+    FBN,
     HBN,
     MTFL,
     Centralized,
@@ -164,6 +165,51 @@ def hbn(
     return {**w, **named}, mixes
 
 
+def constant(w: State, mu: State, var: State, h: Tensor, seen: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+    """FBN in training: mean and variance are constants; those of the mini-batch are seen."""
+    for number in (0, 3):
+        bn = f"net.{number + 1}"
+        h = conv(w, f"net.{number}", h)
+        mu_b = h.mean((0, 2, 3))
+        seen[bn] = mu_b.detach(), ((h - mu_b[:, None, None]) ** 2).mean((0, 2, 3)).detach()
+        h = (h - mu[bn][:, None, None]) / torch.sqrt(var[bn] + 1e-5)[:, None, None]
+        h = F.relu(w[f"{bn}.weight"][:, None, None] * h + w[f"{bn}.bias"][:, None, None])
+    return F.linear(h.flatten(1), w["net.7.weight"], w["net.7.bias"])
+
+
+def fbn(start: State, split: Split, nodes: Sequence[Node], rounds: int, asked: Instruction, average: float) -> State:
+    """FBN: constants move once a round towards the pooled means, over mini-batches, of nodes' statistics."""
+    w = {name: value for name, value in start.items() if name.endswith(("weight", "bias"))}
+    layers, p = ("net.1", "net.4"), [len(node.samples) / sum(SIZES) for node in nodes]
+    mu, var = ({bn: start[f"{bn}.running_{name}"] for bn in layers} for name in ("mean", "var"))
+    for server_round in range(1, rounds + 1):
+        ends, own = [], []
+        for node in nodes:
+            local, batches = dict(w), []
+            for x, y in mini_batches(split, node, replace(asked, server_round=server_round), False):
+                batches.append(dict[str, tuple[Tensor, Tensor]]())
+
+                def forward(
+                    values: State, x: Tensor, mu: State = mu, var: State = var, seen: Any = batches[-1]
+                ) -> Tensor:
+                    return constant(values, mu, var, x, seen)
+
+                for name, gradient in gradients(forward, local, x, y).items():
+                    local[name] = local[name] - asked.lr * gradient
+            ends.append(local)
+            own.append({bn: [torch.stack([seen[bn][k] for seen in batches]).mean(0) for k in (0, 1)] for bn in layers})
+        w = weighted_mean(ends, p)
+        for bn in layers:
+            m = torch.stack([p_k * each[bn][0] for p_k, each in zip(p, own, strict=True)]).sum(0)
+            v = torch.stack([p_k * (each[bn][1] + (each[bn][0] - m) ** 2) for p_k, each in zip(p, own, strict=True)])
+            mu, var = (
+                {**mu, bn: average * mu[bn] + (1 - average) * m},
+                {**var, bn: average * var[bn] + (1 - average) * v.sum(0)},
+            )
+    named = {f"{bn}.running_{name}": values[bn] for bn in layers for name, values in (("mean", mu), ("var", var))}
+    return {**w, **named}
+
+
 def feddna_step(w: State, batches: Sequence[tuple[Tensor, Tensor]], p: Sequence[float], lr: float) -> State:
     """A round of one local step of FedAvg + Algorithm 2 of FedTAN's paper; returns the parameters.
 
@@ -238,6 +284,14 @@ def test_hbn_learns_its_mixes_and_pools_every_layer(average: float) -> None:
     for index, mix in enumerate(mixes):
         found = {name.removesuffix(".mix"): value for name, value in federation.kept(index).items()}
         assert distance(found, mix) < 1e-9
+
+
+@pytest.mark.parametrize("average", [0.0, 0.9])
+def test_fbn_normalizes_with_constants_that_move_once_a_round(average: float) -> None:
+    start = {name: value.clone() for name, value in make_model().state_dict().items()}
+    got = Federation(make_model()).run(FBN(average=average), ROUNDS)
+    expected = fbn(start, make_split(), make_nodes(), ROUNDS, INSTRUCTION, average)
+    assert distance({name: got[name] for name in expected}, expected) < 1e-12
 
 
 @pytest.mark.parametrize("exchange", ["fused", "paper"])

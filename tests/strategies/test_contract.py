@@ -38,6 +38,7 @@ TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
     "scaffold": ({}, "bn", "none"),
     "heterofl": ({}, "static-bn", "none"),
     "hbn": ({}, "hbn", "mix"),
+    "fbn": ({}, "bn", "none"),
     "standalone": ({}, "bn", "all"),
     "centralized": ({}, "bn", "none"),
 }
@@ -225,6 +226,7 @@ BINDING = (
     "scaffold",
     "standalone",
     "hbn",
+    "fbn",
     "fedwon",
 )
 
