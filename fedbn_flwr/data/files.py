@@ -86,21 +86,21 @@ def list_folder(path: Path) -> tuple[list[FileList], list[str], list[str]]:
 def _read(name: str, root: Path, role: str, download: bool, places: list[Path]) -> tuple[Tensor, Tensor]:
     """Read a split, and download it if it may; an error says that it is in none of the places."""
     try:
-        return read_split(name, root, role)
+        return _read_split(name, root, role)
     except (RuntimeError, FileNotFoundError) as error:  # torchvision raises these where the data set is absent
         reason = " ".join(str(error).split())
     absent = f"{name} is not in {' or '.join(map(str, places))}"
     if not download:
         raise FileNotFoundError(f"{absent}, or broken: {reason}")
     try:
-        return read_split(name, root, role, download=True)
+        return _read_split(name, root, role, download=True)
     except (RuntimeError, OSError, HTTPException, EOFError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         ways = "; ".join(CATALOG[name].sources)
         raise FileNotFoundError(f"{absent}, and cannot be downloaded: {reason}. It is at {ways}") from error
 
 
-def read_split(name: str, root: Path, role: str, download: bool = False) -> tuple[Tensor, Tensor]:
+def _read_split(name: str, root: Path, role: str, download: bool = False) -> tuple[Tensor, Tensor]:
     """Return the images (N x C x H x W) and labels of a split; raises what torchvision's class raises."""
     kind, *_ = TORCHVISION[name]
     chosen: dict[str, Any] = {"split": role} if kind == "SVHN" else {"train": role == "train"}

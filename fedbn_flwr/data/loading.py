@@ -122,7 +122,7 @@ def _folder(request: DatasetRequest) -> Data:
 
 @register_dataset("digits-five")
 def _digits_five(request: DatasetRequest) -> Data:
-    """MNIST, SVHN, USPS, SynthDigits and MNIST-M as domains, in FedBN's archive or as they were published."""
+    """MNIST, SVHN, USPS, SynthDigits and MNIST-M as domains, in FedBN's archive."""
     options = request.options_after_path(samples=SAMPLES)
     return digits_five(request.home("digits-five", "."), request.image_size or 28, **options)
 

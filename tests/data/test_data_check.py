@@ -19,7 +19,6 @@ from tests.helpers.image_sets import (
     write_digits_archive,
     write_domain_lists,
     write_imagenet,
-    write_streets,
     write_tiny_imagenet,
 )
 
@@ -30,6 +29,11 @@ MADE = {"digits", "digits-domains", "fashion-domains", "synthetic", "sites", "st
 def test_every_data_set_of_files_is_in_the_catalog() -> None:
     assert set(CATALOG) == set(DATASETS) - MADE
     assert all(published.licence and published.sources for published in CATALOG.values())
+
+
+def streets(home: Path) -> Path:
+    """Write Cityscapes with a pixel of every class."""
+    return write_cityscapes(home, others=(8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32))
 
 
 def office(root: Path) -> Path:
@@ -51,7 +55,7 @@ WHOLE: dict[str, tuple[str, Callable[[Path], Path], list[str]]] = {
     ),
     "streets": (
         "cityscapes",
-        write_streets,
+        streets,
         ["aachen 2, bochum 1, frankfurt 0", "test: 2 of 2 label maps decoded, with 19 classes"],
     ),
 }
@@ -77,7 +81,6 @@ def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
     (home / "amazon_train.pkl").unlink()
     missing = [str(home / "amazon_train.pkl"), str(home / "dslr_test.pkl")]
     assert faults("office-caltech-10", home) == [Finding("missing", path) for path in missing]
-    assert faults("digits-five", tmp_path)[0].text == f"{tmp_path / 'MNIST/test.pkl'} or {tmp_path / 'MNIST/raw'}"
 
 
 def test_a_corrupted_file_is_found_among_all_or_a_sample(tmp_path: Path) -> None:
@@ -88,7 +91,7 @@ def test_a_corrupted_file_is_found_among_all_or_a_sample(tmp_path: Path) -> None
     assert fault.verdict == "bad"
     assert fault.text.startswith(f"{path} cannot be decoded: ")
     assert faults("imagenet", home, images=2) == []  # the first and the last of each split
-    label_map = next((write_streets(tmp_path / "streets") / "gtFine" / "val").rglob("*.png"))
+    label_map = next((streets(tmp_path / "streets") / "gtFine" / "val").rglob("*.png"))
     label_map.write_bytes(b"none")
     (fault,) = faults("cityscapes", tmp_path / "streets")
     assert fault.text.startswith(f"{label_map} cannot be decoded: ")
@@ -120,14 +123,6 @@ def test_classes_that_no_label_map_has_are_named_if_all_are_read(tmp_path: Path)
 
 def test_a_wrong_checksum(tmp_path: Path) -> None:
     home = write_tiny_imagenet(tmp_path / "tiny-imagenet-200")
-    archive = tmp_path / "tiny-imagenet-200.zip"
-    archive.write_bytes(b"half of it")
-    (fault,) = faults("tiny-imagenet", home)
-    assert fault.text == (
-        f"{home / '../tiny-imagenet-200.zip'} has the md5 sum {hashlib.md5(b'half of it').hexdigest()}, not "
-        "90528d7ca1a48142e341f4ef8d21d0de: it is to be downloaded again"
-    )
-    archive.unlink()
     digest = hashlib.sha256((home / "wnids.txt").read_bytes()).hexdigest()
     (home / "SHA256SUMS").write_text(f"{digest}  wnids.txt\n")
     assert faults("tiny-imagenet", home) == []

@@ -20,17 +20,10 @@ from tests.helpers.image_sets import (
     paint,
     write_cityscapes,
     write_digits_archive,
-    write_digits_originals,
     write_domain_lists,
     write_imagenet,
     write_tiny_imagenet,
 )
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny file passes for the real one, whose checksum it cannot have."""
-    monkeypatch.setattr("torchvision.datasets.svhn.check_integrity", lambda path, md5=None: os.path.isfile(path))
 
 
 def unnormalized(data: Data, index: int) -> torch.Tensor:
@@ -122,21 +115,6 @@ def test_digits_five_from_fedbns_archive(tmp_path: Path) -> None:
     assert (len(few.train), len(few.test)) == (150, 50)
 
 
-def test_digits_five_as_it_was_published(tmp_path: Path) -> None:
-    write_digits_originals(tmp_path)
-    data = load("digits-five", root=tmp_path)
-    assert (len(data.train), len(data.test), data.image_size) == (100, 50, 28)
-    assert data.train.labels.tolist() == list(range(10)) * 10
-    assert data.train.domains is not None
-    assert torch.bincount(data.train.domains).tolist() == [20] * 5
-    # SVHN and SynthDigits hold the same images here
-    assert torch.equal(data.train.inputs[20:40], data.train.inputs[60:80])
-    with Image.open(tmp_path / "mnist_m" / "mnist_m_test" / "00000003.png") as image:
-        small = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
-    wanted = torch.nn.functional.interpolate(small, size=(28, 28), mode="bilinear", antialias=True)
-    assert torch.equal(data.test.inputs[43], wanted[0])
-
-
 def test_cityscapes(tmp_path: Path) -> None:
     write_cityscapes(tmp_path / "cityscapes")
     data = load("cityscapes", root=tmp_path, image_size=32)
@@ -219,10 +197,6 @@ def archive(root: Path) -> Path:
     return write_digits_archive(root / "digits-five")
 
 
-def originals(root: Path) -> Path:
-    return write_digits_originals(root / "digits-five")
-
-
 def streets(root: Path) -> Path:
     return write_cityscapes(root / "cityscapes")
 
@@ -244,9 +218,6 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Path], str, str]] = {
     "no test list": ("office-caltech-10", office, "dslr_test.pkl", r"dslr_test.pkl is missing: FedBN's list of test"),
     "no folder": ("office-caltech-10", office, ".", r"office_caltech_10 is missing: the folder office_caltech_10 with"),
     "no test part": ("digits-five", archive, "SVHN/test.pkl", r"SVHN/test.pkl is missing: a test part of FedBN's"),
-    "no synth": ("digits-five", originals, "SynthDigits/*test*", r"synth_test_32x32.mat is missing: SynthDigits"),
-    "no usps": ("digits-five", originals, "USPS", r"no USPS in \S*USPS: "),
-    "no mnist-m": ("digits-five", originals, "mnist_m/*train_labels.txt", r"mnist_m_train_labels.txt is missing: "),
     "no label maps": ("cityscapes", streets, "gtFine/val", r"gtFine/val is missing: a folder of label maps for each"),
     "no label map": ("cityscapes", streets, "gtFine/train/bochum/*", r"labelIds.png is missing: the label map of"),
     "empty city": ("cityscapes", streets, "leftImg8bit/train/bochum/*", r"bochum: no image of city bochum"),
@@ -270,9 +241,11 @@ def test_what_is_missing_is_one_line(
 def test_a_missing_package_is_not_taken_for_missing_files(
     tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    home = originals(tmp_path)
+    monkeypatch.setattr("torchvision.datasets.svhn.check_integrity", lambda path, md5=None: os.path.isfile(path))
+    for role in ("train", "test"):
+        (tmp_path / f"{role}_32x32.mat").touch()
     monkeypatch.setitem(sys.modules, module, None)
-    assert main(["data", "check", "digits-five", str(home)]) == 2
+    assert main(["data", "check", "svhn", str(tmp_path)]) == 2
     line = f"fedbn-flwr: {module.partition('.')[0]} is not installed: pip install 'fedbn-flwr[data]'"
     assert capsys.readouterr().err.splitlines() == [line]
 
@@ -329,10 +302,6 @@ def test_a_corrupted_image_is_one_line_when_it_is_needed(tmp_path: Path) -> None
     data.train.batch(torch.tensor([0, 2]))
     with pytest.raises(ValueError, match=r"^\S*n00000000_1.JPEG cannot be decoded: [^\n]+$"):
         data.train.batch(torch.tensor([0, 1]))
-    originals(tmp_path)
-    (tmp_path / "digits-five" / "SynthDigits" / "synth_train_32x32.mat").write_bytes(b"MATLAB 5.0 MAT-file, but no")
-    with pytest.raises(ValueError, match=r"^\S*synth_train_32x32.mat cannot be read: [^\n]+$"):
-        load("digits-five", root=tmp_path)
     paint(tmp_path / "folder" / "train" / "a" / "1.png")
     (paint(tmp_path / "folder" / "test" / "a" / "1.png")).write_text("no image")
     with pytest.raises(ValueError, match=r"^\S*1.png cannot be decoded: cannot identify image file[^\n]+$"):

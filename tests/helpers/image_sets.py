@@ -1,13 +1,10 @@
 """Tiny image files in the layouts of published data sets."""
 
-import bz2
 import pickle
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import scipy.io
 from PIL import Image
 
 
@@ -83,37 +80,6 @@ def write_digits_archive(home: Path) -> Path:
         images = generator.integers(0, 256, (10, *shape), dtype=np.uint8)
         (home / folder / "test.pkl").write_bytes(pickle.dumps((images, np.arange(10)[:, None])))
     return home
-
-
-def write_digits_originals(home: Path) -> Path:
-    """Write the five data sets as they were published: twenty training digits each, and ten for testing."""
-    for role, count in (("train", 20), ("test", 10)):
-        labels, generator = np.arange(count) % 10, np.random.default_rng(count)
-        grey = generator.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        raw, prefix = home / "MNIST" / "raw", {"train": "train", "test": "t10k"}[role]
-        raw.mkdir(parents=True, exist_ok=True)
-        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(struct.pack(">4i", 2051, count, 28, 28) + grey.tobytes())
-        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, count) + bytes(labels.tolist()))
-        colour = generator.integers(0, 256, (32, 32, 3, count), dtype=np.uint8)
-        for folder, file in (("SVHN", f"{role}_32x32.mat"), ("SynthDigits", f"synth_{role}_32x32.mat")):
-            (home / folder).mkdir(exist_ok=True)
-            digits = np.where((labels == 0) & (folder == "SVHN"), 10, labels)  # SVHN calls the digit 0 ten
-            scipy.io.savemat(home / folder / file, {"X": colour, "y": digits[:, None].astype(np.uint8)})
-        values = " ".join(f"{position + 1}:{-1 if position % 2 else 1}" for position in range(256))
-        text = "".join(f"{label + 1} {values} \n" for label in labels)
-        (home / "USPS").mkdir(exist_ok=True)
-        (home / "USPS" / {"train": "usps.bz2", "test": "usps.t.bz2"}[role]).write_bytes(bz2.compress(text.encode()))
-        lines = []
-        for number, label in enumerate(labels):
-            paint(home / "mnist_m" / f"mnist_m_{role}" / f"{number:08d}.png", number, (32, 32))
-            lines.append(f"{number:08d}.png {label}")
-        (home / "mnist_m" / f"mnist_m_{role}_labels.txt").write_text("\n".join(lines) + "\n")
-    return home
-
-
-def write_streets(home: Path) -> Path:
-    """Write Cityscapes with a pixel of every class."""
-    return write_cityscapes(home, others=(8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32))
 
 
 def write_cityscapes(home: Path, size: tuple[int, int] = (64, 32), others: Sequence[int] = ()) -> Path:
