@@ -2,6 +2,7 @@
 
 from difflib import unified_diff
 from pathlib import Path
+from textwrap import fill
 
 EXAMPLES = Path(__file__).parent.parent / "apps" / "examples"
 PAGE = Path(__file__).with_name("projects.md")
@@ -39,16 +40,21 @@ PROJECTS = {
 
 def page() -> str:
     """Return the text of projects.md."""
-    return "\n\n".join([INTRODUCTION.strip(), *map(section, PROJECTS)]) + "\n"
+    shown: dict[tuple[str, ...], str] = {}
+    return "\n\n".join([INTRODUCTION.strip(), *(section(project, shown) for project in PROJECTS)]) + "\n"
 
 
-def section(project: str) -> str:
-    """Return what changes in a project."""
-    parts = [f"## {project}", PROJECTS[project]]
+def section(project: str, shown: dict[tuple[str, ...], str]) -> str:
+    """Return what changes in a project; lines that change as in one that was shown are not shown again."""
+    parts = [f"## {project}", fill(PROJECTS[project], 120)]
     for name in ("client_app.py", "server_app.py"):
         before, after = ((EXAMPLES / project / kind / name).read_text().splitlines() for kind in ("before", "after"))
         changes = list(unified_diff(before, after, lineterm="", n=1))[2:]
-        parts += [f"`{name}`:", "\n".join(["```diff", *changes, "```"])]
+        earlier = shown.setdefault(tuple(line for line in changes if line[0] in "+-"), project)
+        if earlier == project:
+            parts += [f"`{name}`:", "\n".join(["```diff", *changes, "```"])]
+        else:
+            parts.append(f"`{name}` changes as in `{earlier}`.")
     return "\n\n".join(parts)
 
 
