@@ -1,7 +1,6 @@
 """Partitions by name: how a spec is written, and the function that shares out the rows."""
 
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -229,7 +228,9 @@ def _partition(spec: str, kind: Kind, arguments: tuple[str, ...], data: Data, cl
     if not 1 <= clients <= len(data.train):
         raise ValueError(f"partition {spec!r}: {clients} clients cannot share {len(data.train)} samples")
     try:
-        indices = _share(kind, arguments, data, clients, seed)
+        order = numpy_generator(seed, "partition", "order").permutation(len(data.train))
+        request = PartitionRequest(arguments, data, clients, seed, order)
+        indices = [np.sort(order[rows]) for rows in kind.share(request)]
     except ValueError as error:
         raise ValueError(f"partition {spec!r} ({kind.form}): {error}") from error
     _check_share(spec, indices, clients)
@@ -254,14 +255,6 @@ def _parse(spec: str) -> tuple[Kind, list[str]]:
         forms = (kind.form for kind in PARTITIONS.values())
         raise ValueError(f"unknown partition {spec!r}; {did_you_mean(spec, forms)}")
     return kind, arguments
-
-
-def _share(kind: Kind, arguments: Sequence[str], data: Data, clients: int, seed: int) -> list[Indices]:
-    order = numpy_generator(seed, "partition", "order").permutation(len(data.train))
-    with warnings.catch_warnings():
-        # DirichletPartitioner repeats a draw until all clients have the minimum, and warns every time
-        warnings.filterwarnings("ignore", message="The specified min_partition_size")
-        return [np.sort(order[rows]) for rows in kind.share(PartitionRequest(arguments, data, clients, seed, order))]
 
 
 def _counts(values: Indices) -> dict[int, int]:

@@ -1,18 +1,17 @@
 """Functions that share out rows: they return one array of row numbers a client, from labels or domains alone.
 
-Rows are taken in the order in which they come, so shuffle them first, as `partition` does. Only `dirichlet` is drawn by
-`flwr-datasets`, whose partitioners take seconds to import and half a millisecond a client.
+Rows are taken in the order in which they come, so shuffle them first, as `partition` does.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbn_flwr.plugins import extra
-
 Rows = NDArray[np.int64]
 
 #: how often `unbalanced` lets all clients split their shards in a new way
 SWEEPS = 32
+#: how often `dirichlet` draws until every client has enough, as `flwr-datasets`
+ATTEMPTS = 11
 
 
 def evenly(count: int, clients: int) -> list[Rows]:
@@ -83,19 +82,21 @@ def unbalanced(clients: int, shards: int, most: int, generator: np.random.Genera
 
 
 def dirichlet(labels: Rows, clients: int, alpha: float, fewest: int, seed: int) -> list[Rows]:
-    """Spread every class over the clients by Dirichlet(alpha), as `flwr-datasets` does."""
-    with extra("data"):
-        from datasets import Dataset
-        from flwr_datasets.partitioner import DirichletPartitioner
+    """Spread every class over the clients by Dirichlet(alpha): the draw that `flwr-datasets` makes of this seed.
 
-    class RowNumbers(Dataset):  # type: ignore[misc]
-        # the data set's own `select` takes half a millisecond a client
-        def select(self, indices: list[int]) -> Rows:
-            return np.asarray(indices, dtype=np.int64)
-
-    partitioner = DirichletPartitioner(clients, "label", alpha, fewest, shuffle=False, seed=seed)
-    partitioner.dataset = RowNumbers(Dataset.from_dict({"label": labels}).data)
-    return [partitioner.load_partition(client) for client in range(clients)]
+    Where a client gets fewer rows than `fewest`, all classes are drawn again.
+    """
+    generator = np.random.default_rng(seed)
+    by_class = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+    for _ in range(ATTEMPTS):
+        pieces = []
+        for rows in by_class:
+            ends = np.cumsum(generator.dirichlet(np.full(clients, alpha))) * len(rows)
+            pieces.append(np.split(rows, ends.astype(int)[:-1]))
+        parts = [np.concatenate(held) for held in zip(*pieces, strict=True)]
+        if min(map(len, parts)) >= fewest:
+            return parts
+    raise ValueError(f"in {ATTEMPTS} draws, a client had fewer than {fewest} samples: take a larger ALPHA")
 
 
 def label_mixes(

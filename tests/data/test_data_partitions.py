@@ -5,7 +5,6 @@ import warnings
 from collections import Counter
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fedbn_flwr.data import PARTITIONS, Data, PartitionRequest, Split, describe, partition, register_partition
-from fedbn_flwr.data.partition_functions import evenly, label_mixes, shards, unbalanced
-from tests.helpers.registered import registries_restored
+from fedbn_flwr.data import PARTITIONS, Data, Split, describe, partition
+from fedbn_flwr.data.partition_functions import dirichlet, evenly, label_mixes, shards, unbalanced
 
 
 @cache
@@ -91,18 +89,6 @@ def test_which_classes_a_client_has_depends_on_the_seed(spec: str) -> None:
         assert not any(np.array_equal(one, other) for other in counts[index + 1 :])
 
 
-def test_warnings_of_a_partition_of_ones_own_are_seen() -> None:
-    with registries_restored():
-
-        @register_partition("doubtful")
-        def doubtful(request: PartitionRequest) -> list[NDArray[np.int64]]:
-            warnings.warn("nobody has tried this", UserWarning, stacklevel=1)
-            return evenly(request.samples, request.clients)
-
-        with pytest.warns(UserWarning, match="nobody has tried this"):
-            partition("doubtful", labelled(50), 5, 0)
-
-
 def test_the_same_arguments_give_the_same_arrays() -> None:
     assert partition("iid", labelled(50), 5, 0) is partition("iid", labelled(50), 5, 0)
 
@@ -123,11 +109,24 @@ def test_dirichlet_is_more_skewed_the_smaller_alpha() -> None:
     assert largest[2] < 0.2
 
 
-def test_dirichlet_keeps_to_the_fewest_samples_without_a_warning() -> None:
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 12), st.sampled_from([0.1, 0.5, 3.0, 100.0]), st.integers(0, 9), st.integers(0, 2**32))
+def test_a_dirichlet_draw_is_that_of_flwr_datasets(clients: int, alpha: float, fewest: int, seed: int) -> None:
+    from datasets import Dataset
+    from flwr_datasets.partitioner import DirichletPartitioner
+
+    labels = np.random.default_rng(seed).integers(0, 5, 300)
+    theirs = DirichletPartitioner(clients, "label", alpha, fewest, shuffle=False, seed=seed)
+    theirs.dataset = Dataset.from_dict({"label": labels, "index": np.arange(300)})
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert min(map(len, partition("dirichlet:0.5:40", labelled(1000), 10, 3))) >= 40
-        assert min(map(len, partition("dirichlet:0.1", labelled(1000), 10, 3))) >= 2
+        warnings.simplefilter("ignore")  # of every draw that is repeated
+        try:
+            expected = [theirs.load_partition(client)["index"][:] for client in range(clients)]
+        except ValueError:
+            with pytest.raises(ValueError, match="in 11 draws, a client had fewer than"):
+                dirichlet(labels, clients, alpha, fewest, seed)
+            return
+    assert [list(rows) for rows in dirichlet(labels, clients, alpha, fewest, seed)] == expected
 
 
 # ---- label mixes -----------------------------------------------------------------------------------------------------
@@ -415,7 +414,7 @@ def test_union_is_everything() -> None:
         ("label-mix:1:2", 2, "unknown partition 'label-mix:1:2'"),
         ("dirichlet:1:0", 2, "expected a whole number of at least 1, not '0'"),
         ("dirichlet:1:60", 2, "100 samples cannot give 2 clients 60 each"),
-        ("dirichlet:0.01", 50, "dirichlet:0.01.*dirichlet:ALPHA.*number of attempts"),
+        ("dirichlet:0.01", 50, "dirichlet:0.01.*dirichlet:ALPHA.*in 11 draws, a client had fewer than 2 samples"),
         ("classes", 2, "expected a whole number of at least 1, not ''"),
         ("classes:0", 2, "expected a whole number of at least 1, not '0'"),
         ("classes:11", 2, "labelled has only 10 classes"),
@@ -475,16 +474,3 @@ def test_describe_counts_what_each_client_has() -> None:
 def test_describe_without_domains_has_no_column_for_them() -> None:
     (row,) = describe(partition("union", labelled(20), 1, 0), labelled(20))
     assert row == {"client": 0, "examples": 20, "classes": dict.fromkeys(range(10), 2)}
-
-
-def test_partitioning_is_silent_and_leaves_no_file(capfd: pytest.CaptureFixture[str]) -> None:
-    import datasets
-
-    def cached() -> list[Path]:
-        return sorted(Path(datasets.config.HF_DATASETS_CACHE).rglob("*"))
-
-    before, data = cached(), labelled(3000)
-    for spec in ("iid", "dirichlet:0.5", "classes:2", "shards:2", "shards-unbalanced"):
-        partition(spec, data, 10, 0)
-    assert capfd.readouterr() == ("", "")
-    assert cached() == before

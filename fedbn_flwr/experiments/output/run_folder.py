@@ -21,17 +21,7 @@ from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state import from_record
 from fedbn_flwr.state.record_files import write_bytes
 
-VERSIONED = (
-    "flwr",
-    "flwr-datasets",
-    "matplotlib",
-    "numpy",
-    "pillow",
-    "ray",
-    "scikit-learn",
-    "torch",
-    "torchvision",
-)
+VERSIONED = ("flwr", "matplotlib", "numpy", "pillow", "ray", "scikit-learn", "torch", "torchvision")
 
 
 CONFIG = "config.json"
