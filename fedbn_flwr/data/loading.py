@@ -20,8 +20,7 @@ from fedbn_flwr.data.domains import digits, digits_domains, image_domains
 from fedbn_flwr.data.file_split import WORKERS
 from fedbn_flwr.data.files import TORCHVISION, TORCHVISION_ROOT, from_folder, from_torchvision
 from fedbn_flwr.data.sets.cityscapes import cityscapes
-from fedbn_flwr.data.sets.digits_five import SAMPLES, digits_five
-from fedbn_flwr.data.sets.domain_lists import DOMAINNET, OFFICE, read_domains
+from fedbn_flwr.data.sets.fedbn_archives import DIGITS_SAMPLES, DOMAINNET, OFFICE, digits_five, read_domains
 from fedbn_flwr.data.sets.hugging_face import Choice, hugging_face
 from fedbn_flwr.data.sets.imagenet import imagenet, tiny_imagenet
 from fedbn_flwr.data.splits import Data, Split
@@ -123,7 +122,7 @@ def _folder(request: DatasetRequest) -> Data:
 @register_dataset("digits-five")
 def _digits_five(request: DatasetRequest) -> Data:
     """MNIST, SVHN, USPS, SynthDigits and MNIST-M as domains, in FedBN's archive."""
-    options = request.options_after_path(samples=SAMPLES)
+    options = request.options_after_path(samples=DIGITS_SAMPLES)
     return digits_five(request.home("digits-five", "."), request.image_size or 28, **options)
 
 

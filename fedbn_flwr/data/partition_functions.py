@@ -138,15 +138,3 @@ def _fill(
         wanted = np.diff(np.rint(missing * np.cumsum(mix) / mix.sum()), prepend=0).astype(np.int64)
         counts = np.minimum(counts + wanted, left)
     return counts
-
-
-def domain_parts(domains: Rows, num_domains: int, clients_per_domain: int, splits: int) -> list[Rows]:
-    """Cut every domain into `splits` fixed parts and use `clients_per_domain` of them, one a client.
-
-    W. Zhuang and L. Lyu, Is Batch Normalization Necessary for Multi-domain Federated Learning?, Fig. 4
-    (FedWon), after X. Li et al., FedBN, ICLR 2021: with 10 splits and 1 to 10 clients a domain, clients are
-    added and none is changed. Client k D + d holds part k of domain d, of D; parts that no client holds are
-    left out.
-    """
-    parts = [np.array_split(np.flatnonzero(domains == d), splits) for d in range(num_domains)]
-    return [parts[k % num_domains][k // num_domains] for k in range(num_domains * clients_per_domain)]

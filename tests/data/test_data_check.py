@@ -11,7 +11,7 @@ from PIL import Image
 from fedbn_flwr.data import DATASETS
 from fedbn_flwr.data.check import Finding, check_dataset
 from fedbn_flwr.data.sets.catalog import CATALOG
-from fedbn_flwr.data.sets.domain_lists import OFFICE
+from fedbn_flwr.data.sets.fedbn_archives import OFFICE
 from fedbn_flwr.experiments import main
 from tests.helpers.image_sets import (
     paint,

@@ -14,7 +14,7 @@ from PIL import Image
 from fedbn_flwr.data import Data, load, partition
 from fedbn_flwr.data.augmentation import IGNORED
 from fedbn_flwr.data.file_split import FileSplit
-from fedbn_flwr.data.sets.domain_lists import DOMAINNET, OFFICE
+from fedbn_flwr.data.sets.fedbn_archives import DOMAINNET, OFFICE
 from fedbn_flwr.deployment.cli import main
 from tests.helpers.image_sets import (
     paint,

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from fedbn_flwr.data.sets.fedbn_archives import DIGITS, DOMAINNET, OFFICE, Lists
+
 #: alternatives of one requirement
 OR = "|"
 
@@ -21,8 +23,8 @@ _RESEARCH = "non-commercial research and education only, after agreeing to its t
 _FEDBN = "https://github.com/med-air/FedBN#dataset--pretrained-modeel"
 
 
-def _lists(domains: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{domain}{end}" for domain in domains for end in ("_train.pkl", "_test.pkl", ""))
+def _lists(lists: Lists) -> tuple[str, ...]:
+    return tuple(f"{domain}{end}" for domain in lists.domains for end in ("_train.pkl", "_test.pkl", ""))
 
 
 #: by the name of the data set
@@ -47,12 +49,12 @@ CATALOG: dict[str, Published] = {
         "MNIST: CC BY-SA 3.0; SVHN: non-commercial use only; none is stated for the others (MNIST-M is made of MNIST "
         "and of photographs of BSDS500)",
         (f"FedBN's archive, digit_dataset.zip: {_FEDBN}",),
-        tuple(f"{domain}/test.pkl" for domain in ("MNIST", "SVHN", "USPS", "SynthDigits", "MNIST_M")),
+        tuple(f"{folder}/test.pkl" for folder in DIGITS.values()),
     ),
     "office-caltech-10": Published(
         "none is stated; Caltech-256, of which a part is, is CC BY 4.0",
         (f"FedBN's lists and images, office_caltech_10_dataset.zip: {_FEDBN}",),
-        _lists(("amazon", "caltech", "dslr", "webcam")),
+        _lists(OFFICE),
     ),
     "domainnet": Published(
         "images of many owners, for non-commercial research under fair use",
@@ -60,7 +62,7 @@ CATALOG: dict[str, Published] = {
             f"FedBN's lists, domainnet_dataset.zip: {_FEDBN}",
             "images, the cleaned version: http://ai.bu.edu/M3SDA/",
         ),
-        _lists(("clipart", "infograph", "painting", "quickdraw", "real", "sketch")),
+        _lists(DOMAINNET),
     ),
     "imagenet": Published(
         _RESEARCH,

@@ -1,11 +1,9 @@
 """Lists of image files and their labels, as the readers of data sets make them."""
 
 import os
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fedbn_flwr.data.augmentation import Size
 from fedbn_flwr.data.decoding import Fit
@@ -14,18 +12,6 @@ from fedbn_flwr.data.pixels import Channels
 
 #: the ends of images' names
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-#: what a pickle of NumPy arrays, numbers and text refers to
-ALLOWED = {
-    ("_codecs", "encode"),
-    *(
-        (f"{package}.multiarray", name)
-        for package in ("numpy.core", "numpy._core")
-        for name in ("_reconstruct", "scalar")
-    ),
-    *((f"{package}.numeric", "_frombuffer") for package in ("numpy.core", "numpy._core")),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-}
 
 
 class DataFilesError(ValueError):
@@ -101,23 +87,3 @@ def require(path: Path, what: str) -> Path:
 def read_lines(path: Path, what: str) -> list[str]:
     """Return the lines of a text file that are not empty."""
     return [line for line in require(path, what).read_text().splitlines() if line.strip()]
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no array")
-        return super().find_class(module, name)
-
-
-def read_pair(path: Path, what: str) -> tuple[Any, Any]:
-    """Return the two columns of a pickle file, images (or paths) and labels."""
-    with require(path, what).open("rb") as file:
-        try:
-            first, second = _Unpickler(file).load()
-        except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError) as error:
-            reason = " ".join(str(error).split())
-            raise DataFilesError(f"{path} is not a pickle file of images and labels: {reason}") from None
-    if len(first) != len(second):
-        raise DataFilesError(f"{path} has {len(first)} images and {len(second)} labels")
-    return first, second
