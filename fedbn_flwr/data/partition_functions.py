@@ -10,7 +10,7 @@ Rows = NDArray[np.int64]
 
 #: how often `unbalanced` lets all clients split their shards in a new way
 SWEEPS = 32
-#: how often `dirichlet` draws until every client has enough, as `flwr-datasets`
+#: how often `dirichlet` draws until every client has enough, as `flwr-datasets` does
 ATTEMPTS = 11
 
 
