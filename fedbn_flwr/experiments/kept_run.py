@@ -238,18 +238,6 @@ def progress_of(runs: Sequence[KeptRun]) -> str:
     return ", ".join(parts)
 
 
-def is_running(folder: Path) -> bool:
-    """Return whether a process writes results into this folder."""
-    try:
-        if (folder / LOCK).exists():
-            FileLock(folder / LOCK, timeout=0).acquire().lock.release()
-    except Timeout:
-        return True
-    except OSError:  # the folder has no locks
-        return False
-    return False
-
-
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Hold a folder of results, so that no other process writes into it; a UsageError if one does.
@@ -261,8 +249,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
         return
     try:
-        # a report may ask at this moment whether a process runs
-        held = FileLock(folder / LOCK, timeout=0.5).acquire()
+        held = FileLock(folder / LOCK, timeout=0).acquire()
     except Timeout:
         raise UsageError(f"another process is running in {folder}") from None
     with held:

@@ -8,21 +8,19 @@ from datetime import datetime
 from io import BytesIO, StringIO
 from pathlib import Path
 from textwrap import fill
-from time import sleep
 from typing import Any
 
 from fedbn_flwr import __version__
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.output.plots import Picture, styled
 from fedbn_flwr.experiments.output.run_folder import make_folder
-from fedbn_flwr.experiments.recipes.matrix import is_matrix
 from fedbn_flwr.experiments.recipes.table import findings, values_of
 from fedbn_flwr.experiments.reports.bars import bars
 from fedbn_flwr.experiments.reports.curves import SETTINGS, curves
-from fedbn_flwr.experiments.reports.sources import Progress, Source, counts, read_sources
+from fedbn_flwr.experiments.reports.sources import Source, counts, read_sources
 from fedbn_flwr.experiments.reports.tables import Cell, Table, cost_table, curve_table, result_table, run_table
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import UsageError, whole_number
+from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state.record_files import write_bytes
 
 #: what LaTeX reads in another way than as the letter
@@ -44,8 +42,6 @@ PAGE = "report.html"
 MACHINE = ("hardware", "cores", "system")
 #: what the report tells of how runs were made
 ORDER = ("command", "versions", "machine")
-#: seconds between two looks at a running matrix
-EVERY = 15
 #: what stands beside a main file
 BESIDE = {
     ".html": " (and its pictures as PNG files)",
@@ -144,7 +140,7 @@ class Part:
         self.tables = [table for table in (self.results, self.costs) if table.rows]
         # they are not drawn yet
         self.pictures = [*bars(source, values), *curves(source)]
-        self.findings, self.progress = findings(source.results, values), Progress.of(source)
+        self.findings = findings(source.results, values)
         settings = len({run.setting for run in source.runs if run.rows})
         self.settings_left_out = settings - SETTINGS if settings > SETTINGS else 0
 
@@ -173,24 +169,13 @@ class Part:
         return {key: str(value) for key, value in first.items() if all(other.get(key) == value for other in begun)}
 
 
-def write_report(
-    sources: Sequence[Source], folder: Path, refresh: int = 0, formats: Sequence[str] = ("html",)
-) -> list[Path]:
-    """Write the report; return the main file of each format. With `refresh` the page reloads after so many seconds."""
-    make_folder(folder)
-    prefixes = [f"{number}-" if len(sources) > 1 else "" for number in range(1, len(sources) + 1)]
-    parts = [Part(source, folder, prefix) for source, prefix in zip(sources, prefixes, strict=True)]
-    return [folder / WRITERS[name](parts, folder, refresh) for name in formats]
-
-
-def _write_html(parts: Sequence[Part], folder: Path, refresh: int) -> str:
+def _write_html(parts: Sequence[Part], folder: Path) -> str:
     images = [[b64encode(content).decode() for content in part.draw("png").values()] for part in parts]
     page = html(
         "page.html",
         parts=list(zip(parts, images, strict=True)),
         title=parts[0].source.title if len(parts) == 1 else f"{len(parts)} results",
         summary=counts([run for part in parts for run in part.source.runs]),
-        refresh=refresh,
         version=__version__,
         written=f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}",
     )
@@ -198,14 +183,14 @@ def _write_html(parts: Sequence[Part], folder: Path, refresh: int) -> str:
     return PAGE
 
 
-def _write_csv(parts: Sequence[Part], folder: Path, _: int) -> str:
+def _write_csv(parts: Sequence[Part], folder: Path) -> str:
     for part in parts:
         for table in (*part.tables, part.runs, curve_table(part.source)):
             write_bytes(folder / f"{part.prefix}{table.name}.csv", to_csv(table).encode())
     return f"{parts[0].prefix}{parts[0].tables[0].name}.csv"
 
 
-def _write_latex(parts: Sequence[Part], folder: Path, _: int) -> str:
+def _write_latex(parts: Sequence[Part], folder: Path) -> str:
     for part in parts:
         part.draw("pdf")
         for table in part.tables:
@@ -214,18 +199,18 @@ def _write_latex(parts: Sequence[Part], folder: Path, _: int) -> str:
     return "example.tex"
 
 
-def _write_pdf(parts: Sequence[Part], folder: Path, _: int) -> str:
+def _write_pdf(parts: Sequence[Part], folder: Path) -> str:
     write_bytes(folder / "report.pdf", to_pdf([(part.source.title, part.tables, part.pictures) for part in parts]))
     return "report.pdf"
 
 
-def _write_svg(parts: Sequence[Part], _: Path, __: int) -> str:
+def _write_svg(parts: Sequence[Part], _: Path) -> str:
     names = [name for part in parts for name in part.draw("svg")]
     return names[0] if names else ""
 
 
 #: format -> what writes it, and returns the name of its main file
-WRITERS: dict[str, Callable[[Sequence[Part], Path, int], str]] = {
+WRITERS: dict[str, Callable[[Sequence[Part], Path], str]] = {
     "html": _write_html,
     "csv": _write_csv,
     "latex": _write_latex,
@@ -241,48 +226,21 @@ def add_report_command(commands: Any, command: Any) -> None:
     parser.add_argument("--out", metavar="DIR", help="where the page goes [RUNS/report, or results/report for several]")
     text = f"comma-separated: {', '.join(WRITERS)} [html]"
     parser.add_argument("--format", metavar="FORMATS", default="html", help=text)
-    parser.add_argument("--watch", action="store_true", help="write it again while a matrix runs, until it has ended")
-    parser.add_argument("--every", metavar="SECONDS", help=f"seconds between two looks of --watch [{EVERY}]")
 
 
 def report(options: Mapping[str, Any]) -> None:
-    """Write the page once, or until a matrix has ended."""
+    """Write the page, and the files of other formats."""
     folders = [Path(name).expanduser() for name in options["runs"]]
     out = options.get("out")
     folder = Path(out).expanduser() if out else folders[0] / "report" if len(folders) == 1 else Path("results/report")
-    every = whole_number("--every", options.get("every", EVERY))
     formats = list(dict.fromkeys(name.strip() for name in str(options["format"]).split(",")))
     if unknown := [name for name in formats if name not in WRITERS]:
         raise UsageError(f"unknown format {unknown[0]!r}; {did_you_mean(unknown[0], WRITERS)}")
-    if options.get("watch"):
-        watch(folders, folder, every, formats)
-    else:
-        _say(write_report(read_sources(folders), folder, formats=formats))
-
-
-def _say(files: Sequence[Path]) -> None:
-    for file in files:
+    sources = read_sources(folders)
+    make_folder(folder)
+    prefixes = [f"{number}-" if len(sources) > 1 else "" for number in range(1, len(sources) + 1)]
+    parts = [Part(source, folder, prefix) for source, prefix in zip(sources, prefixes, strict=True)]
+    for name in formats:
+        file = folder / WRITERS[name](parts, folder)
         beside = BESIDE.get(file.suffix, "")
         console.print(f"Report: {file.resolve()}{beside}", soft_wrap=True, markup=False, highlight=False)
-
-
-def watch(folders: Sequence[Path], out: Path, every: int, formats: Sequence[str]) -> None:
-    """Write the page whenever a running matrix has come further; return when it has ended."""
-    for folder in folders:
-        if folder.is_dir() and not is_matrix(folder):
-            raise UsageError(f"--watch needs the folder of `fedbn-flwr reproduce`, and {folder} is none")
-    before = ""
-    while True:
-        sources = read_sources(folders)
-        progress = [Progress.of(source) for source in sources]
-        complete = all(item.complete for item in progress)
-        now = "; ".join(item.text for item in progress) + str([len(run.rows) for s in sources for run in s.runs])
-        if now != before:
-            files = write_report(sources, out, 0 if complete else every, formats)
-            for source, item in zip(sources, progress, strict=True):
-                console.print(f"{source.title}: {item.text}", soft_wrap=True, markup=False)
-            before = now
-        if complete:
-            _say(files)
-            return
-        sleep(every)

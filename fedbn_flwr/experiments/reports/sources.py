@@ -4,13 +4,10 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from fedbn_flwr.experiments.comparison import PLANNED, run_folder, run_folders
-from fedbn_flwr.experiments.kept_run import is_running
 from fedbn_flwr.experiments.output.plots import title_of
 from fedbn_flwr.experiments.output.run_folder import read_json
 from fedbn_flwr.experiments.recipes.matrix import MatrixRecord, Results, is_matrix, read_matrix, setting_folder
@@ -81,8 +78,6 @@ class Source:
     runs: Sequence[Run]
     #: None if this is no matrix
     record: MatrixRecord | None = None
-    #: whether a process runs the matrix now
-    running: bool = False
 
     @property
     def recipe(self) -> Recipe:
@@ -119,7 +114,7 @@ def _matrix(folder: Path) -> Source:
         for seed in range(recipe.seeds):
             place = run_folder(setting_folder(folder, setting), recipe.methods[label], seed)
             runs.append(_run(place, setting.name, label, seed, done.get(seed)))
-    return Source(recipe.name, results, runs, record, is_running(folder))
+    return Source(recipe.name, results, runs, record)
 
 
 def _comparison(folder: Path) -> Source:
@@ -134,7 +129,7 @@ def _comparison(folder: Path) -> Source:
         entry, options = listed.get(place, {}), (read_json(place / "config.json") or {}).get("options", {})
         method, seed = entry.get("method", options.get("method")), entry.get("seed", options.get("seed", 0))
         runs.append(_run(place, "", method or place.name, seed, entry))
-    return _without_recipe(folder.resolve().name, runs, is_running(folder))
+    return _without_recipe(folder.resolve().name, runs)
 
 
 def _single(folders: Sequence[Path]) -> Source:
@@ -149,11 +144,10 @@ def _single(folders: Sequence[Path]) -> Source:
     alike = all(methods) and len(kinds) == len(set(methods)) and len(seeds) == len(runs)
     labels = methods if alike else [folder.resolve().name for folder in folders]
     named = [replace(run, label=label, seed=_seed(run)) for label, run in zip(labels, runs, strict=True)]
-    running = any(map(is_running, folders))
-    return _without_recipe("Runs" if len(folders) > 1 else folders[0].resolve().name, named, running)
+    return _without_recipe("Runs" if len(folders) > 1 else folders[0].resolve().name, named)
 
 
-def _without_recipe(title: str, runs: Sequence[Run], running: bool) -> Source:
+def _without_recipe(title: str, runs: Sequence[Run]) -> Source:
     """Return results without a paper's numbers as those of a matrix, with a setting for each data set and model."""
     # a setting is named by the options in which the settings differ
     values = [_setting_of(run, runs) for run in runs]
@@ -178,7 +172,7 @@ def _without_recipe(title: str, runs: Sequence[Run], running: bool) -> Source:
     quantities = [name for name in quantities if name not in COUNTED]
     places = [Setting({"setting": name} if name else {}, {}) for name in settings]
     recipe = Recipe(title, "", about, methods, places, absent, seeds, {}, quantities, [], [], [])
-    return Source(title, Results(recipe, done), runs, running=running)
+    return Source(title, Results(recipe, done), runs)
 
 
 def _setting_of(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
@@ -230,57 +224,3 @@ def counts(runs: Sequence[Run]) -> str:
     states = Counter(run.state for run in runs)
     named = [f"{states[state]} {state}" for state in ("finished", "failed", "unfinished", "waiting") if states[state]]
     return f"{len(runs)} run{'s' * (len(runs) != 1)}: {', '.join(named)}"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The progress of one source."""
-
-    #: whether nothing is left to run
-    complete: bool
-    #: share of the work that is done, by time
-    share: float
-    text: str
-
-    @classmethod
-    def of(cls, source: Source) -> "Progress":
-        """Estimate the progress from the seconds of the rounds that have ended."""
-        states = counts(source.runs)
-        # of a matrix every cell has its result; other runs are as complete as they are
-        cells = [(setting.name, label) for setting, label in source.recipe.cells()]
-        open_runs = [run for run in source.runs if run.state in ("unfinished", "waiting")]
-        if all(cell in source.results.runs for cell in cells) if source.record else not open_runs:
-            return cls(True, 1.0, states)
-        note = "" if source.running else "; not running now: the same command goes on where it stopped"
-        spent, totals = sum(map(_spent, source.runs)), [_total(run, source.runs) for run in open_runs]
-        if not spent or None in totals:
-            return cls(False, 0.0, f"{states}; the time left is not known yet{note}")
-        left = sum(max((total or 0.0) - _spent(run), 0.0) for run, total in zip(open_runs, totals, strict=True))
-        share = spent / (spent + left) if left else 1.0
-        workers = source.record.workers if source.record else 1
-        time = timedelta(seconds=round(left / workers))
-        text = f"{states}; about {time} left if it goes on with {workers} at a time{note}"
-        return cls(False, share, text)
-
-
-def _spent(run: Run) -> float:
-    return sum(float(row.get("seconds") or 0.0) for row in run.rows)
-
-
-def _total(run: Run, others: Sequence[Run]) -> float | None:
-    """Return the seconds of a whole run: by its own rounds, or as runs of its method or setting, or as any run."""
-    if (own := _total_of_begun(run)) is not None:
-        return own
-    known = [(other, total) for other in others if (total := _total_of_begun(other)) is not None]
-    for alike in (
-        [total for other, total in known if other.label == run.label],
-        [total for other, total in known if other.setting == run.setting],
-        [total for _, total in known],
-    ):
-        if alike:
-            return fmean(alike)
-    return None
-
-
-def _total_of_begun(run: Run) -> float | None:
-    return _spent(run) / len(run.rows) * run.rounds if run.rows and run.rounds else None

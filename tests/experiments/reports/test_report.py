@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from PIL import Image
 
 from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.comparison import run_folder
-from fedbn_flwr.experiments.kept_run import KeptRun, alone_in
+from fedbn_flwr.experiments.kept_run import KeptRun
 from fedbn_flwr.experiments.output.plots import Picture, bar_style, line_style
 from fedbn_flwr.experiments.recipes.recipe import QUANTITIES
 from fedbn_flwr.experiments.recipes.table import Value, values_of
@@ -29,7 +28,6 @@ from fedbn_flwr.experiments.reports.curves import draw_marks, marks_of
 from fedbn_flwr.experiments.reports.page import latex
 from fedbn_flwr.experiments.reports.sources import Run, read_sources
 from fedbn_flwr.experiments.reports.tables import Cell, Table
-from fedbn_flwr.plugins.options import UsageError
 from tests.helpers.matrix_files import ROUNDS, round_row, summary_of, write_matrix, write_run
 from tests.helpers.runs import run
 
@@ -197,17 +195,8 @@ def test_failed_unfinished_and_waiting_cells_are_named(tmp_path: Path) -> None:
 
 def test_a_matrix_before_its_first_round(tmp_path: Path) -> None:
     page = write_page(write_matrix(tmp_path, {}), out=tmp_path / "page")
-    assert "16 runs: 16 waiting; the time left is not known yet" in page.text
+    assert "16 runs: 16 waiting" in page.text
     assert page.pictures == []
-
-
-def test_the_time_left_follows_from_the_rounds_that_ended(tmp_path: Path) -> None:
-    # 2 runs of 4 rounds of half a second have ended, and one round of a third: 14 of 16 runs are left
-    matrix = write_matrix(tmp_path, {("IID, E=1", "BN"): (0.9, 0.8)})
-    write_run(matrix / "IID__E=1/fedavg+gn-seed0", [round_row(1, 0.3, seconds=1.0)])
-    page = write_page(matrix, out=tmp_path / "page")
-    # GN: 3 rounds of 1 s and 7 runs of 4 s; BN: 6 runs of 2 s
-    assert "about 0:00:43 left if it goes on with 1 at a time" in page.text
 
 
 def test_what_single_methods_record_is_drawn(tmp_path: Path) -> None:
@@ -270,67 +259,6 @@ def test_bad_input_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_watch_refreshes_while_cells_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = {cell: values for cell, values in ALL.items() if cell[1] == "BN"}
-    matrix = write_matrix(tmp_path, part)
-    pages = []
-
-    def go_on(seconds: float) -> None:
-        pages.append((matrix / "report/report.html").read_text())
-        # a second look would fail here
-        (tmp_path / "rest").mkdir()
-        other = write_matrix(tmp_path / "rest", ALL)
-        (matrix / "results.json").write_text((other / "results.json").read_text())
-
-    monkeypatch.setattr("fedbn_flwr.experiments.reports.page.sleep", go_on)
-    assert main(["report", "--watch", str(matrix), "--every", "7"]) == 0
-    assert len(pages) == 1
-    assert '<meta http-equiv="refresh" content="7">' in pages[0]
-    assert "8 finished, 8 waiting" in pages[0]
-
-
-def test_watch_says_that_the_matrix_does_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    matrix = write_matrix(tmp_path, {("IID, E=1", "BN"): (0.9, 0.8)})
-    idle = "at a time; not running now: the same command goes on where it stopped"
-
-    def look(_: float) -> None:
-        told.append(capsys.readouterr().out)
-        if len(told) == 2:
-            raise KeyboardInterrupt
-        # as the process of a matrix does
-        held.enter_context(alone_in(matrix))
-
-    told: list[str] = []
-    monkeypatch.setattr("fedbn_flwr.experiments.reports.page.sleep", look)
-    with ExitStack() as held:
-        assert main(["report", "--watch", str(matrix)]) == 130
-        with pytest.raises(UsageError, match="another process is running"), alone_in(matrix):
-            pass
-    assert idle in told[0]
-    assert "2 finished, 14 waiting" in told[1]
-    assert "not running" not in told[1]
-    with alone_in(matrix):
-        pass
-
-
-def test_watch_is_interrupted_cleanly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("fedbn_flwr.experiments.reports.page.sleep", Mock(side_effect=KeyboardInterrupt))
-    matrix = write_matrix(tmp_path, {})
-    assert main(["report", "--watch", str(matrix)]) == 130
-    assert capsys.readouterr().err == ""
-    assert (matrix / "report/report.html").is_file()
-
-
-def test_watch_needs_a_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "one", [round_row(1, 0.3)])
-    assert main(["report", "--watch", str(tmp_path / "one")]) == 2
-    assert "--watch needs the folder of `fedbn-flwr reproduce`" in capsys.readouterr().err
-
-
 def test_bars_by_domain_are_of_domains(tmp_path: Path) -> None:
     """Of every quantity that a single run or a recipe may have beside."""
     quantities = [*(name for name in QUANTITIES if name != "domain-accuracy"), "domain-accuracy"]
@@ -368,7 +296,6 @@ def test_runs_of_a_comparison_that_have_not_begun_are_waiting(tmp_path: Path) ->
     page = write_page(write_comparison(tmp_path, planned, {"fedavg": 0.5}), out=tmp_path / "page")
     assert "3 runs: 1 finished, 2 waiting" in page.text
     assert page.cell("results", SCORE, "fixbn") == "waiting"
-    assert "the same command goes on where it stopped" in page.text
 
 
 def test_a_comparison_plans_its_runs_before_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
