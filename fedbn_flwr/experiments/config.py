@@ -94,9 +94,6 @@ class Config:
         tuple[str, ...],
         "metrics per class on the test data, of sites on each site's: f1, auc, precision, recall",
     ] = ()
-    target_accuracy: Annotated[
-        float, "also report rounds, exchanges and bytes until this accuracy is reached; 0: off", Range(0, 1)
-    ] = 0.0
     lie: Annotated[
         float, "let the first client send this times its numbers, to try robust; variances keep their sign; 0: no lie"
     ] = 0.0

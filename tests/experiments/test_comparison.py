@@ -231,7 +231,7 @@ def test_the_test_data_never_choose_the_rate(tmp_path: Path, monkeypatch: pytest
 
 def test_compare_writes_its_summaries_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     methods = "fedavg, fedprox:mu=0.1,centralized"
-    assert run("compare", "--methods", methods, "--seeds", "2", target_accuracy="0.01", results_dir=str(tmp_path)) == 0
+    assert run("compare", "--methods", methods, "--seeds", "2", results_dir=str(tmp_path)) == 0
     summaries = json.loads((tmp_path / "compare.json").read_text())
     assert [(row["method"], row["seed"]) for row in summaries] == [
         (method, seed) for method in ("fedavg", "fedprox:mu=0.1", "centralized") for seed in (0, 1)
@@ -240,7 +240,6 @@ def test_compare_writes_its_summaries_and_a_picture(tmp_path: Path, capsys: pyte
     assert folders == {f"{name}-seed{seed}" for name in ("fedavg", "fedprox_mu=0.1", "centralized") for seed in (0, 1)}
     for row, folder in zip(summaries[:2], ("fedavg-seed0", "fedavg-seed1"), strict=True):
         assert json.loads((tmp_path / folder / "summary.json").read_text()) == row
-        assert row["rounds-to-target"] in (2, 3)
     with Image.open(tmp_path / "compare.png") as picture:
         assert picture.format == "PNG"
     table = capsys.readouterr().out

@@ -87,7 +87,6 @@ def test_what_an_option_cannot_take_is_named(value: Any, kind: Any, spoken: str)
         ({"fraction-train": 0}, "fraction-train must be above 0"),
         ({"fraction-evaluate": -0.5}, "fraction-evaluate must be between 0 and 1, got -0.5"),
         ({"validation": 2}, "validation must be between 0 and 1, got 2.0"),
-        ({"target-accuracy": 95}, "target-accuracy must be between 0 and 1, got 95.0"),
         ({"local-steps": 0}, "one of local-steps and local-epochs must be above 0"),
         ({"optimizer": "lamb"}, "unknown optimizer 'lamb'; known: sgd, adam, adamw"),
         ({"precision": "fp8"}, "unknown precision 'fp8'; known: float32, tf32, bf16"),

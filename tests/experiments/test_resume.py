@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "nodes' states in files": {"method": "fedbn", "engine": "inprocess", "state_dir": "states"},
     "control variates": {"method": "scaffold", "engine": "stacked", "clients": "4", "fraction_train": "0.5"},
-    "server optimizer": {"method": "fedavg", "server_optimizer": "yogi", "engine": "stacked", "target_accuracy": "0.3"},
+    "server optimizer": {"method": "fedavg", "server_optimizer": "yogi", "engine": "stacked"},
     "freeze round": {"method": "fixbn:freeze-round=2", "engine": "stacked"},
     "sums under masks": {"method": "fedavg:secure=true", "engine": "stacked", "clients": "3"},
     "layer-wise": {"method": "fedtan", "engine": "stacked", "momentum": "0.9", "momentum_state": "global"},

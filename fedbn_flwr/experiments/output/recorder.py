@@ -26,7 +26,7 @@ STATISTICS = ("running_var", "running_mean")
 Progress = Callable[[int, int, float | None], None]
 Summary = dict[str, Any]
 #: the attributes of a Journal that a run which is resumed must find as they were
-_KEPT = ("_score", "_train_loss", "_target", "_round")
+_KEPT = ("_score", "_train_loss", "_round")
 #: the kinds of traffic that are counted
 _KINDS = ("training", "evaluation")
 
@@ -103,7 +103,6 @@ class Journal:
         self._before = grid.training.copy()
         self._score: Score = {}
         self._train_loss: float | None = None
-        self._target: dict[str, int] = {}
         self._round = 0
         self._dynamics = DynamicsTable()
         #: the model after the last finished round
@@ -171,7 +170,6 @@ class Journal:
             "paper-bytes": sent.paper,
             "evaluation-payload-bytes": self._grid.evaluation.payload,
             "seconds": time.perf_counter() - self._started,
-            **self._until_target(),
             **(experiment.choice.summary() if experiment.choice else {}),
             **({"rounds-skipped": skipped} if skipped else {}),
             **({"model-for-each-node": True} if self._strategy.personal else {}),
@@ -189,14 +187,6 @@ class Journal:
             return {}
         score = self._scorer.score(self._strategy, arrays)
         self._score = score or self._score
-        target = self._config.target_accuracy
-        if target and not self._target and score.get(self._scorer.metric, 0.0) >= target:
-            sent = self._grid.training
-            self._target = {
-                "rounds": server_round,
-                "exchanges": sent.exchanges,
-                "payload-bytes": sent.payload,
-            }
         return score
 
     def _training(self) -> dict[str, Any]:
@@ -221,12 +211,6 @@ class Journal:
             "payload-bytes-up": sent.payload_up,
             "paper-bytes": sent.paper,
         }
-
-    def _until_target(self) -> dict[str, int | None]:
-        if not self._config.target_accuracy:
-            return {}
-        names = ("rounds", "exchanges", "payload-bytes")
-        return {f"{name}-to-target": self._target.get(name) for name in names}
 
 
 def diverged(error: Exception) -> Summary:

@@ -166,22 +166,6 @@ def test_a_run_that_fails_leaves_why_and_nothing_of_the_last_one(
     assert "batch normalization cannot train on a mini-batch of 1 sample" in line
 
 
-def test_the_target_accuracy_is_reported_with_what_it_took(tmp_path: Path) -> None:
-    assert run("run", method="fedavg", target_accuracy="0.01", results_dir=str(tmp_path)) == 0
-    summary, rounds = summary_of(tmp_path), read_rounds(tmp_path)
-    reached = next(row for row in rounds if row.get("accuracy", 0) >= 0.01)["round"]
-    until = [row for row in rounds if row["round"] <= reached]
-    assert summary["rounds-to-target"] == summary["exchanges-to-target"] == reached
-    assert summary["payload-bytes-to-target"] == sum(
-        row["payload-bytes-down"] + row["payload-bytes-up"] for row in until
-    )
-
-
-def test_a_target_that_is_not_reached_is_none(tmp_path: Path) -> None:
-    assert run("run", method="fedavg", rounds="1", lr="0", target_accuracy="1", results_dir=str(tmp_path)) == 0
-    assert summary_of(tmp_path)["rounds-to-target"] is None
-
-
 def test_the_summary_is_the_last_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError("no space left")
