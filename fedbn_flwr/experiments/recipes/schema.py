@@ -15,8 +15,8 @@ from fedbn_flwr.experiments.recipes.recipe import QUANTITIES, Direction, Number,
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import Option, UsageError, options_of, whole_number
 
-#: the keys of a recipe, and those of its `smoke`; `lr-grid` is of earlier recipes
-SMOKE_KEYS = ("options", "methods", "vary", "seeds", "grid", "lr-grid")
+#: the keys of a recipe, and those of its `smoke`
+SMOKE_KEYS = ("options", "methods", "vary", "seeds", "grid")
 KEYS = ("place", "about", *SMOKE_KEYS, "leave-out", "quantities", "reported", "directions", "notes", "smoke")
 #: options that a matrix sets for every run
 MATRIX_OPTIONS = ("method", "seed", "validation", "results-dir", "resume", "checkpoint-every")
@@ -109,7 +109,7 @@ class Fields:
 
     def grid(self) -> Grid:
         """Return option -> values to choose from."""
-        given = {"lr": self.listed("lr-grid")} if "lr-grid" in self._content else self.get("grid") or {}
+        given = self.get("grid") or {}
         if not isinstance(given, Mapping):
             self.refuse(f"grid must be a mapping of options to lists of values, got {given!r}")
         grid = {str(key): values if isinstance(values, list) else [values] for key, values in given.items()}

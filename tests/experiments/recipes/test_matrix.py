@@ -112,11 +112,11 @@ def test_values_are_chosen_for_each_setting(tmp_path: Path) -> None:
 
 
 def test_a_plan_says_how_many_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = {**MATRIX, "vary": {"local-steps": [1, 2]}, "seeds": 2, "lr-grid": [0.01, 0.1, 1]}
+    content = {**MATRIX, "vary": {"local-steps": [1, 2]}, "seeds": 2, "grid": {"lr": [0.01, 0.1, 1]}}
     assert reproduce(tmp_path, content, "--dry-run") == 0
     assert not (tmp_path / "out").exists()
     words = capsys.readouterr().out
-    # (2 seeds + 2 seeds of 3 rates) x 3 rounds x 2 clients x (1 + 2) steps x 2 methods; earlier recipes have this key
+    # (2 seeds + 2 seeds of 3 rates) x 3 rounds x 2 clients x (1 + 2) steps x 2 methods
     assert "4 cells, 288 client steps" in words
 
 
