@@ -1,4 +1,4 @@
-"""Pictures of final numbers: bars by domain, bytes, accuracy by the round of the freeze, and the GN minus BN map."""
+"""Pictures of final numbers: bars by domain, accuracy by the round of the freeze, and the GN minus BN map."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr.experiments.method import parse
-from fedbn_flwr.experiments.output.plots import SIZE, Picture, bar_style, line_style
-from fedbn_flwr.experiments.recipes.recipe import AVERAGE, COUNTED, QUANTITIES, Recipe
+from fedbn_flwr.experiments.output.plots import Picture, bar_style, line_style
+from fedbn_flwr.experiments.recipes.recipe import AVERAGE, QUANTITIES, Recipe
 from fedbn_flwr.experiments.recipes.table import Key, Value
 from fedbn_flwr.experiments.reports.sources import Source
 
@@ -21,9 +21,6 @@ def bars(source: Source, values: Mapping[Key, Value]) -> Iterator[Picture]:
     if "domain-accuracy" in source.recipe.quantities:
         for setting in source.recipe.settings[:SETTINGS]:
             yield from _domains(source, setting.name, values)
-    for column in COUNTED:
-        if column in source.recipe.quantities and source.record:
-            yield from _counted(source, column, values)
     yield from _freeze_rounds(source, values)
     yield from maps(source, values)
 
@@ -102,32 +99,6 @@ def _grouped(axes: Any, groups: Mapping[str, Sequence[Value]]) -> None:
         axes.bar(at, means, width, yerr=deviations, label=label, error_kw={"elinewidth": 1}, **bar_style(index))
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
-
-
-def _counted(source: Source, column: str, values: Mapping[Key, Value]) -> Iterator[Picture]:
-    """Draw bytes or exchanges beside the paper's, as horizontal bars."""
-    cells = [(s.name, label) for s, label in source.recipe.cells() if (s.name, label, column) in values]
-    if not cells:
-        return
-    places = [place for place in source.recipe.reported if any(place.number(m, s, column) for s, m in cells)]
-
-    def paint(axes: Any) -> None:
-        height, positions = 0.8 / (1 + len(places)), np.arange(len(cells))
-        here = [values[setting, method, column].mean for setting, method in cells]
-        axes.barh(positions, here, height, label="here", **bar_style(0))
-        for index, place in enumerate(places, start=1):
-            numbers = [place.number(method, setting, column) for setting, method in cells]
-            printed = [number.mean if number else 0 for number in numbers]
-            axes.barh(positions + index * height, printed, height, label=place.place, **bar_style(index))
-        names = [", ".join(filter(None, (method, setting))) for setting, method in cells]
-        axes.set_yticks(positions + height * len(places) / 2, names, fontsize=9)
-        axes.invert_yaxis()
-        axes.set_xlabel(COUNTED[column])
-        axes.grid(alpha=0.3, axis="x")
-        axes.set_axisbelow(True)
-
-    caption = f"{COUNTED[column]}, as papers count".replace("share", "Share")
-    yield Picture(column, caption, paint, height=max(SIZE[1], 1.4 + 0.3 * len(cells)))
 
 
 def _freeze_rounds(source: Source, values: Mapping[Key, Value]) -> Iterator[Picture]:

@@ -145,7 +145,6 @@ def test_pictures_are_in_the_page_and_beside_it(whole: Page) -> None:
     for start in (
         "Accuracy with GN minus BN",
         "Accuracy by domain in IID, E=1",
-        "MiB a round, as papers count",
         "Accuracy against rounds in Shards, E=9",
         "Accuracy against exchanges in",
         "Accuracy against bytes in",
