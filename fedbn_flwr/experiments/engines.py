@@ -29,8 +29,7 @@ from fedbn_flwr.experiments.resources import (
     expected_steps,
     load_data,
     make_partition,
-    refuse_state_dir,
-    refuse_workers,
+    refuse_own_nodes,
     set_threads,
     share_data,
     shared_model,
@@ -245,7 +244,7 @@ def run_on_ray(experiment: Experiment, folder: Path, progress: Progress | None =
 
     Of its own on this machine, or with `RAY_ADDRESS` in the environment on the cluster that is there.
     """
-    refuse_state_dir(experiment.config)
+    refuse_own_nodes(experiment.config)
     with extra("simulation"):
         import ray  # noqa: F401  # Flower's own error would name no package
     cluster = _cluster()
@@ -299,7 +298,7 @@ def prepare(engine: Engine, experiment: Experiment) -> None:
             "name it as package.module:function, or the module of a registered strategy in plugins"
         )
     if engine is run_on_ray:
-        refuse_workers(config)
+        refuse_own_nodes(config)
     elif config.workers > 1:
         preload(NEEDED)
 

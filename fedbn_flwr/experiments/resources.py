@@ -289,18 +289,11 @@ def state_folder(config: Config, run: Path) -> Path | None:
     return make_folder(folder, f"state-dir {config.state_dir!r}")
 
 
-def refuse_state_dir(config: Config) -> None:
-    """Refuse `state-dir` where Flower runs the nodes, and keeps their memory itself."""
-    if config.state_dir:
-        raise UsageError(f"state-dir {config.state_dir!r} only works with the engines 'stacked' and 'inprocess'")
-
-
-def refuse_workers(config: Config) -> None:
-    """Refuse `workers` where Flower runs the nodes, in processes of its own."""
-    if config.workers > 1:
-        raise UsageError(
-            f"workers={config.workers} only works with the engines 'stacked' and 'inprocess': Flower has its own ones"
-        )
+def refuse_own_nodes(config: Config) -> None:
+    """Refuse `state-dir` and `workers` where Flower runs the nodes, in processes and with memory of its own."""
+    if config.state_dir or config.workers > 1:
+        given = f"state-dir {config.state_dir!r}" if config.state_dir else f"workers={config.workers}"
+        raise UsageError(f"{given} only works with the engines 'stacked' and 'inprocess': Flower has its own nodes")
 
 
 def set_threads(config: Config) -> None:

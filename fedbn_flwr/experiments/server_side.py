@@ -33,8 +33,7 @@ from fedbn_flwr.experiments.resources import (
     fresh_model,
     load_data,
     make_partition,
-    refuse_state_dir,
-    refuse_workers,
+    refuse_own_nodes,
     rounds_within_budget,
     set_threads,
     shared_model,
@@ -207,8 +206,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
     `resume` is then the number of a run.
     """
     experiment = resolve(run_config)
-    refuse_state_dir(experiment.config)
-    refuse_workers(experiment.config)
+    refuse_own_nodes(experiment.config)
     size = experiment.config.batch_size
     if issubclass(experiment.strategy_class, Layerwise) and size < LEAST_BATCH:
         # the statistics of few samples leave the sites, from which an attacker may reconstruct these samples

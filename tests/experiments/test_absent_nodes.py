@@ -114,11 +114,6 @@ def test_more_nodes_than_clients_are_refused(tmp_path: Path) -> None:
         federate(tmp_path, 3, clients="2")
 
 
-def test_min_nodes_above_clients_is_refused() -> None:
-    with pytest.raises(UsageError, match="min-nodes must be at most clients, got 4 of 3"):
-        resolve({**SHARED, "min-nodes": "4"})
-
-
 def test_deadlines_reach_the_strategy() -> None:
     strategy = resolve({**SHARED, "timeout": "50", "exchange-timeout": "7"}).make_strategy(CLIENTS)
     assert (strategy.exchange_timeout, strategy.patience, strategy.min_available_nodes) == (7.0, 0.0, 3)

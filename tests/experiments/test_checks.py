@@ -12,61 +12,6 @@ from tests.helpers.runs import results, run
 
 HERE = "tests.helpers.other_shapes"
 
-REFUSED = {
-    "an option of another method": (
-        {"method": "fedavg", "freeze-round": "0.3"},
-        "freeze-round is an option of fixbn, centralized; fedavg would ignore it",
-    ),
-    "a replacement that drops a parameter": (
-        {"method": "fedavg+gn", "model": f"{HERE}:warm"},
-        "layer '1' is a WarmBatchNorm with temperature, which GroupNorm would drop",
-    ),
-    "a replacement that drops a buffer": (
-        {"method": "fedavg+gn", "model": f"{HERE}:counting"},
-        "layer '1' is a CountingBatchNorm with scale, which GroupNorm would drop",
-    ),
-    "a layer-wise step over a layer of its own kind": (
-        {"method": "fedtan", "model": f"{HERE}:warm"},
-        "method 'fedtan': layer '1' is a WarmBatchNorm, which computes something else than BN",
-    ),
-    **{
-        f"{method} without BN": ({"method": method}, f"method '{method}' would be another one: the model has no BN")
-        for method in ("fixbn+gn", "fedtan+gn", "feddna:carry=true:norm=ln", "fedbn+in", "fednorm+none")
-    },
-    **{
-        f"{method} on BN that is no layer": (
-            {"method": method, "model": f"{HERE}:functional"},
-            f"method '{method}' would be another one: the model's forward calls F.batch_norm",
-        )
-        for method in ("fedbn", "fixbn", "fedwon", "hbn")
-    },
-    "a model for other inputs": (
-        {"model": f"{HERE}:deaf"},
-        f"model '{HERE}:deaf' cannot take inputs of the shape (1, 8, 8)",
-    ),
-    "too few outputs": ({"model": f"{HERE}:narrow"}, f"model '{HERE}:narrow' has 3 outputs for 4 classes"),
-    "rows as images": (
-        {"dataset": f"{HERE}:rows_of_numbers", "model": f"{HERE}:perceptron", "image-size": "8"},
-        "image-size is for images, not for inputs of the shape (20,)",
-    ),
-    "augmented rows": (
-        {"dataset": f"{HERE}:rows_of_numbers", "model": f"{HERE}:perceptron", "augmentation": "crop"},
-        "augmentation 'crop' is for images, not for inputs of the shape (20,)",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_one_line_before_training(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options, message = REFUSED[case]
-    assert run("run", results_dir=str(tmp_path / "results"), **options) == 2
-    shown = capsys.readouterr()
-    assert message in shown.err
-    assert (shown.out, shown.err.count("\n")) == ("", 1)
-    assert not (tmp_path / "results").exists()
-
 
 @pytest.mark.parametrize("options", [{"method": "fedavg", "model": f"{HERE}:functional"}, {"method": "centralized+gn"}])
 def test_a_method_that_does_without_bn_layers_takes_any_model(options: dict[str, str], tmp_path: Path) -> None:
@@ -109,14 +54,9 @@ def test_a_command_does_not_warn_of_what_stays_on_nodes(
     assert not [record for record in caplog.records if "not trained" in record.getMessage()]
 
 
-def test_an_option_in_a_comparison_is_for_the_methods_that_have_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_in_a_comparison_is_for_the_methods_that_have_it(tmp_path: Path) -> None:
     words = {"rounds": "1", "results_dir": str(tmp_path)}
     assert run("compare", "--methods", "fedavg,fixbn", "--freeze-round", "1", **words) == 0
-    capsys.readouterr()
-    assert run("compare", "--methods", "fedavg,fedbn", "--freeze-round", "1", **words) == 2
-    assert "fedavg, fedbn would ignore it" in capsys.readouterr().err
 
 
 def test_classes_that_nobody_has_and_a_single_seed_are_said(

@@ -54,16 +54,6 @@ def test_a_worker_sees_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) ->
     assert started == [(1, {"CUDA_VISIBLE_DEVICES": "6"}), (2, {"CUDA_VISIBLE_DEVICES": "4"})]
 
 
-@pytest.mark.parametrize("words", [["run"], ["compare", "--methods", "fedbn,fedavg:workers=2"]])
-def test_flowers_engine_has_workers_of_its_own(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = {} if "compare" in words else {"workers": "2"}
-    assert run(*words, engine="ray", results_dir=str(tmp_path / "results"), **options) == 2
-    assert "workers=2 only works with the engines 'stacked' and 'inprocess'" in capsys.readouterr().err
-    assert not (tmp_path / "results").exists()
-
-
 def test_a_flower_app_has_the_nodes_that_there_are() -> None:
     with pytest.raises(UsageError, match="workers=2 only works"):
         serve(InProcessGrid(None, 2), {"workers": 2})  # type: ignore[arg-type]

@@ -16,17 +16,6 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_imagenet(tmp_path_factory.mktemp("imagenet"), classes=3, images=12)
 
 
-def test_a_classifier_is_refused_for_label_maps_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    home = write_cityscapes(tmp_path / "streets")
-    options = {"dataset": f"cityscapes:{home}", "image-size": "16", "partition": "city"}
-    assert run("run", **options, results_dir=str(tmp_path / "results")) == 2
-    text = "model 'small-cnn' is for classification, cityscapes for segmentation; there are: small-fcn, deeplabv3plus-"
-    assert text in capsys.readouterr().err
-    assert not (tmp_path / "results").exists()
-
-
 def test_a_run_on_cityscapes_files_streams_them_and_reports_the_mean_iou(tmp_path: Path) -> None:
     home = write_cityscapes(tmp_path / "streets")
     options = {"dataset": f"cityscapes:{home}", "image-size": "16", "partition": "city", "clients": "2"}

@@ -28,7 +28,7 @@ from fedbn_flwr.data import Data, Split, load
 from fedbn_flwr.data.own_data import fingerprint_of
 from fedbn_flwr.experiments import UsageError
 from fedbn_flwr.experiments.output.run_folder import RunFolder
-from fedbn_flwr.strategies import REGISTRY, DivergedError, FedAvg, FedProx, FixBN, Privacy
+from fedbn_flwr.strategies import REGISTRY, DivergedError, FedAvg, FedProx, FixBN
 from fedbn_flwr.wire import Instruction
 from tests.helpers.checkout import ROOT, environment
 from tests.helpers.checkout import run as run_program
@@ -269,44 +269,6 @@ def test_a_script_goes_on_in_another_process_and_needs_no_guard(tmp_path: Path) 
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("methods", "options", "message"),
-    [
-        ("fedavg", {}, "methods must be a list of at least one method, got 'fedavg'"),
-        ([], {}, "methods must be a list"),
-        (["fedavg", FedAvg()], {}, "methods names 'fedavg' twice"),
-        (
-            [dict],
-            {},
-            "a method must be a name, or a strategy of fedbn_flwr.strategies or a subclass of one, got builtins",
-        ),
-        ([FedAvg(seed=3)], {}, "seed is the same for all methods of a comparison"),
-        ([FedAvg(patience=3.0)], {}, "unknown option 'patience'"),
-        ([FedAvg(weighting="uniform", privacy=Privacy(1, 1))], {}, "FedAvg: an experiment cannot write down privacy="),
-        (["fedavg"], {"rouns": 3}, "unknown option 'rouns'; did you mean 'rounds'?"),
-        (["fedavg"], {"seeds": 0}, "seeds must be a whole number of at least 1, got 0"),
-        (["fedavg"], {"grid": {"lr": 0.1}}, "grid: lr must have a list of at least one value, got 0.1"),
-        (
-            ["fedavg"],
-            {"grid": {"lr": [0.1]}, "grid_seeds": 0},
-            "grid_seeds must be a whole number of at least 1, got 0",
-        ),
-        (["fedavg"], {"grid": {"mu": [1]}}, "mu is an option of fedbs, fedprox; fedavg would ignore it"),
-        (["fedavg"], {"resume": "x"}, "compare has no option 'resume'"),
-        (["fedavg"], {"model": 3}, "model must be a name, a function or class that makes a torch.nn.Module, or"),
-        (["fedavg"], {"model": lambda: 3}, "model '<lambda>' returned a int, not a torch.nn.Module"),
-        (["fedavg"], {"data": 3}, "data must be a name, fedbn_flwr.data.Data, a function that returns Data, or a pair"),
-        (["fedavg"], {"data": ([1], [2])}, "the training data must be a fedbn_flwr.data.Split, a pair"),
-        (["fedavg"], {"dataset": "digits"}, "data and dataset mean the same"),
-    ],
-)
-def test_bad_input_is_one_line_that_says_what_is_allowed(methods: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        compare(methods, **{**SMALL, "data": DATA, **options})
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_strategy_whose_name_or_options_are_taken() -> None:

@@ -1,6 +1,5 @@
 """Methods: `STRATEGY[+NORM][:key=value]...`, and everything that can be wrong with one."""
 
-import re
 from inspect import signature
 from typing import Annotated, Any, ClassVar
 
@@ -73,56 +72,6 @@ def test_owners_are_the_strategies_that_have_the_option() -> None:
 )
 def test_a_method_is_taken_apart(method: str, wanted: tuple[Any, ...]) -> None:
     assert parse(method) == wanted
-
-
-METHODS, NORMALIZERS = f"; known: {', '.join(REGISTRY)}", f"; known: {', '.join(NORMS)}"
-#: method or options -> how the error begins or ends, and what else it names
-MISTAKES: list[tuple[str | dict[str, str], str]] = [
-    ("", f"unknown strategy ''{METHODS}"),
-    ("fedsgd+gn:lr=1", f"unknown strategy 'fedsgd'{METHODS}"),
-    ("+gn", f"unknown strategy ''{METHODS}"),
-    (":lr=1", f"unknown strategy ''{METHODS}"),
-    ("fedavg+batch", f"unknown normalizer 'batch'{NORMALIZERS}"),
-    ({"norm": "xn"}, f"unknown normalizer 'xn'{NORMALIZERS}"),
-    ("fedavg+", f"unknown normalizer ''{NORMALIZERS}"),
-    ("fixbn:mu=1", "unknown option 'mu'; known: "),
-    ("fixbn:method=1", "unknown option 'method'; known: "),
-    ("fedavg:plugins=a", "method 'fedavg:plugins=a': unknown option 'plugins'"),
-    ("fedavg:lr", "'lr' is not of the form key=value"),
-    ("fedavg:=0.1", "'=0.1' is not of the form key=value"),
-    ("fedavg:lr:0.1", "'lr:0.1' is not of the form key=value"),
-    ("fedprox:mu=small", "method 'fedprox:mu=small': mu must be a number, got 'small'"),
-    ("fedprox:lr=fast", "method 'fedprox:lr=fast': lr must be a number, got 'fast'"),
-    ("fixbn:send-frozen=perhaps", "send-frozen must be true or false, got 'perhaps'"),
-    ("fedavg:rounds=1.5", "rounds must be a whole number, got '1.5'"),
-    ("fedavg:server-lr=fast", "server-lr must be a number, got 'fast'"),
-    ("fedprox:mu=-1", "method 'fedprox:mu=-1': mu must be at least 0"),
-    ("fixbn:freeze=all", "freeze must be statistics, affine or both, got 'all'"),
-    ("fixbn:freeze-round=-0.5", "neither a fraction between 0 and 1 nor a number of rounds"),
-    ("fedavg:weighting=size", "weighting must be examples or uniform, got 'size'"),
-    ("fedavg:lr-schedule=soon", "cannot read 'soon'"),
-    ("fedwon:wsconv=false:gain=learnable", "which wsconv=false leaves out"),
-    ("fedwon:wsconv=false:branch-scale=paper", "which wsconv=false leaves out"),
-    ({"method": "centralized", "clients": "0"}, "needs clients"),
-    *(
-        (
-            {"method": f"fedwon:branch-scale={value}", "norm-options": "branch_scale=1"},
-            "branch_scale is 1.0, but method",
-        )
-        for value in ("auto", "paper", "0.5")
-    ),
-]
-
-
-@pytest.mark.parametrize(("given", "message"), MISTAKES)
-def test_a_mistake_is_named_with_what_is_allowed(given: str | dict[str, str], message: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(message)):
-        resolve({"method": given} if isinstance(given, str) else given).make_strategy(5)
-
-
-def test_an_unknown_option_is_named_with_those_of_the_method_and_of_all() -> None:
-    with pytest.raises(UsageError, match=r"known: (?=.*freeze-round).*batch-size"):
-        resolve({"method": "fixbn:frobnicate=1"})
 
 
 def test_a_methods_own_options_override_the_shared_ones() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from fedbn_flwr import compare, run
-from fedbn_flwr.data import Data, Split, load
+from fedbn_flwr.data import load
 from fedbn_flwr.experiments import UsageError, main
 from tests.helpers.image_sets import paint
 
@@ -108,58 +108,6 @@ def test_a_data_frame_of_inputs_is_an_array() -> None:
         for inputs in (frame, np.array(frame))
     ]
     assert accuracies[0]["loss"] == accuracies[1]["loss"]
-
-
-def spoiled(images: Tensor, value: float) -> Tensor:
-    images = images.clone()
-    images[7, 0, 0, 0] = value
-    return images
-
-
-X, Y = pair(24, 1)
-GOOD = X, Y
-FRAME = pd.DataFrame(X.flatten(1).numpy())
-MISTAKES: dict[str, tuple[Any, str]] = {
-    "one pair": (GOOD, "the training data must be a .* a Tensor has no labels: data is "),
-    "one array pair": ((X.numpy(), Y.numpy()), "a ndarray has no labels: data is "),
-    "two frames": ((FRAME, FRAME), "a DataFrame has no labels: data is "),
-    "a frame": (FRAME, "data must be a name, .* or a pair .training data, test data., got DataFrame"),
-    "text": (((FRAME.astype(str), Y), GOOD), "the training data must be .*object"),
-    "float labels": (
-        ((X, Y.float()), GOOD),
-        "labels must be integers, the numbers of classes from 0, not torch.float32",
-    ),
-    "labels from 1": (((X, Y + 1), (X, Y + 1)), "labels are 1 to 3, but classes are numbered from 0: give labels - 1"),
-    "channels last": (
-        ((X.permute(0, 2, 3, 1), Y), GOOD),
-        r"\(24, 8, 8, 3\) look like channels last: give inputs.permute\(0, 3, 1, 2\)",
-    ),
-    "NaN in training": (((spoiled(X, float("nan")), Y), GOOD), "training sample 7 has a value that is not a finite"),
-    "infinity in testing": ((GOOD, (spoiled(X, float("-inf")), Y)), "test sample 7 has a value that is not a finite"),
-    "another shape": ((GOOD, pair(9, 2, side=9)), r"model 'mlp' cannot take test inputs of the shape \(3, 9, 9\)"),
-    "no test samples": ((GOOD, (X[:0], Y[:0])), "own data has no test samples"),
-    "integers": (((X.long(), Y), GOOD), r"cannot take integers \(ids: other numbers are float32\) of the shape"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_before_training(mistake: str, tmp_path: Path) -> None:
-    given, message = MISTAKES[mistake]
-    with pytest.raises(UsageError, match=message) as caught:
-        compare(["fedavg"], data=given, model="mlp", partition="iid", folder=tmp_path / "runs", **QUICK)
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "runs").exists()
-
-
-def flawed() -> Data:
-    """Return data with a value that is not a number."""
-    return Data("flawed", Split(X, Y), Split(spoiled(X, float("nan")), Y), 3)
-
-
-def test_a_mistake_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--dataset", f"{__name__}:flawed"]) == 2
-    text = "fedbn-flwr: flawed: test sample 7 has a value that is not a finite number\n"
-    assert capsys.readouterr() == ("", text)
 
 
 # ---- sites -----------------------------------------------------------------------------------------------------------

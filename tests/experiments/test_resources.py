@@ -89,12 +89,6 @@ def test_validation_takes_the_test_datas_place_and_is_not_trained_on() -> None:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", ["frobnicate=1", "r_max=[", "groups=2"])
-def test_an_option_that_the_normalizer_does_not_have_is_named(options: str) -> None:
-    with pytest.raises(UsageError, match=options.split("=")[0].replace("_", "[-_]")):
-        check(resolve({"dataset": TINY, "partition": "iid", "norm": "brn", "norm-options": options}))
-
-
 def test_only_a_federation_that_is_there_knows_how_many_it_is() -> None:
     experiment = resolve({"dataset": TINY, "partition": "iid", "clients": 0})
     check(experiment)

@@ -104,23 +104,3 @@ def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     words = capsys.readouterr().out.split()
     assert {"--batches", "--init-from", "--partition", "--method"} <= set(words)
     assert "--engine" not in words
-
-
-MISTAKES = {
-    "no BN": ({"method": "fedavg+gn"}, "the model has no BN layer"),
-    "other than BN": ({"method": "fedavg+brn"}, "computes something else than BN"),
-    "no batches": ({"batches": "0"}, "--batches must be at least 1, got 0"),
-    "some batches": ({"batches": "some"}, "--batches must be a whole number, got 'some'"),
-    "model": ({"model": "vgg"}, "unknown model 'vgg'"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(
-    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options, message = MISTAKES[mistake]
-    assert run("diagnose", **options, results_dir=str(tmp_path / "results")) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert not (tmp_path / "results").exists()

@@ -140,10 +140,3 @@ def test_only_numbers_are_logged_and_those_of_a_mapping_under_its_name() -> None
 @pytest.mark.parametrize("names", [SINKS, tuple(MODULES), tuple(OPENERS)])
 def test_every_sink_is_known_everywhere(names: tuple[str, ...]) -> None:
     assert names == ("tensorboard", "wandb")
-
-
-def test_an_unknown_sink_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("run", log_to="tensorbord", results_dir=str(tmp_path / "out")) == 2
-    wanted = "fedbn-flwr: unknown sink 'tensorbord' in log-to; known: tensorboard, wandb\n"
-    assert capsys.readouterr().err == wanted
-    assert not (tmp_path / "out").exists()

@@ -164,23 +164,6 @@ def test_a_mistake_is_one_line(
     assert reason in line
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["fixbn/table99"], "unknown recipe 'fixbn/table99'; `fedbn-flwr recipes` lists them"),
-        (["nowhere.yaml"], "recipe nowhere: cannot be read"),
-        (["fixbn/table5", "--only", "LN"], "recipe fixbn/table5 has no 'LN'; it has: Centralized+BN, "),
-        (["fixbn/table5", "--workers", "0"], "--workers must be at least 1, got 0"),
-        (["fixbn/table5", "--seeds", "few"], "--seeds must be a whole number, got 'few'"),
-        (["fixbn/table5", "--engine", "spark"], "unknown engine 'spark'; known: "),
-    ],
-)
-def test_a_wrong_word_is_one_line(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert reason in line
-
-
 def test_a_recipe_without_a_small_form_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", write(tmp_path, {"methods": ["fedavg"]}), "--smoke"]) == 2
     assert "recipe mine has no smoke" in capsys.readouterr().err

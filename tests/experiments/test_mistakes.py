@@ -1,0 +1,293 @@
+"""What users get wrong, a table for each door: the command, options and methods, and calls from Python.
+
+Mistakes in recipes are in `recipes/test_recipe.py`, those of sites in `sites/test_sites_run.py`, and checkpoints that
+cannot be used in `test_checkpoint.py`.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from fedbn_flwr import compare
+from fedbn_flwr.data import Data, Split
+from fedbn_flwr.experiments import UsageError, main, resolve
+from fedbn_flwr.norm import NORMS
+from fedbn_flwr.strategies import REGISTRY, FedAvg, Privacy
+from tests.helpers.registered import registries_restored
+from tests.helpers.runs import DATA, OPTIONS, command
+
+HERE = "tests.helpers.other_shapes"
+ROWS = f"--dataset {HERE}:rows_of_numbers --model {HERE}:perceptron"
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+#: command, words, what its one line says
+COMMANDS: list[tuple[str, str, str]] = [
+    ("run", "--dataset folder:/nowhere", "/nowhere"),
+    ("run", f"--dataset {__name__}:flawed", "flawed: test sample 7 has a value that is not a finite number"),
+    ("run", "--partition classes:9", "classes:9"),
+    ("run", "--clients 81", "81 clients cannot share 80 samples"),
+    ("run", "--clients 0", "clients must be at least 1"),
+    ("run", "--model nowhere.at:all", "cannot import 'nowhere.at'"),
+    ("run", "--image-size 5", "cannot take 5x5 images"),
+    ("run", "--learning-rate 0.1", "unknown option '--learning-rate'; known: "),
+    ("run", "--round 5", "unknown option '--round'; did you mean '--rounds'?"),
+    ("run", "--freezeround=3", "unknown option '--freezeround'; did you mean '--freeze-round'?"),
+    ("run", "--method FedAvg", "unknown strategy 'FedAvg'; did you mean 'fedavg'?"),
+    ("run", "fedbn", "unknown option 'fedbn'; known: "),
+    ("run", "--rounds", "argument --rounds: expected one argument"),
+    ("run", "--engine spark", "unknown engine 'spark'; known: stacked, inprocess, ray"),
+    ("run", "--device gpu", "unknown device 'gpu'; known: auto, cpu"),
+    ("run", "--device cuda:99", "device 'cuda:99' is not available here"),
+    ("run", "--init-from /nowhere.pt", "no file /nowhere.pt"),
+    ("run", f"--init-from {__file__}", "test_mistakes.py is neither safetensors nor a torch state dict"),
+    ("run", "--plugins nowhere.methods", "plugins: cannot import 'nowhere.methods': No module named 'nowh"),
+    ("run", "--plugins", "argument --plugins: expected one argument"),
+    ("run", f"--results-dir {__file__}/results", "results-dir"),
+    ("run", "--log-to tensorbord", "unknown sink 'tensorbord' in log-to; known: tensorboard, wandb"),
+    ("run", "--engine ray --workers 2", "workers=2 only works with the engines 'stacked' and 'inprocess'"),
+    ("run", "--engine ray --state-dir x", "state-dir 'x' only works with the engines 'stacked' and 'inprocess'"),
+    ("run", "--method fedavg --freeze-round 0.3", "freeze-round is an option of fixbn, centralized; fedavg would"),
+    # a normalizer in place of BN's layers must take all of them over
+    ("run", f"--method fedavg+gn --model {HERE}:warm", "is a WarmBatchNorm with temperature, which GroupNorm would"),
+    ("run", f"--method fedavg+gn --model {HERE}:counting", "is a CountingBatchNorm with scale, which GroupNorm would"),
+    ("run", f"--method fedtan --model {HERE}:warm", "'1' is a WarmBatchNorm, which computes something else than BN"),
+    *(
+        ("run", f"--method {method}", f"method '{method}' would be another one: the model has no BN")
+        for method in ("fixbn+gn", "fedtan+gn", "feddna:carry=true:norm=ln", "fedbn+in", "fednorm+none")
+    ),
+    *(
+        ("run", f"--method {method} --model {HERE}:functional", "would be another one: the model's forward calls F.b")
+        for method in ("fedbn", "fixbn", "fedwon", "hbn")
+    ),
+    ("run", f"--model {HERE}:deaf", f"model '{HERE}:deaf' cannot take inputs of the shape (1, 8, 8)"),
+    ("run", f"--model {HERE}:narrow", f"model '{HERE}:narrow' has 3 outputs for 4 classes"),
+    ("run", f"{ROWS} --image-size 8", "image-size is for images, not for inputs of the shape (20,)"),
+    ("run", f"{ROWS} --augmentation crop", "augmentation 'crop' is for images, not for inputs of the shape (20,)"),
+    (
+        "run",
+        "--dataset streets:cities=2:images=4 --partition city",
+        "model 'small-cnn' is for classification, streets for segmentation; there are: small-fcn, deeplabv3plus-",
+    ),
+    ("compare", "--methods fedavg --seeds 0", "--seeds must be at least 1, got 0"),
+    ("compare", "--methods fedavg --seeds few", "--seeds must be a whole number, got 'few'"),
+    ("compare", "--methods fedavg --grid 0.1", "--grid must be OPTION=VALUE,VALUE, such as lr=0.03,0.1, got "),
+    ("compare", "--methods fedavg --grid-seeds 0", "--grid-seeds must be at least 1, got 0"),
+    ("compare", "--methods fedavg --method fedbn", "unknown option '--method'; did you mean '--methods'?"),
+    ("compare", "", "--methods"),
+    ("compare", "--methods fedavg --dry-run --device cuda:99", "device 'cuda:99' is not available here"),
+    ("compare", "--methods fedbn,fedavg:workers=2 --engine ray", "workers=2 only works with the engines"),
+    ("compare", "--methods fedavg,fedbn --freeze-round 1", "fedavg, fedbn would ignore it"),
+    ("diagnose", "--method fedavg+gn", "the model has no BN layer"),
+    ("diagnose", "--method fedavg+brn", "computes something else than BN"),
+    ("diagnose", "--batches 0", "--batches must be at least 1, got 0"),
+    ("diagnose", "--batches some", "--batches must be a whole number, got 'some'"),
+    ("diagnose", "--model vgg", "unknown model 'vgg'"),
+    ("reproduce", "fixbn/table99", "unknown recipe 'fixbn/table99'; `fedbn-flwr recipes` lists them"),
+    ("reproduce", "nowhere.yaml", "recipe nowhere: cannot be read"),
+    ("reproduce", "fixbn/table5 --only LN", "recipe fixbn/table5 has no 'LN'; it has: Centralized+BN, "),
+    ("reproduce", "fixbn/table5 --workers 0", "--workers must be at least 1, got 0"),
+    ("reproduce", "fixbn/table5 --seeds few", "--seeds must be a whole number, got 'few'"),
+    ("reproduce", "fixbn/table5 --engine spark", "unknown engine 'spark'; known: "),
+    ("reproduce", "fixbn/table5 --dry-run --device cuda:99", "device 'cuda:99' is not available here"),
+    ("report", "nowhere", "nowhere is not a folder of results"),
+    ("report", str(Path(__file__).parent), "holds no results of `fedbn-flwr run`, `compare` or `reproduce`"),
+    ("report", "nowhere --format html,latx", "unknown format 'latx'; did you mean 'latex'"),
+    ("list", "fixbm", "unknown name 'fixbm'; did you mean 'fixbn'?"),
+    ("list", "models all", "unknown option 'all'"),
+    ("train", "", "unknown command 'train'"),
+    ("compair", "", "unknown command 'compair'; did you mean 'compare'?"),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "message"), COMMANDS)
+def test_in_the_command_it_is_one_line_and_exit_code_2_and_leaves_nothing(
+    name: str, words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "results"
+    runs = name in ("run", "compare", "diagnose")
+    assert main([*(command(name, results_dir=str(folder)) if runs else [name]), *words.split()]) == 2
+    output = capsys.readouterr()
+    (line,) = output.err.splitlines()
+    assert not output.out or name == "diagnose"  # which says first what the data are
+    assert line.startswith("fedbn-flwr: ")
+    assert message in line
+    assert not folder.exists()
+
+
+def test_no_command_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# ---- options and methods ---------------------------------------------------------------------------------------------
+
+METHODS, NORMALIZERS = f"; known: {', '.join(REGISTRY)}", f"; known: {', '.join(NORMS)}"
+#: a method or options, and a part of the error
+RESOLVED: list[tuple[str | dict[str, Any], str]] = [
+    ({"rounds": 0}, "rounds must be at least 1, got 0"),
+    ({"clients": -1}, "clients must be at least 0, got -1"),
+    ({"batch-size": 0}, "batch-size must be at least 1, got 0"),
+    ({"image-size": -8}, "image-size must be at least 0, got -8"),
+    ({"lr": -0.1}, "lr must be at least 0, got -0.1"),
+    ({"momentum": -0.1}, "momentum must be at least 0, got -0.1"),
+    ({"evaluate-every": 0}, "evaluate-every must be at least 1, got 0"),
+    ({"timeout": -1}, "timeout must be at least 0, got -1.0"),
+    ({"workers": -1}, "workers must be at least 0, got -1"),
+    ({"fraction-train": 1.5}, "fraction-train must be between 0 and 1, got 1.5"),
+    ({"fraction-train": 0}, "fraction-train must be above 0"),
+    ({"fraction-evaluate": -0.5}, "fraction-evaluate must be between 0 and 1, got -0.5"),
+    ({"validation": 2}, "validation must be between 0 and 1, got 2.0"),
+    ({"min-nodes": 4, "clients": 3}, "min-nodes must be at most clients, got 4 of 3"),
+    ({"local-steps": 0}, "one of local-steps and local-epochs must be above 0"),
+    ({"optimizer": "lamb"}, "unknown optimizer 'lamb'; known: sgd, adam, adamw"),
+    ({"precision": "fp8"}, "unknown precision 'fp8'; known: float32, tf32, bf16"),
+    (
+        {"augmentation": "mixup"},
+        "unknown augmentation 'mixup'; known: none, crop, crop-flip, resized-crop-flip, flip-rotate, random-crop",
+    ),
+    ({"class-metrics": "f1,f2"}, "unknown metric 'f2' in class-metrics; known: f1, auc, precision, recall"),
+    ({"classes": "a,b,a"}, "classes names 'a' twice"),
+    ({"mean": "0.5", "std": "wide"}, "std must be a number, got 'wide'"),
+    ({"mean": "0.5"}, "mean and std must be given together, and std must be above 0, got mean='0.5' and std=''"),
+    ({"norm-options": "r_max"}, "norm-options: 'r_max' is not of the form key=value"),
+    ({"norm": "brn", "norm-options": "frobnicate=1"}, "frobnicate"),
+    ({"norm": "brn", "norm-options": "r_max=["}, "r-max"),
+    ({"norm": "brn", "norm-options": "groups=2"}, "groups"),
+    ("", f"unknown strategy ''{METHODS}"),
+    ("fedsgd+gn:lr=1", f"unknown strategy 'fedsgd'{METHODS}"),
+    ("+gn", f"unknown strategy ''{METHODS}"),
+    (":lr=1", f"unknown strategy ''{METHODS}"),
+    ("fedavg+batch", f"unknown normalizer 'batch'{NORMALIZERS}"),
+    ({"norm": "xn"}, f"unknown normalizer 'xn'{NORMALIZERS}"),
+    ("fedavg+", f"unknown normalizer ''{NORMALIZERS}"),
+    ("fixbn:mu=1", "unknown option 'mu'; known: "),
+    ("fixbn:frobnicate=1", "freeze-round"),
+    ("fixbn:frobnicate=1", "batch-size"),
+    ("fixbn:method=1", "unknown option 'method'; known: "),
+    ("fedavg:plugins=a", "method 'fedavg:plugins=a': unknown option 'plugins'"),
+    ("fedavg:lr", "'lr' is not of the form key=value"),
+    ("fedavg:=0.1", "'=0.1' is not of the form key=value"),
+    ("fedavg:lr:0.1", "'lr:0.1' is not of the form key=value"),
+    ("fedprox:mu=small", "method 'fedprox:mu=small': mu must be a number, got 'small'"),
+    ("fedprox:lr=fast", "method 'fedprox:lr=fast': lr must be a number, got 'fast'"),
+    ("fixbn:send-frozen=perhaps", "send-frozen must be true or false, got 'perhaps'"),
+    ("fedavg:rounds=1.5", "rounds must be a whole number, got '1.5'"),
+    ("fedavg:server-lr=fast", "server-lr must be a number, got 'fast'"),
+    ("fedprox:mu=-1", "method 'fedprox:mu=-1': mu must be at least 0"),
+    ("fixbn:freeze=all", "freeze must be statistics, affine or both, got 'all'"),
+    ("fixbn:freeze-round=-0.5", "neither a fraction between 0 and 1 nor a number of rounds"),
+    ("fedavg:weighting=size", "weighting must be examples or uniform, got 'size'"),
+    ("fedavg:lr-schedule=soon", "cannot read 'soon'"),
+    ("fedwon:wsconv=false:gain=learnable", "which wsconv=false leaves out"),
+    ("fedwon:wsconv=false:branch-scale=paper", "which wsconv=false leaves out"),
+    ({"method": "centralized", "clients": "0"}, "needs clients"),
+    *(
+        (
+            {"method": f"fedwon:branch-scale={value}", "norm-options": "branch_scale=1"},
+            "branch_scale is 1.0, but method",
+        )
+        for value in ("auto", "paper", "0.5")
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), RESOLVED)
+def test_in_an_option_it_is_named_with_what_is_allowed(given: str | dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        resolve({"method": given} if isinstance(given, str) else given).make_strategy(5)
+
+
+# ---- calls from Python -----------------------------------------------------------------------------------------------
+
+X = torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+Y = torch.arange(24) % 3
+GOOD = X, Y
+FRAME = pd.DataFrame(X.flatten(1).numpy())
+
+
+def spoiled(value: float) -> torch.Tensor:
+    images = X.clone()
+    images[7, 0, 0, 0] = value
+    return images
+
+
+def flawed() -> Data:
+    """Return data with a value that is not a number."""
+    return Data("flawed", Split(X, Y), Split(spoiled(float("nan")), Y), 3)
+
+
+#: methods and options of `compare`, and a part of the error
+CALLS: list[tuple[Any, dict[str, Any], str]] = [
+    ("fedavg", {}, "methods must be a list of at least one method, got 'fedavg'"),
+    ([], {}, "methods must be a list"),
+    (["fedavg", FedAvg()], {}, "methods names 'fedavg' twice"),
+    ([dict], {}, "a method must be a name, or a strategy of fedbn_flwr.strategies or a subclass of one, got builtins"),
+    ([FedAvg(seed=3)], {}, "seed is the same for all methods of a comparison"),
+    ([FedAvg(patience=3.0)], {}, "unknown option 'patience'"),
+    ([FedAvg(weighting="uniform", privacy=Privacy(1, 1))], {}, "FedAvg: an experiment cannot write down privacy="),
+    (["fedavg", "fedavg:model=vgg"], {}, "unknown model 'vgg'"),
+    (["fedavg", "fedavg:seed=3"], {}, "'fedavg:seed=3': seed is the same for all methods of a comparison"),
+    (["fedavg:validation=0.5"], {}, "validation is the same for all methods"),
+    (["fedavg"], {"rouns": 3}, "unknown option 'rouns'; did you mean 'rounds'?"),
+    (["fedavg"], {"clients": 0}, "clients must be at least 1"),
+    (["fedavg"], {"seeds": 0}, "seeds must be a whole number of at least 1, got 0"),
+    (["fedavg"], {"grid": {"lr": 0.1}}, "grid: lr must have a list of at least one value, got 0.1"),
+    (["fedavg"], {"grid": {"lr": [0.1]}, "grid_seeds": 0}, "grid_seeds must be a whole number of at least 1, got 0"),
+    (["fedavg"], {"grid": {"mu": [1]}}, "mu is an option of fedbs, fedprox; fedavg would ignore it"),
+    (["fedavg"], {"grid": {"seed": [1]}}, "grid: seed is the same for all runs"),
+    (["fedavg"], {"grid": {"lr": [0.1, -1]}}, "lr must be at least 0, got -1"),
+    (["fedavg"], {"grid": {"lrate": [1]}}, "unknown option 'lrate'"),
+    # 80 samples suffice for 80 clients, the four fifths by which values are chosen do not
+    (["fedavg"], {"clients": 80, "grid": {"lr": [0.1]}}, "80 clients cannot share 64 samples"),
+    (["fedavg"], {"resume": "x"}, "compare has no option 'resume'"),
+    (["fedavg"], {"model": 3}, "model must be a name, a function or class that makes a torch.nn.Module, or"),
+    (["fedavg"], {"model": lambda: 3}, "model '<lambda>' returned a int, not a torch.nn.Module"),
+    (["fedavg"], {"dataset": "digits"}, "data and dataset mean the same"),
+]
+#: data, and a part of the error
+OWN_DATA: list[tuple[Any, str]] = [
+    (3, "data must be a name, fedbn_flwr.data.Data, a function that returns Data, or a pair"),
+    (([1], [2]), "the training data must be a fedbn_flwr.data.Split, a pair"),
+    (GOOD, "a Tensor has no labels: data is "),
+    ((X.numpy(), Y.numpy()), "a ndarray has no labels: data is "),
+    ((FRAME, FRAME), "a DataFrame has no labels: data is "),
+    (FRAME, "or a pair (training data, test data), got DataFrame"),
+    (((FRAME.astype(str), Y), GOOD), "the training data must be "),
+    (((X, Y.float()), GOOD), "labels must be integers, the numbers of classes from 0, not torch.float32"),
+    (((X, Y + 1), (X, Y + 1)), "labels are 1 to 3, but classes are numbered from 0: give labels - 1"),
+    (((X.permute(0, 2, 3, 1), Y), GOOD), "(24, 8, 8, 3) look like channels last: give inputs.permute(0, 3, 1, 2)"),
+    (((spoiled(float("nan")), Y), GOOD), "training sample 7 has a value that is not a finite"),
+    ((GOOD, (spoiled(float("-inf")), Y)), "test sample 7 has a value that is not a finite"),
+    ((GOOD, (torch.zeros(9, 3, 9, 9), Y[:9])), "model 'mlp' cannot take test inputs of the shape (3, 9, 9)"),
+    ((GOOD, (X[:0], Y[:0])), "own data has no test samples"),
+    (((X.long(), Y), GOOD), "cannot take integers (ids: other numbers are float32) of the shape"),
+]
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Forget the strategies that a test hands over."""
+    with registries_restored():
+        yield
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("methods", "options", "message"),
+    [*CALLS, *((["fedavg"], {"data": data, "model": "mlp"}, message) for data, message in OWN_DATA)],
+)
+def test_in_a_call_it_is_one_line_before_training(
+    methods: Any, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    small = {key.replace("-", "_"): value for key, value in OPTIONS.items() if key != "dataset"}
+    with pytest.raises(UsageError) as caught:
+        compare(methods, folder=tmp_path / "runs", **{**small, "data": DATA, **options})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
