@@ -68,9 +68,9 @@ bench: $(VENV)/installed
 bench-quick: $(VENV)/installed
 	$(BIN)/python -m benchmarks.bench --quick
 
-# on a machine with a GPU: ten minutes, and the rows for docs/benchmarks.md in results/gpu/bench-gpu.md
+# on a machine with a GPU: ten minutes, and the rows for docs/benchmarks.md in results/gpu/bench.md
 bench-gpu: $(VENV)/installed
-	$(BIN)/python -m benchmarks.gpu
+	$(BIN)/python -m benchmarks.bench --gpu
 
 # rounds of real processes on the loopback, behind relays that delay; messages take minutes a round
 bench-deploy: $(VENV)/installed

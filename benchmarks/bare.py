@@ -1,12 +1,10 @@
 """The yardstick: federated averaging in plain PyTorch, without a framework."""
 
-import copy
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 
 class BareLoop:
@@ -52,14 +50,6 @@ class BareLoop:
     def state(self) -> dict[str, Tensor]:
         """The server's model."""
         return {name: value.clone() for name, value in zip(self.model.state_dict(), self._current, strict=True)}
-
-    def flops(self) -> int:
-        """Floating point operations of the matrix products and convolutions of a round, counted on one batch."""
-        part = self._parts[0][: self._batch_size]
-        model = copy.deepcopy(self.model).train()
-        with FlopCounterMode(display=False) as counter:
-            F.cross_entropy(model(self._inputs[part]), self._labels[part]).backward()
-        return int(counter.get_total_flops()) * self._local_steps * len(self._parts)
 
     def _set_mode(self) -> None:
         self.model.train()

@@ -1,144 +1,169 @@
 """The command: time every engine at every case, in turn with a bare PyTorch loop."""
 
 import argparse
+import math
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
-import torch
-
-from benchmarks import report
-from benchmarks.cases import CLIENTS, METHODS, MODELS, Case, make_cases
-from benchmarks.driver import Effort, EngineProcess, default_threads, measure
+from benchmarks.cases import CLIENTS, METHODS, MODELS, SHORT_METHODS, Case, make_cases
+from benchmarks.driver import Effort, EngineProcess, measure
 from benchmarks.engines import ENGINES, ON_RAY
-from benchmarks.results import BARE, Row, machine, rows_of, write
+from benchmarks.results import BARE, Row, line_of, machine, rows_of, table, write
+from fedbn_flwr.client import pick_device
+from fedbn_flwr.experiments.engines import one_step
 from fedbn_flwr.experiments.output.run_folder import make_folder
+from fedbn_flwr.simulation.processes.grid import count_cores
+from fedbn_flwr.simulation.stacked.memory_budget import clients_that_fit
 
-#: Ray keeps a process busy for every client in turn, and takes minutes a round with more clients than this
-MOST_ON_RAY = 100
-QUICK_CLIENTS = 10
-EFFORT = Effort(repetitions=7, seconds=30.0, most_rounds=20)
-QUICK_EFFORT = Effort(repetitions=3, seconds=1.0, most_rounds=10)
-#: side of the matrices by which a GPU's peak is measured
-SIDE = 8192
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured, and for how long."""
+
+    engines: Sequence[str] = tuple(ENGINES)
+    models: Sequence[str] = MODELS
+    methods: Sequence[str] = METHODS
+    clients: Sequence[int] = CLIENTS
+    #: methods that few clients also run with a single local step
+    short_methods: Sequence[str] = SHORT_METHODS
+    #: in which FedAvg is measured beside float32
+    precisions: Sequence[str] = ()
+    device: str = "auto"
+    repetitions: int = 7
+    seconds: float = 30.0
+    most_rounds: int = 20
+    #: after which no case begins
+    minutes: float = math.inf
+    #: Ray keeps a process busy for every client in turn, and takes minutes a round with more clients than this
+    most_on_ray: int = 100
+    #: whose processes serve all cases of a model and number of clients, because they take long to start
+    lasting: Sequence[str] = ON_RAY
+    results_dir: str = "results"
+
+    def cases(self) -> list[Case]:
+        """Return all cases."""
+        return make_cases(self.models, self.methods, self.clients, self.device, self.short_methods, self.precisions)
+
+
+QUICK = Settings(clients=(10,), repetitions=3, seconds=1.0, most_rounds=10)
+GPU = Settings(
+    engines=(BARE, "stacked"),
+    models=("small-cnn:8", "small-cnn:32", "resnet20:8", "resnet20:32", "resnet18:64"),
+    methods=("fedavg", "fixbn:freeze-round=1", "fedtan", "fedtan:carry=true"),
+    clients=(10, 100),
+    short_methods=(),
+    precisions=("tf32", "bf16"),
+    device="cuda",
+    repetitions=3,
+    seconds=2.0,
+    minutes=10.0,
+    lasting=(BARE, "stacked"),
+    results_dir="results/gpu",
+)
 
 
 @dataclass
 class Bench:
     """A run over cases that writes each row at once."""
 
-    engines: Sequence[str]
-    ray_everywhere: bool
-    effort: Effort
-    threads: Sequence[int]
-    peak_tflops: float
+    settings: Settings
     folder: Path
     rows: list[Row] = field(default_factory=list)
 
-    def measure(self, cases: Sequence[Case]) -> None:
-        """Measure; cases of one model and number of clients share a Ray simulation, which takes long to start."""
+    def measure(self, cases: Sequence[Case]) -> int:
+        """Measure cases until the time is over, and return how many were left."""
+        end, done = time.monotonic() + 60 * self.settings.minutes, 0
         for _, group in groupby(cases, key=lambda case: (case.model, case.size, case.clients)):
             alike = list(group)
             with ExitStack() as stack:
-                shared = {
+                lasting = {
                     stack.enter_context(EngineProcess(engine, 1, its_cases)): its_cases
-                    for engine in ON_RAY
+                    for engine in self.settings.lasting
                     if (its_cases := [case for case in alike if self._goes_to(engine, case)])
                 }
                 for case in alike:
-                    self._measure(case, [process for process, its_cases in shared.items() if case in its_cases])
+                    if time.monotonic() > end:
+                        return len(cases) - done
+                    self._measure(case, [process for process, its_cases in lasting.items() if case in its_cases])
+                    done += 1
+        return 0
 
     def _goes_to(self, engine: str, case: Case) -> bool:
         """Whether an engine takes part.
 
         Flower's does not with one local step, where the round is Ray's polling, as it is with five.
         """
-        few = case.clients <= MOST_ON_RAY or self.ray_everywhere
-        return engine in self.engines and (engine != "ray" or (few and case.local_steps > 1))
+        asked = self.settings
+        return engine in asked.engines and (
+            engine != "ray" or (case.clients <= asked.most_on_ray and case.local_steps > 1)
+        )
 
-    def _measure(self, case: Case, shared: Sequence[EngineProcess]) -> None:
-        """Measure a case; every engine but Ray gets a new process for it, so that its memory can be told."""
+    def _measure(self, case: Case, lasting: Sequence[EngineProcess]) -> None:
+        """Measure a case; every other engine gets a new process for it, so that its memory can be told."""
+        asked = self.settings
         # FedTAN's clients each wait in a thread of their own, which several of torch's make no faster, and to their
         # exchanges the loop has no counterpart
-        threads = [1] if case.layerwise else self.threads
-        own = [(BARE, number) for number in threads]
-        own += [("sequential", number) for number in threads if "sequential" in self.engines]
-        own += [(engine, 1) for engine in self.engines if engine not in (BARE, "sequential", *ON_RAY)]
+        threads = [1] if case.layerwise else sorted({1, count_cores()})
+        own = [
+            (engine, number)
+            for engine in dict.fromkeys((BARE, *asked.engines))
+            if engine not in asked.lasting
+            for number in (threads if engine in (BARE, "sequential") else [1])
+        ]
         with ExitStack() as stack:
             fresh = [stack.enter_context(EngineProcess(engine, number, [case])) for engine, number in own]
-            rows = rows_of(case, measure(case, [*fresh, *shared], self.effort), self.peak_tflops)
+            effort = Effort(asked.repetitions, asked.seconds, asked.most_rounds)
+            rows = rows_of(case, measure(case, [*fresh, *lasting], effort))
+        if asked.precisions:
+            fitting = clients_that_fit(one_step(case.experiment().config), pick_device(case.device))
+            rows = [{**row, "fitting": fitting} for row in rows]
         self.rows += rows
         write(self.folder / "bench.json", self.rows)
-        report.progress(rows)
+        for row in rows:
+            print(line_of(row), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write `bench.json`, `bench-machine.json` and `bench.png`, and show a table."""
-    options = make_parser().parse_args(arguments)
-    counts = options.clients or ([QUICK_CLIENTS] if options.quick else CLIENTS)
-    cases = make_cases(options.models, options.methods, counts, options.device)
-    peak, source = _peak(options.peak_tflops)
-    folder = make_folder(Path(options.results_dir))
-    bench = Bench(options.engines, options.ray_everywhere, _effort(options), _threads(), peak, folder)
-    about: Row = {"effort": vars(bench.effort), "threads": bench.threads}
-    about |= {"peak-tflops": peak or None, "peak-tflops-from": source}
-    write(folder / "bench-machine.json", {**machine(), **about})
-    bench.measure(cases)
-    report.show(bench.rows)
-    report.plot(bench.rows, folder / "bench.png")
-    report.close(bench.rows, folder)
+    """Measure, write `bench.json`, `bench.md` and `bench-machine.json`, and show the table."""
+    given = {name: value for name, value in vars(make_parser().parse_args(arguments)).items() if value is not None}
+    settings = replace(given.pop("preset"), **given)
+    try:
+        pick_device(settings.device)
+    except ValueError as error:
+        print(error)
+        return 2
+    folder = make_folder(Path(settings.results_dir))
+    write(folder / "bench-machine.json", {**machine(), "settings": vars(settings)})
+    bench, cases = Bench(settings, folder), settings.cases()
+    left = bench.measure(cases)
+    note = f"\n{left} of {len(cases)} cases were not measured in {settings.minutes:g} minutes.\n" if left else ""
+    (folder / "bench.md").write_text(table(bench.rows) + note)
+    print(table(bench.rows) + note)
+    for failed in dict.fromkeys(f"failed: {row['engine']}: {row['error']}" for row in bench.rows if "error" in row):
+        print(failed)
     return 1 if all("error" in row for row in bench.rows) else 0
 
 
-def _effort(options: argparse.Namespace) -> Effort:
-    usual = QUICK_EFFORT if options.quick else EFFORT
-    return Effort(options.repetitions or usual.repetitions, options.seconds or usual.seconds, usual.most_rounds)
-
-
-def _threads() -> list[int]:
-    """Return the numbers of threads to try for the bare loop and the sequential engine: one, and torch's default."""
-    return sorted({1, default_threads()})
-
-
-def _peak(given: float) -> tuple[float, str | None]:
-    """TFLOP/s of the GPU, and where the number is from; 0 without a GPU and a number."""
-    if given:
-        return given, "the command line"
-    if not torch.cuda.is_available():
-        return 0.0, None
-    matrix = torch.randn(SIDE, SIDE, device="cuda")
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    seconds = []
-    for _ in range(6):
-        begin.record()
-        matrix @ matrix
-        end.record()
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1000)
-    precision = "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
-    return 2 * SIDE**3 / min(seconds) / 1e12, f"a {precision} matrix product of side {SIDE}"
-
-
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
+    """Return the parser of the command; what is not given is that of the preset."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="only 10 clients, and fewer rounds")
-    parser.add_argument(
-        "--engines", type=_engines, default=list(ENGINES), help=f"comma-separated [{','.join(ENGINES)}]"
-    )
-    parser.add_argument(
-        "--models", type=_words, default=list(MODELS), help=f"such as resnet20:32 on 32 x 32 [{','.join(MODELS)}]"
-    )
-    parser.add_argument("--methods", type=_words, default=list(METHODS), help=f"comma-separated [{','.join(METHODS)}]")
+    parser.add_argument("--quick", dest="preset", action="store_const", const=QUICK, help="few clients and rounds")
+    parser.add_argument("--gpu", dest="preset", action="store_const", const=GPU, help="a GPU's cases, in ten minutes")
+    parser.add_argument("--engines", type=_engines, help=f"comma-separated [{','.join(ENGINES)}]")
+    parser.add_argument("--models", type=_words, help=f"such as resnet20:32 on 32 x 32 [{','.join(MODELS)}]")
+    parser.add_argument("--methods", type=_words, help=f"comma-separated [{','.join(METHODS)}]")
     parser.add_argument("--clients", type=_numbers, help="comma-separated [10,100,1000; quick: 10]")
-    parser.add_argument("--repetitions", type=int, default=0, help="turns of every engine [7; quick: 3]")
-    parser.add_argument("--seconds", type=float, default=0.0, help="of timed rounds an engine and case [30; quick: 1]")
-    parser.add_argument("--device", default="auto", help="cpu, cuda or auto [auto]")
-    parser.add_argument("--peak-tflops", type=float, default=0.0, help="of the device; measured on a GPU if not given")
-    parser.add_argument("--ray-everywhere", action="store_true", help=f"Ray also above {MOST_ON_RAY} clients")
-    parser.add_argument("--results-dir", default="results", help="where results go [results]")
+    parser.add_argument("--repetitions", type=int, help="turns of every engine [7; quick: 3]")
+    parser.add_argument("--seconds", type=float, help="of timed rounds an engine and case [30; quick: 1]")
+    parser.add_argument("--minutes", type=float, help="after which no case begins")
+    parser.add_argument("--device", help="cpu, cuda or auto [auto]")
+    parser.add_argument("--most-on-ray", type=int, help="the most clients with Flower's simulation [100]")
+    parser.add_argument("--results-dir", help="where results go [results]")
+    parser.set_defaults(preset=Settings())
     return parser
 
 

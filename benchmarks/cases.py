@@ -1,6 +1,6 @@
 """The cases of the benchmark: models, methods and numbers of clients."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,15 +90,24 @@ def sized(model: str) -> tuple[str, int]:
     return name, int(size or 8)
 
 
-def make_cases(models: Sequence[str], methods: Sequence[str], clients: Sequence[int], device: str) -> list[Case]:
-    """Return every combination, and one local step for few clients; cases that can share a simulation in one list."""
-    return list(_cases(models, methods, clients, device))
+def make_cases(
+    models: Sequence[str],
+    methods: Sequence[str],
+    clients: Sequence[int],
+    device: str,
+    short_methods: Sequence[str] = SHORT_METHODS,
+    precisions: Sequence[str] = (),
+) -> list[Case]:
+    """Return every combination, one local step for few clients, and FedAvg in other precisions.
 
-
-def _cases(models: Sequence[str], methods: Sequence[str], clients: Sequence[int], device: str) -> Iterator[Case]:
+    Cases that can share a process, of one model and number of clients, come together.
+    """
+    cases: list[Case] = []
     for model, size in map(sized, models):
         for count in clients:
-            cases = [Case(model, method, count, device=device, size=size) for method in methods]
-            yield from cases
+            usual = [Case(model, method, count, device=device, size=size) for method in methods]
+            cases += usual
             if count == SHORT_CLIENTS:
-                yield from (replace(case, local_steps=1) for case in cases if case.method in SHORT_METHODS)
+                cases += [replace(case, local_steps=1) for case in usual if case.method in short_methods]
+            cases += [replace(usual[0], precision=precision) for precision in precisions]
+    return cases

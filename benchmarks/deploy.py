@@ -7,16 +7,30 @@ server by a relay that holds data back for half a round trip, each way. A proces
 
 import argparse
 import itertools
-import statistics
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from logging import Handler, LogRecord
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.results import write
-from benchmarks.streams import EXCHANGES, measure_streams
+from flwr.common.logger import FLOWER_LOGGER
+
+from benchmarks.results import Row, write
+from fedbn_flwr.deployment.cli import main as fedbn_flwr
+from fedbn_flwr.experiments import resolve
+from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.output.run_folder import make_folder, read_rounds
+from fedbn_flwr.experiments.server_side import run
+from fedbn_flwr.transports.side_channel_client import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE
+from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
+from tests.helpers.checkout import ROOT
+from tests.helpers.concurrent_nodes import ConcurrentNodes, Site
 from tests.helpers.loopback import LoopbackFederation, has_proxy
+from tests.helpers.ports import free_ports
+from tests.helpers.relay import Relay
 
 #: FedTAN over the side channel, by messages, and a round without exchanges, for comparison; and under masks
 TRANSPORTS: dict[str, dict[str, Any]] = {
@@ -32,7 +46,10 @@ _OPTIONS: dict[str, Any] = {"partition": "iid", "local-steps": 5, "batch-size": 
 #: FedTAN over the side channel, with a process a node in place of Flower's services
 STREAMS: dict[str, dict[str, Any]] = {"streams": {}, "secure-streams": {"secure": True}}
 
-Row = dict[str, Any]
+#: what the server's log says of each round over the side channel
+EXCHANGES = re.compile(r"\d+ exchanges over the side channel in ([\d.]+) s, the median of them in ([\d.]+) ms")
+#: seconds that nobody needs
+_ENOUGH = 600.0
 
 
 def measure(federation: LoopbackFederation, options: Row, rounds: int) -> Row:
@@ -42,20 +59,61 @@ def measure(federation: LoopbackFederation, options: Row, rounds: int) -> Row:
     if status != "finished:completed":
         return {"error": status}
     done = read_rounds(federation.results(number))
-    seconds = statistics.median(row["seconds"] for row in done)
-    by_channel = [float(match[2]) for match in EXCHANGES.finditer(federation.log(number))]
+    seconds = median(row["seconds"] for row in done)
+    # by messages, a round's, training included
+    times = [float(match[2]) for match in EXCHANGES.finditer(federation.log(number))] or [
+        round(1000 * row["seconds"] / row["exchanges"], 1) for row in done if options["method"] != "fedavg"
+    ]
     return {
-        "ms-per-exchange": statistics.median(by_channel) if by_channel else _by_messages(options["method"], done),
+        "ms-per-exchange": median(times) if times else None,
         "seconds-per-round": round(seconds, 2),
         "rounds": rounds,
     }
 
 
-def _by_messages(method: str, rounds: Sequence[Row]) -> float | None:
-    """Return the milliseconds of a round, training included, over its exchanges; None for a method without."""
-    if method == "fedavg":
-        return None
-    return round(float(statistics.median(1000 * row["seconds"] / row["exchanges"] for row in rounds)), 1)
+def measure_streams(options: Row, nodes: int, rtt: float) -> Row:
+    """Run some rounds; return the medians of an exchange's milliseconds and of a round's seconds."""
+    options = {**options, "clients": nodes, "device": "cpu"}
+    with tempfile.TemporaryDirectory(prefix="fedbn-bench-") as name, _shown() as shown:
+        folder = Path(name)
+        assert fedbn_flwr(["provision", str(ROOT / "federation.example.yaml"), "--out", str(folder / "out")]) == 0
+        server = folder / "out" / "server"
+        (port,) = free_ports(1)
+        relays = [Relay(0, ("127.0.0.1", port)) for _ in range(nodes)]
+        sites = {}
+        for number, relay in enumerate(relays):
+            relay.delay = rtt / 2000
+            way = {CERTIFICATES_VARIABLE: str(server / "ca.crt"), ADDRESS_VARIABLE: f"127.0.0.1:{relay.port}"}
+            sites[number] = Site(way, make_client=bound_client_fn(resolve(options).config))
+        certificates = (server / "server.key").read_bytes(), (server / "server.crt").read_bytes()
+        channel = SideChannelOptions(port, f"localhost:{port}", certificates, _ENOUGH)
+        grid = ConcurrentNodes(nodes, sites)
+        try:
+            run(SideChannelGrid(grid, channel), resolve(options), folder / "results")
+        finally:
+            grid.close()
+            for relay in relays:
+                relay.close()
+        found = [float(match[2]) for text in shown for match in EXCHANGES.finditer(text)]
+        seconds = median(row["seconds"] for row in read_rounds(folder / "results"))
+        return {"ms-per-exchange": median(found), "seconds-per-round": round(seconds, 2), "rounds": len(found)}
+
+
+@contextmanager
+def _shown() -> Iterator[list[str]]:
+    """Collect what is logged inside the block."""
+    texts: list[str] = []
+
+    class Collector(Handler):
+        def emit(self, record: LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    collector = Collector()
+    FLOWER_LOGGER.addHandler(collector)
+    try:
+        yield texts
+    finally:
+        FLOWER_LOGGER.removeHandler(collector)
 
 
 def rows_of(options: argparse.Namespace) -> Iterator[Row]:

@@ -9,12 +9,11 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from statistics import median
 
 from benchmarks.cases import Case
-from benchmarks.driver import Effort, EngineProcess, FailedError, Measured, measure
+from benchmarks.driver import Effort, EngineProcess, FailedError, measure
 from benchmarks.results import BARE
 
 #: of one engine in one run
@@ -30,44 +29,29 @@ while True:
 """
 
 
-@dataclass(frozen=True)
-class Run:
-    """The outcome of a run: medians of rounds and the slowest round of the engine, in seconds."""
-
-    bare: float
-    stacked: float
-    slowest: float
-
-    @property
-    def ratio(self) -> float:
-        """The engine's median round as a multiple of the bare loop's."""
-        return self.stacked / self.bare
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Time run after run, and show the ratios from the best to the worst."""
-    options = _parser().parse_args(arguments)
-    case = Case(options.model, options.method, options.clients, device="cpu", workers=options.workers)
-    runs: list[Run] = []
+    """Time run after run, each of new processes, and show the ratios from the best to the worst."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.disturbed", description=__doc__)
+    parser.add_argument("--runs", type=int, default=30, help="[30]")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of each process [1]")
+    parser.add_argument("--workers", type=int, default=0, help="worker processes; 0: as the engine chooses [0]")
+    options = parser.parse_args(arguments)
+    case = Case("small-cnn", "fedavg", 10, device="cpu", workers=options.workers)
+    ratios, slowest = list[float](), 0.0
     for number in range(options.runs):
-        with disturbance() if options.disturb else nullcontext():
-            runs.append(time_run(case, options.threads))
-        print(f"run {number + 1}: {runs[-1].stacked:.4f} s a round, {runs[-1].ratio:.2f} of the bare loop", flush=True)
-    ratios = sorted(run.ratio for run in runs)
-    print("ratios, sorted:", ", ".join(f"{ratio:.2f}" for ratio in ratios))
-    print(f"median {median(ratios):.2f}, worst run {ratios[-1]:.2f}", end=", ")
-    print(f"slowest round {max(run.slowest / run.bare for run in runs):.2f} of the bare loop's median")
+        engines = EngineProcess(BARE, 1, [case]), EngineProcess("stacked", options.threads, [case])
+        with disturbance(), engines[0], engines[1]:
+            results = measure(case, engines, EFFORT)
+        if error := next((each.error for each in results if each.error), ""):
+            raise FailedError(error)
+        plain, engine = ([seconds for turn in each.turns for seconds in turn] for each in results)
+        ratios.append(median(engine) / median(plain))
+        slowest = max(slowest, max(engine) / median(plain))
+        print(f"run {number + 1}: {median(engine):.4f} s a round, {ratios[-1]:.2f} of the bare loop", flush=True)
+    print("ratios, sorted:", ", ".join(f"{ratio:.2f}" for ratio in sorted(ratios)))
+    print(f"median {median(ratios):.2f}, worst run {max(ratios):.2f}", end=", ")
+    print(f"slowest round {slowest:.2f} of the bare loop's median")
     return 0
-
-
-def time_run(case: Case, threads: int) -> Run:
-    """Time the stacked engine in turn with a bare loop, each in a new process."""
-    with EngineProcess(BARE, 1, [case]) as bare, EngineProcess("stacked", threads, [case]) as stacked:
-        plain, measured = measure(case, [bare, stacked], EFFORT)
-    for result in (plain, measured):
-        if result.error:
-            raise FailedError(f"{result.engine}: {result.error}")
-    return Run(_median_round(plain), _median_round(measured), max(max(turn) for turn in measured.turns))
 
 
 @contextmanager
@@ -79,22 +63,6 @@ def disturbance() -> Iterator[None]:
     finally:
         process.kill()
         process.wait()
-
-
-def _median_round(measured: Measured) -> float:
-    return median(seconds for turn in measured.turns for seconds in turn)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.disturbed", description=__doc__)
-    parser.add_argument("--runs", type=int, default=30, help="runs, each of new processes [30]")
-    parser.add_argument("--model", default="small-cnn", help="[small-cnn]")
-    parser.add_argument("--method", default="fedavg", help="[fedavg]")
-    parser.add_argument("--clients", type=int, default=10, help="[10]")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of each process [1]")
-    parser.add_argument("--workers", type=int, default=0, help="worker processes; 0: as the engine chooses [0]")
-    parser.add_argument("--alone", dest="disturb", action="store_false", help="without the other process")
-    return parser
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -172,13 +170,6 @@ def _take_turns(results: dict[EngineProcess, Measured], effort: Effort) -> None:
             if len(results[each].turns) < effort.turns(plans[each]):
                 with _dropping_out(results[each]):
                     results[each].turns.append(each.run(effort.rounds(plans[each])))
-
-
-def default_threads() -> int:
-    """Return torch's default number of threads."""
-    command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
-    environment = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
-    return int(subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout)
 
 
 @cache

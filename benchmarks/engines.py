@@ -41,9 +41,8 @@ Engine = Callable[[Sequence[Case], Clock], None]
 def run_bare(cases: Sequence[Case], clock: Clock) -> None:
     """Time a plain loop over clients; for FedTAN without the exchanges."""
     for case in cases:
-        with clock.case() as notes:
+        with clock.case():
             loop = _bare_loop(case)
-            notes["flops-per-round"] = loop.flops()
             precise, device = instruction_of(case.experiment().config), pick_device(case.device)
             while True:
                 clock.round_done()

@@ -20,19 +20,52 @@ Row = dict[str, Any]
 BARE = "bare"
 
 
-def rows_of(case: Case, results: Sequence[Measured], peak_tflops: float = 0.0) -> list[Row]:
-    """A row an engine, the fastest where it ran with several numbers of threads; the bare loop is the yardstick."""
+def rows_of(case: Case, results: Sequence[Measured]) -> list[Row]:
+    """Return a row for each engine, the fastest of several numbers of threads; the bare loop is the yardstick."""
     engines = [[each for each in results if each.engine == engine] for engine in dict.fromkeys(_engines(results))]
     best = [_fastest(each) for each in engines]
     yardstick = next((each for each in best if each.engine == BARE and not each.error), None)
     rows = [_row(case, each, yardstick) for each in best]
-    flops = yardstick.notes.get("flops-per-round", 0) if yardstick else 0
     for row, runs in zip(rows, engines, strict=True):
         if len(runs) > 1:
             row["seconds-by-threads"] = {str(each.threads): each.seconds for each in runs if not each.error}
-        if flops and peak_tflops and row["seconds-per-round"]:
-            row["share-of-peak"] = flops / row["seconds-per-round"] / (peak_tflops * 1e12)
     return rows
+
+
+def line_of(row: Row) -> str:
+    """Return a row of a table of Markdown: the case, the seconds of a round, the ratio to the bare loop, memory."""
+    if row["seconds-per-round"] is None:
+        cells = ["failed", "", "", ""]
+    else:
+        ratio = (
+            ""
+            if row["ratio"] is None
+            else f"{row['ratio']:.2f} ({' to '.join(map('{:.2f}'.format, row['ratio-range']))})"
+        )
+        cells = [f"{row['seconds-per-round']:.4f}", ratio, f"{row['peak-memory-mb']:,.0f}", str(row.get("fitting", ""))]
+    images, engine = f"{row['size']} x {row['size']}", row["engine"]
+    if (row.get("workers") or 1) > 1:
+        engine += f", {row['workers']} processes"
+    case = row["model"], images, row["clients"], row["method"], row["local-steps"], row["precision"], engine
+    return f"| {' | '.join(map(str, (*case, *cells)))} |"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as a table of Markdown."""
+    titles = (
+        "model",
+        "images",
+        "clients",
+        "method",
+        "E",
+        "precision",
+        "engine",
+        "s a round",
+        "ratio",
+        "MiB",
+        "largest stack",
+    )
+    return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *map(line_of, rows)]) + "\n"
 
 
 def _engines(results: Sequence[Measured]) -> list[str]:
@@ -80,6 +113,7 @@ def _row(case: Case, measured: Measured, yardstick: Measured | None) -> Row:
         "clients": case.clients,
         "local-steps": case.local_steps,
         "batch-size": case.batch_size,
+        "precision": case.precision,
         **dict.fromkeys(("seconds-per-round", "spread", "ratio", "ratio-range", "peak-memory-mb")),
         "dataset": case.dataset,
         "threads": measured.threads,
