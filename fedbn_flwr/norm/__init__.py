@@ -4,7 +4,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from fedbn_flwr.norm.detect import affine_keys, bn_keys, bn_layers, counter_keys, lacks, local_keys, statistics_keys
-from fedbn_flwr.norm.freeze import Frozen, freeze
+from fedbn_flwr.norm.freeze import freeze
 from fedbn_flwr.norm.layers import BatchNorm, BatchRenorm, GroupNorm, HybridBatchNorm, StaticBatchNorm
 from fedbn_flwr.norm.moments import Moments, gather, pool
 from fedbn_flwr.norm.replace import normalize_features, replace
@@ -15,7 +15,6 @@ __all__ = [
     "NORMS",
     "BatchNorm",
     "BatchRenorm",
-    "Frozen",
     "GroupNorm",
     "HybridBatchNorm",
     "Moments",

@@ -57,16 +57,15 @@ def test_every_layer_is_recorded_with_what_it_was_given() -> None:
 def test_gathering_leaves_no_trace(kind: str) -> None:
     model = make_model(kind)
     model.get_submodule("6").eval()
-    frozen = freeze(model.get_submodule("1"))
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    modes = [layer.training for layer in model.modules()]
     random_state = torch.get_rng_state()
-    gather(model, [normal(4, 2, 4, 4)])
+    with freeze(model.get_submodule("1")):
+        modes = [layer.training for layer in model.modules()]
+        gather(model, [normal(4, 2, 4, 4)])
+        assert [layer.training for layer in model.modules()] == modes
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
-    assert [layer.training for layer in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(parameter.grad is None for parameter in model.parameters())
-    frozen.undo()
     assert model.get_submodule("1").training  # gathering was no request for another mode
 
 
