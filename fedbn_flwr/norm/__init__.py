@@ -9,7 +9,7 @@ from fedbn_flwr.norm.layers import BatchNorm, BatchRenorm, GroupNorm, HybridBatc
 from fedbn_flwr.norm.moments import Moments, gather, pool
 from fedbn_flwr.norm.replace import normalize_features, replace
 from fedbn_flwr.norm.substitute import NORMS, Slot, register_norm, swap_normalizers
-from fedbn_flwr.norm.wsconv import adaptive_clip, classifier_parameters, clip_gradients
+from fedbn_flwr.norm.wsconv import classifier_parameters, clip_gradients
 
 __all__ = [
     "NORMS",
@@ -20,7 +20,6 @@ __all__ = [
     "Moments",
     "Slot",
     "StaticBatchNorm",
-    "adaptive_clip",
     "affine_keys",
     "bn_keys",
     "bn_layers",

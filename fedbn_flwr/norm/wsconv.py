@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -103,19 +103,14 @@ def remove_normalizers(model: nn.Module) -> nn.Module:
 # ---- adaptive gradient clipping, which keeps these networks stable at larger batches ---------------------------------
 
 
-def adaptive_clip(model: nn.Module, clip_factor: float = 0.1, skip: Collection[nn.Parameter] | None = None) -> None:
-    """Clip the gradients in place, unit by unit; by default all but the classifier's.
+def clip_gradients(parameters: Mapping[str, nn.Parameter], clip_factor: float, stacked: bool = False) -> None:
+    """Clip the gradients of named parameters in place, unit by unit.
 
     Brock et al., "High-Performance Large-Scale Image Recognition Without Normalization", 2021, equation 3:
     where |G_i| / max(|W_i|, eps) > clip_factor, G_i becomes clip_factor max(|W_i|, eps) G_i / |G_i|, for the
     weights i into one output, eps = 1e-3. A bias or a gain is one unit as a whole. FedWon's factor is 0.1.
+    `stacked` parameters have a row for each of several models.
     """
-    skipped = {id(parameter) for parameter in (classifier_parameters(model) if skip is None else skip)}
-    clip_gradients({name: value for name, value in model.named_parameters() if id(value) not in skipped}, clip_factor)
-
-
-def clip_gradients(parameters: Mapping[str, nn.Parameter], clip_factor: float, stacked: bool = False) -> None:
-    """Clip the gradients of named parameters in place; `stacked` ones have a row for each of several models."""
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             whole = parameter.dim() - stacked < 2 or name.rpartition(".")[2] == "gain"
