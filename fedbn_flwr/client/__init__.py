@@ -4,7 +4,7 @@ from fedbn_flwr.client.bn_client import BNClient
 from fedbn_flwr.client.device import pick_device
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import Rule, Session, obeyed_keys, read_instruction, register_rule
-from fedbn_flwr.client.training import frozen_parts, layerwise_mode
+from fedbn_flwr.client.training import layerwise_mode
 
 __all__ = [
     "BNClient",
@@ -12,7 +12,6 @@ __all__ = [
     "Reply",
     "Rule",
     "Session",
-    "frozen_parts",
     "layerwise_mode",
     "obeyed_keys",
     "pick_device",

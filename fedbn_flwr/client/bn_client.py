@@ -171,13 +171,10 @@ class BNClient:
         session.records |= training.carried_records(exchange)
         return float(loss)
 
-    def plan(self, instruction: Instruction, structure: nn.Module | None = None) -> BatchLoader:
-        """Draw the mini-batches of a round. The model (or `structure`) must already be in training mode, or frozen."""
+    def plan(self, instruction: Instruction) -> BatchLoader:
+        """Draw the mini-batches of a round."""
         generator = torch_generator(instruction.seed, "batches", *self._stream(instruction))
-        merge = batches.leaves_one(len(self.indices), instruction.batch_size) and any(
-            layer.training for layer in norm.bn_layers(structure or self.model).values()
-        )
-        drawn = batches.plan(len(self.indices), instruction, generator, merge)
+        drawn = batches.plan(len(self.indices), instruction, generator, self._merges_single(instruction))
         samples = torch.from_numpy(self.indices)[drawn.positions]
         return BatchLoader(self.train_split, self.device, instruction.augmentation, samples, drawn.sizes, generator)
 
@@ -190,7 +187,7 @@ class BNClient:
         return batches.batch_sizes(len(self.indices), instruction, self._merges_single(instruction))
 
     def _merges_single(self, instruction: Instruction) -> bool:
-        """Whether a last sample is left over in a round that updates BN statistics, whatever mode the model is in."""
+        """Whether a last sample is left over in a round that updates BN statistics."""
         left_over = batches.leaves_one(len(self.indices), instruction.batch_size)
         frozen = training.frozen_parts(instruction.freeze)["statistics"]
         return left_over and not frozen and bool(norm.bn_layers(self.model))

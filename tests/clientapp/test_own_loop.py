@@ -16,7 +16,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fedbn_flwr import norm, state
-from fedbn_flwr.client import BNClient, frozen_parts, read_instruction
+from fedbn_flwr.client import BNClient, read_instruction
 from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.clientapp import ClientApp, numpy_client_app
 from fedbn_flwr.server.replies import CannotTrainError
@@ -144,10 +144,8 @@ def own_app(
 def batches_of(config: ConfigRecord, context: Context, make: Callable[[], nn.Module]) -> Iterator[Batch]:
     """Yield the batches that a `BNClient` would train on."""
     part = int(context.node_config["partition-id"])
-    asked = BNClient(make().train(), make_split(), indices=parts()[part], partition_id=part, device="cpu")
-    instruction = read_instruction(config)
-    with norm.freeze(asked.model, **frozen_parts(instruction.freeze)):
-        yield from asked.plan(instruction)
+    asked = BNClient(make(), make_split(), indices=parts()[part], partition_id=part, device="cpu")
+    yield from asked.plan(read_instruction(config))
 
 
 METHODS: dict[str, Callable[[], BaseStrategy]] = {
@@ -233,10 +231,8 @@ class UsersClient(NumPyClient):
     def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict[str, Any]]:
         names = self.model.state_dict()
         self.model.load_state_dict({name: torch.tensor(value) for name, value in zip(names, parameters, strict=True)})
-        asked = BNClient(make().train(), make_split(), indices=parts()[self.part], partition_id=self.part, device="cpu")
-        instruction = read_instruction(config)
-        with norm.freeze(asked.model, **frozen_parts(instruction.freeze)):
-            batches = iter(asked.plan(instruction))
+        asked = BNClient(make(), make_split(), indices=parts()[self.part], partition_id=self.part, device="cpu")
+        batches = iter(asked.plan(read_instruction(config)))
         loss = plain_loop(self.model, batches, float(config["lr"]), float(config.get("momentum", 0.0)))
         # a client may well lose the dtype of a counter
         arrays = [value.numpy().astype(float) for value in self.model.state_dict().values()]

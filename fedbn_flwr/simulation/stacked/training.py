@@ -89,7 +89,7 @@ def _states(
 
 def _learn(clients: Sequence[BNClient], stack: Stack, session: Session, exchange: Exchange | None) -> Tensor:
     instruction = session.instruction
-    plans = [client.plan(instruction, stack.structure) for client in clients]
+    plans = [client.plan(instruction) for client in clients]
     carried = None
     if instruction.layerwise in wire.CARRIED_MODES:
         carried = CorrectedClients(session.received.get(wire.CARRIED, {}), len(clients))
