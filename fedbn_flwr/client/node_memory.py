@@ -65,3 +65,10 @@ class Memory:
     def attach(self, records: RecordDict) -> None:
         """Go on with another `Context.state`: the one that came with a later message."""
         self._records = records
+
+    def adopt(self, records: RecordDict) -> None:
+        """Store what others keep in another `Context.state`, which may be that of an earlier message."""
+        theirs = {name: record for name, record in records.items() if not name.startswith(f"{NAMESPACE}/")}
+        for name in [name for name in self._records if not name.startswith(f"{NAMESPACE}/")]:
+            del self._records[name]
+        self._records.update(theirs)

@@ -49,6 +49,8 @@ class OwnLoopClient:
         loop = OwnLoop(self.model, instruction, received, self.memory, self.exchange)
         with drawing, loop as self._loop:
             content = self._handler(self._seen(received, instruction), self._context).content
+        # in a layer-wise step the handler has the context of the first message, and the last one's is kept
+        self.memory.adopt(self._context.state)
         return self._reply_after(loop, content, instruction)
 
     def _reply_after(self, loop: OwnLoop, content: RecordDict, instruction: Instruction) -> Reply:
