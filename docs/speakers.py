@@ -19,7 +19,9 @@ def speakers() -> Data:
     if spec is None or spec.origin is None:
         raise ValueError("the data are in the package aeon: pip install --no-deps aeon")
     folder = Path(spec.origin).parent / "datasets" / "data" / "JapaneseVowels"
-    (inputs, labels), (test_inputs, test_labels) = (read(folder / f"JapaneseVowels_eq_{n}.ts") for n in ("TRAIN", "TEST"))
+    (inputs, labels), (test_inputs, test_labels) = (
+        read(folder / f"JapaneseVowels_eq_{n}.ts") for n in ("TRAIN", "TEST")
+    )
     mean, deviation = inputs.mean((0, 2), keepdim=True), inputs.std((0, 2), keepdim=True)
     train = Split((inputs - mean) / deviation, labels)
     return Data("speakers", train, Split((test_inputs - mean) / deviation, test_labels), num_classes=9)
