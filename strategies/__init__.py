@@ -2,13 +2,13 @@
 
 from fedbn_flwr.server.base_strategy import BaseStrategy
 from fedbn_flwr.server.privacy import Privacy
-from fedbn_flwr.server.replies import CannotTrainError, DivergedError, NodeReply, NotObeyedError, Pooled
+from fedbn_flwr.server.replies import CannotTrainError, DivergedError, Group, NodeReply, NotObeyedError, Pooled
 from fedbn_flwr.server.sampling import wait_for_nodes
 
 from .base_gathering import Gathering
 from .base_layerwise import Layerwise
 from .fbn import FBN
-from .fedavg import FedAvg, Shared
+from .fedavg import FedAvg
 from .fedbs import FedBS
 from .fednorm import FedNorm
 from .fedprox import FedProx
@@ -41,6 +41,7 @@ __all__ = [
     "FedWon",
     "FixBN",
     "Gathering",
+    "Group",
     "HeteroFL",
     "Layerwise",
     "NodeReply",
@@ -49,7 +50,6 @@ __all__ = [
     "Pooled",
     "Privacy",
     "Scaffold",
-    "Shared",
     "SiloBN",
     "Standalone",
     "prepare",

@@ -16,6 +16,7 @@ from fedbn_flwr.server.averaging import Arrays, record
 from fedbn_flwr.server.replies import (
     CannotTrainError,
     Expected,
+    Group,
     Refusal,
     leave_out,
     log_refused,
@@ -24,7 +25,7 @@ from fedbn_flwr.server.replies import (
 )
 from fedbn_flwr.wire import Instruction, moments
 
-from .fedavg import FedAvg, Shared
+from .fedavg import FedAvg
 
 
 class Gathering(FedAvg):
@@ -36,7 +37,7 @@ class Gathering(FedAvg):
         mean = sum n_k m_k / N,   var = sum n_k (v_k + (m_k - mean)^2) / N,   N = sum n_k
     """
 
-    beside_model: ClassVar[Shared | None] = Shared("gathered statistics")
+    pools: ClassVar[tuple[Group, ...]] = (Group("gathered statistics"),)
     needs: str = "statistics"
     _has_gathered: bool = False
 

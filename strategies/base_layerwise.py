@@ -13,13 +13,13 @@ from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays
-from fedbn_flwr.server.replies import NodeReply, Pooled, Refusal, log_refused, read_each
+from fedbn_flwr.server.replies import Group, NodeReply, Pooled, Refusal, log_refused, read_each
 from fedbn_flwr.transports.message_records import StepPosition
 from fedbn_flwr.transports.message_server import MessageTransport
 from fedbn_flwr.transports.nodes_transport import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
 from fedbn_flwr.wire import Instruction
 
-from .fedavg import FedAvg, Shared
+from .fedavg import FedAvg
 
 Contents = Mapping[int, RecordDict]
 
@@ -41,7 +41,7 @@ class Layerwise(FedAvg):
     larger ones again where a process has lost its step.
     """
 
-    beside_model: ClassVar[Shared | None] = Shared("the statistics of layer-wise steps")
+    pools: ClassVar[tuple[Group, ...]] = (Group("the statistics of layer-wise steps"),)
     needs: str = "bn"
     #: what is exchanged at a BN layer: one of `fedbn_flwr.wire.LAYERWISE_MODES`
     mode: str = "fused"
@@ -93,11 +93,6 @@ class Layerwise(FedAvg):
         """Send the model, and take all nodes through their local steps; return no messages."""
         self._final = []
         messages = super().configure_train(server_round, arrays, config, grid)
-        if messages and self.instruction.layerwise != "none" and not self.started:
-            raise RuntimeError(
-                f"{type(self).__name__} must be started itself: what clients send in a layer-wise step does not pass "
-                "through a strategy around it, so that Flower's differential privacy would protect none of it"
-            )
         if not messages or not self.exchanges(self.instruction):
             return messages
         contents = {message.metadata.dst_node_id: message.content for message in messages}

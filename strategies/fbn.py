@@ -10,7 +10,7 @@ from fedbn_flwr.client.rules import Rule, Session, register_rule
 from fedbn_flwr.client.rules.dynamics import BatchStatistics
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays
-from fedbn_flwr.server.replies import Pooled
+from fedbn_flwr.server.replies import Group, Pooled
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg
@@ -40,7 +40,7 @@ class FBN(FedAvg):
     paper: ClassVar[str] = "Guerraoui et al., 2024, arXiv:2405.14670"
     leaves: ClassVar[str] = "parameters, and statistics of the mini-batches"
     use: ClassVar[str] = "one global model that trains and predicts with the same statistics"
-    required: ClassVar[tuple[str, ...]] = (BATCH_MOMENTS,)
+    pools: ClassVar[tuple[Group, ...]] = (Group("statistics of mini-batches", BATCH_MOMENTS),)
     needs: str = "all-statistics"
 
     def __init__(

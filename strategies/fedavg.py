@@ -10,7 +10,6 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from logging import WARNING
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -21,24 +20,17 @@ from fedbn_flwr.layerwise.exchange import Combiner, combine
 from fedbn_flwr.server.averaging import Arrays, average, is_floating
 from fedbn_flwr.server.base_strategy import BaseStrategy
 from fedbn_flwr.server.privacy import Privacy
-from fedbn_flwr.server.replies import CannotTrainError, NodeReply, Pooled, tally_of
+from fedbn_flwr.server.replies import CannotTrainError, Group, NodeReply, Pooled, tally_of
 from fedbn_flwr.server.robust import Robust, States
 from fedbn_flwr.wire.masked import Summed, Terms, is_countable
 
 from .registry import register_strategy
 
 Weighting = Literal["examples", "uniform"]
+#: what `momentum_state="global"` pools
+MOMENTUM = Group("the optimizer's state", wire.MOMENTUM, is_required=False, can_be_robust=False)
 #: the hooks that see replies; a method that overrides one gets those of single nodes
 SEEING = ("weigh", "merge", "pool", "mean", "aggregate_train", "aggregate_evaluate")
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What a method shares beside the model, which `privacy` would not protect."""
-
-    what: str
-    #: whether a robust rule stands in the place of its mean
-    can_be_robust: bool = True
 
 
 @register_strategy("fedavg")
@@ -63,8 +55,6 @@ class FedAvg(BaseStrategy):
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
     leaves: ClassVar[str] = "everything, BN statistics included"
     use: ClassVar[str] = "the baseline; also `fedavg+gn` and other normalizers"
-    beside_model: ClassVar[Shared | None] = None
-    why_single: str = ""
 
     def __init__(
         self,
@@ -79,20 +69,35 @@ class FedAvg(BaseStrategy):
         self.robust = Robust.parse(robust)
         if self.robust:
             self.fewest_nodes = self.robust.fewest_nodes
-        self._refuse_ways_around()
-        # asked by `require_sums_suffice`, and by the engine before workers average their nodes' replies
-        own = [name for name in SEEING if getattr(type(self), name) is not getattr(FedAvg, name)]
-        self.why_single = self.why_single or (
-            f"its own `{own[0]}` may look at single replies"
-            if own
-            else "privacy clips each node's update"
-            if privacy
-            else "robust compares the nodes' replies"
-            if self.robust
-            else f"it weighs by {self.weighted_by_key!r}"
-            if self.weighted_by_key != wire.NUM_EXAMPLES
-            else ""
-        )
+        if self.privacy and self.robust:
+            raise ValueError("privacy needs the mean, to which its noise is scaled: robust must be none")
+        if self.privacy and self.weighting != "uniform":
+            raise ValueError("privacy needs weighting='uniform': noise is scaled for nodes of equal weight")
+        for group in [*self._named("pools"), *[MOMENTUM] * (self.momentum_state == "global")]:
+            self.add_group(group)
+
+    def add_group(self, group: Group) -> None:
+        """Pool a group, too; ValueError if that leaves a node around clipping and noise, or around a robust rule."""
+        if self.privacy:
+            raise ValueError(f"privacy would not protect {group.what}, which {type(self).__name__} shares")
+        if self.robust and not group.can_be_robust:
+            raise ValueError(f"a robust rule would not reach {group.what}, which {type(self).__name__} shares")
+        self.groups += (group,)
+
+    @property
+    def why_single(self) -> str:
+        """Why sums of replies do not suffice: for masks, and for workers that average their nodes' replies."""
+        for group in self.groups:
+            if group.by_node:
+                return f"it needs single replies for {group.what}"
+        for hook in SEEING:
+            if getattr(type(self), hook) is not getattr(FedAvg, hook):
+                return f"its own `{hook}` may look at single replies"
+        if self.privacy:
+            return "privacy clips each node's update"
+        if self.robust:
+            return "robust compares the nodes' replies"
+        return "" if self.weighted_by_key == wire.NUM_EXAMPLES else f"it weighs by {self.weighted_by_key!r}"
 
     @property
     def combiner(self) -> Combiner:
@@ -119,6 +124,7 @@ class FedAvg(BaseStrategy):
     def update(self, pooled: Pooled) -> Arrays:
         """Return the new global state, made of what was pooled; entries that nobody sent stay as they are."""
         averaged = pooled.groups[wire.ARRAYS]
+        self.momentum = pooled.groups.get(wire.MOMENTUM) or self.momentum
         if self.server_optimizer:
             parameters = self.describe_node(self.train_replies[0].node).parameters
             if not parameters:
@@ -127,8 +133,11 @@ class FedAvg(BaseStrategy):
         return {**self.current, **averaged}
 
     def pool(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Pooled:
-        """Pool the model, and the groups that the method requires."""
-        groups = {name: self._pool_group(name, replies, weights) for name in (wire.ARRAYS, *self.required)}
+        """Pool the model, and the method's groups."""
+        groups = {wire.ARRAYS: self._pool_model([reply.arrays for reply in replies], weights)}
+        for name in [group.name for group in self.groups if group.name]:
+            states = [reply.records.get(name, {}) for reply in replies]
+            groups[name] = self.mean(states, weights) if all(states) else {}
         by_node = {
             node: weight / len(reply.nodes)
             for reply, weight in zip(replies, weights, strict=True)
@@ -140,13 +149,10 @@ class FedAvg(BaseStrategy):
         """Return the weighted mean of states that began from `current`, or what a robust rule takes in its place."""
         return average(states, weights) if self.robust is None else self.robust.average(states, current)
 
-    def _pool_group(self, group: str, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
-        states = [reply.records[group] for reply in replies]
-        if group != wire.ARRAYS:
-            return self.mean(states, weights)
+    def _pool_model(self, states: States, weights: Sequence[float]) -> Arrays:
         if self.privacy is None:
             return self.mean(states, weights, self.current)
-        node = self.describe_node(replies[0].node)
+        node = self.describe_node(self.train_replies[0].node)
         parameters, tied = frozenset(node.parameters), dict(zip(node.tied[::2], node.tied[1::2], strict=True))
         if not parameters:
             raise ValueError("privacy needs clients that say which entries are parameters (`describe`)")
@@ -173,17 +179,3 @@ class FedAvg(BaseStrategy):
             return weights
         log(WARNING, "%s: no %s of this round is above 0, so all clients count equally", name, key)
         return [1.0] * len(replies)
-
-    def _refuse_ways_around(self) -> None:
-        """Refuse what would leave a node around clipping and noise, or around a robust rule."""
-        groups = [Shared(f"the nodes' {group!r}") for group in self.required]
-        groups += [Shared("the optimizer's state", can_be_robust=False)] if self.momentum_state == "global" else []
-        name, shared = type(self).__name__, [*filter(None, [self.beside_model]), *groups]
-        if self.privacy and shared:
-            raise ValueError(f"privacy would not protect {shared[0].what}, which {name} shares")
-        if self.privacy and self.robust:
-            raise ValueError("privacy needs the mean, to which its noise is scaled: robust must be none")
-        if self.privacy and self.weighting != "uniform":
-            raise ValueError("privacy needs weighting='uniform': noise is scaled for nodes of equal weight")
-        if self.robust and (around := [each.what for each in shared if not each.can_be_robust]):
-            raise ValueError(f"a robust rule would not reach {around[0]}, which {name} shares")

@@ -9,11 +9,11 @@ from flwr.common import log
 from fedbn_flwr import wire
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays
-from fedbn_flwr.server.replies import Pooled
+from fedbn_flwr.server.replies import Group, Pooled
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.masked import Terms
 
-from .fedavg import FedAvg, Shared
+from .fedavg import FedAvg
 from .registry import register_strategy
 
 #: the metrics of the losses that can be weights
@@ -43,7 +43,7 @@ class FedBS(FedAvg):
     paper: ClassVar[str] = "Idrissi et al., ICTAI 2021"
     leaves: ClassVar[str] = "everything, and the training loss"
     use: ClassVar[str] = "some clients learn much slower than others"
-    beside_model: ClassVar[Shared | None] = Shared("losses, by which nodes are weighted", can_be_robust=False)
+    pools: ClassVar[tuple[Group, ...]] = (Group("losses, by which nodes are weighted", can_be_robust=False),)
     kept: ClassVar[tuple[str, ...]] = ("stage", "_calm_rounds")
 
     def __init__(

@@ -9,10 +9,10 @@ from flwr.app import ArrayRecord
 from flwr.common import log
 
 from fedbn_flwr.server.averaging import Arrays, average, record
-from fedbn_flwr.server.replies import CannotTrainError, NodeReply
+from fedbn_flwr.server.replies import CannotTrainError, Group, NodeReply
 from fedbn_flwr.state.records import make_record
 
-from .fedavg import FedAvg, Shared
+from .fedavg import FedAvg
 from .registry import register_strategy
 
 
@@ -33,7 +33,7 @@ class FedNorm(FedAvg):
     paper: ClassVar[str] = "Bernecker et al., 2022, arXiv:2205.11096"
     leaves: ClassVar[str] = "everything; BN is averaged within a domain"
     use: ClassVar[str] = "several nodes per domain or modality"
-    beside_model: ClassVar[Shared | None] = Shared("means of BN over few nodes", can_be_robust=False)
+    pools: ClassVar[tuple[Group, ...]] = (Group("means of BN over few nodes", can_be_robust=False),)
     needs: str = "bn"
     personal: ClassVar[bool] = True
     kept: ClassVar[tuple[str, ...]] = ("_by_domain",)

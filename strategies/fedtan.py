@@ -31,7 +31,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.layerwise.carried import CarriedValues, Entries, Examples
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays, record
-from fedbn_flwr.server.replies import NodeReply, Pooled
+from fedbn_flwr.server.replies import Group, NodeReply, Pooled
 from fedbn_flwr.wire import Instruction
 
 from .base_layerwise import Layerwise
@@ -112,7 +112,7 @@ class FedTAN(Layerwise):
             raise ValueError(f"trust must be 0 or more than 1, got {trust}")
         self.carry = carry
         if carry:
-            self.why_single = self.why_single or "carry=true keeps each node's values"
+            self.add_group(Group("values that carry=true keeps", by_node=True))
         self.carried = CarriedValues(trust, carry_limit, memory, oldest, self.combiner)
         self._corrections: Mapping[int, Entries] = {}
         if self.carry and exchange != "fused":

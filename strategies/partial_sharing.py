@@ -12,7 +12,7 @@ from flwr.common import log
 from fedbn_flwr import wire
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.averaging import Arrays, record
-from fedbn_flwr.server.replies import NodeReply, Pooled, lacks_state
+from fedbn_flwr.server.replies import Group, NodeReply, Pooled, lacks_state
 from fedbn_flwr.state.records import make_record
 from fedbn_flwr.wire import Instruction
 
@@ -46,11 +46,9 @@ class PartialSharing(FedAvg):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if self.privacy and mean_personal:
-            raise ValueError("privacy would not protect the entries that nodes keep: mean_personal must be False")
         self.mean_personal = mean_personal
         if mean_personal:
-            self.why_single = self.why_single or "mean_personal averages what single nodes keep"
+            self.add_group(Group("the entries that nodes keep, for mean_personal", by_node=True))
         self._shared: AbstractSet[str] | None = None
         self._served: set[int] = set()
         #: the weights of the last round's participants, by node

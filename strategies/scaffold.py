@@ -28,7 +28,7 @@ from torch import Tensor
 from fedbn_flwr import wire
 from fedbn_flwr.client.rules import Rule, Session, on_device, register_rule
 from fedbn_flwr.server.averaging import Arrays, record
-from fedbn_flwr.server.replies import Pooled
+from fedbn_flwr.server.replies import Group, Pooled
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg
@@ -59,7 +59,7 @@ class Scaffold(FedAvg):
     paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
     leaves: ClassVar[str] = "everything, and control variates: twice the bytes"
     use: ClassVar[str] = "clients drift apart in many local steps"
-    required: ClassVar[tuple[str, ...]] = (wire.CONTROL_VARIATES,)
+    pools: ClassVar[tuple[Group, ...]] = (Group("control variates", wire.CONTROL_VARIATES),)
     kept: ClassVar[tuple[str, ...]] = ("_variate", "_total")
     kept_by_node: ClassVar[tuple[str, ...]] = ("_weights",)
 

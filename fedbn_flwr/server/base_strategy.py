@@ -16,7 +16,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import wire
 from fedbn_flwr.plugins.options import Range
-from fedbn_flwr.server.averaging import Arrays, average, record, unpack
+from fedbn_flwr.server.averaging import Arrays, record, unpack
 from fedbn_flwr.server.constructor_options import MomentumKind, OptimizerKind, check_constructor
 from fedbn_flwr.server.kept_state import KeptState, LaterRounds
 from fedbn_flwr.server.lr_schedule import read_schedule
@@ -26,6 +26,7 @@ from fedbn_flwr.server.replies import (
     CannotTrainError,
     DivergedError,
     Expected,
+    Group,
     LostRounds,
     NodeReply,
     NotObeyedError,
@@ -35,7 +36,6 @@ from fedbn_flwr.server.replies import (
     name_dominant,
     parse_replies,
 )
-from fedbn_flwr.server.robust import States
 from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
 from fedbn_flwr.server.secure_grid import SecureGrid
 from fedbn_flwr.wire import Instruction
@@ -107,10 +107,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     personal: ClassVar[bool] = False
     #: constructor arguments of a base class that have another name here
     replaced: ClassVar[tuple[str, ...]] = ()
-    #: groups of arrays that a training reply must hold beside the model
-    required: ClassVar[tuple[str, ...]] = ()
-    #: why the method needs each node's own reply; empty if what `terms` says of all is enough
-    why_single: str = "it may look at single replies"
+    #: what is pooled beside the model; each class of a hierarchy names only its own
+    pools: ClassVar[tuple[Group, ...]] = ()
     #: what a model must have of BN, or the method would be another one; see `norm.lacks`
     needs: str = "none"
     #: whether an experiment gives this method one node with the union of the clients' samples
@@ -161,6 +159,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.clip_norm, self.clip_factor = clip_norm, clip_factor
         self.secure, self.secure_min = secure, secure_min
         self.momentum_state = momentum_state
+        #: what `pools` and options say
+        self.groups: tuple[Group, ...] = ()
         #: the mean of the clients' optimizer states, if it is `global`
         self.momentum: Arrays = {}
         self.server_optimizer = None if server_optimizer == "none" else ServerOptimizer(server_optimizer, server_lr)
@@ -212,6 +212,11 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         """The round's instruction."""
         return self.round.instruction
 
+    @property
+    def why_single(self) -> str:
+        """Why the method needs each node's own reply; empty if what `terms` says of all is enough."""
+        return "it may look at single replies"
+
     # ---- the hooks -----------------------------------------------------------------------------------------------
 
     @classmethod
@@ -241,8 +246,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
         """Return the groups of arrays that one node gets."""
         groups = {self.arrayrecord_key: arrays}
-        sends = self.momentum and self.momentum_state == "global"
-        return groups | ({wire.MOMENTUM: record(self.momentum)} if sends else {})
+        return groups | ({wire.MOMENTUM: record(self.momentum)} if self.momentum else {})
 
     def collect(self, replies: Iterable[Message]) -> Iterable[Message]:
         """Return the round's replies: those that came, or others that the method has asked for."""
@@ -255,10 +259,6 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     @abstractmethod
     def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
         """Return the new global state, every entry of it."""
-
-    def mean(self, states: States, weights: Sequence[float], current: Arrays | None = None) -> Arrays:
-        """Return the weighted mean of states that began from `current`."""
-        return average(states, weights)
 
     def refine(self, merged: Arrays) -> Arrays:
         """Return the merged state, changed further; nodes can be asked through `self.grid`."""
@@ -345,9 +345,6 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         weights = self.weigh(self.train_replies)
         if server_round == 1:
             name_dominant(self.train_replies, weights)
-        sent = [reply.records.get(wire.MOMENTUM, {}) for reply in self.train_replies]
-        if self.momentum_state == "global" and all(sent):
-            self.momentum = self.mean(sent, weights)
         merged = self.refine(self.merge(self.train_replies, weights))
         return record(merged), self._mean_metrics(self.train_replies, self.train_metrics_aggr_fn)
 
@@ -435,7 +432,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             self.current,
             self.arrayrecord_key,
             self.weighted_by_key,
-            self.required if trains else (),
+            [group.name for group in self.groups if group.name and group.is_required] if trains else (),
             instruction.later,
             self.told[kind],
             self.count_growth,
@@ -488,7 +485,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
                 "mods of the nodes, refused them"
             )
         partial = asked.keep_local != "none" or asked.omit != "none" or "omit" in asked.later.split(",")
-        if partial or self.required:
+        if partial or self.groups:
             raise RuntimeError(
                 f"{name} must be started itself: its nodes do not send exactly the model, and Flower's strategies for "
                 "differential privacy take entries by their positions; in their place, strategies take "

@@ -49,7 +49,8 @@ class KeptState:
             present.update(values)
         self.partitions = {node: partition for partition, node in nodes.items()}
 
-    def _named(self, attribute: str) -> Iterator[str]:
+    def _named(self, attribute: str) -> Iterator[Any]:
+        """Yield what each class of the hierarchy lists, base classes first."""
         for parent in reversed(type(self).__mro__):
             yield from vars(parent).get(attribute, ())
 

@@ -124,10 +124,29 @@ class NodeReply:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Numbers that a method pools beside the model; what follows from them for other features is the same everywhere.
+
+    `privacy` protects the model only, so it is refused with any group.
+    """
+
+    #: in words, for refusals
+    what: str
+    #: the ArrayRecord of training replies that holds it, with entries of the model; empty if it comes another way
+    name: str = ""
+    #: whether a reply without it is refused; if not, it is pooled in rounds in which all replies hold it
+    is_required: bool = True
+    #: whether a robust rule stands in the place of its mean
+    can_be_robust: bool = True
+    #: whether each node's own is needed, so that a sum over nodes would not do
+    by_node: bool = False
+
+
+@dataclass(frozen=True)
 class Pooled:
     """A round's replies as one, whoever has pooled them."""
 
-    #: the mean of the model, under `wire.ARRAYS`, and of the groups that the strategy requires
+    #: the mean of the model, under `wire.ARRAYS`, and of the method's groups by their names
     groups: Mapping[str, Arrays]
     #: by node; the nodes of a sum have equal shares of its weight
     weights: Mapping[int, float]

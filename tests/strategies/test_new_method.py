@@ -13,9 +13,9 @@ from fedbn_flwr.client.rules import RULES
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
-from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, NodeReply, Pooled, Privacy
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Group, NodeReply, Pooled, Privacy
 from fedbn_flwr.wire import Instruction
-from tests.helpers.harness import SIZES, Federation, Traffic, distance, make_model
+from tests.helpers.harness import SIZES, Federation, distance, make_model
 from tests.helpers.registered import registries_restored
 
 Arrays = dict[str, NDArray[Any]]
@@ -50,7 +50,7 @@ def _registered() -> Iterator[None]:
 class Pushed(FedAvg):
     """v <- beta v + sum_k p_k g_k, w <- sum_k p_k w_k - rate v."""
 
-    required: ClassVar[tuple[str, ...]] = (GRADIENTS,)
+    pools: ClassVar[tuple[Group, ...]] = (Group("sums of gradients", GRADIENTS),)
     kept: ClassVar[tuple[str, ...]] = ("push",)
 
     def __init__(self, **options: Any) -> None:
@@ -79,7 +79,8 @@ class ByHand(Pushed):
                 is_counter, shares = rows.dtype.kind != "f", np.array(weights) / sum(weights)
                 middle = np.median(rows, axis=0) if robust else np.tensordot(shares, rows, 1)
                 groups[group][name] = rows.max(axis=0) if is_counter else middle
-        return self.update(Pooled(groups, {}, super().pool(replies, weights).tally))
+        pooled = self.pool(replies, weights)
+        return self.update(Pooled({**pooled.groups, **groups}, {}, pooled.tally))
 
 
 def nodes(partitions: Sequence[int]) -> StackedGrid:
@@ -89,7 +90,7 @@ def nodes(partitions: Sequence[int]) -> StackedGrid:
 
 
 class Declared(Pushed):
-    why_single = "it reads single replies"
+    pools: ClassVar[tuple[Group, ...]] = (Group("what it looks at", by_node=True),)
 
 
 def run(strategy: FedAvg, kind: str = "messages", **instruction: Any) -> Any:
@@ -133,15 +134,6 @@ def test_a_method_may_be_made_of_two(parents: tuple[type[FedAvg], ...]) -> None:
     assert distance(after, run(type("Both", parents[::-1], {})(fraction_evaluate=0.0))) == 0
 
 
-def test_an_optimizers_state_that_nobody_asked_for_goes_nowhere() -> None:
-    strategy = FedAvg(fraction_evaluate=0.0)
-    strategy.momentum = {"net.1.weight": np.ones(4)}
-    seen = Federation(make_model(), grid=Traffic)
-    seen.run(strategy, 1)
-    assert isinstance(seen.grid, Traffic)
-    assert not any(wire.MOMENTUM in message.content for message in seen.grid.sent)
-
-
 def test_it_works_under_masks() -> None:
     by_hand = run(ByHand(fraction_evaluate=0.0))
     assert distance(run(Pushed(fraction_evaluate=0.0, secure=True)), by_hand) < 1e-9
@@ -150,9 +142,9 @@ def test_it_works_under_masks() -> None:
 REFUSED: dict[str, tuple[Callable[[], FedAvg], str]] = {
     "privacy": (
         lambda: Pushed(privacy=Privacy(1.0, 1.0), weighting="uniform"),
-        "privacy would not protect the nodes' 'sums-of-gradients', which Pushed shares",
+        "privacy would not protect sums of gradients, which Pushed shares",
     ),
-    "masks, which it declares": (lambda: Declared(secure=True), "it reads single replies"),
+    "masks, which it declares": (lambda: Declared(secure=True), "it needs single replies for what it looks at"),
     "masks, of single replies": (lambda: ByHand(secure=True), "its own `merge` may look at single replies"),
 }
 

@@ -107,13 +107,16 @@ def test_the_spread_of_losses_is_that_in_the_clear() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], FedAvg], str]] = {
     "domains": (lambda: FedNorm(secure=True), "its own `weigh` may look at single replies"),
-    "carried": (lambda: FedTAN(secure=True, carry=True), "carry=true keeps each node's values"),
+    "carried": (lambda: FedTAN(secure=True, carry=True), "single replies for values that carry=true keeps"),
     "privacy": (
         lambda: FedAvg(secure=True, weighting="uniform", privacy=Privacy(1.0, 0.1)),
         "clips each node's update",
     ),
     "robust": (lambda: FedAvg(secure=True, robust="median"), "compares the nodes' replies"),
-    "personal means": (lambda: FedBN(secure=True, mean_personal=True), "what single nodes keep"),
+    "personal means": (
+        lambda: FedBN(secure=True, mean_personal=True),
+        "single replies for the entries that nodes keep",
+    ),
     "a part of the nodes": (lambda: FedAvg(secure=True, fraction_train=0.5), "fraction_train must be 1"),
     "another weight": (lambda: FedAvg(secure=True, weighted_by_key="train-loss"), "weighs by 'train-loss'"),
 }

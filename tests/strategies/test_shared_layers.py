@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm, state
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.strategies import REGISTRY, FedBN, FedTAN, Privacy
+from fedbn_flwr.strategies import FedBN, FedTAN, Privacy
 from tests.helpers.engine_comparison import EXACT, Stacked
 from tests.helpers.harness import CLASSES, Federation, distance
 from tests.strategies.test_contract import TABLE, make
@@ -55,7 +55,7 @@ def test_two_names_are_one_parameter_to_a_server_optimizer(name: str, server_opt
 
 @pytest.mark.parametrize(
     "name",
-    sorted(name for name in TABLE if not (getattr(REGISTRY[name], "beside_model", None) or REGISTRY[name].required)),
+    sorted(name for name in TABLE if not make(name).groups),
 )
 def test_two_names_are_clipped_and_noised_as_one_parameter(name: str) -> None:
     private = Privacy(0.05, 1.0, seed=1)
