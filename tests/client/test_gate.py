@@ -168,10 +168,77 @@ def test_the_server_learns_the_sum_and_nothing_else() -> None:
     assert (count, examples) == (4, 100)
 
 
-ATTACKS: dict[str, tuple[Callable[[Server], Any], str]] = {}
 PAST, OTHERS = "round 1 again, or for an earlier one", "of round 1 among other nodes than before"
 LATEST = "not this node's last one, or that was opened before"
 USED = "another key in the place of this node's, or one that was used"
+UNLIKE = r"the mask of node 1 cannot be opened: \[2, 3, 4\] give no share of it"
+THREE = (1, 2, 3)
+
+#: sums that node 1 is asked for, one after another: the last is refused
+SUMS: dict[str, tuple[str, list[tuple[Sequence[int], int, str]]]] = {
+    "too few": ("a sum of 2 nodes would show too much of each: 3 at least", [((1, 2), 1, "train")]),
+    "a list without me": ("node 1 is no participant", [((2, 3, 4), 1, "train")]),
+    "one node twice": ("a node or its key is in the list of participants twice", [((*THREE, 3), 1, "train")]),
+    "two that differ by a node": (PAST, [(NODES, 1, "train"), (THREE, 1, "train")]),
+    "two by two handlers": (PAST, [(NODES, 1, "train"), (THREE, 1, "train.default2")]),
+    "two evaluations in a round": (PAST, [(NODES, 1, "evaluate"), (NODES, 1, "evaluate.other")]),
+    "two by another message type": (PAST, [(NODES, 1, "query.own"), (THREE, 1, "query.own")]),
+    "an old round": (PAST, [(NODES, 2, "train"), (NODES, 1, "train")]),
+    "to evaluate among others than trained": (OTHERS, [(THREE, 1, "train"), (NODES, 1, "evaluate")]),
+    "to gather among others": (OTHERS, [(NODES, 1, wire.GATHER), (THREE, 1, wire.GATHER)]),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_node_refuses_a_sum(name: str) -> None:
+    reason, sums = SUMS[name]
+    server = Server().meet()
+    for nodes, server_round, kind in sums[:-1]:
+        server.train(1, server.asked(nodes), server_round, kind)
+    nodes, server_round, kind = sums[-1]
+    with pytest.raises(RefusedError, match=reason):
+        server.train(1, server.asked(nodes), server_round, kind)
+
+
+#: what the server says of a sum, in place of what it should
+SAID: dict[str, tuple[str, dict[str, Any]]] = {
+    "a number that is none": ("cannot be read", {"minimum": float("nan")}),
+    "nodes that are texts": ("cannot be read", {"nodes": ["1", "2", "3", "4"]}),
+    "a key too few": ("there are 3 keys of 4 nodes", {"keys": [b"1", b"2", b"3"]}),
+    "a weight that others have not": (
+        "nodes are not weighted by 'tally' and 'num-examples'",
+        {"weighting": "tally", "tally": "num-examples"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_node_refuses_what_is_said_of_a_sum(name: str) -> None:
+    reason, said = SAID[name]
+    server = Server().meet()
+    with pytest.raises(RefusedError, match=reason):
+        server.train(1, {**server.asked(), **said}, 1)
+
+
+#: of nodes 1 to N, those that the server says count when node 1 is to open the sum
+OPENED: dict[str, tuple[str, int, Sequence[int]]] = {
+    "for too few": ("a sum of 3 of 4 nodes is not opened: 4 at least", 4, THREE),
+    "for less than three quarters": ("a sum of 5 of 7 nodes is not opened: 6 at least", 7, range(1, 6)),
+    "without the node itself": ("this node did not send its part, and it has", 9, range(2, 10)),
+    "with a node named twice": ("the server names nodes that are no participants", 4, (1, 2, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_a_node_does_not_open_a_sum(name: str) -> None:
+    reason, count, survivors = OPENED[name]
+    nodes = range(1, count + 1)
+    replies = Server().meet(nodes).all_train(1, nodes)
+    with pytest.raises(RefusedError, match=reason):
+        replies.open(1, survivors)
+
+
+ATTACKS: dict[str, tuple[Callable[[Server], Any], str]] = {}
 
 
 def attack(reason: str) -> Callable[[Callable[[Server], Any]], Callable[[Server], Any]]:
@@ -182,20 +249,10 @@ def attack(reason: str) -> Callable[[Callable[[Server], Any]], Callable[[Server]
     return register
 
 
-@attack("a sum of 2 nodes would show too much of each: 3 at least")
-def too_few(server: Server) -> None:
-    server.train(1, server.asked((1, 2)), 1)
-
-
 @attack(USED)
 def a_key_of_its_own_for_me(server: Server) -> None:
     server.keys[1] = masks.public_key(masks.new_private_key()), b""
     server.train(1, server.asked(), 1)
-
-
-@attack("node 1 is no participant")
-def a_list_without_me(server: Server) -> None:
-    server.train(1, server.asked((2, 3, 4)), 1)
 
 
 @attack(USED)
@@ -203,68 +260,6 @@ def a_second_sum_with_one_key(server: Server) -> None:
     asked = server.asked()
     server.train(1, asked, 1)
     server.train(1, asked, 2)
-
-
-@attack(PAST)
-def two_sums_of_a_round_that_differ_by_a_node(server: Server) -> None:
-    server.train(1, server.asked(), 1)
-    server.train(1, server.asked((1, 2, 3)), 1)
-
-
-@attack(PAST)
-def two_sums_of_a_round_by_two_handlers(server: Server) -> None:
-    server.train(1, server.asked(), 1)
-    server.train(1, server.asked((1, 2, 3)), 1, "train.default2")
-
-
-@attack(OTHERS)
-def to_evaluate_among_others_than_trained(server: Server) -> None:
-    server.train(1, server.asked((1, 2, 3)), 1)
-    server.train(1, server.asked(), 1, "evaluate")
-
-
-@attack(PAST)
-def an_old_round(server: Server) -> None:
-    server.train(1, server.asked(), 2)
-    server.train(1, server.asked(), 1)
-
-
-@attack(PAST)
-def to_ask_by_another_message_type(server: Server) -> None:
-    content = {masked.SECURE: ConfigRecord(server.asked()), wire.CONFIG: ConfigRecord({"server-round": 1})}
-    server.send(1, "query.own", content)
-    server.meet()
-    server.send(1, "query.own", {**content, masked.SECURE: ConfigRecord(server.asked((1, 2, 3)))})
-
-
-@attack(PAST)
-def to_evaluate_twice_in_a_round(server: Server) -> None:
-    server.train(1, server.asked(), 1, "evaluate")
-    server.train(1, server.asked(), 1, "evaluate.other")
-
-
-@attack(LATEST)
-def to_open_a_sum_after_a_new_key(server: Server) -> None:
-    replies = server.all_train(1)
-    server.meet()
-    replies.open(1)
-    replies.open(1)
-
-
-@attack("the server names nodes that are no participants")
-def to_name_a_node_twice_among_those_that_count(server: Server) -> None:
-    server.all_train(1).open(1, (1, 2, 2, 3))
-
-
-@attack("there are 3 keys of 4 nodes")
-def a_key_too_few(server: Server) -> None:
-    asked = server.asked()
-    server.train(1, {**asked, "keys": asked["keys"][:3]}, 1)
-
-
-@attack("a node or its key is in the list of participants twice")
-def one_node_twice(server: Server) -> None:
-    server.train(1, server.asked((1, 2, 3, 3)), 1)
 
 
 @attack(PAST.replace("1", "0"))
@@ -276,19 +271,20 @@ def a_question_that_names_no_round(server: Server) -> None:
 @attack(PAST)
 def a_round_again_after_new_keys(server: Server) -> None:
     server.train(1, server.asked(), 1)
-    server.meet().train(1, server.asked((1, 2, 3)), 1)
+    server.meet().train(1, server.asked(THREE), 1)
+
+
+@attack(PAST)
+def a_side_channel_in_a_plain_message(server: Server) -> None:
+    channel: dict[str, Any] = {SIDE_CHANNEL: ConfigRecord({"address": "x:1", "token": "t"})}
+    server.train(1, server.asked(), 1, **channel)
+    server.train(1, server.asked(THREE), 1, **channel)
 
 
 @attack(PAST)
 def a_step_by_exchanges_after_a_plain_one(server: Server) -> None:
     server.train(1, server.asked(), 1)
-    server.begin_step(1, 1, 2, (1, 2, 3))
-
-
-@attack(OTHERS)
-def to_gather_among_others_in_a_round(server: Server) -> None:
-    server.train(1, server.asked(), 1, wire.GATHER)
-    server.train(1, server.asked((1, 2, 3)), 1, wire.GATHER)
+    server.begin_step(1, 1, 2, THREE)
 
 
 @attack("a sum of 3 of 4 nodes is not opened: 4 at least")
@@ -297,29 +293,10 @@ def to_gather_twice_and_leave_one_out(server: Server) -> None:
         server.all_train(1, kind=wire.GATHER).open(1, nodes)
 
 
-@attack("cannot be read")
-def a_number_that_is_none(server: Server) -> None:
-    server.train(1, server.asked(minimum=float("nan")), 1)
-
-
-@attack("cannot be read")
-def nodes_that_are_texts(server: Server) -> None:
-    server.train(1, {**server.asked(), "nodes": ["1", "2", "3", "4"]}, 1)
-
-
-@attack("nodes are not weighted by 'tally' and 'num-examples'")
-def a_weight_that_others_have_not(server: Server) -> None:
-    server.train(1, server.asked(weighting="tally", tally="num-examples"), 1)
-
-
-@attack("this node did not send its part, and it has")
-def to_say_that_a_node_dropped_out(server: Server) -> None:
-    server.meet(range(1, 10)).all_train(1, range(1, 10)).open(1, range(2, 10))
-
-
 @attack(LATEST)
-def to_open_a_sum_twice(server: Server) -> None:
+def to_open_a_sum_twice_and_ask_for_a_new_key(server: Server) -> None:
     replies = server.all_train(1)
+    server.meet()
     replies.open(1)
     replies.open(1)
 
@@ -331,25 +308,14 @@ def to_open_an_old_sum(server: Server) -> None:
     replies.open(1)
 
 
-@attack("a sum of 3 of 4 nodes is not opened: 4 at least")
-def to_open_for_too_few(server: Server) -> None:
-    server.all_train(1).open(1, (1, 2, 3))
-
-
-@attack("a sum of 5 of 7 nodes is not opened: 6 at least")
-def to_open_for_less_than_three_quarters(server: Server) -> None:
-    nodes = range(1, 8)
-    server.meet(nodes).all_train(1, nodes).open(1, nodes[:5])
-
-
-@attack(r"the mask of node 1 cannot be opened: \[2, 3, 4\] give no share of it")
+@attack(UNLIKE)
 def to_train_one_node_only(server: Server) -> None:
     asked = server.asked()
     replies = {node: server.train(node, asked, 1, lr=0.1 if node == 1 else 0.0) for node in NODES}
     Replies(server, asked, replies).opened()
 
 
-@attack(r"the mask of node 1 cannot be opened: \[2, 3, 4\] give no share of it")
+@attack(UNLIKE)
 def to_send_one_node_another_model(server: Server) -> None:
     asked = server.asked()
     replies = {node: server.train(node, asked, 1, w=float(node == 1)) for node in NODES}
@@ -367,36 +333,6 @@ def test_a_node_names_what_the_server_does(name: str) -> None:
     act, reason = ATTACKS[name]
     with pytest.raises(RefusedError, match=reason):
         act(Server().meet())
-
-
-def test_a_side_channel_in_a_plain_message_is_no_way_around() -> None:
-    server = Server().meet()
-    channel: dict[str, Any] = {SIDE_CHANNEL: ConfigRecord({"address": "x:1", "token": "t"})}
-    server.train(1, server.asked(), 1, **channel)
-    with pytest.raises(RefusedError, match=PAST):
-        server.train(1, server.asked((1, 2, 3)), 1, **channel)
-
-
-def test_masks_of_nodes_that_were_told_different_things_do_not_cancel() -> None:
-    def total(**differs: Any) -> np.ndarray:
-        server = Server().meet()
-        asked, sums = server.asked(), []
-        for node in NODES:
-            config = ConfigRecord({"server-round": 1, **{key: value(node) for key, value in differs.items()}})
-            reply = server.send(node, "train", {wire.CONFIG: config, masked.SECURE: ConfigRecord(asked)})
-            arrays: Any = reply.array_records[masked.MASKED]["sum"].numpy()
-            form: Any = reply[f"{masked.MASKED}-form"]
-            sums.append((arrays, form))
-        replies = Replies(server, asked, {node: RecordDict() for node in NODES})
-        replies.by_node = {
-            node: RecordDict({masked.MASKED: ArrayRecord({"sum": Array(array)}), f"{masked.MASKED}-form": form})
-            for node, (array, form) in zip(NODES, sums, strict=True)
-        }
-        return replies.opened()
-
-    assert total()[0] == 4
-    with pytest.raises(RefusedError):
-        total(lr=lambda node: 0.1 * (node == 1))
 
 
 def test_a_step_may_begin_again_among_fewer_nodes_until_a_model_has_left() -> None:
@@ -526,24 +462,19 @@ def test_a_site_with_pinned_keys_refuses(
         server.train(1, asked, 1)
 
 
-@pytest.mark.parametrize("kind", ["train", "evaluate", wire.GATHER, wire.LAYERWISE, "train.default2"])
+HANDLERS = ("train", "evaluate", "train.default2", wire.GATHER)
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase"), [*((kind, phase) for kind in HANDLERS for phase in ("", "abandon")), (wire.LAYERWISE, "")]
+)
 def test_a_site_with_pinned_keys_computes_nothing_for_the_clear(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _ = among_sites(tmp_path, monkeypatch)
+    position = {masked.POSITION: ConfigRecord({"phase": phase, "attempt": 1, "index": 0})} if phase else {}
     with pytest.raises(RefusedError, match="answers only under masks"):
-        server.send(1, kind, {wire.CONFIG: ConfigRecord({"server-round": 1})})
-    assert not server.handled
-
-
-@pytest.mark.parametrize("kind", ["train", "evaluate", "train.default2"])
-def test_a_site_with_pinned_keys_computes_nothing_where_a_step_is_to_be_forgotten(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, _ = among_sites(tmp_path, monkeypatch)
-    forget = ConfigRecord({"phase": "abandon", "attempt": 1, "index": 0})
-    with pytest.raises(RefusedError, match="answers only under masks"):
-        server.send(1, kind, {wire.CONFIG: ConfigRecord({"server-round": 1}), masked.POSITION: forget})
+        server.send(1, kind, {wire.CONFIG: ConfigRecord({"server-round": 1}), **position})
     assert not server.handled
 
 
