@@ -1,7 +1,7 @@
 """A training loop of a user's own obeys every strategy: the same models as `BNClient` on the same batches."""
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -217,16 +217,6 @@ def test_a_numpy_client_may_lose_dtypes() -> None:
     assert {name: value.dtype for name, value in result.items()} == {name: v.dtype for name, v in wanted.items()}
 
 
-def test_a_client_with_messages_of_its_own_is_refused_with_the_remedy() -> None:
-    def client_fn(context: Context) -> Any:
-        return Client()
-
-    grid = InProcessGrid(numpy_client_app(client_fn, make), len(SIZES))
-    reason = reason_of(lambda: Federation(make()).run(FedAvg(), 1, grid=grid, lr=0.05))
-    assert "client_fn returned a Client, which is a flwr.client.Client; numpy_client_app takes a NumPyClient" in reason
-    assert "train in a handler of ClientApp(model=...)" in reason
-
-
 def test_a_node_evaluates_the_model_that_it_keeps() -> None:
     federation, losses = Federation(make()), []
     for grid in (federation.grid, InProcessGrid(own_app(plain_loop, make), len(SIZES))):
@@ -276,12 +266,6 @@ def test_a_strategy_may_weigh_by_any_metric_and_then_needs_no_other(strategy: Ca
     assert len(strategy_by_samples.evaluate_replies) == len(SIZES)
 
 
-def test_the_metric_that_a_strategy_weighs_by_is_named_where_it_is_missing() -> None:
-    grid = InProcessGrid(own_app(plain_loop, make), len(SIZES))
-    reason = reason_of(lambda: Federation(make()).run(FedAvg(weighted_by_key="samples"), 1, grid=grid, lr=0.05))
-    assert "its metrics lack 'samples', which the strategy weighs by; they are num-examples, train-loss" in reason
-
-
 def test_scaffolds_share_of_the_clients_compares_numbers_of_one_kind() -> None:
     """Nodes describe themselves by their examples; if other numbers are their weights, the share is that of nodes."""
     ten_times: dict[str, Any] = {"weight_name": "pixels", "factor": 10}
@@ -297,56 +281,6 @@ def test_scaffolds_share_of_the_clients_compares_numbers_of_one_kind() -> None:
         for app, options in runs
     ]
     assert distance(*models) < EXACT
-
-
-def reason_of(run: Callable[[], object]) -> str:
-    """Return the reason of a run that must fail."""
-    with pytest.raises(CannotTrainError) as failure:
-        run()
-    return str(failure.value)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "key"),
-    [
-        (lambda: FixBN(freeze_round=0), "freeze"),
-        (lambda: FedProx(mu=0.5), "proximal-mu"),
-        (lambda: FedTAN(), "layerwise"),
-    ],
-)
-def test_a_handler_that_trains_another_model_is_an_error_that_names_what_was_not_obeyed(
-    strategy: Callable[[], BaseStrategy], key: str
-) -> None:
-    def other_model(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
-        plain_loop(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), batches, lr, momentum)
-        return 0.0
-
-    grid = InProcessGrid(own_app(other_model, make), len(SIZES))
-    reason = reason_of(lambda: Federation(make()).run(strategy(), 1, grid=grid, lr=0.05))
-    assert f"cannot obey {key}" in reason
-    assert "the handler trained a Sequential" in reason
-
-
-def by_hand(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
-    """Subtract gradients without an optimizer."""
-    model.train()
-    inputs, targets = next(batches)
-    loss = F.cross_entropy(model(inputs), targets)
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
-    with torch.no_grad():
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.sub_(lr * gradient)
-    return float(loss.detach())
-
-
-@pytest.mark.parametrize("strategy", [FedTAN, FedDNA, lambda: FedTAN(carry=True)])
-def test_a_loop_without_an_optimizer_is_refused_where_its_first_step_is_shared(
-    strategy: Callable[[], BaseStrategy],
-) -> None:
-    """Its statistics would be those of before the step: nothing tells when that ends."""
-    grid = InProcessGrid(own_app(by_hand, make), len(SIZES))
-    reason = reason_of(lambda: Federation(make()).run(strategy(), 1, grid=grid, lr=0.05))
-    assert "the loop took no step of a torch.optim.Optimizer" in reason
 
 
 def in_two_passes(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
@@ -379,43 +313,6 @@ def test_an_optimizer_of_this_package_calls_hooks_as_torchs_do() -> None:
     assert len(seen) == 3
 
 
-def test_a_loop_without_a_step_is_an_error_where_a_rule_is_asked_for() -> None:
-    def no_step(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
-        model.train()
-        return float(model(next(batches)[0]).sum().detach())
-
-    grid = InProcessGrid(own_app(no_step, make), len(SIZES))
-    reason = reason_of(lambda: Federation(make()).run(FedProx(mu=0.5), 1, grid=grid, lr=0.05))
-    assert "took no step" in reason
-
-
-def test_fedbs_names_the_loss_that_a_handler_does_not_report() -> None:
-    grid = InProcessGrid(own_app(plain_loop, make), len(SIZES))
-    reason = reason_of(lambda: Federation(make()).run(FedBS(), 1, grid=grid, lr=0.05))
-    assert "lack 'local-loss'; they are num-examples, partition-id, train-loss" in reason
-    silent = InProcessGrid(own_app(plain_loop, make, loss_name="my-loss"), len(SIZES))
-    reason = reason_of(lambda: Federation(make()).run(FedBS(loss="running"), 1, grid=silent, lr=0.05))
-    assert "weighs by the metric 'train-loss', which no node sent; node 1000 sent my-loss" in reason
-
-
-@pytest.mark.parametrize("strategy", [FedWon, HBN, HeteroFL])
-def test_a_model_that_a_method_needs_and_has_not_is_refused(strategy: type[BaseStrategy]) -> None:
-    grid = InProcessGrid(own_app(plain_loop, make), len(SIZES))
-    reason = reason_of(lambda: Federation(make()).run(strategy(), 1, grid=grid, lr=0.05))
-    assert "BatchNorm2d" in reason or "FedWon is for models without BN, and there is 'net.1.running_var'" in reason
-    assert "prepare(model, " in reason
-    prepared = prepare(make(), strategy)
-    Federation(prepared).run(strategy(), 1)
-
-
-@pytest.mark.parametrize("strategy", [FedBN, FixBN, FedTAN])
-def test_a_model_without_bn_is_refused_where_a_method_needs_it(strategy: Callable[..., BaseStrategy]) -> None:
-    bare = partial(make_model, "gn")
-    grid = InProcessGrid(own_app(plain_loop, bare), len(SIZES))
-    reason = reason_of(lambda: Federation(bare()).run(strategy(), 1, grid=grid, lr=0.05))
-    assert "the method would be another one: the model has no BN layer" in reason
-
-
 def test_a_model_is_prepared_with_the_methods_options() -> None:
     assert prepare(model := make(), "fedavg") is model
     assert [type(layer).__name__ for layer in norm.bn_layers(prepare(make(), "hbn")).values()] == [
@@ -435,3 +332,79 @@ def test_hooks_are_gone_after_a_round() -> None:
 def global_hooks() -> list[Any]:
     """Return PyTorch's own lists of global hooks."""
     return [_global_forward_pre_hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+
+
+# ---- what cannot be obeyed -------------------------------------------------------------------------------------------
+
+
+def other_model(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    """Train a model that nobody asked for."""
+    plain_loop(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), batches, lr, momentum)
+    return 0.0
+
+
+def no_step(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    """Go forward only."""
+    return float(model.train()(next(batches)[0]).sum().detach())
+
+
+def by_hand(model: nn.Module, batches: Iterator[Batch], lr: float, momentum: float) -> float:
+    """Subtract gradients without an optimizer."""
+    model.train()
+    inputs, targets = next(batches)
+    loss = F.cross_entropy(model(inputs), targets)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    with torch.no_grad():
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.sub_(lr * gradient)
+    return float(loss.detach())
+
+
+def make_bare() -> nn.Module:
+    """Return a model without BN."""
+    return make_model("gn")
+
+
+NO_OPTIMIZER = "the loop took no step of a torch.optim.Optimizer"
+NO_BN = "the method would be another one: the model has no BN layer"
+MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
+    *(
+        (strategy, own_app(other_model, make), f"cannot obey {key}.*: the handler trained a Sequential")
+        for strategy, key in (
+            (lambda: FixBN(freeze_round=0), "freeze"),
+            (lambda: FedProx(mu=0.5), "proximal-mu"),
+            (FedTAN, "layerwise"),
+        )
+    ),
+    (lambda: FedProx(mu=0.5), own_app(no_step, make), NO_OPTIMIZER),
+    # statistics would be those of before the step: nothing tells when that ends
+    *((each, own_app(by_hand, make), NO_OPTIMIZER) for each in (FedTAN, FedDNA, lambda: FedTAN(carry=True))),
+    *((each, own_app(plain_loop, make_bare), NO_BN) for each in (FedBN, FixBN, FedTAN)),
+    (FedWon, own_app(plain_loop, make), r"without BN, and there is 'net.1.running_var'.*prepare\(model, "),
+    *((each, own_app(plain_loop, make), r"the model has BatchNorm2d.*prepare\(model, ") for each in (HBN, HeteroFL)),
+    (FedBS, own_app(plain_loop, make), "lack 'local-loss'; they are num-examples, partition-id, train-loss"),
+    (
+        lambda: FedBS(loss="running"),
+        own_app(plain_loop, make, loss_name="my-loss"),
+        "weighs by the metric 'train-loss', which no node sent; node 1000 sent my-loss",
+    ),
+    (
+        lambda: FedAvg(weighted_by_key="samples"),
+        own_app(plain_loop, make),
+        "its metrics lack 'samples', which the strategy weighs by; they are num-examples, train-loss",
+    ),
+    (
+        FedAvg,
+        numpy_client_app(lambda _: cast(Any, Client()), make),
+        r"returned a Client, which is a flwr.client.Client; numpy_client_app takes a NumPyClient: .*ClientApp\(model=",
+    ),
+]
+
+
+@pytest.mark.parametrize(("strategy", "app", "message"), MISTAKES)
+def test_what_cannot_be_obeyed_ends_the_run_by_name(
+    strategy: Callable[[], BaseStrategy], app: FlowerClientApp, message: str
+) -> None:
+    nodes = Federation(make_bare() if message == NO_BN else make())
+    with pytest.raises(CannotTrainError, match=message):
+        nodes.run(strategy(), 1, grid=InProcessGrid(app, len(SIZES)), lr=0.05)
