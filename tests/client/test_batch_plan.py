@@ -30,51 +30,37 @@ def joined(batches: list[list[int]]) -> list[int]:
     return [position for batch in batches for position in batch]
 
 
-def test_every_epoch_has_an_order_of_its_own() -> None:
-    batches = planned(20, batch_size=20, local_epochs=3)
-    assert lengths(batches) == [20, 20, 20]
-    assert all(one != other for one, other in pairwise(batches))
+@pytest.mark.parametrize(
+    ("count", "options", "wanted"),
+    [
+        (20, {"batch_size": 20, "local_epochs": 3}, [20, 20, 20]),
+        # into the next epoch
+        (5, {"batch_size": 2, "local_steps": 7}, [2, 2, 1, 2, 2, 1, 2]),
+        # steps count where both are given
+        (10, {"batch_size": 5, "local_steps": 3, "local_epochs": 4}, [5, 5, 5]),
+        (7, {"batch_size": 3}, [3, 3, 1]),
+        (7, {"batch_size": 3, "merge_single": True}, [3, 4]),
+        (8, {"batch_size": 3, "merge_single": True}, [3, 3, 2]),
+        (5, {"batch_size": 2, "local_steps": 4, "merge_single": True}, [2, 3, 2, 3]),
+        # batches of one that were asked for, and one sample that nothing is before
+        (3, {"batch_size": 1, "merge_single": True}, [1, 1, 1]),
+        (1, {"batch_size": 4, "local_steps": 2, "merge_single": True}, [1, 1]),
+        # with replacement every batch is full, and an epoch has as many as without
+        (3, {"batch_size": 8, "local_steps": 4, "merge_single": True, "replacement": True}, [8, 8, 8, 8]),
+        (7, {"batch_size": 4, "local_epochs": 2, "replacement": True}, [4] * 4),
+        (8, {"batch_size": 4, "local_epochs": 2, "replacement": True}, [4] * 4),
+        (9, {"batch_size": 4, "local_epochs": 2, "replacement": True}, [4] * 6),
+    ],
+)
+def test_lengths_of_batches(count: int, options: dict[str, Any], wanted: list[int]) -> None:
+    assert lengths(planned(count, **options)) == wanted
 
 
-def test_steps_go_on_into_the_next_epoch() -> None:
-    batches = planned(5, batch_size=2, local_steps=7)
-    assert lengths(batches) == [2, 2, 1, 2, 2, 1, 2]
-    assert sorted(joined(batches[:3])) == sorted(joined(batches[3:6])) == list(range(5))
-
-
-def test_steps_count_where_both_are_given() -> None:
-    assert len(planned(10, batch_size=5, local_steps=3, local_epochs=4)) == 3
-
-
-def test_a_single_last_sample_is_merged_only_where_asked() -> None:
-    assert lengths(planned(7, batch_size=3, merge_single=False)) == [3, 3, 1]
-    assert lengths(planned(7, batch_size=3, merge_single=True)) == [3, 4]
-    assert lengths(planned(8, batch_size=3, merge_single=True)) == [3, 3, 2]
-
-
-def test_merging_counts_in_steps_too() -> None:
-    assert lengths(planned(5, batch_size=2, local_steps=4, merge_single=True)) == [2, 3, 2, 3]
-
-
-def test_batches_of_one_that_were_asked_for_stay() -> None:
-    assert lengths(planned(3, batch_size=1, merge_single=True)) == [1, 1, 1]
-
-
-def test_one_sample_has_nothing_to_be_merged_into() -> None:
-    assert planned(1, batch_size=4, merge_single=True, local_steps=2) == [[0], [0]]
-
-
-def test_with_replacement_every_batch_is_full_and_drawn_anew() -> None:
-    batches = planned(3, batch_size=8, local_steps=4, replacement=True, merge_single=True)
-    assert lengths(batches) == [8, 8, 8, 8]
+def test_every_epoch_has_an_order_of_its_own_and_every_batch_with_replacement_is_drawn_anew() -> None:
+    assert all(one != other for one, other in pairwise(planned(20, batch_size=20, local_epochs=3)))
+    batches = planned(3, batch_size=8, local_steps=4, replacement=True)
     assert len({tuple(batch) for batch in batches}) == 4
     assert set(joined(batches)) == {0, 1, 2}
-
-
-def test_an_epoch_with_replacement_has_as_many_steps_as_one_without() -> None:
-    for count in (7, 8, 9):
-        drawn = planned(count, batch_size=4, local_epochs=2, replacement=True)
-        assert len(drawn) == len(planned(count, batch_size=4, local_epochs=2))
 
 
 @pytest.mark.parametrize("option", [{"batch_size": 0}, {"local_epochs": 0}, {"local_steps": -1, "local_epochs": 0}])
@@ -86,9 +72,8 @@ def test_training_nothing_is_no_training(option: dict[str, Any]) -> None:
 @given(counts, sizes, st.integers(1, 4), seeds, st.booleans())
 def test_epochs_are_permutations_in_batches(count: int, size: int, epochs: int, seed: int, merge: bool) -> None:
     batches = planned(count, batch_size=size, local_epochs=epochs, seed=seed, merge_single=merge)
-    for epoch in _chunks(joined(batches), count):
-        assert sorted(epoch) == list(range(count))
-    assert len(joined(batches)) == epochs * count
+    drawn = joined(batches)
+    assert [sorted(drawn[start : start + count]) for start in range(0, len(drawn), count)] == [[*range(count)]] * epochs
     if merge and size > 1 and count > 1:
         assert min(lengths(batches)) > 1
     assert max(lengths(batches)) <= size + (1 if merge and size > 1 else 0)
@@ -104,10 +89,6 @@ def test_fewer_steps_are_the_first_of_more(
     shorter = planned(count, batch_size=size, local_steps=steps, seed=seed, merge_single=merge, replacement=replacement)
     assert len(shorter) == steps
     assert shorter == longer[:steps]
-
-
-def _chunks(positions: list[int], size: int) -> list[list[int]]:
-    return [positions[start : start + size] for start in range(0, len(positions), size)]
 
 
 # the first batch is the last one too, and takes the sample that is left over

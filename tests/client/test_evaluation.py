@@ -85,31 +85,30 @@ def test_the_mode_is_restored_when_the_model_fails() -> None:
     assert model.training
 
 
-def test_a_nodes_own_accuracy_weighs_domains_by_its_share_of_them() -> None:
-    # domain 0: 3 of 4 correct; domain 1: 1 of 2
-    confusion = torch.tensor([[[2, 0], [1, 1]], [[1, 0], [1, 0]]])
-    result = Evaluation(loss=0.0, confusion=confusion)
-    assert result.accuracy == pytest.approx(4 / 6)
-    assert result.domain_accuracy == pytest.approx([3 / 4, 1 / 2])
-    classes = torch.tensor([1.0, 0.0], dtype=torch.float64)  # does not count where there are domains
-    mostly_first = torch.tensor([0.8, 0.2], dtype=torch.float64)
-    assert result.accuracy_for(mostly_first, classes) == pytest.approx(0.8 * 3 / 4 + 0.2 * 1 / 2)
+#: domain 0: 3 of 4 correct; domain 1: 1 of 2
+TWO_DOMAINS = [[[2, 0], [1, 1]], [[1, 0], [1, 0]]]
+#: the same, and a third between them of which nothing is tested
+THREE_DOMAINS = [TWO_DOMAINS[0], [[0, 0], [0, 0]], TWO_DOMAINS[1]]
+#: class 0: 3 of 4 correct; class 1: 1 of 6
+NO_DOMAINS = [[[3, 1], [5, 1]]]
 
 
-def test_a_nodes_domains_without_test_samples_do_not_count() -> None:
-    # domain 0: 3 of 4 correct; domain 1: none tested; domain 2: 1 of 2
-    confusion = torch.tensor([[[2, 0], [1, 1]], [[0, 0], [0, 0]], [[1, 0], [1, 0]]])
-    result, classes = Evaluation(loss=0.0, confusion=confusion), torch.zeros(2)
-    assert result.accuracy_for(torch.tensor([0.2, 0.6, 0.2]).double(), classes) == pytest.approx((3 / 4 + 1 / 2) / 2)
-    assert result.accuracy_for(torch.tensor([0.0, 1.0, 0.0]).double(), classes) == pytest.approx(4 / 6)
-
-
-def test_without_domains_it_weighs_classes_by_its_share_of_them() -> None:
-    # class 0: 3 of 4 correct; class 1: 1 of 6
-    result = Evaluation(loss=0.0, confusion=torch.tensor([[[3, 1], [5, 1]]]))
-    one = torch.ones(1, dtype=torch.float64)
-    assert result.accuracy_for(one, torch.tensor([0.25, 0.75]).double()) == pytest.approx(0.25 * 3 / 4 + 0.75 * 1 / 6)
-    assert result.accuracy_for(one, torch.tensor([1.0, 0.0]).double()) == pytest.approx(3 / 4)
+@pytest.mark.parametrize(
+    ("confusion", "domains", "classes", "wanted"),
+    [
+        # classes do not count where there are domains
+        (TWO_DOMAINS, [0.8, 0.2], [1.0, 0.0], 0.8 * 3 / 4 + 0.2 * 1 / 2),
+        (THREE_DOMAINS, [0.2, 0.6, 0.2], [0.0, 0.0], (3 / 4 + 1 / 2) / 2),
+        (THREE_DOMAINS, [0.0, 1.0, 0.0], [0.0, 0.0], 4 / 6),
+        (NO_DOMAINS, [1.0], [0.25, 0.75], 0.25 * 3 / 4 + 0.75 * 1 / 6),
+        (NO_DOMAINS, [1.0], [1.0, 0.0], 3 / 4),
+    ],
+)
+def test_a_nodes_own_accuracy_weighs_by_its_shares(
+    confusion: list[list[list[int]]], domains: list[float], classes: list[float], wanted: float
+) -> None:
+    result = Evaluation(loss=0.0, confusion=torch.tensor(confusion))
+    assert result.accuracy_for(torch.tensor(domains).double(), torch.tensor(classes).double()) == pytest.approx(wanted)
 
 
 def test_shares_are_those_of_the_nodes_own_samples() -> None:
@@ -118,9 +117,6 @@ def test_shares_are_those_of_the_nodes_own_samples() -> None:
     assert domains.tolist() == [0.25, 0.25, 0.5]
     assert classes.tolist() == [0.5, 0.0, 0.5, 0.0]
     assert domains.dtype == classes.dtype == torch.float64
-
-
-def test_shares_without_domains() -> None:
     domains, classes = shares(toy_split(8), np.array([1, 5]), CLASSES)
     assert domains.tolist() == [1.0]
     assert classes.tolist() == [0.0, 1.0, 0.0, 0.0]

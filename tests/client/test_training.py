@@ -119,14 +119,6 @@ def test_tf32_is_allowed_for_as_long_as_somebody_asks_for_it() -> None:
     assert allowed() == before
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it makes a difference")
-def test_tf32_is_float32_where_there_is_no_gpu() -> None:
-    models = toy_cnn(), toy_cnn()
-    for model, precision in zip(models, ("tf32", "float32"), strict=True):
-        trained(model, toy_batches(), Instruction(precision=precision))
-    assert_same_state(models[0].state_dict(), models[1].state_dict())
-
-
 # ---- one sample ------------------------------------------------------------------------------------------------------
 
 

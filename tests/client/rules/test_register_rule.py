@@ -17,19 +17,6 @@ def forgotten() -> Iterator[None]:
         yield
 
 
-def test_the_rules_of_this_project_and_their_keys() -> None:
-    assert {key: rule.__name__ for key, rule in RULES.items()} == {
-        "proximal-mu": "Proximal",
-        "clip-factor": "Clipping",
-        "clip-norm": "GradientNorm",
-        "momentum-state": "MaintainedMomentum",
-        "control-variates": "ControlVariates",
-        "change-window": "StatisticsChange",
-        "change-norm": "StatisticsChange",
-        "dynamics-window": "Dynamics",
-    }
-
-
 def test_a_rule_is_on_when_one_of_its_keys_is_not_at_its_default() -> None:
     @register_rule
     class Pull(Rule):
