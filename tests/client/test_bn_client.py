@@ -133,14 +133,6 @@ def test_a_shared_model_carries_nothing_from_one_client_to_the_next() -> None:
 # ---- freezing --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("freeze", FREEZES)
-def test_a_model_in_eval_mode_trains_as_any_other(freeze: str) -> None:
-    client, other = toy_client(), toy_client()
-    other.model.eval()
-    expected, found = (arrays(trained(each, start(), freeze=freeze)) for each in (client, other))
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
-
-
 def thawed(model: nn.Module) -> None:
     assert model.train().training
     assert all(layer.training for layer in norm.bn_layers(model).values())
@@ -148,9 +140,11 @@ def thawed(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("freeze", FREEZES)
-def test_a_freeze_ends_with_the_round(freeze: str) -> None:
-    client = toy_client()
-    trained(client, start(), freeze=freeze)
+def test_a_model_in_eval_mode_trains_as_any_other_and_a_freeze_ends_with_the_round(freeze: str) -> None:
+    client, other = toy_client(), toy_client()
+    other.model.eval()
+    expected, found = (arrays(trained(each, start(), freeze=freeze)) for each in (client, other))
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
     thawed(client.model)
 
 
@@ -166,13 +160,6 @@ def test_a_freeze_ends_with_a_round_that_fails(freeze: str) -> None:
     thawed(client.model)
     assert torch.equal(torch.get_rng_state(), before)
     assert client.memory.recall(wire.PERSONAL) == {}
-
-
-def test_freezing_statistics_that_are_not_there_is_refused_by_name() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(36, track_running_stats=False), nn.Linear(36, CLASSES))
-    with pytest.raises(ValueError, match="BN layer '1' has no running statistics"):
-        trained(toy_client(model), random_state(model), freeze="statistics")
-    trained(toy_client(model), random_state(model), freeze="affine")
 
 
 @pytest.mark.parametrize(
@@ -247,17 +234,6 @@ def test_a_test_sends_what_stays_only_when_asked() -> None:
     assert wire.ARRAYS not in reply.records
 
 
-def test_personal_accuracy_counts_the_nodes_own_classes() -> None:
-    client = toy_client(indices=np.array([0, 4, 8]))  # class 0 only
-    reply = client.test({wire.ARRAYS: start()}, INSTRUCTION)
-    split = toy_split(12, seed=1)
-    client.model.eval()
-    with torch.no_grad():
-        predicted = client.model(split.batch(torch.arange(12))[0]).argmax(1)
-    wanted = float((predicted[split.labels == 0] == 0).double().mean())
-    assert reply.metrics[wire.ACCURACY_PERSONAL] == pytest.approx(wanted)
-
-
 def test_a_client_without_test_data_says_so() -> None:
     with pytest.raises(ValueError, match="no test split"):
         toy_client(test=None).test({wire.ARRAYS: start()}, INSTRUCTION)
@@ -277,20 +253,13 @@ def test_a_description_says_who_the_node_is() -> None:
 # ---- devices ---------------------------------------------------------------------------------------------------------
 
 
-def test_devices() -> None:
-    assert pick_device("cpu") == torch.device("cpu")
+def test_the_device_is_the_gpu_where_there_is_one() -> None:
     assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_gpu_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match="device 'cuda' is not available here"):
-        pick_device("cuda")
-
-
-@pytest.mark.parametrize("name", ["gpu", "cpu:x", ""])
-def test_a_device_that_does_not_exist_is_named(name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}'"):
+@pytest.mark.parametrize("name", ["gpu", "cpu:x", "", "cuda:99"])
+def test_a_device_that_is_not_there_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"device '{name}'"):
         pick_device(name)
 
 

@@ -27,15 +27,9 @@ def test_it_keeps_to_its_namespace() -> None:
     assert {name for name in records if name not in ("momentum", "mine")} == {f"{NAMESPACE}/momentum"}
 
 
-def test_storing_replaces() -> None:
+def test_what_is_recalled_is_a_copy_of_what_was_stored_last() -> None:
     memory = Memory(RecordDict())
-    memory.store("momentum", KEPT)
     memory.store("momentum", {"other": torch.zeros(1)})
-    assert list(memory.recall("momentum")) == ["other"]
-
-
-def test_what_is_recalled_is_a_copy() -> None:
-    memory = Memory(RecordDict())
     memory.store("momentum", KEPT)
     memory.recall("momentum")["weight"].zero_()
     assert_same_state(memory.recall("momentum"), KEPT)
@@ -47,12 +41,3 @@ def test_personal_entries_are_only_those_that_still_stay() -> None:
     memory.store(PERSONAL, KEPT)
     assert list(memory.personal({"weight", "unheard-of"})) == ["weight"]
     assert memory.personal(set()) == {}
-
-
-def test_it_survives_flowers_serialization() -> None:
-    records = RecordDict()
-    Memory(records).store("momentum", KEPT)
-    record = records.array_records[f"{NAMESPACE}/momentum"]
-    children = {array.object_id: array for array in record.values()}
-    again = RecordDict({f"{NAMESPACE}/momentum": ArrayRecord.inflate(record.deflate(), dict(children))})
-    assert_same_state(Memory(again).recall("momentum"), KEPT)

@@ -1,12 +1,8 @@
 """Arrays that are serialized late are Flower's own to everybody who looks."""
 
-import copy
-import pickle
-
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, RecordDict
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
 from fedbn_flwr.state import records as arrays
@@ -68,28 +64,6 @@ def test_unequal_arrays_are_unequal() -> None:
     assert held != hold(np.ones(2))
     assert held != Array(np.zeros(2, np.float32))
     assert held != "held"
-
-
-@pytest.mark.parametrize("again", [lambda held: pickle.loads(pickle.dumps(held)), copy.deepcopy, copy.copy])
-def test_a_copy_for_another_process_is_a_plain_array(again: object) -> None:
-    held = hold(np.arange(3.0))
-    assert callable(again)
-    received = again(held)
-    assert type(received) is Array
-    assert received == held
-
-
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{value.dtype}{value.shape}")
-def test_on_a_wire_it_is_a_plain_array(value: NDArray[np.generic]) -> None:
-    sent = RecordDict({"arrays": make_record({"a": hold(value)})})
-    wanted = RecordDict({"arrays": ArrayRecord({"a": Array(np.asarray(value))})})
-    parts = get_all_nested_objects(sent)
-    assert {key: part.deflate() for key, part in parts.items()} == {
-        key: part.deflate() for key, part in get_all_nested_objects(wanted).items()
-    }
-    (held,) = (part for part in parts.values() if isinstance(part, Array))
-    received = Array.inflate(held.deflate(), dict(held.children or {}))
-    np.testing.assert_array_equal(received.numpy(), value, strict=True)
 
 
 def test_it_shares_memory_with_nobody() -> None:
