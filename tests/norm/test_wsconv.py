@@ -119,20 +119,6 @@ def test_additions_end_paths() -> None:
     assert wired.activations == {"left": F.silu, "right": F.silu}
 
 
-def test_a_single_branch_has_the_gain_that_doubles_its_variance() -> None:
-    model = replace(Residual(), "wsconv")
-    assert gains(model) == pytest.approx({"branch": math.sqrt(2)})
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.branch = nn.Conv2d(2, 2, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.branch(inputs)  # type: ignore[no-any-return]
-
-
 def test_branches_are_scaled_such_that_the_variance_stays_bounded() -> None:
     model = build("resnet20", norm="wsconv")
     scaled = {name: gain for name, gain in gains(model).items() if gain != 1}
