@@ -96,12 +96,10 @@ def test_a_cpu_generator_gives_the_same_on_a_gpu(name: str) -> None:
     [
         ("none:padding=2", "augmentation 'none': unknown option 'padding'; known: none"),
         ("crop:size=2", "augmentation 'crop': unknown option 'size'; known: padding, fill"),
-        ("crop:2", "augmentation 'crop': '2' is not of the form key=value"),
         ("crop:padding", "augmentation 'crop': 'padding' is not of the form key=value"),
         ("crop-flip:padding=-1", "augmentation 'crop-flip': padding must be at least 0, got -1"),
         ("crop:fill=black", "augmentation 'crop': fill must be a number or mean, got 'black'"),
         ("crop:fill=255", "augmentation 'crop': fill must be between 0 and 1, got 255.0"),
-        ("crop:fill=nan", "augmentation 'crop': fill must be a number or mean, got 'nan'"),
     ],
 )
 def test_an_option_that_cannot_be_is_named(spec: str, message: str) -> None:

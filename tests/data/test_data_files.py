@@ -256,19 +256,14 @@ def test_a_folder_of_images_per_class(tmp_path: Path, fill: Callable[[str], None
 
 def test_a_folder_of_domains(tmp_path: Path, fill: Callable[[str], None]) -> None:
     fill("sketch")
+    alone = load(f"folder:{tmp_path}")
+    assert (alone.domain_names, alone.train.domains) == ((), None)
     fill("photo")
-    data = load(f"folder:{tmp_path}")
+    data = load(f"folder:{tmp_path}/.")
     assert data.domain_names == ("photo", "sketch")
     assert data.train.domains is not None
     assert data.train.domains.tolist() == [0, 0, 0, 1, 1, 1]
     assert data.train.labels.tolist() == [0, 1, 1, 0, 1, 1]
-
-
-def test_a_folder_of_one_domain_is_a_folder_without_domains(tmp_path: Path, fill: Callable[[str], None]) -> None:
-    fill("photo")
-    data = load(f"folder:{tmp_path}")
-    assert data.domain_names == ()
-    assert data.train.domains is None
 
 
 @pytest.mark.parametrize("in_memory", [True, False])

@@ -37,13 +37,6 @@ def test_threads_that_load_at_once_share_one_object() -> None:
     assert len({id(data) for data in loaded}) == 1
 
 
-def test_everything_that_is_loaded_is_standardized() -> None:
-    data = load("synthetic:n=500:channels=2")
-    batch, _ = data.train.batch(torch.arange(500))
-    torch.testing.assert_close(batch.mean((0, 2, 3)), torch.zeros(2), atol=1e-5, rtol=0)
-    torch.testing.assert_close(batch.std((0, 2, 3)), torch.ones(2), atol=1e-3, rtol=0)
-
-
 @pytest.mark.parametrize("spec", ["no_such_module:data", "no-module:data", "fedbn_flwr.no_such:data", ""])
 def test_an_unknown_name_is_an_error_that_lists_what_there_is(spec: str) -> None:
     with pytest.raises(ValueError, match="unknown data set") as error:
@@ -117,13 +110,8 @@ def test_a_function_of_the_users_own(module: str) -> None:
     assert data.name == "plain"
     assert data.train.mean == pytest.approx([float(data.train.inputs.mean())])
     assert load(f"{module}:plain", image_size=10).image_size == 10
-
-
-def test_moments_of_the_users_own_are_kept(module: str) -> None:
     assert load(f"{module}:own_moments").train.mean == (0.0,)
-
-
-def test_a_users_function_may_load_in_turn(module: str) -> None:
+    # it may load in turn
     assert len(load(f"{module}:derived").train) == 1437 - 144
 
 

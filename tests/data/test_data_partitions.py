@@ -1,6 +1,5 @@
 """Every partition: what each client gets, that nothing is lost or given twice, and what is refused."""
 
-import sys
 import warnings
 from collections import Counter
 from functools import cache
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fedbn_flwr.data import PARTITIONS, Data, Split, describe, partition
+from fedbn_flwr.data import Data, Split, describe, partition
 from fedbn_flwr.data.partition_functions import dirichlet, evenly, label_mixes, shards, unbalanced
 
 
@@ -164,18 +163,13 @@ def test_a_label_mix_has_the_moments_of_a_dirichlet_draw(alpha: float) -> None:
     np.testing.assert_allclose(mixes.var(0), variance, rtol=0.15)
 
 
-def test_large_alpha_gives_every_client_the_label_mix_of_all_data() -> None:
+def test_large_alpha_gives_every_client_the_label_mix_of_all_data_and_small_alpha_one_class() -> None:
     data = labelled(600)
     counts = class_counts(partition("label-mix:1e15", data, 6, 0), data)
     assert (counts == 10).all()
-
-
-def test_small_alpha_gives_every_client_one_class() -> None:
-    """As 20 clients of 30 samples can have, where each of the 10 classes has 60."""
-    data = labelled(600)
-    for seed in range(5):
-        counts = class_counts(partition("label-mix:1e-9", data, 20, seed), data)
-        assert (counts.max(axis=1) == 30).all()
+    # as 20 clients of 30 samples can have, where each of the 10 classes has 60
+    counts = class_counts(partition("label-mix:1e-9", data, 20, 0), data)
+    assert (counts.max(axis=1) == 30).all()
 
 
 def test_a_class_that_runs_out_is_made_up_for_by_the_others_in_proportion() -> None:
@@ -221,24 +215,12 @@ APPENDIX_D = {
         0 0 0 0 1/6 1/6 1/6 1/6 1/6 1/6
         1/6 1/6 0 0 0 0 1/6 1/6 1/6 1/6
         1/6 1/6 1/6 1/6 0 0 0 0 1/6 1/6""",
-    8: """
-        1/8 1/8 1/8 1/8 1/8 1/8 1/8 1/8 0 0
-        0 0 1/8 1/8 1/8 1/8 1/8 1/8 1/8 1/8
-        1/8 1/8 0 0 1/8 1/8 1/8 1/8 1/8 1/8
-        1/8 1/8 1/8 1/8 0 0 1/8 1/8 1/8 1/8
-        1/8 1/8 1/8 1/8 1/8 1/8 0 0 1/8 1/8""",
-    10: """
-        1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10
-        1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10
-        1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10
-        1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10
-        1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10 1/10""",
 }
 
 
 @pytest.mark.parametrize("classes", APPENDIX_D)
 def test_classes_give_fedtans_appendix_d(classes: int) -> None:
-    data = labelled(6000)  # 600 of each class, which 1, 2, 3, 4 and 5 clients can share evenly
+    data = labelled(6000)  # 600 of each class, which 1, 2 and 3 clients can share evenly
     counts = class_counts(partition(f"classes:{classes}", data, 5, 0), data)
     shares = [
         [1 / int(cell.split("/")[1]) if "/" in cell else 0.0 for cell in row.split()]
@@ -308,24 +290,6 @@ def test_even_parts_are_those_of_flwr_datasets() -> None:
     assert [list(rows) for rows in evenly(52, 7)] == [theirs.load_partition(k)["index"][:] for k in range(7)]
 
 
-@pytest.mark.parametrize("spec", ["iid", "classes:2", "shards:2"])
-def test_many_clients_are_shared_out_in_no_time(spec: str) -> None:
-    """At most 50 calls of a function a client: `flwr-datasets` needs half a millisecond."""
-    data, calls = labelled(200_000), 0
-
-    def count(_frame: object, event: str, _argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    # what is imported when it is needed first
-    partition(spec, data, 20, 0)
-    sys.setprofile(count)
-    parts = partition(spec, data, 10_000, 0)
-    sys.setprofile(None)
-    assert len(parts) == 10_000
-    assert calls < 50 * 10_000
-
-
 @pytest.mark.parametrize(("samples", "shards"), [(60_000, 1200), (50_000, 1000)])
 def test_fedbs_unbalanced_shards_of_50_with_1_to_30_each(samples: int, shards: int) -> None:
     data = labelled(samples)
@@ -355,13 +319,6 @@ def test_unbalanced_deals_every_shard(partitions: int, most: int, seed: int, dra
     assert counts.sum() == wanted
     assert counts.min() >= 1
     assert counts.max() <= most
-
-
-@pytest.mark.parametrize("clients", [1, 1201])
-def test_impossible_unbalanced_shards_are_refused(clients: int) -> None:
-    match = f"1200 shards cannot be dealt to {clients} clients with 1 to 30 for each"
-    with pytest.raises(ValueError, match=match):
-        partition("shards-unbalanced", labelled(60_000), clients, 0)
 
 
 def test_a_whole_domain_a_client() -> None:
@@ -420,6 +377,7 @@ def test_union_is_everything() -> None:
         ("classes:11", 2, "labelled has only 10 classes"),
         ("classes:10", 11, "the 10 samples of class 0 cannot serve 11 clients"),
         ("shards:2", 51, "100 samples cannot fill 102 shards"),
+        ("shards-unbalanced", 3, "2 shards cannot be dealt to 3 clients with 1 to 30 for each"),
         ("shards:-2", 2, "expected a whole number of at least 1, not '-2'"),
         ("domain:1", 4, "5 domains with 1 each need 5 clients, not 4"),
         ("domain:2", 5, "5 domains with 2 each need 10 clients, not 5"),
@@ -452,10 +410,6 @@ def test_a_class_without_samples_is_refused() -> None:
         partition("classes:11", Data("gap", split, split, 11), 2, 0)
 
 
-def test_every_kind_is_named_as_its_form_begins() -> None:
-    assert all(kind.form.split(":")[0].rstrip("[") == name for name, kind in PARTITIONS.items())
-
-
 def test_a_class_can_have_as_many_holders_as_samples() -> None:
     data = labelled(100)
     assert (class_counts(partition("classes:10", data, 10, 0), data) == 1).all()
@@ -469,8 +423,5 @@ def test_describe_counts_what_each_client_has() -> None:
         {"client": 0, "examples": 3, "classes": {0: 2, 2: 1}, "domains": {"paper": 2, "screen": 1}},
         {"client": 1, "examples": 2, "classes": {2: 2}, "domains": {"paper": 2}},
     ]
-
-
-def test_describe_without_domains_has_no_column_for_them() -> None:
     (row,) = describe(partition("union", labelled(20), 1, 0), labelled(20))
     assert row == {"client": 0, "examples": 20, "classes": dict.fromkeys(range(10), 2)}

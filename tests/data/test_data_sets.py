@@ -14,7 +14,7 @@ from PIL import Image
 from fedbn_flwr.data import Data, load, partition
 from fedbn_flwr.data.augmentation import IGNORED
 from fedbn_flwr.data.file_split import FileSplit
-from fedbn_flwr.data.sets.fedbn_archives import DOMAINNET, OFFICE
+from fedbn_flwr.data.sets.fedbn_archives import DOMAINNET, OFFICE, Lists
 from fedbn_flwr.deployment.cli import main
 from tests.helpers.image_sets import (
     paint,
@@ -74,10 +74,8 @@ def test_tiny_imagenet(tmp_path: Path) -> None:
         assert np.array_equal(unnormalized(data, 1).permute(1, 2, 0).numpy(), np.asarray(image))
 
 
-@pytest.mark.parametrize("lists", [OFFICE, DOMAINNET], ids=["office", "domainnet"])
-def test_fedbns_lists(tmp_path: Path, lists: object) -> None:
-    assert lists in (OFFICE, DOMAINNET)
-    chosen = OFFICE if lists is OFFICE else DOMAINNET
+@pytest.mark.parametrize("chosen", [OFFICE, DOMAINNET], ids=["office", "domainnet"])
+def test_fedbns_lists(tmp_path: Path, chosen: Lists) -> None:
     home = write_domain_lists(tmp_path, chosen.folder, chosen.domains, chosen.classes)
     data = load(chosen.name, root=tmp_path)
     domains = len(chosen.domains)

@@ -39,12 +39,6 @@ def test_batch_of_floats_is_a_copy_and_is_not_scaled() -> None:
     assert torch.equal(inputs, before)
 
 
-def test_batch_without_moments_is_only_scaled() -> None:
-    split = make_data().train
-    batch, _ = split.batch(torch.arange(len(split)))
-    torch.testing.assert_close(batch, split.inputs / 255)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batch_on_a_gpu_equals_the_batch_on_the_cpu() -> None:
     split, indices = make_data().standardized().train, torch.tensor([3, 1, 2])
@@ -119,12 +113,8 @@ def test_validation_split_loses_no_sample_and_is_a_function_of_the_seed() -> Non
     together = torch.cat([first.train.inputs, first.test.inputs]).flatten().sort().values
     assert torch.equal(together, numbered.flatten())
     assert torch.equal(first.test.inputs, again.test.inputs)
+    assert first.validation_split(0.5, 0) is first.validation_split(0.5, 0)
     assert not torch.equal(first.test.inputs, second.test.inputs)
-
-
-def test_validation_split_twice_is_the_same_object() -> None:
-    data = make_data()
-    assert data.validation_split(0.5, 0) is data.validation_split(0.5, 0)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, 2.0, 0.001])
