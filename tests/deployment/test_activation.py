@@ -1,7 +1,6 @@
 """A SuperNode that comes back is noticed, whatever the server answers."""
 
 from http import HTTPStatus
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,8 +104,3 @@ def test_a_node_that_is_connected_and_refused_is_not_healthy(tmp_path: Path, mon
     client([REFUSES, None], []).ActivateNode(REQUEST)
     assert codes == [1]
     assert health.main() == 0
-
-
-def test_flower_has_what_is_wrapped() -> None:
-    wrapped = import_module("flwr.supernode.fleet_http_client").FleetHttpClient
-    assert "ActivateNode" in vars(wrapped)

@@ -50,10 +50,17 @@ def test_profiles_have_the_services_of_their_machines() -> None:
 
 
 @every_service
-def test_no_service_runs_as_root_or_gains_rights(service: Service) -> None:
+def test_a_service_has_no_rights_and_comes_back(service: Service) -> None:
     assert service.user == "10001:10001"
     assert service.raw["cap_drop"] == ["ALL"]
     assert service.raw["security_opt"] == ["no-new-privileges:true"]
+    # it reaps what it starts, comes back, and says how it is
+    assert service.raw["init"] is True
+    assert service.raw["restart"] == "unless-stopped"
+    assert re.fullmatch(
+        r"answers https://127\.0\.0\.1:\d+/health /srv/\S+|connected \d+|accepted \d+ /srv/home/accepted",
+        service.environment["FEDBN_HEALTH"],
+    )
 
 
 def test_the_service_that_gives_a_kit_to_the_others_has_no_network_and_sees_nothing_else() -> None:
@@ -72,16 +79,6 @@ def test_preflight_has_the_user_the_folders_and_the_network_of_the_services() ->
         assert service.user == preflight.user
     assert "fleet" in here["node"].networks
     assert preflight.networks == ("fleet",)
-
-
-@every_service
-def test_services_reap_what_they_start_come_back_and_say_how_they_are(service: Service) -> None:
-    assert service.raw["init"] is True
-    assert service.raw["restart"] == "unless-stopped"
-    assert re.fullmatch(
-        r"answers https://127\.0\.0\.1:\d+/health /srv/\S+|connected \d+|accepted \d+ /srv/home/accepted",
-        service.environment["FEDBN_HEALTH"],
-    )
 
 
 @every_service

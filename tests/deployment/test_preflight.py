@@ -76,11 +76,6 @@ def test_a_certificate_that_has_expired_is_named_with_its_date(kit: Path, tmp_pa
     assert f"certificate has expired (valid until {ended:%Y-%m-%d})" in text
 
 
-def test_a_server_that_is_not_there(kit: Path) -> None:
-    change(kit, FEDBN_SERVER="127.0.0.1:1")
-    assert checks(kit)["tls"] == ("failed", "127.0.0.1:1 cannot be reached: [Errno 111] Connection refused")
-
-
 @pytest.mark.parametrize(("seconds", "verdict"), [(-400, "failed"), (-200, "ok"), (0, "ok"), (60, "failed")])
 def test_the_clock_may_be_as_far_off_as_flower_allows(
     seconds: int, verdict: str, kit: Path, monkeypatch: pytest.MonkeyPatch
@@ -89,9 +84,23 @@ def test_the_clock_may_be_as_far_off_as_flower_allows(
     assert checks(kit)["clock"][0] == verdict
 
 
-def test_a_key_that_others_can_read(kit: Path) -> None:
-    os.chmod(kit / "node.key", 0o640)
-    assert checks(kit)["key"] == ("failed", f"{kit / 'node.key'} can be read by others: chmod 600 {kit / 'node.key'}")
+#: a changed line of `.env`, the check that fails, and why
+FAULTS = {
+    "FEDBN_SERVER=127.0.0.1:1": ("tls", "127.0.0.1:1 cannot be reached: [Errno 111] Connection refused"),
+    f"FEDBN_VERSIONS=fedbn-flwr=9.9,flwr={version('flwr')}": ("versions", "; the federation has fedbn-flwr 9.9"),
+    "FEDBN_DATA=images": ("data", "FEDBN_DATA must be an absolute path, got 'images'"),
+    "FEDBN_DATA=/nowhere/at/all": ("data", "/nowhere/at/all is not a folder that can be read"),
+}
+
+
+@pytest.mark.parametrize("line", FAULTS)
+def test_what_is_wrong_in_a_sites_env_is_named(line: str, kit: Path) -> None:
+    name, _, value = line.partition("=")
+    change(kit, **{name: value})
+    check, reason = FAULTS[line]
+    verdict, text = checks(kit)[check]
+    assert verdict == "failed"
+    assert text.endswith(reason)
 
 
 def test_a_public_half_of_another_key(kit: Path) -> None:
@@ -99,13 +108,8 @@ def test_a_public_half_of_another_key(kit: Path) -> None:
     (kit / "node.key").unlink()
     (kit / "node.key.1").rename(kit / "node.key")
     assert checks(kit)["key"][1] == f"{kit / 'south.pub'} is not the public half of {kit / 'node.key'}"
-
-
-def test_other_versions_are_named(kit: Path) -> None:
-    change(kit, FEDBN_VERSIONS=f"fedbn-flwr=9.9,flwr={version('flwr')}")
-    verdict, text = checks(kit)["versions"]
-    assert verdict == "failed"
-    assert text.endswith("; the federation has fedbn-flwr 9.9")
+    os.chmod(kit / "node.key", 0o640)
+    assert checks(kit)["key"] == ("failed", f"{kit / 'node.key'} can be read by others: chmod 600 {kit / 'node.key'}")
 
 
 def test_classes_are_counted(kit: Path, tmp_path: Path) -> None:
@@ -125,18 +129,6 @@ def test_classes_are_counted(kit: Path, tmp_path: Path) -> None:
     assert shown == [("ok", f"{data}/train: covid 3, normal 2"), ("ok", f"{data}/test: covid 1, normal 1")]
     (data / "test" / "covid" / "0.png").unlink()
     assert checks(kit)["data"] == ("failed", f"{data}/test: covid 0, normal 1")
-
-
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        ("images", "FEDBN_DATA must be an absolute path, got 'images'"),
-        ("/nowhere/at/all", "/nowhere/at/all is not a folder that can be read"),
-    ],
-)
-def test_data_that_are_not_there(kit: Path, value: str, reason: str) -> None:
-    change(kit, FEDBN_DATA=value)
-    assert checks(kit)["data"] == ("failed", reason)
 
 
 def test_a_site_that_answers_only_under_masks(kit: Path) -> None:

@@ -1,8 +1,6 @@
 """Runs in which a site fails, and what they must leave: the bits of a run in process with the same attendance."""
 
 import json
-import os
-import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +18,7 @@ from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.checkout import ROOT, copy_checkout
 from tests.helpers.federation import OPTIONS, await_that
 from tests.helpers.loopback import LoopbackFederation
-from tests.helpers.processes import processes_with
+from tests.helpers.processes import kill, processes_with
 
 #: of every run with faults; its sites are north, with partition 0, and south, with partition 1
 SITES = ("north", "south")
@@ -147,10 +145,4 @@ def kill_serverapp(federation: LoopbackFederation) -> None:
         if b"flwr-serverapp" in Path(f"/proc/{process}/cmdline").read_bytes()
     ]
     assert found
-    for process in found:
-        kill(process)
-
-
-def kill(process: int) -> None:
-    """Kill a process with SIGKILL."""
-    os.kill(process, signal.SIGKILL)
+    kill(found)
