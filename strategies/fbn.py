@@ -95,5 +95,7 @@ class BatchMoments(Rule):
             if (row := rows.get(id(layer))) is not None:
                 prefix = f"{name}." if name else ""
                 variance, mean = row[:2]
-                sent |= {f"{prefix}running_mean": mean, f"{prefix}running_var": variance + mean**2}
+                moments = {f"{prefix}running_mean": mean, f"{prefix}running_var": variance + mean**2}
+                # in the model's own numbers, as all that replies hold by entries' names
+                sent |= {entry: value.to(session.model.get_buffer(entry).dtype) for entry, value in moments.items()}
         session.records[BATCH_MOMENTS] = sent

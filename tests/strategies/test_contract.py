@@ -19,7 +19,16 @@ from fedbn_flwr.state import State
 from fedbn_flwr.strategies import MTFL, REGISTRY, BaseStrategy, Centralized, FedAvg, FedBN, FedTAN, FixBN, SiloBN
 from fedbn_flwr.wire import Instruction
 from tests.helpers.engine_comparison import Stacked
-from tests.helpers.harness import INSTRUCTION, Backwards, ClientWrapper, Federation, Traffic, distance, make_model
+from tests.helpers.harness import (
+    INSTRUCTION,
+    Backwards,
+    ClientWrapper,
+    Federation,
+    Traffic,
+    distance,
+    make_float32_model,
+    make_model,
+)
 
 #: a row a strategy: its options, the normalizer of its model, the group of entries that must not leave a node
 TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -89,6 +98,12 @@ def test_dtypes_and_shapes_are_kept(name: str) -> None:
     }
     assert all(torch.isfinite(value).all() for value in after.values())
     assert all((value >= 0).all() for key, value in after.items() if key.endswith("running_var"))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_model_in_float32_stays_in_float32(name: str) -> None:
+    after = Federation(make_float32_model(TABLE[name][1])).run(make(name), 2)
+    assert {value.dtype for value in after.values()} <= {torch.float32, torch.int64}
 
 
 @pytest.mark.parametrize("name", TABLE)
