@@ -1,14 +1,12 @@
 """ClientApps: around a `BNClient`, or around a training loop of a user's own."""
 
-from fedbn_flwr.clientapp.bn_client_app import BNClientApp, ClientFunction, client_app, pack, unpack
+from fedbn_flwr.clientapp.bn_client_app import client_app
 from fedbn_flwr.clientapp.kept_states import keep_states, keep_states_in
 from fedbn_flwr.clientapp.mods import count_bytes, export_personal, guard, keep_local
 from fedbn_flwr.clientapp.own_loop_app import ClientApp, numpy_client_app
 
 __all__ = [
-    "BNClientApp",
     "ClientApp",
-    "ClientFunction",
     "client_app",
     "count_bytes",
     "export_personal",
@@ -17,6 +15,4 @@ __all__ = [
     "keep_states",
     "keep_states_in",
     "numpy_client_app",
-    "pack",
-    "unpack",
 ]

@@ -202,20 +202,6 @@ def test_a_silent_node_does_not_keep_the_others_from_a_model_of_the_methods_own(
     assert [reply.node for reply in strategy.train_replies] == [*range(1001, 1000 + NODES)]
 
 
-def test_a_run_ends_when_nobody_can_do_what_a_round_newly_asks_for() -> None:
-    """As under a client-side mod of differential privacy, which expects the whole model."""
-
-    def whole_models_only(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        reply = call_next(message, context)
-        if list(reply.content.array_records["arrays"]) == list(message.content.array_records["arrays"]):
-            return reply
-        return Message(Error(0, "keys differ"), reply_to=message)
-
-    app = client_app(bn_client, mods=[whole_models_only])
-    with pytest.raises(CannotTrainError, match=r"round 3, the first that asks for freeze, omit: .* keys differ"):
-        start(FixBN(freeze_round=2, fraction_evaluate=0.0), app, rounds=6)
-
-
 def test_a_mod_may_answer_in_a_nodes_place(flower_log: pytest.LogCaptureFixture) -> None:
     def refuse(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         if message.metadata.message_type != "query.describe":
