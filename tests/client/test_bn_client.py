@@ -77,15 +77,13 @@ def test_it_trains_with_tf32_where_that_is_asked_for(precision: str, wanted: boo
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
-@pytest.mark.parametrize("change", [{"seed": 4}, {"server_round": 2}, {"lr": 0.06}, {"local_steps": 4}])
-def test_seed_round_and_options_change_the_result(change: dict[str, Any]) -> None:
-    first, other = trained(toy_client(), start()), trained(toy_client(), start(), **change)
-    assert not torch.equal(arrays(first)["0.weight"], arrays(other)["0.weight"])
-
-
-def test_partitions_with_the_same_samples_draw_different_batches() -> None:
-    first, other = (trained(toy_client(partition_id=partition), start()) for partition in (0, 1))
-    assert not torch.equal(arrays(first)["0.weight"], arrays(other)["0.weight"])
+@pytest.mark.parametrize(
+    "change", [{"seed": 4}, {"server_round": 2}, {"lr": 0.06}, {"local_steps": 4}, {"partition": 1}]
+)
+def test_seed_round_options_and_partition_change_the_result(change: dict[str, Any]) -> None:
+    options = dict(change)
+    other = trained(toy_client(partition_id=options.pop("partition", 0)), start(), **options)
+    assert not torch.equal(arrays(trained(toy_client(), start()))["0.weight"], arrays(other)["0.weight"])
 
 
 def test_global_generators_are_left_as_they_were() -> None:
@@ -197,12 +195,6 @@ def test_entries_that_stay_are_not_sent_and_go_on_from_where_they_were(group: st
             assert torch.equal(client.model.state_dict()[name], kept[name])
 
 
-def test_a_node_without_memory_says_which_entry_it_misses() -> None:
-    shared = {name: value for name, value in start().items() if name not in BN}
-    with pytest.raises(ValueError, match=r"5 entries of the model were not received, the first is '1.bias'"):
-        trained(toy_client(), shared, keep_local="bn")
-
-
 # ---- evaluation and description --------------------------------------------------------------------------------------
 
 
@@ -232,6 +224,15 @@ def test_a_test_sends_what_stays_only_when_asked() -> None:
     reply = toy_client(memory=records).test({wire.ARRAYS: start()}, instruction)
     assert_same_state(reply.records[wire.PERSONAL], toy_client(memory=records).memory.recall(wire.PERSONAL))
     assert wire.ARRAYS not in reply.records
+
+
+def test_a_test_uses_the_clients_own_loss() -> None:
+    def half(outputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, labels) / 2
+
+    clients = toy_client(), toy_client(loss_function=half)
+    losses: list[Any] = [client.test({wire.ARRAYS: start()}, INSTRUCTION).metrics[wire.EVAL_LOSS] for client in clients]
+    assert losses[1] == pytest.approx(losses[0] / 2)
 
 
 def test_a_client_without_test_data_says_so() -> None:

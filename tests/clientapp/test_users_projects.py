@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp as FlowerClientApp
 from flwr.clientapp.mod import arrays_size_mod, message_size_mod
@@ -333,20 +332,6 @@ def test_logits_may_be_in_an_object() -> None:
     arrays = [state.from_record(result.arrays) for result in results]
     assert distance({name.removeprefix("net."): value for name, value in arrays[0].items()}, arrays[1]) == 0
     assert results[0].evaluate_metrics_clientapp == results[1].evaluate_metrics_clientapp
-
-
-def test_evaluation_uses_a_clients_own_loss() -> None:
-    def half(outputs: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, labels) / 2
-
-    losses = []
-    for loss in (F.cross_entropy, half):
-        grid = InProcessGrid(client_app(lambda context, loss=loss: bn_client(context, loss_function=loss)), NODES)  # type: ignore[misc]
-        strategy = FedAvg()
-        result = strategy.start(grid, state.to_record(make().state_dict()), 1, train_config=ConfigRecord({"lr": 0.0}))
-        losses.append(result.evaluate_metrics_clientapp[1]["eval-loss"])
-    whole, halved = losses
-    assert halved == pytest.approx(whole / 2)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("grid", [InProcessGrid, StackedGrid])
