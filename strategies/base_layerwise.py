@@ -14,9 +14,9 @@ from fedbn_flwr.layerwise import take_step
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.replies import Group, NodeReply, Pooled, Refusal, log_refused, read_each
+from fedbn_flwr.transports import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
 from fedbn_flwr.transports.message_records import StepPosition
 from fedbn_flwr.transports.message_server import MessageTransport
-from fedbn_flwr.transports.nodes_transport import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg

@@ -15,8 +15,8 @@ from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.server.averaging import is_floating, record, view
 from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.state.records import array_records
+from fedbn_flwr.transports import LayerwiseGrid, NodesTransport, Participant
 from fedbn_flwr.transports.message_records import REQUEST, read_request
-from fedbn_flwr.transports.nodes_transport import LayerwiseGrid, NodesTransport, Participant
 
 #: the partition of the client that lies
 LIAR = 0

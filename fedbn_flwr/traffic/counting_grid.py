@@ -14,7 +14,7 @@ from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.state.flat import Layout
 from fedbn_flwr.state.records import array_records, flat_of, payload_bytes, view_array
-from fedbn_flwr.transports.nodes_transport import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
+from fedbn_flwr.transports import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
 from fedbn_flwr.wire import DESCRIBE
 from fedbn_flwr.wire.masked import SECURE, SECURE_QUERY, Summed
 

@@ -4,6 +4,57 @@
 - `side_channel_*.py`: carries the same messages to nodes that run at the same time, over one gRPC stream each.
 
 Nodes in worker processes, and stacked nodes of this process, have theirs beside their grids in `fedbn_flwr.simulation`.
-`nodes_transport.py` has what the transports have in common. The exchanges themselves, and the loop that answers them,
-are in `fedbn_flwr.layerwise`.
+Below is what all transports have in common: the nodes of a step, and the failures that name them. The exchanges
+themselves, and the loop that answers them, are in `fedbn_flwr.layerwise`.
 """
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from flwr.app import Message
+
+from fedbn_flwr.layerwise import Transport
+
+if TYPE_CHECKING:  # a node's process does without the server's room
+    from fedbn_flwr.server.replies import Refusal
+
+
+@dataclass(frozen=True, order=True)
+class Participant:
+    """A node that takes part in a layer-wise step. Participants are ordered by partition, as replies are."""
+
+    partition: int
+    node: int
+    num_examples: float
+
+
+class NodesTransport(Transport[Message], Protocol):
+    """The transport of nodes in a layer-wise step; their replies are those to training messages."""
+
+    @property
+    def participants(self) -> Sequence[Participant]:
+        """The nodes in the order of their rows, which is that of their partitions.
+
+        They are known when the first requests are.
+        """
+
+
+@runtime_checkable
+class LayerwiseGrid(Protocol):
+    """A grid that can take nodes through a layer-wise step without messages."""
+
+    def open_step(self, messages: Sequence[Message]) -> NodesTransport | None:
+        """Open the step that these messages begin, one message a node; None if not all nodes can take it so.
+
+        The nodes may go to their first exchange at once. Where None is returned, or the step fails, they are as before,
+        and the same step can be taken by messages.
+        """
+
+
+class NodesFailedError(RuntimeError):
+    """Nodes failed in the middle of a step."""
+
+    def __init__(self, nodes: Collection[int], reasons: "Iterable[Refusal]") -> None:
+        self.nodes, self.reasons = frozenset(nodes), list(reasons)
+        super().__init__("; ".join(map(str, self.reasons)))

@@ -17,6 +17,7 @@ from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.server.replies import Expected, Refusal, leave_out, log_refused, parse_replies, read_each
 from fedbn_flwr.server.secure_grid import SumFailedError
+from fedbn_flwr.transports import NodesFailedError, Participant
 from fedbn_flwr.transports.message_records import (
     LACKS_ARRAYS,
     REQUEST,
@@ -25,7 +26,6 @@ from fedbn_flwr.transports.message_records import (
     pack_answers,
     read_request,
 )
-from fedbn_flwr.transports.nodes_transport import NodesFailedError, Participant
 from fedbn_flwr.wire.masked import Summed
 
 #: replies by node; a node that did not reply in time is absent

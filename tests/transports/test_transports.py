@@ -28,9 +28,9 @@ from fedbn_flwr.simulation.processes.service import Service
 from fedbn_flwr.simulation.processes.worker import WorkerError
 from fedbn_flwr.simulation.stacked.grid import StackedTransport
 from fedbn_flwr.traffic.counting_grid import CountingGrid, message_sizes
+from fedbn_flwr.transports import LayerwiseGrid, NodesTransport, Participant
 from fedbn_flwr.transports.message_records import StepPosition
 from fedbn_flwr.transports.message_server import MessageTransport
-from fedbn_flwr.transports.nodes_transport import LayerwiseGrid, NodesTransport, Participant
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model, make_split, parts
 from tests.helpers.references import Node, mini_batches
 

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.layerwise import Answer, ExchangeError, Requests, pool
 from fedbn_flwr.simulation.processes.averaged_replies import average_replies
-from fedbn_flwr.transports.nodes_transport import LayerwiseGrid, NodesTransport, Participant
+from fedbn_flwr.transports import LayerwiseGrid, NodesTransport, Participant
 
 #: makes the grid of some partitions' nodes; it is pickled, and called in the worker
 GridFactory = Callable[[Sequence[int]], Grid]

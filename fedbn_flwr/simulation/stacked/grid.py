@@ -22,7 +22,7 @@ from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
 from fedbn_flwr.simulation.stacked.model import CannotStackError
 from fedbn_flwr.simulation.stacked.training import train_together
-from fedbn_flwr.transports.nodes_transport import Participant
+from fedbn_flwr.transports import Participant
 
 #: clients that can wait in the middle of a layer-wise step where there is memory to train one: they have no reply yet,
 #: and most of them no gradients
