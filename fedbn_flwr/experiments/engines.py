@@ -38,8 +38,7 @@ from fedbn_flwr.experiments.resources import (
 from fedbn_flwr.experiments.server_side import instruction_of, run
 from fedbn_flwr.plugins import did_you_mean, extra, is_foreign
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.one_by_one import OneByOneGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid, count_cores
 from fedbn_flwr.simulation.processes.worker import Worker, preload
 from fedbn_flwr.simulation.stacked.grid import StackedGrid

@@ -1,7 +1,7 @@
 """Grids that run the nodes of a federation on this machine: every strategy runs on them unchanged.
 
 - `InProcessGrid` (`in_process.py`) answers one message after another, as Flower's engines do;
-- `OneByOneGrid` (`one_by_one.py`) does the same faster, for ClientApps of `client_app`;
+- `OneByOneGrid` (same file) does the same faster, for ClientApps of `client_app`;
 - `StackedGrid` (`stacked/grid.py`) trains clients that share a model as one stack of models; `train_together`
   (`stacked/training.py`) is its training alone;
 - `WorkersGrid` (`processes/grid.py`) shares the nodes out over processes, each with one of the other grids.
@@ -9,8 +9,7 @@
 `node_contexts.py` holds what nodes remember, `spill.py` the replies that wait for those of other nodes.
 """
 
-from fedbn_flwr.simulation.in_process import InProcessGrid, run_in_process
-from fedbn_flwr.simulation.one_by_one import OneByOneGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid, run_in_process
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
 from fedbn_flwr.simulation.stacked.training import train_together

@@ -1,4 +1,7 @@
-"""Flower's `Grid` without Ray or a network: nodes on this machine, and those that the ServerApp's own process runs."""
+"""Flower's `Grid` without Ray or a network: nodes on this machine, and those that the ServerApp's own process runs.
+
+`InProcessGrid` trains message by message, `OneByOneGrid` without what a message by itself repeats.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -20,6 +23,7 @@ from fedbn_flwr.server.ask_nodes import identify
 from fedbn_flwr.simulation.node_contexts import Contexts
 from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.state import State
+from fedbn_flwr.state.flat import FlatState
 from fedbn_flwr.state.records import lend_record
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.packed import with_content
@@ -42,6 +46,8 @@ T = TypeVar("T")
 
 #: most messages of a push that are prepared before the first of them trains
 PORTION = 100
+#: most bytes of replies that wait in memory, unpacked, until other clients are trained
+MOST_UNPACKED = 2**26
 
 
 class LocalGrid(Grid):
@@ -118,10 +124,12 @@ class InProcessGrid(LocalGrid):
     With `partitions` only these nodes of all are here. With `state_dir` what nodes store is kept in this folder, a
     file for each, and not in memory.
 
-    With a `trainer`, the training messages of a push are handed to it together, if the ClientApp is one of `client_app`
+    A subclass with a trainer hands it the training messages of a push together, if the ClientApp is one of `client_app`
     without mods. That bypasses the app's handler, and calls its `client_fn` for up to `PORTION` nodes before the first
     of them trains. A client that fails is asked again, by its message, and is reported if it fails then.
     """
+
+    _trainer: Trainer | None = None
 
     def __init__(
         self,
@@ -130,11 +138,9 @@ class InProcessGrid(LocalGrid):
         run_config: Config | None = None,
         partitions: Sequence[int] | None = None,
         state_dir: Path | None = None,
-        *,
-        trainer: Trainer | None = None,
     ) -> None:
         super().__init__()
-        self._client_app, self._trainer = client_app, trainer
+        self._client_app = client_app
         here = range(num_nodes) if partitions is None else partitions
         self._contexts: MutableMapping[int, Context] = Contexts(
             self._run.run_id, here, num_nodes, dict(run_config or {}), state_dir
@@ -240,6 +246,41 @@ class InProcessGrid(LocalGrid):
 
     def _keep(self, node: int, context: Context) -> None:
         self._contexts[node] = context
+
+
+def one_by_one(jobs: Sequence[Job]) -> Iterator[Trained]:
+    """Train clients one after another, and yield the replies of those that do not fail.
+
+    All clients are prepared before, and replies are packed afterwards.
+    """
+    trained: list[tuple[Job, Reply]] = []
+    for job in jobs:
+        try:
+            reply = job.client.train(job.received, job.instruction)
+        except Exception:  # reported when the message is answered
+            continue
+        trained.append((job, reply))
+        # another class of client may reply with tensors of its model, which the next client changes
+        if not changes_nothing(job.client) or _count_bytes(reply) * len(trained) > MOST_UNPACKED:
+            yield trained
+            trained = []
+    yield trained
+
+
+def _count_bytes(reply: Reply) -> int:
+    """Return the bytes of a reply's tensors; a flat state's are counted without making its tensors."""
+    states = [state.buffers if isinstance(state, FlatState) else state for state in reply.records.values()]
+    return sum(values.nbytes for state in states for values in state.values())
+
+
+class OneByOneGrid(InProcessGrid):
+    """Trains the clients of a push one after another, without what `InProcessGrid` repeats for each message.
+
+    The grid prepares all clients, then trains all of them, then packs their replies, and unpacks only once what all
+    messages share. Results have the bits of `InProcessGrid`.
+    """
+
+    _trainer = staticmethod(one_by_one)
 
 
 def job_reply(job: Job, reply: Reply) -> Message:

@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, Message
 
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.server.averaging import Arrays
-from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.state import records as arrays
 from fedbn_flwr.strategies import REGISTRY, FedAvg, NodeReply
@@ -79,10 +79,11 @@ def _overwrite(values: Mapping[str, np.ndarray]) -> None:
         value[...] = 99
 
 
+@pytest.mark.parametrize("grid", [InProcessGrid, OneByOneGrid])
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "fedtan"])
-def test_a_client_that_overwrites_what_it_got_changes_nothing(name: str) -> None:
+def test_a_client_that_overwrites_what_it_got_changes_nothing(name: str, grid: type[InProcessGrid]) -> None:
     wanted = Federation(make_model()).run(make_strategy(name), momentum=0.9)
-    got = Federation(make_model(), wrap=becomes(Careless)).run(make_strategy(name), momentum=0.9)
+    got = Federation(make_model(), wrap=becomes(Careless), grid=grid).run(make_strategy(name), momentum=0.9)
     assert_same_state(got, wanted)
 
 

@@ -8,13 +8,12 @@ from flwr.app import Message, RecordDict
 
 from fedbn_flwr import wire
 from fedbn_flwr.client import BNClient, Reply
-from fedbn_flwr.simulation.one_by_one import OneByOneGrid
+from fedbn_flwr.simulation.in_process import OneByOneGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import INSTRUCTION, Federation, make_model
 from tests.helpers.toys import assert_same_state
-from tests.simulation.test_aliasing import OPTIONS, Careless, make_strategy
 from tests.strategies.test_contract import TABLE, becomes
 
 
@@ -27,13 +26,6 @@ def test_results_have_the_same_bits(name: str) -> None:
     for node in sides[0].grid.get_node_ids():
         alone, staged = (nodes.grid.context(node).state for nodes in sides)
         assert staged == alone
-
-
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "fedtan"])
-def test_a_client_that_overwrites_what_it_got_changes_nothing(name: str) -> None:
-    wanted = Federation(make_model()).run(make_strategy(name), momentum=0.9)
-    got = Federation(make_model(), wrap=becomes(Careless), grid=OneByOneGrid).run(make_strategy(name), momentum=0.9)
-    assert_same_state(got, wanted)
 
 
 class Unspeakable(BNClient):

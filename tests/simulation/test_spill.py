@@ -21,7 +21,7 @@ from fedbn_flwr.experiments.engines import MakeGrid, node_grid, open_grid, sprea
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.server.averaging import average
-from fedbn_flwr.simulation import one_by_one as staged
+from fedbn_flwr.simulation import in_process as staged
 from fedbn_flwr.simulation import spill
 from fedbn_flwr.simulation.spill import SpillBuffer, is_on_disk
 from fedbn_flwr.state.flat import FlatArrays

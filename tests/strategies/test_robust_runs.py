@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.experiments.liar import LyingGrid
-from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.one_by_one import OneByOneGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.strategies import (
     HBN,
     CannotTrainError,

@@ -16,8 +16,7 @@ from fedbn_flwr.client.rules import rules_for
 from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.layerwise import Exchange, Lockstep, Replicas, SuspendedStep
 from fedbn_flwr.server.ask_nodes import identify
-from fedbn_flwr.simulation.in_process import Config, InProcessGrid, Job, Trained, job_reply
-from fedbn_flwr.simulation.one_by_one import one_by_one
+from fedbn_flwr.simulation.in_process import Config, InProcessGrid, Job, Trained, job_reply, one_by_one
 from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
 from fedbn_flwr.simulation.stacked.model import CannotStackError
@@ -141,8 +140,9 @@ class StackedGrid(InProcessGrid):
         chunk: int = 0,
     ) -> None:
         share = 1.0 if partitions is None else len(partitions) / num_nodes
+        super().__init__(client_app, num_nodes, run_config, partitions, state_dir)
         self._stacks = Stacks(chunk, share)
-        super().__init__(client_app, num_nodes, run_config, partitions, state_dir, trainer=self._stacks.train)
+        self._trainer = self._stacks.train
         #: copies of models, for steps that wait in the middle of a pass
         self._structures = Replicas()
 
