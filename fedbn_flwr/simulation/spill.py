@@ -2,7 +2,6 @@
 
 from tempfile import TemporaryFile
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 from flwr.app import ArrayRecord, Message
@@ -23,8 +22,6 @@ class SpillBuffer:
     """Stores the replies to one push. A file in the system's temporary folder is deleted with the last reply in it."""
 
     def __init__(self) -> None:
-        #: the arrays that stay in memory, by id
-        self._held: WeakValueDictionary[int, NDArray[Any]] = WeakValueDictionary()
         self._bytes = 0
         self._file: _MappedFile | None = None
 
@@ -39,19 +36,12 @@ class SpillBuffer:
     def store_record(self, record: ArrayRecord) -> ArrayRecord:
         """Return the same record, or an equal one whose buffers are on disk."""
         flat = flat_of(record)
-        if flat is None or is_on_disk(flat) or self._fits(flat):
+        if flat is None or is_on_disk(flat):
+            return record
+        self._bytes += sum(part.nbytes for part in flat.buffers.values())
+        if self._bytes <= MOST_HELD:
             return record
         return record_of(FlatArrays(flat.layout, {dtype: self._write(part) for dtype, part in flat.buffers.items()}))
-
-    def _fits(self, flat: FlatArrays) -> bool:
-        """Whether a state may stay in memory. The clients of a stack share buffers: all of them stay, or none."""
-        owners = [owner for owner in map(_owner, flat.buffers.values()) if self._held.get(id(owner)) is not owner]
-        size = sum(owner.nbytes for owner in owners)
-        if self._bytes + size > MOST_HELD:
-            return False
-        self._held.update({id(owner): owner for owner in owners})
-        self._bytes += size
-        return True
 
     def _write(self, buffer: NDArray[Any]) -> NDArray[Any]:
         if self._file is None or self._file.room < buffer.nbytes:
@@ -61,14 +51,13 @@ class SpillBuffer:
 
 def is_on_disk(flat: FlatArrays) -> bool:
     """Whether a state's buffers are in a memory-mapped file."""
-    return any(isinstance(_owner(buffer), np.memmap) for buffer in flat.buffers.values())
+    return any(_is_mapped(buffer) for buffer in flat.buffers.values())
 
 
-def _owner(buffer: NDArray[Any]) -> NDArray[Any]:
-    """Return the array of whose memory a buffer is a part."""
+def _is_mapped(buffer: NDArray[Any]) -> bool:
     while isinstance(buffer.base, np.ndarray):
         buffer = buffer.base
-    return buffer
+    return isinstance(buffer, np.memmap)
 
 
 class _MappedFile:
