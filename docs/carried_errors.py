@@ -11,16 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr import data, models
-from fedbn_flwr.layerwise import (
-    Answer,
-    Corrected,
-    Corrections,
-    Kind,
-    Requests,
-    carried_corrections,
-    gradients,
-    shared_statistics,
-)
+from fedbn_flwr.layerwise import Answer, Kind, Requests, gradients, shared_statistics
+from fedbn_flwr.layerwise.carried import Corrected, Corrections, carried_corrections
 
 CLIENTS, BATCH, ROUNDS, RATE, TRUST = 5, 32, 100, 0.1, 3.0
 #: of what a running mean over rounds keeps from round to round: about the last 20 rounds count

@@ -21,8 +21,8 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import Session, obeyed_keys, rules_for
 from fedbn_flwr.data import Split
-from fedbn_flwr.layerwise import Exchange, OwnRandomness, shared_statistics
-from fedbn_flwr.randomness import derive, torch_generator
+from fedbn_flwr.layerwise import Exchange, shared_statistics
+from fedbn_flwr.randomness import OwnRandomness, derive, torch_generator
 from fedbn_flwr.state import State, tied_names, with_all_names
 from fedbn_flwr.wire import Instruction, moments
 

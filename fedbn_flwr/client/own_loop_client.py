@@ -14,8 +14,8 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.own_loop import OwnLoop
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import obeyed_keys
-from fedbn_flwr.layerwise import Exchange, OwnRandomness
-from fedbn_flwr.randomness import derive
+from fedbn_flwr.layerwise import Exchange
+from fedbn_flwr.randomness import OwnRandomness, derive
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm, wire
 from fedbn_flwr.client.device import autocast
-from fedbn_flwr.layerwise import Corrected, Exchange, Mode
-from fedbn_flwr.layerwise.carried import pack_values, read_corrections
+from fedbn_flwr.layerwise import Exchange, Mode
+from fedbn_flwr.layerwise.carried import Corrected, pack_values, read_corrections
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
 

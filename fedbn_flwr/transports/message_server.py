@@ -11,8 +11,8 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
-from fedbn_flwr.layerwise import Answer, ExchangeError, Requests, join
-from fedbn_flwr.layerwise.exchange import check
+from fedbn_flwr.layerwise import Answer, Requests
+from fedbn_flwr.layerwise.exchange import ExchangeError, check, join
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.server.replies import Expected, Refusal, leave_out, log_refused, parse_replies, read_each

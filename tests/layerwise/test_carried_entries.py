@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedbn_flwr.layerwise import Corrected, Kind, Requests, correct, correction, shared_statistics
-from fedbn_flwr.layerwise.carried import KINDS, pack_values, read_corrections
+from fedbn_flwr.layerwise import Kind, Requests, shared_statistics
+from fedbn_flwr.layerwise.carried import KINDS, Corrected, correct, correction, pack_values, read_corrections
 from tests.helpers.layerwise_references import (
     centralized_gradients,
     heterogeneous_batches,

@@ -8,23 +8,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fedbn_flwr.layerwise import (
-    Answer,
-    Exchange,
-    ExchangeError,
-    Kind,
-    Lockstep,
-    OrderError,
-    Requests,
-    SuspendedStep,
-    combine,
-    join,
-    pool,
-    respond,
-    take_step,
-    why_unusable,
-)
-from fedbn_flwr.layerwise.exchange import LARGEST
+from fedbn_flwr.layerwise import Answer, Exchange, Kind, Requests, SuspendedStep, combine, respond, take_step
+from fedbn_flwr.layerwise.exchange import LARGEST, ExchangeError, OrderError, join, pool, why_unusable
+from fedbn_flwr.layerwise.take_step import Lockstep
 
 
 def request(*values: float, kind: Kind = "mean", layer: str = "bn", count: int = 4) -> Requests:

@@ -13,17 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedbn_flwr.layerwise import (
-    Answer,
-    Mode,
-    OrderError,
-    Requests,
-    SharedBatchNorm,
-    Use,
-    combine,
-    gradients,
-    shared_statistics,
-)
+from fedbn_flwr.layerwise import Answer, Mode, Requests, SharedBatchNorm, combine, gradients, shared_statistics
+from fedbn_flwr.layerwise.exchange import OrderError
+from fedbn_flwr.layerwise.shared_batch_norm import Use
 from fedbn_flwr.norm import bn_layers
 from tests.helpers.layerwise_references import (
     Batch,

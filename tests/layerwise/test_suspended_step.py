@@ -15,16 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedbn_flwr.layerwise import (
-    Abandoned,
-    Answer,
-    Done,
-    Exchange,
-    Requests,
-    SuspendedStep,
-    lockstep,
-    shared_statistics,
-)
+from fedbn_flwr.layerwise import Answer, Exchange, Requests, SuspendedStep, lockstep, shared_statistics
+from fedbn_flwr.layerwise.suspended_step import Abandoned, Done
 from tests.helpers.processes import resident_megabytes
 from tests.helpers.waiting import PATIENCE, wait_until
 

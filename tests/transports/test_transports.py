@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.layerwise import Answer, Exchange, OrderError, Requests, lockstep, respond, shared_statistics, take_step
+from fedbn_flwr.layerwise import Answer, Exchange, Requests, lockstep, respond, shared_statistics, take_step
+from fedbn_flwr.layerwise.exchange import OrderError
 from fedbn_flwr.server.replies import Expected
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid

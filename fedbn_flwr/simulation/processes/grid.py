@@ -14,7 +14,8 @@ from flwr.app import Context, Error, Message
 from flwr.common import log
 from flwr.common.constant import ErrorCode
 
-from fedbn_flwr.layerwise import Answer, ExchangeError, OrderError, Requests, join
+from fedbn_flwr.layerwise import Answer, Requests
+from fedbn_flwr.layerwise.exchange import ExchangeError, OrderError, join
 from fedbn_flwr.server.ask_nodes import identify
 from fedbn_flwr.simulation.in_process import LocalGrid, in_portions
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, StateFolder

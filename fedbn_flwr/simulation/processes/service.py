@@ -10,7 +10,8 @@ from typing import Any
 from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid
 
-from fedbn_flwr.layerwise import Answer, ExchangeError, Requests, pool
+from fedbn_flwr.layerwise import Answer, Requests
+from fedbn_flwr.layerwise.exchange import ExchangeError, pool
 from fedbn_flwr.simulation.processes.averaged_replies import average_replies
 from fedbn_flwr.transports import LayerwiseGrid, NodesTransport, Participant
 

@@ -14,7 +14,9 @@ from fedbn_flwr import wire
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.client.rules import rules_for
 from fedbn_flwr.client.training import make_optimizer
-from fedbn_flwr.layerwise import Exchange, Lockstep, Replicas, SuspendedStep
+from fedbn_flwr.layerwise import Exchange, SuspendedStep
+from fedbn_flwr.layerwise.suspended_step import Replicas
+from fedbn_flwr.layerwise.take_step import Lockstep
 from fedbn_flwr.server.ask_nodes import identify
 from fedbn_flwr.simulation.in_process import Config, InProcessGrid, Job, Trained, job_reply, one_by_one
 from fedbn_flwr.simulation.spill import SpillBuffer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.client import BNClient, training
-from fedbn_flwr.layerwise import OwnRandomness
+from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.wire import Instruction
 
 #: larger stacks do not make a step faster: a CPU's caches are full, a GPU's processors busy

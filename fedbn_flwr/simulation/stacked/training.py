@@ -15,7 +15,9 @@ from fedbn_flwr.client.batch_plan import BatchLoader, load_groups
 from fedbn_flwr.client.device import autocast, products
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Session, rules_for
-from fedbn_flwr.layerwise import CorrectedClients, Exchange, OwnRandomness, shared_statistics
+from fedbn_flwr.layerwise import Exchange, shared_statistics
+from fedbn_flwr.layerwise.carried import CorrectedClients
+from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.simulation.stacked.layers import Dropouts, apply_shared
 from fedbn_flwr.simulation.stacked.model import CannotStackError, Rows, Stack, StackedMemory, stacked
 from fedbn_flwr.state import State
