@@ -24,7 +24,7 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.deployment.cli import main as fedbn_flwr
 from fedbn_flwr.layerwise import Answer, Requests, SuspendedStep
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
+from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally
 from fedbn_flwr.transports import message_client, side_channel_client
 from fedbn_flwr.transports.message_records import REQUEST, SIDE_CHANNEL, StepPosition
@@ -37,18 +37,12 @@ from tests.helpers.harness import SIZES, Federation
 from tests.helpers.ports import free_ports
 from tests.helpers.process_per_message import dropout_model, make_client
 
+#: the most exchanges, the fewest, and what nodes keep
 CASES: dict[str, Callable[..., FedAvg]] = {
-    "FedTAN": FedTAN,
     "FedTAN, mean and variance one after the other": lambda **options: FedTAN(exchange="paper", **options),
     "FedDNA": FedDNA,
-    "FedDNA, mean and variance one after the other": lambda **options: FedDNA(exchange="paper", **options),
-    "FedTAN-II": lambda **options: FedTANII(m=1, **options),
-    "momentum of the server": lambda **options: FedTAN(momentum_state="global", **options),
     "momentum of the node": lambda **options: FedTAN(momentum_state="local", **options),
 }
-#: the most exchanges, the fewest, and what nodes keep
-USUAL = ["FedTAN, mean and variance one after the other", "FedDNA", "momentum of the node"]
-MORE_CASES = [pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in USUAL]
 #: uses of BN layers, and the exchanges at them in a round of FedTAN
 LAYERS = 2
 EXCHANGES = 2 * LAYERS
@@ -92,7 +86,7 @@ def same(one: state.State, other: state.State) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("case", [*USUAL, *MORE_CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_bits_and_counts_are_those_in_process(case: str, caplog: pytest.LogCaptureFixture) -> None:
     with concurrent() as nodes:
         after, counted = run(SideChannelGrid(nodes, options()), CASES[case](fraction_evaluate=0.0), 2)
@@ -146,27 +140,10 @@ def freezes(stream: Stream, reply: RecordDict | None) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def changes(change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]], reply: RecordDict | None) -> None:
-    """Change the layer and the tensor of a request."""
+def too_large(stream: Stream, reply: RecordDict | None) -> None:
     assert reply is not None
     ((layer, tensor),) = state.from_record(reply.array_records[REQUEST]).items()
-    reply[REQUEST] = state.to_record(dict([change(layer, tensor)]))
-
-
-def not_a_number(stream: Stream, reply: RecordDict | None) -> None:
-    changes(lambda layer, tensor: (layer, tensor * torch.nan), reply)
-
-
-def too_large(stream: Stream, reply: RecordDict | None) -> None:
-    changes(lambda layer, tensor: (layer, torch.full_like(tensor, torch.finfo(tensor.dtype).max / 2)), reply)
-
-
-def another_shape(stream: Stream, reply: RecordDict | None) -> None:
-    changes(lambda layer, tensor: (layer, torch.cat([tensor, tensor], dim=-1)), reply)
-
-
-def another_layer(stream: Stream, reply: RecordDict | None) -> None:
-    changes(lambda layer, tensor: ("another", tensor), reply)
+    reply[REQUEST] = state.to_record({layer: torch.full_like(tensor, torch.finfo(tensor.dtype).max / 2)})
 
 
 def too_much(stream: Stream, reply: RecordDict | None) -> None:
@@ -181,20 +158,15 @@ def nonsense(stream: Stream, reply: RecordDict | None) -> None:
     stream._outgoing.put(b"\0\0\0\2[]")
 
 
-#: what a node does, and what the log says of it
+#: what a node does, and what the log says of it; what else an exchange refuses is the same by messages
 FAULTS: dict[str, tuple[Any, str]] = {
     "dies": (dies, "side channel broke"),
     "raises": (raises, "it failed: ArithmeticError: no more of this"),
-    "sends NaN": (not_a_number, "is not finite"),
     "sends a number that is too large": (too_large, "is too large to be pooled"),
-    "sends another shape": (another_shape, "the others' is"),
-    "is at another layer": (another_layer, "of BN layer 'another' where the others are at"),
     "sends a large frame": (too_much, "a frame of 4194304 bytes; at most 2105344"),
     "sends a huge frame": (far_too_much, "side channel broke"),
     "sends nonsense": (nonsense, "a frame that cannot be read"),
 }
-#: those that come to a channel in a way of their own; what an exchange refuses is the same by messages
-OF_A_CHANNEL = ["dies", "raises", "sends a number that is too large", "sends a large frame", "sends nonsense"]
 
 
 def assert_left_out(caplog: pytest.LogCaptureFixture, reason: str) -> None:
@@ -213,10 +185,9 @@ def survivors() -> state.State:
 @pytest.mark.parametrize(
     ("case", "index"),
     [
-        *((case, 0) for case in OF_A_CHANNEL),
+        *((case, 0) for case in FAULTS if case != "sends a huge frame"),
+        pytest.param("sends a huge frame", 0, marks=pytest.mark.slow),
         ("dies", EXCHANGES - 1),
-        *(pytest.param(case, 0, marks=pytest.mark.slow) for case in FAULTS if case not in OF_A_CHANNEL),
-        *(pytest.param(case, EXCHANGES - 1, marks=pytest.mark.slow) for case in FAULTS if case != "dies"),
     ],
 )
 def test_a_fault_leaves_the_round_to_the_others(
@@ -232,32 +203,17 @@ def test_a_fault_leaves_the_round_to_the_others(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", [0, EXCHANGES - 1])
 @pytest.mark.parametrize("case", ["waits", "freezes"])
-def test_a_node_that_is_late_or_silent(
-    case: str, index: int, survivors: state.State, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_node_that_is_late_or_silent(case: str, survivors: state.State, caplog: pytest.LogCaptureFixture) -> None:
     fault, reason, timeout = {
         "waits": (waits, "it did not answer in time", 20.0),
         "freezes": (freezes, "its side channel was silent for 15 s", ENOUGH),
     }[case]
-    with concurrent({PARTITION: Site(fault=AtExchange(fault, index))}) as nodes:
+    with concurrent({PARTITION: Site(fault=AtExchange(fault, EXCHANGES - 1))}) as nodes:
         strategy = FedTAN(fraction_evaluate=0.0, exchange_timeout=timeout)
         after, _ = run(SideChannelGrid(nodes, options()), strategy)
     assert same(after, survivors)
     assert_left_out(caplog, reason)
-
-
-@pytest.mark.parametrize("fault", [dies, pytest.param(raises, marks=pytest.mark.slow)])
-def test_a_node_that_fails_after_the_last_answer_costs_it_its_vote(
-    fault: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    strategy = FedTAN(fraction_evaluate=0.0)
-    with concurrent({PARTITION: Site(fault=AtExchange(fault, EXCHANGES))}) as nodes:
-        run(SideChannelGrid(nodes, options()), strategy)
-        assert len(nodes.processes()) == len(SIZES)
-    assert [reply.node for reply in strategy.train_replies] == [1000, 1002, 1003]
-    assert_left_out(caplog, "")
 
 
 def stops_after_the_step(message: Message) -> None:
@@ -273,12 +229,20 @@ def stops_after_the_step(message: Message) -> None:
     patch.object(SuspendedStep, "advance", spoiled).start()
 
 
-def test_a_node_that_fails_in_its_other_steps_costs_it_its_vote(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [(AtExchange(dies, EXCHANGES), ""), (stops_after_the_step, "it failed: ArithmeticError: no more steps")],
+    ids=["after the last answer", "in its other steps"],
+)
+def test_a_node_that_fails_after_the_exchanges_costs_it_its_vote(
+    fault: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     strategy = FedTAN(fraction_evaluate=0.0)
-    with concurrent({PARTITION: Site(fault=stops_after_the_step)}) as nodes:
+    with concurrent({PARTITION: Site(fault=fault)}) as nodes:
         run(SideChannelGrid(nodes, options()), strategy)
+        assert len(nodes.processes()) == len(SIZES)
     assert [reply.node for reply in strategy.train_replies] == [1000, 1002, 1003]
-    assert_left_out(caplog, "it failed: ArithmeticError: no more steps")
+    assert_left_out(caplog, reason)
 
 
 def test_several_nodes_fail_one_after_the_other_until_the_round_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
@@ -306,13 +270,6 @@ def away() -> Site:
     return Site({CERTIFICATES_VARIABLE: "none", ADDRESS_VARIABLE: f"127.0.0.1:{closed}"}, soon)
 
 
-def test_a_node_that_cannot_reach_the_channel(survivors: state.State, caplog: pytest.LogCaptureFixture) -> None:
-    with concurrent({PARTITION: away()}) as nodes:
-        after, _ = run(SideChannelGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
-    assert same(after, survivors)
-    assert_left_out(caplog, "it cannot use the side channel: 127.0.0.1:.* cannot be reached within 0.5 s: .*refused")
-
-
 def raises_at_once(message: Message) -> None:
     if SIDE_CHANNEL in message.content:
         raise FileNotFoundError("no data")
@@ -322,19 +279,22 @@ def never_comes(message: Message) -> None:
     time.sleep(1000)
 
 
-def test_a_node_whose_app_fails_before_it_connects(survivors: state.State, caplog: pytest.LogCaptureFixture) -> None:
-    with concurrent({PARTITION: Site(fault=raises_at_once)}) as nodes:
-        after, _ = run(SideChannelGrid(nodes, options()), FedTAN(fraction_evaluate=0.0))
-    assert same(after, survivors)
-    assert_left_out(caplog, "it failed: ")
+#: why a node does not come, and what the log says of it
+ABSENT: dict[str, tuple[Callable[[], Site], str]] = {
+    "refused": (away, "it cannot use the side channel: 127.0.0.1:.* cannot be reached within 0.5 s: .*refused"),
+    "fails": (lambda: Site(fault=raises_at_once), "it failed: "),
+    "never comes": (lambda: Site(fault=never_comes), "it did not connect to the side channel within 30 s"),
+}
 
 
-@pytest.mark.slow
-def test_a_node_that_never_connects(survivors: state.State, caplog: pytest.LogCaptureFixture) -> None:
-    with concurrent({PARTITION: Site(fault=never_comes)}) as nodes:
-        after, _ = run(SideChannelGrid(nodes, options(connect_timeout=30.0)), FedTAN(fraction_evaluate=0.0))
+@pytest.mark.parametrize("case", ["refused", "fails", pytest.param("never comes", marks=pytest.mark.slow)])
+def test_a_node_that_does_not_come(case: str, survivors: state.State, caplog: pytest.LogCaptureFixture) -> None:
+    make_site, reason = ABSENT[case]
+    with concurrent({PARTITION: make_site()}) as nodes:
+        channel = options(connect_timeout=30.0) if case == "never comes" else options()
+        after, _ = run(SideChannelGrid(nodes, channel), FedTAN(fraction_evaluate=0.0))
     assert same(after, survivors)
-    assert_left_out(caplog, "it did not connect to the side channel within 30 s")
+    assert_left_out(caplog, reason)
 
 
 def has_no_room(message: Message) -> None:

@@ -81,12 +81,6 @@ def stacked_step() -> Iterator[tuple[CountingGrid, NodesTransport]]:
 
 
 @contextmanager
-def workers_step() -> Iterator[tuple[CountingGrid, NodesTransport]]:
-    with WorkersGrid(stacked_nodes, len(SIZES), 2) as grid:
-        yield opened(grid)
-
-
-@contextmanager
 def shared_out_step() -> Iterator[tuple[CountingGrid, NodesTransport]]:
     with WorkersGrid(stacked_nodes, len(SIZES), 2, here=True) as grid:
         yield opened(grid)
@@ -112,7 +106,6 @@ def opened(grid: Grid) -> tuple[CountingGrid, NodesTransport]:
 TRANSPORTS = {
     "messages": message_step,
     "stacked": stacked_step,
-    "workers": workers_step,
     "this process and a worker": shared_out_step,
 }
 
