@@ -76,19 +76,6 @@ def test_exact_with_both_exchanges_and_not_with_forward_alone(
     assert error("forward") > 0.1
 
 
-@pytest.mark.parametrize(("make", "shape"), MODELS[:3])
-def test_weights_that_are_not_the_batch_sizes(make: Callable[[], nn.Module], shape: Sequence[int]) -> None:
-    weights = [0.6, 0.3, 0.1]
-    model, batches = made(make), heterogeneous_batches(SIZES, shape)
-    slow = copy.deepcopy(model)
-    wanted = weighted_gradients(slow, batches, weights)
-    for exchange in ("paper", "fused"):
-        fast = copy.deepcopy(model)
-        found = gradients(fast, batches, weights, F.cross_entropy, exchange)
-        assert relative_error(mean_gradient(found, weights), wanted) < 1e-10
-        assert largest_difference(fast, slow) < 1e-10
-
-
 def test_the_reference_with_weights_by_size_is_centralized_batch_normalization() -> None:
     model, batches = made(resnet20), heterogeneous_batches(SIZES, (1, 8, 8))
     plain = copy.deepcopy(model)
