@@ -15,7 +15,7 @@ from fedbn_flwr.simulation import train_together
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state.records import flat_of
 from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold
-from tests.helpers.engine_comparison import APART, EXACT, Stacked, asked, assert_same, both, difference, quiet, watching
+from tests.helpers.engine_comparison import APART, EXACT, Stacked, asked, both, difference, quiet, watching
 from tests.helpers.harness import INSTRUCTION, Double, Federation, distance, make_model
 from tests.strategies.test_contract import Failing, becomes
 
@@ -85,31 +85,6 @@ def own_optimizer(client: BNClient) -> None:
     client.make_optimizer = OwnOptimizer()
 
 
-def test_a_client_with_an_optimizer_of_its_own_trains_beside_the_stack() -> None:
-    alone, together = both(lambda: quiet(FedAvg), nodes={"wrap": spoiled(own_optimizer)})
-    assert difference(alone, together) < EXACT
-    assert [reply.partition for reply in together.strategy.train_replies] == [0, 1, 2, 3]
-    assert set(together.watch.stacks) == {3}
-    assert len([text for text in together.watch.reasons if "its optimizer is its own" in text]) == 1
-
-
-def test_one_sample_for_bn() -> None:
-    """Six samples and batches of five: for the last one alone BN would fail, but it is merged; one sample is not."""
-
-    def flat() -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            net = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-            return Double(net)
-
-    epochs: dict[str, Any] = {"local_steps": 0, "local_epochs": 2, "batch_size": 5}
-    assert_same(lambda: quiet(FedAvg), flat, clients=6, nodes={"sizes": (6, 12, 11)}, **epochs)
-    alone, together = both(lambda: quiet(FedAvg), flat, nodes={"sizes": (6, 1, 11)}, **epochs)
-    assert difference(alone, together) < EXACT
-    assert [reply.partition for reply in together.strategy.train_replies] == [0, 2]
-    assert any("Node 1001" in text and "cannot train on a mini-batch of 1" in text for text in together.watch.messages)
-
-
 def test_numbers_that_are_none_stay_with_their_client() -> None:
     """In a stack, rows do not mix: neither in losses, nor in gradients, nor while clients wait at their end."""
     options: dict[str, Any] = {"nodes": {"wrap": spoiled(no_number)}, "momentum": 0.9, "weight_decay": 0.1}
@@ -126,14 +101,20 @@ class Weaker(BNClient):
         return super().train(received, replace(instruction, lr=instruction.lr / 2))
 
 
-@pytest.mark.parametrize("kind", [Failing, Weaker])
-def test_a_client_with_a_way_of_its_own_keeps_it(kind: type[BNClient]) -> None:
-    """The others are stacked."""
+OWN_WAYS: dict[str, Callable[[BNClient, int], BNClient]] = {
+    "Failing may train in a way of its own": becomes(Failing, 1),
+    "Weaker may train in a way of its own": becomes(Weaker, 1),
+    "its optimizer is its own": spoiled(own_optimizer),
+}
 
-    alone, together = both(lambda: quiet(FedAvg), nodes={"wrap": becomes(kind, 1)})
+
+@pytest.mark.parametrize("reason", OWN_WAYS)
+def test_a_client_with_a_way_of_its_own_keeps_it(reason: str) -> None:
+    """The others are stacked."""
+    alone, together = both(lambda: quiet(FedAvg), nodes={"wrap": OWN_WAYS[reason]})
     assert difference(alone, together) < EXACT
     assert together.watch.stacks == [3] * 2
-    assert together.watch.reasons == [f"{kind.__name__} may train in a way of its own"]
+    assert together.watch.reasons == [reason]
 
 
 def test_nobody_keeps_the_whole_stack() -> None:
