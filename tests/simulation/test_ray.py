@@ -86,21 +86,17 @@ def asked_of_flower(address: str | None, folder: Path, monkeypatch: pytest.Monke
     return found[0]
 
 
-@pytest.mark.parametrize("address", [None, "", "local", "auto"])
-def test_without_an_address_a_run_has_ray_for_itself(
+@pytest.mark.parametrize("address", [None, "auto", "host:port"])
+def test_a_run_has_ray_for_itself_or_joins_the_cluster_in_the_environment(
     address: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By itself, Ray would join whatever cluster was last started on this machine."""
-    options = asked_of_flower(address, tmp_path, monkeypatch)
-    assert options["num_supernodes"] == 3
-    assert options["backend_config"]["init_args"] == {"address": address or "local"}
-
-
-def test_the_cluster_in_the_environment_is_joined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        options = asked_of_flower(address, tmp_path, monkeypatch)
-    assert options["backend_config"]["init_args"] == {"address": address}
+        there = f"127.0.0.1:{server.getsockname()[1]}"
+        options = asked_of_flower(there if address == "host:port" else address, tmp_path, monkeypatch)
+    wanted = {None: "local", "auto": "auto", "host:port": there}[address]
+    assert options["num_supernodes"] == 3
+    assert options["backend_config"]["init_args"] == {"address": wanted}
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["port", "no number"])
@@ -126,9 +122,6 @@ def test_clients_run_on_all_nodes_and_leave_the_cluster_for_the_next_run(joined:
 
 # ---- workers in a cluster --------------------------------------------------------------------------------------------
 
-#: in the usual run: what nodes keep
-USUAL = "fedbn"
-
 
 @contextmanager
 def room(cluster: Cluster, workers: int = 2) -> Iterator[ray_worker.Cluster]:
@@ -138,15 +131,12 @@ def room(cluster: Cluster, workers: int = 2) -> Iterator[ray_worker.Cluster]:
         reserved.close()
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == USUAL else pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES]
-)
+@pytest.mark.parametrize("name", ["fedbn", pytest.param("fedtan", marks=pytest.mark.slow)])
 def test_ray_workers_give_the_bits_of_one_process(name: str, joined: Cluster, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"momentum": 0.9} if name == "momentum" else {}
     alone = Federation(make_model())
-    wanted = alone.run(STRATEGIES[name](), **options)
+    wanted = alone.run(STRATEGIES[name]())
     with room(joined) as start, WorkersGrid(harness_nodes, len(SIZES), 2, start=start) as grid:
-        found = Federation(make_model()).run(STRATEGIES[name](), grid=grid, **options)
+        found = Federation(make_model()).run(STRATEGIES[name](), grid=grid)
         kept = [memories(grid, node) for node in grid.get_node_ids()]
         # the workers' machines have no such folder: what nodes keep comes and goes over the connection
         grid.save_states(tmp_path / "states")
