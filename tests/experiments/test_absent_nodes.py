@@ -112,10 +112,3 @@ def test_a_run_that_ends_in_its_first_round_says_why_and_gives_its_folder_to_ano
 def test_more_nodes_than_clients_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the federation has 3 nodes, the experiment 2 clients"):
         federate(tmp_path, 3, clients="2")
-
-
-def test_deadlines_reach_the_strategy() -> None:
-    strategy = resolve({**SHARED, "timeout": "50", "exchange-timeout": "7"}).make_strategy(CLIENTS)
-    assert (strategy.exchange_timeout, strategy.patience, strategy.min_available_nodes) == (7.0, 0.0, 3)
-    strategy = resolve({**SHARED, "timeout": "50", "min-nodes": "2"}).make_strategy(CLIENTS)
-    assert (strategy.exchange_timeout, strategy.min_available_nodes) == (50.0, 2)

@@ -89,7 +89,7 @@ def test_an_interrupt_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["list"]) == 130
 
 
-@pytest.mark.parametrize("name", ["run", "compare"])
+@pytest.mark.parametrize("name", ["run", "compare", "diagnose"])
 def test_help_names_every_option_with_its_default(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main([name, "--help-all"])
@@ -98,6 +98,9 @@ def test_help_names_every_option_with_its_default(name: str, capsys: pytest.Capt
     wanted = {wire_key(item.name) for item in fields(Config)} | set(all_options()) | {"engine", "verbose"}
     if name == "compare":
         wanted = wanted - {"method", "resume"} | {"methods", "seeds", "grid", "grid-seeds"}
+    if name == "diagnose":
+        wanted = wanted - {"resume", "checkpoint-every", "log-to", "engine", "verbose"} | {"batches"}
+        assert "--engine" not in words
     assert {f"--{key}" for key in wanted} <= set(words)
     assert f"[{Config.lr_schedule}]" in words
 
@@ -121,14 +124,6 @@ def test_short_help_is_one_screen_with_examples_that_can_be_run(
             assert parse(method).strategy in REGISTRY
 
 
-def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["--help"])
-    assert left.value.code == 0
-    text = capsys.readouterr().out
-    assert all(name in text for name in ("run", "compare", "list"))
-
-
 def test_list_names_everything_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
@@ -140,12 +135,8 @@ def test_list_names_everything_there_is(capsys: pytest.CaptureFixture[str]) -> N
         "partitions": list(PARTITIONS),
         "augmentations": list(AUGMENTATIONS),
     }
-
-
-def test_everything_that_is_listed_has_a_line_about_it() -> None:
-    silent = [(kind, row["name"]) for kind, rows in listing().items() for row in rows if not row["about"]]
-    assert silent == []
-    (fixbn,) = [row for row in listing()["strategies"] if row["name"] == "fixbn"]
+    assert [row["name"] for rows in listed.values() for row in rows if not row["about"]] == []
+    (fixbn,) = [row for row in listed["strategies"] if row["name"] == "fixbn"]
     assert fixbn["leaves the client"] == "everything; after the freeze no statistics"
     assert {"freeze-round", "freeze", "weighting"} <= set(fixbn["options"])
 
@@ -200,14 +191,12 @@ def test_list_tells_all_about_one_name_or_one_kind(capsys: pytest.CaptureFixture
     assert all(name in shown for name in MODELS)
 
 
-@pytest.mark.parametrize("name", ["run", "compare"])
 def test_progress_is_told_line_by_line_where_the_output_is_redirected(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    methods = ["--methods", "fedavg,fedbn"] if name == "compare" else []
-    assert run(name, *methods, rounds="3", results_dir=str(tmp_path)) == 0
+    assert run("compare", "--methods", "fedavg,fedbn", rounds="3", results_dir=str(tmp_path)) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("round ")]
-    assert len(lines) == (6 if name == "compare" else 3)
+    assert len(lines) == 6
     assert lines[1].startswith("round 2/3, fedavg")
 
 

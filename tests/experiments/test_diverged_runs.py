@@ -51,16 +51,3 @@ def test_a_matrix_says_so_in_its_table(tmp_path: Path, capsys: pytest.CaptureFix
         " ".join(line.split()) for line in table.splitlines() if "diverged at round 3" in line and ":" not in line
     ] == ["bad diverged at round 3"]
     assert f"Failed: bad: {SAID}" in table
-
-
-def test_a_search_goes_on_with_what_came_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The rate is infinite from the freeze on, which lies beyond the run for one value."""
-    method, folder = "fixbn:lr-schedule==1e30@freeze", str(tmp_path)
-    assert run("compare", "--methods", method, "--grid", "freeze-round=0.2,50", results_dir=folder, **CALM) == 0
-    (summary,) = json.loads((tmp_path / "compare.json").read_text())
-    assert (summary["chosen"], summary["grid"]["freeze-round=0.2"]) == ({"freeze-round": "50"}, None)
-    assert "freeze-round=50*" in "".join(capsys.readouterr().out.split())
-    other = str(tmp_path / "other")
-    assert run("compare", "--methods", method, "--grid", "freeze-round=0.2", results_dir=other, **CALM) == 1
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "no value of its grid came through: " in shown

@@ -107,27 +107,6 @@ def test_a_disk_that_is_full_at_times_costs_no_bit(
     check_report(tmp_path)
 
 
-def test_a_disk_error_of_one_run_does_not_hide_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    finish = RunFolder.finish
-
-    def full(files: RunFolder, *arguments: Any) -> None:
-        if files.path.name == "fedavg-seed0":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        finish(files, *arguments)
-
-    with monkeypatch.context() as disk:
-        disk.setattr(RunFolder, "finish", full)
-        assert main(compare_words(tmp_path)) == 1
-    assert "1 of 2 methods failed: fedavg" in capsys.readouterr().err
-    failed, finished = json.loads((tmp_path / "compare.json").read_text())
-    assert "No space left" in failed["error"]
-    assert finished["accuracy"] > 0
-    assert list((tmp_path / "fedavg-seed0").glob("checkpoint-*"))
-    assert main(compare_words(tmp_path)) == 0
-
-
 def test_the_same_command_reuses_and_more_seeds_and_methods_are_added(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -160,32 +160,6 @@ def test_what_another_process_cannot_import_stays_in_one(monkeypatch: pytest.Mon
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
-def test_the_same_call_goes_on_after_ctrl_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Interrupted in the second run's second round: the first is reused, the second goes on."""
-    call = partial(compare, ["fedavg", Pull(mu=0.1)], model=make_net, **{**SMALL, "data": load(DATA)})
-    call(folder=tmp_path / "whole")
-    written, write = [0], RunFolder.round
-
-    def stop(self: RunFolder, row: Any) -> None:
-        written[0] += 1
-        if written[0] == 5:
-            raise KeyboardInterrupt
-        write(self, row)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "round", stop)
-        with pytest.raises(KeyboardInterrupt):
-            call(folder=tmp_path / "cut")
-    assert "1 of 2 runs finished, pull_mu=0.1-seed0 goes on after round 1 of 3" in capsys.readouterr().err
-    first = (tmp_path / "cut" / "fedavg-seed0" / "summary.json").read_bytes()
-    call(folder=tmp_path / "cut")
-    assert (tmp_path / "cut" / "fedavg-seed0" / "summary.json").read_bytes() == first
-    for name in ("fedavg-seed0", "pull_mu=0.1-seed0"):
-        assert results(tmp_path / "cut" / name) == results(tmp_path / "whole" / name)
-
-
 def test_changed_code_or_data_are_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     call = partial(quick, Pull(mu=0.1), tmp_path, rounds=1)
     call(model=make_net)

@@ -105,11 +105,13 @@ def test_every_strategy_can_be_made_with_its_defaults(name: str) -> None:
 
 
 def test_shared_options_reach_the_strategy() -> None:
-    config = {"seed": "4", "fraction-train": "0.5", "evaluate-every": "3", "lr-schedule": "0.5@0.5"}
-    strategy = resolve({"method": "fedavg", **config}).make_strategy(8)
+    given = {"seed": "4", "fraction-train": "0.5", "evaluate-every": "3", "lr-schedule": "0.5@0.5"}
+    strategy = resolve({**given, "node-timeout": "9", "timeout": "50"}).make_strategy(8)
     assert (strategy.seed, strategy.fraction_train, strategy.evaluate_every) == (4, 0.5, 3)
-    assert strategy.min_available_nodes == 8
+    assert (strategy.exchange_timeout, strategy.patience, strategy.min_available_nodes) == (50.0, 9.0, 8)
     assert [change.rate(1.0, 6, 10, None) for change in strategy.schedule] == [0.5]
+    strategy = resolve({"timeout": "50", "exchange-timeout": "7", "min-nodes": "2"}).make_strategy(8)
+    assert (strategy.exchange_timeout, strategy.min_available_nodes) == (7.0, 2)
 
 
 def test_nodes_with_models_of_their_own_all_evaluate_them() -> None:
@@ -194,20 +196,13 @@ def test_fedwon_without_standardization_has_no_normalizer_either() -> None:
 
 
 def test_the_centralized_reference_has_one_node_and_all_clients_batches() -> None:
-    config = resolve({"method": "centralized", "clients": "4", "batch-size": "8"}).config
-    assert (config.clients, config.batch_size, config.partition) == (1, 32, "union")
-    assert config.fraction_train == 1.0
-    assert (config.rounds, config.local_steps) == (Config.rounds, Config.local_steps)
-
-
-def test_its_own_batch_size_is_meant_for_the_one_node() -> None:
+    experiment = resolve({"method": "centralized", "clients": "4", "batch-size": "8"})
+    # its one client resolves what the server has resolved
+    for config in (experiment.config, resolve(experiment.to_mapping()).config):
+        assert (config.clients, config.batch_size, config.partition) == (1, 32, "union")
+        assert (config.fraction_train, config.rounds, config.local_steps) == (1.0, Config.rounds, Config.local_steps)
+    # its own batch size is meant for the one node
     assert resolve({"method": "centralized:batch-size=20", "clients": "4"}).config.batch_size == 20
-
-
-def test_the_client_of_the_one_node_sees_the_same_data() -> None:
-    experiment = resolve({"method": "centralized", "clients": "4"})
-    again = resolve(experiment.to_mapping()).config
-    assert (again.clients, again.partition, again.batch_size) == (1, "union", experiment.config.batch_size)
 
 
 def test_a_list_of_methods_is_not_split_inside_a_value() -> None:

@@ -95,12 +95,3 @@ def test_the_command_writes_numbers_and_a_picture(tmp_path: Path, capsys: pytest
     shown = " ".join(capsys.readouterr().out.split())
     assert written["suggestion"] in shown
     assert "heterogeneity V" in shown
-
-
-def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["diagnose", "--help-all"])
-    assert left.value.code == 0
-    words = capsys.readouterr().out.split()
-    assert {"--batches", "--init-from", "--partition", "--method"} <= set(words)
-    assert "--engine" not in words

@@ -12,7 +12,6 @@ from torch import nn
 
 from fedbn_flwr import state
 from fedbn_flwr.client import BNClient
-from fedbn_flwr.client.rules.dynamics import Dynamics
 from fedbn_flwr.experiments.output.recorder import DynamicsTable
 from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.strategies import NodeReply
@@ -100,13 +99,6 @@ def test_frozen_statistics_stand_still_on_the_server(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, method="fixbn:freeze-round=2")
     assert [row["global-change"] > 0 for row in rows] == [True, True, False, False]
     assert all(row["local-distance"] > 0 for row in rows)
-
-
-def test_nothing_is_recorded_without_the_key() -> None:
-    assert Dynamics().dynamics_window == 0
-    client = BNClient(only_bn(), toy_split(12), num_classes=CLASSES, device="cpu")
-    reply = client.train({ARRAYS: client.model.state_dict()}, Instruction(batch_size=4, local_steps=1))
-    assert not any(key.startswith(DYNAMICS) for key in reply.metrics)
 
 
 def test_the_rows_of_a_round_by_hand() -> None:

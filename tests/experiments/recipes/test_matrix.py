@@ -167,30 +167,3 @@ def test_exchanges_of_fedtan_ii_in_small_are_those_of_its_table_5(tmp_path: Path
     }
     # bits are not bytes: the printed column is eight times too large, and says so
     assert "Note: The column is headed GB and cannot be" in table
-
-
-@pytest.mark.slow
-def test_bytes_in_small_are_those_of_fedtans_tables_3_and_4(tmp_path: Path) -> None:
-    smoke(tmp_path, "fedtan/table3")
-    assert {label: round(value, 4) for label, value in columns(tmp_path, "megabytes", "fedtan/table3").items()} == {
-        "FedTAN": 6.2679,
-        "FedAvg+BN": 6.2049,
-        "FedAvg+GN": 6.1734,
-    }
-    # differences far below 1 count where every digit does
-    assert "Order: 3 of 3 pairs of methods are as in Table 3" in (tmp_path / "out/table.txt").read_text()
-    (tmp_path / "four").mkdir()
-    smoke(tmp_path / "four", "fedtan/table4", "--only", "FedTAN-II (M=1000)", "--only", "FedTAN")
-    shares = columns(tmp_path / "four", "extra-exchanges", "fedtan/table4")
-    assert {label: round(value, 2) for label, value in shares.items()} == {"FedTAN-II (M=1000)": 85.07, "FedTAN": 98.28}
-    # the paper computes with megabytes of four decimals
-    totals = columns(tmp_path / "four", "gigabytes", "fedtan/table4")
-    assert totals == pytest.approx({"FedTAN-II (M=1000)": 60.6563, "FedTAN": 61.21}, abs=5e-4)
-
-
-@pytest.mark.slow
-def test_gn_is_above_bn_with_one_local_step_and_two_classes_a_client(tmp_path: Path) -> None:
-    table = smoke(tmp_path, "fixbn/table1", "--only", "GN", "--only", "BN")
-    assert "Direction: GN > BN (page 4): agrees: " in table
-    # the centralized runs are not among them
-    assert "Direction: Centralized BN > BN (page 4): not run" in table
