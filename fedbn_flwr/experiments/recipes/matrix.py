@@ -98,9 +98,9 @@ class MatrixRecord:
 
     def read_recipe(self, folder: Path) -> Recipe:
         """Return the part of the recipe that runs, from the copy in the folder."""
-        recipe = replace(read_recipe(str(folder / RECIPE)), name=self.recipe)
+        recipe = read_recipe(str(folder / RECIPE))
         recipe = recipe.in_small() if self.smoke else recipe
-        return replace(recipe.only(self.only) if self.only else recipe, seeds=self.seeds)
+        return replace(recipe.only(self.only) if self.only else recipe, name=self.recipe, seeds=self.seeds)
 
 
 def is_matrix(folder: Path) -> bool:
@@ -154,7 +154,7 @@ def check_resources(recipe: Recipe, cells: Sequence[Cell]) -> None:
         if kinds in seen:
             continue
         seen.add(kinds)
-        small = " (--smoke runs it in small on embedded data)" if recipe.smoke else ""
+        small = " (--smoke runs it in small on embedded data)" if recipe.small else ""
         try:
             load_data(config)
         except (ValueError, OSError, RuntimeError) as error:

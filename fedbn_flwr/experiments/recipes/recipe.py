@@ -136,8 +136,8 @@ class Recipe:
     reported: Sequence[Reported]
     directions: Sequence[Direction]
     notes: Sequence[str]
-    #: what replaces parts of the recipe for a run in small; None if there is none
-    smoke: "Smoke | None" = None
+    #: the same cells in small; None if there is no such form
+    small: "Recipe | None" = None
 
     def methods_of(self, setting: Setting) -> list[str]:
         """Return the labels of the methods that run in a setting."""
@@ -157,17 +157,10 @@ class Recipe:
             raise UsageError(f"recipe {self.name}: {cell}: {error}") from None
 
     def in_small(self) -> "Recipe":
-        """Return the same cells with the options of the recipe's `smoke`."""
-        if self.smoke is None:
+        """Return the same cells as the recipe's `smoke` has them."""
+        if self.small is None:
             raise UsageError(f"recipe {self.name} has no smoke section, so --smoke does not work")
-        small = self.smoke
-        settings = [
-            Setting(setting.labels, {**setting.options, **small.options, **small.options_of(setting)})
-            for setting in self.settings
-        ]
-        methods = {**self.methods, **small.methods}
-        notes = [*self.notes, small.describe()]
-        return replace(self, settings=settings, methods=methods, seeds=small.seeds, grid=small.grid, notes=notes)
+        return self.small
 
     def only(self, labels: Sequence[str]) -> "Recipe":
         """Return the part with these methods and labels of axes; an axis of which none is named stays whole."""
@@ -179,33 +172,3 @@ class Recipe:
         wanted = {axis: [label for label in values if label in labels] or list(values) for axis, values in axes.items()}
         settings = [s for s in self.settings if all(s.labels[axis] in wanted[axis] for axis in wanted)]
         return replace(self, methods=methods or self.methods, settings=settings)
-
-
-@dataclass(frozen=True)
-class Smoke:
-    """What replaces parts of a recipe for a run in small on embedded data."""
-
-    options: Mapping[str, Any]
-    #: axis -> label -> options
-    vary: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    methods: Mapping[str, str]
-    seeds: int
-    grid: Grid
-
-    def describe(self) -> str:
-        """Return a sentence about what was run in place of the recipe."""
-        parts = [_listed(self.options)]
-        parts += [f"{label}: {_listed(part)}" for values in self.vary.values() for label, part in values.items()]
-        parts += [f"{label}: {text}" for label, text in self.methods.items()]
-        return f"Run in small, with {'; '.join(filter(None, parts))}. This says nothing about the paper's data."
-
-    def options_of(self, setting: Setting) -> dict[str, Any]:
-        """Return what a setting's labels stand for in small."""
-        chosen: dict[str, Any] = {}
-        for axis, label in setting.labels.items():
-            chosen |= self.vary.get(axis, {}).get(label, {})
-        return chosen
-
-
-def _listed(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in options.items())

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,7 +12,7 @@ import yaml
 from fedbn_flwr.experiments.choice import Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import all_options, parse
-from fedbn_flwr.experiments.recipes.recipe import QUANTITIES, Direction, Number, Recipe, Reported, Setting, Side, Smoke
+from fedbn_flwr.experiments.recipes.recipe import QUANTITIES, Direction, Number, Recipe, Reported, Setting, Side
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import Option, UsageError, options_of, whole_number
 
@@ -181,21 +182,37 @@ def parse_recipe(name: str, content: object) -> Recipe:
         reported=[_reported(part, methods, [setting.name for setting in settings]) for part in reported],
         directions=[_direction(part, methods, labels) for part in directions],
         notes=given.texts("notes"),
-        smoke=_smoke(given, methods, axes) if given.get("smoke") is not None else None,
     )
     if not recipe.cells():
         given.refuse("leave-out leaves no cell")
-    return recipe
+    return recipe if given.get("smoke") is None else replace(recipe, small=_in_small(recipe, given, axes))
 
 
-def _smoke(recipe: Fields, methods: Mapping[str, str], axes: Mapping[str, Mapping[str, Any]]) -> Smoke:
-    given, has = Fields(f"{recipe.where}: smoke", recipe.get("smoke"), SMOKE_KEYS), "the recipe has"
-    vary, other = given.axes(), given.methods() if given.get("methods") else {}
+def _in_small(recipe: Recipe, whole: Fields, axes: Mapping[str, Mapping[str, Any]]) -> Recipe:
+    """Return the same cells on embedded data; what a label stands for in small counts most."""
+    given, has = Fields(f"{whole.where}: smoke", whole.get("smoke"), SMOKE_KEYS), "the recipe has"
+    options, vary, methods = given.options(), given.axes(), given.methods() if given.get("methods") else {}
     given.known("vary: ", vary, axes, "unknown axis", has)
     for axis, values in vary.items():
         given.known(f"vary: {axis}: ", values, axes[axis], "unknown label", has)
-    given.known("methods: ", other, methods, "unknown label", has)
-    return Smoke(given.options(), vary, other, given.seeds(), given.grid())
+    given.known("methods: ", methods, recipe.methods, "unknown label", has)
+    settings = []
+    for setting in recipe.settings:
+        chosen = {**setting.options, **options}
+        for axis, label in setting.labels.items():
+            chosen |= vary.get(axis, {}).get(label, {})
+        settings.append(Setting(setting.labels, chosen))
+    parts = {"": options, **{label: part for values in vary.values() for label, part in values.items()}}
+    texts = {label: ", ".join(f"{key} {value}" for key, value in part.items()) for label, part in parts.items()}
+    changes = "; ".join(": ".join(filter(None, pair)) for pair in {**texts, **methods}.items() if pair[1])
+    return replace(
+        recipe,
+        methods={**recipe.methods, **methods},
+        settings=settings,
+        seeds=given.seeds(),
+        grid=given.grid(),
+        notes=[*recipe.notes, f"Run in small, with {changes}. This says nothing about the paper's data."],
+    )
 
 
 def _reported(part: Fields, methods: Collection[str], settings: Sequence[str]) -> Reported:
@@ -275,7 +292,7 @@ def read_recipe(name: str) -> Recipe:
 
 def check_recipe(recipe: Recipe) -> None:
     """Resolve every cell, at full size and in small, without reading data; a UsageError names what cannot be."""
-    for form in (recipe, recipe.in_small()) if recipe.smoke else (recipe,):
+    for form in filter(None, (recipe, recipe.small)):
         for setting, method in form.cells():
             form.experiment(setting, method)
 
