@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 from flwr.common import log
 
 from fedbn_flwr import __version__
+from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import AUTOMATIC, checkpoint_round, clear, read_checkpoint
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
@@ -147,7 +148,11 @@ class KeptRun:
 
         Not on Ray: there nodes write their states into files, on machines that may not reach the folder.
         """
-        config = rounds_within_budget(experiment.config, experiment.config.clients)
+        config = experiment.config
+        if config.clients and config.dataset != SITES:
+            config = rounds_within_budget(config, config.clients)
+        elif config.budget_epochs:  # the federation says how many nodes and samples there are
+            unknown = (*unknown, "rounds")
         if automatic and engine != "ray":
             config = replace(config, checkpoint_every=AUTOMATIC)
         return cls(replace(experiment, config=config), engine, folder, overwrite, unknown)
