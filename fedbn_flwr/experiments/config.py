@@ -167,6 +167,10 @@ class Config:
         if not (self.local_steps or self.local_epochs):
             raise UsageError("one of local-steps and local-epochs must be above 0")
 
+    def clients_in_round(self, clients: int = 0) -> int:
+        """Return how many of so many clients train in a round; by default of the run's own number."""
+        return max(int((clients or self.clients) * self.fraction_train), 1)
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
         """Read kebab-case keys whose values are of the right type or text."""

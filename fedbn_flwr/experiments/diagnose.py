@@ -159,8 +159,8 @@ def _weights(experiment: Experiment, clients: Sequence[int]) -> list[float]:
 
 def participants(config: Config) -> list[int]:
     """Return the clients of one round: all, or a share of them drawn by the seed."""
-    number = max(int(config.clients * config.fraction_train), 1)
-    chosen = numpy_generator(config.seed, "diagnosis", "clients").choice(config.clients, number, replace=False)
+    generator = numpy_generator(config.seed, "diagnosis", "clients")
+    chosen = generator.choice(config.clients, config.clients_in_round(), replace=False)
     return sorted(chosen.tolist())
 
 

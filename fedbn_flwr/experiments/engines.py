@@ -75,8 +75,8 @@ def count_workers(config: Config, layerwise: bool = False) -> int:
     if config.workers:
         return min(config.workers, config.clients)
     if gpus := visible_gpus(config):
-        return min(len(gpus), clients_in_round(config))
-    if pick_device(config.device).type != "cpu" or min(count_cores(), clients_in_round(config)) <= 1:
+        return min(len(gpus), config.clients_in_round())
+    if pick_device(config.device).type != "cpu" or min(count_cores(), config.clients_in_round()) <= 1:
         return 1
     samples = expected_steps(config) * config.batch_size
     if samples * count_multiplications(config) < WORTH_STARTING:
@@ -87,12 +87,7 @@ def count_workers(config: Config, layerwise: bool = False) -> int:
 def useful_workers(config: Config, layerwise: bool, cores: int) -> int:
     """Return how many processes on CPUs with so many cores make a round faster."""
     stacks = largest_useful_stack(shared_model(config), torch.device("cpu"), lambda: one_step(config), layerwise) > 1
-    return max(min(cores, clients_in_round(config) // (CLIENTS_PER_WORKER if stacks else 1)), 1)
-
-
-def clients_in_round(config: Config) -> int:
-    """Return how many clients train in a round."""
-    return max(int(config.clients * config.fraction_train), 1)
+    return max(min(cores, config.clients_in_round() // (CLIENTS_PER_WORKER if stacks else 1)), 1)
 
 
 def visible_gpus(config: Config) -> list[str]:
@@ -177,7 +172,7 @@ def open_on_cluster(make_grid: MakeGrid, config: Config, layerwise: bool, averag
         has = stack.enter_context(ray_worker.joined(_cluster()))
         gpus = 0 if config.device == "cpu" else int(has.get("GPU", 0))
         cores = int(has.get("CPU", 0)) // max(config.threads, 1)
-        workers = config.workers or min(gpus, clients_in_round(config)) or useful_workers(config, layerwise, cores)
+        workers = config.workers or min(gpus, config.clients_in_round()) or useful_workers(config, layerwise, cores)
         try:
             cluster = ray_worker.Cluster(min(workers, config.clients), config.threads, gpu=gpus > 0)
         except ray_worker.NoRoomError as error:

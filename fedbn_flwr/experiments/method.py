@@ -237,6 +237,6 @@ def _pooled(experiment: Experiment, method: Method) -> Experiment:
     if not config.clients:
         raise UsageError(f"method {config.method!r} needs clients: the number of clients whose data it unites")
     # `batch-size` inside the method's own text is meant for the one node
-    together = 1 if "batch-size" in method.options else max(int(config.clients * config.fraction_train), 1)
+    together = 1 if "batch-size" in method.options else config.clients_in_round()
     pooled = replace(config, clients=1, partition="union", batch_size=together * config.batch_size, fraction_train=1.0)
     return replace(experiment, config=pooled)

@@ -133,7 +133,7 @@ def rounds_within_budget(config: Config, clients: int, samples: int = 0) -> Conf
     """
     if not config.budget_epochs:
         return config
-    taking_part = max(int(clients * config.fraction_train), 1)
+    taking_part = config.clients_in_round(clients)
     if config.local_epochs:
         epochs_a_round = config.local_epochs * taking_part / clients
     else:
@@ -144,17 +144,16 @@ def rounds_within_budget(config: Config, clients: int, samples: int = 0) -> Conf
 
 def expected_steps(config: Config) -> int:
     """About how many steps all clients take in the whole run."""
-    taking_part = max(int(config.clients * config.fraction_train), 1)
     steps = config.local_steps
     if config.local_epochs:
         steps = config.local_epochs * (len(load_data(config).train) // (max(config.clients, 1) * config.batch_size) + 1)
-    return rounds_within_budget(config, config.clients).rounds * taking_part * steps
+    return rounds_within_budget(config, config.clients).rounds * config.clients_in_round() * steps
 
 
 def check(experiment: Experiment) -> None:
     """Find what cannot work before anything is started: device, data, partition, model and strategy."""
     config = experiment.config
-    strategy, drawn = experiment.make_strategy(config.clients), int(config.clients * config.fraction_train)
+    strategy, drawn = experiment.make_strategy(config.clients), config.clients_in_round()
     check_sinks(config.log_to)
     try:
         pick_device(config.device)
@@ -184,8 +183,8 @@ def check(experiment: Experiment) -> None:
     if config.clients:
         check_partition(config, config.clients)
     fewest = strategy.secure_min if strategy.secure else strategy.fewest_nodes
-    if config.clients and max(drawn, 1) < fewest:
-        raise UsageError(f"method {config.method!r} needs {fewest} nodes in a round, and {max(drawn, 1)} take part")
+    if config.clients and drawn < fewest:
+        raise UsageError(f"method {config.method!r} needs {fewest} nodes in a round, and {drawn} take part")
 
 
 def check_task(config: Config) -> None:
