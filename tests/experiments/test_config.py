@@ -21,51 +21,45 @@ def test_a_config_survives_as_a_mapping_and_as_text() -> None:
     assert Config.from_mapping({key: str(value) for key, value in config.to_mapping().items()}) == config
 
 
-@pytest.mark.parametrize(
-    ("value", "kind", "wanted"),
-    [
-        ("5", int, 5),
-        (5.0, int, 5),
-        ("5", float, 5.0),
-        ("1e-3", float, 0.001),
-        (5, float, 5.0),
-        ("true", bool, True),
-        ("False", bool, False),
-        (True, bool, True),
-        ("text", str, "text"),
-        (5, str, "5"),
-        ("0.5", float | None, 0.5),
-        ("0.5", Optional[float], 0.5),  # noqa: UP045
-        ("5", int | str, 5),
-        ("five", int | str, "five"),
-    ],
-)
+#: value, kind, what an option of the kind takes it for
+TAKEN: list[tuple[Any, Any, Any]] = [
+    ("5", int, 5),
+    (5.0, int, 5),
+    ("5", float, 5.0),
+    ("1e-3", float, 0.001),
+    (5, float, 5.0),
+    ("true", bool, True),
+    ("False", bool, False),
+    (True, bool, True),
+    ("text", str, "text"),
+    (5, str, "5"),
+    ("0.5", float | None, 0.5),
+    ("0.5", Optional[float], 0.5),  # noqa: UP045
+    ("5", int | str, 5),
+    ("five", int | str, "five"),
+]
+
+
+@pytest.mark.parametrize(("value", "kind", "wanted"), TAKEN)
 def test_text_and_numbers_become_what_an_option_takes(value: Any, kind: Any, wanted: Any) -> None:
     found = convert("some-option", value, kind)
     assert found == wanted
     assert type(found) is type(wanted)
 
 
-@pytest.mark.parametrize(
-    ("value", "kind", "spoken"),
-    [
-        ("five", int, "a whole number"),
-        ("5.5", int, "a whole number"),
-        (5.5, int, "a whole number"),
-        (float("inf"), int, "a whole number"),
-        ("", int, "a whole number"),
-        (True, int, "a whole number"),
-        ("fast", float, "a number"),
-        ("nan", float, "a number"),
-        ("inf", float, "a number"),
-        (False, float, "a number"),
-        ("yes", bool, "true or false"),
-        (1, bool, "true or false"),
-        ("fast", float | None, "a number"),
-        ("fast", int | float, "a whole number or a number"),
-    ],
-)
-def test_what_an_option_cannot_take_is_named(value: Any, kind: Any, spoken: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        convert("some-option", value, kind)
-    assert str(caught.value) == f"some-option must be {spoken}, got {value!r}"
+#: what is said to be needed, kind, values that it does not take
+REFUSED: list[tuple[str, Any, list[Any]]] = [
+    ("a whole number", int, ["five", "5.5", 5.5, float("inf"), "", True]),
+    ("a number", float, ["fast", "nan", "inf", False]),
+    ("true or false", bool, ["yes", 1]),
+    ("a number", float | None, ["fast"]),
+    ("a whole number or a number", int | float, ["fast"]),
+]
+
+
+@pytest.mark.parametrize(("spoken", "kind", "values"), REFUSED)
+def test_what_an_option_cannot_take_is_named(spoken: str, kind: Any, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(UsageError) as caught:
+            convert("some-option", value, kind)
+        assert str(caught.value) == f"some-option must be {spoken}, got {value!r}"

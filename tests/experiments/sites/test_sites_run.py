@@ -170,15 +170,6 @@ def test_a_class_may_be_missing_at_a_site(sites: list[str], tmp_path: Path) -> N
     assert not any(math.isnan(value) for value in summary["class-auc"].values())
 
 
-def test_given_normalization_is_used(sites: list[str], tmp_path: Path) -> None:
-    own = {"mean": "0.5,0.25,0.125", "std": "0.5,0.5,0.25"}
-    run_at_sites(tmp_path / "given", sites, **own)
-    run_at_sites(tmp_path / "pooled", sites)
-    options = json.loads((tmp_path / "given" / "config.json").read_text())["options"]
-    assert {key: options[key] for key in own} == own
-    assert model_bytes(tmp_path / "given") != model_bytes(tmp_path / "pooled")
-
-
 def test_personal_entries_stay_at_the_sites(sites: list[str], tmp_path: Path) -> None:
     given = {**OPTIONS, "dataset": "sites", "classes": ",".join(CLASSES), "method": "fedbn"}
     given["results-dir"] = str(tmp_path)
