@@ -80,7 +80,8 @@ def read_checkpoint(run: Path) -> Checkpoint:
     """Return a run's latest checkpoint; a UsageError says why there is none that can be used."""
     path = _latest(run)
     try:
-        content = _converted(torch.load(path / SERVER, weights_only=True), _as_array)
+        plain = torch.load(path / SERVER, weights_only=True)
+        content = _converted(plain, lambda leaf: leaf.numpy() if isinstance(leaf, Tensor) else leaf)
         checkpoint = Checkpoint(**{item.name: content[item.name] for item in fields(Checkpoint)})
     except Exception as error:  # whatever torch finds in a file that is damaged or another one
         reason = str(error).partition(". ")[0] or type(error).__name__
@@ -148,10 +149,6 @@ def _as_plain(leaf: Any) -> Any:
     if type(leaf) not in (type(None), bool, int, float, str, set):
         raise TypeError(f"a checkpoint cannot hold {type(leaf).__name__}: {leaf!r}")
     return leaf
-
-
-def _as_array(leaf: Any) -> Any:
-    return leaf.numpy() if isinstance(leaf, Tensor) else leaf
 
 
 def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:

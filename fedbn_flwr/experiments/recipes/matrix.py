@@ -103,11 +103,6 @@ class MatrixRecord:
         return replace(recipe.only(self.only) if self.only else recipe, name=self.recipe, seeds=self.seeds)
 
 
-def is_matrix(folder: Path) -> bool:
-    """Whether a folder holds the results of a matrix, or will hold them."""
-    return (folder / MATRIX).is_file()
-
-
 def read_matrix(folder: Path) -> tuple[MatrixRecord, Results]:
     """Return a matrix's record with the results so far; a UsageError names what cannot be read."""
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedbn_flwr import __version__
 from fedbn_flwr.experiments.output.console import console
-from fedbn_flwr.experiments.output.plots import Picture, styled
+from fedbn_flwr.experiments.output.plots import styled
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.recipes.table import findings, values_of
 from fedbn_flwr.experiments.reports.bars import bars
@@ -93,26 +93,6 @@ def _latex_cell(cell: Cell) -> str:
 def escape(text: str) -> str:
     """Return a text as LaTeX prints it."""
     return "".join(ESCAPES.get(letter, letter) for letter in text)
-
-
-def to_pdf(parts: Sequence[tuple[str, Sequence[Table], Sequence[Picture]]]) -> bytes:
-    """Return a document with the title, the tables and the pictures of each part, each on a page of its size."""
-    file = BytesIO()
-    with styled() as figure_class:
-        from matplotlib.backends.backend_pdf import PdfPages
-
-        with PdfPages(file, metadata={"CreationDate": None}) as document:
-            for title, tables, pictures in parts:
-                for table in tables:
-                    rows = table.texts()
-                    for start in range(0, len(rows), ROWS):
-                        text = _plain(table, title, rows[start : start + ROWS])
-                        page = figure_class()
-                        page.text(0, 1, text, va="top", fontsize=8, family="monospace", parse_math=False)
-                        document.savefig(page, bbox_inches="tight", pad_inches=0.4)
-                for picture in pictures:
-                    document.savefig(picture.draw(figure_class, fill(picture.caption, 70)), pad_inches=0.2)
-    return file.getvalue()
 
 
 def _plain(table: Table, title: str, rows: Sequence[Sequence[str]]) -> str:
@@ -200,7 +180,23 @@ def _write_latex(parts: Sequence[Part], folder: Path) -> str:
 
 
 def _write_pdf(parts: Sequence[Part], folder: Path) -> str:
-    write_bytes(folder / "report.pdf", to_pdf([(part.source.title, part.tables, part.pictures) for part in parts]))
+    """Write a document with the tables and the pictures of each part, each on a page of its size."""
+    file = BytesIO()
+    with styled() as figure_class:
+        from matplotlib.backends.backend_pdf import PdfPages
+
+        with PdfPages(file, metadata={"CreationDate": None}) as document:
+            for part in parts:
+                for table in part.tables:
+                    rows = table.texts()
+                    for start in range(0, len(rows), ROWS):
+                        text = _plain(table, part.source.title, rows[start : start + ROWS])
+                        page = figure_class()
+                        page.text(0, 1, text, va="top", fontsize=8, family="monospace", parse_math=False)
+                        document.savefig(page, bbox_inches="tight", pad_inches=0.4)
+                for picture in part.pictures:
+                    document.savefig(picture.draw(figure_class, fill(picture.caption, 70)), pad_inches=0.2)
+    write_bytes(folder / "report.pdf", file.getvalue())
     return "report.pdf"
 
 

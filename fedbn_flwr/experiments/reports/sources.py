@@ -10,7 +10,7 @@ from typing import Any
 from fedbn_flwr.experiments.comparison import PLANNED, run_folder, run_folders
 from fedbn_flwr.experiments.output.plots import title_of
 from fedbn_flwr.experiments.output.run_folder import read_json
-from fedbn_flwr.experiments.recipes.matrix import MatrixRecord, Results, is_matrix, read_matrix, setting_folder
+from fedbn_flwr.experiments.recipes.matrix import MATRIX, MatrixRecord, Results, read_matrix, setting_folder
 from fedbn_flwr.experiments.recipes.recipe import COUNTED, QUANTITIES, Recipe, Setting, columns_of
 from fedbn_flwr.plugins.options import UsageError
 
@@ -95,7 +95,7 @@ def read_sources(folders: Sequence[Path]) -> list[Source]:
     for folder in dict.fromkeys(folders):
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder of results")
-        if is_matrix(folder):
+        if (folder / MATRIX).is_file():
             sources.append(_matrix(folder))
         elif (folder / "compare.json").is_file() or any(folder.glob("*-seed*/config.json")):
             sources.append(_comparison(folder))
