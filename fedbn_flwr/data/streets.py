@@ -53,11 +53,13 @@ def streets(side: int, cities: int, images: int, test: int, seed: int) -> Data:
 def _draw(side: int, cities: int, count: int, seed: int, role: str) -> list[list[tuple[bytes, bytes]]]:
     drawn = []
     for city in range(cities):
-        colours = _colours(city, cities, numpy_generator(seed, "streets", "city", city))
+        # all classes are under the light of the city, whose brightness goes from city to city
+        tint = 1 + TINT * numpy_generator(seed, "streets", "city", city).uniform(-1, 1, 3)
+        colours = COLOURS * np.linspace(*LIGHT, cities)[city] * tint
         generator = numpy_generator(seed, "streets", role, city)
-        drawings = [_drawing(side, city / cities, generator) for _ in range(count)]
         pairs = []
-        for drawing in drawings:
+        # noise is drawn after all streets of the city
+        for drawing in [_drawing(side, city / cities, generator) for _ in range(count)]:
             photograph = colours[drawing] + generator.normal(0, NOISE, (*drawing.shape, 3))
             label_map = np.where(drawing == HOOD, UNLABELLED, drawing)
             pairs.append((_encoded(photograph.clip(0, 255).round()), _encoded(label_map)))
@@ -78,13 +80,6 @@ def _split(drawn: Sequence[Sequence[tuple[bytes, bytes]]], size: Size) -> FileSp
         classes=class_of_value(range(len(CLASSES))),
         workers=0,
     )
-
-
-def _colours(city: int, cities: int, generator: np.random.Generator) -> NDArray[np.float64]:
-    """Return the colours of a city: all classes under its light, whose brightness goes from city to city."""
-    light = np.linspace(*LIGHT, cities)[city]
-    colours: NDArray[np.float64] = COLOURS * light * (1 + TINT * generator.uniform(-1, 1, 3))
-    return colours
 
 
 def _drawing(side: int, density: float, generator: np.random.Generator) -> Drawing:
