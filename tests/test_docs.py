@@ -159,9 +159,10 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
             assert (tmp_path / "site" / page.stem / "index.html").exists()
 
 
-def test_the_run_configuration_is_that_of_the_code() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    written = runpy.run_path(str(ROOT / "docs" / "make_options.py"))["with_run_config"](text)
+@pytest.mark.parametrize(("name", "function"), [("pyproject.toml", "with_run_config"), ("README.md", "with_methods")])
+def test_a_part_that_is_written_from_the_code_is_up_to_date(name: str, function: str) -> None:
+    text = (ROOT / name).read_text()
+    written = runpy.run_path(str(ROOT / "docs" / "make_options.py"))[function](text)
     assert text == written, "run `make docs`"
 
 
@@ -172,17 +173,11 @@ def test_tables_of_results_follow_from_the_runs() -> None:
         assert page.read_text() == module["written"](page.read_text()), "run `make docs`"
 
 
-def test_readmes_table_of_methods_is_that_of_the_code() -> None:
-    text = (ROOT / "README.md").read_text()
-    written = runpy.run_path(str(ROOT / "docs" / "make_options.py"))["with_methods"](text)
-    assert text == written, "run `make docs`"
-    assert [name for name in REGISTRY if f"\n| `{name}` |" not in text] == []
-
-
-def test_every_data_set_and_partition_is_explained() -> None:
-    text = (ROOT / "docs" / "data.md").read_text()
-    assert [name for name in DATASETS if f"`{name}" not in text] == []
-    assert [kind.form for kind in PARTITIONS.values() if f"| `{kind.form}` |" not in text] == []
+def test_every_method_data_set_and_partition_is_explained() -> None:
+    readme, data = (ROOT / "README.md").read_text(), (ROOT / "docs" / "data.md").read_text()
+    assert [name for name in REGISTRY if f"\n| `{name}` |" not in readme] == []
+    assert [name for name in DATASETS if f"`{name}" not in data] == []
+    assert [kind.form for kind in PARTITIONS.values() if f"| `{kind.form}` |" not in data] == []
 
 
 #: what no test can have, what takes longer than a test may, and two rounds that only show memory
