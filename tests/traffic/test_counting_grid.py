@@ -80,16 +80,6 @@ def test_papers_count_what_nodes_have_in_common_once_and_counters_never() -> Non
     assert paper_bytes([Message(RecordDict({"arrays": model, "carried": flat[0]}), 1, "train")]) == 2 * 24 + 32
 
 
-def test_equal_arrays_count_each() -> None:
-    alike, unlike = ({name: np.full((4, 3), place * step) for place, name in enumerate("abcd")} for step in (0, 1))
-    counts = []
-    for arrays in (alike, unlike):
-        grid = CountingGrid(InProcessGrid(echo_app(), num_nodes=1))
-        grid.send_and_receive([message(node, arrays) for node in grid.get_node_ids()])
-        counts.append(grid.training)
-    assert counts[0] == counts[1]
-
-
 def test_training_and_evaluation_are_counted_apart(grid: CountingGrid) -> None:
     node, _ = grid.get_node_ids()
     grid.send_and_receive([message(node, MIXED, kind="evaluate")])

@@ -1,5 +1,6 @@
 """How many clients are stacked."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,23 +65,21 @@ def never() -> StepMemory:
     raise AssertionError("a forward pass that nobody needs")
 
 
-def test_a_cpu_stacks_no_models_of_more_than_a_million_parameters() -> None:
-    def model(parameters: int) -> nn.Module:
-        return nn.Linear(parameters, 1, bias=False, device="meta")
-
-    assert largest_useful_stack(model(1_000_000), CPU, lambda: SMALL) == 20
-    assert largest_useful_stack(model(1_000_001), CPU, never) == 1
-    assert largest_useful_stack(model(1_000_001), CPU, never, layerwise=True) == 1
-
-
-@pytest.mark.parametrize(("step", "plain", "layerwise"), [(SMALL, 20, 20), (LARGE, 1, 5)], ids=["small", "large"])
-def test_a_cpu_stacks_steps_with_large_activations_in_fives_and_only_where_they_are_layerwise(
-    step: StepMemory, plain: int, layerwise: int
+@pytest.mark.parametrize(
+    ("device", "parameters", "step", "plain", "layerwise"),
+    [
+        (CPU, 1_000_000, lambda: SMALL, 20, 20),
+        (CPU, 1_000_001, never, 1, 1),
+        # large activations are stacked in fives, and only where steps are layer-wise
+        (CPU, 1, lambda: LARGE, 1, 5),
+        # a GPU stacks whatever fits
+        (CUDA, 1_000_001, never, 512, 512),
+    ],
+    ids=["small", "many parameters", "large activations", "gpu"],
+)
+def test_the_largest_useful_stack(
+    device: torch.device, parameters: int, step: Callable[[], StepMemory], plain: int, layerwise: int
 ) -> None:
-    model = nn.Linear(1, 1)
-    assert largest_useful_stack(model, CPU, lambda: step) == plain
-    assert largest_useful_stack(model, CPU, lambda: step, layerwise=True) == layerwise
-
-
-def test_a_gpu_stacks_whatever_fits() -> None:
-    assert largest_useful_stack(nn.Linear(1_000_001, 1, device="meta"), CUDA, never) == 512
+    model = nn.Linear(parameters, 1, bias=False, device="meta")
+    assert largest_useful_stack(model, device, step) == plain
+    assert largest_useful_stack(model, device, step, layerwise=True) == layerwise
