@@ -1,6 +1,7 @@
 """The client: what it trains with, what leaves it, and what it remembers."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -233,6 +234,28 @@ def test_a_test_uses_the_clients_own_loss() -> None:
     clients = toy_client(), toy_client(loss_function=half)
     losses: list[Any] = [client.test({wire.ARRAYS: start()}, INSTRUCTION).metrics[wire.EVAL_LOSS] for client in clients]
     assert losses[1] == pytest.approx(losses[0] / 2)
+
+
+class Outputs(nn.Module):
+    """A model whose outputs are an object, as in other libraries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = toy_cnn()
+
+    def forward(self, inputs: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.net(inputs), hidden=None)
+
+
+def test_logits_may_be_in_an_object() -> None:
+    plain, other = toy_client(), toy_client(Outputs())
+    named = {f"net.{name}": value for name, value in start().items()}
+    found = {name.removeprefix("net."): value for name, value in arrays(trained(other, named)).items()}
+    assert_same_state(found, arrays(trained(plain, start())))
+    measured, wanted = (
+        client.test({wire.ARRAYS: given}, INSTRUCTION).metrics for client, given in ((other, named), (plain, start()))
+    )
+    assert measured == wanted
 
 
 def test_a_client_without_test_data_says_so() -> None:

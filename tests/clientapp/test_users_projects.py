@@ -13,7 +13,7 @@ from flwr.clientapp.mod import arrays_size_mod, message_size_mod
 from flwr.common.constant import ErrorCode
 from flwr.server import LegacyContext, Server, ServerConfig, SimpleClientManager
 from flwr.server.workflow import DefaultWorkflow
-from torch import Tensor, nn
+from torch import nn
 
 from fedbn_flwr import norm, state
 from fedbn_flwr.client import BNClient
@@ -303,35 +303,6 @@ def test_count_bytes_counts_what_came_and_went() -> None:
 
 
 # ---- clients ---------------------------------------------------------------------------------------------------------
-
-
-class Outputs(nn.Module):
-    """A model whose outputs are an object, as in other libraries."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, inputs: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.net(inputs), hidden=None)
-
-
-def test_logits_may_be_in_an_object() -> None:
-    def client(context: Context) -> BNClient:
-        made = bn_client(context)
-        made.model = Outputs(made.model)
-        return made
-
-    initial = {f"net.{name}": value for name, value in make().state_dict().items()}
-    results = [
-        FedAvg().start(
-            InProcessGrid(client_app(function), NODES), state.to_record(values), 2, train_config=INSTRUCTION.to_config()
-        )
-        for function, values in ((client, initial), (bn_client, make().state_dict()))
-    ]
-    arrays = [state.from_record(result.arrays) for result in results]
-    assert distance({name.removeprefix("net."): value for name, value in arrays[0].items()}, arrays[1]) == 0
-    assert results[0].evaluate_metrics_clientapp == results[1].evaluate_metrics_clientapp
 
 
 @pytest.mark.parametrize("grid", [InProcessGrid, StackedGrid])
