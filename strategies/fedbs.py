@@ -37,7 +37,9 @@ class FedBS(FedAvg):
 
     std is the population's. The paper's Algorithm 1 has no number of consecutive rounds and a strict "<"; its text has
     both as here. With equal losses this is FedAvg with uniform weights. A loss that is negative or not finite cannot be
-    a weight: the client has none, as with a loss of 0, which is logged; if no client has one, all count equally.
+    a weight: the client has none, as with a loss of 0, which is logged; if no client has one, all count equally. The
+    paper gives no `mu`; the default is one of those that FedProx's tries. Step 3 of section IV lets clients update
+    "training and inference statistics" from the received ones; here as in FedAvg, mini-batches have their own.
     """
 
     paper: ClassVar[str] = "Idrissi et al., ICTAI 2021"

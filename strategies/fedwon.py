@@ -18,7 +18,8 @@ CLIPPING_BATCH_SIZE = 32
 class FedWon(FedAvg):
     """No normalizer at all: convolutions with scaled weight standardization, and adaptive gradient clipping.
 
-    Zhuang, Lyu, FedWon: Triumphing Multi-domain Federated Learning Without Normalization, ICLR 2024.
+    Zhuang, Lyu, FedWon: Triumphing Multi-domain Federated Learning Without Normalization, ICLR 2024. Numbers that are
+    compared with are those of the preprint, arXiv:2306.05879.
 
         W'_ij = gain (W_ij - mu_i) / (sigma_i sqrt(N))
         G_i <- lambda G_i ||W_i|| / ||G_i||   where ||G_i|| / ||W_i|| > lambda
@@ -27,7 +28,9 @@ class FedWon(FedAvg):
     32 on, as in the paper's ablation; `wsconv=False` is the ablation without standardization. `gain` is `constant` or
     `learnable`. With `agc="off"` and the model as it is, this is FedAvg.
 
-    Deviation: `branch_scale` is the gain of the last convolution of every residual branch. The paper does not mention
+    Deviations, of which the paper says nothing: convolutions start with rows of unit norm; gamma is that of the
+    activation before a convolution, and the one of ReLU at the images; convolutions that lost a normalizer have a bias.
+    `branch_scale` is the gain of the last convolution of every residual branch. The paper does not mention
     one, and its text is `branch_scale="paper"`, the same as 1. By default it is `auto`, sqrt(2 / number of branches),
     without which the variance doubles at every block; Brock et al. take 0.2. Models without branches are the same.
     """

@@ -1,21 +1,26 @@
-"""FixBN."""
+"""FixBN, both halves."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from flwr.common import log
+from torch import Tensor
 
 from fedbn_flwr import wire
+from fedbn_flwr.client.rules import Rule, Session, register_rule
+from fedbn_flwr.client.rules.dynamics import BatchStatistics
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.lr_schedule import moment, round_of, rounds_of
-from fedbn_flwr.server.replies import Pooled
+from fedbn_flwr.server.replies import NodeReply, Pooled
+from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.masked import Tally, Terms
 
 from .fedavg import FedAvg
-from .fixbn_window import ChangeWatch
 from .registry import register_strategy
 
 #: said where clients have a rate that the server does not know
@@ -38,13 +43,12 @@ class FixBN(FedAvg):
 
     `freeze_round` is T: a number of rounds, a fraction of the run between 0 and 1, or `auto`, the sliding window of
     appendix B.6: client m computes Var_{Delta m,t}, the variance of the changes of its mini-batch statistics in the
-    last `window` rounds (`fixbn_window.py`), and T is the first round in which this is below `threshold` for every
-    client that reports it, and at least half of the clients that took part in the window do. The appendix names neither
-    the scalar nor a threshold. `change="channels"` measures the variance in units of what the choice of samples alone
-    contributes, in the layer where it is largest, so that one threshold, 1, serves models of any width and depth;
-    `change="norm"` is the variance as printed, of the L1 norm of figure 3, and needs a threshold of its own for every
-    model. Clients whose models drift apart never
-    come below it, so `auto` freezes at the latest after the share `latest` of the run; `latest=1` is the rule alone.
+    last `window` rounds (`StatisticsChange` below), and T is the first round in which this is below `threshold` for
+    every client that reports it, and at least half of the clients that took part in the window do. The appendix names
+    neither the scalar nor a threshold. Here it is in units of what the choice of samples alone contributes, in the
+    layer where it is largest, so that one threshold, 1, serves models of any width and depth. Clients whose models
+    drift apart never come below it, so `auto` freezes at the latest after the share `latest` of the run; `latest=1` is
+    the rule alone.
 
     `freeze` says what stands still: `statistics`, `affine` or `both` (Table H). The server keeps the frozen entries,
     clients stop sending them, so they are bit-identical from the freeze on. `send_frozen=True` keeps sending them, as
@@ -64,7 +68,7 @@ class FixBN(FedAvg):
     paper: ClassVar[str] = "Zhong, Chen and Chao, 2023, arXiv:2303.06530"
     leaves: ClassVar[str] = "everything; after the freeze no statistics"
     use: ClassVar[str] = "one global model on non-IID data, with the model and the bytes of FedAvg"
-    kept_by_node: ClassVar[tuple[str, ...]] = ("watch.reports",)
+    kept_by_node: ClassVar[tuple[str, ...]] = ("reports",)
 
     def __init__(
         self,
@@ -84,10 +88,6 @@ class FixBN(FedAvg):
         latest: Annotated[
             float, "share of the run after which auto freezes in any case; 1: never", Range(0, 1, "low")
         ] = 0.5,
-        change: Annotated[
-            Literal["channels", "norm"],
-            "changes that auto looks at: channels (relative to sampling noise) or norm (their L1 norm)",
-        ] = "channels",
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -96,8 +96,9 @@ class FixBN(FedAvg):
             raise ValueError("privacy would add noise to frozen entries that are sent: send_frozen must be False")
         self.needs = "affine" if freeze == "affine" else "all-statistics"
         self.freeze, self.frozen_lr, self.send_frozen = freeze, frozen_lr, send_frozen
-        self.window, self.threshold, self.latest, self.change = window, threshold, latest, change
-        self.watch = ChangeWatch(window)
+        self.window, self.threshold, self.latest = window, threshold, latest
+        #: by node: the round of the last participation, and the variance if one was reported
+        self.reports: dict[int, tuple[int, float | None]] = {}
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Freeze, and bound the learning rate, in the rounds of the second stage."""
@@ -106,7 +107,7 @@ class FixBN(FedAvg):
             self.frozen_after = round_of(self.freeze_at, self.num_rounds)
         instruction = super().instruct(instruction)
         if self.frozen_after is None:
-            instruction = instruction.with_rule(change_window=self.window, change_norm=self.change == "norm")
+            instruction = instruction.with_rule(change_window=self.window)
         if self.frozen_after is None or instruction.server_round <= self.frozen_after:
             return replace(instruction, later="freeze,omit")
         kept = "none" if self.send_frozen else {"both": "bn"}.get(self.freeze, self.freeze)
@@ -149,13 +150,15 @@ class FixBN(FedAvg):
             self._watch(self.server_round, Tally())
 
     def _watch(self, server_round: int, tally: Tally) -> None:
-        self.watch.note(server_round, self.train_replies)
-        variance = self.watch.largest(server_round)
+        self._note_reports(server_round, self.train_replies)
+        recent = [variance for last, variance in self.reports.values() if last > server_round - self.window]
+        reported = [variance for variance in recent if variance is not None]
+        variance = max(reported) if 0 < len(recent) <= 2 * len(reported) else None
         if variance is not None:
             self.measured["statistics-change-variance"] = variance
             calm = variance < self.threshold
         else:  # in a sum, the largest of the nodes' variances is not known, but whether any is too large
-            calm = tally.below == tally.count and self.watch.is_half(tally.count, server_round)
+            calm = tally.below == tally.count and 0 < len(recent) <= 2 * tally.count
         late = self.num_rounds is not None and server_round >= rounds_of(self.latest, self.num_rounds)
         if (calm or late) and server_round != self.num_rounds:
             self.frozen_after = self.measured["frozen-after"] = server_round
@@ -170,6 +173,12 @@ class FixBN(FedAvg):
                 variance,
                 self.threshold,
             )
+
+    def _note_reports(self, server_round: int, replies: Iterable[NodeReply]) -> None:
+        for reply in replies:
+            variance = reply.metrics.get(wire.STATISTICS_CHANGE)
+            for node in reply.nodes:
+                self.reports[node] = server_round, None if variance is None else float(variance)
 
 
 @register_strategy("centralized")
@@ -189,3 +198,75 @@ class Centralized(FixBN):
         super().__init__(freeze_round=freeze_round, **options)
         if freeze_round == NEVER:
             self.needs = "none"
+
+
+@register_rule
+class StatisticsChange(Rule):
+    """Report how much the change of the mini-batch statistics varies in a window of rounds, FixBN's Var_{Delta m,t}.
+
+    Zhong, Chen, Chao, Making Batch Normalization Great in Federated Deep Learning, appendix B.6:
+
+        Var = (1 / W) sum_{i = t-W+1}^t (DeltaBN_i - mean DeltaBN)^2
+
+    The appendix leaves DeltaBN open. Here S_i are the means and variances of all BN layers, averaged over the
+    mini-batches of round i, and DeltaBN_i = S_i - S_j, j being the round before in which the client took part. It is
+    taken channel by channel. The variances of all channels of a layer are divided by what the choice of samples alone
+    contributes to them, se(S_i)^2 + se(S_j)^2. A layer's number is the mean of this ratio for its means and for its
+    variances, and the largest layer's is reported. The result has no unit, and depends neither on the number of
+    channels nor on that of layers. At 1 no layer's statistics change more than other samples would change them.
+    n changes have n - 1 degrees of freedom.
+
+    The window counts rounds, not participations. Nothing is reported before the window lies within the time that the
+    client takes part, nor with less than two changes in the window. The node keeps the window's changes: W times as
+    many numbers as the model has statistics.
+    """
+
+    #: W, in rounds
+    change_window: int = 0
+    #: what its hooks see inside `torch.func.vmap` cannot be kept
+    stacks: ClassVar[bool] = False
+
+    def begin(self, session: Session) -> None:
+        """Start to record."""
+        self._statistics = BatchStatistics(session.model)
+
+    def finish(self, session: Session) -> None:
+        """Stop, add this round's change to the window, and report."""
+        now = {f"last/{name}": values for name, values in self._statistics.stop().items()}
+        if not now:
+            return
+        server_round = session.instruction.server_round
+        kept = session.memory.recall(wire.STATISTICS_CHANGE)
+        rounds, window = _window(kept, server_round - self.change_window)
+        if kept:
+            rounds = torch.cat([rounds, torch.tensor([server_round])])
+            window = {name: torch.cat([window[name], _change(kept[name], now[name])]) for name in now}
+        first = kept.get("first", torch.tensor(server_round))
+        if len(rounds) >= 2 and int(first) <= server_round - self.change_window:
+            session.metrics[wire.STATISTICS_CHANGE] = _relative_variance(window)
+        changes = {name.replace("last/", "window/"): values for name, values in window.items()}
+        session.memory.store(wire.STATISTICS_CHANGE, {"first": first, "rounds": rounds, **now, **changes})
+
+
+def _window(kept: State, after: int) -> tuple[Tensor, State]:
+    """Return the rounds after a round that have changes, and these changes of every layer."""
+    rounds = kept.get("rounds", torch.zeros(0, dtype=torch.int64))
+    layers = [name for name in kept if name.startswith("last/")]
+    windows = {name: kept.get(name.replace("last/", "window/"), kept[name][None][:0]) for name in layers}
+    return rounds[rounds > after], {name: values[rounds > after] for name, values in windows.items()}
+
+
+def _change(before: Tensor, now: Tensor) -> Tensor:
+    """Return the change of the statistics, and its squared standard error, as a row of a window, (1, 4, C)."""
+    (old, old_errors), (new, new_errors) = before.chunk(2), now.chunk(2)
+    return torch.cat([new - old, old_errors + new_errors])[None]
+
+
+def _relative_variance(window: State) -> float:
+    """Return the largest layer's variance of the changes, in units of what the choice of samples contributes."""
+    ratios = []
+    for values in window.values():
+        changes, errors = values.chunk(2, 1)
+        # no samples differ where all inputs of a layer are the same, and then nothing changes either
+        ratios.append((changes.var(0).sum(1) / errors.mean(0).sum(1).clamp(min=1e-12)).mean())
+    return float(torch.stack(ratios).max())
