@@ -14,7 +14,6 @@ import json
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -26,7 +25,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.memory import family
+from benchmarks.memory import family, held
 from fedbn_flwr.client.batch_plan import BatchLoader
 from fedbn_flwr.data import load
 
@@ -95,46 +94,20 @@ def _image_folder(folder: Path, side: int, batches: int, workers: int) -> Begin:
 
 
 def train(folder: Path, options: Sequence[str], side: int) -> dict[str, float]:
-    """Run a simulation on the images and return its seconds and the peak memory of all its processes, in MiB."""
+    """Run a simulation on the images and return its seconds and the peak memory of all its processes, in MiB.
+
+    They are looked at five times a second. Pages that several processes share count once.
+    """
     program = "import sys; from fedbn_flwr.deployment.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "run", "--dataset", f"imagenet:{folder}"]
-    start = time.perf_counter()
+    start, kilobytes = time.perf_counter(), 0
     process = subprocess.Popen([*command, "--image-size", str(side), *options])
-    peak = _Peak(process.pid)
-    code = process.wait()
-    if code:
-        raise SystemExit(code)
-    return {"seconds": time.perf_counter() - start, "peak-mb": peak.megabytes()}
-
-
-class _Peak:
-    """The largest sum of what a process and its descendants have in memory, looked at five times a second.
-
-    Pages that several processes share count once: of each a process has its part (`Pss`).
-    """
-
-    def __init__(self, process: int) -> None:
-        self._process, self._kilobytes, self._done = process, 0, threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def megabytes(self) -> float:
-        """Stop, and return the peak."""
-        self._done.set()
-        self._thread.join()
-        return self._kilobytes / 1024
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.2):
-            self._kilobytes = max(self._kilobytes, sum(_share(member) for member in family(self._process)))
-
-
-def _share(process: int) -> int:
-    try:
-        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    except (OSError, StopIteration, IndexError):  # it has ended
-        return 0
+    while process.poll() is None:
+        kilobytes = max(kilobytes, sum(held(member).get("Pss", 0) for member in family(process.pid)))
+        time.sleep(0.2)
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return {"seconds": time.perf_counter() - start, "peak-mb": kilobytes / 1024}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

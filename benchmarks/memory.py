@@ -36,7 +36,8 @@ def peak_megabytes() -> float:
     kilobytes = 0
     for member in own_family():
         with suppress(OSError):
-            kilobytes += _status(member).get("VmHWM", 0) - _shared(member)
+            sizes = held(member)
+            kilobytes += _status(member).get("VmHWM", 0) - sizes.get("Rss", 0) + sizes.get("Pss", 0)
     return (kilobytes or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 1024
 
 
@@ -58,13 +59,15 @@ def lives(process: int) -> bool:
         return True
 
 
-def _shared(process: int) -> int:
-    """Kilobytes that a process has, and others have; 0 where the system does not tell."""
+def held(process: int) -> dict[str, int]:
+    """Return the kilobytes that a process holds: all (Rss), and its part of what others have too (Pss).
+
+    Empty where the system does not tell, or the process has ended.
+    """
     try:
-        sizes = _numbers(Path(f"/proc/{process}/smaps_rollup").read_text())
+        return _numbers(Path(f"/proc/{process}/smaps_rollup").read_text())
     except OSError:
-        return 0
-    return sizes["Rss"] - sizes["Pss"]
+        return {}
 
 
 def _status(process: int) -> dict[str, int]:
