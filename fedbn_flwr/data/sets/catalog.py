@@ -15,7 +15,7 @@ class Published:
     licence: str
     #: addresses, each after what is there
     sources: tuple[str, ...]
-    #: paths in its folder that must exist, with alternatives after `OR`
+    #: paths in its folder that must exist, with alternatives after `OR`; torchvision names what its data sets lack
     needs: tuple[str, ...] = ()
 
 
@@ -33,18 +33,12 @@ CATALOG: dict[str, Published] = {
     "fashion-mnist": Published(
         "MIT", ("https://github.com/zalandoresearch/fashion-mnist", "in Debian's package dataset-fashion-mnist")
     ),
-    "svhn": Published(
-        "non-commercial use only",
-        ("SVHN, format 2: http://ufldl.stanford.edu/housenumbers/",),
-        ("train_32x32.mat", "test_32x32.mat"),
-    ),
+    "svhn": Published("non-commercial use only", ("SVHN, format 2: http://ufldl.stanford.edu/housenumbers/",)),
     "usps": Published(
-        "none is stated",
-        ("USPS: https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass.html#usps",),
-        ("usps.bz2", "usps.t.bz2"),
+        "none is stated", ("USPS: https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass.html#usps",)
     ),
-    "cifar10": Published("none is stated", ("https://www.cs.toronto.edu/~kriz/cifar.html",), ("cifar-10-batches-py",)),
-    "cifar100": Published("none is stated", ("https://www.cs.toronto.edu/~kriz/cifar.html",), ("cifar-100-python",)),
+    "cifar10": Published("none is stated", ("https://www.cs.toronto.edu/~kriz/cifar.html",)),
+    "cifar100": Published("none is stated", ("https://www.cs.toronto.edu/~kriz/cifar.html",)),
     "digits-five": Published(
         "MNIST: CC BY-SA 3.0; SVHN: non-commercial use only; none is stated for the others (MNIST-M is made of MNIST "
         "and of photographs of BSDS500)",
