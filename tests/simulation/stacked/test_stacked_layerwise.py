@@ -1,7 +1,7 @@
 """Layer-wise steps of stacked clients: the same models, the same count, and messages where the step fails."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from fedbn_flwr import models
+from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.layerwise import Answer
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.transports.message_client import STEPS
@@ -27,6 +29,7 @@ from tests.helpers.engine_comparison import (
     quiet,
     run,
     stacked_by,
+    watching,
 )
 from tests.helpers.faults import Without
 from tests.helpers.harness import (
@@ -167,6 +170,20 @@ def test_a_fault_in_the_middle_goes_to_messages(case: str, options: dict[str, An
     assert len(named) == 2
     by_messages, first_together = (counted(grid, make(), **nodes, momentum=0.9) for grid in (InProcessGrid, Stacked))
     assert vars(by_messages.training) == vars(first_together.training)
+
+
+def stacked_nodes(partitions: Sequence[int]) -> StackedGrid:
+    """Return some of the federation's nodes, one of which has values whose squares overflow."""
+    nodes = Federation(make_float32_model(), wrap=poisoned(POISONS["says a number that is too large"][0]))
+    return StackedGrid(client_app(nodes.client), len(SIZES), partitions=partitions)
+
+
+def test_too_large_values_in_one_of_several_processes() -> None:
+    with WorkersGrid(stacked_nodes, len(SIZES), 2) as grid, watching() as watch:
+        together = Federation(make_float32_model()).run(quiet(FedTAN), 2, grid)
+    assert len([text for text in watch.messages if "Node 1001 is left out of this round" in text]) == 2
+    others = run(Without, quiet(FedTAN), make_float32_model, rounds=2).final
+    assert all(torch.equal(together[name], others[name]) for name in others)
 
 
 def test_a_node_without_data_is_named() -> None:
