@@ -36,6 +36,12 @@ NAMES = {
     "FedProx": "fedprox",
     "FedBS": "fedbs",
     "HBN": "hbn",
+    "HBN, own settings": "hbn:clip-norm=10, momentum 0.9",
+    "FBN": "fbn",
+    "FBN, own settings": "fbn:clip-norm=10, momentum 0.9",
+    "HeteroFL": "heterofl",
+    "FedWon, normalized features": "fedwon:normalize-features=true",
+    "FedAvg+LN": "fedavg+ln",
 }
 #: by the heading on a page, the label of a setting in runs.csv
 LABELS = {
@@ -106,10 +112,17 @@ CLAIMS: Sequence[tuple[str, str, str, str, Sequence[Place]]] = (
 
 
 @cache
+def rows(name: str = "runs") -> list[dict[str, str]]:
+    """Return the rows of a file of docs/measured."""
+    with (DOCS / "measured" / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@cache
 def runs() -> dict[tuple[str, str, str], dict[int, float]]:
     """Return the accuracies by recipe, setting and method, and there by seed; NaN where training diverged."""
     found: dict[tuple[str, str, str], dict[int, float]] = {}
-    for row in csv.DictReader((DOCS / "measured" / "runs.csv").open()):
+    for row in rows():
         score = float(row["accuracy, %"]) if row["accuracy, %"] and not row["state"] else float("nan")
         found.setdefault((row["recipe"], row["setting"], row["method"]), {})[int(row["seed"])] = score
     return found
@@ -129,13 +142,11 @@ def cell(place: Place, method: str, deviation: bool = True) -> str:
 @cache
 def at_edge() -> set[tuple[str, str, str]]:
     """Return recipe, setting and method of runs whose rate is the smallest or the largest that was tried."""
-    used = {}
-    for row in csv.DictReader((DOCS / "measured" / "runs.csv").open()):
-        used[row["recipe"], row["setting"], row["method"]] = float(row["learning rate"])
+    used = {(row["recipe"], row["setting"], row["method"]): float(row["learning rate"]) for row in rows()}
     found = set()
-    for row in csv.DictReader((DOCS / "measured" / "rates.csv").open()):
-        key = row.pop("recipe"), row.pop("setting"), row.pop("method")
-        tried = [float(rate) for rate, score in row.items() if score]
+    for row in rows("rates"):
+        key = row["recipe"], row["setting"], row["method"]
+        tried = [float(rate) for rate, score in row.items() if score and rate[0].isdigit()]
         if used.get(key) in (min(tried), max(tried)):
             found.add(key)
     return found
@@ -180,25 +191,25 @@ def by_mean(place: Place, methods: Sequence[str]) -> list[str]:
     return sorted(means, key=lambda name: -means[name] if means[name] == means[name] else 0.0)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
+    lines = [head, ["---"] * len(head), *cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def accuracies() -> str:
     """Return what each method has with each kind of labels."""
     places = [("labels", name) for name in LABELS.values()]
-    rows = [[f"`{NAMES[name]}`", *(marked(place, name) for place in places)] for name in by_mean(TWO, [*NAMES])]
-    return table(["method", *LABELS], rows)
+    lines = [[f"`{NAMES[name]}`", *(marked(place, name) for place in places)] for name in by_mean(TWO, [*NAMES])]
+    return table(["method", *LABELS], lines)
 
 
 def differences() -> str:
     """Return each method's difference to FedAvg."""
     names = [name for name in by_mean(TWO, [*NAMES]) if name != "FedAvg"]
     places = [("labels", name) for name in LABELS.values()]
-    rows = [[f"`{NAMES[name]}`", *(told(difference(place, name, "FedAvg")) for place in places)] for name in names]
-    return table(["method", *LABELS], rows)
+    lines = [[f"`{NAMES[name]}`", *(told(difference(place, name, "FedAvg")) for place in places)] for name in names]
+    return table(["method", *LABELS], lines)
 
 
 def other_settings() -> str:
@@ -212,13 +223,113 @@ def other_settings() -> str:
 def longer() -> str:
     """Return what methods have after more rounds, the best after most rounds first."""
     places = [TWO, *(("rounds", f"two classes, {rounds} rounds") for rounds in ("500", "1,000"))]
-    rows = [[f"`{NAMES[name]}`", *(cell(place, name) for place in places)] for name in by_mean(places[-1], [*NAMES])]
-    return table(["method", "100 rounds, as above", "500 rounds", "1,000 rounds"], rows)
+    names = by_mean(places[-1], [*NAMES])
+    lines = [[f"`{NAMES[name]}`", *(cell(place, name) for place in places)] for name in names]
+    return table(["method", "100 rounds, as above", "500 rounds", "1,000 rounds"], lines)
+
+
+def costs() -> str:
+    """Return what each method sends with two classes a client, and the time of its rounds."""
+    seconds = {row["method"]: f"{float(row['seconds a round']):.2f}" for row in rows("seconds")}
+    sent = {
+        row["method"]: [row["exchanges"], f"{float(row['MB sent']):.0f}"]
+        for row in rows()
+        if (row["recipe"], row["setting"]) == TWO
+    }
+    shown = [name for name in by_mean(TWO, [*NAMES]) if name in seconds]
+    return table(
+        ["method", "exchanges", "MB", "s per round"],
+        [[f"`{NAMES[name]}`", *sent[name], seconds[name]] for name in shown],
+    )
+
+
+def freezes() -> str:
+    """Return what is left after a freeze at different times."""
+    place, lines = ("freeze", ""), []
+    for name, made, never in (
+        ("FixBN", "fixbn:freeze-round={0:g}", "FedAvg"),
+        ("FedTAN-II", "fedtan-ii:m={1}", "FedTAN"),
+    ):
+        labels = [made.format(after / 100, after) for after in (10, 30, 50, 70)]
+        cells = [cell(place, label if (*place, label) in runs() else name) for label in labels]
+        lines.append([f"`{NAMES[name]}`", *cells, f"{cell(place, never)} (`{NAMES[never]}`)"])
+    return table(["freeze after round", "10", "30", "50", "70", "never"], lines)
+
+
+def frozen_rates() -> str:
+    """Return what FixBN has at two rates after its freeze."""
+    lines = [
+        [text, *(cell((recipe, label), name) for label in LABELS.values())]
+        for text, recipe, name in (
+            ("the default rates", "labels", "FixBN"),
+            ("1.0, then at most 0.03", "frozen-rate", "FixBN, at most 0.03"),
+            ("for comparison: `fedavg`", "labels", "FedAvg"),
+        )
+    ]
+    return table(["`fixbn`", *LABELS], lines)
+
+
+def domains() -> str:
+    """Return the accuracy on each of four domains, the best method first."""
+    names = ("real", "photos", "inverted", "sheared")
+    labels = ["FedTAN", "FedAvg", "FedAvg+GN", "FedWon", "FedBN", "SiloBN", "MTFL", "FedNorm", "Standalone"]
+    lines = []
+    for method in by_mean(DOMAINS, labels):
+        each = [row for row in rows("domains") if row["method"] == method]
+        means = [f"{fmean(float(row[name]) for row in each):.1f}" for name in names]
+        gain = "" if method == "FedAvg" else told(difference(DOMAINS, method, "FedAvg"))
+        lines.append([f"`{NAMES.get(method, method.lower())}`", *means, cell(DOMAINS, method), gain])
+    return table(["method", *names, "mean", "difference to `fedavg`"], lines)
+
+
+def liars() -> str:
+    """Return what rules in place of means have, with nobody lying and with one liar."""
+    methods, settings = ("FedAvg", "FixBN", "FedTAN", "FedTAN carried"), {"honest": "nobody lies", "liar": "one lies"}
+    lines = [["", *(word for _ in methods for word in settings)]]
+    for rule in ("none", "multi-krum:1", "norm:1", "trimmed:0.2", "median"):
+        labels = [name if rule == "none" else f"{name}, {rule}" for name in methods]
+        lines.append([f"`{rule}`", *(cell(("liar", each), label) for label in labels for each in settings.values())])
+    return table(["`robust`", *(head for name in methods for head in (f"`{NAMES[name]}`", ""))], lines)
+
+
+def speech() -> str:
+    """Return what methods have where a site is a speaker."""
+    place = ("speakers", "")
+    rate = {row["method"]: row["learning rate"] for row in rows() if row["recipe"] == place[0]}
+    lines = [
+        [f"`{NAMES[name]}`", rate[name] + "*" * ((*place, name) in at_edge()), cell(place, name)]
+        for name in by_mean(place, [*NAMES])
+    ]
+    return table(["method", "rate", "accuracy, %"], lines)
+
+
+def fedbs_figures() -> str:
+    """Return the accuracy of FedBS and FedAvg over the first rounds of FedBS' figures."""
+    numbers = sorted({int(row["round"]) for row in rows("fedbs")})
+    found = {(row["figure"], row["method"], int(row["round"])): row["accuracy, %"] for row in rows("fedbs")}
+    lines = [
+        [f"Figure {figure}, `{method}`", *(found.get((figure, method, number), "") for number in numbers)]
+        for figure in "45"
+        for method in ("fedbs", "fedavg")
+    ]
+    return table(["round", *map(str, numbers)], lines)
+
+
+def digits() -> str:
+    """Return what layer-wise methods have on small digits."""
+    place = ("digits", "two classes")
+    lines = []
+    for row in rows():
+        if (row["recipe"], row["setting"], row["seed"]) == (*place, "0"):
+            name = row["method"]
+            gain = "" if name == "fedavg" else told(difference(place, name, "fedavg"))
+            lines.append([f"`{name}`", cell(place, name), gain, row["MB sent"], f"{int(row['exchanges']):,}"])
+    return table(["method", "accuracy, %", "difference to `fedavg`", "MB", "exchanges"], lines)
 
 
 def first_screen() -> str:
     """Return the README's table: bold for all whose difference to the best lies within its interval."""
-    rows = []
+    lines = []
     for heading, label in LABELS.items():
         place = ("labels", label)
         best = by_mean(place, FIRST[:-1])[0]
@@ -227,25 +338,25 @@ def first_screen() -> str:
             found = None if name == best else difference(place, name, best)
             among = name == best or (found is not None and abs(found[0]) <= found[1])
             row.append(f"**{cell(place, name)}**" if among else cell(place, name))
-        rows.append([*row, cell(TWO, "Centralized")])
-    rows.append(["exchanges per round", *("7" if name == "FedTAN" else "1" for name in FIRST)])
-    return table(["labels", *(f"`{NAMES[name]}`" for name in FIRST)], rows)
+        lines.append([*row, cell(TWO, "Centralized")])
+    lines.append(["exchanges per round", *("7" if name == "FedTAN" else "1" for name in FIRST)])
+    return table(["labels", *(f"`{NAMES[name]}`" for name in FIRST)], lines)
 
 
 def standardized() -> str:
     """Return what standardized weights gain under BN, and how that compares with other methods."""
     new = "FedTAN carried+BN-WS"
     others = ("FedAvg+BN-WS", "FedTAN carried", "FedTAN", "FedWon", "FedAvg+GN-WS")
-    rows, pairs = [], [("FedAvg+BN-WS", "FedAvg"), ("FixBN+BN-WS", "FixBN"), *((new, other) for other in others)]
+    lines, pairs = [], [("FedAvg+BN-WS", "FedAvg"), ("FixBN+BN-WS", "FixBN"), *((new, other) for other in others)]
     for one, other in pairs:
         found = [told(difference(("labels", label), one, other)) for label in LABELS.values()]
-        rows.append([f"`{NAMES[one]}`", f"`{NAMES[other]}`", *found])
-    return table(["method", "less", *LABELS], rows)
+        lines.append([f"`{NAMES[one]}`", f"`{NAMES[other]}`", *found])
+    return table(["method", "less", *LABELS], lines)
 
 
 def claims() -> str:
     """Return what papers say, and what follows from the runs."""
-    rows, counts = [], dict[str, int]()
+    lines, counts = [], dict[str, int]()
     for text, source, method, other, places in CLAIMS:
         for place in places:
             found = difference(place, method, other)
@@ -254,12 +365,12 @@ def claims() -> str:
             said = verdict(found, " level with " in text)
             counts[said] = counts.get(said, 0) + 1
             where = f" ({place[1]})" if len(places) > 1 else ""
-            rows.append([text + where, source, said, told(found)])
+            lines.append([text + where, source, said, told(found)])
     decided = (
         f"{counts['holds']} hold, {counts['fails']} fail, and {counts['within the interval']} are within the interval"
     )
-    text = f"Of {len(rows)} rows, {decided}. {counts['one seed']} have one seed."
-    return f"{table(['claim', 'source', 'here', 'difference in points'], rows)}\n\n{text}"
+    text = f"Of {len(lines)} rows, {decided}. {counts['one seed']} have one seed."
+    return f"{table(['claim', 'source', 'here', 'difference in points'], lines)}\n\n{text}"
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -267,6 +378,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "differences": differences,
     "other settings": other_settings,
     "more rounds": longer,
+    "costs": costs,
+    "freezes": freezes,
+    "frozen rate": frozen_rates,
+    "domains": domains,
+    "liars": liars,
+    "speakers": speech,
+    "FedBS' figures": fedbs_figures,
+    "digits": digits,
     "first screen": first_screen,
     "standardized": standardized,
     "claims": claims,
