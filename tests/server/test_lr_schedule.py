@@ -13,13 +13,33 @@ def rates(text: str, rounds: list[int], num_rounds: int | None = 60, frozen_afte
     return found
 
 
-def test_factors_hold_after_fractions_of_the_rounds() -> None:
+#: a schedule, rounds, their rates of 0.1 without it, and what else `rates` takes
+RATES: dict[str, tuple[str, list[int], list[float], dict[str, int | None]]] = {
     # 50 % and 75 % of 60 rounds: after the 30th and the 45th
-    assert rates("0.1@0.5,0.1@0.75", [1, 30, 31, 45, 46, 60]) == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
+    "fractions": ("0.1@0.5,0.1@0.75", [1, 30, 31, 45, 46, 60], [0.1, 0.1, 0.01, 0.01, 0.001, 0.001], {}),
+    "numbers of rounds": ("0.5@10,=0.3@20,0.5@30", [10, 11, 20, 21, 30, 31], [0.1, 0.05, 0.05, 0.3, 0.3, 0.15], {}),
+    "a run of unknown length": ("0.5@10", [11], [0.05], {"num_rounds": None}),
+    "from the first round on": ("=0.7@0", [1], [0.7], {}),
+    "a value, then a factor": ("=0.4@5,0.5@5", [6], [0.2], {}),
+    "a factor, then a value": ("0.5@5,=0.4@5", [6], [0.4], {}),
+    "from the freeze on": ("=0.01@freeze", [20, 21], [0.1, 0.01], {"frozen_after": 20}),
+    "no freeze yet": ("=0.01@freeze", [20, 60], [0.1, 0.1], {}),
+    "a rate of zero": ("=0@2", [2, 3], [0.1, 0.0], {"num_rounds": 4}),
+    "a cosine of what comes before, to the last round": (
+        "=0.4@3,cosine@0.5,=0.3@freeze",
+        [3, 4, 5, 7, 9],
+        [0.1, 0.4, 0.4, 0.2, 0.3],
+        {"num_rounds": 8, "frozen_after": 8},
+    ),
+    **{f"nothing, as {text!r}": (text, [1, 60], [0.1, 0.1], {}) for text in ("", " ", ",", " , ")},
+    "spaces": (" 0.1@0.5 , =0.2@7 ", [7, 8, 31], [0.1, 0.2, 0.2], {}),
+}
 
 
-def test_factors_and_values_hold_after_a_number_of_rounds() -> None:
-    assert rates("0.5@10,=0.3@20,0.5@30", [10, 11, 20, 21, 30, 31]) == pytest.approx([0.1, 0.05, 0.05, 0.3, 0.3, 0.15])
+@pytest.mark.parametrize("case", RATES)
+def test_a_schedule_gives_these_rates(case: str) -> None:
+    text, rounds, wanted, options = RATES[case]
+    assert rates(text, rounds, **options) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("warm", [0, 4])
@@ -35,45 +55,8 @@ def test_a_cosine_is_that_of_torch_and_a_warm_up_is_linear(warm: int) -> None:
     assert rates(text, list(range(1, 21)), num_rounds=20) == pytest.approx(wanted)
 
 
-def test_a_cosine_multiplies_what_comes_before_and_ends_in_the_last_round() -> None:
-    assert rates("=0.4@3,cosine@0.5,=0.3@freeze", [3, 4, 5, 7, 9], 8, frozen_after=8) == pytest.approx(
-        [0.1, 0.4, 0.4, 0.2, 0.3]
-    )
-
-
-def test_a_number_of_rounds_needs_no_length_of_the_run() -> None:
-    assert rates("0.5@10", [11], num_rounds=None) == [0.05]
-
-
-def test_after_no_round_means_from_the_first_on() -> None:
-    assert rates("=0.7@0", [1]) == [0.7]
-
-
-def test_changes_apply_in_the_order_written() -> None:
-    assert rates("=0.4@5,0.5@5", [6]) == [0.2]
-    assert rates("0.5@5,=0.4@5", [6]) == [0.4]
-
-
-def test_a_value_from_the_freeze_on() -> None:
-    assert rates("=0.01@freeze", [20, 21], frozen_after=20) == [0.1, 0.01]
-    assert rates("=0.01@freeze", [20, 60], frozen_after=None) == [0.1, 0.1]
-
-
-@pytest.mark.parametrize("text", ["", " ", ",", " , "])
-def test_nothing_is_a_constant_rate(text: str) -> None:
-    assert rates(text, [1, 60]) == [0.1, 0.1]
-
-
-def test_spaces_between_changes_do_not_matter() -> None:
-    assert read_schedule(" 0.1@0.5 , =0.2@7 ") == read_schedule("0.1@0.5,=0.2@7")
-
-
 def test_a_fraction_of_a_short_run_is_its_first_round_at_the_earliest() -> None:
     assert [round_of(0.1, rounds) for rounds in (3, 10, 20)] == [1, 1, 2]
-
-
-def test_a_rate_can_be_zero() -> None:
-    assert rates("=0@2", [2, 3], num_rounds=4) == [0.1, 0.0]
 
 
 def test_moments() -> None:

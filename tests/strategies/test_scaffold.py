@@ -129,12 +129,6 @@ def test_settles_where_the_local_ends_average_to_the_start(mu: float, weighting:
         assert plain[-1] == ends[-1]
 
 
-def test_one_local_step_has_no_bias() -> None:
-    clients = Quadratics.draw(UNEQUAL)
-    ends = clients.settle(FedAvg(fraction_evaluate=0.0), 100, lr=LR, local_steps=1)
-    assert ends[-1] == pytest.approx(clients.optimum([size / sum(UNEQUAL) for size in UNEQUAL]), abs=1e-5)
-
-
 ALONE: Any = {"fraction_evaluate": 0.0, "min_train_nodes": 1}
 EXAMPLES = [size / sum(SIZES) for size in SIZES]
 UNIFORM = [1 / len(SIZES)] * len(SIZES)
