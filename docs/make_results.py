@@ -81,6 +81,7 @@ DOMAINS, MANY, SMALL = ("domains", ""), ("clients", ""), ("batches", "B = 2")
 #: what a paper says, where, of which methods, and in which settings it is tried here; `level` means no difference
 CLAIMS: Sequence[tuple[str, str, str, str, Sequence[Place]]] = (
     ("FixBN above BN, skewed labels", "FixBN, Table 5", "FixBN", "FedAvg", SKEWED),
+    ("FixBN above BN, labels less skewed", "FixBN, Figure 4", "FixBN", "FedAvg", [("labels", "Dirichlet 0.3")]),
     ("FixBN above BN, one local step", "FixBN, Figure 5", "FixBN", "FedAvg", [ONE_STEP]),
     ("FixBN above BN, many local steps", "FixBN, Figure 5", "FixBN", "FedAvg", [TWENTY]),
     ("GN above BN, one local step", "FixBN, Figure 5", "FedAvg+GN", "FedAvg", [ONE_STEP]),
