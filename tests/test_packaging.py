@@ -208,7 +208,7 @@ def test_a_missing_extra_is_one_line_that_names_it(
         monkeypatch.setitem(sys.modules, name, None)
     arguments, extra = MISSING[package]
     assert main(arguments) == 2
-    line = f"fedbn-flwr: {package} is not installed: pip install 'fedbn-flwr[{extra}]'"
+    line = f"fedbn-flwr: {package} is not installed: pip install '.[{extra}]' in the clone"
     assert capsys.readouterr().err.splitlines()[-1:] == [line]
 
 
@@ -223,7 +223,7 @@ def test_so_is_one_that_the_command_itself_needs(package: str, tmp_path: Path) -
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment(), capture_output=True, text=True
     )
-    wanted = f"fedbn-flwr: {package} is not installed: pip install 'fedbn-flwr[{extra}]'"
+    wanted = f"fedbn-flwr: {package} is not installed: pip install '.[{extra}]' in the clone"
     assert (ended.returncode, ended.stderr.splitlines()[-1:]) == (2, [wanted])
 
 
@@ -233,7 +233,7 @@ def test_so_is_one_that_python_needs(name: str, tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment(), capture_output=True, text=True
     )
-    assert ended.stderr.endswith("MissingExtraError: safetensors is not installed: pip install 'fedbn-flwr[cli]'\n")
+    assert ended.stderr.endswith("MissingExtraError: safetensors is not installed: pip install '.[cli]' in the clone\n")
 
 
 def contents(wheel: Path) -> dict[str, int]:

@@ -83,7 +83,7 @@ def extra(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            f"{str(error.name).partition('.')[0]} is not installed: pip install 'fedbn-flwr[{name}]'"
+            f"{str(error.name).partition('.')[0]} is not installed: pip install '.[{name}]' in the clone"
         ) from error
 
 

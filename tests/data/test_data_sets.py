@@ -244,7 +244,7 @@ def test_a_missing_package_is_not_taken_for_missing_files(
         (tmp_path / f"{role}_32x32.mat").touch()
     monkeypatch.setitem(sys.modules, module, None)
     assert main(["data", "check", "svhn", str(tmp_path)]) == 2
-    line = f"fedbn-flwr: {module.partition('.')[0]} is not installed: pip install 'fedbn-flwr[data]'"
+    line = f"fedbn-flwr: {module.partition('.')[0]} is not installed: pip install '.[data]' in the clone"
     assert capsys.readouterr().err.splitlines() == [line]
 
 
