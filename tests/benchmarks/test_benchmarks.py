@@ -15,7 +15,6 @@ from benchmarks.cases import Case
 from benchmarks.driver import Effort, EngineProcess, measure
 from benchmarks.results import rows_of
 from tests.helpers.checkout import ROOT
-from tests.helpers.loopback import has_proxy
 
 
 def test_engines_stand_beside_the_bare_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +100,6 @@ def test_exchanges_have_a_row_for_each_number_of_workers_and_delay(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_proxy(), reason="nginx is not installed")
 def test_an_exchange_of_a_deployment_takes_time(tmp_path: Path) -> None:
     words = ("--transports", "streams", "--nodes", "2", "--rtt", "1", "--models", "small-cnn", "--rounds", "1")
     assert deploy.main([*words, "--results-dir", str(tmp_path)]) == 0
