@@ -1,31 +1,41 @@
 """The projects of apps/examples, before and after: in this process, and with `flwr run` on the built wheel."""
 
+import re
+import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from shutil import copytree
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 
-from tests.helpers.checkout import BIN, copy_checkout, run
+from fedbn_flwr import state
+from fedbn_flwr.client import BNClient
+from fedbn_flwr.client.batch_plan import BatchLoader
+from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr.clientapp import client_app
+from fedbn_flwr.clientapp.mods import ClientAppCallable
+from fedbn_flwr.data import Split
+from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.state import State
+from fedbn_flwr.wire import Instruction
+from tests.helpers.checkout import BIN, ROOT, copy_checkout, run
 from tests.helpers.flower_command import FlowerCommand
-from tests.plug_in_table import BEGIN, END, EXAMPLES, PAGE, PROJECTS, cell, row, sources
 
-ALL = sorted(PROJECTS)
-#: cells with the numbers of their lines: a loop of one's own, a head in the node's state, a closure, lists of arrays
-QUICK = {
-    ("quickstart", "fixbn"): "+4 −4",
-    ("advanced", "fedtan"): "+4 −4",
-    ("lightning", "scaffold"): "+4 −4",
-    ("lightning", "fedtan"): "+4 −4",
-    ("numpy-client", "fedprox"): "+19 −25",
-    ("numpy-client", "fedtan"): "+19 −25",
-}
+EXAMPLES = ROOT / "apps" / "examples"
+ALL = sorted(path.parent.name for path in EXAMPLES.glob("*/before"))
 
 
-def test_every_project_is_in_the_table() -> None:
-    assert sorted(path.parent.name for path in EXAMPLES.glob("*/before")) == ALL
+def needed(folder: Path) -> list[str]:
+    """Return the packages that a project asks for."""
+    return list(tomllib.loads((folder / "pyproject.toml").read_text())["project"]["dependencies"])
 
 
 @pytest.mark.parametrize("project", ALL)
@@ -35,24 +45,116 @@ def test_models_data_and_loops_are_not_touched(project: str) -> None:
     assert changed == {"client_app.py", "server_app.py", "pyproject.toml"}
     assert changed < {path.name for path in after.iterdir()}
     assert all((before / name).read_text() != (after / name).read_text() for name in changed)
-    needs = [
-        tomllib.loads((folder / "pyproject.toml").read_text())["project"]["dependencies"] for folder in (before, after)
-    ]
-    assert [*needs[0], "fedbn-flwr>=0.1"] == needs[1]
-    assert not any("fedbn_flwr" in text for text in sources(project, "before").values())
+    assert [*needed(before), "fedbn-flwr>=0.1"] == needed(after)
+    assert not any("fedbn_flwr" in path.read_text() for path in (*before.glob("*.py"), after / "task.py"))
 
 
-@pytest.mark.parametrize(("project", "method"), QUICK)
-def test_a_project_obeys_a_method(project: str, method: str) -> None:
-    assert cell(project, method) == QUICK[project, method]
+# ---- another method, in this process ---------------------------------------------------------------------------------
+
+NODES = 3
+#: so large that every step is on all of a node's data, and an epoch is one step
+WHOLE = 10_000
+OPTIONS: dict[str, Any] = {"num-server-rounds": 3, "local-epochs": 2, "learning-rate": 0.05, "batch-size": WHOLE}
+#: strategies, with their options: for a loop of one's own, a head in the node's state, a closure, lists of arrays
+OBEYED = [
+    ("quickstart", "FixBN", "freeze_round=1, "),
+    ("advanced", "FedTAN", ""),
+    ("lightning", "Scaffold", ""),
+    ("lightning", "FedTAN", ""),
+    ("numpy-client", "FedProx", "mu=0.5, "),
+    ("numpy-client", "FedTAN", ""),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("project", ALL)
-def test_the_documented_table_is_what_the_projects_show(project: str) -> None:
-    page = PAGE.read_text()
-    shown = page[page.index(BEGIN) : page.index(END)]
-    assert row(project) in shown.splitlines(), "write it by `python -m tests.plug_in_table`"
+@pytest.fixture
+def modules(
+    project: str, strategy: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, ModuleType]]:
+    """The modules of a project with another strategy in FixBN's place, in the current folder and in float64."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    paths = sorted((EXAMPLES / project / "after").glob("*.py"))
+    for path in paths:
+        text = path.read_text()
+        if path.stem == "server_app":
+            text = re.sub(r"\bFixBN\b", strategy, text.replace("freeze_round=0.5, ", options))
+        (tmp_path / path.name).write_text(text)
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield {path.stem: import_module(path.stem) for path in paths}
+    finally:
+        torch.set_default_dtype(torch.float32)
+        for path in paths:
+            sys.modules.pop(path.stem, None)
+
+
+class Recorder(InProcessGrid):
+    """Keeps the arrays of every reply in training."""
+
+    def __init__(self, app: ClientApp) -> None:
+        super().__init__(app, NODES, OPTIONS)
+        self.replied: list[dict[str, State]] = []
+
+    def _answer(self, message: Message) -> Message:
+        reply = super()._answer(message)
+        assert reply.has_content(), reply.error.reason
+        if message.metadata.message_type.startswith("train"):
+            self.replied.append(arrays_of(reply.content))
+        return reply
+
+    def kept(self) -> list[dict[str, State]]:
+        """Return what the nodes keep for their strategy."""
+        memories = (Memory(self.context(node).state) for node in self.get_node_ids())
+        return [arrays_of(RecordDict(dict(memory.kept("")))) for memory in memories]
+
+
+def arrays_of(content: RecordDict) -> dict[str, State]:
+    return {name: state.from_record(record) for name, record in content.array_records.items()}
+
+
+class WholeData(BNClient):
+    """Takes each step on all data, as the projects do here."""
+
+    def plan(self, instruction: Instruction) -> BatchLoader:
+        return super().plan(replace(instruction, batch_size=WHOLE))
+
+
+def bn_client_app(modules: dict[str, ModuleType], own_head: bool) -> ClientApp:
+    """Return the app of `BNClient`s with a project's model, data and epochs, and if it has one its nodes' own head."""
+    model = modules["client_app"].app.structure
+    model.register_forward_pre_hook(lambda _, inputs: (inputs[0].double(),))
+
+    def client(context: Context) -> BNClient:
+        part = int(context.node_config["partition-id"])
+        loaded = (loader.dataset.tensors for loader in modules["task"].load_data(part, NODES, WHOLE))
+        train, test = (Split(inputs.float(), labels) for inputs, labels in loaded)
+        return WholeData(model, train, test=test, partition_id=part, memory=context.state, device="cpu")
+
+    def as_the_project(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        config: Any = message.content["config"]
+        config["local-epochs"] = OPTIONS["local-epochs"]
+        if own_head and "head" in context.state and "arrays" in message.content:
+            message.content["arrays"] = ArrayRecord({**message.content["arrays"], **context.state["head"]})
+        reply = call_next(message, context)
+        if own_head and reply.has_content() and "arrays" in reply.content:
+            trained = reply.content.array_records["arrays"].items()
+            context.state["head"] = ArrayRecord({name: array for name, array in trained if name.startswith("fc.")})
+        return reply
+
+    return client_app(client, mods=[as_the_project])
+
+
+@pytest.mark.parametrize(("project", "strategy", "options"), OBEYED)
+def test_nodes_send_and_keep_what_bn_clients_do(project: str, modules: dict[str, ModuleType]) -> None:
+    grids = []
+    for app in (modules["client_app"].app, bn_client_app(modules, project == "advanced")):
+        torch.manual_seed(0)
+        grids.append(Recorder(app))
+        modules["server_app"].app(grids[-1], Context(1, 0, {}, RecordDict(), OPTIONS))
+    found, wanted = grids
+    assert wanted.replied
+    torch.testing.assert_close(found.replied, wanted.replied, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found.kept(), wanted.kept(), rtol=1e-10, atol=1e-12)
 
 
 # ---- flwr run, on the wheel ------------------------------------------------------------------------------------------
@@ -67,14 +169,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = folder.glob("*.whl")
     python = folder / "env" / "bin" / "python"
     run(BIN / "uv", "venv", "--quiet", "--python", BIN / "python", folder / "env")
-    needed = {
-        item
-        for project in ALL
-        for item in tomllib.loads((EXAMPLES / project / "before" / "pyproject.toml").read_text())["project"][
-            "dependencies"
-        ]
-    }
-    run(BIN / "uv", "pip", "install", "--quiet", "--python", python, wheel, "flwr[simulation]>=1.38", *sorted(needed))
+    packages = {item for project in ALL for item in needed(EXAMPLES / project / "before")}
+    run(BIN / "uv", "pip", "install", "--quiet", "--python", python, wheel, "flwr[simulation]>=1.38", *sorted(packages))
     return python.parent
 
 
