@@ -49,35 +49,37 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchvision.datasets.svhn.check_integrity", exists)
 
 
-def write_cifar(root: Path, folder: str, files: dict[str, int], key: str, meta: tuple[str, str]) -> None:
-    home = root / folder
-    home.mkdir()
+CIFAR10 = {f"data_batch_{number}": 2 for number in range(1, 6)} | {"test_batch": 3}
+
+
+def write_cifar(home: Path, files: dict[str, int], key: str, meta: str, names: str) -> None:
+    home.mkdir(parents=True)
     for number, (name, count) in enumerate(files.items()):
         labels = [(3 * number + position) % 10 for position in range(count)]
         entry = {"data": pixels(count, 3 * 32 * 32, seed=number), key: labels}
         (home / name).write_bytes(pickle.dumps(entry))
-    (home / meta[0]).write_bytes(pickle.dumps({meta[1]: [f"class {number}" for number in range(10)]}))
+    (home / meta).write_bytes(pickle.dumps({names: [f"class {number}" for number in range(10)]}))
 
 
-def test_cifar10(tmp_path: Path) -> None:
-    files = {f"data_batch_{number}": 2 for number in range(1, 6)} | {"test_batch": 3}
-    write_cifar(tmp_path, "cifar-10-batches-py", files, "labels", ("batches.meta", "label_names"))
-    data = load("cifar10", root=str(tmp_path))
-    assert (len(data.train), len(data.test), data.num_classes) == (10, 3, 10)
-    assert data.train.inputs.dtype == torch.uint8
-    # the third training image is the first of the second file, stored channels first
-    expected = pixels(2, 3, 32, 32, seed=1)[0]
-    assert np.array_equal(data.train.inputs[2].numpy(), expected)
-    assert data.train.labels[:4].tolist() == [0, 1, 3, 4]
-
-
-def test_cifar100(tmp_path: Path) -> None:
-    files, meta = {"train": 12, "test": 4}, ("meta", "fine_label_names")
-    write_cifar(tmp_path, "cifar-100-python", files, "fine_labels", meta)
-    data = load("cifar100", root=tmp_path)
-    assert (len(data.train), len(data.test), data.num_classes, data.image_size) == (12, 4, 100, 32)
-    assert np.array_equal(data.test.inputs.numpy(), pixels(4, 3, 32, 32, seed=1))
-    assert data.test.labels.tolist() == [3, 4, 5, 6]
+@pytest.mark.parametrize(
+    ("name", "folder", "files", "keys", "classes"),
+    [
+        ("cifar10", "cifar-10-batches-py", CIFAR10, ("labels", "batches.meta", "label_names"), 10),
+        ("cifar100", "cifar-100-python", {"train": 12, "test": 4}, ("fine_labels", "meta", "fine_label_names"), 100),
+    ],
+)
+def test_cifar(
+    tmp_path: Path, name: str, folder: str, files: dict[str, int], keys: tuple[str, str, str], classes: int
+) -> None:
+    write_cifar(tmp_path / folder, files, *keys)
+    data = load(name, root=str(tmp_path))
+    *train, test = files.values()
+    assert (len(data.train), len(data.test), data.num_classes) == (sum(train), test, classes)
+    # one file after another, stored channels first
+    expected = [pixels(count, 3, 32, 32, seed=number) for number, count in enumerate(files.values())]
+    assert np.array_equal(data.train.inputs.numpy(), np.concatenate(expected[:-1]))
+    assert np.array_equal(data.test.inputs.numpy(), expected[-1])
+    assert data.train.labels[:4].tolist() == ([0, 1, 3, 4] if train[0] == 2 else [0, 1, 2, 3])
 
 
 def write_idx(home: Path, packed: bool = False) -> None:
@@ -96,20 +98,20 @@ def write_idx(home: Path, packed: bool = False) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("name", "folder"),
-    [("mnist", "MNIST/raw"), ("mnist", "."), ("fashion-mnist", "FashionMNIST/raw"), ("fashion-mnist", "fashion-mnist")],
+    [
+        *(("mnist", "MNIST/raw"), ("mnist", "."), ("fashion-mnist", "FashionMNIST/raw")),
+        *(("fashion-mnist", "fashion-mnist"), ("fashion-mnist", "package of Debian")),
+    ],
 )
-def test_mnist_and_fashion_mnist_as_they_lie(tmp_path: Path, name: str, folder: str, packed: bool) -> None:
+def test_mnist_and_fashion_mnist_as_they_lie(
+    tmp_path: Path, name: str, folder: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(mnist.FOLDERS, "fashion-mnist", ("FashionMNIST", tmp_path / "package of Debian"))
     write_idx(tmp_path / folder, packed)
     data = load(name, root=tmp_path)
     assert (data.train.inputs.shape, data.train.inputs.dtype) == ((6, 1, 28, 28), torch.uint8)
     assert np.array_equal(data.test.inputs[:, 0].numpy(), pixels(4, 28, 28, seed=4))
     assert data.train.labels.tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_the_folder_of_debians_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(mnist.FOLDERS, "fashion-mnist", ("FashionMNIST", tmp_path / "debian"))
-    write_idx(tmp_path / "debian", packed=True)
-    assert len(load("fashion-mnist", root=tmp_path).train) == 6
 
 
 def test_fashion_mnist_in_four_domains(tmp_path: Path) -> None:
@@ -128,6 +130,7 @@ def test_fashion_mnist_in_four_domains(tmp_path: Path) -> None:
         assert np.array_equal(real.numpy(), pixels(count, 28, 28, seed=count)[::4, None].repeat(3, axis=1))
 
 
+CANNOT = r"^\S*train-images-idx3-ubyte.gz cannot be read: "
 BROKEN: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "cut": ("train-images-idx3-ubyte", lambda content: content[:-1], "is not a whole IDX file of bytes with 3 dim"),
     "no header": ("t10k-labels-idx1-ubyte", lambda _: b"", "is not a whole IDX file of bytes with 1 dimension$"),
@@ -136,23 +139,16 @@ BROKEN: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
         lambda content: content[:4] + struct.pack(">i", 5) + content[8:13],
         "the train split has 6 images and 5 labels",
     ),
+    "a cut archive": ("train-images-idx3-ubyte.gz", lambda content: content[:-9], CANNOT),
+    "no archive": ("train-images-idx3-ubyte.gz", lambda _: b"no archive", CANNOT),
 }
 
 
 @pytest.mark.parametrize(("file", "damage", "message"), BROKEN.values(), ids=BROKEN)
 def test_broken_files_of_mnist(tmp_path: Path, file: str, damage: Callable[[bytes], bytes], message: str) -> None:
-    write_idx(tmp_path)
+    write_idx(tmp_path, packed=file.endswith(".gz"))
     (tmp_path / file).write_bytes(damage((tmp_path / file).read_bytes()))
     with pytest.raises(ValueError, match=message):
-        load("mnist", root=tmp_path)
-
-
-@pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda _: b"no archive"], ids=["cut", "other"])
-def test_a_broken_archive_of_mnist(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    write_idx(tmp_path, packed=True)
-    file = tmp_path / "train-images-idx3-ubyte.gz"
-    file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ValueError, match=r"^\S*train-images-idx3-ubyte.gz cannot be read: "):
         load("mnist", root=tmp_path)
 
 
@@ -180,11 +176,22 @@ def test_usps(tmp_path: Path) -> None:
     assert load("usps", root=tmp_path, image_size=28).image_size == 28
 
 
-NAMES = ["cifar10", "cifar100", "mnist", "fashion-mnist", "svhn", "usps"]
+ABSENT: dict[str, Exception] = {
+    **dict.fromkeys(("cifar10", "cifar100", "mnist"), urllib.error.URLError("no route")),
+    "fashion-mnist": IncompleteRead(b""),
+    "svhn": OSError(28, "full"),
+    "usps": EOFError(),
+}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_absent_data_are_one_line_that_names_the_folder(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ABSENT)
+def test_absent_data_are_one_line_that_names_the_folder(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ABSENT[name]
+
+    monkeypatch.setattr("urllib.request.urlopen", fail)
     with pytest.raises(FileNotFoundError) as error:
         load(name, root=tmp_path)
     message = str(error.value)
@@ -192,18 +199,6 @@ def test_absent_data_are_one_line_that_names_the_folder(tmp_path: Path, name: st
     assert ", and cannot be downloaded: " in message
     assert message.endswith(f"It is at {'; '.join(CATALOG[name].sources)}")
     assert "\n" not in message
-
-
-@pytest.mark.parametrize(
-    "failure", [urllib.error.URLError("no route"), IncompleteRead(b""), EOFError(), OSError(28, "full")]
-)
-def test_a_download_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise failure
-
-    monkeypatch.setattr("urllib.request.urlopen", fail)
-    with pytest.raises(FileNotFoundError, match=r"fashion-mnist is not in .* cannot be downloaded: .* dataset-fashion"):
-        load("fashion-mnist", root=tmp_path)
 
 
 def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,8 +218,7 @@ def test_the_folder_of_torchvisions_examples_is_found_unless_another_is_given(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("FEDBN_FLWR_DATA", raising=False)
     write_idx(tmp_path / "data" / "MNIST" / "raw")
-    files = {f"data_batch_{number}": 2 for number in range(1, 6)} | {"test_batch": 3}
-    write_cifar(tmp_path / "data", "cifar-10-batches-py", files, "labels", ("batches.meta", "label_names"))
+    write_cifar(tmp_path / "data" / "cifar-10-batches-py", CIFAR10, "labels", "batches.meta", "label_names")
     assert [len(load(name).train) for name in ("mnist", "cifar10")] == [6, 10]
     with pytest.raises(FileNotFoundError, match="mnist is not in"):
         load("mnist", root=tmp_path / "elsewhere")
@@ -323,22 +317,20 @@ def test_images_of_different_sizes_need_an_image_size(tmp_path: Path, fill: Call
     assert data.train.inputs[:, 1, 3, 3].tolist() == [10, 20, 30, 50]
 
 
-def test_a_folder_with_nothing_in_it(tmp_path: Path) -> None:
-    for spec in (f"folder:{tmp_path}", f"folder:{tmp_path / 'absent'}"):
-        with pytest.raises(ValueError, match="found neither train/CLASS/ nor DOMAIN/train/CLASS/ nor DOMAIN/CLASS"):
-            load(spec)
-    with pytest.raises(ValueError, match="folder: needs a path"):
-        load("folder:")
-
-
-def test_a_folder_without_test_images_or_with_a_strange_class(tmp_path: Path, fill: Callable[[str], None]) -> None:
-    paint(tmp_path / "only" / "train" / "cat" / "a.png", size=(4, 4), grey=1)
-    with pytest.raises(ValueError, match=r"no image in .*test"):
-        load(f"folder:{tmp_path / 'only'}")
-    fill("more")
-    paint(tmp_path / "more" / "test" / "bird" / "a.png", size=(4, 4), grey=1)
-    with pytest.raises(ValueError, match="has a class that no training folder has: bird"):
-        load(f"folder:{tmp_path / 'more'}")
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ((), "found neither train/CLASS/ nor DOMAIN/train/CLASS/ nor DOMAIN/CLASS"),
+        (("1.png",), "found neither train/CLASS/ nor DOMAIN/train/CLASS/ nor DOMAIN/CLASS"),
+        (("train/a/1.png",), "no image in .*test"),
+        (("train/a/1.png", "test/b/1.png"), "has a class that no training folder has: b"),
+    ],
+)
+def test_a_folder_that_lacks_images(tmp_path: Path, files: tuple[str, ...], message: str) -> None:
+    for file in files:
+        paint(tmp_path / "home" / file)
+    with pytest.raises(ValueError, match=message):
+        load(f"folder:{tmp_path / 'home'}")
 
 
 def test_images_are_those_that_torchvision_finds(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A split gives normalized batches, and data can be resized, measured and divided."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -49,15 +50,6 @@ def test_batch_on_a_gpu_equals_the_batch_on_the_cpu() -> None:
         assert labels.is_cuda
         torch.testing.assert_close(inputs.cpu(), expected[0])
         torch.testing.assert_close(labels.cpu(), expected[1])
-
-
-def test_memory_mapped_inputs(tmp_path_factory: pytest.TempPathFactory) -> None:
-    file = tmp_path_factory.mktemp("mapped") / "inputs.bin"
-    pixels = np.arange(5 * 12, dtype=np.uint8)
-    pixels.tofile(file)
-    mapped = torch.from_file(str(file), size=60, dtype=torch.uint8).view(5, 3, 2, 2)
-    batch, _ = Split(mapped, torch.zeros(5, dtype=torch.int64)).batch(torch.tensor([4]))
-    torch.testing.assert_close(batch.flatten() * 255, torch.arange(48.0, 60.0))
 
 
 def test_standardized_batches_have_mean_zero_and_deviation_one_per_channel() -> None:
@@ -133,26 +125,27 @@ def test_stratified_takes_every_stratum_its_share(strata: list[int], draw: st.Da
         assert abs(sum(strata[position] == stratum for position in chosen) - share) < 1 + 1e-9
 
 
-def test_malformed_splits_are_refused() -> None:
-    images, labels = torch.zeros(3, 1, 2, 2), torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="inputs must be N x C"):
-        Split(images[:, 0, 0, 0], labels)
-    with pytest.raises(ValueError, match="uint8, float32 or"):
-        Split(images.double(), labels)
-    with pytest.raises(ValueError, match="labels must be one int64 for each of 3"):
-        Split(images, labels[:2])
-    with pytest.raises(ValueError, match="domains must be one int64"):
-        Split(images, labels, labels.float())
+IMAGES, LABELS = torch.zeros(3, 1, 2, 2), torch.zeros(3, dtype=torch.int64)
+MISTAKES: dict[str, Callable[[], object]] = {
+    "inputs must be N x C": lambda: Split(IMAGES[:, 0, 0, 0], LABELS),
+    "uint8, float32 or": lambda: Split(IMAGES.double(), LABELS),
+    "labels must be one int64 for each of 3": lambda: Split(IMAGES, LABELS[:2]),
+    "domains must be one int64": lambda: Split(IMAGES, LABELS, LABELS.float()),
+    "bad: labels must be from 0 to 2, not 0 to 3": lambda: bad(3, "first", "second"),
+    "bad: domains must be from 0 to 0": lambda: bad(4, "first"),
+    "go together": lambda: bad(4),
+}
 
 
-def test_labels_and_domains_out_of_range_are_refused() -> None:
+def bad(classes: int, *domains: str) -> Data:
     split = make_data().train
-    with pytest.raises(ValueError, match="bad: labels must be from 0 to 2, not 0 to 3"):
-        Data("bad", split, split, 3, ("first", "second"))
-    with pytest.raises(ValueError, match="bad: domains must be from 0 to 0"):
-        Data("bad", split, split, 4, ("first",))
-    with pytest.raises(ValueError, match="go together"):
-        Data("bad", split, split, 4)
+    return Data("bad", split, split, classes, domains)
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_malformed_data_are_refused(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MISTAKES[message]()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
