@@ -19,7 +19,7 @@ from tests.helpers.processes import kill_processes, wait_for_end
 torch.set_num_threads(1)
 
 #: modules that processes need which tests start, and whose import takes seconds
-NEEDED = ["benchmarks.engines", "tests.helpers.process_per_message"]
+NEEDED = ["benchmarks.engines", "tests.helpers.concurrent_nodes"]
 
 
 def _preload(modules: Sequence[str], before: Callable[[list[str]], None]) -> None:

@@ -54,8 +54,7 @@ COMMANDS: list[tuple[str, str, str]] = [
     ("run", "--engine ray --state-dir x", "state-dir 'x' only works with the engines 'stacked' and 'inprocess'"),
     ("run", "--method fedavg --freeze-round 0.3", "freeze-round is an option of fixbn, centralized; fedavg would"),
     # a normalizer in place of BN's layers must take all of them over
-    ("run", f"--method fedavg+gn --model {HERE}:warm", "is a WarmBatchNorm with temperature, which GroupNorm would"),
-    ("run", f"--method fedavg+gn --model {HERE}:counting", "is a CountingBatchNorm with scale, which GroupNorm would"),
+    ("run", f"--method fedavg+gn --model {HERE}:warm", "is a WarmBatchNorm with temperature, scale, which Group"),
     ("run", f"--method fedtan --model {HERE}:warm", "'1' is a WarmBatchNorm, which computes something else than BN"),
     *(
         ("run", f"--method {method}", f"method '{method}' would be another one: the model has no BN")

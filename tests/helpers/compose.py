@@ -81,13 +81,5 @@ def _service(name: str, raw: Mapping[str, Any]) -> Service:
 
 def image_environment() -> dict[str, str]:
     """Return the variables that the Dockerfile sets."""
-    lines = [text for instruction, text in read_dockerfile() if instruction == "ENV"]
-    return dict(word.split("=", 1) for line in lines for word in shlex.split(line))
-
-
-def read_dockerfile() -> list[tuple[str, str]]:
-    """Return the Dockerfile's instructions, each with its text."""
-    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
-    joined = "\n".join(lines).replace("\\\n", " ")
-    pairs = [line.partition(" ") for line in joined.splitlines() if line]
-    return [(instruction, text.strip()) for instruction, _, text in pairs]
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    return dict(word.split("=", 1) for line in re.findall("(?m)^ENV (.*)$", text) for word in shlex.split(line))

@@ -12,19 +12,46 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+import torch._dynamo  # an optimizer imports it, which takes seconds
 from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
+from torch import nn
 
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.server.ask_nodes import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.transports.message_client import STEPS
 from fedbn_flwr.transports.side_channel_client import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE
-from tests.helpers.process_per_message import make_client
+from tests.helpers.harness import CLASSES, Double, Federation
 
 #: is called in the process of a node before it answers, with the message
 Fault = Callable[[Message], None]
+
+
+def dropout_model() -> nn.Module:
+    """Return a model with two BN layers and two dropouts."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Double(
+            nn.Sequential(
+                nn.Flatten(),
+                nn.Linear(16, 8),
+                nn.BatchNorm1d(8),
+                nn.Dropout(0.5),
+                nn.ReLU(),
+                nn.Linear(8, 8, bias=False),
+                nn.BatchNorm1d(8),
+                nn.Dropout(0.5),
+                nn.Linear(8, CLASSES),
+            )
+        )
+
+
+def make_client(context: Context) -> BNClient:
+    """Return a client of the harness's federation with `dropout_model`."""
+    return Federation(dropout_model()).client(context)
 
 
 @dataclass
@@ -112,6 +139,7 @@ class ConcurrentNodes(InProcessGrid):
 def _work(connection: Connection, packed: bytes) -> None:
     """Answer one message in the new process."""
     torch.set_num_threads(1)
+    assert len(STEPS) == 0
     message, context, site = pickle.loads(packed)
     os.environ.pop(ADDRESS_VARIABLE, None)
     os.environ.update(site.environment)

@@ -18,7 +18,7 @@ from fedbn_flwr.simulation import StackedGrid, train_together
 from fedbn_flwr.simulation.in_process import Config, InProcessGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import BaseStrategy
-from tests.helpers.harness import Federation, make_model
+from tests.helpers.harness import Federation, distance, make_model
 
 #: the largest difference between engines in float64
 EXACT = 1e-10
@@ -57,23 +57,22 @@ class Watch:
 
     #: the number of clients of each stack that came to its end
     stacks: list[int] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)
-    #: the messages that a user sees who does not ask for more
-    warnings: list[str] = field(default_factory=list)
+    records: list[logging.LogRecord] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[str]:
+        """All that was logged."""
+        return [record.getMessage() for record in self.records]
+
+    @property
+    def warnings(self) -> list[str]:
+        """The messages that a user sees who does not ask for more."""
+        return [record.getMessage() for record in self.records if record.levelno >= logging.WARNING]
 
     @property
     def reasons(self) -> list[str]:
         """The reasons why clients were not stacked, from the log."""
         return [text.removeprefix(APART) for text in self.messages if text.startswith(APART)]
-
-
-class _Keeper(logging.Handler):
-    def __init__(self, messages: list[str], level: int) -> None:
-        super().__init__(level)
-        self._messages = messages
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._messages.append(record.getMessage())
 
 
 @contextmanager
@@ -87,9 +86,9 @@ def watching() -> Iterator[Watch]:
         return replies
 
     logger = logging.getLogger("flwr")
-    keepers = _Keeper(watch.messages, logging.NOTSET), _Keeper(watch.warnings, logging.WARNING)
-    for keeper in keepers:
-        logger.addHandler(keeper)
+    keeper = logging.Handler()
+    keeper.emit = watch.records.append  # type: ignore[assignment, method-assign]
+    logger.addHandler(keeper)
     level = logger.level
     # the console command may have been run in this process before, and have turned the level up
     logger.setLevel(logging.INFO)
@@ -97,8 +96,7 @@ def watching() -> Iterator[Watch]:
         with mock.patch.object(engine, "train_together", spy):
             yield watch
     finally:
-        for keeper in keepers:
-            logger.removeHandler(keeper)
+        logger.removeHandler(keeper)
         logger.setLevel(level)
 
 
@@ -167,19 +165,7 @@ def difference(one: Side, other: Side) -> float:
     for kept, kept_too in memories:
         assert kept.keys() == kept_too.keys()
         pairs += [(kept[name], kept_too[name]) for name in kept]
-    return max(_largest(*pair) for pair in pairs)
-
-
-def _largest(one: State, other: State) -> float:
-    assert one.keys() == other.keys()
-    found = 0.0
-    for name, value in one.items():
-        assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
-        value, too = value.double(), other[name].double()
-        assert torch.equal(value.isnan(), too.isnan()), name
-        gap = ((value - too).abs() / value.abs().clamp(min=1)).nan_to_num()
-        found = max(found, float(gap.max()) if gap.numel() else 0.0)
-    return found
+    return max(distance(*pair) for pair in pairs)
 
 
 def assert_stacked(side: Side, clients: int) -> None:

@@ -58,14 +58,20 @@ class Faulty(InProcessGrid):
         messages = list(messages)
         ids = list(super().push_messages(messages))
         for message_id, message in zip(ids, messages, strict=True):
-            if message.metadata.message_type == self.message_type and self.spoils(message):
-                answer = type(self).fault(self._replies.pop(message_id))
+            if self.is_spoiled(message):
+                answer = self.spoiled(message, self._replies.pop(message_id))
                 if answer is not None:
                     self._replies[message_id] = answer
         return ids
 
-    def spoils(self, message: Message) -> bool:
+    def spoiled(self, message: Message, reply: Message) -> Message | None:
+        """Return what the node sends in the place of its reply."""
+        return type(self).fault(reply)
+
+    def is_spoiled(self, message: Message) -> bool:
         """Return whether the reply to this message has the fault."""
+        if message.metadata.message_type != self.message_type:
+            return False
         turn, instruction = StepPosition.of(message.content), message.content.config_records[wire.CONFIG]
         if turn.phase == "abandon" or instruction["server-round"] not in tuple(self.rounds):
             return False
@@ -79,9 +85,9 @@ class Faulty(InProcessGrid):
 class FaultyReply(Faulty):
     """A grid in which one node's reply to every message of a type has a fault."""
 
-    def spoils(self, message: Message) -> bool:
-        """Return whether the message goes to the node."""
-        return message.metadata.dst_node_id == self.node
+    def is_spoiled(self, message: Message) -> bool:
+        """Return whether the message is of the type, and goes to the node."""
+        return (message.metadata.dst_node_id, message.metadata.message_type) == (self.node, self.message_type)
 
 
 class Without(InProcessGrid):

@@ -210,7 +210,11 @@ def assert_all_differ(states: Iterable[state.State], by: float) -> None:
 def distance(one: state.State, other: state.State) -> float:
     """Return the largest difference between two states, relative to the larger of 1 and the value."""
     assert one.keys() == other.keys()
-    return max(
-        float(((one[name].double() - other[name].double()).abs() / one[name].double().abs().clamp(min=1)).max())
-        for name in one
-    )
+    largest = 0.0
+    for name, value in one.items():
+        assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
+        value, too = value.double(), other[name].double()
+        assert torch.equal(value.isnan(), too.isnan()), name
+        gap = ((value - too).abs() / value.abs().clamp(min=1)).nan_to_num()
+        largest = max(largest, float(gap.max()) if gap.numel() else 0.0)
+    return largest

@@ -1,6 +1,6 @@
 """What a bad node may send: every kind of nonsense as a change of its reply, and a grid in which one node sends it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
@@ -10,14 +10,13 @@ from flwr.common.constant import ErrorCode, SType
 
 from fedbn_flwr import wire
 from fedbn_flwr.server.ask_nodes import identify
-from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.transports.message_records import LACKS_ARRAYS, OVER, UNREACHABLE
 from fedbn_flwr.wire import masked
+from tests.helpers.faults import FAULTY, Faulty
 
+BAD = FAULTY
 #: changes the content of a reply, in place
 Change = Callable[[RecordDict], object]
-#: the node with partition 1
-BAD = 1001
 
 
 def npy(descr: object, shape: object, numbers: bytes = b"", version: int = 1) -> Array:
@@ -261,24 +260,16 @@ DESCRIPTIONS: dict[str, Change] = {
 }
 
 
-class BadNode(InProcessGrid):
+class BadNode(Faulty):
     """A grid in which one node's replies to messages of some kinds are nonsense."""
 
     change: Change = staticmethod(lambda content: None)
     describes: bool = False
 
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Deliver, and spoil the replies of the node."""
-        messages = list(messages)
-        ids = list(super().push_messages(messages))
-        for message_id, message in zip(ids, messages, strict=True):
-            if message.metadata.dst_node_id == BAD and self.is_spoiled(message):
-                self._replies[message_id] = self.spoiled(message, self._replies[message_id])
-        return ids
-
     def is_spoiled(self, message: Message) -> bool:
         """Return whether the node answers a message with nonsense."""
-        return (message.metadata.message_type == wire.DESCRIBE) == self.describes
+        is_description = message.metadata.message_type == wire.DESCRIBE
+        return message.metadata.dst_node_id == BAD and is_description == self.describes
 
     def spoiled(self, message: Message, reply: Message) -> Message:
         """Return nonsense in the place of a reply."""

@@ -24,39 +24,22 @@ def perceptron(num_classes: int, in_channels: int) -> nn.Module:
 
 
 class WarmBatchNorm(nn.BatchNorm2d):
-    """BN with a temperature that is learned."""
+    """BN with a temperature that is learned, and a scale that is not."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
         self.temperature = nn.Parameter(torch.ones(1))
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(1))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize, and multiply by the temperature."""
-        return super().forward(input) * self.temperature
+        """Normalize, and multiply by both."""
+        return super().forward(input) * self.temperature * self.scale
 
 
 def warm(num_classes: int, in_channels: int) -> nn.Module:
     """Return a network with a BN layer of a kind of its own."""
     layers = nn.Conv2d(in_channels, 8, 3), WarmBatchNorm(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    return nn.Sequential(*layers, nn.Linear(8, num_classes))
-
-
-class CountingBatchNorm(nn.BatchNorm2d):
-    """BN with a buffer that its forward uses."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels)
-        self.scale: Tensor
-        self.register_buffer("scale", torch.ones(1))
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize, and multiply by the buffer."""
-        return super().forward(input) * self.scale
-
-
-def counting(num_classes: int, in_channels: int) -> nn.Module:
-    """Return a network with a BN layer that has a buffer of its own."""
-    layers = nn.Conv2d(in_channels, 8, 3), CountingBatchNorm(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
     return nn.Sequential(*layers, nn.Linear(8, num_classes))
 
 

@@ -317,7 +317,8 @@ class MaskedBadNode(BadNode):
     def is_spoiled(self, message: Message) -> bool:
         """Return whether the node answers a message with nonsense."""
         config: Any = message.content.config_records.get(wire.CONFIG, {})
-        return place_of(message) == self.place and config.get("server-round", 0) >= self.since
+        is_it = message.metadata.dst_node_id == BAD and place_of(message) == self.place
+        return is_it and config.get("server-round", 0) >= self.since
 
     def spoiled(self, message: Message, reply: Message) -> Message:
         """Return nonsense in the place of a reply."""

@@ -114,10 +114,10 @@ def test_with_too_few_replies_the_run_says_so(
 
 def test_a_round_with_too_few_replies_leaves_the_model_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
     class UselessLater(UselessModel):
-        def spoils(self, message: Message) -> bool:
+        def is_spoiled(self, message: Message) -> bool:
             """Return whether the message goes to the node after round 1."""
             instruction = message.content.config_records[wire.CONFIG]
-            return super().spoils(message) and instruction["server-round"] != 1
+            return super().is_spoiled(message) and instruction["server-round"] != 1
 
     nodes = Federation(make_model(), SIZES, grid=UselessLater)
     with caplog.at_level(logging.WARNING):

@@ -18,8 +18,8 @@ from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.transports import message_client as suspended
 from fedbn_flwr.transports import message_records as layerwise_wire
 from fedbn_flwr.transports.message_records import StepPosition
+from tests.helpers.concurrent_nodes import ConcurrentNodes, dropout_model, make_client
 from tests.helpers.harness import SIZES, Federation
-from tests.helpers.process_per_message import NewProcesses, dropout_model, make_client
 
 CASES: dict[str, Callable[..., FedAvg]] = {
     "fused": FedTAN,
@@ -108,8 +108,9 @@ def test_of_nodes_that_take_turns_as_many_hold_their_step_as_there_is_room_for(m
 
 
 def test_every_message_in_a_process_of_its_own() -> None:
-    held, replayed = (Nodes(kind).train(FedTAN(), 1)[0] for kind in (InProcessGrid, NewProcesses))
-    assert same(held, replayed)
+    apart = Nodes()
+    apart.grid = ConcurrentNodes(len(SIZES))
+    assert same(Nodes().train(FedTAN(), 1)[0], apart.train(FedTAN(), 1)[0])
 
 
 @pytest.mark.parametrize("case", ["fused", "momentum of the server"])

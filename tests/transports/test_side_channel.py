@@ -31,11 +31,10 @@ from fedbn_flwr.transports.message_records import REQUEST, SIDE_CHANNEL, StepPos
 from fedbn_flwr.transports.side_channel_client import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE, Stream
 from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
 from tests.helpers.checkout import ROOT
-from tests.helpers.concurrent_nodes import ConcurrentNodes, Site
+from tests.helpers.concurrent_nodes import ConcurrentNodes, Site, dropout_model, make_client
 from tests.helpers.faults import FAULTY
 from tests.helpers.harness import SIZES, Federation
 from tests.helpers.ports import free_ports
-from tests.helpers.process_per_message import dropout_model, make_client
 
 #: the most exchanges, the fewest, and what nodes keep
 CASES: dict[str, Callable[..., FedAvg]] = {

@@ -16,7 +16,7 @@ from fedbn_flwr.transports.side_channel_grid import (
     SideChannelGrid,
     SideChannelOptions,
 )
-from tests.helpers.process_per_message import make_client
+from tests.helpers.concurrent_nodes import make_client
 
 VARIABLES = (PORT_VARIABLE, ADDRESS_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE)
 
