@@ -59,20 +59,21 @@ class BNClient:
         self.memory = Memory(RecordDict() if memory is None else memory)
         self.task = replace(task, loss=loss_function) if loss_function else task
         self.loss_function, self.make_optimizer = self.task.loss, make_optimizer
-        #: set where a layer-wise step goes by messages: exchanges statistics with the other clients, and seeds dropout
-        self.exchange: Exchange | None = None
 
     # ---- the messages ----------------------------------------------------------------------------------------------
 
-    def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
-        """Train for one round, and reply with what the instruction shares."""
+    def train(self, received: Mapping[str, State], instruction: Instruction, exchange: Exchange | None = None) -> Reply:
+        """Train for one round, and reply with what the instruction shares.
+
+        In a layer-wise step by messages, `exchange` reaches the other clients, and who takes the step seeds dropout.
+        """
         self._load(received[wire.ARRAYS], instruction)
         local = state.group_keys(self.model, instruction.keep_local)
         with training.frozen(self.model, instruction), products(instruction):
             optimizer = self.make_optimizer(self.model, instruction)
             session = Session(self.model, optimizer, instruction, received, self.memory, local)
-            with nullcontext() if self.exchange else OwnRandomness(self.step_seed(instruction)).drawing():
-                loss = self._learn(session)
+            with nullcontext() if exchange else OwnRandomness(self.step_seed(instruction)).drawing():
+                loss = self._learn(session, exchange)
         if local:
             self.memory.store(wire.PERSONAL, state.snapshot(self.model, local))
         shared = state.snapshot_without(self.model, (instruction.keep_local, instruction.omit))
@@ -143,14 +144,14 @@ class BNClient:
         personal = self.memory.personal(local)
         state.load(self.model, {**received, **personal} if personal else received)
 
-    def _learn(self, session: Session) -> float:
+    def _learn(self, session: Session, exchange: Exchange | None) -> float:
         self.model.train()
         planned = self.plan(session.instruction)
         session.steps = len(planned)
         rules = rules_for(session.instruction)
         for rule in rules:
             rule.begin(session)
-        exchange = self.exchange or training.carried_exchange(session.received, session.instruction)
+        exchange = exchange or training.carried_exchange(session.received, session.instruction)
 
         def loss_of(batch: training.Batch) -> tuple[Tensor, int]:
             inputs, targets = batch

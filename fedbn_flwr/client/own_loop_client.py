@@ -40,13 +40,12 @@ class OwnLoopClient:
         self._num_examples, self._loss_key = num_examples, loss_key
         self.memory = Memory(context.state)
         self.partition_id = int(context.node_config.get("partition-id", context.node_id))
-        self.exchange: Exchange | None = None
         self._loop: OwnLoop | None = None
 
-    def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
-        """Let the handler train for one round, and reply with what the instruction shares."""
-        drawing = nullcontext() if self.exchange else OwnRandomness(self.step_seed(instruction)).drawing()
-        loop = OwnLoop(self.model, instruction, received, self.memory, self.exchange)
+    def train(self, received: Mapping[str, State], instruction: Instruction, exchange: Exchange | None = None) -> Reply:
+        """Let the handler train for one round, as `BNClient.train` does."""
+        drawing = nullcontext() if exchange else OwnRandomness(self.step_seed(instruction)).drawing()
+        loop = OwnLoop(self.model, instruction, received, self.memory, exchange)
         with drawing, loop as self._loop:
             content = self._handler(self._seen(received, instruction), self._context).content
         # in a layer-wise step the handler has the context of the first message, and the last one's is kept

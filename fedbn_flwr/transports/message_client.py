@@ -111,8 +111,8 @@ def _train(
     client: LayerwiseClient, received: Mapping[str, State], instruction: Instruction, exchange: Exchange
 ) -> Reply:
     """Let a client train on a copy of its model: the steps of several clients alternate, and these may share one."""
-    shared, client.model, client.exchange = client.model, _REPLICAS.take(client.model), exchange
-    reply = client.train(received, instruction)
+    shared, client.model = client.model, _REPLICAS.take(client.model)
+    reply = client.train(received, instruction, exchange)
     _REPLICAS.give_back(shared, client.model)
     return reply
 

@@ -8,6 +8,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, Message
 
 from fedbn_flwr.client import BNClient, Reply
+from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.state import State
@@ -42,10 +43,10 @@ class Careless(BNClient):
 
     sent: ClassVar[State] = {}
 
-    def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+    def train(self, received: Mapping[str, State], instruction: Instruction, exchange: Exchange | None = None) -> Reply:
         for value in Careless.sent.values():
             value.fill_(99)
-        reply = super().train(received, instruction)
+        reply = super().train(received, instruction, exchange)
         for group in received.values():
             for value in group.values():
                 value.fill_(99)

@@ -8,6 +8,7 @@ from flwr.app import Message, RecordDict
 
 from fedbn_flwr import wire
 from fedbn_flwr.client import BNClient, Reply
+from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.simulation.in_process import OneByOneGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import REGISTRY, FedAvg
@@ -31,8 +32,8 @@ def test_results_have_the_same_bits(name: str) -> None:
 class Unspeakable(BNClient):
     """Stores something, and says what no message can hold."""
 
-    def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
-        reply = super().train(received, instruction)
+    def train(self, received: Mapping[str, State], instruction: Instruction, exchange: Exchange | None = None) -> Reply:
+        reply = super().train(received, instruction, exchange)
         self.memory.store("stored", {"value": torch.ones(1)})
         reply.metrics["unspeakable"] = object()  # type: ignore[assignment]
         return reply
@@ -48,10 +49,10 @@ def test_a_reply_that_cannot_be_packed_is_an_error_of_its_node(caplog: pytest.Lo
 class Remembering(BNClient):
     """Counts how often it trained."""
 
-    def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+    def train(self, received: Mapping[str, State], instruction: Instruction, exchange: Exchange | None = None) -> Reply:
         count = self.memory.recall("count").get("count", torch.zeros(1)) + 1
         self.memory.store("count", {"count": count})
-        reply = super().train(received, instruction)
+        reply = super().train(received, instruction, exchange)
         reply.metrics["count"] = float(count)
         return reply
 

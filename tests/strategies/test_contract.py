@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import BNClient, Reply
+from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import MTFL, REGISTRY, BaseStrategy, Centralized, FedAvg, FedBN, FedTAN, FixBN, SiloBN
@@ -144,7 +145,7 @@ def test_nothing_that_stays_leaves_a_node(name: str) -> None:
 class Failing(BNClient):
     """Raises whenever it should train."""
 
-    def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+    def train(self, received: Mapping[str, State], instruction: Instruction, exchange: Exchange | None = None) -> Reply:
         raise RuntimeError("out of luck")
 
 
@@ -179,8 +180,10 @@ Records = dict[str, dict[str, Tensor]]
 
 def lying(change: Callable[[Records], object]) -> type[BNClient]:
     class Lying(BNClient):
-        def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
-            reply = super().train(received, instruction)
+        def train(
+            self, received: Mapping[str, State], instruction: Instruction, exchange: Exchange | None = None
+        ) -> Reply:
+            reply = super().train(received, instruction, exchange)
             records = {group: dict(values) for group, values in reply.records.items()}
             change(records)
             return replace(reply, records=dict[str, State](records))
@@ -220,13 +223,13 @@ def test_a_bad_reply_is_refused_by_name(case: str, caplog: pytest.LogCaptureFixt
 class Deaf(BNClient):
     """Trains, but knows no instruction that changes the method."""
 
-    def train(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
+    def train(self, received: Mapping[str, State], instruction: Instruction, exchange: Exchange | None = None) -> Reply:
         plain = {
             key: value
             for key, value in vars(instruction).items()
             if key != "rule_keys" and wire.wire_key(key) not in instruction.binding_keys()
         }
-        return super().train(received, Instruction(**plain))
+        return super().train(received, Instruction(**plain), exchange)
 
 
 BINDING = (

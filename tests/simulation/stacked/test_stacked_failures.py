@@ -11,6 +11,7 @@ from torch import nn
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply
+from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.simulation import train_together
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state.records import flat_of
@@ -97,8 +98,10 @@ def test_numbers_that_are_none_stay_with_their_client() -> None:
 class Weaker(BNClient):
     """Trains with half of the learning rate."""
 
-    def train(self, received: Mapping[str, state.State], instruction: wire.Instruction) -> Reply:
-        return super().train(received, replace(instruction, lr=instruction.lr / 2))
+    def train(
+        self, received: Mapping[str, state.State], instruction: wire.Instruction, exchange: Exchange | None = None
+    ) -> Reply:
+        return super().train(received, replace(instruction, lr=instruction.lr / 2), exchange)
 
 
 OWN_WAYS: dict[str, Callable[[BNClient, int], BNClient]] = {
