@@ -83,7 +83,7 @@ class Layerwise(FedAvg):
             replay_limit=self.replay_limit,
         )
 
-    def exchanges(self, instruction: Instruction) -> bool:
+    def waits_for_others(self, instruction: Instruction) -> bool:
         """Return whether clients wait for each other in this round."""
         return instruction.layerwise != "none"
 
@@ -93,7 +93,7 @@ class Layerwise(FedAvg):
         """Send the model, and take all nodes through their local steps; return no messages."""
         self._final = []
         messages = super().configure_train(server_round, arrays, config, grid)
-        if not messages or not self.exchanges(self.instruction):
+        if not messages or not self.waits_for_others(self.instruction):
             return messages
         contents = {message.metadata.dst_node_id: message.content for message in messages}
         self._final = self._train(grid, contents)
@@ -101,11 +101,11 @@ class Layerwise(FedAvg):
 
     def collect(self, replies: Iterable[Message]) -> Iterable[Message]:
         """Return what nodes sent at the end of the step."""
-        return super().collect(self._final if self.exchanges(self.instruction) else replies)
+        return super().collect(self._final if self.waits_for_others(self.instruction) else replies)
 
     def update(self, pooled: Pooled) -> Arrays:
         """Update; also compare the nodes' weights with those in the step."""
-        if self.exchanges(self.instruction):
+        if self.waits_for_others(self.instruction):
             self._compare_weights(self.train_replies)
         return super().update(pooled)
 

@@ -119,9 +119,9 @@ class FedTAN(Layerwise):
             raise ValueError(f"carried corrections are always fused: exchange={exchange!r} goes without them")
         self.mode = self.modes["carried" if self.carry else exchange]
 
-    def exchanges(self, instruction: Instruction) -> bool:
+    def waits_for_others(self, instruction: Instruction) -> bool:
         """Return whether clients wait for each other in this round."""
-        return super().exchanges(instruction) and instruction.layerwise not in wire.CARRIED_MODES
+        return super().waits_for_others(instruction) and instruction.layerwise not in wire.CARRIED_MODES
 
     def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
         """Add the node's corrections, if there are some."""

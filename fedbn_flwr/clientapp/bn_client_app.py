@@ -25,7 +25,7 @@ from fedbn_flwr.secure.fixed_point import NotEncodableError
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.transports.message_client import handle_layerwise_message
 from fedbn_flwr.transports.message_records import SIDE_CHANNEL
-from fedbn_flwr.transports.side_channel_client import take_step_by_channel
+from fedbn_flwr.transports.side_channel_client import answer_by_channel
 from fedbn_flwr.wire import Instruction, masked
 from fedbn_flwr.wire.packed import PACKED, with_content
 from fedbn_flwr.wire.packed import pack as pack_arrays
@@ -62,7 +62,7 @@ class NodeApp(ClientApp):
 
     def _answer(self, message: Message, context: Context) -> Message:
         if message.metadata.message_type == wire.LAYERWISE and SIDE_CHANNEL in message.content:
-            return take_step_by_channel(message, context, self._answer_message)
+            return answer_by_channel(message, context, self._answer_message)
         return self._answer_message(message, context)
 
     def _answer_message(self, message: Message, context: Context) -> Message:

@@ -63,7 +63,7 @@ class ClientApp(NodeApp):
         def decorate(handler: Handler) -> Handler:
             if action != "default":
                 return register(handler)
-            NodeApp.train(self, "layerwise", mods=mods)(partial(self._take_step, handler))
+            NodeApp.train(self, "layerwise", mods=mods)(partial(self._train_in_step, handler))
             register(partial(self._act, OwnLoopClient.train, handler))
             return handler
 
@@ -87,7 +87,7 @@ class ClientApp(NodeApp):
         client = self._client(handler, message, context)
         return answer(client, partial(act, client), message, flowers=False)
 
-    def _take_step(self, handler: Handler, message: Message, context: Context) -> Message:
+    def _train_in_step(self, handler: Handler, message: Message, context: Context) -> Message:
         make_client = partial(self._client, handler, message)
         return pack(handle_layerwise_message(message.content, context, make_client), message)
 

@@ -24,7 +24,7 @@ def gradients(
     batches: Sequence[Batch],
     weights: Sequence[float],
     loss_fn: LossFunction,
-    exchange: Mode = "fused",
+    mode: Mode = "fused",
     *,
     seed: int = 0,
     observe: Observer | None = None,
@@ -32,7 +32,7 @@ def gradients(
     """Return each client's gradients by parameter name; their weighted mean is FedTAN's gradient.
 
     Wang et al., "Why Batch Normalization Damage Federated Learning on Non-IID Data?", algorithm 1, one
-    iteration with E = 1. `exchange` is "paper" (three exchanges a layer), "fused" (two, and the same numbers)
+    iteration with E = 1. `mode` is "paper" (three exchanges a layer), "fused" (two, and the same numbers)
     or "forward" (one: in the backward pass, each client's own gradients; "forward-paper" takes two). One client,
     or clients with equal data, are plain BN.
 
@@ -41,8 +41,7 @@ def gradients(
     """
     shares, replicas = normalized(weights), [replica(model) for _ in batches]
     steps = [
-        partial(client_gradients, other, batch, loss_fn, exchange)
-        for other, batch in zip(replicas, batches, strict=True)
+        partial(client_gradients, other, batch, loss_fn, mode) for other, batch in zip(replicas, batches, strict=True)
     ]
     results = lockstep(steps, shares, [derive(seed, "client", client) for client in range(len(steps))], observe)
     state, moved = model.state_dict(), [other.state_dict() for other in replicas]

@@ -38,7 +38,7 @@ def shared_statistics(
     takes the inputs, weight, bias and eps of a layer, and its `Use`, through `SharedBatchNorm`.
     """
     if mode not in get_args(Mode):
-        raise ValueError(f"unknown exchange {mode!r}; known: {', '.join(get_args(Mode))}")
+        raise ValueError(f"unknown mode {mode!r}; known: {', '.join(get_args(Mode))}")
     stand_ins = [
         _SharedForward(layer, layer.forward, Use(name, exchange, mode, final), apply)
         for name, layer in check_layers(model).items()

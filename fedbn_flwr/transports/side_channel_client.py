@@ -40,7 +40,7 @@ class AttemptOverError(RuntimeError):
     """The server has ended the attempt: another node failed."""
 
 
-def take_step_by_channel(message: Message, context: Context, answer: Callable[[Message, Context], Message]) -> Message:
+def answer_by_channel(message: Message, context: Context, answer: Callable[[Message, Context], Message]) -> Message:
     """Answer the message that begins a layer-wise step, and over a side channel all others, as if they were messages.
 
     The reply is the one that ends the step. Without a channel, or if the attempt is over, the reply says so.

@@ -48,7 +48,7 @@ def test_errors_and_deviations_are_those_against_the_slow_reference() -> None:
     actual = diagnose(small_network(), [DRAW], WEIGHTS).actual
     whole = weighted_gradients(small_network(), DRAW, WEIGHTS)
     exact = gradients(small_network(), DRAW, WEIGHTS, F.cross_entropy)
-    forward = gradients(small_network(), DRAW, WEIGHTS, F.cross_entropy, exchange="forward")
+    forward = gradients(small_network(), DRAW, WEIGHTS, F.cross_entropy, mode="forward")
     local = [gradients(small_network(), [batch], [1.0], F.cross_entropy)[0] for batch in DRAW]
     assert actual.errors["both"] < 1e-10
     assert actual.errors["nothing"] == pytest.approx(relative_error(mean_gradient(local, WEIGHTS), whole))

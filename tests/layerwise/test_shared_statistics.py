@@ -146,7 +146,7 @@ def test_what_stood_in_for_forward_before_does_so_again() -> None:
 
 
 def test_an_unknown_exchange_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown exchange 'fussed'; known: paper, fused, forward"):
+    with pytest.raises(ValueError, match="unknown mode 'fussed'; known: paper, fused, forward"):
         gradients(small_network(), heterogeneous_batches([3], (1, 4, 4)), [1], F.cross_entropy, "fussed")  # type: ignore[arg-type]
 
 

@@ -56,10 +56,10 @@ def by_hand(weights: tuple[float, ...], **options: Any) -> state.State:
 
 HAND: dict[str, tuple[Callable[[], FedAvg], tuple[float, ...], dict[str, Any]]] = {
     "fused": (FedTAN, SIZES, {}),
-    "paper": (lambda: FedTAN(exchange="paper"), SIZES, {"exchange": "paper"}),
+    "paper": (lambda: FedTAN(exchange="paper"), SIZES, {"mode": "paper"}),
     "uniform": (lambda: FedTAN(weighting="uniform"), (1, 1, 1, 1), {}),
-    "forward": (FedDNA, SIZES, {"exchange": "forward"}),
-    "forward, one after the other": (lambda: FedDNA(exchange="paper"), SIZES, {"exchange": "forward"}),
+    "forward": (FedDNA, SIZES, {"mode": "forward"}),
+    "forward, one after the other": (lambda: FedDNA(exchange="paper"), SIZES, {"mode": "forward"}),
 }
 
 

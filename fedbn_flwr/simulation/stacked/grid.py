@@ -168,9 +168,9 @@ class StackedGrid(InProcessGrid):
         if len(messages) > WAITING_PER_TRAINING * self._stacks.count_fitting(stacks[0][0]):
             self._stacks.log_once(f"a layer-wise step of all {len(messages)} takes more memory than there is")
             return None
-        return StackedTransport(stacks, self._take_step, self._close_step)
+        return StackedTransport(stacks, self._train_in_step, self._close_step)
 
-    def _take_step(self, stack: Sequence[Job], exchange: Exchange) -> list[Message]:
+    def _train_in_step(self, stack: Sequence[Job], exchange: Exchange) -> list[Message]:
         """Train a stack, on a copy of the model."""
         model = stack[0].client.model
         structure = self._structures.take(model)
