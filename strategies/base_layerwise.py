@@ -172,7 +172,7 @@ class Layerwise(FedAvg):
         return []
 
     def _take_on_grid(self, grid: LayerwiseGrid, contents: Contents, attempt: int) -> list[Message] | None:
-        """Take an attempt without messages for exchanges; None if the grid cannot do it."""
+        """Take an attempt without messages for exchanges; None if the grid, or one behind it, cannot do it."""
         position = StepPosition("exchange", attempt).pack()
         self._sent = [
             Message(RecordDict({**content, **position}), node, wire.LAYERWISE) for node, content in contents.items()

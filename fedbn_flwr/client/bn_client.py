@@ -196,7 +196,7 @@ class BNClient:
     def _first_shared(
         self, planned: Iterator[training.Batch], session: Session, exchange: Exchange | None
     ) -> Iterator[training.Batch]:
-        """Yield the batches; while the first one is trained on, BN uses the statistics of all clients."""
+        """Yield the batches; BN uses all clients' statistics until the second is asked for, after the first step."""
         if exchange is None:
             raise ValueError(f"a layer-wise step needs messages of the kind {wire.LAYERWISE!r}")
         with shared_statistics(self.model, exchange, training.layerwise_mode(session.instruction)):

@@ -58,7 +58,9 @@ def run(
 ) -> Summary:
     """Run one experiment on a grid and write its results into a folder.
 
-    With `resume` the folder holds a run of this experiment, which goes on after its last checkpoint.
+    With `resume` the folder holds a run of this experiment, which goes on after its last checkpoint. Before the grid of
+    nodes may stand others, outermost first: SecureGrid (put there by `start`), CountingGrid (always), LyingGrid,
+    SitesGrid, and in a deployment SideChannelGrid and PackingGrid (always, by `serve`).
     """
     check(experiment)
     nodes = count_nodes(grid, experiment.config)

@@ -66,7 +66,8 @@ class SideChannelGrid(PassingGrid):
     The message that begins an attempt at a layer-wise step goes by Flower, and tells the node where the side channel
     is. All other messages of the attempt go over the side channel, until the reply that ends the step, which comes by
     Flower. If no node reaches the side channel, or the port cannot be had, all messages go by Flower, and the log says
-    once why. A node whose stream fails has an error as its reply.
+    once why. A node whose stream fails has an error as its reply. Ids of what goes by the channel are of messages that
+    Flower never sees. Only `push_messages` and `pull_messages`, so `ask_nodes`, use the channel: `send_and_receive` is Flower's.
     """
 
     def __init__(self, grid: Grid, options: SideChannelOptions) -> None:
@@ -85,7 +86,7 @@ class SideChannelGrid(PassingGrid):
             self.end_attempt()
             self._attempt = self._begin(messages)
             if self._attempt:
-                return [self._attempt.expect(message) for message in messages]
+                return [self._attempt.await_reply(message) for message in messages]
         elif self._attempt:
             return [self._attempt.send(message) for message in messages]
         return self._grid.push_messages(messages)
@@ -170,7 +171,7 @@ class _Attempt:
             return ""
         return "; ".join(f"node {node}: {link.failure}" for node, link in links.items())
 
-    def expect(self, message: Message) -> str:
+    def await_reply(self, message: Message) -> str:
         """Wait for a node's reply to a message, and return the message's id."""
         self._began = time.perf_counter()
         self.asked[identify(message)] = message
@@ -183,7 +184,7 @@ class _Attempt:
             (sent,) = self._grid.push_messages([message])
             return sent
         link.send(pack_frame(message.content))
-        return self.expect(message)
+        return self.await_reply(message)
 
     def pull(self, ids: Collection[str]) -> list[Message]:
         """Return the replies to messages that are there, after a moment."""

@@ -162,6 +162,7 @@ class StackedGrid(InProcessGrid):
             return None
         for message in messages:
             identify(message)
+        # `_prepare` calls the app's `enter`, and nothing its `leave`: both act under masks, where no grid opens a step
         stacks = self._stacks.cut(self._prepare(dict(enumerate(messages))), layerwise=True)
         if sum(map(len, stacks)) < len(messages):
             return None

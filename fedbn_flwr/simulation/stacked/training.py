@@ -184,6 +184,7 @@ class StackedBatches:
             )
 
     def _around(self, rows: Rows) -> Callable[[], AbstractContextManager[Any]]:
+        # ends in `vmap`, before the backward pass: only there are running statistics in reach, which move at its end
         exchange = self.carried.exchange(rows) if self.carried and self.first_step else self.exchange
         if not (self.first_step and exchange):
             return nullcontext
