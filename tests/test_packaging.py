@@ -188,10 +188,8 @@ assert not norm.bn_layers(prepare(make(), FedWon))
     run(sys.executable, "-c", program, cwd=tmp_path, env=environment())
 
 
-#: packages of extras, and commands that need them
+#: packages of extras, with commands that need them
 MISSING: dict[str, tuple[tuple[str, ...], str]] = {
-    "rich": (("list",), "cli"),
-    "sklearn": (("run", "--rounds", "1"), "data"),
     "ray": (("run", "--rounds", "1", "--engine", "ray"), "simulation"),
     "tensorboard": (("run", "--rounds", "1", "--log-to", "tensorboard"), "tensorboard"),
     "torchvision": (("run", "--rounds", "1", "--model", "resnet18"), "models"),
@@ -199,7 +197,7 @@ MISSING: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("package", ["ray", "tensorboard", "torchvision", "wandb"])
+@pytest.mark.parametrize("package", MISSING)
 def test_a_missing_extra_is_one_line_that_names_it(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,28 +210,23 @@ def test_a_missing_extra_is_one_line_that_names_it(
     assert capsys.readouterr().err.splitlines()[-1:] == [line]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("package", ["rich", "sklearn"])
-def test_so_is_one_that_the_command_itself_needs(package: str, tmp_path: Path) -> None:
-    """In another process: this one has imported it, or what it brings."""
-    arguments, extra = MISSING[package]
-    program = WITHOUT.format([package]) + (
-        f"from fedbn_flwr.deployment.cli import main\nsys.exit(main({list(arguments)}))"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment(), capture_output=True, text=True
-    )
-    wanted = f"fedbn-flwr: {package} is not installed: pip install '.[{extra}]' in the clone"
-    assert (ended.returncode, ended.stderr.splitlines()[-1:]) == (2, [wanted])
+COMMAND = "from fedbn_flwr.deployment.cli import main\nsys.exit(main({}))"
 
 
-@pytest.mark.parametrize("name", ["compare", "run"])
-def test_so_is_one_that_python_needs(name: str, tmp_path: Path) -> None:
-    program = WITHOUT.format(["safetensors"]) + f"from fedbn_flwr import {name}"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment(), capture_output=True, text=True
-    )
-    assert ended.stderr.endswith("MissingExtraError: safetensors is not installed: pip install '.[cli]' in the clone\n")
+@pytest.mark.parametrize(
+    ("package", "program", "extra"),
+    [
+        pytest.param("rich", COMMAND.format(["list"]), "cli", marks=pytest.mark.slow),
+        pytest.param("sklearn", COMMAND.format(["run", "--rounds", "1"]), "data", marks=pytest.mark.slow),
+        *(("safetensors", f"from fedbn_flwr import {name}", "cli") for name in ("compare", "run")),
+    ],
+)
+def test_so_is_one_that_this_process_has_imported(package: str, program: str, extra: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", WITHOUT.format([package]) + program]
+    ended = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert ended.returncode == (2 if "main" in program else 1)
+    wanted = f": {package} is not installed: pip install '.[{extra}]' in the clone"
+    assert ended.stderr.splitlines()[-1].endswith(wanted)
 
 
 def contents(wheel: Path) -> dict[str, int]:

@@ -54,9 +54,3 @@ def test_five_nodes_and_a_relative_folder(app: Path, flower: FlowerCommand) -> N
     # relative to where the SuperLink was started
     assert f"Results: {flower.home / 'results'}" in shown
     assert results(flower.home / "results")["summary"]["clients"] == 5
-
-
-def test_a_run_that_cannot_work_has_failed(app: Path, flower: FlowerCommand) -> None:
-    shown, status = flower.run(app, dataset="nonsense")
-    assert status == "finished:failed"
-    assert "unknown data set 'nonsense'; known: digits" in shown

@@ -151,22 +151,22 @@ def test_an_operators_folder_can_move(federation: Path, tmp_path: Path) -> None:
     assert operator.result(f"{RUN}/summary.json") == b"{}"
 
 
-def test_what_flower_refuses_is_one_line(federation: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("beside", [True, False])
+def test_what_flower_refuses_is_one_line(
+    beside: bool,
+    federation: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # on Debian, Python is /usr/bin/python3 and pip installs commands into /usr/local/bin
+    interpreter = tmp_path / "bin" / "python3"
+    interpreter.parent.mkdir()
+    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", sys.executable if beside else str(interpreter))
     # the server of this test has no Control API
     assert main(["status", "--operator", str(federation / "operator")]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("fedbn-flwr: `flwr supernode list` at 127.0.0.1:")
     assert shown.count("\n") == 1
-
-
-def test_flowers_command_need_not_lie_beside_the_interpreter(
-    federation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # as on Debian, whose Python is /usr/bin/python3 and whose pip installs commands into /usr/local/bin
-    interpreter = tmp_path / "bin" / "python3"
-    interpreter.parent.mkdir()
-    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    interpreter.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(interpreter))
-    assert main(["status", "--operator", str(federation / "operator")]) == 2
-    assert capsys.readouterr().err.startswith("fedbn-flwr: `flwr supernode list` at 127.0.0.1:")

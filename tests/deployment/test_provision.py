@@ -42,25 +42,25 @@ def test_secrets_lie_in_folders_of_their_owners_only(out: Path) -> None:
         assert (out / folder).stat().st_mode & 0o077 == 0
 
 
-def provision_after(statements: str, out: Path) -> dict[str, int]:
-    """Provision in a process that has executed other statements before; returns the modes of some files."""
-    code = f"""import os; {statements}
+@pytest.mark.parametrize(
+    ("before", "of_others"),
+    [
+        ("os.umask(0)", {0o644}),
+        ("os.umask(0o077)", {0o644}),
+        # as files are before their modes are set
+        ("os.umask(0); os.fchmod = lambda *_: None", {0o644, 0o666}),
+    ],
+)
+def test_no_secret_can_ever_be_read_by_others_and_all_else_can(
+    before: str, of_others: set[int], tmp_path: Path
+) -> None:
+    code = f"""import os; {before}
 from fedbn_flwr.deployment.cli import main
-main(["provision", {str(EXAMPLE)!r}, "--out", {str(out)!r}])"""
+main(["provision", {str(EXAMPLE)!r}, "--out", {str(tmp_path)!r}])"""
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
-    return {name: (out / name).stat().st_mode & 0o777 for name in (*SECRETS, *NO_SECRETS)}
-
-
-@pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_modes_do_not_depend_on_the_umask(umask: int, tmp_path: Path) -> None:
-    modes = provision_after(f"os.umask({umask})", tmp_path)
-    assert modes == {**dict.fromkeys(SECRETS, 0o600), **dict.fromkeys(NO_SECRETS, 0o644)}
-
-
-def test_a_secret_is_never_readable_by_others_not_even_while_it_is_written(tmp_path: Path) -> None:
-    # as files are before their modes are set
-    modes = provision_after("os.umask(0); os.fchmod = lambda *_: None", tmp_path)
+    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in (*SECRETS, *NO_SECRETS)}
     assert {modes[name] for name in SECRETS} == {0o600}
+    assert {modes[name] for name in NO_SECRETS} <= of_others
 
 
 def test_the_servers_certificate_is_for_its_names_and_the_loopback(out: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_site_that_is_added_gets_the_next_number_and_the_others_stay(out: Path
     assert not (out / "ca/ca.key").exists()
 
 
-def test_another_server_needs_another_certificate(
+def test_another_server_needs_another_certificate_and_that_the_cas_key(
     out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other.yaml"
@@ -133,50 +133,39 @@ def test_another_server_needs_another_certificate(
     assert main(["provision", str(other), "--out", str(out), "--renew"]) == 0
     assert (out / "server" / "server.crt.1").read_bytes() == old
     assert "elsewhere.example.org" in certificate_hosts(out / "server" / "server.crt")
-
-
-def test_renewing_needs_the_cas_key(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (out / "ca" / "ca.key").rename(out / "elsewhere.key")
     before = files(out)
-    assert main(["provision", str(EXAMPLE), "--out", str(out), "--renew"]) == 2
+    assert main(["provision", str(other), "--out", str(out), "--renew"]) == 2
     assert "put the CA's key back" in capsys.readouterr().err
     assert files(out) == before
 
 
-def test_a_sites_key_stays_and_flower_takes_it(out: Path) -> None:
-    kit = out / "sites" / "south"
-    assert main(["site", "init", str(kit)]) == 0
-    assert (kit / "node.key").stat().st_mode & 0o777 == 0o600
-    assert (kit / "superexec.secret").stat().st_mode & 0o777 == 0o600
-    private = load_ssh_private_key((kit / "node.key").read_bytes(), password=None)
+def is_pair(kit: Path) -> bool:
     public = load_ssh_public_key((kit / "south.pub").read_bytes())
-    assert private.public_key() == public
     assert uses_nist_ec_curve(public)  # type: ignore[arg-type]  # that is the question
-    assert (kit / "superexec.secret").read_bytes() != (out / "server" / "superexec.secret").read_bytes()
+    return load_ssh_private_key((kit / "node.key").read_bytes(), password=None).public_key() == public
 
 
-def test_a_lost_key_is_made_again_beside_the_old_public_half(out: Path) -> None:
-    kit = out / "sites/north"
-    assert main(["site", "init", str(kit)]) == 0
-    (kit / "node.key").unlink()
-    before = (kit / "north.pub").read_bytes()
-    assert main(["site", "init", str(kit)]) == 0
-    assert (kit / "north.pub.1").read_bytes() == before
-    public = load_ssh_private_key((kit / "node.key").read_bytes(), None).public_key()
-    assert load_ssh_public_key((kit / "north.pub").read_bytes()) == public
-    assert (kit / ".env").read_text().count("FEDBN_USER=") == 1
-
-
-def test_a_key_is_not_overwritten_but_renewed(out: Path) -> None:
+def test_a_sites_key_stays_until_it_is_renewed_or_lost_and_flower_takes_it(out: Path) -> None:
     kit = out / "sites" / "south"
     assert main(["site", "renew", str(kit)]) == 2
     assert main(["site", "init", str(kit)]) == 0
-    first = (kit / "node.key").read_bytes()
+    assert (kit / "node.key").stat().st_mode & 0o777 == 0o600
+    assert (kit / "superexec.secret").stat().st_mode & 0o777 == 0o600
+    assert (kit / "superexec.secret").read_bytes() != (out / "server" / "superexec.secret").read_bytes()
+    assert is_pair(kit)
+    first, public = (kit / "node.key").read_bytes(), (kit / "south.pub").read_bytes()
     assert main(["site", "init", str(kit)]) == 0
     assert (kit / "node.key").read_bytes() == first
+    (kit / "node.key").unlink()
+    assert main(["site", "init", str(kit)]) == 0
+    assert (kit / "south.pub.1").read_bytes() == public
+    assert is_pair(kit)
+    assert (kit / ".env").read_text().count("FEDBN_USER=") == 1
+    second = (kit / "node.key").read_bytes()
     assert main(["site", "renew", str(kit)]) == 0
-    assert (kit / "node.key.1").read_bytes() == first
-    assert (kit / "node.key").read_bytes() != first
+    assert (kit / "node.key.1").read_bytes() == second
+    assert (kit / "node.key").read_bytes() not in (first, second)
 
 
 def test_no_two_projects_of_a_machine_have_a_container_of_one_name(tmp_path: Path) -> None:

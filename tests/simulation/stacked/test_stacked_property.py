@@ -146,7 +146,7 @@ INSTRUCTIONS = st.fixed_dictionaries(
 )
 SIZES = st.lists(st.integers(1, 14), min_size=2, max_size=5).map(tuple)
 #: why clients that could be stacked are not: what they remember, or what one of them cannot do
-APART = ("remember different entries", "before there is momentum", "a mini-batch of 1")
+APART = ("remember different entries", "before there is momentum", "a mini-batch of 1", "BatchMoments does not work on")
 
 
 def perceptron() -> nn.Module:
