@@ -27,7 +27,7 @@ from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
 from tests.helpers.checkout import BIN, ROOT, copy_checkout, run
-from tests.helpers.flower_command import FlowerCommand
+from tests.helpers.flower_command import FlowerCommand, flower_command
 
 EXAMPLES = ROOT / "apps" / "examples"
 ALL = sorted(path.parent.name for path in EXAMPLES.glob("*/before"))
@@ -176,11 +176,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def flower(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlowerCommand]:
-    flower = FlowerCommand.prepare(tmp_path_factory.mktemp("flower") / "home", installed)
-    try:
+    with flower_command(tmp_path_factory.mktemp("flower") / "home", installed) as flower:
         yield flower
-    finally:
-        flower.stop()
 
 
 @pytest.mark.slow

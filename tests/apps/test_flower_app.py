@@ -7,7 +7,7 @@ import pytest
 
 from fedbn_flwr.experiments import main
 from tests.helpers.checkout import copy_checkout
-from tests.helpers.flower_command import FlowerCommand
+from tests.helpers.flower_command import FlowerCommand, flower_command
 from tests.helpers.runs import results
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
@@ -20,11 +20,8 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlowerCommand]:
-    flower = FlowerCommand.prepare(tmp_path_factory.mktemp("flower") / "home")
-    try:
+    with flower_command(tmp_path_factory.mktemp("flower") / "home") as flower:
         yield flower
-    finally:
-        flower.stop()
 
 
 def test_flwr_run_leaves_the_results_of_the_console_command(app: Path, flower: FlowerCommand, tmp_path: Path) -> None:

@@ -84,16 +84,6 @@ def test_a_corrupted_file_is_found_among_all_or_a_sample(tmp_path: Path) -> None
     assert fault.text.startswith(f"{label_map} cannot be decoded: ")
 
 
-def test_an_empty_class_and_a_missing_split(tmp_path: Path) -> None:
-    home = write_imagenet(tmp_path)
-    for path in (home / "val" / "n00000002").iterdir():
-        path.unlink()
-    assert faults("imagenet", home) == [Finding("bad", f"{home / 'val' / 'n00000002'}: no image of class n00000002")]
-    (home / "val").rename(home / "validation")
-    wanted = f"{home / 'val'} or {home / 'ILSVRC/Data/CLS-LOC/val'}"
-    assert faults("imagenet", home) == [Finding("missing", wanted)]
-
-
 def test_classes_that_no_label_map_has_are_named_if_all_are_read(tmp_path: Path) -> None:
     home = write_cityscapes(tmp_path, others=range(8, 33))
     for path in (home / "gtFine" / "val").rglob("*.png"):

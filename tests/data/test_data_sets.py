@@ -14,6 +14,7 @@ from PIL import Image
 
 from fedbn_flwr.data import Data, load, partition
 from fedbn_flwr.data.augmentation import IGNORED
+from fedbn_flwr.data.check import check_dataset
 from fedbn_flwr.data.file_split import FileSplit
 from fedbn_flwr.data.sets.fedbn_archives import DOMAINNET, OFFICE, Lists
 from fedbn_flwr.deployment.cli import main
@@ -213,6 +214,7 @@ def test_what_is_missing_is_one_line(tmp_path: Path, name: str, gone: str, messa
     with pytest.raises(ValueError, match=message) as error:
         load(name, root=tmp_path, image_size=10)
     assert "\n" not in str(error.value)
+    assert {finding.verdict for finding in check_dataset(name, str(home))} & {"missing", "bad"}
 
 
 @pytest.mark.parametrize("module", ["scipy.io", "torchvision"])

@@ -34,33 +34,34 @@ def hold(partition: int) -> None:
         time.sleep(0.1)
 
 
-def nan(reply: Message) -> None:
-    """Send NaN in the first array."""
-    _change_array(reply, lambda array: np.full_like(array, np.nan))
+def _change_array(change: Callable[[Any], Any]) -> Callable[[Message], None]:
+    """Change the first array."""
+
+    def spoil(reply: Message) -> None:
+        record = reply.content.array_records[wire.ARRAYS]
+        name = next(iter(record))
+        reply.content[wire.ARRAYS] = ArrayRecord({**record, name: Array(change(record[name].numpy()))})
+
+    return spoil
 
 
-def architecture(reply: Message) -> None:
-    """Send the first array as a wider model has it."""
-    _change_array(reply, lambda array: np.concatenate([array, array]))
-
-
-def large(reply: Message) -> None:
-    """Send an array of 200 MB beside the model."""
+def _add_large_array(reply: Message) -> None:
     record = reply.content.array_records[wire.ARRAYS]
     reply.content[wire.ARRAYS] = ArrayRecord({**record, "large": Array(np.zeros(LARGE, np.uint8))})
 
 
-def version(reply: Message) -> None:
-    """Acknowledge nothing, as a client that does not know what it was asked for."""
+def _acknowledge_nothing(reply: Message) -> None:
+    """As a client that does not know what it was asked for."""
     report: Any = reply.content.config_records[wire.REPORT]
     report[wire.OBEYED] = []
 
 
 _SPOILED: dict[str, Callable[[Message], None]] = {
-    "nan": nan,
-    "architecture": architecture,
-    "large": large,
-    "version": version,
+    "nan": _change_array(lambda array: np.full_like(array, np.nan)),
+    # as a wider model has it
+    "architecture": _change_array(lambda array: np.concatenate([array, array])),
+    "large": _add_large_array,
+    "version": _acknowledge_nothing,
 }
 
 
@@ -90,12 +91,6 @@ def _is_due(fault: dict[str, Any], message: Message) -> bool:
     exchange = StepPosition.of(message.content).index if POSITION in message.content else None
     now = message.content.config_records[wire.CONFIG]["server-round"], exchange
     return now == (fault["round"], fault.get("exchange"))
-
-
-def _change_array(reply: Message, change: Callable[[Any], Any]) -> None:
-    record = reply.content.array_records[wire.ARRAYS]
-    name = next(iter(record))
-    reply.content[wire.ARRAYS] = ArrayRecord({**record, name: Array(change(record[name].numpy()))})
 
 
 _APP = client_app(client_fn, mods=[keep_states])

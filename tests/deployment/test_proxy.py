@@ -94,6 +94,12 @@ def test_a_body_as_large_as_flowers_goes_through_and_a_larger_one_does_not(door:
     assert door.superlink.received == [5_300_000]
 
 
+@pytest.mark.parametrize("path", ["/v1/control/list-runs", "/v1/runtime/acquire-task", "/results/"])
+def test_it_leads_to_the_fleet_api_only(path: str, door: Door) -> None:
+    assert door.ask("POST", path) == 403
+    assert door.superlink.received == []
+
+
 def test_half_sent_handshakes_keep_no_site_out(door: Door) -> None:
     halves = [socket.create_connection(("127.0.0.1", door.port), 20, (FLOOD, 0)) for _ in range(HALF_SENT)]
     for half in halves:

@@ -20,12 +20,17 @@ def silent(_: Message) -> None:
     return None
 
 
+def _sent(reply: Message) -> tuple[str, ArrayRecord]:
+    """Return the name of the arrays in a request, or in the reply at the end of a step, and them."""
+    group = layerwise_wire.REQUEST if layerwise_wire.REQUEST in reply.content else wire.ARRAYS
+    return group, reply.content.array_records[group]
+
+
 def lies(change: Callable[[np.ndarray], np.ndarray]) -> Fault:
     """Return a fault that changes the first array that the node sends."""
 
     def fault(reply: Message) -> Message:
-        group = layerwise_wire.REQUEST if layerwise_wire.REQUEST in reply.content else wire.ARRAYS
-        record = reply.content.array_records[group]
+        group, record = _sent(reply)
         name = next(iter(record))
         reply.content[group] = ArrayRecord({**record, name: Array(change(record[name].numpy()))})
         return reply
@@ -40,8 +45,7 @@ def too_large(values: np.ndarray) -> np.ndarray:
 
 def elsewhere(reply: Message) -> Message:
     """Name another layer, or another model, in the reply."""
-    group = layerwise_wire.REQUEST if layerwise_wire.REQUEST in reply.content else wire.ARRAYS
-    record = reply.content.array_records[group]
+    group, record = _sent(reply)
     reply.content[group] = ArrayRecord({f"another.{name}": array for name, array in record.items()})
     return reply
 

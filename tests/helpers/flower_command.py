@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,25 +20,6 @@ class FlowerCommand:
     program: Path
     home: Path
     env: dict[str, str]
-
-    @classmethod
-    def prepare(cls, home: Path, bin_folder: Path = BIN) -> "FlowerCommand":
-        """Make the home. Nothing runs yet: the first `flwr run` starts a local SuperLink."""
-        home.mkdir()
-        ports = free_ports(2)
-        env = environment(
-            FLWR_HOME=str(home),
-            FLWR_LOCAL_SUPERLINK_HTTP_API_PORT=str(ports[0]),
-            FLWR_LOCAL_CONTROL_API_PORT=str(ports[1]),
-            FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION="1",
-            FLWR_TELEMETRY_ENABLED="0",
-            OMP_NUM_THREADS="1",
-        )
-        return cls(bin_folder / "flwr", home, {**env, "PATH": f"{bin_folder}:{env['PATH']}"})
-
-    def stop(self) -> None:
-        """End the SuperLink, which `flwr run` leaves running, and whatever else was started here."""
-        kill_processes("FLWR_HOME", str(self.home))
 
     def run(self, app: Path, *options: str, **run_config: object) -> tuple[str, str]:
         """`flwr run`; what was shown, and the status of the run, which the exit code does not tell."""
@@ -59,3 +42,22 @@ class FlowerCommand:
 
     def __call__(self, *arguments: str) -> str:
         return run(self.program, *arguments, cwd=self.home, env=self.env)
+
+
+@contextmanager
+def flower_command(home: Path, bin_folder: Path = BIN) -> Iterator[FlowerCommand]:
+    """Make the home; the first `flwr run` starts a local SuperLink, which ends afterwards, as all that it started."""
+    home.mkdir()
+    ports = free_ports(2)
+    env = environment(
+        FLWR_HOME=str(home),
+        FLWR_LOCAL_SUPERLINK_HTTP_API_PORT=str(ports[0]),
+        FLWR_LOCAL_CONTROL_API_PORT=str(ports[1]),
+        FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION="1",
+        FLWR_TELEMETRY_ENABLED="0",
+        OMP_NUM_THREADS="1",
+    )
+    try:
+        yield FlowerCommand(bin_folder / "flwr", home, {**env, "PATH": f"{bin_folder}:{env['PATH']}"})
+    finally:
+        kill_processes("FLWR_HOME", str(home))
