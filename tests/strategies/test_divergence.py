@@ -65,16 +65,12 @@ def test_three_rounds_without_a_finite_model_end_the_run_and_say_what_came_befor
     )
 
 
-def test_before_a_freeze_the_rate_is_to_blame() -> None:
-    with pytest.raises(DivergedError, match=r"the learning rate is 0\.1: try a lower learning rate$"):
-        Federation(make_model(), grid=spoiling(infinite, lambda _, number: number >= 3)).run(FixBN(freeze_round=50), 60)
-
-
-def test_the_rate_of_the_first_lost_round_is_to_blame() -> None:
+@pytest.mark.parametrize("options", [{"freeze_round": 50}, {"freeze_round": 3, "lr_schedule": "0.1@4"}])
+def test_the_rate_of_the_first_lost_round_is_to_blame(options: dict[str, Any]) -> None:
     """Neither the freeze nor the schedule that came after it."""
-    strategy = FixBN(freeze_round=3, lr_schedule="0.1@4")
+    grid = spoiling(infinite, lambda _, number: number >= 3)
     with pytest.raises(DivergedError, match=r"at round 3: .*\); the learning rate is 0\.1: try a lower learning rate$"):
-        Federation(make_model(), grid=spoiling(infinite, lambda _, number: number >= 3)).run(strategy, 60)
+        Federation(make_model(), grid=grid).run(FixBN(**options), 60)
 
 
 def test_a_run_of_one_node_and_a_layer_wise_one_diverge_as_well() -> None:
@@ -141,17 +137,12 @@ def test_one_bad_node_among_others_does_not_end_a_run_in_which_it_is_drawn_again
         rounds.add(9, [Refusal(8, "the mean of BN layer 'a' is too large to be pooled in float32")], 4, "")
 
 
-def test_a_loss_that_is_not_finite_anywhere_ends_the_run_at_once() -> None:
-    with pytest.raises(
-        DivergedError, match="diverged at round 4: no node's training loss is finite; the learning rate"
-    ):
-        Federation(make_model(), grid=spoiling(lost, lambda _, number: number == 4)).run(FedAvg(), 60)
-
-
-@pytest.mark.parametrize(("sizes", "fraction"), [((9,), 1.0), (SIZES, 0.5)], ids=["the only node", "two of four"])
-def test_so_does_that_of_few_nodes(sizes: tuple[int, ...], fraction: float) -> None:
-    strategy = FedAvg(fraction_train=fraction, **ALONE)
-    with pytest.raises(DivergedError, match="diverged at round 2: no node's training loss is finite"):
+@pytest.mark.parametrize(
+    ("sizes", "fraction"), [(SIZES, 1.0), ((9,), 1.0), (SIZES, 0.5)], ids=["all nodes", "the only node", "two of four"]
+)
+def test_a_loss_that_is_not_finite_anywhere_ends_the_run_at_once(sizes: tuple[int, ...], fraction: float) -> None:
+    strategy, said = FedAvg(fraction_train=fraction, **ALONE), "no node's training loss is finite; the learning rate"
+    with pytest.raises(DivergedError, match=f"diverged at round 2: {said}"):
         Federation(make_model(), sizes, grid=spoiling(lost, lambda _, number: number == 2)).run(strategy, 60)
 
 
