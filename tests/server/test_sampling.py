@@ -10,12 +10,11 @@ from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.experiments import main, resolve
+from fedbn_flwr.experiments import resolve
 from fedbn_flwr.server.sampling import NAMED, Roster, draw
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.strategies import CannotTrainError
-from tests.helpers.runs import command
 from tests.helpers.toys import toy_cnn, toy_split
 
 NODES = 6
@@ -132,17 +131,3 @@ def test_apps_without_an_answer_are_drawn_by_their_ids(flower_log: pytest.LogCap
     assert {node: item.partition for node, item in nodes.items()} == {1000: 1000, 1001: 1001}
     assert draw(nodes, 2, seed=0, server_round=1) == [1000, 1001]
     assert "Nodes 1000, 1001 are drawn by id, without a description: " in flower_log.text
-
-
-def test_the_command_ends_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
-) -> None:
-    def silent(self: InProcessGrid, message_ids: Iterable[str]) -> Iterable[Message]:
-        return []
-
-    monkeypatch.setattr(InProcessGrid, "pull_messages", silent)
-    words = command("run", fraction_train="0.5", timeout="0", results_dir=str(tmp_path))
-    assert main(words) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("fedbn-flwr: 2 of 2 nodes did not say who they are within 0 seconds")
-    assert error.count("\n") == 1
