@@ -59,7 +59,6 @@ HAND: dict[str, tuple[Callable[[], FedAvg], tuple[float, ...], dict[str, Any]]] 
     "paper": (lambda: FedTAN(exchange="paper"), SIZES, {"mode": "paper"}),
     "uniform": (lambda: FedTAN(weighting="uniform"), (1, 1, 1, 1), {}),
     "forward": (FedDNA, SIZES, {"mode": "forward"}),
-    "forward, one after the other": (lambda: FedDNA(exchange="paper"), SIZES, {"mode": "forward"}),
 }
 
 
@@ -70,7 +69,7 @@ def test_a_round_is_a_step_by_hand(case: str) -> None:
 
 
 def test_the_ways_differ() -> None:
-    ways = [HAND[case][1:] for case in HAND if case not in ("paper", "forward, one after the other")]
+    ways = [HAND[case][1:] for case in HAND if case != "paper"]
     assert_all_differ([by_hand(weights, **options) for weights, options in ways], by=1e-5)
 
 
@@ -89,22 +88,17 @@ def test_with_equal_data_it_follows_centralized_sgd(exchange: Any) -> None:
     assert distance(run(FedAvg(), rounds, sizes=sizes, local_steps=1, batch_size=6), found) > 1e-2
 
 
-DEGENERATE: dict[str, tuple[Callable[[], FedAvg], Callable[[], FedAvg], float]] = {
-    "the paper's exchanges": (lambda: FedTAN(exchange="paper"), FedTAN, 1e-12),
-    "FedTAN-II that never freezes is FedTAN": (lambda: FedTANII(m=3), FedTAN, 0.0),
-    "FedTAN-II frozen from the start is FixBN": (
-        lambda: FedTANII(m=0),
-        lambda: FixBN(freeze_round=0),
-        0.0,
-    ),
-    "a step's own optimizer without momentum": (lambda: FedTAN(fresh_optimizer=True), FedTAN, 0.0),
+DEGENERATE: dict[str, tuple[Callable[[], FedAvg], Callable[[], FedAvg]]] = {
+    "FedTAN-II that never freezes is FedTAN": (lambda: FedTANII(m=3), FedTAN),
+    "FedTAN-II frozen from the start is FixBN": (lambda: FedTANII(m=0), lambda: FixBN(freeze_round=0)),
+    "a step's own optimizer without momentum": (lambda: FedTAN(fresh_optimizer=True), FedTAN),
 }
 
 
 @pytest.mark.parametrize("case", DEGENERATE)
 def test_degenerate_case(case: str) -> None:
-    special, plain, tolerance = DEGENERATE[case]
-    assert distance(run(special()), run(plain())) <= tolerance
+    special, plain = DEGENERATE[case]
+    assert distance(run(special()), run(plain())) == 0
 
 
 @pytest.mark.parametrize("carry", [False, True])
@@ -112,11 +106,6 @@ def test_degenerate_case(case: str) -> None:
 def test_one_client_is_fedavg(make: Callable[..., FedAvg], carry: bool) -> None:
     one, plain = (run(each, sizes=(9,), momentum=0.9) for each in (make(carry=carry, **ALONE), FedAvg(**ALONE)))
     assert distance(one, plain) < 1e-12
-
-
-def test_methods_differ() -> None:
-    strategies = FedAvg(), FedTAN(), FedDNA(), FedTANII(m=1), FixBN(freeze_round=1)
-    assert_all_differ(list(map(run, strategies)), by=1e-3)
 
 
 @pytest.mark.parametrize("carry", [False, True])
@@ -214,10 +203,9 @@ def test_exchanges_follow_the_uses_of_layers(model: type[nn.Module], make: Calla
         ({"carry": True, "exchange": "paper"}, "carried corrections are always fused"),
     ],
 )
-@pytest.mark.parametrize("make", [FedTAN, FedDNA])
-def test_bad_options_are_named(make: type[FedAvg], options: dict[str, Any], said: str) -> None:
+def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        make(**options)
+        FedTAN(**options)
 
 
 def test_a_plain_message_cannot_ask_for_a_layer_wise_step() -> None:
