@@ -9,7 +9,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Message
 from torch import nn
 
-from fedbn_flwr import norm, state, wire
+from fedbn_flwr import state, wire
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.strategies import HBN, CannotTrainError, FedAvg, HeteroFL
@@ -72,17 +72,6 @@ def test_gathered_equals_the_pooled_statistics_of_what_was_seen() -> None:
         assert torch.allclose(final[f"net.{index}.running_var"], variance, atol=1e-10)
 
 
-@pytest.mark.parametrize("statistics", ["gathered", "layer-wise"])
-def test_nodes_that_did_not_train_gather_as_well(statistics: Any) -> None:
-    nodes, strategy = (
-        Federation(make_model("static-bn"), grid=Traffic),
-        HeteroFL(statistics=statistics, fraction_train=0.5),
-    )
-    nodes.run(strategy, 1)
-    assert len(strategy.train_replies) == 2
-    assert {message.metadata.dst_node_id for message in gathering(nodes)} == set(nodes.grid.get_node_ids())
-
-
 def gathering(nodes: Federation) -> list[Message]:
     """Return the messages that asked nodes for statistics."""
     assert isinstance(nodes.grid, Traffic)
@@ -91,10 +80,15 @@ def gathering(nodes: Federation) -> list[Message]:
 
 @pytest.mark.parametrize(("statistics", "exchanges"), [("gathered", 1), ("layer-wise", 2), ("instant", 0)])
 def test_exchanges_that_gather(statistics: Any, exchanges: int) -> None:
-    """One exchange a BN layer makes the statistics of all of them those of pooled data, and there are two layers."""
-    nodes = Federation(make_model("static-bn"), grid=Traffic)
-    nodes.run(HeteroFL(statistics=statistics), 1)
-    assert len(gathering(nodes)) == exchanges * len(SIZES)
+    """Nodes that did not train gather as well; layer-wise, one exchange each for two layers."""
+    nodes, strategy = (
+        Federation(make_model("static-bn"), grid=Traffic),
+        HeteroFL(statistics=statistics, fraction_train=0.5),
+    )
+    nodes.run(strategy, 1)
+    assert len(strategy.train_replies) == 2
+    asked = [message.metadata.dst_node_id for message in gathering(nodes)]
+    assert sorted(asked) == sorted(exchanges * list(nodes.grid.get_node_ids()))
 
 
 def test_without_an_answer_statistics_stay_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -150,13 +144,6 @@ def test_hbn_gathers_up_to_so_many_samples_of_each_node(options: dict[str, Any],
     strategy = Counting(min_available_nodes=2, **options)
     Federation(make_model("hbn"), (20, 70)).run(strategy, 1)
     assert strategy.__dict__["count"] == counted * 16  # positions
-
-
-def test_hbn_keeps_float32() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
-    strategy = HBN(average=0.5)
-    Federation(norm.replace(model, "hbn")).run(strategy, 2)
-    assert {value.dtype for value in strategy.current.values()} == {np.dtype(np.float32), np.dtype(np.int64)}
 
 
 # ---- a node whose moments overflow ----------------------------------------------------------------------------------

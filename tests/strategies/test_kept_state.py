@@ -38,7 +38,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedbn:mean": {"mean_personal": True, "fraction_evaluate": 1.0, "min_evaluate_nodes": 1},
     "fedbn:some nodes": {"fraction_train": 0.5},
     "scaffold:some nodes": {"fraction_train": 0.5},
-    "hbn:average": {"average": 0.5},
     "fedtan:carried": {"carry": True},
     "fedtan:carried, some nodes": {"carry": True, "fraction_train": 0.5},
     "feddna:carried": {"carry": True},
