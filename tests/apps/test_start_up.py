@@ -4,9 +4,9 @@ import json
 import pickle
 import sys
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from flwr.app import Message
@@ -50,41 +50,19 @@ print(json.dumps(imported))
 """
 
 
-class Recording(InProcessGrid):
-    """Remembers what the node of partition 0 is sent, as it was sent."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__(client_app(bound_client_fn(resolve(options).config)), 2)
-
-    @cached_property
-    def sent(self) -> list[bytes]:
-        return []
-
-    def _answer(self, message: Message) -> Message:
-        if message.metadata.dst_node_id == min(self._contexts):
-            self.sent.append(pickle.dumps(message))
-        return super()._answer(message)
-
-
-class RecordingSites(Recording, SitesInProcess):
-    """The same of sites with folders of data."""
-
-    def __init__(self, data: Sequence[str], options: dict[str, Any]) -> None:
-        SitesInProcess.__init__(self, data, options)
-
-
 @pytest.mark.usefixtures("only_composed")
 def test_messages_import_nothing_that_takes_seconds(tmp_path: Path) -> None:
     """Of every method, and of a site with images; one process for all, because each would take as long."""
     runs: list[tuple[list[Message], dict[str, Any], dict[str, Any]]] = []
     for method in METHODS:
         options = {**OPTIONS, "method": method, "results-dir": str(tmp_path / str(len(runs)))}
-        runs.append((sent(Recording(options), options), options, {}))
+        grid = InProcessGrid(client_app(bound_client_fn(resolve(options).config)), 2)
+        runs.append((sent(grid, options), options, {}))
     _, folders = write_sites(tmp_path / "images", "iid", 2, 0)
     given = {"dataset": "sites", "classes": ",".join(CLASSES), "results-dir": str(tmp_path / "results")}
     options = {**OPTIONS, **given, "partition": ""}
     data = [f"folder:{folder}" for folder in folders]
-    runs.append((sent(RecordingSites(data, options), options), options, {"data": data[0]}))
+    runs.append((sent(SitesInProcess(data, options), options), options, {"data": data[0]}))
     (tmp_path / "runs").write_bytes(pickle.dumps(runs))
     shown = run(sys.executable, "-c", CODE, tmp_path / "runs", env=environment(OMP_NUM_THREADS="1"))
     imported: list[list[str]] = json.loads(shown.splitlines()[-1])
@@ -94,10 +72,18 @@ def test_messages_import_nothing_that_takes_seconds(tmp_path: Path) -> None:
         assert {package for package in foreign(modules) if not package.startswith("_")} <= allowed, name
 
 
-def sent(grid: Recording, options: dict[str, Any]) -> list[Message]:
-    """Return what the node of partition 0 is sent in a run."""
-    serve(grid, options)
-    messages = [pickle.loads(item) for item in grid.sent]
+def sent(grid: InProcessGrid, options: dict[str, Any]) -> list[Message]:
+    """Return what the node of partition 0 is sent in a run, as it was sent."""
+    packed, answer = list[bytes](), grid._answer
+
+    def noting(message: Message) -> Message:
+        if message.metadata.dst_node_id == min(grid.get_node_ids()):
+            packed.append(pickle.dumps(message))
+        return answer(message)
+
+    with patch.object(grid, "_answer", noting):
+        serve(grid, options)
+    messages = [pickle.loads(item) for item in packed]
     assert {message.metadata.message_type.partition(".")[0] for message in messages} >= {"train"}
     return messages
 

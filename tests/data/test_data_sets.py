@@ -171,14 +171,15 @@ def test_a_hugging_face_data_set(tmp_path: Path) -> None:
         assert unnormalized(data, 4).unique().tolist() == [40]
     streamed = load("hf:me/saved", root=tmp_path, image_workers=2, image_size=4)
     assert [len(labels) for _, labels in streamed.train.batches(torch.arange(6), [4, 2])] == [4, 2]
-    with pytest.raises(ValueError, match=r"^hf: me/saved has no split valid$"):
-        load("hf:me/saved:test=valid", root=tmp_path)
-    with pytest.raises(ValueError, match=r"^hf: me/saved has no column 'fine'; there are: img, label$"):
-        load("hf:me/saved:label=fine", root=tmp_path)
-    with pytest.raises(ValueError, match=r"^hf: unknown option 'config'; known: train, test, image, label, subset$"):
-        load("hf:me/saved:config=a", root=tmp_path)
-    with pytest.raises(ValueError, match="hf: needs a name"):
-        load("hf:", root=tmp_path)
+    mistakes = {
+        "hf:me/saved:test=valid": r"^hf: me/saved has no split valid$",
+        "hf:me/saved:label=fine": r"^hf: me/saved has no column 'fine'; there are: img, label$",
+        "hf:me/saved:config=a": r"^hf: unknown option 'config'; known: train, test, image, label, subset$",
+        "hf:": "hf: needs a name",
+    }
+    for spec, message in mistakes.items():
+        with pytest.raises(ValueError, match=message):
+            load(spec, root=tmp_path)
 
 
 WRITE: dict[str, Callable[[Path], Path]] = {

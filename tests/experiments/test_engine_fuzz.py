@@ -30,7 +30,7 @@ def drawn(chance: random.Random) -> dict[str, str]:
     return {
         "dataset": f"synthetic:n={chance.choice((60, 120, 240))}:test=20:classes=4:size=4:channels=1",
         "method": ":".join([chance.choice(METHODS), *(each for each in MORE if chance.random() < 0.15)]),
-        "model": f"tests.helpers.doubles:{chance.choice(('perceptron', 'convolutions'))}",
+        "model": f"tests.helpers.harness:{chance.choice(('perceptron', 'convolutions'))}",
         "norm": chance.choice(("bn", "bn", "bn", "brn")),
         "partition": chance.choice(PARTITIONS),
         "clients": str(chance.randint(3, 9)),

@@ -41,6 +41,20 @@ class Double(nn.Module):
         return result
 
 
+def perceptron(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
+    """Return two linear layers, with BN and dropout between them."""
+    inputs = nn.Flatten(), nn.Linear(in_channels * image_size**2, 12)
+    return Double(nn.Sequential(*inputs, nn.BatchNorm1d(12), nn.Tanh(), nn.Dropout(0.2), nn.Linear(12, num_classes)))
+
+
+def convolutions(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
+    """Return two convolutions with BN, and a linear layer."""
+    first = nn.Conv2d(in_channels, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()
+    second = nn.Conv2d(4, 6, 3, stride=2, padding=1), nn.BatchNorm2d(6), nn.ReLU()
+    head = nn.Flatten(), nn.Linear(6 * ((image_size + 1) // 2) ** 2, num_classes)
+    return Double(nn.Sequential(*first, *second, *head))
+
+
 def make_split(sizes: Sequence[int] = SIZES, seed: int = 0) -> Split:
     """Return one split of all clients' samples; clients have different means, and the domain is the client."""
     generator = torch.Generator().manual_seed(seed)
