@@ -9,7 +9,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
-from fedbn_flwr.layerwise.exchange import LARGEST, NOT_FINITE, TOO_LARGE
+from fedbn_flwr.layerwise.exchange import LARGEST, NOT_FINITE, TOO_LARGE, normalized
 from fedbn_flwr.state.flat import FlatArrays
 from fedbn_flwr.state.records import flat_of, record_of, view_array
 
@@ -37,21 +37,13 @@ def view(packed: ArrayRecord) -> FlatArrays:
     return FlatArrays.copy_of({name: view_array(array) for name, array in packed.items()}) if flat is None else flat
 
 
-def normalize(weights: Sequence[float]) -> list[float]:
-    """Scale weights to sum 1; a negative, non-finite or all-zero set is an error."""
-    total = sum(weights)
-    if not np.isfinite(total) or total <= 0 or min(weights) < 0:
-        raise ValueError(f"aggregation weights must be finite, not negative and not all zero, got {list(weights)}")
-    return [weight / total for weight in weights]
-
-
 def average(states: Sequence[Mapping[str, NDArray[Any]]], weights: Sequence[float]) -> Arrays:
     """The weighted mean of every array, in the array's own dtype.
 
     Sums are formed in float64. Integers and booleans (BN's batch counters) are not measurements to be averaged: the
     largest is taken, so that a 0-d int64 counter stays one and never runs backwards.
     """
-    shares, flat = normalize(weights), [_flat(state) for state in states]
+    shares, flat = normalized(weights), [_flat(state) for state in states]
     first = flat[0]
     if any(state.layout is not first.layout for state in flat):
         return {name: _mean([state[name] for state in states], shares) for name in first}

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 from numpy.typing import NDArray
 
-from fedbn_flwr.server.averaging import Arrays, average, normalize, record, unpack, unusable, view
+from fedbn_flwr.layerwise.exchange import normalized
+from fedbn_flwr.server.averaging import Arrays, average, record, unpack, unusable, view
 from fedbn_flwr.state.flat import FlatArrays
 
 weights = some.lists(some.floats(0, 100), min_size=1, max_size=6).filter(lambda values: sum(values) > 1e-3)
@@ -26,7 +27,7 @@ def test_dtype_is_the_arrays_own_even_for_numpy_weights(dtype: type[np.floating]
 def slow_mean(states: Sequence[Mapping[str, NDArray[Any]]], shares: Sequence[float], name: str) -> NDArray[Any]:
     """One array after another, client after client, in float64."""
     total = np.zeros(states[0][name].shape, np.float64)
-    for state, share in zip(states, normalize(shares), strict=True):
+    for state, share in zip(states, normalized(shares), strict=True):
         total = total + state[name].astype(np.float64) * share
     return total.astype(states[0][name].dtype)
 
@@ -125,5 +126,5 @@ def test_what_is_not_finite_is_named(
 
 @pytest.mark.parametrize("bad", [[0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")], [2.0, -0.5]])
 def test_weights_that_are_none_are_refused(bad: list[float]) -> None:
-    with pytest.raises(ValueError, match="aggregation weights"):
-        normalize(bad)
+    with pytest.raises(ValueError, match="weights must be finite"):
+        normalized(bad)
