@@ -192,7 +192,7 @@ class Centralized(FixBN):
     paper: ClassVar[str] = ""
     leaves: ClassVar[str] = "all data"
     use: ClassVar[str] = "the upper bound: one node with all data"
-    pooled: ClassVar[bool] = True
+    one_node: ClassVar[bool] = True
 
     def __init__(self, *, freeze_round: float | Literal["auto"] = NEVER, **options: Any) -> None:
         super().__init__(freeze_round=freeze_round, **options)

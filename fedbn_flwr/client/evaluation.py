@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask, Measure
-from fedbn_flwr.client.training import LossFunction, logits_of, loss_of, model_loss
+from fedbn_flwr.client.training import LossFunction, logits_of, model_loss, output_loss
 from fedbn_flwr.data import Split
 from fedbn_flwr.data.augmentation import IGNORED
 from fedbn_flwr.plugins import extra
@@ -96,7 +96,7 @@ def evaluate(
         for (inputs, targets), rows in zip(batches, domains.split(sizes), strict=True):
             outputs = model(inputs)
             logits = logits_of(outputs).float()
-            loss += float(loss_of(outputs, targets, task.loss)) * len(targets)
+            loss += float(output_loss(outputs, targets, task.loss)) * len(targets)
             # counts by domain, class and predicted class
             places, targets = rows.view(-1, *[1] * (targets.dim() - 1)), targets.cpu()
             cells = (places * num_classes + targets) * num_classes + logits.argmax(1).cpu()

@@ -141,7 +141,7 @@ def model_loss(
 ) -> Tensor:
     """The loss; where BN cannot take the batch, an error that says so."""
     try:
-        return loss_of(model(inputs), targets, loss_function)
+        return output_loss(model(inputs), targets, loss_function)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
@@ -152,7 +152,7 @@ def model_loss(
         ) from error
 
 
-def loss_of(outputs: Any, targets: Tensor, loss_function: LossFunction) -> Tensor:
+def output_loss(outputs: Any, targets: Tensor, loss_function: LossFunction) -> Tensor:
     """Return the loss of what the model returned; torch's cross entropy takes the logits among it."""
     return loss_function(logits_of(outputs) if loss_function is F.cross_entropy else outputs, targets)
 

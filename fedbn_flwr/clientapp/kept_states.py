@@ -59,7 +59,7 @@ class KeptStates:
     """
 
     def __init__(self, folder: Path, context: Context, config: ConfigRecord) -> None:
-        self._history = History.told(config, context)
+        self._history = History.read(config, context)
         self._round, self._checkpoint = (path_number(key, config.get(key, 0)) for key in (SERVER_ROUND, CHECKPOINT))
         self._folder = folder / self._history.first / str(site_number(context))
 

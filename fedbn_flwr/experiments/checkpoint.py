@@ -179,14 +179,14 @@ class Recovery:
         #: when the latest checkpoint was complete, and the seconds that it took
         self._ended, self._took = monotonic(), 0.0
         #: the configurations of messages to nodes that keep their states themselves
-        self._told: list[ConfigRecord] = []
+        self._configs: list[ConfigRecord] = []
 
     def tell(self, config: ConfigRecord) -> ConfigRecord:
         """Add to the configuration of messages what nodes must know that keep their states themselves."""
         asked = self._experiment.config
         if (asked.checkpoint_every or asked.resume) and not isinstance(self._grid, SavesStates):
             config.update({STATE_HISTORY: self._history.to_text(), CHECKPOINT: self._last})
-            self._told.append(config)
+            self._configs.append(config)
         return config
 
     def record(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -198,7 +198,7 @@ class Recovery:
             checkpoint = Checkpoint(server_round, *content, self._history.to_text())
             save_states = self._grid.save_states if isinstance(self._grid, SavesStates) else None
             write_checkpoint(self._folder, checkpoint, save_states)
-            for config in self._told:
+            for config in self._configs:
                 config[CHECKPOINT] = server_round
             self._ended = monotonic()
             self._took = self._ended - begun

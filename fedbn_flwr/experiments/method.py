@@ -114,7 +114,7 @@ def resolve(values: Mapping[str, Any]) -> Experiment:
     config = by_domain(Config.from_mapping(common), common)
     config = _with_norm(config, REGISTRY[method.strategy], options, method.norm)
     experiment = Experiment(config, method.strategy, options)
-    return _pooled(experiment, method) if experiment.strategy_class.pooled else experiment
+    return _pooled(experiment, method) if experiment.strategy_class.one_node else experiment
 
 
 def read_data(config: Config) -> Data:

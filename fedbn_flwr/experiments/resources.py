@@ -172,7 +172,7 @@ def check(experiment: Experiment) -> None:
                     raise UsageError(f"method {config.method!r}: {error}") from error
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
-    if config.dataset == data.SITES and experiment.strategy_class.pooled:
+    if config.dataset == data.SITES and experiment.strategy_class.one_node:
         raise UsageError(
             f"method {config.method!r} needs all data in one place, but the data set 'sites' stays at the sites"
         )

@@ -79,7 +79,7 @@ def run(
         files.config(experiment.to_mapping(), task.sites, engine, experiment.code, choice.text if choice else "")
     strategy = experiment.make_strategy(nodes)
     counted = CountingGrid(LyingGrid(task.grid, task.config.lie) if task.config.lie else task.grid)
-    strategy.told[MessageType.TRAIN].update(task.counts)
+    strategy.first_counts[MessageType.TRAIN].update(task.counts)
     with open_sinks(task.config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sink:
         journal = Journal(files, strategy, counted, task.scorer, task.config, sink, progress)
         recovery = Recovery(folder, experiment, task.grid, strategy, journal)
@@ -92,9 +92,9 @@ def run(
                 rounds_done=files.rounds_done,
                 timeout=task.config.timeout,
                 train_config=recovery.tell(
-                    ConfigRecord({**instruction_of(task.config).to_config(always=("lr",)), **task.told})
+                    ConfigRecord({**instruction_of(task.config).to_config(always=("lr",)), **task.facts})
                 ),
-                evaluate_config=recovery.tell(ConfigRecord({**evaluation_of(experiment).to_config(), **task.told})),
+                evaluate_config=recovery.tell(ConfigRecord({**evaluation_of(experiment).to_config(), **task.facts})),
                 evaluate_fn=recovery.record,
             )
         except OSError:  # the disk, and no fault of the run: it can go on
@@ -121,7 +121,7 @@ class Task:
     form: Form
     scorer: Scorer | SiteScorer
     #: what every message tells a node of the data
-    told: ConfigRecord
+    facts: ConfigRecord
     #: a row about each site's data
     sites: list[dict[str, Any]]
     #: by node, the number of training samples, where sites have said it

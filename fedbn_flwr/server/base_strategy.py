@@ -112,7 +112,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     #: what a model must have of BN, or the method would be another one; see `norm.lacks`
     needs: str = "none"
     #: whether an experiment gives this method one node with the union of the clients' samples
-    pooled: ClassVar[bool] = False
+    one_node: ClassVar[bool] = False
     #: the arguments of the constructor: an experiment makes a strategy of its own from them for each run
     made_with: tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -159,20 +159,20 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.clip_norm, self.clip_factor = clip_norm, clip_factor
         self.secure, self.secure_min = secure, secure_min
         self.momentum_state = momentum_state
-        #: what `pools` and options say
+        #: what `pools` and options say: `FedAvg.add_group` adds them
         self.groups: tuple[Group, ...] = ()
         #: the mean of the clients' optimizer states, if it is `global`
         self.momentum: Arrays = {}
         self.server_optimizer = None if server_optimizer == "none" else ServerOptimizer(server_optimizer, server_lr)
         self.roster = Roster(exchange_timeout)
-        #: a round with fewer usable replies leaves the model as it was
+        #: a round with fewer usable replies leaves the model as it was; a robust rule may need more than one
         self.fewest_nodes = 1
         self.num_rounds: int | None = None
         #: set by `start`; a loop of your own around `configure_train` and `aggregate_train` sets it by itself
         self.started = False
         self.partitions: dict[int, int] = {}
         #: by kind of message, how many examples each node said first, and how many times as many it may say later
-        self.told: dict[str, dict[int, float]] = {MessageType.TRAIN: {}, MessageType.EVALUATE: {}}
+        self.first_counts: dict[str, dict[int, float]] = {MessageType.TRAIN: {}, MessageType.EVALUATE: {}}
         self.count_growth = float("inf") if secure else 2.0  # a sum is over those who are there
         self.ever_trained = False
         self.frozen_after: int | None = None
@@ -389,7 +389,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         """Ask nodes for their descriptions, once a run."""
         described = self.roster.describe(grid, nodes)
         for node, description in described.items():
-            self.told[MessageType.TRAIN].setdefault(node, description.num_examples)
+            self.first_counts[MessageType.TRAIN].setdefault(node, description.num_examples)
         return described
 
     def evaluates(self, server_round: int) -> bool:
@@ -434,7 +434,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             self.weighted_by_key,
             [group.name for group in self.groups if group.name and group.is_required] if trains else (),
             instruction.later,
-            self.told[kind],
+            self.first_counts[kind],
             self.count_growth,
         )
         self.round = replace(self.round, instruction=instruction, expected=expected)
@@ -462,7 +462,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
             raise NotObeyedError(f"node {deaf.node} {deaf.reason.removeprefix('it ')}")
         for reply in replies:
             self.partitions |= reply.nodes
-            expected.told[reply.node] = expected.told.get(reply.node) or reply.metrics.get(wire.NUM_EXAMPLES, 0)
+            first = expected.first_counts.get(reply.node) or reply.metrics.get(wire.NUM_EXAMPLES, 0)
+            expected.first_counts[reply.node] = first
         return replies
 
     def _require_enough(self, replies: list[NodeReply]) -> list[NodeReply]:

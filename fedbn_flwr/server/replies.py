@@ -177,14 +177,14 @@ class Expected:
     #: the binding keys of later rounds, for the words of a refusal
     later: str = ""
     #: by node, the number of examples that it said first, and how many times as many it may say now
-    told: dict[int, float] = field(default_factory=dict)
+    first_counts: dict[int, float] = field(default_factory=dict)
     growth: float = float("inf")
 
     def count_of(self, node: int, count: object, key: str = wire.NUM_EXAMPLES) -> float:
         """Return a node's number of examples, or what else it is weighed by, if it can be believed."""
         if not isinstance(count, int | float) or not 0 <= count <= MOST:
             raise RefusedError(f"its {key!r} is {count!r}")
-        before = self.told.get(node, 0) if key == wire.NUM_EXAMPLES else 0
+        before = self.first_counts.get(node, 0) if key == wire.NUM_EXAMPLES else 0
         if before and count > self.growth * before:
             raise RefusedError(f"its {key!r} is {count}, over {self.growth:g} times the {before} that it said at first")
         return count

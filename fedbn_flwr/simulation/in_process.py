@@ -41,7 +41,7 @@ try:
 except ImportError:  # before Flower 1.38: messages need none
     TaskIdentity = None  # type: ignore[assignment,misc]
 
-Config = Mapping[str, Any]
+RunConfig = Mapping[str, Any]
 T = TypeVar("T")
 
 #: most messages of a push that are prepared before the first of them trains
@@ -135,7 +135,7 @@ class InProcessGrid(LocalGrid):
         self,
         client_app: ClientApp,
         num_nodes: int,
-        run_config: Config | None = None,
+        run_config: RunConfig | None = None,
         partitions: Sequence[int] | None = None,
         state_dir: Path | None = None,
     ) -> None:
@@ -302,8 +302,8 @@ def run_in_process(
     server_main: Callable[[Grid, Context], None],
     client_app: ClientApp,
     num_nodes: int,
-    run_config: Config,
-    make_grid: Callable[[ClientApp, int, Config], Grid] | None = None,
+    run_config: RunConfig,
+    make_grid: Callable[[ClientApp, int, RunConfig], Grid] | None = None,
 ) -> None:
     """Run a server's main function against in-process nodes, or those of another grid, such as `StackedGrid`."""
     grid = (make_grid or InProcessGrid)(client_app, num_nodes, run_config)

@@ -23,8 +23,8 @@ MEGABYTE = 10**6
 
 
 @dataclass
-class Tally:
-    """Numbers of one kind of traffic."""
+class Traffic:
+    """Numbers of one kind of exchange: of training, or of evaluation."""
 
     #: messages sent to nodes and answered, all nodes of one push counting as one exchange
     exchanges: int = 0
@@ -34,12 +34,12 @@ class Tally:
     #: payload as papers count it: what goes to several nodes once, and batch counters not at all
     paper: int = 0
 
-    def __sub__(self, other: "Tally") -> "Tally":
-        return Tally(*(getattr(self, name) - getattr(other, name) for name in self.__dataclass_fields__))
+    def __sub__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*(getattr(self, name) - getattr(other, name) for name in self.__dataclass_fields__))
 
-    def copy(self) -> "Tally":
+    def copy(self) -> "Traffic":
         """The numbers as they are now."""
-        return Tally(**vars(self))
+        return Traffic(**vars(self))
 
     @property
     def payload(self) -> int:
@@ -55,7 +55,7 @@ class CountedTransport:
 
     def __init__(self, transport: NodesTransport, grid: "CountingGrid", messages: Sequence[Message]) -> None:
         self._transport, self._grid, self._messages = transport, grid, messages
-        self._tally, self._before = grid.training, grid.training.copy()
+        self._traffic, self._before = grid.training, grid.training.copy()
 
     @property
     def participants(self) -> Sequence[Participant]:
@@ -68,14 +68,14 @@ class CountedTransport:
         if answer is None:
             self._grid.outgoing(list(self._messages))
         else:
-            self._tally.exchanges += 1
-            self._tally.payload_down += len(self._messages) * answer.tensor.nbytes
+            self._traffic.exchanges += 1
+            self._traffic.payload_down += len(self._messages) * answer.tensor.nbytes
             # what goes to several nodes counts once
-            self._tally.paper += answer.tensor.nbytes
+            self._traffic.paper += answer.tensor.nbytes
         # a row each, whichever workers have pooled
         received = 0 if requests is None else requests.clients * requests.tensor[0].numel() * requests.dtype.itemsize
-        self._tally.payload_up += received
-        self._tally.paper += received
+        self._traffic.payload_up += received
+        self._traffic.paper += received
         return requests
 
     def replies(self) -> list[Message]:
@@ -87,7 +87,7 @@ class CountedTransport:
     def abandon(self) -> None:
         """Abandon the step, and count nothing of it, as it is taken by messages; an attempt that nodes fail counts."""
         if not isinstance(sys.exception(), NodesFailedError):
-            vars(self._tally).update(vars(self._before))
+            vars(self._traffic).update(vars(self._before))
         self._transport.abandon()
 
 
@@ -99,38 +99,38 @@ class CountingGrid(PassingGrid):
 
     def __init__(self, grid: Grid) -> None:
         super().__init__(grid)
-        self.training, self.evaluation = Tally(), Tally()
+        self.training, self.evaluation = Traffic(), Traffic()
 
     def open_step(self, messages: Sequence[Message]) -> CountedTransport | None:
         """Open a layer-wise step that is counted, where the grid offers steps without messages."""
         step = self._grid.open_step(messages) if isinstance(self._grid, LayerwiseGrid) else None
         return None if step is None else CountedTransport(step, self, messages)
 
-    def _tally(self, message: Message) -> Tally:
+    def _traffic_of(self, message: Message) -> Traffic:
         kind = message.metadata.message_type
         if kind == DESCRIBE or (kind == SECURE_QUERY and "survivors" not in message.content.get(SECURE, {})):
-            return Tally()
+            return Traffic()
         return self.evaluation if kind.startswith("evaluate") else self.training
 
     def outgoing(self, messages: list[Message]) -> list[Message]:
         """Count messages."""
         if messages:
-            tally = self._tally(messages[0])
-            tally.exchanges += 1
-            tally.paper += paper_bytes(messages)
+            traffic = self._traffic_of(messages[0])
+            traffic.exchanges += 1
+            traffic.paper += paper_bytes(messages)
         for message in messages:
-            self._tally(message).payload_down += message_sizes(message).payload
+            self._traffic_of(message).payload_down += message_sizes(message).payload
         return messages
 
     def incoming(self, replies: list[Message]) -> list[Message]:
         """Count replies."""
         for message in replies:
             if message.has_content():
-                tally, sizes = self._tally(message), message_sizes(message)
+                traffic, sizes = self._traffic_of(message), message_sizes(message)
                 # a mean of several replies counts as if each had come
                 nodes = len(message.content.nodes) if isinstance(message.content, Summed) else 1
-                tally.payload_up += nodes * sizes.payload
-                tally.paper += nodes * sizes.paper
+                traffic.payload_up += nodes * sizes.payload
+                traffic.paper += nodes * sizes.paper
         return replies
 
 

@@ -33,7 +33,7 @@ _PREFIX = "layerwise/"
 
 #: what takes layer-wise steps: this project's client, or one around a handler of a user's own
 LayerwiseClient = BNClient | OwnLoopClient
-ClientFunction = Callable[[Context], LayerwiseClient]
+MakeClient = Callable[[Context], LayerwiseClient]
 
 
 @dataclass
@@ -50,7 +50,7 @@ class HeldStep:
 STEPS: dict[tuple[int, int], HeldStep] = {}
 
 
-def handle_layerwise_message(content: RecordDict, context: Context, make_client: ClientFunction) -> Reply:
+def handle_layerwise_message(content: RecordDict, context: Context, make_client: MakeClient) -> Reply:
     """Answer a message of a layer-wise step: with the client's next request, and at the end of the step with its model.
 
     The server may also ask the node to forget the step.
@@ -62,15 +62,16 @@ def handle_layerwise_message(content: RecordDict, context: Context, make_client:
     config: Any = content[wire.CONFIG]
     # to make the client may import the module that registers a rule: until then, fields alone
     fields = Instruction.from_config(config)
-    log = StepLog(Memory(context.state), f"{fields.server_round}.{position.attempt}", fields.replay_limit)
+    step_log = StepLog(Memory(context.state), f"{fields.server_round}.{position.attempt}", fields.replay_limit)
     held = STEPS.pop(_key(context), None)
-    log.add(content)
-    if held is not None and held.place == (log.attempt, position.index - 1):
+    step_log.add(content)
+    latest = position.index - 1  # the number of the answer that the message brings; the first is 0
+    if held is not None and held.place == (step_log.attempt, latest):
         held.client.memory.attach(context.state)
-        outcome = held.step.advance(read_answers(content)[str(position.index - 1)])
+        outcome = held.step.advance(read_answers(content)[str(latest)])
     else:
         held = None  # a step that nobody holds ends
-        received, answers = log.received(content), log.answers(position.index)
+        received, answers = step_log.received(content), step_log.answers(position.index)
         if received is None or answers is None:
             return Reply(0, {}, report={LACKS_ARRAYS: True})
         client = make_client(context)
@@ -81,11 +82,11 @@ def handle_layerwise_message(content: RecordDict, context: Context, make_client:
         for answer in answers:
             outcome = held.step.advance(answer)
     if not isinstance(outcome, Requests):
-        log.clear()
+        step_log.clear()
         return outcome.result
     # without room the new step ends: clients take turns, and without the oldest, none would have its step next time
     if len(STEPS) < MAX_STEPS:
-        held.place = log.attempt, position.index
+        held.place = step_log.attempt, position.index
         STEPS[_key(context)] = held
     reply = held.client.reply({}, read_instruction(config), {REQUEST: {outcome.layer: outcome.tensor[0]}})
     reply.report |= {"kind": outcome.kind, "count": outcome.counts[0]}

@@ -66,8 +66,10 @@ class SideChannelGrid(PassingGrid):
     The message that begins an attempt at a layer-wise step goes by Flower, and tells the node where the side channel
     is. All other messages of the attempt go over the side channel, until the reply that ends the step, which comes by
     Flower. If no node reaches the side channel, or the port cannot be had, all messages go by Flower, and the log says
-    once why. A node whose stream fails has an error as its reply. Ids of what goes by the channel are of messages that
-    Flower never sees. Only `push_messages` and `pull_messages`, so `ask_nodes`, use the channel: `send_and_receive` is Flower's.
+    once why. A node whose stream fails has an error as its reply.
+
+    Ids of what goes over the channel are of messages that Flower never sees. `ask_nodes`, which pushes and pulls, uses
+    the channel; `send_and_receive` goes by Flower.
     """
 
     def __init__(self, grid: Grid, options: SideChannelOptions) -> None:

@@ -40,7 +40,7 @@ class History:
         return cls(tuple((str(run), last) for run, last in words), str(path_number(STATE_HISTORY, present)))
 
     @classmethod
-    def told(cls, config: ConfigRecord, context: Context) -> Self:
+    def read(cls, config: ConfigRecord, context: Context) -> Self:
         """Read what the server says of the present run."""
         history = cls.parse(str(config.get(STATE_HISTORY) or context.run_id))
         if history.present != str(context.run_id):

@@ -19,7 +19,7 @@ from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.resources import fresh_model
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally
+from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic
 from fedbn_flwr.wire import Instruction
 
 MEGABYTE, GIGABYTE = 2**20, 2**30
@@ -34,12 +34,12 @@ COPIES = 4 * (1 + CLIENTS)
 
 
 @cache
-def count(method: str, rounds: int = 1, model: str = "resnet20") -> tuple[Tally, ...]:
+def count(method: str, rounds: int = 1, model: str = "resnet20") -> tuple[Traffic, ...]:
     """Return the training traffic of each round of a short run."""
     setting = {"model": model, "dataset": IMAGES[model], "partition": "iid", "clients": CLIENTS}
     experiment = resolve({**setting, "method": method, "rounds": rounds})
     grid = CountingGrid(InProcessGrid(client_app(bound_client_fn(experiment.config)), CLIENTS))
-    totals: list[Tally] = []
+    totals: list[Traffic] = []
     experiment.make_strategy(CLIENTS).start(
         grid,
         state.to_record(fresh_model(experiment.config).state_dict()),

@@ -15,7 +15,7 @@ from torch import nn
 import fedbn_flwr.simulation.stacked.grid as engine
 from fedbn_flwr import state, wire
 from fedbn_flwr.simulation import StackedGrid, train_together
-from fedbn_flwr.simulation.in_process import Config, InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid, RunConfig
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import BaseStrategy
 from tests.helpers.harness import Federation, distance, make_model
@@ -38,7 +38,7 @@ class Stacked(StackedGrid):
 
     most: ClassVar[int] = 20
 
-    def __init__(self, client_app: ClientApp, num_nodes: int, run_config: Config | None = None) -> None:
+    def __init__(self, client_app: ClientApp, num_nodes: int, run_config: RunConfig | None = None) -> None:
         super().__init__(client_app, num_nodes, run_config, chunk=self.most)
 
 

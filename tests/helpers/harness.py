@@ -18,7 +18,7 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.clientapp.mods import Mod
 from fedbn_flwr.data import Split
-from fedbn_flwr.simulation.in_process import Config, InProcessGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid, RunConfig
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.wire import Instruction
 
@@ -175,7 +175,7 @@ INSTRUCTION = Instruction(local_steps=3, batch_size=4, lr=0.1, seed=5)
 class Backwards(InProcessGrid):
     """A grid whose node ids run against the partitions, and whose replies come back to front."""
 
-    def __init__(self, client_app: ClientApp, num_nodes: int, run_config: Config | None = None) -> None:
+    def __init__(self, client_app: ClientApp, num_nodes: int, run_config: RunConfig | None = None) -> None:
         super().__init__(client_app, num_nodes, run_config)
         contexts = [self._contexts[node] for node in sorted(self._contexts)]
         self._contexts = {7_000 - 13 * index: context for index, context in enumerate(contexts)}
@@ -187,7 +187,7 @@ class Backwards(InProcessGrid):
 class Traffic(InProcessGrid):
     """A grid that keeps all messages, and all replies."""
 
-    def __init__(self, client_app: ClientApp, num_nodes: int, run_config: Config | None = None) -> None:
+    def __init__(self, client_app: ClientApp, num_nodes: int, run_config: RunConfig | None = None) -> None:
         super().__init__(client_app, num_nodes, run_config)
         self.sent: list[Message] = []
         self.replies: list[Message] = []

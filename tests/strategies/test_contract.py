@@ -87,7 +87,7 @@ def test_which_methods_give_every_node_a_model_of_its_own() -> None:
     """Their nodes evaluate; HBN keeps entries on nodes, but its evaluation does not use them."""
     personal = {name for name, strategy in REGISTRY.items() if strategy.personal}
     assert personal == {"fedbn", "silobn", "mtfl", "fednorm", "standalone"}
-    assert {name for name, strategy in REGISTRY.items() if strategy.pooled} == {"centralized"}
+    assert {name for name, strategy in REGISTRY.items() if strategy.one_node} == {"centralized"}
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -53,7 +53,7 @@ PASSING = {
     "_refused",
     "_sent",
     # what nodes said before a run is resumed, they say again
-    "told",
+    "first_counts",
     "_swept",
     "evaluate_replies",
     "measured",

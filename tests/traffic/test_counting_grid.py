@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedbn_flwr.server.averaging import record
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state.records import payload_bytes
-from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally, paper_bytes
+from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic, paper_bytes
 from fedbn_flwr.wire import DESCRIBE, GATHER
 
 Arrays = Mapping[str, NDArray[np.generic]]
@@ -83,7 +83,7 @@ def test_papers_count_what_nodes_have_in_common_once_and_counters_never() -> Non
 def test_training_and_evaluation_are_counted_apart(grid: CountingGrid) -> None:
     node, _ = grid.get_node_ids()
     grid.send_and_receive([message(node, MIXED, kind="evaluate")])
-    assert grid.training == Tally()
+    assert grid.training == Traffic()
     assert grid.evaluation.payload == 2 * MIXED_BYTES
     grid.send_and_receive([message(node, MIXED, kind=GATHER)])
     assert (grid.training.exchanges, grid.training.payload) == (1, 2 * MIXED_BYTES)
@@ -94,7 +94,7 @@ def test_asking_who_nodes_are_is_not_counted(grid: CountingGrid) -> None:
     node, _ = grid.get_node_ids()
     grid.send_and_receive([message(node, MIXED, kind=DESCRIBE)])
     list(grid.pull_messages(grid.push_messages([message(node, MIXED, kind=DESCRIBE)])))
-    assert grid.training == grid.evaluation == Tally()
+    assert grid.training == grid.evaluation == Traffic()
 
 
 def test_all_messages_of_a_push_are_one_exchange(grid: CountingGrid) -> None:
@@ -125,11 +125,11 @@ def test_a_node_that_fails_sends_no_arrays(grid: CountingGrid) -> None:
 
 
 def test_tallies_are_subtracted_number_by_number_and_copied() -> None:
-    later, earlier = Tally(5, 40, 30, 60), Tally(1, 10, 20, 30)
-    assert later - earlier == Tally(4, 30, 10, 30)
+    later, earlier = Traffic(5, 40, 30, 60), Traffic(1, 10, 20, 30)
+    assert later - earlier == Traffic(4, 30, 10, 30)
     copy = later.copy()
     later.exchanges += 1
-    assert copy == Tally(5, 40, 30, 60)
+    assert copy == Traffic(5, 40, 30, 60)
 
 
 def test_everything_else_is_the_grids_own(grid: CountingGrid) -> None:

@@ -25,7 +25,7 @@ from fedbn_flwr.deployment.cli import main as fedbn_flwr
 from fedbn_flwr.layerwise import Answer, Requests, SuspendedStep
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN
-from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally
+from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic
 from fedbn_flwr.transports import message_client, side_channel_client
 from fedbn_flwr.transports.message_records import REQUEST, SIDE_CHANNEL, StepPosition
 from fedbn_flwr.transports.side_channel_client import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE, Stream
@@ -57,7 +57,7 @@ def options(**changes: Any) -> SideChannelOptions:
     return replace(SideChannelOptions(port, f"localhost:{port}", None, ENOUGH), **changes)
 
 
-def run(grid: Grid, strategy: FedAvg, rounds: int = 1, **more: Any) -> tuple[state.State, Tally]:
+def run(grid: Grid, strategy: FedAvg, rounds: int = 1, **more: Any) -> tuple[state.State, Traffic]:
     counted = CountingGrid(grid)
     return Federation(dropout_model()).run(
         strategy, rounds, counted, evaluate_every=1, momentum=0.9, augmentation="crop-flip", **more
@@ -73,7 +73,9 @@ def concurrent(sites: Mapping[int, Site] | None = None) -> Iterator[ConcurrentNo
         nodes.close()
 
 
-def in_process(strategy: FedAvg, rounds: int = 1, without: int | None = None, **more: Any) -> tuple[state.State, Tally]:
+def in_process(
+    strategy: FedAvg, rounds: int = 1, without: int | None = None, **more: Any
+) -> tuple[state.State, Traffic]:
     class Nodes(InProcessGrid):
         def get_node_ids(self) -> list[int]:
             return [node for node in super().get_node_ids() if node != without]

@@ -17,7 +17,7 @@ from fedbn_flwr.experiments.output.scoring import Score, Scorer, SiteScorer
 from fedbn_flwr.experiments.output.sinks import Sink
 from fedbn_flwr.experiments.resources import absent_classes, normalization
 from fedbn_flwr.strategies import BaseStrategy, DivergedError, NodeReply
-from fedbn_flwr.traffic.counting_grid import CountingGrid, Tally
+from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic
 
 #: the columns that clients report, in their order
 REPORTED = ("batch-change", "local-distance", "window-variance")
@@ -121,7 +121,7 @@ class Journal:
         for name in _KEPT:
             setattr(self, name, state[name])
         for name in _KINDS:
-            setattr(self._grid, name, Tally(**state["sent"][name]))
+            setattr(self._grid, name, Traffic(**state["sent"][name]))
         self._before = self._grid.training.copy()
         self._started -= state["seconds"]
         self.arrays = arrays

@@ -52,7 +52,7 @@ def export_model(message: Message, context: Context, call_next: ClientAppCallabl
     reply = call_next(message, context)
     if reply.has_content() and not lacks_state(reply):
         own = Memory(context.state).recall(wire.PERSONAL) if instruction.keep_local != "none" else {}
-        run, site = History.told(config, context).first, str(site_number(context))
+        run, site = History.read(config, context).first, str(site_number(context))
         about = {"run": run, "round": instruction.server_round, "site": site, "shape": config.get(DATA_SHAPE, [])}
         options = resolve(context.run_config).to_mapping()
         path = Path(folder, run, f"{site}{SUFFIX}")

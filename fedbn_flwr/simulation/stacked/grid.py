@@ -18,7 +18,7 @@ from fedbn_flwr.layerwise import Exchange, SuspendedStep
 from fedbn_flwr.layerwise.suspended_step import Replicas
 from fedbn_flwr.layerwise.take_step import Lockstep
 from fedbn_flwr.server.ask_nodes import identify
-from fedbn_flwr.simulation.in_process import Config, InProcessGrid, Job, Trained, job_reply, one_by_one
+from fedbn_flwr.simulation.in_process import InProcessGrid, Job, RunConfig, Trained, job_reply, one_by_one
 from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
 from fedbn_flwr.simulation.stacked.model import CannotStackError
@@ -135,7 +135,7 @@ class StackedGrid(InProcessGrid):
         self,
         client_app: ClientApp,
         num_nodes: int,
-        run_config: Config | None = None,
+        run_config: RunConfig | None = None,
         partitions: Sequence[int] | None = None,
         state_dir: Path | None = None,
         *,
