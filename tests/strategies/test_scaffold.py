@@ -197,6 +197,14 @@ def test_entries_that_stay_on_a_node_are_not_corrected() -> None:
     assert nodes.kept(0, wire.CONTROL_VARIATES).keys() == dict(make_model().named_parameters()).keys() - local
 
 
+def assert_mean_of_variates(strategy: Scaffold, nodes: Federation, shares: Sequence[float]) -> None:
+    """Check the server's variate against those that nodes keep; one that never replied has none."""
+    kept = [nodes.kept(partition, wire.CONTROL_VARIATES) for partition in range(len(SIZES))]
+    for name, value in strategy.package(1001, nodes.initial)[wire.CONTROL_VARIATES].items():
+        mean = sum(share * own[name].numpy() for share, own in zip(shares, kept, strict=True) if own)
+        np.testing.assert_allclose(value.numpy(), mean, atol=1e-14)
+
+
 class Silent(InProcessGrid):
     """A grid whose first node is connected, and answers from some round on."""
 
@@ -224,10 +232,7 @@ def test_a_node_that_is_silent_counts_like_the_others_until_it_replies(
     nodes.run(strategy, 3)
     assert grid.asked.count("query.describe") == (weighting == "examples")
     total = 1.0 if returns == 2 else 4 / 3 * sum(shares[1:])
-    kept = [nodes.kept(partition, wire.CONTROL_VARIATES) for partition in range(len(SIZES))]
-    for name, value in strategy.package(1001, nodes.initial)[wire.CONTROL_VARIATES].items():
-        mean = sum(share / total * own[name].numpy() for share, own in zip(shares, kept, strict=True) if own)
-        np.testing.assert_allclose(value.numpy(), mean, atol=1e-14)
+    assert_mean_of_variates(strategy, nodes, [share / total for share in shares])
 
 
 def test_a_weight_that_only_replies_say_is_of_all_clients_once_all_have_replied() -> None:
@@ -235,10 +240,7 @@ def test_a_weight_that_only_replies_say_is_of_all_clients_once_all_have_replied(
     drawn = participants(strategy)
     nodes.run(strategy, 8)
     assert {partition for each in drawn for partition in each} == set(range(len(SIZES)))
-    kept = [nodes.kept(partition, wire.CONTROL_VARIATES) for partition in range(len(SIZES))]
-    for name, value in strategy.package(1001, nodes.initial)[wire.CONTROL_VARIATES].items():
-        mean = sum(share * own[name].numpy() for share, own in zip(EXAMPLES, kept, strict=True))
-        np.testing.assert_allclose(value.numpy(), mean, atol=1e-14)
+    assert_mean_of_variates(strategy, nodes, EXAMPLES)
 
 
 def weighs(client: BNClient, index: int) -> BNClient:
