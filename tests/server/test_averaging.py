@@ -17,13 +17,6 @@ from fedbn_flwr.state.flat import FlatArrays
 weights = some.lists(some.floats(0, 100), min_size=1, max_size=6).filter(lambda values: sum(values) > 1e-3)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_dtype_is_the_arrays_own_even_for_numpy_weights(dtype: type[np.floating]) -> None:
-    states = [{"a": np.ones(2, dtype)}, {"a": np.zeros(2, dtype)}]
-    assert average(states, [np.float64(1), np.float64(3)])["a"].dtype == dtype
-    assert average(states, [1, 3])["a"].tolist() == [0.25, 0.25]
-
-
 def slow_mean(states: Sequence[Mapping[str, NDArray[Any]]], shares: Sequence[float], name: str) -> NDArray[Any]:
     """One array after another, client after client, in float64."""
     total = np.zeros(states[0][name].shape, np.float64)
@@ -63,7 +56,7 @@ def test_flat_states_are_averaged_to_the_same_bits(shares: list[float], seed: in
     for mixture in mixtures:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("fedbn_flwr.server.averaging._PORTION", portion)
-            got = average(mixture, shares)
+            got = average(mixture, list(np.array(shares)))  # NumPy's own numbers change no dtype
         assert list(got) == list(states[0])
         for name in got:
             expected = slow_mean(states, shares, name)
