@@ -27,9 +27,7 @@ from fedbn_flwr.transports.message_client import handle_layerwise_message
 from fedbn_flwr.transports.message_records import SIDE_CHANNEL
 from fedbn_flwr.transports.side_channel_client import answer_by_channel
 from fedbn_flwr.wire import Instruction, masked
-from fedbn_flwr.wire.packed import PACKED, with_content
-from fedbn_flwr.wire.packed import pack as pack_arrays
-from fedbn_flwr.wire.packed import unpack as unpack_arrays
+from fedbn_flwr.wire.packed import PACKED, pack, unpack, with_content
 
 T = TypeVar("T")
 
@@ -53,12 +51,12 @@ class NodeApp(ClientApp):
         for mod in reversed(self._outer):
             handle = _around(handle, mod)
         packed = PACKED in message.content
-        received = with_content(message, unpack_arrays(message.content)) if packed else message
+        received = with_content(message, unpack(message.content)) if packed else message
         try:
             reply = handle(received, context)
         except (ProtocolError, NotEncodableError, UsageError) as error:  # in one line: Flower would show a traceback
             reply = _error(str(error), message)
-        return with_content(reply, pack_arrays(reply.content)) if packed and reply.has_content() else reply
+        return with_content(reply, pack(reply.content)) if packed and reply.has_content() else reply
 
     def _answer(self, message: Message, context: Context) -> Message:
         if message.metadata.message_type == wire.LAYERWISE and SIDE_CHANNEL in message.content:
@@ -131,18 +129,18 @@ def client_app(client_fn: ClientFunction, mods: list[Mod] | None = None) -> Clie
 
     @app.train("gather")
     def gather(message: Message, context: Context) -> Message:
-        return pack(client_fn(context).gather(*unpack(message)), message)
+        return make_message(client_fn(context).gather(*read_message(message)), message)
 
     @app.train("layerwise")
     def layerwise(message: Message, context: Context) -> Message:
         try:
-            return pack(handle_layerwise_message(message.content, context, client_fn), message)
+            return make_message(handle_layerwise_message(message.content, context, client_fn), message)
         except UnlikeBatchNormError as error:  # a model that the method is not for: Flower would show a traceback
             return _error(str(error), message)
 
     @app.query("describe")
     def describe(message: Message, context: Context) -> Message:
-        return pack(client_fn(context).describe(), message)
+        return make_message(client_fn(context).describe(), message)
 
     return app
 
@@ -154,10 +152,11 @@ def answer(
     flowers: bool = True,
 ) -> Message:
     """Let a client act; one that has lost entries of the model that stay on it asks for the whole model instead."""
-    received, instruction = unpack(message, flowers=flowers)
+    received, instruction = read_message(message, flowers=flowers)
     local = state.group_keys(client.model, instruction.keep_local)
     has_all = local <= {*received[wire.ARRAYS], *client.memory.personal(local)}
-    return pack(act(received, instruction) if has_all else Reply(0, {}, report={wire.LACKS_STATE: True}), message)
+    reply = act(received, instruction) if has_all else Reply(0, {}, report={wire.LACKS_STATE: True})
+    return make_message(reply, message)
 
 
 class SharedRecords:
@@ -173,7 +172,7 @@ class SharedRecords:
         return self._known[id(record)][1]
 
 
-def unpack(
+def read_message(
     message: Message, known: SharedRecords | None = None, flowers: bool = True
 ) -> tuple[dict[str, state.State], Instruction]:
     """Return the arrays by group and name, and the instruction, which may be that of Flower's own FedProx.
@@ -189,7 +188,7 @@ def unpack(
     return records, known.read(config, read_instruction)
 
 
-def pack(reply: Reply, message: Message, copy: bool = True) -> Message:
+def make_message(reply: Reply, message: Message, copy: bool = True) -> Message:
     """Answer a message. With `copy=False` the message shares the reply's memory, which nobody may change any more."""
     content = RecordDict({name: state.to_record(values, copy=copy) for name, values in reply.records.items()})
     counted = {} if reply.num_examples is None else {wire.NUM_EXAMPLES: reply.num_examples}

@@ -18,7 +18,7 @@ from torch import nn
 from fedbn_flwr import wire
 from fedbn_flwr.client import Reply
 from fedbn_flwr.client.own_loop_client import Handler, OwnLoopClient
-from fedbn_flwr.clientapp.bn_client_app import NodeApp, answer, pack
+from fedbn_flwr.clientapp.bn_client_app import NodeApp, answer, make_message
 from fedbn_flwr.transports.message_client import handle_layerwise_message
 
 Decorator = Callable[[Handler], Handler]
@@ -89,11 +89,11 @@ class ClientApp(NodeApp):
 
     def _train_in_step(self, handler: Handler, message: Message, context: Context) -> Message:
         make_client = partial(self._client, handler, message)
-        return pack(handle_layerwise_message(message.content, context, make_client), message)
+        return make_message(handle_layerwise_message(message.content, context, make_client), message)
 
     def _describe(self, message: Message, context: Context) -> Message:
         reply: Reply = self._client(_no_handler, message, context).describe()
-        return pack(reply, message)
+        return make_message(reply, message)
 
 
 def numpy_client_app(

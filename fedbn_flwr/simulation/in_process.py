@@ -18,7 +18,7 @@ from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr.client import BNClient, Reply
-from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, pack, unpack
+from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, make_message, read_message
 from fedbn_flwr.server.ask_nodes import identify
 from fedbn_flwr.simulation.node_contexts import Contexts
 from fedbn_flwr.simulation.spill import SpillBuffer
@@ -206,7 +206,7 @@ class InProcessGrid(LocalGrid):
                 context = self._lend(node)
                 client = self._client_app.client_fn(context)
                 self._client_app.enter(message, context)
-                received = unpack(message, shared if changes_nothing(client) else None)
+                received = read_message(message, shared if changes_nothing(client) else None)
                 jobs.append(Job(place, message, context, client, *received))
         return jobs
 
@@ -285,7 +285,7 @@ class OneByOneGrid(InProcessGrid):
 
 def job_reply(job: Job, reply: Reply) -> Message:
     """Make a message of a client's reply."""
-    return pack(reply, job.message, copy=not changes_nothing(job.client))
+    return make_message(reply, job.message, copy=not changes_nothing(job.client))
 
 
 def changes_nothing(client: BNClient) -> bool:

@@ -10,7 +10,7 @@ from flwr.serverapp.strategy import FedProx as FlowerFedProx
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.clientapp.bn_client_app import SharedRecords, unpack
+from fedbn_flwr.clientapp.bn_client_app import SharedRecords, read_message
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.wire import Instruction
 from tests.helpers.toys import CLASSES, assert_same_state, random_state, toy_cnn, toy_split
@@ -111,5 +111,5 @@ def test_a_record_that_is_gone_is_not_taken_for_another_one() -> None:
     for number in range(50):
         arrays = ArrayRecord({"w": Array(np.full(3, number))})
         message = Message(RecordDict({wire.ARRAYS: arrays, wire.CONFIG: INSTRUCTION.to_config()}), 1, "train")
-        received, _ = unpack(message, known)
+        received, _ = read_message(message, known)
         assert received[wire.ARRAYS]["w"].tolist() == [number] * 3

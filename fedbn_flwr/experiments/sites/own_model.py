@@ -13,7 +13,7 @@ from torch import nn
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.node_memory import Memory
-from fedbn_flwr.clientapp.bn_client_app import unpack
+from fedbn_flwr.clientapp.bn_client_app import read_message
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.resources import Form, fresh_model
 from fedbn_flwr.plugins import extra
@@ -47,7 +47,7 @@ def export_model(message: Message, context: Context, call_next: ClientAppCallabl
     kind = message.metadata.message_type.partition(".")[0]
     if not folder or kind != MessageType.EVALUATE:
         return call_next(message, context)
-    received, instruction = unpack(message)
+    received, instruction = read_message(message)
     config: Any = message.content[wire.record_names(message.content)[1]]
     reply = call_next(message, context)
     if reply.has_content() and not lacks_state(reply):
