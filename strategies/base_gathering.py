@@ -12,7 +12,7 @@ from fedbn_flwr import norm, wire
 from fedbn_flwr.layerwise.exchange import why_unusable
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.ask_nodes import ask_nodes
-from fedbn_flwr.server.averaging import Arrays, record
+from fedbn_flwr.server.averaging import Arrays, arrays_to_record
 from fedbn_flwr.server.replies import (
     CannotTrainError,
     Expected,
@@ -43,7 +43,7 @@ class Gathering(FedAvg):
 
     def gather(self, state: Arrays, nodes: Sequence[int], instruction: Instruction) -> dict[str, Moments]:
         """Gather from the nodes in one exchange; nodes that fail are left out, and named in the log."""
-        arrays, config = record(state), ConfigRecord({**self.round.other_config, **instruction.to_config()})
+        arrays, config = arrays_to_record(state), ConfigRecord({**self.round.other_config, **instruction.to_config()})
         messages = []
         for node in nodes:
             content = RecordDict({wire.ARRAYS: self.package(node, arrays)[self.arrayrecord_key], wire.CONFIG: config})

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from flwr.app import ArrayRecord
 from flwr.common import log
 
-from fedbn_flwr.server.averaging import Arrays, average, record
+from fedbn_flwr.server.averaging import Arrays, arrays_to_record, average
 from fedbn_flwr.server.replies import CannotTrainError, Group, NodeReply
 from fedbn_flwr.state.records import make_record
 
@@ -50,7 +50,7 @@ class FedNorm(FedAvg):
         own = self._by_domain.get(self.describe_node(node).domain)
         if own:
             whole = groups[self.arrayrecord_key]
-            groups[self.arrayrecord_key] = make_record({**whole, **record(own)})
+            groups[self.arrayrecord_key] = make_record({**whole, **arrays_to_record(own)})
         return groups
 
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:

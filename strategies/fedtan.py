@@ -30,7 +30,7 @@ from flwr.common import log
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.carried import CarriedValues, Entries, Examples
 from fedbn_flwr.plugins.options import Range
-from fedbn_flwr.server.averaging import Arrays, record
+from fedbn_flwr.server.averaging import Arrays, arrays_to_record
 from fedbn_flwr.server.replies import Group, NodeReply, Pooled
 from fedbn_flwr.wire import Instruction
 
@@ -127,7 +127,7 @@ class FedTAN(Layerwise):
         """Add the node's corrections, if there are some."""
         groups = super().package(node, arrays)
         if node in self._corrections:
-            groups[wire.CARRIED] = record(self._corrections[node])
+            groups[wire.CARRIED] = arrays_to_record(self._corrections[node])
         return groups
 
     def update(self, pooled: Pooled) -> Arrays:

@@ -11,7 +11,7 @@ from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.server.ask_nodes import ask_nodes
-from fedbn_flwr.server.averaging import Arrays, record
+from fedbn_flwr.server.averaging import Arrays, arrays_to_record
 from fedbn_flwr.server.replies import Group, NodeReply, Pooled, lacks_state
 from fedbn_flwr.state.records import make_record
 from fedbn_flwr.wire import Instruction
@@ -94,7 +94,7 @@ class PartialSharing(FedAvg):
             return replies
         log(WARNING, "Nodes %s have lost the entries that stay on them: they get the whole model", sorted(nodes))
         self._served -= nodes
-        sent, again, whole = list[Message](), list[Message](), record(self.current)
+        sent, again, whole = list[Message](), list[Message](), arrays_to_record(self.current)
         for message in self._sent:
             if (node := message.metadata.dst_node_id) in nodes:
                 content = RecordDict({**message.content, **self.package(node, whole)})

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedbn_flwr import wire
 from fedbn_flwr.client.rules import Rule, Session, on_device, register_rule
-from fedbn_flwr.server.averaging import Arrays, record
+from fedbn_flwr.server.averaging import Arrays, arrays_to_record
 from fedbn_flwr.server.replies import Group, Pooled
 from fedbn_flwr.wire import Instruction
 
@@ -79,7 +79,7 @@ class Scaffold(FedAvg):
         groups = super().package(node, arrays)
         if self._variate:
             sent = {name: value.astype(self.current[name].dtype) for name, value in self._variate.items()}
-            groups[wire.CONTROL_VARIATES] = record(sent)
+            groups[wire.CONTROL_VARIATES] = arrays_to_record(sent)
         return groups
 
     def update(self, pooled: Pooled) -> Arrays:

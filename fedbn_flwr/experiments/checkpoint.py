@@ -20,7 +20,7 @@ from torch import Tensor
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.server.averaging import Arrays, record, unpack
+from fedbn_flwr.server.averaging import Arrays, arrays_of, arrays_to_record
 from fedbn_flwr.simulation.node_contexts import SavesStates
 from fedbn_flwr.state.record_files import sync
 from fedbn_flwr.strategies import BaseStrategy
@@ -194,7 +194,7 @@ class Recovery:
         metrics = self._journal.record(server_round, arrays)
         if server_round and self._is_due(server_round):
             begun = monotonic()
-            content = unpack(arrays), self._strategy.state_dict(), self._journal.state_dict()
+            content = arrays_of(arrays), self._strategy.state_dict(), self._journal.state_dict()
             checkpoint = Checkpoint(server_round, *content, self._history.to_text())
             save_states = self._grid.save_states if isinstance(self._grid, SavesStates) else None
             write_checkpoint(self._folder, checkpoint, save_states)
@@ -212,7 +212,7 @@ class Recovery:
 
     def restore(self, saved: Checkpoint) -> ArrayRecord:
         """Bring everything into the state of a checkpoint; return its model."""
-        arrays = record(saved.model)
+        arrays = arrays_to_record(saved.model)
         descriptions = self._strategy.describe(self._grid, sorted(self._grid.get_node_ids()))
         nodes = {description.partition: node for node, description in descriptions.items()}
         self._strategy.load_state_dict(saved.strategy, nodes)

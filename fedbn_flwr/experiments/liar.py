@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import Answer, Requests
-from fedbn_flwr.server.averaging import is_floating, record, view
+from fedbn_flwr.server.averaging import arrays_to_record, is_floating, view_arrays
 from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.transports import LayerwiseGrid, NodesTransport, Participant
@@ -92,8 +92,8 @@ def lie(reply: Message, factor: float) -> Message:
             request = read_request(reply.content)
             lies = {request.layer: scaled_rows(request, factor)[0].numpy(force=True)}
         else:
-            lies = {name: _scaled(name, array, factor) for name, array in view(arrays).items()}
-        reply.content[group] = record(lies)
+            lies = {name: _scaled(name, array, factor) for name, array in view_arrays(arrays).items()}
+        reply.content[group] = arrays_to_record(lies)
     return reply
 
 

@@ -40,7 +40,7 @@ from fedbn_flwr.experiments.resources import (
 )
 from fedbn_flwr.experiments.sites.agreement import SitesGrid, agree, ask_sites
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.server.averaging import unpack
+from fedbn_flwr.server.averaging import arrays_of
 from fedbn_flwr.server.packing_grid import PackingGrid
 from fedbn_flwr.strategies import Layerwise, wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
@@ -71,7 +71,7 @@ def run(
     initial = state.to_record(fresh_model(task.config, task.form).state_dict())
     if saved:
         refuse_foreign(folder, experiment, engine)
-        refuse_other_model(folder, saved, unpack(initial))
+        refuse_other_model(folder, saved, arrays_of(initial))
         files = RunFolder(folder, saved.server_round)
     else:
         clear(folder)

@@ -19,19 +19,19 @@ Arrays = dict[str, NDArray[Any]]
 _PORTION = 2**17
 
 
-def record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+def arrays_to_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     """Pack copies of arrays for a message."""
     return record_of(FlatArrays.copy_of({name: np.asarray(value) for name, value in arrays.items()}))
 
 
-def unpack(packed: ArrayRecord) -> Arrays:
+def arrays_of(packed: ArrayRecord) -> Arrays:
     """Copies of the arrays of a message."""
     if (flat := flat_of(packed)) is not None:
         return dict(flat.copy().items())
     return {name: array.numpy() for name, array in packed.items()}
 
 
-def view(packed: ArrayRecord) -> FlatArrays:
+def view_arrays(packed: ArrayRecord) -> FlatArrays:
     """The arrays of a message, without copies where they were never serialized: to be read only."""
     flat = flat_of(packed)
     return FlatArrays.copy_of({name: view_array(array) for name, array in packed.items()}) if flat is None else flat

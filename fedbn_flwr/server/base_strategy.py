@@ -16,7 +16,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import wire
 from fedbn_flwr.plugins.options import Range
-from fedbn_flwr.server.averaging import Arrays, record, unpack
+from fedbn_flwr.server.averaging import Arrays, arrays_of, arrays_to_record
 from fedbn_flwr.server.constructor_options import MomentumKind, OptimizerKind, check_constructor
 from fedbn_flwr.server.kept_state import KeptState, LaterRounds
 from fedbn_flwr.server.lr_schedule import read_schedule
@@ -246,7 +246,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
         """Return the groups of arrays that one node gets."""
         groups = {self.arrayrecord_key: arrays}
-        return groups | ({wire.MOMENTUM: record(self.momentum)} if self.momentum else {})
+        return groups | ({wire.MOMENTUM: arrays_to_record(self.momentum)} if self.momentum else {})
 
     def collect(self, replies: Iterable[Message]) -> Iterable[Message]:
         """Return the round's replies: those that came, or others that the method has asked for."""
@@ -346,7 +346,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         if server_round == 1:
             name_dominant(self.train_replies, weights)
         merged = self.refine(self.merge(self.train_replies, weights))
-        return record(merged), self._mean_metrics(self.train_replies, self.train_metrics_aggr_fn)
+        return arrays_to_record(merged), self._mean_metrics(self.train_replies, self.train_metrics_aggr_fn)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -424,7 +424,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self._refused = []
         orders, no_orders = replace(Instruction.from_config(config), server_round=server_round), Instruction.wire_keys()
         other_config = {key: value for key, value in config.items() if key not in no_orders}
-        self.round = Round(server_round, grid, unpack(arrays), orders, "lr" in config, other_config)
+        self.round = Round(server_round, grid, arrays_of(arrays), orders, "lr" in config, other_config)
         trains = kind == MessageType.TRAIN
         instruction = self.instruct(orders) if trains else self.instruct_evaluation(orders)
         expected = Expected(

@@ -13,7 +13,7 @@ from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import LARGEST, MOST, NOT_FINITE, TOO_LARGE
-from fedbn_flwr.server.averaging import Arrays, unusable, view
+from fedbn_flwr.server.averaging import Arrays, unusable, view_arrays
 from fedbn_flwr.state.flat import FlatArrays, Layout
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.wire.masked import Summed, Tally, Terms
@@ -251,7 +251,7 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
             "app with fedbn_flwr.clientapp: ClientApp(model=...) around a loop of your own, or client_app"
         )
     metrics = read_metrics(content)
-    records = {name: view(record) for name, record in array_records(content).items()}
+    records = {name: view_arrays(record) for name, record in array_records(content).items()}
     if expected.arrays_key in records:
         records[wire.ARRAYS] = records.pop(expected.arrays_key)
     if missing := [group for group in expected.groups if group not in records]:

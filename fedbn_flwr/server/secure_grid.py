@@ -20,7 +20,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.secure import Participants
 from fedbn_flwr.secure.fixed_point import Limbs, decode, sum_of
 from fedbn_flwr.server.ask_nodes import ask_nodes
-from fedbn_flwr.server.averaging import unusable, view
+from fedbn_flwr.server.averaging import unusable, view_arrays
 from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.server.replies import ReadT, Refusal, RefusedError, log_refused, read_each, whole
 from fedbn_flwr.state.records import array_records, view_array
@@ -297,6 +297,6 @@ def _mean(parts: Mapping[int, _MaskedReply], total: Limbs) -> Summed:
     except ValueError as error:
         raise SumFailedError(dict.fromkeys(nodes, str(error))) from None
     for group, record in array_records(content).items():
-        if bad := unusable(view(record)):
+        if bad := unusable(view_arrays(record)):
             raise SumFailedError(dict.fromkeys(nodes, f"in the mean of all, array {bad[0]!r} in {group!r} {bad[1]}"))
     return content

@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 from numpy.typing import NDArray
 
 from fedbn_flwr.layerwise.exchange import normalized
-from fedbn_flwr.server.averaging import Arrays, average, record, unpack, unusable, view
+from fedbn_flwr.server.averaging import Arrays, arrays_of, arrays_to_record, average, unusable, view_arrays
 from fedbn_flwr.state.flat import FlatArrays
 
 weights = some.lists(some.floats(0, 100), min_size=1, max_size=6).filter(lambda values: sum(values) > 1e-3)
@@ -73,16 +73,16 @@ def test_a_flat_state_of_another_layout_is_averaged_by_name() -> None:
 
 def test_records_hold_copies_and_views_do_not() -> None:
     arrays = drawn(np.random.default_rng(0))
-    for packed in (record(arrays), ArrayRecord({name: Array(value) for name, value in arrays.items()})):
-        for read in (unpack(packed), view(packed)):
+    for packed in (arrays_to_record(arrays), ArrayRecord({name: Array(value) for name, value in arrays.items()})):
+        for read in (arrays_of(packed), view_arrays(packed)):
             assert list(read) == list(arrays)
             for name, value in arrays.items():
                 np.testing.assert_array_equal(read[name], value, strict=True)
-        copied = unpack(packed)
+        copied = arrays_of(packed)
         copied["matrix"][:] = 7
-        assert view(packed)["matrix"].tolist() == arrays["matrix"].tolist()
-    packed = record(arrays)
-    assert np.shares_memory(view(packed)["matrix"], view(packed)["matrix"])
+        assert view_arrays(packed)["matrix"].tolist() == arrays["matrix"].tolist()
+    packed = arrays_to_record(arrays)
+    assert np.shares_memory(view_arrays(packed)["matrix"], view_arrays(packed)["matrix"])
 
 
 def test_the_means_share_no_memory_with_anything() -> None:

@@ -9,7 +9,7 @@ from flwr.clientapp import ClientApp
 from flwr.supercore.run import Run
 from numpy.typing import NDArray
 
-from fedbn_flwr.server.averaging import record
+from fedbn_flwr.server.averaging import arrays_to_record
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state.records import payload_bytes
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic, paper_bytes
@@ -70,9 +70,9 @@ def test_payload_is_the_bytes_of_the_numbers(grid: CountingGrid) -> None:
 
 def test_papers_count_what_nodes_have_in_common_once_and_counters_never() -> None:
     common = {"shared": np.ones((2, 3), np.float32), "counter": np.array(7)}
-    flat = [record({**common, "own": np.full(4, float(node))}) for node in (1, 2, 2)]
+    flat = [arrays_to_record({**common, "own": np.full(4, float(node))}) for node in (1, 2, 2)]
     plain = [ArrayRecord({name: Array(array.numpy()) for name, array in each.items()}) for each in flat]
-    model = record(common)
+    model = arrays_to_record(common)
     for groups in (flat, plain):
         messages = [Message(RecordDict({"arrays": model, "carried": own}), 1, "train") for own in groups]
         # the model, what the nodes' own groups have in common, and what two of them have alone

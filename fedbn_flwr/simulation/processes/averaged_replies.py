@@ -13,7 +13,7 @@ from typing import Any, cast
 from flwr.app import ConfigRecord, Message, MetricRecord
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.averaging import average, record
+from fedbn_flwr.server.averaging import arrays_to_record, average
 from fedbn_flwr.server.replies import Expected, NodeReply, mean_metrics, read_reply
 from fedbn_flwr.state.flat import FlatArrays
 from fedbn_flwr.wire.masked import Summed, needs_masks
@@ -65,7 +65,7 @@ def _mean(replies: Sequence[NodeReply], weighting: str) -> Summed:
     mean = Summed()
     mean.nodes = {reply.node: reply.partition for reply in replies}
     for group in replies[0].records:
-        mean[group] = record(average([reply.records[group] for reply in replies], weights))
+        mean[group] = arrays_to_record(average([reply.records[group] for reply in replies], weights))
     named = sorted(replies[0].metrics.keys() - {wire.NUM_EXAMPLES, wire.PARTITION_ID})
     total = sum(reply.num_examples for reply in replies)
     # the place of the mean among the replies of other workers
