@@ -24,7 +24,7 @@ from fedbn_flwr.experiments import resolve
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.output.run_folder import make_folder, read_rounds
 from fedbn_flwr.experiments.server_side import run
-from fedbn_flwr.transports.side_channel_client import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE
+from fedbn_flwr.transports.side_channel_client import CERTIFICATES_VARIABLE, SITE_ADDRESS_VARIABLE
 from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
 from tests.helpers.checkout import ROOT
 from tests.helpers.concurrent_nodes import ConcurrentNodes, Site
@@ -83,7 +83,7 @@ def measure_streams(options: Row, nodes: int, rtt: float) -> Row:
         sites = {}
         for number, relay in enumerate(relays):
             relay.delay = rtt / 2000
-            way = {CERTIFICATES_VARIABLE: str(server / "ca.crt"), ADDRESS_VARIABLE: f"127.0.0.1:{relay.port}"}
+            way = {CERTIFICATES_VARIABLE: str(server / "ca.crt"), SITE_ADDRESS_VARIABLE: f"127.0.0.1:{relay.port}"}
             sites[number] = Site(way, make_client=bound_client_fn(resolve(options).config))
         certificates = (server / "server.key").read_bytes(), (server / "server.crt").read_bytes()
         channel = SideChannelOptions(port, f"localhost:{port}", certificates, _ENOUGH)

@@ -21,7 +21,7 @@ from fedbn_flwr.wire.packed import with_content
 
 #: where a site names the address by which it reaches the server's side channel, in place of the server's own, and the
 #: certificates that it trusts: a file, `none` for a channel without TLS; without it, those that gRPC trusts
-ADDRESS_VARIABLE, CERTIFICATES_VARIABLE = "FEDBN_FLWR_EXCHANGE_ADDRESS", "FEDBN_FLWR_EXCHANGE_CA"
+SITE_ADDRESS_VARIABLE, CERTIFICATES_VARIABLE = "FEDBN_FLWR_EXCHANGE_ADDRESS", "FEDBN_FLWR_EXCHANGE_CA"
 #: seconds within which the server must be reached
 PATIENCE = 10.0
 
@@ -69,7 +69,7 @@ class Stream:
     def __init__(self, address: str, token: str) -> None:
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
         self._incoming: SimpleQueue[bytes | Exception] = SimpleQueue()
-        target = os.environ.get(ADDRESS_VARIABLE) or address
+        target = os.environ.get(SITE_ADDRESS_VARIABLE) or address
         self._connection = _connect(target, address)
         try:
             _await_ready(self._connection, target)

@@ -23,7 +23,7 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.server.ask_nodes import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.transports.message_client import STEPS
-from fedbn_flwr.transports.side_channel_client import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE
+from fedbn_flwr.transports.side_channel_client import CERTIFICATES_VARIABLE, SITE_ADDRESS_VARIABLE
 from tests.helpers.harness import CLASSES, Double, Federation
 
 #: is called in the process of a node before it answers, with the message
@@ -141,7 +141,7 @@ def _work(connection: Connection, packed: bytes) -> None:
     torch.set_num_threads(1)
     assert len(STEPS) == 0
     message, context, site = pickle.loads(packed)
-    os.environ.pop(ADDRESS_VARIABLE, None)
+    os.environ.pop(SITE_ADDRESS_VARIABLE, None)
     os.environ.update(site.environment)
     if site.fault is not None:
         site.fault(message)

@@ -28,7 +28,7 @@ from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic
 from fedbn_flwr.transports import message_client, side_channel_client
 from fedbn_flwr.transports.message_records import REQUEST, SIDE_CHANNEL, StepPosition
-from fedbn_flwr.transports.side_channel_client import ADDRESS_VARIABLE, CERTIFICATES_VARIABLE, Stream
+from fedbn_flwr.transports.side_channel_client import CERTIFICATES_VARIABLE, SITE_ADDRESS_VARIABLE, Stream
 from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
 from tests.helpers.checkout import ROOT
 from tests.helpers.concurrent_nodes import ConcurrentNodes, Site, dropout_model, make_client
@@ -268,7 +268,7 @@ def soon(message: Message) -> None:
 def away() -> Site:
     """Return a site whose firewall refuses connections to the channel."""
     (closed,) = free_ports(1)
-    return Site({CERTIFICATES_VARIABLE: "none", ADDRESS_VARIABLE: f"127.0.0.1:{closed}"}, soon)
+    return Site({CERTIFICATES_VARIABLE: "none", SITE_ADDRESS_VARIABLE: f"127.0.0.1:{closed}"}, soon)
 
 
 def raises_at_once(message: Message) -> None:
@@ -404,7 +404,7 @@ def test_an_address_of_the_sites_own_must_have_the_servers_certificate(
     certificates = (own / "server.key").read_bytes(), (own / "server.crt").read_bytes()
     channel = options(certificates=certificates)
     # by another way than the server says, to a server that has the name that it says
-    through = {CERTIFICATES_VARIABLE: str(own / "ca.crt"), ADDRESS_VARIABLE: f"127.0.0.1:{channel.port}"}
+    through = {CERTIFICATES_VARIABLE: str(own / "ca.crt"), SITE_ADDRESS_VARIABLE: f"127.0.0.1:{channel.port}"}
     for address, is_let in ((f"fl.example.org:{channel.port}", True), (f"example.net:{channel.port}", False)):
         caplog.clear()
         with concurrent({number: Site(through, None if is_let else soon) for number in range(len(SIZES))}) as nodes:
