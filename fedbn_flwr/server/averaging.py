@@ -79,10 +79,7 @@ def _parts(run: NDArray[Any]) -> list[slice]:
 
 
 def _mean_run(runs: Sequence[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:
-    """Of runs of numbers, by portions; number by number the same sums as of the arrays in them.
-
-    Of what is in a file, one portion of one run is in memory at a time.
-    """
+    """Of runs of numbers, by portions; number by number the same sums as of the arrays in them."""
     return np.concatenate([_mean((run[part] for run in runs), shares) for part in _parts(runs[0])] or [runs[0][:]])
 
 

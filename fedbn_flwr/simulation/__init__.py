@@ -6,7 +6,7 @@
   (`stacked/training.py`) is its training alone;
 - `WorkersGrid` (`processes/grid.py`) shares the nodes out over processes, each with one of the other grids.
 
-`node_contexts.py` holds what nodes remember, `spill.py` the replies that wait for those of other nodes.
+`node_contexts.py` holds what nodes remember.
 """
 
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid, run_in_process

@@ -21,7 +21,6 @@ from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, make_message, read_message
 from fedbn_flwr.server.ask_nodes import identify
 from fedbn_flwr.simulation.node_contexts import Contexts
-from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import FlatState
 from fedbn_flwr.state.records import lend_record
@@ -56,8 +55,6 @@ class LocalGrid(Grid):
     def __init__(self) -> None:
         self._run = Run.create_empty(run_id=1)
         self._replies: dict[str, Message] = {}
-        #: for the replies to the latest push
-        self._spill = SpillBuffer()
         if TaskIdentity is not None:
             # Flower reads these when a message is created
             TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = self._run.run_id, SUPERLINK_NODE_ID, 0
@@ -165,7 +162,6 @@ class InProcessGrid(LocalGrid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Deliver the messages and keep the replies."""
         messages = list(messages)
-        self._spill = SpillBuffer()
         ids = [identify(message) for message in messages]
         trained = self._train_together(messages)
         # one by one: other messages, and clients that failed together with others
@@ -190,7 +186,7 @@ class InProcessGrid(LocalGrid):
                 for job, reply in trained:
                     with suppress(Exception):  # reported when the message is answered
                         packed = job_reply(job, reply)
-                        replies[job.place] = self._spill.store(app.leave(packed, job.message, job.context))
+                        replies[job.place] = app.leave(packed, job.message, job.context)
                         self._keep(job.node, job.context)
         return replies
 
@@ -216,7 +212,7 @@ class InProcessGrid(LocalGrid):
         node = message.metadata.dst_node_id
         try:
             context = self._lend(node)
-            reply = self._spill.store(self._client_app(self._deliver(message), context))
+            reply = self._client_app(self._deliver(message), context)
         except Exception as error:
             log(INFO, "The ClientApp of node %d raised", node, exc_info=error)
             reason = f"{type(error).__name__}: {error}"

@@ -21,7 +21,6 @@ from fedbn_flwr.simulation.in_process import LocalGrid, in_portions
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, StateFolder
 from fedbn_flwr.simulation.processes.service import GridFactory, Opened
 from fedbn_flwr.simulation.processes.worker import OwnShare, Worker, WorkerDiedError, WorkerError, WorkerHandle
-from fedbn_flwr.simulation.spill import SpillBuffer
 
 
 class WorkersGrid(LocalGrid):
@@ -135,7 +134,6 @@ class WorkersGrid(LocalGrid):
             return None
 
         def close(answers: Mapping[WorkerHandle, list[Message | None]]) -> list[Message]:
-            self._spill = SpillBuffer()
             placed: dict[int, Message | None] = {}
             for worker, share in shares.items():
                 placed |= zip(share, answers[worker], strict=True)
@@ -194,7 +192,6 @@ class WorkersGrid(LocalGrid):
 
         Workers are waited for in turn, so that the others have a portion each while this process works on its own.
         """
-        self._spill = SpillBuffer()
         ahead = {worker: [*in_portions([*shares[worker].values()])] for worker in _in_turn(shares)}
         for worker, portions in ahead.items():
             worker.ask("deliver", portions[0])
@@ -216,7 +213,7 @@ class WorkersGrid(LocalGrid):
             identify(message)
             return None
         message.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
-        return self._spill.store(reply)
+        return reply
 
     def _answers(self, worker: WorkerHandle, messages: Sequence[Message]) -> list[Message | None]:
         """Return the worker's replies, or error replies if its process died."""

@@ -19,7 +19,6 @@ from fedbn_flwr.layerwise.suspended_step import Replicas
 from fedbn_flwr.layerwise.take_step import Lockstep
 from fedbn_flwr.server.ask_nodes import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid, Job, RunConfig, Trained, job_reply, one_by_one
-from fedbn_flwr.simulation.spill import SpillBuffer
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
 from fedbn_flwr.simulation.stacked.model import CannotStackError
 from fedbn_flwr.simulation.stacked.training import train_together
@@ -183,10 +182,8 @@ class StackedGrid(InProcessGrid):
 
     def _close_step(self, replies: Iterable[tuple[Job, Message]]) -> list[Message]:
         """Keep what nodes remember; return the replies in the order of the messages that opened the step."""
-        self._spill = SpillBuffer()
         ordered = sorted(replies, key=lambda each: each[0].place)
         for job, reply in ordered:
-            self._spill.store(reply)
             self._keep(job.node, job.context)
             identify(reply)
         return [reply for _, reply in ordered]
