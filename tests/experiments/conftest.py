@@ -1,6 +1,10 @@
 """Commands draw pictures, which tests do not wait for unless they look at one."""
 
+from collections.abc import Iterator
+
 import pytest
+
+from tests.helpers.registered import registries_restored
 
 
 @pytest.fixture
@@ -12,3 +16,10 @@ def drawn() -> None:
 def _quick(request: pytest.FixtureRequest) -> None:
     if "drawn" not in request.fixturenames:
         request.getfixturevalue("only_composed")
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Forget what a test registers or hands over."""
+    with registries_restored():
+        yield

@@ -168,15 +168,3 @@ def test_half_a_checkpoint_that_a_death_left_is_replaced(
     write_checkpoint(tmp_path, Checkpoint(4, {}, {}, {}), None)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
     assert read_checkpoint(tmp_path).nodes == {}
-
-
-def test_values_come_back_as_they_were(tmp_path: Path) -> None:
-    (tmp_path / "rounds.jsonl").touch()
-    arrays = {"counter": np.asarray(7), "sum": np.asarray([0.1, np.inf])}
-    others = {"nodes": {3: (2, None), 5: (1, 0.1)}, "names": {"a", "b"}, "flags": [True, "text", 1.5]}
-    write_checkpoint(tmp_path, Checkpoint(1, {}, {**others, "arrays": arrays}, {}), None)
-    read = dict(read_checkpoint(tmp_path).strategy)
-    for name, array in read.pop("arrays").items():
-        assert (array.dtype, array.shape) == (arrays[name].dtype, arrays[name].shape)
-        assert np.array_equal(array, arrays[name])
-    assert read == others

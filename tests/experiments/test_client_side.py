@@ -26,10 +26,3 @@ def test_equal_numbers_of_other_types_are_other_options() -> None:
     for wrong in (1, 1.0):
         with pytest.raises(UsageError, match="replacement must be true or false"):
             client_fn(context(replacement=wrong))
-
-
-def test_a_client_keeps_its_memory_in_the_context_of_its_message() -> None:
-    first, second = context(), context()
-    for each in (first, second):
-        client_fn(each).memory.store("momentum", {})
-        assert len(each.state) == 1

@@ -1,6 +1,5 @@
 """Several methods on the same data: pairing by seed, choosing values, and what is written."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 import fedbn_flwr.experiments.output.scoring
 from fedbn_flwr.client.evaluation import Evaluation, evaluate
 from fedbn_flwr.data import Split
 from fedbn_flwr.experiments import Config
-from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Line, Plan, compare, lines, typical
+from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Plan, compare, lines, typical
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
@@ -43,6 +41,8 @@ def test_means_and_paired_differences_by_hand() -> None:
     # Student's t for 95 % and two degrees of freedom is 4.302653
     assert second.half_width == pytest.approx(4.302653 * (0.0116667 / 2 / 3) ** 0.5, rel=1e-5)
     assert second.summary["seed"] == 2
+    (alone,) = lines(results("a", 0.5))
+    assert (alone.mean, alone.deviation, alone.half_width) == (0.5, 0.0, 0.0)
 
 
 def test_pairs_are_of_equal_seeds_whatever_the_order_and_whichever_is_missing() -> None:
@@ -51,11 +51,6 @@ def test_pairs_are_of_equal_seeds_whatever_the_order_and_whichever_is_missing() 
     assert first.mean == pytest.approx(0.6)
     assert second.mean == pytest.approx(0.7)
     assert second.difference == pytest.approx(((0.6 - 0.5) + (0.9 - 0.7)) / 2)
-
-
-def test_one_seed_has_no_spread() -> None:
-    (line,) = lines(results("a", 0.5))
-    assert line == Line("a", 0.5, 0.0, 0.0, 0.0, {"method": "a", "seed": 0, "accuracy": 0.5})
 
 
 def test_a_number_that_only_some_methods_have() -> None:
@@ -179,16 +174,6 @@ def test_options_of_single_methods_are_chosen_for_these(tmp_path: Path) -> None:
     ]
 
 
-def test_a_method_that_cannot_train_says_why_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(ENGINES, "stacked", Engine(lr9=-1))
-    failed, worked = compare(plan(["fedavg:lr=9", "fedavg"]), tmp_path, silent)
-    assert (failed["method"], failed["error"]) == ("fedavg:lr=9", "it diverged")
-    assert worked["accuracy"] == 0.5
-    assert json.loads((tmp_path / "compare.json").read_text()) == [failed, worked]
-
-
 def test_the_test_data_never_choose_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every evaluation, on the server and on the nodes, is of held-out training data until the rate is chosen."""
     test_data, seen = load_data(Config(dataset=DATA)).test, []
@@ -208,24 +193,6 @@ def test_the_test_data_never_choose_the_rate(tmp_path: Path, monkeypatch: pytest
     assert before > 0
     assert set(seen[:before]) == {"validation"}
     assert set(seen[before:]) == {"test"}
-
-
-def test_compare_writes_its_summaries_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    methods = "fedavg, fedprox:mu=0.1,centralized"
-    assert run("compare", "--methods", methods, "--seeds", "2", results_dir=str(tmp_path)) == 0
-    summaries = json.loads((tmp_path / "compare.json").read_text())
-    assert [(row["method"], row["seed"]) for row in summaries] == [
-        (method, seed) for method in ("fedavg", "fedprox:mu=0.1", "centralized") for seed in (0, 1)
-    ]
-    folders = {path.name for path in tmp_path.iterdir() if path.is_dir()}
-    assert folders == {f"{name}-seed{seed}" for name in ("fedavg", "fedprox_mu=0.1", "centralized") for seed in (0, 1)}
-    for row, folder in zip(summaries[:2], ("fedavg-seed0", "fedavg-seed1"), strict=True):
-        assert json.loads((tmp_path / folder / "summary.json").read_text()) == row
-    with Image.open(tmp_path / "compare.png") as picture:
-        assert picture.format == "PNG"
-    table = capsys.readouterr().out
-    assert "fedprox:mu=0.1" in table
-    assert "±" in table
 
 
 def test_a_comparison_in_which_nothing_trains_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

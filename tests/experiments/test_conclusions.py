@@ -1,14 +1,12 @@
 """What the command `compare` concludes, and the tables in the terminal."""
 
 import json
-import re
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import pytest
 
-from fedbn_flwr.experiments.output.console import console, percent, show_comparison
+from fedbn_flwr.experiments.output.console import console, show_comparison
 from tests.helpers.runs import run
 
 METHODS = ("fedavg", "fixbn:freeze-round=0.3:frozen-lr=0.05", "fedtan:carry=true", "centralized")
@@ -41,16 +39,11 @@ def test_names_and_numbers_are_whole_in_80_columns(monkeypatch: pytest.MonkeyPat
     words = shown(seeds, **{"domain-accuracy": {"real": 0.5, "photos": 0.4}}).split()
     for part in ("fixbn", ":freeze-round=0.3", ":frozen-lr=0.05", "fedtan", ":carry=true", "centralized"):
         assert part in words
-    assert words.count("1,400") == words.count("93.1") == len(METHODS)
-
-
-def test_names_are_in_one_line_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "width", 120)
-    assert set(METHODS) < set(shown().split())
-
-
-def test_a_megabyte_has_a_million_bytes() -> None:
-    assert shown().split().count("119.6") == len(METHODS)
+    # all differ by nothing, which has no sign but plus, and one seed has no spread
+    assert words.count("+0.0") == len(METHODS) - 1
+    assert ("±" in words) == (seeds > 1)
+    # a megabyte has a million bytes
+    assert words.count("1,400") == words.count("93.1") == words.count("119.6") == len(METHODS)
 
 
 def test_a_value_that_was_chosen_is_shown_and_marked_at_the_edge() -> None:
@@ -61,26 +54,13 @@ def test_a_value_that_was_chosen_is_shown_and_marked_at_the_edge() -> None:
     assert "* the least or the largest value of its grid" in words
 
 
-def table(text: str) -> dict[str, list[str]]:
-    """Return the printed table's rows by their first cells; a number and its spread are one cell."""
-    rows = (re.split(r"(?<!±)\s+(?!±)", line.strip()) for line in text.splitlines())
-    return {cells[0]: cells[1:] for cells in rows if len(cells) > 1}
-
-
-@pytest.fixture
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal in which no cell takes two lines."""
-    monkeypatch.setattr(console, "width", 200)
-
-
-@pytest.mark.usefixtures("wide")
-def test_compare_finds_out_what_one_class_a_client_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_finds_out_what_one_class_a_client_does(tmp_path: Path) -> None:
     """Of four classes of equal size, a client by itself knows one, so it is right a fourth of the time.
 
     With GN one model for all learns all classes. With BN it does not: each client has the statistics of its class.
     """
     options = {"partition": "classes:1", "clients": "4", "rounds": "10", "model": "mlp"}
-    methods = "fedavg+gn,fedprox+gn:mu=0,standalone+gn,fedavg"
+    methods = "fedavg+gn,standalone+gn,fedavg"
     assert run("compare", "--methods", methods, "--seeds", "2", results_dir=str(tmp_path), **options) == 0
     accuracies: dict[str, list[float]] = {}
     for summary in json.loads((tmp_path / "compare.json").read_text()):
@@ -88,22 +68,3 @@ def test_compare_finds_out_what_one_class_a_client_does(tmp_path: Path, capsys: 
     assert accuracies["standalone+gn"] == pytest.approx([0.25] * 2, abs=0.02)
     assert min(accuracies["fedavg+gn"]) > 0.7
     assert max(accuracies["fedavg"]) < 0.5
-
-    rows = table(capsys.readouterr().out)
-    for method, found in accuracies.items():
-        assert rows[method][0] == f"{100 * fmean(found):.1f} ± {100 * stdev(found):.1f}"
-    assert rows["fedprox+gn:mu=0"][1] == "+0.0 ± 0.0"
-    # the difference to the first method, seed by seed, and Student's t for 95 % and one degree of freedom
-    worse = [bn - gn for bn, gn in zip(accuracies["fedavg"], accuracies["fedavg+gn"], strict=True)]
-    assert rows["fedavg"][1] == f"{100 * fmean(worse):+.1f} ± {1270.6205 * stdev(worse) / 2**0.5:.1f}"
-
-
-@pytest.mark.usefixtures("wide")
-def test_compare_shows_one_seed_without_a_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("compare", "--methods", "fedavg,fedprox:mu=0", model="mlp", results_dir=str(tmp_path)) == 0
-    accuracy = json.loads((tmp_path / "compare.json").read_text())[0]["accuracy"]
-    shown = capsys.readouterr().out
-    assert "accuracy, %" in shown
-    rows = table(shown)
-    assert rows["fedprox:mu=0"][:2] == [f"{100 * accuracy:.1f}", "+0.0"]
-    assert percent(-0.0001) == "0.0"

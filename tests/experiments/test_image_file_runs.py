@@ -1,4 +1,4 @@
-"""Runs on images that stay in files: the same bits from any number of decoding processes, and in stacks."""
+"""Runs that segment streets: from files, and in stacks."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.helpers.image_sets import write_cityscapes, write_imagenet
+from tests.helpers.image_sets import write_cityscapes
 from tests.helpers.runs import run
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_imagenet(tmp_path_factory.mktemp("imagenet"), classes=3, images=12)
 
 
 def test_a_run_on_cityscapes_files_streams_them_and_reports_the_mean_iou(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 from fedbn_flwr import compare, run
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.data import Data, Split, load
+from fedbn_flwr.data import Split, load
 from fedbn_flwr.data.own_data import fingerprint_of
 from fedbn_flwr.experiments import UsageError
 from fedbn_flwr.experiments.output.run_folder import RunFolder
@@ -32,19 +32,12 @@ from fedbn_flwr.strategies import REGISTRY, DivergedError, FedAvg, FedProx, FixB
 from fedbn_flwr.wire import Instruction
 from tests.helpers.checkout import ROOT, environment
 from tests.helpers.checkout import run as run_program
-from tests.helpers.registered import registries_restored
 from tests.helpers.runs import DATA, OPTIONS, results, rounds
 from tests.helpers.runs import run as command
 from tests.helpers.toys import CLASSES
 
+pytestmark = pytest.mark.usefixtures("registered")
 SMALL: dict[str, Any] = {key.replace("-", "_"): value for key, value in OPTIONS.items() if key != "dataset"}
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    """Forget the strategies that a test hands over."""
-    with registries_restored():
-        yield
 
 
 class Pull(FedAvg):
@@ -104,6 +97,8 @@ def test_a_strategy_of_ones_own_with_its_options() -> None:
     assert states[0] == states[1]
     assert states[2] == states[3]
     assert states[0] != states[2]
+    # an option that all strategies share
+    assert weights(FedAvg(fraction_train=0.5)) == weights("fedavg:fraction-train=0.5") != weights("fedavg")
     assert found.model(Pull(mu=0.1)).state_dict().keys() == states[0].keys()
 
 
@@ -115,10 +110,6 @@ def test_models_of_the_nodes_are_no_one_model(method: str, tmp_path: Path) -> No
     assert found.summaries[0]["model-for-each-node"]
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert "of no use alone" in file.metadata()["note"]
-
-
-def test_options_of_a_strategy_that_experiments_share() -> None:
-    assert weights(FedAvg(fraction_train=0.5)) == weights("fedavg:fraction-train=0.5") != weights("fedavg")
 
 
 def test_a_model_of_ones_own() -> None:
@@ -140,10 +131,7 @@ def test_data_of_ones_own() -> None:
     pairs = (train.inputs, train.labels), (test.inputs.numpy(), test.labels.tolist())
     sets = TensorDataset(train.inputs, train.labels), TensorDataset(test.inputs, test.labels)
     assert weights(data=pairs) == weights(data=sets) == weights(data=(Split(*pairs[0]), test)) == known
-
-
-def test_data_of_ones_own_in_several_processes() -> None:
-    assert weights(data=load(DATA), workers=2) == weights(workers=2)
+    assert weights(data=loaded, workers=2) == weights(workers=2)
 
 
 def test_what_another_process_cannot_import_stays_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +152,9 @@ def test_changed_code_or_data_are_another_run(tmp_path: Path, monkeypatch: pytes
     call = partial(quick, Pull(mu=0.1), tmp_path, rounds=1)
     call(model=make_net)
     call(model=make_net)
+    loaded = load(DATA)
     with pytest.raises(UsageError, match=r"its code or data of dataset is .*\(overwrite=True replaces it\)"):
-        call(model=make_net, data=load(DATA))
+        call(model=make_net, data=loaded)
     with monkeypatch.context() as patch:
         patch.setattr(f"{__name__}.WIDTH", 8)
         with pytest.raises(UsageError, match="code or data of model"):
@@ -177,11 +166,9 @@ def test_changed_code_or_data_are_another_run(tmp_path: Path, monkeypatch: pytes
 
 
 def test_data_are_known_by_every_number() -> None:
-    loaded = load(DATA)
-    inputs = loaded.test.inputs.clone()
+    loaded, inputs = load(DATA), load(DATA).test.inputs.clone()
     inputs.reshape(-1)[-1] += 1
-    changed = Data(loaded.name, loaded.train, replace(loaded.test, inputs=inputs), loaded.num_classes)
-    again = Data(loaded.name, loaded.train, replace(loaded.test), loaded.num_classes)
+    again, changed = (replace(loaded, test=replace(loaded.test, inputs=each)) for each in (loaded.test.inputs, inputs))
     assert fingerprint_of(again) == fingerprint_of(loaded) != fingerprint_of(changed)
 
 

@@ -10,7 +10,7 @@ from fedbn_flwr.experiments.method import all_options, own_options, owners, pars
 from fedbn_flwr.experiments.resources import fresh_model
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.plugins.options import Option, Range
-from fedbn_flwr.strategies import REGISTRY, Centralized, FedAvg, FedProx, FixBN
+from fedbn_flwr.strategies import REGISTRY, FedAvg, FedProx, FixBN
 
 
 class Parent(FedAvg):
@@ -29,32 +29,18 @@ def test_an_option_has_its_kind_its_default_and_its_help() -> None:
     option = own_options(Parent)["pull-often"]
     assert option == Option("pull_often", int | str, 3, "how often it pulls")
     assert own_options(FedProx)["mu"] == Option("mu", float, 0.01, "weight of the proximal term", Range(0))
-
-
-def test_a_subclass_changes_the_default_and_keeps_the_help() -> None:
+    # a subclass changes the default and keeps the help; what it replaces is not its own
     assert own_options(Child)["pull-often"] == Option("pull_often", float, 5.0, "how often it pulls")
     assert own_options(Child)["bare"] == Option("bare", bool, False, "")
-    fixed, central = own_options(FixBN)["freeze-round"], own_options(Centralized)["freeze-round"]
-    assert central.help == fixed.help != ""
-    assert (fixed.default, central.default) == (0.5, 10**9)
+    assert ["weighting" in own_options(kind) for kind in (Parent, Child)] == [True, False]
 
 
-def test_an_object_of_pythons_is_no_option() -> None:
-    assert "privacy" not in all_options()
-
-
-def test_an_option_that_a_subclass_replaces_is_not_its_own() -> None:
-    assert "weighting" in own_options(Parent)
-    assert "weighting" not in own_options(Child)
-
-
-def test_what_follows_from_shared_options_is_not_a_strategys_own() -> None:
-    assert not {"seed", "lr-schedule", "patience", "evaluate-every"} & set(all_options())
-
-
-def test_owners_are_the_strategies_that_have_the_option() -> None:
+def test_options_belong_to_the_strategies_that_have_them() -> None:
     assert sorted(owners("mu")) == ["fedbs", "fedprox"]
     assert owners("weighting") == list(REGISTRY)
+    # objects of Python's are no options, and what follows from shared options is not a strategy's own
+    assert not {"privacy", "seed", "lr-schedule", "patience", "evaluate-every"} & set(all_options())
+    assert resolve({"method": "fixbn", "mu": "0.2", "freeze-round": "0.25"}).options == {"freeze_round": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -83,10 +69,6 @@ def test_a_methods_own_options_override_the_shared_ones() -> None:
     assert strategy.mu == 0.5
 
 
-def test_options_of_other_strategies_do_not_concern_it() -> None:
-    assert resolve({"method": "fixbn", "mu": "0.2", "freeze-round": "0.25"}).options == {"freeze_round": 0.25}
-
-
 def test_an_empty_option_of_a_strategy_is_its_default() -> None:
     """In Flower's run configuration every key must exist."""
     empty = dict.fromkeys(all_options(), "")
@@ -112,11 +94,8 @@ def test_shared_options_reach_the_strategy() -> None:
     assert [change.rate(1.0, 6, 10, None) for change in strategy.schedule] == [0.5]
     strategy = resolve({"timeout": "50", "exchange-timeout": "7", "min-nodes": "2"}).make_strategy(8)
     assert (strategy.exchange_timeout, strategy.min_available_nodes) == (7.0, 2)
-
-
-def test_nodes_with_models_of_their_own_all_evaluate_them() -> None:
-    assert resolve({"method": "fedbn"}).make_strategy(5).fraction_evaluate == 1.0
-    assert resolve({"method": "fedavg"}).make_strategy(5).fraction_evaluate == 0.0
+    # nodes with models of their own all evaluate them
+    assert [resolve({"method": name}).make_strategy(5).fraction_evaluate for name in ("fedbn", "fedavg")] == [1.0, 0.0]
 
 
 def test_a_resolved_experiment_resolves_to_itself() -> None:
@@ -135,6 +114,8 @@ def test_a_strategy_that_brings_its_own_normalizer_refuses_another() -> None:
         assert resolve({"method": f"{name}+{norm}"}).config.norm == norm
         with pytest.raises(UsageError, match=f"sets its own normalizer '{norm}'"):
             resolve({"method": f"{name}+gn"})
+    # the ablation of FedWon's table 5
+    assert resolve({"method": "fedwon:wsconv=false"}).config.norm == "none"
 
 
 #: for every option of a normalizer that a strategy brings: a value that is not the default
@@ -187,12 +168,6 @@ def test_own_options_of_a_strategy_reach_its_normalizer(
     built = options_that_build(monkeypatch, method=method)
     assert built.pop("groups") == Config.groups
     assert built == wanted
-
-
-def test_fedwon_without_standardization_has_no_normalizer_either() -> None:
-    """The ablation of its table 5."""
-    assert resolve({"method": "fedwon:wsconv=false"}).config.norm == "none"
-    assert resolve({"method": "fedwon:wsconv=true"}).config.norm == "wsconv"
 
 
 def test_the_centralized_reference_has_one_node_and_all_clients_batches() -> None:

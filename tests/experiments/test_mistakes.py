@@ -5,7 +5,6 @@ cannot be used in `test_checkpoint.py`.
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from fedbn_flwr.data import Data, Split
 from fedbn_flwr.experiments import UsageError, main, resolve
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY, FedAvg, Privacy
-from tests.helpers.registered import registries_restored
 from tests.helpers.runs import DATA, OPTIONS, command
 
 HERE = "tests.helpers.other_shapes"
@@ -267,13 +265,6 @@ OWN_DATA: list[tuple[Any, str]] = [
     ((GOOD, (X[:0], Y[:0])), "own data has no test samples"),
     (((X.long(), Y), GOOD), "cannot take integers (ids: other numbers are float32) of the shape"),
 ]
-
-
-@pytest.fixture
-def registered() -> Iterator[None]:
-    """Forget the strategies that a test hands over."""
-    with registries_restored():
-        yield
 
 
 @pytest.mark.usefixtures("registered")

@@ -1,7 +1,6 @@
 """A method of a user's own, both halves in one file outside of this package, runs like those of the project."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,10 @@ from fedbn_flwr.experiments import main, resolve
 from fedbn_flwr.strategies import FedTAN, register_strategy
 from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import Federation, distance, make_model
-from tests.helpers.registered import registries_restored
 from tests.helpers.runs import run
 
+pytestmark = pytest.mark.usefixtures("registered")
 TOY = "tests.helpers.toy_method"
-
-
-@pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    """Forget what a test registers."""
-    with registries_restored():
-        yield
 
 
 def model_of(folder: Path, *words: str, **options: str) -> dict[str, Tensor]:

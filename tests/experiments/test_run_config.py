@@ -1,6 +1,5 @@
 """Flower takes only options that `pyproject.toml` lists: it must list them all, with the defaults of the command."""
 
-import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,38 +14,19 @@ from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.config import FEDERATION
 from fedbn_flwr.experiments.method import all_options
 from fedbn_flwr.experiments.output.run_folder import RunFolder
-from fedbn_flwr.plugins.options import Value
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.checkout import ROOT
 from tests.helpers.runs import OPTIONS
 
 
-@pytest.fixture(scope="module")
-def wanted() -> dict[str, Value]:
+def test_the_run_config_has_every_option_with_the_commands_default_and_type() -> None:
+    app = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
     shared = {key: FEDERATION.get(key, value) for key, value in Config().to_mapping().items()}
     # a strategy's own option is not given by default
-    return {**shared, **dict.fromkeys(all_options(), "")}
-
-
-@pytest.fixture(scope="module")
-def run_config() -> dict[str, Any]:
-    app = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-    return dict(app["config"])
-
-
-def test_every_option_is_in_the_run_config_and_nothing_else(
-    run_config: dict[str, Any], wanted: dict[str, Value]
-) -> None:
-    missing = [f"{key} = {json.dumps(value)}" for key, value in wanted.items() if key not in run_config]
-    assert not missing, "[tool.flwr.app.config] lacks:\n" + "\n".join(missing)
-    unknown = sorted(set(run_config) - set(wanted))
-    assert not unknown, f"[tool.flwr.app.config] has options that do not exist: {unknown}"
-
-
-def test_defaults_are_those_of_the_command(run_config: dict[str, Any], wanted: dict[str, Value]) -> None:
-    # with their types: Flower hands values over as they stand here
-    there = {key: (type(value), value) for key, value in wanted.items() if key in run_config}
-    assert {key: (type(value), value) for key, value in run_config.items()} == there
+    wanted = {**shared, **dict.fromkeys(all_options(), "")}
+    # Flower hands values over as they stand there
+    there, here = ({key: (type(value), value) for key, value in each.items()} for each in (app["config"], wanted))
+    assert there == here
 
 
 @pytest.mark.parametrize(

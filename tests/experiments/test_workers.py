@@ -1,14 +1,20 @@
-"""The number of worker processes follows from the options, the cores and GPUs, and the model's multiplications."""
+"""Worker processes: their number follows from options, cores, GPUs and the model, and changes no bit."""
 
+import json
+from multiprocessing import active_children
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from fedbn_flwr.experiments import Config, engines
+from fedbn_flwr.experiments import Config, UsageError, engines, resolve, serve
 from fedbn_flwr.experiments.engines import count_multiplications, count_workers, visible_gpus
+from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.simulation.processes.worker import Worker
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory
-from tests.helpers.runs import DATA
+from tests.helpers.runs import DATA, results, run
 
 #: multiplications of a sample: 64 x 30 and 30 x 4
 MLP = 64 * 30 + 30 * 4
@@ -112,3 +118,34 @@ def test_multiplications_are_those_of_convolutions_and_linear_layers() -> None:
     # three 3x3 convolutions of 16, 32 and 32 channels on 8x8, 4x4 and 2x2 positions, and a linear layer
     convolutions = 9 * (1 * 16 * 64 + 16 * 32 * 16 + 32 * 32 * 4)
     assert count_multiplications(config(model="small-cnn")) == convolutions + 32 * 4
+
+
+@pytest.mark.parametrize("method", ["fedbn", "fedtan"])
+def test_any_number_of_workers_gives_the_same_files(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = Mock(wraps=Worker)
+    monkeypatch.setattr(engines, "Worker", started)
+    for workers in "13":
+        folder = str(tmp_path / workers)
+        assert run("run", engine="inprocess", clients="4", workers=workers, method=method, results_dir=folder) == 0
+    assert results(tmp_path / "3") == results(tmp_path / "1")
+    assert json.loads((tmp_path / "3" / "config.json").read_text())["options"]["workers"] == 3
+    # one of the three is this process
+    assert started.call_count == 2
+    assert not active_children()
+
+
+def test_a_worker_sees_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more workers than GPUs, they share them in turn; the first one is this process, and uses the first GPU."""
+    started: list[tuple[int, dict[str, str]]] = []
+    monkeypatch.setattr(engines, "visible_gpus", lambda _: ["4", "6"])
+    monkeypatch.setattr(engines, "Worker", lambda index, _, variables: started.append((index, variables)))
+    monkeypatch.setattr(engines, "WorkersGrid", lambda *_, start, **__: [start(index, 1) for index in (1, 2)])
+    engines.spread_over(3, InProcessGrid, resolve({}).config)  # type: ignore[arg-type]
+    assert started == [(1, {"CUDA_VISIBLE_DEVICES": "6"}), (2, {"CUDA_VISIBLE_DEVICES": "4"})]
+
+
+def test_a_flower_app_has_the_nodes_that_there_are() -> None:
+    with pytest.raises(UsageError, match="workers=2 only works"):
+        serve(InProcessGrid(None, 2), {"workers": 2})  # type: ignore[arg-type]

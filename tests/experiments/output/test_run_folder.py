@@ -11,11 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.experiments import Config
 from fedbn_flwr.experiments.output import run_folder
 from fedbn_flwr.experiments.output.run_folder import RunFolder, command_line, read_rounds
-from fedbn_flwr.experiments.resources import fresh_model, load_data
 from fedbn_flwr.state import to_record
 from tests.helpers.runs import DATA, run
 
@@ -40,10 +37,6 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return content
 
 
-def test_a_run_leaves_one_folder_of_files(folder: Path) -> None:
-    assert {path.name for path in folder.iterdir()} == FILES
-
-
 def test_a_package_that_is_not_installed_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_ray(name: str) -> str:
         if name == "ray":
@@ -58,6 +51,7 @@ def test_a_package_that_is_not_installed_has_no_version(tmp_path: Path, monkeypa
 
 
 def test_the_summary_tells_the_whole_run(folder: Path) -> None:
+    assert {path.name for path in folder.iterdir()} == FILES
     summary = summary_of(folder)
     assert set(summary) >= KEYS
     wanted = {
@@ -83,16 +77,12 @@ def test_the_training_loss_of_the_global_model_is_reported_where_it_is_evaluated
     assert run("run", method="fedavg", **options) == 0
     rows = read_rounds(tmp_path)
     assert ["train-loss-global" in row for row in rows] == [False, True, True]
-    config = Config(dataset=DATA)
-    model, data = fresh_model(config), load_data(config)
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    inputs, labels = data.train.batch(torch.arange(len(data.train)))
-    with torch.no_grad():
-        expected = float(torch.nn.functional.cross_entropy(model.eval()(inputs), labels))
-    assert rows[-1]["train-loss-global"] == pytest.approx(expected, rel=1e-5)
     assert rows[-1]["train-loss-global"] != pytest.approx(rows[-1]["train-loss"], rel=1e-3)
     assert run("run", "--overwrite", method="fedbn", **options) == 0
     assert ["train-loss-global" in row for row in read_rounds(tmp_path)] == [False, True, True]
+    # what nodes evaluate is not counted as training
+    summary = summary_of(tmp_path)
+    assert (summary["exchanges"], summary["evaluation-payload-bytes"] > 0) == (3, True)
 
 
 def test_rounds_are_written_one_a_line(folder: Path) -> None:
@@ -112,18 +102,6 @@ def test_rounds_are_written_one_a_line(folder: Path) -> None:
     assert sum(row["paper-bytes"] for row in rounds) == summary["paper-bytes"]
 
 
-def test_the_model_reproduces_the_reported_accuracy(folder: Path) -> None:
-    config = Config(dataset=DATA)
-    model, data = fresh_model(config), load_data(config)
-    model.load_state_dict(load_file(folder / "model.safetensors"))
-    result = evaluate(model, data.test, data.num_classes, "cpu")
-    summary = summary_of(folder)
-    assert (result.accuracy, result.loss) == (summary["accuracy"], summary["loss"])
-    assert (
-        int(model.state_dict()["1.num_batches_tracked"]) == 4
-    )  # two steps in each of the two rounds before the freeze
-
-
 def test_the_config_repeats_the_run(folder: Path, tmp_path: Path) -> None:
     content = json.loads((folder / "config.json").read_text())
     assert {"flwr", "torch", "python", "fedbn-flwr"} <= set(content["versions"])
@@ -133,15 +111,6 @@ def test_the_config_repeats_the_run(folder: Path, tmp_path: Path) -> None:
     first, again = (load_file(path / "model.safetensors") for path in (folder, tmp_path))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert summary_of(tmp_path)["accuracy"] == summary_of(folder)["accuracy"]
-
-
-def test_methods_with_personal_bn_have_more_accuracies(tmp_path: Path) -> None:
-    assert run("run", method="fedbn:mean-personal=true", results_dir=str(tmp_path)) == 0
-    summary = summary_of(tmp_path)
-    assert set(summary) >= KEYS | {"accuracy-personal", "accuracy-mean-bn"}
-    # evaluated by the nodes after rounds 2 and 3, which is not counted as training
-    assert summary["exchanges"] == 3
-    assert summary["evaluation-payload-bytes"] > 0
 
 
 def test_a_run_that_fails_leaves_why_and_nothing_of_the_last_one(

@@ -129,16 +129,6 @@ def test_side_by_side_is_the_same(tmp_path: Path) -> None:
     assert without_times(tmp_path / "two") == without_times(tmp_path / "one")
 
 
-def test_two_matrices_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import fcntl
-
-    (tmp_path / "out").mkdir()
-    with (tmp_path / "out/lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert reproduce(tmp_path, MATRIX) == 2
-    assert "another process is running in" in capsys.readouterr().err
-
-
 # ---- recipes of the papers in small ----------------------------------------------------------------------------------
 
 

@@ -62,13 +62,11 @@ def test_normalization_is_that_of_all_images_together() -> None:
     assert config.mean == (mean,)
     spread = 4 * (0.01 + (0.25 - mean) ** 2) + 12 * (0.09 + (0.75 - mean) ** 2)
     assert config.std[0] == pytest.approx((spread / 16) ** 0.5, rel=1e-15)
+    # every site has a number of its own
+    with pytest.raises(UsageError, match="nodes 1 and 2 both have the site number 0: give each site its own number"):
+        agree(CONFIG_OF_RUN, {1: NORTH, 2: replace(SOUTH, site=0)})
     # a channel without any spread is not divided by 0
     assert agree(CONFIG_OF_RUN, {1: replace(NORTH, variance=(0.0,))}).config.std == (1.0,)
-
-
-def test_a_node_that_does_not_answer_is_named() -> None:
-    with pytest.raises(UsageError, match="node 7: its disk is full"):
-        agree(CONFIG_OF_RUN, {1: NORTH, 7: "its disk is full"})
 
 
 def test_later_sites_are_asked_once_and_shown_if_they_fit(caplog: pytest.LogCaptureFixture) -> None:

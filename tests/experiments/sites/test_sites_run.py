@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,17 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.supercore.run import Run
 from safetensors.torch import load_file
 from sklearn.metrics import f1_score, roc_auc_score
+from torch import Tensor
 
 from apps.client import app
 from fedbn_flwr import data, state
 from fedbn_flwr.client.node_memory import STATE_VARIABLE
 from fedbn_flwr.experiments import Config, UsageError, serve, server_side
+from fedbn_flwr.experiments.client_side import at_site
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.experiments.sites.agreement import Agreement, Answers, agree
+from fedbn_flwr.experiments.sites.own_model import MODELS_VARIABLE, load_own_model
 from fedbn_flwr.models import build
 from fedbn_flwr.plugins.options import as_value
 from fedbn_flwr.simulation.in_process import InProcessGrid
@@ -60,22 +63,38 @@ def sites(folders: tuple[Path, list[Path]]) -> list[str]:
     return [f"folder:{folder}" for folder in folders[1]]
 
 
-def run_at_sites(folder: Path, sites: list[str], **options: Any) -> dict[str, Any]:
+def options_for(folder: Path, **options: Any) -> dict[str, Any]:
+    return {**OPTIONS, "dataset": "sites", "classes": ",".join(CLASSES), "results-dir": str(folder), **options}
+
+
+def run_at_sites(
+    folder: Path, sites: list[str], make_grid: type[SitesInProcess] = SitesInProcess, /, **options: Any
+) -> dict[str, Any]:
     """Run with data at the sites; returns the summary."""
-    given = {**OPTIONS, "dataset": "sites", "classes": ",".join(CLASSES), "results-dir": str(folder), **options}
-    return serve(SitesInProcess(sites, given), given)
+    given = options_for(folder, **options)
+    return serve(make_grid(sites, given), given)
+
+
+def normalized_test_images(site: int, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The inputs and labels of a site's test images under the moments in a run's options."""
+    mean, std = (torch.tensor([float(part) for part in options[key].split(",")]) for key in ("mean", "std"))
+    chosen = slice(site * 8, site * 8 + 8)
+    return (TEST.inputs[chosen] / 255 - mean.view(-1, 1, 1)) / std.view(-1, 1, 1), TEST.labels[chosen]
 
 
 @pytest.mark.parametrize("method", ["fixbn:freeze-round=1", "fedbn:mean-personal=false", "fedtan"])
 def test_models_have_the_bits_of_runs_on_shared_data(
-    method: str, whole: Path, sites: list[str], tmp_path: Path
+    method: str, whole: Path, sites: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv(MODELS_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
     run_at_sites(tmp_path / "sites", sites, method=method)
+    assert {path.name for path in tmp_path.iterdir()} == {"sites"}  # no models, for which the sites name no folder
     shared = {**OPTIONS, "dataset": f"folder:{whole}", "partition": PARTITION, "method": method}
     shared["results-dir"] = str(tmp_path / "shared")
     serve(InProcessGrid(app, 3, shared), shared)
     assert model_bytes(tmp_path / "sites") == model_bytes(tmp_path / "shared")
-    losses = [_column(tmp_path / name, "train-loss") for name in ("sites", "shared")]
+    losses = [[row["train-loss"] for row in read_rounds(tmp_path / name)] for name in ("sites", "shared")]
     assert losses[0] == losses[1]
 
 
@@ -92,11 +111,9 @@ def test_sites_score_the_model_on_their_own_test_data(sites: list[str], tmp_path
     model.eval()
     scores = []
     for site in range(3):
-        chosen = slice(site * 8, site * 8 + 8)
-        inputs = (TEST.inputs[chosen] / 255 - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
+        inputs, labels = normalized_test_images(site, options)
         with torch.no_grad():
             shares = model(inputs).softmax(1)
-        labels = TEST.labels[chosen]
         row = summary["sites"][str(site)]
         assert row["accuracy"] == float((shares.argmax(1) == labels).double().mean())
         f1 = f1_score(labels, shares.argmax(1), average=None, labels=[0, 1, 2], zero_division=0)
@@ -120,8 +137,7 @@ def test_a_site_must_not_have_more_samples_than_it_said(
                     reply.content.metric_records["metrics"]["num-examples"] = 10**12
             return replies
 
-    given = {**OPTIONS, "dataset": "sites", "classes": ",".join(CLASSES), "results-dir": str(tmp_path)}
-    serve(Boasting(sites, given), given)
+    run_at_sites(tmp_path, sites, Boasting)
     assert [row["nodes"] for row in read_rounds(tmp_path)] == [2, 2]
     said = "Node 1001 is left out of this round: its 'num-examples' is 1000000000000, over 2 times the"
     assert sum(text.startswith(said) for text in caplog.messages) == 2
@@ -147,7 +163,6 @@ def test_under_masks_sites_do_not_say_their_mean(sites: list[str], tmp_path: Pat
 
 
 def test_the_order_of_classes_decides_their_numbers(sites: list[str], tmp_path: Path) -> None:
-    # another order renames outputs: the same scores by name, as the model treats its outputs alike but for its draw
     run_at_sites(tmp_path / "one", sites, classes="covid,normal,pneumonia")
     run_at_sites(tmp_path / "other", sites, classes="pneumonia,covid,normal")
     tables = [json.loads((tmp_path / name / "config.json").read_text())["sites"] for name in ("one", "other")]
@@ -171,8 +186,6 @@ def test_a_class_may_be_missing_at_a_site(sites: list[str], tmp_path: Path) -> N
 
 
 def test_personal_entries_stay_at_the_sites(sites: list[str], tmp_path: Path) -> None:
-    given = {**OPTIONS, "dataset": "sites", "classes": ",".join(CLASSES), "method": "fedbn"}
-    given["results-dir"] = str(tmp_path)
     sent: set[str] = set()
 
     class Watched(SitesInProcess):
@@ -183,7 +196,7 @@ def test_personal_entries_stay_at_the_sites(sites: list[str], tmp_path: Path) ->
                 sent.update(record)
             return reply
 
-    serve(Watched(sites, given), given)
+    run_at_sites(tmp_path, sites, Watched, method="fedbn")
     model = build("small-cnn", num_classes=3, in_channels=3, image_size=8, seed=0)
     assert sent == set(model.state_dict()) - state.group_keys(model, "bn")
 
@@ -192,13 +205,7 @@ def test_a_run_goes_on_with_what_the_sites_agreed_on(
     sites: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"method": "fedbn", "momentum-state": "local", "rounds": 3, "checkpoint-every": 2}
-    given = {
-        **OPTIONS,
-        "dataset": "sites",
-        "classes": ",".join(CLASSES),
-        **options,
-        "results-dir": str(tmp_path / "run"),
-    }
+    given = options_for(tmp_path / "run", **options)
     record = Journal.record
 
     def die(journal: Journal, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -206,10 +213,9 @@ def test_a_run_goes_on_with_what_the_sites_agreed_on(
             raise Death
         return record(journal, server_round, arrays)
 
-    for name in ("whole", "run"):
-        monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / f"{name}-states"))
-        if name == "whole":
-            run_at_sites(tmp_path / name, sites, **options)
+    monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "whole-states"))
+    run_at_sites(tmp_path / "whole", sites, **options)
+    monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "run-states"))
     with monkeypatch.context() as patched:
         patched.setattr(Journal, "record", die)
         with pytest.raises(Death):
@@ -229,15 +235,45 @@ def test_a_run_goes_on_with_what_the_sites_agreed_on(
     assert model_bytes(tmp_path / "whole") == model_bytes(tmp_path / "run")
 
 
-def _column(folder: Path, key: str) -> list[Any]:
-    return [row[key] for row in read_rounds(folder)]
-
-
 def test_a_run_on_shared_data_is_refused_by_a_site_with_its_own(sites: list[str], tmp_path: Path) -> None:
     options = {**OPTIONS, "dataset": "digits", "partition": "iid", "results-dir": str(tmp_path)}
     with pytest.raises(RuntimeError, match="this site trains on its own data only: the run must have dataset='sites'"):
         serve(SitesInProcess(sites, options), options)
 
+
+# ---- the models of the sites, in files -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "stays"), [("fedavg", "none"), ("fedbn", "bn"), ("silobn", "statistics")])
+def test_the_file_has_the_model_that_the_site_has_scored(
+    method: str, stays: str, sites: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MODELS_VARIABLE, str(tmp_path / "models"))
+    summary = run_at_sites(tmp_path / "results", sites, method=method)
+    shared = load_file(tmp_path / "results" / "model.safetensors")
+    for site in range(3):
+        own = load_own_model(tmp_path / "models" / "1" / f"{site}.safetensors")
+        assert own.about == {"run": "1", "round": 2, "site": str(site), "shape": [3, 8, 8]}
+        personal = state.group_keys(own.model, stays)
+        entries = own.model.state_dict()
+        assert all(torch.equal(entries[name], shared[name]) for name in entries.keys() - personal)
+        # counters of a site that has taken as many steps as the others are the same
+        learned = [name for name in personal if not name.endswith("num_batches_tracked")]
+        assert not any(torch.equal(entries[name], shared[name]) for name in learned)
+        inputs, labels = normalized_test_images(site, own.options)
+        with torch.no_grad():
+            right = own.model(inputs).argmax(1) == labels
+        assert float(right.double().mean()) == summary["sites"][str(site)]["accuracy"]
+
+
+def test_a_site_opens_no_file_that_a_run_names() -> None:
+    at = at_site(
+        Config(dataset="sites", init_from="/weights.pt", data_root="/data", classes=("a", "b")), "folder:/images"
+    )
+    assert (at.init_from, at.data_root, at.dataset, at.partition) == ("", "", "folder:/images", "union")
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
 
 REFUSED = [
     (
@@ -259,16 +295,6 @@ def test_what_cannot_be_ends_the_run_before_round_1(
     with pytest.raises(UsageError, match=reason):
         run_at_sites(tmp_path / "results", sites, **{option: value})
     assert not (tmp_path / "results").exists()
-
-
-def test_a_site_number_is_given_once(sites: list[str], tmp_path: Path) -> None:
-    given = {**OPTIONS, "dataset": "sites", "classes": ",".join(CLASSES), "results-dir": str(tmp_path / "results")}
-    grid = SitesInProcess(sites, given)
-    grid.changed[2] = {"partition-id": 0}
-    with pytest.raises(
-        UsageError, match="nodes 1000 and 1002 both have the site number 0: give each site its own number"
-    ):
-        serve(grid, given)
 
 
 BAD_DATA = [
