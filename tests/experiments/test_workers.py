@@ -124,7 +124,7 @@ def test_multiplications_are_those_of_convolutions_and_linear_layers() -> None:
 def test_any_number_of_workers_gives_the_same_files(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = Mock(wraps=Worker)
+    before, started = {*active_children()}, Mock(wraps=Worker)
     monkeypatch.setattr(engines, "Worker", started)
     for workers in "13":
         folder = str(tmp_path / workers)
@@ -133,7 +133,7 @@ def test_any_number_of_workers_gives_the_same_files(
     assert json.loads((tmp_path / "3" / "config.json").read_text())["options"]["workers"] == 3
     # one of the three is this process
     assert started.call_count == 2
-    assert not active_children()
+    assert {*active_children()} <= before  # other tests' processes may still run
 
 
 def test_a_worker_sees_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,8 @@ def test_bn_with_weight_standardization() -> None:
         for layer in model.modules():
             if type(layer) is ScaledStdConv2d:
                 layer.weight.mul_(7)
-        torch.testing.assert_close(model(images), before)
+        # of the largest output: one that is nearly 0 is a difference of large numbers
+        assert float((model(images) - before).abs().max()) < 1e-8 * float(before.abs().max())
 
 
 def test_resnet20_trains_at_batch_size_two() -> None:
