@@ -12,6 +12,7 @@ from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.replies import Group, Pooled
 from fedbn_flwr.wire import Instruction
+from fedbn_flwr.wire.moments import under_all_names
 
 from .fedavg import FedAvg
 from .registry import register_strategy
@@ -89,13 +90,10 @@ class BatchMoments(Rule):
 
     def finish(self, session: Session) -> None:
         """Stop, and add the moments to the reply."""
-        rows = {id(session.model.get_submodule(name)): row for name, row in self._statistics.stop().items()}
         sent: dict[str, torch.Tensor] = {}
-        for name, layer in session.model.named_modules(remove_duplicate=False):
-            if (row := rows.get(id(layer))) is not None:
-                prefix = f"{name}." if name else ""
-                variance, mean = row[:2]
-                moments = {f"{prefix}running_mean": mean, f"{prefix}running_var": variance + mean**2}
-                # in the model's own numbers, as all that replies hold by entries' names
-                sent |= {entry: value.to(session.model.get_buffer(entry).dtype) for entry, value in moments.items()}
+        for name, (variance, mean, *_) in under_all_names(session.model, self._statistics.stop()):
+            prefix = f"{name}." if name else ""
+            moments = {f"{prefix}running_mean": mean, f"{prefix}running_var": variance + mean**2}
+            # in the model's own numbers, as all that replies hold by entries' names
+            sent |= {entry: value.to(session.model.get_buffer(entry).dtype) for entry, value in moments.items()}
         session.records[BATCH_MOMENTS] = sent

@@ -1,7 +1,7 @@
 """Gathered moments on the wire: `LAYER/count`, `LAYER/mean` and `LAYER/variance`, in float64."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -10,16 +10,24 @@ from torch import Tensor, nn
 from fedbn_flwr.norm import Moments
 from fedbn_flwr.state import State
 
+V = TypeVar("V")
+
+
+def under_all_names(model: nn.Module, by_layer: Mapping[str, V]) -> Iterator[tuple[str, V]]:
+    """Yield each layer's value under every name by which the model lists the layer."""
+    values = {id(model.get_submodule(name)): value for name, value in by_layer.items()}
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if id(layer) in values:
+            yield name, values[id(layer)]
+
 
 def pack(model: nn.Module, seen: Mapping[str, Moments]) -> State:
     """Name the moments; a layer that the model lists under several names is sent under each of them."""
-    names = {id(model.get_submodule(name)): name for name in seen}
     packed: dict[str, Tensor] = {}
-    for alias, layer in model.named_modules(remove_duplicate=False):
-        if (name := names.get(id(layer))) is not None:
-            packed[f"{alias}/count"] = torch.tensor(float(seen[name].count), dtype=torch.float64)
-            packed[f"{alias}/mean"] = seen[name].mean
-            packed[f"{alias}/variance"] = seen[name].variance
+    for name, moments in under_all_names(model, seen):
+        packed[f"{name}/count"] = torch.tensor(float(moments.count), dtype=torch.float64)
+        packed[f"{name}/mean"] = moments.mean
+        packed[f"{name}/variance"] = moments.variance
     return packed
 
 
