@@ -329,6 +329,11 @@ def test_what_cannot_be_is_refused_in_one_line(spec: str, clients: int, message:
     assert "\n" not in str(error.value)
 
 
+def test_more_shards_than_a_client_may_have_are_refused() -> None:
+    with pytest.raises(ValueError, match="1200 shards cannot be dealt to 1 clients with 1 to 30 for each"):
+        partition("shards-unbalanced", labelled(60_000), 1, 0)
+
+
 #: two samples of domain 0, and eight of domain 1
 LOPSIDED = Split(torch.zeros(10, 1, 1, 1), torch.zeros(10, dtype=torch.int64), (torch.arange(10) < 8).long())
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedbn_flwr.client import training
 from fedbn_flwr.data import Split
 from fedbn_flwr.strategies import (
     FBN,
@@ -448,3 +449,18 @@ def test_with_one_node_what_stays_and_what_is_sent_are_one_model(strategy: type[
     sent = federation.run(strategy(**ALONE))
     expected = federated(make_model(), make_split((20,)), make_nodes((20,)), 3, INSTRUCTION)
     assert distance({**sent, **federation.kept(0)}, expected) < 1e-12
+
+
+def test_fedbs_with_equal_losses_is_uniform_fedavg(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedbn_flwr.client.training.train", _with_loss_one(training.train))
+    one = Federation(make_model()).run(FedBS(epsilon=0.0, patience_rounds=100, loss="running"))
+    other = Federation(make_model()).run(FedAvg(weighting="uniform"))
+    assert distance(one, other) == 0
+
+
+def _with_loss_one(train: Callable[..., torch.Tensor]) -> Callable[..., float]:
+    def fixed(*arguments: Any, **options: Any) -> float:
+        train(*arguments, **options)
+        return 1.0
+
+    return fixed

@@ -93,6 +93,16 @@ def test_a_matrix_of_which_nothing_trains_fails(tmp_path: Path, capsys: pytest.C
     assert "no cell could train" in capsys.readouterr().err
 
 
+def test_two_matrices_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import fcntl
+
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out/lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert reproduce(tmp_path, MATRIX) == 2
+    assert "another process is running in" in capsys.readouterr().err
+
+
 def test_a_data_set_that_is_not_here_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = {**MATRIX, "options": {**MATRIX["options"], "dataset": "folder:/nowhere"}, "smoke": {"seeds": 1}}
     assert reproduce(tmp_path, content) == 2
