@@ -40,7 +40,6 @@ NAMES = {
     "FBN": "fbn",
     "FBN, own settings": "fbn:clip-norm=10, momentum 0.9",
     "HeteroFL": "heterofl",
-    "FedWon, normalized features": "fedwon:normalize-features=true",
     "FedAvg+LN": "fedavg+ln",
 }
 #: by the heading on a page, the label of a setting in runs.csv

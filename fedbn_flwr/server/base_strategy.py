@@ -488,7 +488,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         partial = asked.keep_local != "none" or asked.omit != "none" or "omit" in asked.later.split(",")
         if partial or self.groups:
             raise RuntimeError(
-                f"{name} must be started itself: its nodes do not send exactly the model, and Flower's strategies for "
+                f"{name} must be started itself: what it pools is not exactly the model, and Flower's strategies for "
                 "differential privacy take entries by their positions; in their place, strategies take "
                 "`privacy=Privacy(...)`"
             )
