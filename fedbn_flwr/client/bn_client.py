@@ -89,7 +89,7 @@ class BNClient:
     def gather(self, received: Mapping[str, State], instruction: Instruction) -> Reply:
         """Reply with the moments of what the received model's BN layers see of this node's data, without training."""
         self._load(received[wire.ARRAYS], instruction)
-        seen = norm.gather(self.model, self._gathered(instruction), normalize_with=instruction.gather_with)
+        seen = norm.gather(self.model, self._gathered(instruction))
         return self.reply({}, instruction, {wire.MOMENTS: moments.pack(self.model, seen)})
 
     def _gathered(self, instruction: Instruction) -> Iterator[Tensor]:

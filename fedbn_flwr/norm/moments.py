@@ -25,18 +25,15 @@ class Moments:
         return self.variance * (self.count / (self.count - 1)) if unbiased and self.count > 1 else self.variance
 
 
-def gather(model: nn.Module, batches: Iterable[Tensor], normalize_with: str = "batch") -> dict[str, Moments]:
+def gather(model: nn.Module, batches: Iterable[Tensor]) -> dict[str, Moments]:
     """Run batches of inputs through the model, and return the moments of every BN layer's inputs, by name.
 
-    Every BN layer normalizes as it does in training (`normalize_with="batch"`), or with its running statistics
-    (`"running"`); nothing is learned, and the model is left as it was, running statistics, counters and modes
-    included. What is not BN is in eval mode, so that dropout neither draws random numbers nor widens the variances,
-    which are for evaluation.
+    Every BN layer normalizes as it does in training; nothing is learned, and the model is left as it was, running
+    statistics, counters and modes included. What is not BN is in eval mode, so that dropout neither draws random
+    numbers nor widens the variances, which are for evaluation.
     """
-    if normalize_with not in ("batch", "running"):
-        raise ValueError(f"unknown statistics {normalize_with!r} to normalize with; known: batch, running")
     seen: dict[str, Moments] = {}
-    with torch.no_grad(), _bn_in(model, training=normalize_with == "batch"), _recording(model, seen):
+    with torch.no_grad(), _only_bn_in_training(model), _recording(model, seen):
         for batch in batches:
             model(batch)
     return seen
@@ -84,14 +81,14 @@ def _recording(model: nn.Module, seen: dict[str, Moments]) -> Iterator[None]:
 
 
 @contextmanager
-def _bn_in(model: nn.Module, training: bool) -> Iterator[None]:
+def _only_bn_in_training(model: nn.Module) -> Iterator[None]:
     # Modes are set directly: `train()` of a frozen layer would not change it, and would remember the call.
     modes = {layer: layer.training for layer in model.modules()}
     buffers = [buffer for layer in bn_layers(model).values() for buffer in layer.buffers()]
     kept = [buffer.clone() for buffer in buffers]
     try:
         for layer in modes:
-            layer.training = training and isinstance(layer, _BatchNorm)
+            layer.training = isinstance(layer, _BatchNorm)
         yield
     finally:
         for layer, mode in modes.items():

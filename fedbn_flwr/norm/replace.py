@@ -91,9 +91,9 @@ def batch_renorm(model: nn.Module, r_max: float = 3.0, d_max: float = 5.0) -> nn
 
 
 @register_norm("static-bn")
-def static_batch_norm(model: nn.Module, instant: bool = False) -> nn.Module:
+def static_batch_norm(model: nn.Module) -> nn.Module:
     """HeteroFL's static BN."""
-    return swap_normalizers(model, lambda slot: StaticBatchNorm(**_form(slot), instant=instant))
+    return swap_normalizers(model, lambda slot: StaticBatchNorm(**_form(slot)))
 
 
 @register_norm("hbn")

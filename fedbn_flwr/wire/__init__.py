@@ -122,8 +122,6 @@ class Instruction:
     replay_limit: float = 16.0
     #: samples from which statistics are gathered; 0: all
     gather_samples: int = 0
-    #: statistics that layers normalize with while statistics are gathered: `batch` or `running`
-    gather_with: str = "batch"
     #: in an evaluation, also send the entries that stay on the client
     send_personal: bool = _binding(False)
     #: after training, or in an evaluation, also report the model's loss on all local training data

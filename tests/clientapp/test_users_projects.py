@@ -176,7 +176,7 @@ def test_a_node_with_another_normalizer_is_left_out_by_name(caplog: pytest.LogCa
         last = context.node_config["partition-id"] == NODES - 1
         return BNClient(make() if last else prepare(make(), HeteroFL), **known)
 
-    strategy = HeteroFL(statistics="instant", fraction_evaluate=0.0)
+    strategy = HeteroFL(fraction_evaluate=0.0)
     start(strategy, client_app(some), rounds=1)
     assert [reply.node for reply in strategy.train_replies] == [*range(1000, 999 + NODES)]
     assert f"Node {999 + NODES} is left out of this round: " in caplog.text

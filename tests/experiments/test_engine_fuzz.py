@@ -18,7 +18,7 @@ METHODS = (
     *("silobn", "mtfl", "fedbs", "fedbs:loss=running", "fedwon:agc=on", "scaffold", "hbn", "heterofl", "standalone"),
     *("fedtan", "fedtan:exchange=paper", "fedtan:fresh-optimizer=true", "fedtan:weighting=uniform", "fedtan-ii:m=2"),
     *("fedtan:carry=true", "fedtan:carry=true:memory=0", "fedtan:carry=true:weighting=uniform", "feddna"),
-    *("feddna:carry=true", "feddna:exchange=paper", "heterofl:statistics=layer-wise", "centralized"),
+    *("feddna:carry=true", "feddna:exchange=paper", "centralized"),
 )
 #: what any method may be told, each seldom
 MORE = ("secure=true", "momentum-state=local", "momentum-state=global", "server-optimizer=momentum")

@@ -78,18 +78,6 @@ def test_gathering_leaves_no_trace_of_a_failure_either() -> None:
     assert all(layer.training and not layer._forward_pre_hooks for layer in model.modules())
 
 
-def test_gathering_with_the_running_statistics() -> None:
-    model = make_model()
-    batch = normal(4, 2, 4, 4)
-    seen = gather(model, [batch], normalize_with="running")
-    hidden = batch
-    for layer in list(model.eval().children())[:-1]:
-        hidden = layer(hidden)
-    assert_moments_of(seen["6"], hidden.detach())
-    with pytest.raises(ValueError, match="unknown statistics 'global'"):
-        gather(model, [batch], normalize_with="global")
-
-
 def test_a_layer_used_twice_pools_both_uses() -> None:
     layer = nn.BatchNorm1d(3, affine=False).double()
     batch = normal(5, 3) + 4

@@ -45,18 +45,9 @@ def trained(strategy: FedAvg, kind: str, rounds: int = 2, **instruction: Any) ->
     return model, final
 
 
-def test_layer_wise_equals_the_statistics_of_pooled_data_at_every_layer() -> None:
-    model, final = trained(HeteroFL(statistics="layer-wise"), "static-bn")
-    net, values = layers(model.eval()), make_split().inputs.double()
-    for index in (1, 4):
-        mean, variance = pooled_moments(net[:index](values))
-        assert torch.allclose(final[f"net.{index}.running_mean"], mean, atol=1e-6)
-        assert torch.allclose(final[f"net.{index}.running_var"], variance, atol=1e-6)
-
-
 def test_gathered_equals_the_pooled_statistics_of_what_was_seen() -> None:
     """Full batches, so that what every node's layers see can be computed in one pass a node."""
-    model, final = trained(HeteroFL(statistics="gathered"), "static-bn", batch_size=100)
+    model, final = trained(HeteroFL(), "static-bn", batch_size=100)
     net, split = layers(model), make_split()
     seen: dict[int, list[torch.Tensor]] = {1: [], 4: []}
     with torch.no_grad():
@@ -78,17 +69,12 @@ def gathering(nodes: Federation) -> list[Message]:
     return [message for message in nodes.grid.sent if message.metadata.message_type == wire.GATHER]
 
 
-@pytest.mark.parametrize(("statistics", "exchanges"), [("gathered", 1), ("layer-wise", 2), ("instant", 0)])
-def test_exchanges_that_gather(statistics: Any, exchanges: int) -> None:
-    """Nodes that did not train gather as well; layer-wise, one exchange each for two layers."""
-    nodes, strategy = (
-        Federation(make_model("static-bn"), grid=Traffic),
-        HeteroFL(statistics=statistics, fraction_train=0.5),
-    )
+def test_nodes_that_did_not_train_gather_as_well() -> None:
+    nodes, strategy = Federation(make_model("static-bn"), grid=Traffic), HeteroFL(fraction_train=0.5)
     nodes.run(strategy, 1)
     assert len(strategy.train_replies) == 2
     asked = [message.metadata.dst_node_id for message in gathering(nodes)]
-    assert sorted(asked) == sorted(exchanges * list(nodes.grid.get_node_ids()))
+    assert sorted(asked) == sorted(nodes.grid.get_node_ids())
 
 
 def test_without_an_answer_statistics_stay_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -148,12 +134,6 @@ def test_hbn_gathers_up_to_so_many_samples_of_each_node(options: dict[str, Any],
 
 # ---- a node whose moments overflow ----------------------------------------------------------------------------------
 
-STRATEGIES: dict[str, tuple[type[Gathering], str, dict[str, Any]]] = {
-    "HBN": (HBN, "hbn", {}),
-    "HeteroFL, gathered": (HeteroFL, "static-bn", {}),
-    "HeteroFL, layer-wise": (HeteroFL, "static-bn", {"statistics": "layer-wise"}),
-}
-
 
 def large_mean(reply: Message) -> Message:
     """Say means that float64 can square, as moments travel, and the model's float32 cannot."""
@@ -167,20 +147,20 @@ class LargeMean(FaultyReply):
     message_type, fault = wire.GATHER, staticmethod(large_mean)
 
 
-@pytest.mark.parametrize("case", STRATEGIES)
-def test_moments_that_overflow_the_models_numbers_are_left_out(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    strategy, kind, options = STRATEGIES[case]
-
+@pytest.mark.parametrize(("strategy", "kind"), [(HBN, "hbn"), (HeteroFL, "static-bn")])
+def test_moments_that_overflow_the_models_numbers_are_left_out(
+    strategy: type[Gathering], kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     class WithoutOne(strategy):  # type: ignore[misc, valid-type]
         def gather(self, state: Arrays, nodes: Sequence[int], instruction: Instruction) -> dict[str, Moments]:
             moments: dict[str, Moments] = super().gather(state, [n for n in nodes if n != FAULTY], instruction)
             return moments
 
-    after = Federation(make_float32_model(kind), grid=LargeMean).run(strategy(**options), 2)
+    after = Federation(make_float32_model(kind), grid=LargeMean).run(strategy(), 2)
     named = [text for text in caplog.messages if "is left out of this round" in text]
     reason = "the statistics of BN layer '1' is too large to be pooled in float32"
     assert set(named) == {f"Node {FAULTY} is left out of this round: {reason}"}
-    others = Federation(make_float32_model(kind)).run(WithoutOne(**options), 2)
+    others = Federation(make_float32_model(kind)).run(WithoutOne(), 2)
     assert all(torch.equal(after[name], others[name]) for name in others)
 
 

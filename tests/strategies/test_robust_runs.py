@@ -48,7 +48,6 @@ METHODS: dict[str, tuple[Callable[..., FedAvg], str]] = {
     "scaffold": (Scaffold, "bn"),
     "hbn": (HBN, "hbn"),
     "heterofl": (HeteroFL, "static-bn"),
-    "heterofl, layer-wise": (lambda **options: HeteroFL(statistics="layer-wise", **options), "static-bn"),
 }
 #: their messages hold what those of others hold
 SAME_MESSAGES = ("adam on the server", "fixbn", "feddna", "heterofl")

@@ -23,7 +23,6 @@ from fedbn_flwr.strategies import (
     FedNorm,
     FedTAN,
     FixBN,
-    HeteroFL,
     Privacy,
     Scaffold,
 )
@@ -44,7 +43,6 @@ CASES: dict[str, tuple[Any, Options]] = {
     "the paper's exchanges": (FedTAN, {"exchange": "paper"}),
     "uniform exchanges": (FedTAN, {"weighting": "uniform"}),
     "uniform variates": (Scaffold, {"weighting": "uniform"}),
-    "layer by layer": (HeteroFL, {"statistics": "layer-wise"}),
 }
 
 
