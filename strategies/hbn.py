@@ -31,9 +31,7 @@ class HBN(PartialSharing, Gathering):
     where a round is evaluated, so if all nodes take part, the numbers are the same; N counts values and not samples;
     the first round leaves the steady statistics as they are. Its optimizer is `momentum=0.9` with `clip_norm=10`.
 
-    There is one global model. It must be built with `norm="hbn"`, which an experiment does by itself; there,
-    `fixed_mix=1` trains as BN does. With `fixed_mix=0`, training has constant statistics that move each round, as in
-    FBN, which takes them from its training batches.
+    There is one global model. It must be built with `norm="hbn"`, which an experiment does by itself.
     """
 
     paper: ClassVar[str] = "Chen et al., ICML 2025, arXiv:2505.21877"
@@ -52,17 +50,15 @@ class HBN(PartialSharing, Gathering):
         average: Annotated[
             float, "weight of the steady statistics when they move towards gathered ones", Range(0, 1, "high")
         ] = 0.998,
-        fixed_mix: Annotated[float | None, "fix the share of the batch's statistics instead of learning it"] = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.gather_samples, self.average, self.fixed_mix = gather_samples, average, fixed_mix
+        self.gather_samples, self.average = gather_samples, average
 
     @classmethod
     def own_norm(cls, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """Hybrid BN."""
-        fixed = options.get("fixed_mix")
-        return "hbn", {} if fixed is None else {"fixed_mix": fixed}
+        return "hbn", {}
 
     def refine(self, merged: Arrays) -> Arrays:
         """Move the steady statistics, and gather new ones with this round's nodes."""

@@ -105,7 +105,6 @@ class HybridBatchNorm(BatchNorm):
     var = (1 - s) var_global + s var_B (biased), with s = sigmoid(mix). There is one `mix` a channel, zero at
     first, and it stays on the client. Training never changes global statistics, which are gathered (`gather`), and
     there are two: training mixes with steady ones, which move slowly, and evaluation uses the running ones alone.
-    `fixed_mix` sets s for good: with 1 it trains as BN does, with 0 as BN with frozen statistics.
     """
 
     def __init__(
@@ -114,20 +113,14 @@ class HybridBatchNorm(BatchNorm):
         eps: float = 1e-5,
         momentum: float | None = 0.1,
         affine: bool = True,
-        fixed_mix: float | None = None,
     ) -> None:
         super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
         self.register_buffer("steady_mean", torch.zeros(num_features))
         self.register_buffer("steady_var", torch.ones(num_features))
-        self.mix: Tensor
         self.steady_mean: Tensor
         self.steady_var: Tensor
-        if fixed_mix is None:
-            self.mix = nn.Parameter(torch.zeros(num_features))
-            self.local_entries = ("mix",)
-        else:
-            constant = torch.full((num_features,), fixed_mix).logit()
-            self.register_buffer("mix", constant, persistent=False)
+        self.mix = nn.Parameter(torch.zeros(num_features))
+        self.local_entries = ("mix",)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the inputs."""

@@ -97,9 +97,9 @@ def static_batch_norm(model: nn.Module) -> nn.Module:
 
 
 @register_norm("hbn")
-def hybrid_batch_norm(model: nn.Module, fixed_mix: float | None = None) -> nn.Module:
+def hybrid_batch_norm(model: nn.Module) -> nn.Module:
     """HBN's hybrid BN."""
-    return swap_normalizers(model, lambda slot: HybridBatchNorm(**_form(slot), fixed_mix=fixed_mix))
+    return swap_normalizers(model, lambda slot: HybridBatchNorm(**_form(slot)))
 
 
 def _form(slot: Slot) -> dict[str, Any]:

@@ -109,10 +109,11 @@ def test_batch_renorm_refuses_limits_below_bn() -> None:
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_hybrid_bn_with_its_mix_fixed_at_one_trains_as_bn_does(shape: tuple[int, ...], affine: bool) -> None:
-    layer = with_statistics(HybridBatchNorm(3, affine=affine, fixed_mix=1.0))
+def test_hybrid_bn_with_the_batchs_statistics_alone_trains_as_bn_does(shape: tuple[int, ...], affine: bool) -> None:
+    layer = with_statistics(HybridBatchNorm(3, affine=affine))
+    layer.mix.data.fill_(torch.inf)
     inputs = random_inputs(shape)
-    leaves = [inputs, *layer.parameters()]
+    leaves = [inputs, *([layer.weight, layer.bias] if affine else [])]
     expected = F.batch_norm(inputs, None, None, layer.weight, layer.bias, training=True, eps=layer.eps)
     upstream = torch.rand(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     outputs = layer(inputs)
@@ -125,8 +126,9 @@ def test_hybrid_bn_with_its_mix_fixed_at_one_trains_as_bn_does(shape: tuple[int,
     )
 
 
-def test_hybrid_bn_with_its_mix_fixed_at_zero_trains_with_the_global_statistics() -> None:
-    layer = with_statistics(HybridBatchNorm(3, fixed_mix=0.0))
+def test_hybrid_bn_without_the_batchs_statistics_trains_with_the_global_ones() -> None:
+    layer = with_statistics(HybridBatchNorm(3))
+    layer.mix.data.fill_(-torch.inf)
     layer.load_state_dict({"steady_mean": layer.running_mean, "steady_var": layer.running_var}, strict=False)
     inputs = random_inputs((4, 3, 5))
     torch.testing.assert_close(layer.train()(inputs), layer.eval()(inputs))
@@ -155,8 +157,6 @@ def test_hybrid_bn_never_changes_its_statistics_and_keeps_its_mix_local() -> Non
     assert local_keys(model) == ["1.mix"]
     assert "1.mix" in bn_keys(model)
     assert "1.mix" not in affine_keys(model) + statistics_keys(model)
-    assert local_keys(HybridBatchNorm(3, fixed_mix=1.0)) == []
-    assert "mix" not in HybridBatchNorm(3, fixed_mix=1.0).state_dict()
 
 
 def test_static_bn_keeps_no_statistics_while_it_trains() -> None:
