@@ -1,6 +1,6 @@
 """Write projects.md from apps/examples: what changes in each project."""
 
-from difflib import unified_diff
+import re
 from pathlib import Path
 from textwrap import fill
 
@@ -10,12 +10,12 @@ PAGE = Path(__file__).with_name("projects.md")
 INTRODUCTION = """\
 # Four projects, before and after
 
-This page shows what changes when a Flower project uses this package. There are four projects in `apps/examples`, each
-before and after the change. `make docs` writes this page from them.
+This page shows what changes when a Flower project uses this package. There are four projects in `apps/examples`.
+`make docs` writes this page from them.
 
-The folder `after` is a complete project, which runs with `flwr run`. The folder `before` has the files that change;
-copied over a copy of `after`, they make the project as it was, which runs, too. The module `task.py`, with model, data
-and training loop, does not change.
+Each folder is a complete project, which runs with `flwr run`. Its `changes.diff` has what has changed; in a copy of the
+folder, `patch -R < changes.diff` makes the project as it was before, which runs, too. The module `task.py`, with model,
+data and training loop, does not change.
 
 The examples use `FixBN`; any other strategy works in the same way. [This table](plugin.md#four-projects) has all
 methods.
@@ -47,9 +47,12 @@ def page() -> str:
 def section(project: str, shown: dict[tuple[str, ...], str]) -> str:
     """Return what changes in a project; lines that change as in one that was shown are not shown again."""
     parts = [f"## {project}", fill(PROJECTS[project], 120)]
+    _, *pieces = re.split(
+        r"^--- (.+)\n\+{3} .+\n", (EXAMPLES / project / "changes.diff").read_text(), flags=re.MULTILINE
+    )
+    changes_of = dict(zip(pieces[::2], pieces[1::2], strict=True))
     for name in ("client_app.py", "server_app.py"):
-        before, after = ((EXAMPLES / project / kind / name).read_text().splitlines() for kind in ("before", "after"))
-        changes = list(unified_diff(before, after, lineterm="", n=1))[2:]
+        changes = changes_of[name].splitlines()
         earlier = shown.setdefault(tuple(line for line in changes if line[0] in "+-"), project)
         if earlier == project:
             parts += [f"`{name}`:", "\n".join(["```diff", *changes, "```"])]

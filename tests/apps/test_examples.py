@@ -30,7 +30,7 @@ from tests.helpers.checkout import BIN, ROOT, copy_checkout, run
 from tests.helpers.flower_command import FlowerCommand, flower_command
 
 EXAMPLES = ROOT / "apps" / "examples"
-ALL = sorted(path.parent.name for path in EXAMPLES.glob("*/before"))
+ALL = sorted(path.parent.name for path in EXAMPLES.glob("*/pyproject.toml"))
 
 
 def needed(folder: Path) -> list[str]:
@@ -38,15 +38,21 @@ def needed(folder: Path) -> list[str]:
     return list(tomllib.loads((folder / "pyproject.toml").read_text())["project"]["dependencies"])
 
 
+def copied(project: str, target: Path, kind: str = "after") -> Path:
+    """Copy a project, as it is or as it was before."""
+    copytree(EXAMPLES / project, target, ignore=lambda *_: ["__pycache__"])
+    if kind == "before":
+        run("git", "apply", "--reverse", "-p0", "changes.diff", cwd=target)
+    return target
+
+
 @pytest.mark.parametrize("project", ALL)
-def test_models_data_and_loops_are_not_touched(project: str) -> None:
-    before, after = EXAMPLES / project / "before", EXAMPLES / project / "after"
-    changed = {path.name for path in before.iterdir()} - {"__pycache__"}
+def test_models_data_and_loops_are_not_touched(project: str, tmp_path: Path) -> None:
+    before, after = copied(project, tmp_path / "before", "before"), EXAMPLES / project
+    changed = {path.name for path in before.glob("*.*") if path.read_text() != (after / path.name).read_text()}
     assert changed == {"client_app.py", "server_app.py", "pyproject.toml"}
-    assert changed < {path.name for path in after.iterdir()}
-    assert all((before / name).read_text() != (after / name).read_text() for name in changed)
     assert [*needed(before), "fedbn-flwr>=0.1"] == needed(after)
-    assert not any("fedbn_flwr" in path.read_text() for path in (*before.glob("*.py"), after / "task.py"))
+    assert not any("fedbn_flwr" in path.read_text() for path in before.glob("*.py"))
 
 
 # ---- another method, in this process ---------------------------------------------------------------------------------
@@ -73,7 +79,7 @@ def modules(
     """The modules of a project with another strategy in FixBN's place, in the current folder and in float64."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    paths = sorted((EXAMPLES / project / "after").glob("*.py"))
+    paths = sorted((EXAMPLES / project).glob("*.py"))
     for path in paths:
         text = path.read_text()
         if path.stem == "server_app":
@@ -169,7 +175,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = folder.glob("*.whl")
     python = folder / "env" / "bin" / "python"
     run(BIN / "uv", "venv", "--quiet", "--python", BIN / "python", folder / "env")
-    packages = {item for project in ALL for item in needed(EXAMPLES / project / "before")}
+    packages = {item for project in ALL for item in needed(EXAMPLES / project)}
     run(BIN / "uv", "pip", "install", "--quiet", "--python", python, wheel, "flwr[simulation]>=1.38", *sorted(packages))
     return python.parent
 
@@ -185,10 +191,7 @@ def flower(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.mark.parametrize("kind", ["before", "after"])
 @pytest.mark.parametrize("project", ALL)
 def test_flwr_run_completes(project: str, kind: str, flower: FlowerCommand, tmp_path: Path) -> None:
-    # Flower refuses underscores in the app's folder
-    app = tmp_path / project
-    for name in dict.fromkeys(["after", kind]):
-        copytree(EXAMPLES / project / name, app, ignore=lambda *_: ["__pycache__"], dirs_exist_ok=True)
+    app = copied(project, tmp_path / project, kind)  # Flower refuses underscores in the app's folder
     options = ("--federation-config", "num-supernodes=2 client-resources-num-cpus=1")
     shown, status = flower.run(app, *options, num_server_rounds=2)
     assert status == "finished:completed", shown
