@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.kept_run import OVERWRITE, Terminated
 from fedbn_flwr.experiments.laboratory import compare, plan_of, quiet, run
 from fedbn_flwr.experiments.method import all_options, import_plugins, owners, split_methods
-from fedbn_flwr.experiments.output.console import show_comparison, show_run, write_to_any_terminal
+from fedbn_flwr.experiments.output.console import show_comparison, show_run
 from fedbn_flwr.experiments.output.listing import listing, show_listing, show_one
 from fedbn_flwr.experiments.recipes.commands import add_recipe_commands, list_recipes, reproduce, show_plan
 from fedbn_flwr.experiments.recipes.matrix import Cell
@@ -44,7 +45,9 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
     `others` are commands that a caller handles itself, with their help: here they are only shown.
     """
     try:
-        write_to_any_terminal()
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, TextIOWrapper):  # tests and notebooks put others in their place
+                stream.reconfigure(errors="replace")  # the encoding of a terminal may lack a "±"
         # where `package.module:function` may be, which a console command does not look into by itself
         sys.path.append(os.getcwd())
         # before the parser is made: it has an option for each of theirs

@@ -1,11 +1,9 @@
 """Output to the terminal: a progress bar during runs, a table at the end."""
 
-import codecs
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib import import_module
-from io import TextIOWrapper
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, Self
@@ -25,25 +23,6 @@ from fedbn_flwr.experiments.resources import about_absent
 from fedbn_flwr.traffic.counting_grid import MEGABYTE
 
 console = Console()
-
-#: what stands for a character that a terminal's encoding lacks
-_PLAIN = {"±": "+-", "…": "...", "–": "-", "—": "-", "×": "x"}
-
-
-def write_to_any_terminal() -> None:
-    """Print other characters where the encoding of the output lacks ours, instead of failing."""
-    codecs.register_error("fedbn-flwr", lambda error: (_replacement(error), error.end))  # type: ignore[attr-defined]
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # tests and notebooks put others in their place
-            stream.reconfigure(errors="fedbn-flwr")
-
-
-def _replacement(error: UnicodeError) -> str:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(_PLAIN.get(letter, "?") for letter in error.object[error.start : error.end])
-
-
 #: numbers of a summary that are shares: files have them as shares, people read percent
 SHARES = ("accuracy", "mean-iou", "accuracy-personal", "accuracy-mean-bn")
 

@@ -34,15 +34,14 @@ def listing() -> dict[str, list[Row]]:
 
 
 def show_listing() -> None:
-    """Print a line about each name, by kind; to a terminal, lines are as wide as it and names are never cut."""
+    """Print a line about each name, by kind; to a terminal, lines end where it does."""
     for kind, rows in listing().items():
         console.print(f"{kind}", style="bold")
         names = [str(row.get("form") or row["name"]) for row in rows]
         width = max(len(name) for name in names if len(name) <= WIDEST)
         for name, row in zip(names, rows, strict=True):
-            line = f"  {name:<{width}}  {row['about']}"
-            shown = shorten_line(line, max(console.width, len(name) + 2)) if console.is_terminal else line
-            console.print(shown, markup=False, highlight=False, soft_wrap=True)
+            look: dict[str, Any] = {"overflow": "ellipsis"} if console.is_terminal else {"soft_wrap": True}
+            console.print(f"  {name:<{width}}  {row['about']}", markup=False, highlight=False, no_wrap=True, **look)
         console.print()
     console.print("`fedbn-flwr list NAME` says more about one of them.", markup=False, highlight=False)
 
@@ -63,11 +62,6 @@ def show_one(name: str) -> None:
             if value := row.get(key):
                 text = ", ".join(value) if isinstance(value, list) else value
                 console.print(f"  {key}: {text}", markup=False, highlight=False)
-
-
-def shorten_line(line: str, width: int) -> str:
-    """Cut a line after a word so that it fits with three dots."""
-    return line if len(line) <= width else f"{line[: width - 3].rpartition(' ')[0].rstrip(' ,;:')}..."
 
 
 def _strategy(name: str, strategy: type[BaseStrategy]) -> Row:
