@@ -14,8 +14,6 @@ from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import Pairs, Range, UsageError, Value, as_value, option_key, options_of
 from fedbn_flwr.wire import wire_key
 
-#: values of `log-to`
-SINKS = ("tensorboard", "wandb")
 #: what `flwr run` has by default in place of the command's defaults: the federation decides how many nodes there are,
 #: and two nodes, as Flower's default federation has, would hold four of ten classes with `classes:2`
 FEDERATION: Mapping[str, Value] = MappingProxyType({"clients": 0, "partition": "classes:5"})
@@ -149,9 +147,8 @@ class Config:
         for name, known in (("optimizer", OPTIMIZERS), ("precision", PRECISIONS)):
             if getattr(self, name) not in known:
                 raise UsageError(f"unknown {name} {getattr(self, name)!r}; {did_you_mean(getattr(self, name), known)}")
-        for what, name, names in (("metric", "class_metrics", CLASS_METRICS), ("sink", "log_to", SINKS)):
-            if unknown := [item for item in getattr(self, name) if item not in names]:
-                raise UsageError(f"unknown {what} {unknown[0]!r} in {wire_key(name)}; known: {', '.join(names)}")
+        if unknown := [name for name in self.class_metrics if name not in CLASS_METRICS]:
+            raise UsageError(f"unknown metric {unknown[0]!r} in class-metrics; known: {', '.join(CLASS_METRICS)}")
         if doubled := [name for name in self.classes if self.classes.count(name) > 1]:
             raise UsageError(f"classes names {doubled[0]!r} twice")
         parse_augmentation(self.augmentation)

@@ -17,22 +17,22 @@ Sink = Callable[[Mapping[str, Any]], None]
 OpenSink = Callable[[Path, Mapping[str, Any], int], AbstractContextManager[Sink]]
 #: project of Weights & Biases, unless `WANDB_PROJECT` names another
 PROJECT = "fedbn-flwr"
-#: sink -> the module that its extra brings
-MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Import what the sinks need; a MissingExtraError names the extra."""
+    """Import what the sinks need; a UsageError names one that there is not, or the extra that is missing."""
     for name in names:
+        if name not in SINKS:
+            raise UsageError(f"unknown sink {name!r} in log-to; known: {', '.join(SINKS)}")
         with extra(name):
-            import_module(MODULES[name])
+            import_module(SINKS[name][0])
 
 
 @contextmanager
 def open_sinks(names: Sequence[str], folder: Path, options: Mapping[str, Any], rounds_done: int) -> Iterator[Sink]:
     """Open the sinks with these names, and close them after the run."""
     with ExitStack() as stack:
-        sinks = [stack.enter_context(OPENERS[name](folder, options, rounds_done)) for name in names]
+        sinks = [stack.enter_context(SINKS[name][1](folder, options, rounds_done)) for name in names]
 
         def write(row: Mapping[str, Any]) -> None:
             for sink in sinks:
@@ -81,7 +81,11 @@ def wandb(folder: Path, options: Mapping[str, Any], rounds_done: int) -> Iterato
         yield lambda row: run.log(numbers_of(row), step=row["round"], commit=True)
 
 
-OPENERS: dict[str, OpenSink] = {"tensorboard": tensorboard, "wandb": wandb}
+#: values of `log-to`: the module that the extra of this name brings, and what opens the sink
+SINKS: dict[str, tuple[str, OpenSink]] = {
+    "tensorboard": ("torch.utils.tensorboard", tensorboard),
+    "wandb": ("wandb", wandb),
+}
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:

@@ -11,11 +11,10 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fedbn_flwr.experiments import main
-from fedbn_flwr.experiments.config import SINKS
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.output.run_folder import read_rounds
-from fedbn_flwr.experiments.output.sinks import MODULES, OPENERS, numbers_of
+from fedbn_flwr.experiments.output.sinks import numbers_of
 from tests.helpers.deaths import Death, dying
 from tests.helpers.runs import OPTIONS, command, run
 
@@ -135,8 +134,3 @@ def records_of(file: Path) -> Any:
 def test_only_numbers_are_logged_and_those_of_a_mapping_under_its_name() -> None:
     row = {"round": 3, "accuracy": 0.5, "loss": None, "stage": "one", "done": True, "f1": {"a": {"x": 1.0}, "b": 2}}
     assert numbers_of(row) == {"round": 3, "accuracy": 0.5, "f1/a/x": 1.0, "f1/b": 2}
-
-
-@pytest.mark.parametrize("names", [SINKS, tuple(MODULES), tuple(OPENERS)])
-def test_every_sink_is_known_everywhere(names: tuple[str, ...]) -> None:
-    assert names == ("tensorboard", "wandb")
