@@ -60,7 +60,7 @@ def write_matrix(folder: Path, accuracies: Mapping[tuple[str, str], Sequence[flo
     source = folder / "mine.yaml"
     source.write_text(yaml.safe_dump({**RECIPE, **recipe}, sort_keys=False))
     matrix = folder / "out"
-    MatrixRecord("mine", False, (), 2, 1, ROUNDS, "fedbn-flwr reproduce mine.yaml").write(matrix, source)
+    MatrixRecord("mine", False, (), 2, ROUNDS, "fedbn-flwr reproduce mine.yaml").write(matrix, source)
     content, rows = read_recipe(str(source)), []
     settings = {setting.name: setting for setting in content.settings}
     for (name, label), values in accuracies.items():

@@ -93,7 +93,7 @@ def reproduce(options: Mapping[str, Any]) -> None:
     setting, label = full.cells()[0]
     rounds = full.experiment(setting, label).config.rounds
     only = options.get("only") or ()
-    record = MatrixRecord(full.name, small, only, recipe.seeds, workers, rounds, command_line())
+    record = MatrixRecord(full.name, small, only, recipe.seeds, rounds, command_line())
     write = partial(record.write, source=recipe_path(str(options["recipe"])))
     started, results = time.perf_counter(), None
     matrix = run_matrix(recipe, cells, folder, workers, write)

@@ -10,7 +10,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -86,7 +86,6 @@ class MatrixRecord:
     #: the labels of the part that runs; empty means all
     only: Sequence[str]
     seeds: int
-    workers: int
     #: rounds of the recipe at full size
     rounds: int
     command: str
@@ -106,8 +105,9 @@ class MatrixRecord:
 def read_matrix(folder: Path) -> tuple[MatrixRecord, Results]:
     """Return a matrix's record with the results so far; a UsageError names what cannot be read."""
     try:
-        record = MatrixRecord(**json.loads((folder / MATRIX).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        content = json.loads((folder / MATRIX).read_text())
+        record = MatrixRecord(**{item.name: content[item.name] for item in fields(MatrixRecord)})
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{folder / MATRIX} is not the record of a matrix: {error}") from error
     recipe = record.read_recipe(folder)
     rows = read_json(folder / RESULTS) or []
