@@ -89,14 +89,13 @@ class RunFolder:
 
     def _keep_rounds(self, count: int) -> None:
         """Cut the rows after so many rounds: their rounds will be repeated, and the last row may not be whole."""
-        rows = self._rounds.read_bytes().splitlines(keepends=True)[:count] if count and self._rounds.exists() else []
+        rows = _lines(self._rounds)[:count]
         if [_round_of(row) for row in rows] != list(range(1, count + 1)):
             raise UsageError(f"{self._rounds} does not have the rows of the first {count} rounds")
         write_bytes(self._rounds, b"".join(rows))
 
     def _keep_dynamics(self, count: int) -> None:
-        rows = self._dynamics.read_bytes().splitlines(keepends=True) if count and self._dynamics.exists() else []
-        kept = [row for row in rows if (_round_of(row) or count + 1) <= count]
+        kept = [row for row in _lines(self._dynamics) if (_round_of(row) or count + 1) <= count]
         if kept:
             write_bytes(self._dynamics, b"".join(kept))
         else:
@@ -146,9 +145,9 @@ def make_folder(path: Path, option: str = "") -> Path:
     return path
 
 
-def read_rounds(path: Path) -> list[dict[str, Any]]:
-    """Return the rows that a run has written so far."""
-    return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+def read_rounds(path: Path, name: str = "rounds.jsonl") -> list[dict[str, Any]]:
+    """Return the whole rows that a run has written so far; none if it has not begun."""
+    return [json.loads(line) for line in _lines(path / name) if _round_of(line) is not None]
 
 
 def read_json(path: Path) -> Any:
@@ -169,7 +168,12 @@ def _processor() -> str:
     return next(iter(names), platform.processor()) or "cpu"
 
 
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+
 def _round_of(row: bytes) -> int | None:
+    """Return the round that a row is of; None if it is no row, or is written just now."""
     try:
         return int(json.loads(row)["round"]) if row.endswith(b"\n") else None
     except (ValueError, LookupError, TypeError):

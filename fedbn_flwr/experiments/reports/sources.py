@@ -9,7 +9,7 @@ from typing import Any
 
 from fedbn_flwr.experiments.comparison import PLANNED, run_folder, run_folders
 from fedbn_flwr.experiments.output.plots import title_of
-from fedbn_flwr.experiments.output.run_folder import read_json
+from fedbn_flwr.experiments.output.run_folder import read_json, read_rounds
 from fedbn_flwr.experiments.recipes.matrix import MATRIX, MatrixRecord, Results, read_matrix, setting_folder
 from fedbn_flwr.experiments.recipes.recipe import COUNTED, QUANTITIES, Recipe, Setting, columns_of
 from fedbn_flwr.plugins.options import UsageError
@@ -194,25 +194,8 @@ def _run(place: Path, setting: str, label: str, seed: int, summary: Mapping[str,
     own = {**(summary or {}), **own} if isinstance(own, dict) else summary if "error" in (summary or {}) else None
     config = read_json(place / "config.json")
     error = str((own or {}).get("error") or (own or {}).get("failed") or "")
-    rows, dynamics = _rows(place / "rounds.jsonl"), _rows(place / "dynamics.jsonl")
+    rows, dynamics = read_rounds(place), read_rounds(place, "dynamics.jsonl")
     return Run(setting, label, seed, place, config if isinstance(config, dict) else {}, rows, dynamics, own, error)
-
-
-def _rows(path: Path) -> list[Row]:
-    """Return the whole rows of a file that may be written just now."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []
-    rows = list[Row]()
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("round"), int):
-            rows.append(row)
-    return rows
 
 
 def _seed(run: Run) -> int:
