@@ -75,19 +75,13 @@ def options_in(folder: Path) -> dict[str, Any]:
     return dict(config["options"]) if isinstance(config, dict) else {}
 
 
-def refuse_foreign(folder: Path, experiment: Experiment, engine: str) -> None:
-    """Refuse to resume the run in a folder as another one; a UsageError names what differs."""
-    if found := KeptRun(experiment, engine, folder).differences():
-        raise UsageError(f"{folder} cannot be resumed: its {found[0]}")
-
-
 def resume(given: Mapping[str, Any], engine: str | None) -> tuple[Experiment, str]:
     """Return the experiment and the engine of a run that is resumed; options that are given must be the run's own."""
     folder = Path(str(given["resume"])).expanduser()
     read_checkpoint(folder)  # says why there is none
     experiment = resolve({**options_in(folder), **given, "results-dir": str(folder)})
     engine = engine or str(read_json(folder / CONFIG).get("engine", ""))
-    refuse_foreign(folder, experiment, engine)
+    KeptRun(experiment, engine, folder).refuse_other()
     return experiment, engine
 
 
@@ -186,8 +180,11 @@ class KeptRun:
         ]
 
     def refuse_other(self, remedy: str = f"{OVERWRITE} replaces it") -> None:
-        """Refuse the folder if it holds another run, unless that is to be replaced."""
-        if not self.overwrite and (found := self.differences()):
+        """Refuse the folder if it holds another run, unless that is to be replaced; a UsageError names what differs."""
+        found = self.differences()
+        if found and self.experiment.config.resume:
+            raise UsageError(f"{self.folder} cannot be resumed: its {found[0]}")
+        if found and not self.overwrite:
             more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
             raise OtherRunError(f"{self.folder} holds another run: its {'; its '.join(found[:NAMED])}{more} ({remedy})")
 

@@ -17,7 +17,7 @@ from fedbn_flwr.client import pick_device
 from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import Recovery, clear, read_checkpoint, refuse_other_model
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.kept_run import KeptRun, alone_in, options_in, refuse_foreign
+from fedbn_flwr.experiments.kept_run import KeptRun, alone_in, options_in
 from fedbn_flwr.experiments.liar import LyingGrid
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
@@ -70,7 +70,7 @@ def run(
     experiment = replace(experiment, config=task.config)
     initial = state.to_record(fresh_model(task.config, task.form).state_dict())
     if saved:
-        refuse_foreign(folder, experiment, engine)
+        KeptRun(experiment, engine, folder).refuse_other()
         refuse_other_model(folder, saved, arrays_of(initial))
         files = RunFolder(folder, saved.server_round)
     else:
