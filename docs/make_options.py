@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from fedbn_flwr.experiments.config import FEDERATION, Config
+from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import all_options, own_options, owners
 from fedbn_flwr.plugins.options import Option, as_value, options_of
 from fedbn_flwr.strategies import REGISTRY, FedAvg
@@ -29,8 +29,6 @@ comparison, an option of single strategies is for those methods that have it, an
 
 **In Flower's run configuration**, some things differ:
 
-- `clients` is 0 by default: one client per node. `partition` is `classes:5`, because Flower's default federation has
-  two nodes. For data with domains, give `partition='domain:1'`.
 - A relative `results-dir` is relative to the folder in which the SuperLink was started. That may not be the folder of
   `flwr run`. Use an absolute path, or look for the path in the last line of the log.
 - An option of a strategy that is `""` counts as not given.
@@ -105,7 +103,7 @@ def single_strategies() -> Iterator[tuple[str, ...]]:
 def with_run_config(project: str) -> str:
     """Return the text of pyproject.toml with a key for every option: Flower refuses to override any other."""
     lines = ["# options that all methods share"]
-    lines += [f"{key} = {json.dumps(FEDERATION.get(key, value))}" for key, value in Config().to_mapping().items()]
+    lines += [f"{key} = {json.dumps(value)}" for key, value in Config().to_mapping().items()]
     lines += ["# options of strategies; an empty text is the strategy's own default"]
     lines += [f'{key} = ""  # {whose(key)}' for key in all_options()]
     section = "[tool.flwr.app.config]\n" + "\n".join(lines) + "\n\n"

@@ -127,10 +127,11 @@ def _label_mixes(request: PartitionRequest) -> list[Rows]:
     )
 
 
-@register_partition("classes:PER-CLIENT")
+@register_partition("classes[:PER-CLIENT]")
 def _classes(request: PartitionRequest) -> list[Rows]:
-    """Each client has a given number of classes, in turn."""
-    per_client, classes = request.number(0), request.data.num_classes
+    """Each client has a given number of classes, in turn; by default as few as leave no class out, and at least two."""
+    classes = request.data.num_classes
+    per_client = request.number(0, default=min(max(-(-classes // request.clients), 2), classes))
     if per_client > classes:
         raise ValueError(f"{request.data.name} has only {classes} classes")
     return partition_rows.rotating_classes(request.labels, request.clients, classes, per_client)
@@ -170,7 +171,7 @@ def _domain(request: PartitionRequest) -> list[Rows]:
     # domains without training samples are left out
     present, column = np.unique(request.data.train.domains.numpy(force=True)[request.order], return_inverse=True)
     domains = len(present)
-    per_domain = request.number(0, default=1)
+    per_domain = request.number(0, default=max(request.clients // domains, 1))
     splits = request.number(1, default=per_domain)
     if per_domain > splits:
         raise ValueError(f"{per_domain} clients a domain need {per_domain} splits of it, not {splits}")

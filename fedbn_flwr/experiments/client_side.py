@@ -54,7 +54,7 @@ def at_site(config: Config, own_data: str) -> Config:
 
 def describe_data(context: Context) -> SiteData:
     """Return what a site says of its data: names, counts, shapes, and moments of the training images' channels."""
-    config = resolve(context.run_config).config
+    config = resolve(context.run_config, federation=True).config
     own = at_site(config, str(context.node_config.get(DATA_KEY, "")))
     # by their own names: which names the run knows is for the server to say
     data = load_data(replace(own, classes=(), mean=(), std=()))
@@ -124,7 +124,7 @@ def bound_client_fn(config: Config) -> Callable[[Context], BNClient]:
 @lru_cache(maxsize=2)
 def _config_of(given: tuple[tuple[str, type, Any], ...]) -> Config:
     """Resolve options once a process, because it takes as long as a step of training."""
-    return resolve({key: value for key, _, value in given}).config
+    return resolve({key: value for key, _, value in given}, federation=True).config
 
 
 def _client(config: Config, context: Context) -> BNClient:

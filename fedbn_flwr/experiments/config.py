@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import Annotated, Any, Self
 
 from fedbn_flwr.client.device import PRECISIONS
@@ -13,10 +12,6 @@ from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import Pairs, Range, UsageError, Value, as_value, option_key, options_of
 from fedbn_flwr.wire import wire_key
-
-#: what `flwr run` has by default in place of the command's defaults: the federation decides how many nodes there are,
-#: and two nodes, as Flower's default federation has, would hold four of ten classes with `classes:2`
-FEDERATION: Mapping[str, Value] = MappingProxyType({"clients": 0, "partition": "classes:5"})
 
 
 @dataclass(frozen=True)
@@ -46,11 +41,11 @@ class Config:
         int, "processes that decode image files ahead of training; 0: the training process decodes them", Range(0)
     ] = 2
     partition: Annotated[
-        str, "how training data are split: iid, classes:2, ...; if not given, data with domains are split by domain:1"
-    ] = "classes:2"
+        str, "how training data are split: iid, classes:2, ...; empty: domain, or classes for data without domains"
+    ] = ""
     clients: Annotated[
-        int, "number of clients; if not given, one per domain; 0: one per node of the federation", Range(0)
-    ] = 5
+        int, "number of clients; 0: one per node of the federation, without one one per domain, else 5", Range(0)
+    ] = 0
     min_nodes: Annotated[
         int, "start a round when this many nodes are connected; 0: all nodes that the run began with", Range(0)
     ] = 0

@@ -79,7 +79,7 @@ def resume(given: Mapping[str, Any], engine: str | None) -> tuple[Experiment, st
     """Return the experiment and the engine of a run that is resumed; options that are given must be the run's own."""
     folder = Path(str(given["resume"])).expanduser()
     read_checkpoint(folder)  # says why there is none
-    experiment = resolve({**options_in(folder), **given, "results-dir": str(folder)})
+    experiment = resolve({**options_in(folder), **given, "results-dir": str(folder)}, federation=True)
     engine = engine or str(read_json(folder / CONFIG).get("engine", ""))
     KeptRun(experiment, engine, folder).refuse_other()
     return experiment, engine

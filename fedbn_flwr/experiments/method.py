@@ -23,6 +23,8 @@ from fedbn_flwr.wire import wire_key
 BOUND_NORMS = {"hbn": "hbn", "static-bn": "heterofl"}
 #: constructor arguments of strategies that follow from the shared options
 SHARED = ("lr_schedule", "seed", "patience", "exchange_timeout", "evaluate_every")
+#: the clients of a run that brings its own, where neither options nor domains say how many
+CLIENTS = 5
 #: keys that mean something else on the command line
 _TAKEN = {*options_of(Config), "engine", "verbose", "methods", "seeds", "grid", "grid-seeds", "batches", "help"}
 
@@ -97,8 +99,11 @@ class Method(NamedTuple):
     options: Mapping[str, str]
 
 
-def resolve(values: Mapping[str, Any]) -> Experiment:
-    """Return the experiment of flat options: shared ones, strategies' own ones, and those in the method's text."""
+def resolve(values: Mapping[str, Any], federation: bool = False) -> Experiment:
+    """Return the experiment of flat options: shared ones, strategies' own ones, and those in the method's text.
+
+    With a `federation`, no number of clients means one per node.
+    """
     import_plugins(str(values.get("plugins", "")))
     text = str(values.get("method", Config.method))
     method, owned = parse(text), all_options()
@@ -111,7 +116,7 @@ def resolve(values: Mapping[str, Any]) -> Experiment:
     options |= {name: value for name, value in overrides.items() if wire_key(name) in own}
     common = {key: value for key, value in values.items() if key not in owned}
     common |= {wire_key(name): value for name, value in overrides.items() if wire_key(name) in shared}
-    config = by_domain(Config.from_mapping(common), common)
+    config = _with_clients(Config.from_mapping(common), federation)
     config = _with_norm(config, REGISTRY[method.strategy], options, method.norm)
     experiment = Experiment(config, method.strategy, options)
     return _pooled(experiment, method) if experiment.strategy_class.one_node else experiment
@@ -123,21 +128,24 @@ def read_data(config: Config) -> Data:
     return load(config.dataset, image_size=size, root=root, image_workers=config.image_workers)
 
 
-def by_domain(config: Config, given: Mapping[str, Any]) -> Config:
-    """Return the options with clients of one domain each, if the data have domains and no partition is given."""
-    if "partition" in given or config.dataset in (SITES, *TORCHVISION):
-        return config
+def _with_clients(config: Config, federation: bool) -> Config:
+    """Return the options with a partition, and with a number of clients unless a federation has its own."""
+    domains = 0 if config.partition else _count_domains(config)
+    partition = config.partition or ("domain" if domains else "classes")
+    clients = config.clients or (0 if federation else domains or CLIENTS)
+    return replace(config, partition=partition, clients=clients)
+
+
+def _count_domains(config: Config) -> int:
+    if config.dataset in (SITES, *TORCHVISION):
+        return 0
     try:
         domains = read_data(config).train.domains
     except OSError:
-        return config  # said when the data are needed
+        return 0  # said when the data are needed
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if domains is None:
-        return config
-    present = len(domains.unique())
-    clients = config.clients if "clients" in given else present
-    return replace(config, partition=f"domain:{max(clients // present, 1)}", clients=clients)
+    return 0 if domains is None else len(domains.unique())
 
 
 @cache

@@ -207,7 +207,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
     Where `FEDBN_FLWR_RESULTS` names a folder, results go to `run_id` in it, and `results-dir` counts for nothing;
     `resume` is then the number of a run.
     """
-    experiment = resolve(run_config)
+    experiment = resolve(run_config, federation=True)
     refuse_own_nodes(experiment.config)
     size = experiment.config.batch_size
     if issubclass(experiment.strategy_class, Layerwise) and size < LEAST_BATCH:

@@ -32,7 +32,7 @@ def test_flwr_run_leaves_the_results_of_the_console_command(app: Path, flower: F
     assert f"Results: {there}" in shown
     # Flower's default federation has two nodes
     same = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-    here_only = ["--engine", "inprocess", "--clients", "2", "--partition", "classes:5", "--results-dir", str(here)]
+    here_only = ["--engine", "inprocess", "--clients", "2", "--results-dir", str(here)]
     assert main(["run", *same, *here_only]) == 0
     assert results(there) == results(here)
 

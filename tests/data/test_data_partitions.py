@@ -212,6 +212,14 @@ def test_too_few_clients_for_all_classes_leave_the_gaps_out() -> None:
     assert [np.flatnonzero(row).tolist() for row in counts] == [[0, 1], [3, 4], [6, 7]]
 
 
+@pytest.mark.parametrize(("clients", "each"), [(2, 5), (3, 4), (5, 2), (50, 2)])
+def test_without_a_number_no_class_is_left_out(clients: int, each: int) -> None:
+    data = labelled(1000)
+    counts = class_counts(partition("classes", data, clients, 0), data)
+    assert counts.any(0).all()
+    assert ((counts > 0).sum(1) == each).all()
+
+
 def shards_of(parts: list[NDArray[np.int64]], data: Data, size: int) -> list[int]:
     """How many shards each client has; they are whole if its samples of every class are a multiple of the size."""
     counts = class_counts(parts, data)
@@ -271,6 +279,8 @@ def test_a_whole_domain_a_client() -> None:
         parts = partition(spec, data, 5, 0)
         for domain, part in enumerate(parts):
             assert np.array_equal(part, np.flatnonzero(domains.numpy() == domain))
+    halves = zip(partition("domain", data, 10, 0), partition("domain:2", data, 10, 0), strict=True)
+    assert all(np.array_equal(one, other) for one, other in halves)
 
 
 @settings(max_examples=20, deadline=None)
@@ -310,7 +320,7 @@ def test_union_is_everything() -> None:
         ("dirichlet:1:0", 2, "expected a whole number of at least 1, not '0'"),
         ("dirichlet:1:60", 2, "100 samples cannot give 2 clients 60 each"),
         ("dirichlet:0.01", 50, "dirichlet:0.01.*dirichlet:ALPHA.*in 11 draws, a client had fewer than 2 samples"),
-        ("classes", 2, "expected a whole number of at least 1, not ''"),
+        ("shards", 2, "expected a whole number of at least 1, not ''"),
         ("classes:0", 2, "expected a whole number of at least 1, not '0'"),
         ("classes:11", 2, "labelled has only 10 classes"),
         ("classes:10", 11, "the 10 samples of class 0 cannot serve 11 clients"),

@@ -44,7 +44,8 @@ class LeavingGrid(InProcessGrid):
 
 def federate(folder: Path, rounds_of_last_node: int, **changes: str) -> dict[str, Any]:
     """Run with a node that leaves after some rounds, and return the summary."""
-    experiment = resolve({**SHARED, **{name.replace("_", "-"): value for name, value in changes.items()}})
+    given = {**SHARED, **{name.replace("_", "-"): value for name, value in changes.items()}}
+    experiment = resolve(given, federation=True)
     grid = LeavingGrid(client_app(bound_client_fn(experiment.config)), CLIENTS)
     grid.rounds = rounds_of_last_node
     return run(grid, experiment, folder)

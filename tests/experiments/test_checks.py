@@ -69,7 +69,8 @@ def test_classes_that_nobody_has_and_a_single_seed_are_said(
     _warn_once.cache_clear()
     chosen = {"dataset": "digits", "partition": "classes:2", "clients": "3", "rounds": "1"}
     assert run("compare", "--methods", "fedavg,fedbn", results_dir=str(tmp_path), **chosen) == 0
-    held = set(load_data(Config()).train.labels[np.concatenate(make_partition(Config(), 3))].tolist())
+    config = Config(partition="classes:2")
+    held = set(load_data(config).train.labels[np.concatenate(make_partition(config, 3))].tolist())
     few = ", ".join(str(number) for number in range(10) if number not in held)
     assert len(held) == 6
     line = f"no client has samples of 4 classes ({few}): classes:2 with 3 clients"

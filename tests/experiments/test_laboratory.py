@@ -191,7 +191,7 @@ def test_without_a_folder_nothing_is_left(tmp_path: Path, monkeypatch: pytest.Mo
     del found
     gc.collect()
     with pytest.raises(UsageError, match="clients"):
-        quick(clients=0)
+        quick(clients=-1)
     monkeypatch.setattr(RunFolder, "round", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         quick()

@@ -170,6 +170,8 @@ def test_the_centralized_reference_has_one_node_and_all_clients_batches() -> Non
         assert (config.fraction_train, config.rounds, config.local_steps) == (1.0, Config.rounds, Config.local_steps)
     # its own batch size is meant for the one node
     assert resolve({"method": "centralized:batch-size=20", "clients": "4"}).config.batch_size == 20
+    with pytest.raises(UsageError, match="needs clients"):
+        resolve({"method": "centralized"}, federation=True)
 
 
 def test_a_list_of_methods_is_not_split_inside_a_value() -> None:

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from fedbn_flwr.experiments import Config, UsageError, resolve
+from fedbn_flwr.experiments import Config, resolve
 from fedbn_flwr.experiments.resources import (
     check,
-    check_simulation,
     fresh_model,
     load_data,
     rounds_within_budget,
@@ -90,7 +89,5 @@ def test_validation_takes_the_test_datas_place_and_is_not_trained_on() -> None:
 
 
 def test_only_a_federation_that_is_there_knows_how_many_it_is() -> None:
-    experiment = resolve({"dataset": TINY, "partition": "iid", "clients": 0})
-    check(experiment)
-    with pytest.raises(UsageError, match="clients must be at least 1"):
-        check_simulation(experiment)
+    check(resolve({"dataset": TINY}, federation=True))
+    assert [resolve({"dataset": TINY}, federation=there).config.clients for there in (True, False)] == [0, 5]

@@ -11,7 +11,6 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments import Config, UsageError, resolve, serve, server_side
 from fedbn_flwr.experiments.checkpoint import checkpoint_round
 from fedbn_flwr.experiments.client_side import bound_client_fn
-from fedbn_flwr.experiments.config import FEDERATION
 from fedbn_flwr.experiments.method import all_options
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.simulation.in_process import InProcessGrid
@@ -21,7 +20,7 @@ from tests.helpers.runs import OPTIONS
 
 def test_the_run_config_has_every_option_with_the_commands_default_and_type() -> None:
     app = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-    shared = {key: FEDERATION.get(key, value) for key, value in Config().to_mapping().items()}
+    shared = Config().to_mapping()
     # a strategy's own option is not given by default
     wanted = {**shared, **dict.fromkeys(all_options(), "")}
     # Flower hands values over as they stand there
@@ -56,7 +55,7 @@ def test_results_of_flwr_run_are_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     options: dict[str, Any] = {**OPTIONS, **work, "checkpoint-every": "1", "results-dir": str(tmp_path)}
 
     def start(**changes: str) -> Any:
-        app = client_app(bound_client_fn(resolve(options).config))
+        app = client_app(bound_client_fn(resolve(options, federation=True).config))
         return serve(InProcessGrid(app, 2), {**options, **changes})
 
     with monkeypatch.context() as stopped:

@@ -54,7 +54,7 @@ def export_model(message: Message, context: Context, call_next: ClientAppCallabl
         own = Memory(context.state).recall(wire.PERSONAL) if instruction.keep_local != "none" else {}
         run, site = History.read(config, context).first, str(site_number(context))
         about = {"run": run, "round": instruction.server_round, "site": site, "shape": config.get(DATA_SHAPE, [])}
-        options = resolve(context.run_config).to_mapping()
+        options = resolve(context.run_config, federation=True).to_mapping()
         path = Path(folder, run, f"{site}{SUFFIX}")
         path.parent.mkdir(parents=True, exist_ok=True)
         with extra("models"):
@@ -73,7 +73,7 @@ def load_own_model(path: str | Path) -> OwnModel:
     with safe_open(str(path), "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
         options, about = (json.loads(file.metadata()[key]) for key in ("options", "about"))
-    config, shape = replace(resolve(options).config, init_from=""), about["shape"]
+    config, shape = replace(resolve(options, federation=True).config, init_from=""), about["shape"]
     form = Form(len(config.classes), shape[0], shape[-1]) if shape else None
     model = fresh_model(config, form).eval()
     state.load(model, tensors)
