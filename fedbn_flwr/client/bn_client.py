@@ -76,7 +76,8 @@ class BNClient:
                 loss = self._learn(session, exchange)
         if local:
             self.memory.store(wire.PERSONAL, state.snapshot(self.model, local))
-        shared = state.snapshot_without(self.model, (instruction.keep_local, instruction.omit))
+        stays = local | state.group_keys(self.model, instruction.omit)
+        shared = state.snapshot(self.model, self.model.state_dict().keys() - stays)
         metrics: Metrics = {wire.TRAIN_LOSS: loss, **self.local_loss(self.model, instruction), **session.metrics}
         return self.reply(metrics, instruction, {wire.ARRAYS: shared, **session.records})
 

@@ -65,12 +65,6 @@ def snapshot(model: nn.Module, names: Collection[str] | None = None) -> FlatStat
     return FlatState.copy_of({name: value for name, value in state.items() if names is None or name in names})
 
 
-def snapshot_without(model: nn.Module, groups: tuple[str, ...]) -> FlatState:
-    """Copy the state, leaving out the entries of some of `wire.GROUPS`."""
-    left_out = {name for group in groups for name in group_keys(model, group)}
-    return FlatState.copy_of({name: value for name, value in model.state_dict().items() if name not in left_out})
-
-
 def group_keys(model: nn.Module, group: str) -> set[str]:
     """Return the state-dict entries of one of `wire.GROUPS`, found by the type of the layer that holds them."""
     if group not in _GROUPS:

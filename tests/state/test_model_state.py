@@ -1,7 +1,5 @@
 """State between PyTorch and Flower: names, dtypes and shapes survive, and nothing that does not fit gets in."""
 
-import re
-
 import pytest
 import torch
 from flwr.app import ArrayRecord
@@ -67,22 +65,6 @@ def test_a_snapshot_is_a_copy_of_all_or_of_some_entries() -> None:
     assert_same_state(part, {"5.bias": before["5.bias"]})
 
 
-@pytest.mark.parametrize("groups", [("none",), ("none", "none"), ("statistics", "affine"), ("bn", "none"), ("all",)])
-def test_a_snapshot_without_groups_is_a_copy_of_the_others(groups: tuple[str, ...]) -> None:
-    model = toy_cnn()
-    left_out = {name for group in groups for name in state.group_keys(model, group)}
-    before = {name: value.clone() for name, value in model.state_dict().items() if name not in left_out}
-    for _ in range(2):
-        found = state.snapshot_without(model, groups)
-        assert list(found) == list(before)
-        assert_same_state(found, before)
-    for value in model.state_dict().values():
-        value.zero_()
-    assert_same_state(found, before)
-    with pytest.raises(ValueError, match="unknown group"):
-        state.snapshot_without(model, ("none", "bm"))
-
-
 def test_groups_go_by_type_not_by_name() -> None:
     model = mobilenet_v2(num_classes=10)
     layers = {name for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)}
@@ -103,11 +85,6 @@ def test_groups_of_partial_bn_hold_only_what_there_is() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.BatchNorm1d(2, track_running_stats=False))
     assert state.group_keys(model, "affine") == {"1.weight", "1.bias"}
     assert state.group_keys(model, "statistics") == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
-
-
-def test_an_unknown_group_is_named() -> None:
-    with pytest.raises(ValueError, match=re.escape(f"'batchnorm'; known: {', '.join(GROUPS)}")):
-        state.group_keys(toy_cnn(), "batchnorm")
 
 
 class Telling(nn.Linear):
