@@ -53,11 +53,7 @@ class Evaluation:
     def accuracy_for(self, domain_share: Tensor, class_share: Tensor) -> float:
         """The expected accuracy on a node's own distribution: of its domains, or without domains of its classes."""
         if len(domain_share) > 1:
-            tested = domain_share * (self.confusion.sum((1, 2)) > 0)
-            if not tested.any():  # as in Cityscapes, whose test cities are others
-                return self.accuracy
-            accuracies = torch.tensor(self.domain_accuracy, dtype=torch.float64)
-            return float(accuracies @ tested / (tested.sum() / domain_share.sum()))
+            return self.score_for(_accuracy, domain_share)
         matrix = self.confusion.sum(0).double()
         recall = matrix.diagonal() / matrix.sum(1).clamp(min=1)
         return float(recall @ class_share)
@@ -65,10 +61,11 @@ class Evaluation:
     def score_for(self, measure: Measure, domain_share: Tensor) -> float:
         """A score's mean over a node's own domains, by their shares; of all test data where none of them is tested."""
         tested = domain_share * (self.confusion.sum((1, 2)) > 0)
+        # none is tested in Cityscapes, whose test cities are others
         if len(domain_share) < 2 or not tested.any():
             return measure(self.confusion.sum(0))
-        scores = [measure(matrix) * float(share) for matrix, share in zip(self.confusion, tested, strict=True) if share]
-        return sum(scores) / float(tested.sum())
+        scores = [measure(matrix) if share else 0.0 for matrix, share in zip(self.confusion, tested, strict=True)]
+        return float(torch.tensor(scores, dtype=tested.dtype) @ tested / (tested.sum() / domain_share.sum()))
 
 
 @torch.no_grad()
