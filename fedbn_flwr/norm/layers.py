@@ -1,4 +1,6 @@
-"""The normalizers that this package puts into models, as layers."""
+"""The normalizers that this package puts into models, as layers. They take the options of torch's layers."""
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,18 +58,10 @@ class BatchRenorm(BatchNorm):
     state means what any BN's does; the limits are constant (the paper raises them from BN's to these).
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        r_max: float = 3.0,
-        d_max: float = 5.0,
-    ) -> None:
+    def __init__(self, num_features: int, *, r_max: float = 3.0, d_max: float = 5.0, **options: Any) -> None:
         if r_max < 1 or d_max < 0:
             raise ValueError(f"r_max is at least 1 and d_max at least 0, not {r_max} and {d_max}")
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
+        super().__init__(num_features, **options)
         self.r_max = r_max
         self.d_max = d_max
 
@@ -107,14 +101,8 @@ class HybridBatchNorm(BatchNorm):
     there are two: training mixes with steady ones, which move slowly, and evaluation uses the running ones alone.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
+    def __init__(self, num_features: int, **options: Any) -> None:
+        super().__init__(num_features, **options)
         self.register_buffer("steady_mean", torch.zeros(num_features))
         self.register_buffer("steady_var", torch.ones(num_features))
         self.steady_mean: Tensor
@@ -150,8 +138,8 @@ class GroupNorm(nn.GroupNorm):
     running statistics.
     """
 
-    def __init__(self, groups: int, channels: int, name: str = "", eps: float = 1e-5, affine: bool = True):
-        super().__init__(groups, channels, eps=eps, affine=affine)
+    def __init__(self, groups: int, channels: int, *, name: str = "", **options: Any) -> None:
+        super().__init__(groups, channels, **options)
         self.name = name
 
     def forward(self, input: Tensor) -> Tensor:
