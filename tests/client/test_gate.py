@@ -398,11 +398,6 @@ def sign(own: Ed25519PrivateKey, key: bytes) -> bytes:
     return own.sign(b"fedbn-flwr key of a sum " + key)
 
 
-def test_a_site_with_pinned_keys_takes_part_among_signed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server, _ = among_sites(tmp_path, monkeypatch)
-    assert masked.MASKED in server.train(1, server.asked(), 1)
-
-
 def test_what_was_used_stays_used_whatever_becomes_of_the_context(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

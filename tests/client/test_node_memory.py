@@ -10,13 +10,6 @@ from tests.helpers.toys import assert_same_state
 KEPT = {"weight": torch.tensor([1.0, 2.0]), "counter": torch.tensor(7)}
 
 
-def test_it_lives_in_the_context_alone() -> None:
-    records = RecordDict()
-    Memory(records).store("momentum", KEPT)
-    assert_same_state(Memory(records).recall("momentum"), KEPT)
-    assert Memory(RecordDict()).recall("momentum") == {}
-
-
 def test_it_keeps_to_its_namespace() -> None:
     records = RecordDict({"momentum": ArrayRecord(), "mine": ConfigRecord({"a": 1})})
     memory = Memory(records)

@@ -80,14 +80,6 @@ def test_the_loss_is_the_mean_over_samples_not_over_batches() -> None:
     assert trained(model, batches, Instruction(lr=0.1)) == pytest.approx(wanted, rel=1e-6)
 
 
-def test_only_what_requires_a_gradient_learns() -> None:
-    model = toy_cnn()
-    weight = model.get_parameter("0.weight").requires_grad_(False)
-    before = weight.clone()
-    trained(model, toy_batches(), Instruction(lr=0.1, weight_decay=0.1))
-    assert torch.equal(weight, before)
-
-
 def test_bfloat16_computes_in_bfloat16_and_keeps_the_weights_in_float32() -> None:
     model, exact, seen = toy_cnn(), toy_cnn(), set()
     model[0].register_forward_hook(lambda _, inputs, output: seen.add(output.dtype))
@@ -120,13 +112,6 @@ def test_tf32_is_allowed_for_as_long_as_somebody_asks_for_it() -> None:
 
 
 # ---- one sample ------------------------------------------------------------------------------------------------------
-
-
-def test_bn_over_pixels_trains_on_one_sample() -> None:
-    model = toy_cnn()
-    before = model.get_buffer("1.running_mean").clone()
-    trained(model, toy_batches(steps=1, size=1), Instruction())
-    assert not torch.equal(model.get_buffer("1.running_mean"), before)
 
 
 def test_bn_without_pixels_says_in_one_line_that_it_cannot() -> None:

@@ -69,25 +69,6 @@ def test_the_reply_says_what_was_obeyed() -> None:
         assert reply.config_records[wire.REPORT][wire.OBEYED] == ["keep-local", "send-personal"]
 
 
-def test_a_description_needs_no_instruction() -> None:
-    grid = InProcessGrid(client_app(toy_client), num_nodes=2)
-    messages = [Message(RecordDict({wire.CONFIG: ConfigRecord()}), node, wire.DESCRIBE) for node in grid.get_node_ids()]
-    replies = [reply.content for reply in grid.send_and_receive(messages)]
-    assert [reply.metric_records[wire.METRICS][wire.NUM_EXAMPLES] for reply in replies] == [12, 8]
-    assert [reply.metric_records[wire.METRICS][wire.PARTITION_ID] for reply in replies] == [0, 1]
-    parameters = replies[0].config_records[wire.REPORT][wire.PARAMETERS]
-    assert parameters == ["0.weight", "1.weight", "1.bias", "5.weight", "5.bias"]
-    assert not replies[0].array_records
-
-
-def test_what_the_client_raises_is_an_error_reply_that_says_so() -> None:
-    grid = InProcessGrid(client_app(toy_client), num_nodes=1)
-    (node,) = grid.get_node_ids()
-    content = RecordDict({wire.ARRAYS: ArrayRecord(), wire.CONFIG: INSTRUCTION.to_config()})
-    (reply,) = grid.send_and_receive([Message(content, node, "train")])
-    assert "8 entries of the model were not received, the first is '0.weight'" in str(reply.error.reason)
-
-
 def test_flowers_own_strategies_train_it() -> None:
     initial, finals = state.to_record(toy_cnn().state_dict()), []
     for strategy in (FlowerFedAvg(), FlowerFedProx(proximal_mu=5.0)):

@@ -9,7 +9,7 @@ from torch import nn
 
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.rules import Session, rules_for
-from fedbn_flwr.strategies import REGISTRY, FedProx, FedWon
+from fedbn_flwr.strategies import REGISTRY
 from fedbn_flwr.wire import Instruction
 
 #: below and above the norms of the gradients, and of some of them
@@ -68,12 +68,6 @@ def test_stacked_clients_have_norms_of_their_own(bound: float) -> None:
         alone, together = gradients_of(model), gradients_of(stack)
         assert alone.keys() == together.keys()
         assert all(torch.allclose(together[name][row], alone[name]) for name in alone)
-
-
-@pytest.mark.parametrize("strategy", [lambda: FedProx(mu=1e3, clip_norm=0.1), lambda: FedWon(agc="on", clip_norm=0.1)])
-def test_the_bound_comes_after_what_methods_add(strategy: Any) -> None:
-    rules = rules_for(strategy().instruct(Instruction()))
-    assert [type(rule).__name__ for rule in rules][1:] == ["GradientNorm"]
 
 
 @pytest.mark.parametrize("name", REGISTRY)

@@ -1,7 +1,7 @@
 """Rules register themselves by their keys, and an instruction switches them on."""
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -41,42 +41,22 @@ def test_a_rules_field_may_be_one_of_the_instruction() -> None:
     assert rule.momentum_state == "local"  # type: ignore[attr-defined]
 
 
-def test_clipping_sees_what_all_other_rules_left() -> None:
-    @register_rule
-    class ZzzLast(Rule):
-        zzz: bool = False
-
-    asked = Instruction(momentum_state="local").with_rule(
-        zzz=True, proximal_mu=0.1, clip_factor=0.1, control_variates=True, change_window=2
-    )
-    names = [type(rule).__name__ for rule in rules_for(asked)]
-    assert names[-1] == "Clipping"
-    assert sorted(names) == [
-        "Clipping",
-        "ControlVariates",
-        "MaintainedMomentum",
-        "Proximal",
-        "StatisticsChange",
-        "ZzzLast",
-    ]
+def register(name: str, **keys: Any) -> type[Rule]:
+    """Register a rule with these keys; a type in the place of a default is a key without one."""
+    kinds = {key: value if isinstance(value, type) else type(value) for key, value in keys.items()}
+    defaults = {key: value for key, value in keys.items() if not isinstance(value, type)}
+    return register_rule(type(name, (Rule,), {"__annotations__": kinds, **defaults, "__module__": __name__}))
 
 
-def test_the_order_is_not_that_of_registration() -> None:
-    def register(*names: str) -> list[str]:
+def test_the_order_is_not_that_of_registration_and_bounds_are_last() -> None:
+    def order(*names: str) -> list[str]:
         for name in names:
-            register_rule(type(name, (Rule,), {"__annotations__": {name: int}, name: 0, "__module__": __name__}))
-        asked = Instruction().with_rule(first=1, second=1, third=1)
+            register(name, **{name: 0})
+        asked = Instruction().with_rule(first=1, second=1, zzz=1, clip_factor=0.1, clip_norm=0.1)
         return [type(rule).__name__ for rule in rules_for(asked)]
 
-    assert register("third", "first", "second") == register("second", "third", "first") == ["first", "second", "third"]
-
-
-def test_a_key_of_another_rule_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"rule Nearer: Proximal has the key 'proximal-mu'; known keys: .*clip-factor"):
-
-        @register_rule
-        class Nearer(Rule):
-            proximal_mu: float = 0.0
+    wanted = ["first", "second", "zzz", "Clipping", "GradientNorm"]
+    assert order("zzz", "first", "second") == order("second", "zzz", "first") == wanted
 
 
 def test_a_class_that_is_defined_again_takes_the_place_of_the_one_before() -> None:
@@ -94,27 +74,16 @@ def test_a_class_that_is_defined_again_takes_the_place_of_the_one_before() -> No
     assert rule.times == 2.0  # type: ignore[attr-defined]
 
 
-def test_a_rule_needs_a_key_with_a_default() -> None:
-    with pytest.raises(ValueError, match="rule Mute has no field"):
-
-        @register_rule
-        class Mute(Rule):
-            pass
-
-    with pytest.raises(ValueError, match="rule Vague: 'pull' needs a default that is a number, text or truth value"):
-
-        @register_rule
-        class Vague(Rule):
-            pull: float
-
-
-def test_a_failed_registration_leaves_nothing() -> None:
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"half": 0.0, "proximal_mu": 0.0}, "Proximal has the key 'proximal-mu'; known keys: .*clip-factor"),
+        ({}, "has no field"),
+        ({"pull": float}, "'pull' needs a default that is a number, text or truth value"),
+    ],
+)
+def test_a_rule_that_cannot_be_is_refused_and_leaves_nothing(keys: dict[str, Any], message: str) -> None:
     before = dict(RULES)
-    with pytest.raises(ValueError, match="proximal-mu"):
-
-        @register_rule
-        class Half(Rule):
-            half: float = 0.0
-            proximal_mu: float = 0.0
-
+    with pytest.raises(ValueError, match=f"rule Mine:? {message}"):
+        register("Mine", **keys)
     assert before == RULES
