@@ -37,9 +37,3 @@ def test_the_papers_networks_have_their_encoders_and_stride() -> None:
         features = model.encoder(torch.randn(1, 3, 64, 64))[-1]  # type: ignore[operator]
         assert features.shape == (1, channels, 4, 4)  # an output stride of 16
         assert len(bn_layers(model)) > 50
-
-
-def test_the_same_seed_draws_the_same_weights_without_a_download() -> None:
-    pytest.importorskip("segmentation_models_pytorch")
-    one, other = (build("deeplabv3plus-mobilenetv2", seed=3, image_size=32).state_dict() for _ in range(2))
-    assert all(torch.equal(value, other[name]) for name, value in one.items())

@@ -132,11 +132,3 @@ def test_parameters_device_precision_and_mode_are_the_layers_own() -> None:
 )
 def test_what_stays_as_it_is(layer: nn.Module) -> None:
     assert standardized("", layer, 1.0) is layer
-
-
-def test_a_convolution_of_another_kind_is_named() -> None:
-    class Padded(nn.Conv2d):
-        pass
-
-    with pytest.raises(ValueError, match="layer 'stem' is a Padded, whose weight cannot be standardized"):
-        standardized("stem", Padded(2, 3, 3), 1.0)

@@ -74,8 +74,3 @@ def test_it_learns() -> None:
         loss.backward()
         optimizer.step()
     assert float(loss.detach()) < 0.5
-
-
-def test_models_without_known_blocks_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"BasicBlock and Bottleneck \(resnet20, resnet18 and its kin\)"):
-        build("small-cnn", norm="fixup")
