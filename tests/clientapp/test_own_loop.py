@@ -1,7 +1,7 @@
 """A training loop of a user's own obeys every strategy: the same models as `BNClient` on the same batches."""
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import numpy as np
@@ -12,10 +12,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp as FlowerClientApp
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_pre_hooks
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from fedbn_flwr import norm, state
+from fedbn_flwr import state
 from fedbn_flwr.client import BNClient, read_instruction
 from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.clientapp import ClientApp, numpy_client_app
@@ -313,25 +311,10 @@ def test_an_optimizer_of_this_package_calls_hooks_as_torchs_do() -> None:
     assert len(seen) == 3
 
 
-def test_a_model_is_prepared_with_the_methods_options() -> None:
+def test_prepare_leaves_a_model_alone_whose_method_brings_no_normalizer() -> None:
     assert prepare(model := make(), "fedavg") is model
-    assert [type(layer).__name__ for layer in norm.bn_layers(prepare(make(), "hbn")).values()] == [
-        "HybridBatchNorm"
-    ] * 2
-    assert not norm.bn_layers(prepare(make(), FedWon))
     with pytest.raises(ValueError, match=r"unknown strategy 'fedwin'; did you mean 'fedwon'"):
         prepare(make(), "fedwin")
-
-
-def test_hooks_are_gone_after_a_round() -> None:
-    before = [len(hooks) for hooks in global_hooks()]
-    Federation(make()).run(FedProx(mu=0.5), 1, grid=InProcessGrid(own_app(plain_loop, make), len(SIZES)), lr=0.05)
-    assert [len(hooks) for hooks in global_hooks()] == before
-
-
-def global_hooks() -> list[Any]:
-    """Return PyTorch's own lists of global hooks."""
-    return [_global_forward_pre_hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
 
 
 # ---- what cannot be obeyed -------------------------------------------------------------------------------------------
@@ -365,6 +348,11 @@ def make_bare() -> nn.Module:
     return make_model("gn")
 
 
+def make_prepared(strategy: type[BaseStrategy]) -> nn.Module:
+    """Return a model with the strategy's own normalizer."""
+    return prepare(make(), strategy)
+
+
 NO_OPTIMIZER = "the loop took no step of a torch.optim.Optimizer"
 NO_BN = "the method would be another one: the model has no BN layer"
 MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
@@ -382,6 +370,10 @@ MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
     *((each, own_app(plain_loop, make_bare), NO_BN) for each in (FedBN, FixBN, FedTAN)),
     (FedWon, own_app(plain_loop, make), r"without BN, and there is 'net.1.running_var'.*prepare\(model, "),
     *((each, own_app(plain_loop, make), r"the model has BatchNorm2d.*prepare\(model, ") for each in (HBN, HeteroFL)),
+    *(
+        (each, own_app(plain_loop, partial(make_prepared, each)), "no node could gather BN statistics: .*gather")
+        for each in (HBN, HeteroFL)
+    ),
     (FedBS, own_app(plain_loop, make), "lack 'local-loss'; they are num-examples, partition-id, train-loss"),
     (
         lambda: FedBS(loss="running"),
@@ -405,6 +397,5 @@ MISTAKES: list[tuple[Callable[[], BaseStrategy], FlowerClientApp, str]] = [
 def test_what_cannot_be_obeyed_ends_the_run_by_name(
     strategy: Callable[[], BaseStrategy], app: FlowerClientApp, message: str
 ) -> None:
-    nodes = Federation(make_bare() if message == NO_BN else make())
     with pytest.raises(CannotTrainError, match=message):
-        nodes.run(strategy(), 1, grid=InProcessGrid(app, len(SIZES)), lr=0.05)
+        Federation(cast(ClientApp, app).structure).run(strategy(), 1, grid=InProcessGrid(app, len(SIZES)), lr=0.05)

@@ -24,7 +24,6 @@ from fedbn_flwr.server.replies import CannotTrainError, NotObeyedError
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import (
-    HBN,
     BaseStrategy,
     FedAvg,
     FedBN,
@@ -254,19 +253,6 @@ def test_keep_local_lets_pass_what_has_no_arrays_and_refuses_layer_wise_steps() 
     start(FedAvg(fraction_evaluate=0.0, server_optimizer="momentum"), app)
     with pytest.raises(CannotTrainError, match="keep_local cannot serve a layer-wise method"):
         start(FedTAN(fraction_evaluate=0.0), app)
-
-
-@pytest.mark.parametrize("strategy", [HBN, HeteroFL])
-def test_a_client_that_cannot_gather_statistics_ends_the_run(strategy: type[BaseStrategy]) -> None:
-    def prepared() -> nn.Module:
-        return prepare(make(), strategy)
-
-    initial = state.to_record(prepared().state_dict())
-    config = ConfigRecord({"lr": 0.05})
-    with pytest.raises(CannotTrainError, match=r"no node could gather BN statistics: .*gather"):
-        strategy(fraction_evaluate=0.0).start(
-            InProcessGrid(own_app(plain_loop, prepared), NODES), initial, 1, train_config=config
-        )
 
 
 def plain_client(context: Context) -> BNClient:

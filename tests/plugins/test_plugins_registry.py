@@ -106,16 +106,6 @@ def test_a_normalizer_of_ones_own_is_built_into_models_with_its_options() -> Non
         norm.replace(nn.BatchNorm2d(2), "scaled", offset=1)
 
 
-def test_a_model_of_ones_own_is_built_by_name_for_the_images_it_can_take() -> None:
-    @register_model("tiny", smallest=8, largest=8)
-    def tiny(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
-
-    assert models.build("tiny", 4, 1, 8)(torch.zeros(2, 1, 8, 8)).shape == (2, 4)
-    with pytest.raises(ValueError, match="model 'tiny' cannot take 16x16 images; it takes those of 8x8 only"):
-        models.build("tiny", 4, 1, 16)
-
-
 def grey(count: int = 12) -> Data:
     inputs = torch.arange(count * 16, dtype=torch.float32).reshape(count, 1, 4, 4) / (count * 16)
     split = Split(inputs, torch.arange(count) % 2)
