@@ -318,7 +318,7 @@ def test_flowers_older_server_ends_with_one_line(ask: str) -> None:
     workflow: Any = DefaultWorkflow()
     runs: dict[str, Callable[[], Any]] = {
         "server": lambda: Server(client_manager=manager, strategy=strategy).fit(1, None),
-        "workflow": lambda: workflow(None, context),
+        "workflow": lambda: workflow(SimpleNamespace(get_node_ids=list), context),
     }
     with pytest.raises(SystemExit, match=r"^FixBN cannot run .*start_simulation.*: call `strategy\.start\(grid, .*\)`"):
         runs[ask]()
