@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -21,7 +20,7 @@ from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
 from fedbn_flwr.deployment.cli import main as console_command
 from fedbn_flwr.experiments import Config, main
 from fedbn_flwr.experiments.cli import _parser
-from fedbn_flwr.experiments.method import all_options, own_options, parse, split_methods
+from fedbn_flwr.experiments.method import all_options, parse, split_methods
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norm import NORMS
 from fedbn_flwr.strategies import REGISTRY
@@ -74,11 +73,6 @@ def test_an_error_of_the_program_is_not_taken_for_a_mistake_of_its_user(
     with pytest.raises(RuntimeError, match="a bug"):
         run("run", rounds="1", results_dir=str(tmp_path))
     assert not (tmp_path / "summary.json").exists()
-
-
-def test_an_interrupt_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(main.__globals__["_COMMANDS"], "list", Mock(side_effect=KeyboardInterrupt))
-    assert main(["list"]) == 130
 
 
 @pytest.mark.parametrize("name", ["run", "compare", "diagnose"])
@@ -182,8 +176,3 @@ def test_a_reader_that_stops_reading_is_no_error(
         monkeypatch.setattr(sys, "stdout", pipe)
         assert console_command(["list", "--json"]) == 141
     assert capsys.readouterr().err == ""
-
-
-def test_every_option_of_a_strategy_is_explained() -> None:
-    options = [item for strategy in REGISTRY.values() for item in own_options(strategy).values()]
-    assert [item.name for item in options if not item.help] == []

@@ -6,13 +6,16 @@ from typing import Any, Optional
 import pytest
 
 from fedbn_flwr.experiments import Config, UsageError
+from fedbn_flwr.experiments.method import own_options
 from fedbn_flwr.plugins.options import convert, options_of
+from fedbn_flwr.strategies import REGISTRY
 from fedbn_flwr.wire import wire_key
 
 
 def test_every_option_has_a_kebab_name_and_a_help_text() -> None:
     assert list(options_of(Config)) == [wire_key(item.name) for item in fields(Config)] == list(Config().to_mapping())
-    assert all(option.help for option in options_of(Config).values())
+    of_strategies = [option for strategy in REGISTRY.values() for option in own_options(strategy).values()]
+    assert all(option.help for option in [*options_of(Config).values(), *of_strategies])
 
 
 def test_a_config_survives_as_a_mapping_and_as_text() -> None:

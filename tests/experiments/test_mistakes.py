@@ -29,7 +29,6 @@ COMMANDS: list[tuple[str, str, str]] = [
     ("run", "--dataset folder:/nowhere", "/nowhere"),
     ("run", f"--dataset {__name__}:flawed", "flawed: test sample 7 has a value that is not a finite number"),
     ("run", "--partition classes:9", "classes:9"),
-    ("run", "--clients 81", "81 clients cannot share 80 samples"),
     ("run", "--model nowhere.at:all", "cannot import 'nowhere.at'"),
     ("run", "--image-size 5", "cannot take 5x5 images"),
     ("run", "--learning-rate 0.1", "unknown option '--learning-rate'; known: "),
@@ -37,7 +36,6 @@ COMMANDS: list[tuple[str, str, str]] = [
     ("run", "--freezeround=3", "unknown option '--freezeround'; did you mean '--freeze-round'?"),
     ("run", "--method FedAvg", "unknown strategy 'FedAvg'; did you mean 'fedavg'?"),
     ("run", "fedbn", "unknown option 'fedbn'; known: "),
-    ("run", "--rounds", "argument --rounds: expected one argument"),
     ("run", "--engine spark", "unknown engine 'spark'; known: stacked, inprocess, ray"),
     ("run", "--device gpu", "unknown device 'gpu'; known: auto, cpu"),
     ("run", "--device cuda:99", "device 'cuda:99' is not available here"),
@@ -55,11 +53,11 @@ COMMANDS: list[tuple[str, str, str]] = [
     ("run", f"--method fedtan --model {HERE}:warm", "'1' is a WarmBatchNorm, which computes something else than BN"),
     *(
         ("run", f"--method {method}", f"method '{method}' would be another one: the model has no BN")
-        for method in ("fixbn+gn", "fedtan+gn", "feddna:carry=true:norm=ln", "fedbn+in", "fednorm+none")
+        for method in ("fixbn+gn", "feddna:carry=true:norm=ln")
     ),
     *(
         ("run", f"--method {method} --model {HERE}:functional", "would be another one: the model's forward calls F.b")
-        for method in ("fedbn", "fixbn", "fedwon", "hbn")
+        for method in ("fedbn", "fedwon")
     ),
     ("run", f"--model {HERE}:deaf", f"model '{HERE}:deaf' cannot take inputs of the shape (1, 8, 8)"),
     ("run", f"--model {HERE}:narrow", f"model '{HERE}:narrow' has 3 outputs for 4 classes"),
@@ -70,11 +68,9 @@ COMMANDS: list[tuple[str, str, str]] = [
         "--dataset streets:cities=2:images=4 --partition city",
         "model 'small-cnn' is for classification, streets for segmentation; there are: small-fcn, deeplabv3plus-",
     ),
-    ("compare", "--methods fedavg --seeds 0", "--seeds must be at least 1, got 0"),
     ("compare", "--methods fedavg --seeds few", "--seeds must be a whole number, got 'few'"),
     ("compare", "--methods fedavg --grid 0.1", "--grid must be OPTION=VALUE,VALUE, such as lr=0.03,0.1, got "),
     ("compare", "--methods fedavg --grid-seeds 0", "--grid-seeds must be at least 1, got 0"),
-    ("compare", "--methods fedavg --method fedbn", "unknown option '--method'; did you mean '--methods'?"),
     ("compare", "", "--methods"),
     ("compare", "--methods fedavg --dry-run --device cuda:99", "device 'cuda:99' is not available here"),
     ("compare", "--methods fedbn,fedavg:workers=2 --engine ray", "workers=2 only works with the engines"),
@@ -82,21 +78,15 @@ COMMANDS: list[tuple[str, str, str]] = [
     ("diagnose", "--method fedavg+gn", "the model has no BN layer"),
     ("diagnose", "--method fedavg+brn", "computes something else than BN"),
     ("diagnose", "--batches 0", "--batches must be at least 1, got 0"),
-    ("diagnose", "--batches some", "--batches must be a whole number, got 'some'"),
-    ("diagnose", "--model vgg", "unknown model 'vgg'"),
     ("reproduce", "fixbn/table99", "unknown recipe 'fixbn/table99'; `fedbn-flwr recipes` lists them"),
     ("reproduce", "nowhere.yaml", "recipe nowhere: cannot be read"),
     ("reproduce", "fixbn/table5 --only LN", "recipe fixbn/table5 has no 'LN'; it has: Centralized+BN, "),
     ("reproduce", "fixbn/table5 --workers 0", "--workers must be at least 1, got 0"),
-    ("reproduce", "fixbn/table5 --seeds few", "--seeds must be a whole number, got 'few'"),
-    ("reproduce", "fixbn/table5 --engine spark", "unknown engine 'spark'; known: "),
-    ("reproduce", "fixbn/table5 --dry-run --device cuda:99", "device 'cuda:99' is not available here"),
     ("report", "nowhere", "nowhere is not a folder of results"),
     ("report", str(Path(__file__).parent), "holds no results of `fedbn-flwr run`, `compare` or `reproduce`"),
     ("report", "nowhere --format html,latx", "unknown format 'latx'; did you mean 'latex'"),
     ("list", "fixbm", "unknown name 'fixbm'; did you mean 'fixbn'?"),
     ("list", "models all", "unknown option 'all'"),
-    ("train", "", "unknown command 'train'"),
     ("compair", "", "unknown command 'compair'; did you mean 'compare'?"),
 ]
 
@@ -127,18 +117,10 @@ METHODS, NORMALIZERS = f"; known: {', '.join(REGISTRY)}", f"; known: {', '.join(
 #: a method or options, and a part of the error
 RESOLVED: list[tuple[str | dict[str, Any], str]] = [
     ({"rounds": 0}, "rounds must be at least 1, got 0"),
-    ({"clients": -1}, "clients must be at least 0, got -1"),
-    ({"batch-size": 0}, "batch-size must be at least 1, got 0"),
-    ({"image-size": -8}, "image-size must be at least 0, got -8"),
     ({"lr": -0.1}, "lr must be at least 0, got -0.1"),
-    ({"momentum": -0.1}, "momentum must be at least 0, got -0.1"),
     ({"evaluate-every": 0}, "evaluate-every must be at least 1, got 0"),
-    ({"timeout": -1}, "timeout must be at least 0, got -1.0"),
-    ({"workers": -1}, "workers must be at least 0, got -1"),
     ({"fraction-train": 1.5}, "fraction-train must be between 0 and 1, got 1.5"),
     ({"fraction-train": 0}, "fraction-train must be above 0"),
-    ({"fraction-evaluate": -0.5}, "fraction-evaluate must be between 0 and 1, got -0.5"),
-    ({"validation": 2}, "validation must be between 0 and 1, got 2.0"),
     ({"min-nodes": 4, "clients": 3}, "min-nodes must be at most clients, got 4 of 3"),
     ({"local-steps": 0}, "one of local-steps and local-epochs must be above 0"),
     ({"optimizer": "lamb"}, "unknown optimizer 'lamb'; known: sgd, adam, adamw"),
@@ -153,28 +135,20 @@ RESOLVED: list[tuple[str | dict[str, Any], str]] = [
     ({"mean": "0.5"}, "mean and std must be given together, and std must be above 0, got mean='0.5' and std=''"),
     ({"norm-options": "r_max"}, "norm-options: 'r_max' is not of the form key=value"),
     ({"norm": "brn", "norm-options": "frobnicate=1"}, "frobnicate"),
-    ({"norm": "brn", "norm-options": "r_max=["}, "r-max"),
     ({"norm": "brn", "norm-options": "groups=2"}, "groups"),
     ("", f"unknown strategy ''{METHODS}"),
     ("fedsgd+gn:lr=1", f"unknown strategy 'fedsgd'{METHODS}"),
-    ("+gn", f"unknown strategy ''{METHODS}"),
-    (":lr=1", f"unknown strategy ''{METHODS}"),
     ("fedavg+batch", f"unknown normalizer 'batch'{NORMALIZERS}"),
     ({"norm": "xn"}, f"unknown normalizer 'xn'{NORMALIZERS}"),
     ("fedavg+", f"unknown normalizer ''{NORMALIZERS}"),
     ("fixbn:mu=1", "unknown option 'mu'; known: "),
     ("fixbn:frobnicate=1", "freeze-round"),
-    ("fixbn:frobnicate=1", "batch-size"),
     ("fixbn:method=1", "unknown option 'method'; known: "),
     ("fedavg:plugins=a", "method 'fedavg:plugins=a': unknown option 'plugins'"),
-    ("fedavg:lr", "'lr' is not of the form key=value"),
     ("fedavg:=0.1", "'=0.1' is not of the form key=value"),
     ("fedavg:lr:0.1", "'lr:0.1' is not of the form key=value"),
     ("fedprox:mu=small", "method 'fedprox:mu=small': mu must be a number, got 'small'"),
     ("fedprox:lr=fast", "method 'fedprox:lr=fast': lr must be a number, got 'fast'"),
-    ("fixbn:send-frozen=perhaps", "send-frozen must be true or false, got 'perhaps'"),
-    ("fedavg:rounds=1.5", "rounds must be a whole number, got '1.5'"),
-    ("fedavg:server-lr=fast", "server-lr must be a number, got 'fast'"),
     ("fedprox:mu=-1", "method 'fedprox:mu=-1': mu must be at least 0"),
     ("fixbn:freeze=all", "freeze must be statistics, affine or both, got 'all'"),
     ("fixbn:freeze-round=-0.5", "neither a fraction between 0 and 1 nor a number of rounds"),
@@ -182,12 +156,9 @@ RESOLVED: list[tuple[str | dict[str, Any], str]] = [
     ("fedavg:lr-schedule=soon", "cannot read 'soon'"),
     ("fedwon:wsconv=false:gain=learnable", "which wsconv=false leaves out"),
     ("fedwon:wsconv=false:branch-scale=paper", "which wsconv=false leaves out"),
-    *(
-        (
-            {"method": f"fedwon:branch-scale={value}", "norm-options": "branch_scale=1"},
-            "branch_scale is 1.0, but method",
-        )
-        for value in ("auto", "paper", "0.5")
+    (
+        {"method": "fedwon:branch-scale=paper", "norm-options": "branch_scale=1"},
+        "branch_scale is 1.0, but method",
     ),
 ]
 
@@ -227,7 +198,6 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
     ([FedAvg(patience=3.0)], {}, "unknown option 'patience'"),
     ([FedAvg(weighting="uniform", privacy=Privacy(1, 1))], {}, "FedAvg: an experiment cannot write down privacy="),
     (["fedavg", "fedavg:model=vgg"], {}, "unknown model 'vgg'"),
-    (["fedavg", "fedavg:seed=3"], {}, "'fedavg:seed=3': seed is the same for all methods of a comparison"),
     (["fedavg:validation=0.5"], {}, "validation is the same for all methods"),
     (["fedavg"], {"rouns": 3}, "unknown option 'rouns'; did you mean 'rounds'?"),
     (["fedavg"], {"seeds": 0}, "seeds must be a whole number of at least 1, got 0"),

@@ -110,10 +110,6 @@ MISTAKES: dict[str, tuple[object, str]] = {
     "a label twice": ({"methods": {"a": "fedavg"}, "vary": {"lr": {"a": 1}}}, "label 'a' stands for two things"),
     "nothing left": ({"methods": ["fedavg"], "leave-out": [{"methods": "fedavg"}]}, "leave-out leaves no cell"),
     "no seeds": ({"methods": ["fedavg"], "seeds": 0}, "seeds must be at least 1, got 0"),
-    "unknown option of a grid": (
-        {"methods": ["fedavg"], "grid": {"lrate": [1]}},
-        "grid: unknown option 'lrate'; known: ",
-    ),
     "bad value of a grid": (
         {"methods": ["fedavg"], "grid": {"lr": [0.1, "fast"]}},
         "grid: lr must be a number, got 'fas",
@@ -134,10 +130,6 @@ MISTAKES: dict[str, tuple[object, str]] = {
         "values: fedavg: unknown setting 'lr=2'; the recipe has: lr=1",
     ),
     "no claim": ({"methods": ["fedavg"], "directions": [{"claim": "good"}]}, "directions 1: claim: unknown method"),
-    "claim of another method": (
-        {"methods": ["fedavg"], "directions": [{"claim": "fedavg > BN"}]},
-        "directions 1: claim: unknown method 'BN'; the recipe has: fedavg",
-    ),
     "claim of another label": (
         {"methods": ["fedavg"], "directions": [{"claim": "fedavg @ IID > fedavg"}]},
         "claim: unknown label 'IID'; the recipe has: none",
