@@ -103,24 +103,6 @@ def test_a_run_goes_on_where_its_checkpoint_is(tmp_path: Path) -> None:
     assert written(folder) == written(tmp_path / "whole")
 
 
-#: engines, and the share of a run's moments after which it is killed; before .46 there is no checkpoint
-KILLED = [("nodes' BN and momentum", (), 0.75)]
-MORE = [(case, engine, share) for case in CASES for engine in ((), ("--workers", "2")) for share in (0.5, 0.6, 0.9)]
-MORE = [pytest.param(*each, marks=pytest.mark.slow) for each in MORE]  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(("case", "engine", "share"), [*KILLED, *MORE])
-def test_a_killed_process(case: str, engine: tuple[str, ...], share: float, tmp_path: Path) -> None:
-    with dying(0) as moments:
-        assert main([*words(case, tmp_path / "whole"), *engine]) == 0
-    folder = tmp_path / "run"
-    assert run_in_process(int(share * moments.count), [*words(case, folder), *engine]) == (-signal.SIGKILL, 0)
-    assert not (folder / "summary.json").exists()
-    assert list(folder.glob("checkpoint-[0-9]*"))
-    assert main(["run", "--resume", str(folder)]) == 0
-    assert written(folder) == written(tmp_path / "whole")
-
-
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_a_killed_simulation_of_flowers(tmp_path: Path) -> None:
