@@ -54,11 +54,6 @@ def test_a_command_does_not_warn_of_what_stays_on_nodes(
     assert not [record for record in caplog.records if "not trained" in record.getMessage()]
 
 
-def test_an_option_in_a_comparison_is_for_the_methods_that_have_it(tmp_path: Path) -> None:
-    words = {"rounds": "1", "results_dir": str(tmp_path)}
-    assert run("compare", "--methods", "fedavg,fixbn", "--freeze-round", "1", **words) == 0
-
-
 def test_classes_that_nobody_has_and_a_single_seed_are_said(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

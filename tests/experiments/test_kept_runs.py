@@ -239,13 +239,11 @@ def test_a_picture_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "curves.png").exists()
 
 
-@pytest.mark.parametrize("words", [("run",), ("compare", "--methods", "fedavg")])
-def test_two_processes_do_not_share_a_folder(
-    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("words", ["run", "compare --methods fedavg", "reproduce fedtan/table5 --smoke"])
+def test_two_processes_do_not_share_a_folder(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (tmp_path / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert run(*words, results_dir=str(tmp_path)) == 2
+        assert main([*words.split(), "--results-dir", str(tmp_path)]) == 2
     assert f"another process is running in {tmp_path}" in capsys.readouterr().err
 
 
