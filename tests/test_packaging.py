@@ -111,12 +111,6 @@ def test_wheel_holds_one_module_with_everything_in_it(wheel: Path, checkout: Pat
     assert {name for name in names if name.endswith(".py")} == inside
 
 
-def test_wheel_beside_a_users_own_folders(site_packages: Path, user_project: Path) -> None:
-    *own, package = where("strategies", "experiments", "apps", "fedbn_flwr", cwd=user_project, site=site_packages)
-    assert own == [user_project / name / "__init__.py" for name in ("strategies", "experiments", "apps")]
-    assert package == site_packages / "fedbn_flwr" / "__init__.py"
-
-
 def test_console_command_of_the_wheel(site_packages: Path, user_project: Path) -> None:
     command, env = site_packages / "bin" / "fedbn-flwr", environment(PYTHONPATH=str(site_packages))
     (user_project / "mine.py").write_text(

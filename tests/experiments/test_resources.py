@@ -4,13 +4,7 @@ import pytest
 import torch
 
 from fedbn_flwr.experiments import Config, resolve
-from fedbn_flwr.experiments.resources import (
-    check,
-    fresh_model,
-    load_data,
-    rounds_within_budget,
-    shared_model,
-)
+from fedbn_flwr.experiments.resources import check, fresh_model, load_data, rounds_within_budget
 from tests.helpers.toys import assert_same_state
 
 TINY = "synthetic:n=200:test=20:classes=4:size=8:channels=1"
@@ -23,13 +17,10 @@ def config(**options: object) -> Config:
 # ---- a budget of epochs ----------------------------------------------------------------------------------------------
 
 
-def test_without_a_budget_the_rounds_are_as_given() -> None:
-    assert rounds_within_budget(config(rounds=7), clients=5).rounds == 7
-
-
 @pytest.mark.parametrize(
     ("options", "clients", "rounds"),
     [
+        ({"rounds": 7}, 5, 7),
         # a round of 5 clients sees 5 * 2 * 4 = 40 of 200 samples, a fifth of an epoch
         ({"budget_epochs": 3, "local_steps": 2, "batch_size": 4}, 5, 15),
         # half of the clients see half of that
@@ -64,10 +55,6 @@ def test_a_model_fits_the_data_and_is_a_function_of_the_seed() -> None:
     assert not torch.equal(next(iter(first.values())), next(iter(other.values())))
     assert next(iter(first.values())).shape[1] == 1
     assert fresh_model(config())(torch.zeros(2, 1, 8, 8)).shape == (2, 4)
-
-
-def test_one_model_is_shared_by_equal_experiments() -> None:
-    assert shared_model(config()) is shared_model(config())
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------

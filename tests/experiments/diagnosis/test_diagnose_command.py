@@ -42,22 +42,25 @@ def test_on_iid_digits_bn_is_fine_and_on_one_class_a_client_it_is_not(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("size", "error", "chance", "steps", "wanted"),
+    ("size", "error", "chance", "steps", "domains", "wanted"),
     [
-        (8, 0.1, 0.1, 5, "fedavg+gn-ws"),
-        (32, 0.5, 0.5, 5, "BN is fine"),
-        (32, 0.4, 0.5, 5, "BN is fine"),
-        (32, 0.26, 0.1, 5, "BN is fine"),
-        (32, 0.28, 0.1, 5, "FixBN (fixbn), which"),
-        (32, 0.5, 0.4, 5, "FixBN (fixbn), which"),
-        (32, 0.5, 0.4, 1, "FedTAN (fedtan)"),
-        (32, 0.9, 0.4, 5, "FedTAN (fedtan)"),
-        (32, 0.9, 0.4, 20, "With 20 local steps this suggests FedWon"),
+        (8, 0.1, 0.1, 5, 0, "fedavg+gn-ws"),
+        (32, 0.5, 0.5, 5, 0, "BN is fine"),
+        (32, 0.4, 0.5, 5, 0, "BN is fine"),
+        (32, 0.26, 0.1, 5, 0, "BN is fine"),
+        (32, 0.28, 0.1, 5, 0, "FixBN (fixbn), which"),
+        (32, 0.5, 0.4, 5, 0, "FixBN (fixbn), which"),
+        (32, 0.5, 0.4, 1, 0, "FedTAN (fedtan)"),
+        (32, 0.9, 0.4, 5, 0, "FedTAN (fedtan)"),
+        (32, 0.9, 0.4, 20, 0, "With 20 local steps this suggests FedWon"),
+        (32, 0.9, 0.4, 5, 5, "fedbn, or standalone"),
+        (32, 0.9, 0.4, 5, 1, "FedTAN (fedtan)"),
+        (32, 0.1, 0.1, 5, 5, "BN is fine"),
     ],
 )
-def test_suggestion(size: float, error: float, chance: float, steps: int, wanted: str) -> None:
+def test_suggestion(size: float, error: float, chance: float, steps: int, domains: int, wanted: str) -> None:
     found, shuffled = (Measurement([], {"nothing": value}, [], [], 1.0) for value in (error, chance))
-    line = suggestion(Diagnosis([1.0], [size], found, shuffled), local_steps=steps)
+    line = suggestion(Diagnosis([1.0], [size], found, shuffled), domains, steps)
     assert wanted in line
     assert "his suggests" in line
 
@@ -68,12 +71,6 @@ def test_clients_of_one_domain_each_get_models_of_their_own(tmp_path: Path, part
     common = {"dataset": "digits-domains", "model": "small-cnn", "batches": "2"}
     line = diagnosis(tmp_path, partition=partition, clients=clients, **common)["suggestion"]
     assert all((name in line) == is_suggested for name in ("fedbn", "standalone", "fednorm"))
-
-
-@pytest.mark.parametrize(("error", "domains"), [(0.1, 5), (0.9, 1), (0.9, 0)])
-def test_others_do_not(error: float, domains: int) -> None:
-    found, shuffled = (Measurement([], {"nothing": value}, [], [], 1.0) for value in (error, 0.1))
-    assert "standalone" not in suggestion(Diagnosis([1.0], [32], found, shuffled), domains)
 
 
 @pytest.mark.usefixtures("drawn")

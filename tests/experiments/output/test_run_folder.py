@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedbn_flwr.experiments.output import run_folder
-from fedbn_flwr.experiments.output.run_folder import RunFolder, command_line, read_rounds
+from fedbn_flwr.experiments.output.run_folder import RunFolder, command_line, installed_versions, read_rounds
 from fedbn_flwr.state import to_record
 from tests.helpers.runs import DATA, run
 
@@ -35,19 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def summary_of(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return content
-
-
-def test_a_package_that_is_not_installed_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_ray(name: str) -> str:
-        if name == "ray":
-            raise PackageNotFoundError(name)
-        return version(name)
-
-    monkeypatch.setattr(run_folder, "version", without_ray)
-    RunFolder(tmp_path).config({})
-    versions = json.loads((tmp_path / "config.json").read_text())["versions"]
-    assert "ray" not in versions
-    assert versions["torch"] == version("torch")
 
 
 def test_the_summary_tells_the_whole_run(folder: Path) -> None:
@@ -105,6 +91,7 @@ def test_rounds_are_written_one_a_line(folder: Path) -> None:
 def test_the_config_repeats_the_run(folder: Path, tmp_path: Path) -> None:
     content = json.loads((folder / "config.json").read_text())
     assert {"flwr", "torch", "python", "fedbn-flwr"} <= set(content["versions"])
+    assert installed_versions(["torch", "not-installed"]) == {"torch": version("torch")}
     options = {key: str(value) for key, value in content["options"].items() if value != ""}
     assert options["freeze-round"] == "2.0"
     assert run("run", **{**options, "results-dir": str(tmp_path)}) == 0

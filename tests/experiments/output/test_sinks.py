@@ -59,21 +59,16 @@ def test_a_round_is_there_when_it_has_ended(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_has_each_round_once(tmp_path: Path) -> None:
     arguments = command("run", **SMALL, checkpoint_every="3", results_dir=str(tmp_path))
-    die_at_the_end(arguments)
+    with dying(0) as whole:
+        assert main([*arguments, "--results-dir", str(tmp_path / "whole")]) == 0
+    with dying(whole.count - 9), pytest.raises(Death):  # after the last round, before the model is written
+        main(arguments)
     # rounds 4 and 5 are repeated
     assert (tmp_path / "checkpoint-3").exists()
     assert [number for number, _ in scalars(tmp_path)["train-loss"]] == [1, 2, 3, 4, 5]
     assert main(["run", "--resume", str(tmp_path)]) == 0
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
     assert scalars(tmp_path) == columns(tmp_path)
-
-
-def die_at_the_end(arguments: Sequence[str]) -> None:
-    """Run twice, and let the second run die after its last round, before its model is written."""
-    with dying(0) as whole:
-        assert main([*arguments, "--results-dir", str(Path(arguments[-1], "whole"))]) == 0
-    with dying(whole.count - 9), pytest.raises(Death):
-        main(arguments)
 
 
 def test_a_run_in_the_folder_of_another_replaces_it(tmp_path: Path) -> None:
