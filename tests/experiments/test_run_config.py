@@ -6,11 +6,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from flwr.app import Context, RecordDict
 
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments import Config, UsageError, resolve, serve, server_side
 from fedbn_flwr.experiments.checkpoint import checkpoint_round
-from fedbn_flwr.experiments.client_side import bound_client_fn
+from fedbn_flwr.experiments.client_side import bound_client_fn, client_fn
 from fedbn_flwr.experiments.method import all_options
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.simulation.in_process import InProcessGrid
@@ -70,3 +71,14 @@ def test_results_of_flwr_run_are_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UsageError, match=r"its lr is 0.1, not 0.3 \(give another results-dir\)"):
         start(lr="0.3")
     assert (tmp_path / "summary.json").read_bytes() == first
+
+
+def test_equal_numbers_of_other_types_are_other_options() -> None:
+    def start(replacement: Any) -> None:
+        given: dict[str, Any] = {**OPTIONS, "replacement": replacement}
+        client_fn(Context(1, 0, {"partition-id": 0, "num-partitions": 2}, RecordDict(), given))
+
+    start(True)
+    for wrong in (1, 1.0):
+        with pytest.raises(UsageError, match="replacement must be true or false"):
+            start(wrong)

@@ -1,19 +1,22 @@
 """Worker processes: their number follows from options, cores, GPUs and the model, and changes no bit."""
 
 import json
-from multiprocessing import active_children
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
-from fedbn_flwr.experiments import Config, UsageError, engines, resolve, serve
+from fedbn_flwr import data
+from fedbn_flwr.data import Data, Split
+from fedbn_flwr.experiments import Config, UsageError, engines, resolve, resources, serve
 from fedbn_flwr.experiments.engines import count_multiplications, count_workers, visible_gpus
+from fedbn_flwr.experiments.resources import SharedData, load_data, share_data
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.worker import Worker
-from fedbn_flwr.simulation.stacked.memory_budget import StepMemory
 from tests.helpers.runs import DATA, results, run
 
 #: multiplications of a sample: 64 x 30 and 30 x 4
@@ -63,22 +66,6 @@ def test_a_layerwise_run_has_as_many_processes_as_another(monkeypatch: pytest.Mo
     for options in ({"local_steps": 1}, {"local_steps": 2}, {"clients": 20}, {"workers": 3}):
         asked = config(**options)
         assert count_workers(asked, layerwise=True) == count_workers(asked, layerwise=False) > 1
-
-
-def test_a_short_run_spends_no_training_step_on_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Config] = []
-    monkeypatch.setattr(engines, "count_cores", lambda: 4)
-
-    def one_step(config: Config) -> StepMemory:
-        asked.append(config)
-        return StepMemory((), 0)
-
-    monkeypatch.setattr(engines, "one_step", one_step)
-    assert count_workers(config()) == 1
-    assert asked == []
-    monkeypatch.setattr(engines, "WORTH_STARTING", 0)
-    assert count_workers(config()) == 2
-    assert len(asked) == 1
 
 
 def test_a_gpu_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,3 +136,41 @@ def test_a_worker_sees_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_flower_app_has_the_nodes_that_there_are() -> None:
     with pytest.raises(UsageError, match="workers=2 only works"):
         serve(InProcessGrid(None, 2), {"workers": 2})  # type: ignore[arg-type]
+
+
+# ---- data that worker processes map, and do not load -----------------------------------------------------------------
+
+SHARED = Config(dataset="synthetic:n=2000:seed=9", validation=0.1)
+
+
+def changed_in_a_worker(shared: SharedData | None) -> dict[str, Any]:
+    """Return what a worker has without loading anything; it writes into the memory that it maps."""
+    del shared
+    with patch.object(data, "load", None), patch("fedbn_flwr.data.splits.normalize", None):
+        train = load_data(SHARED).train
+        inputs, _ = train.batch(torch.arange(5))
+    train.inputs[0] = 7
+    return {"samples": len(train), "inputs": inputs.numpy()}
+
+
+def test_workers_map_the_data_and_the_normalized_inputs_of_the_process_that_they_work_for() -> None:
+    alone = load_data(SHARED)
+    wanted, _ = alone.train.batch(torch.arange(5))
+    shared = share_data(SHARED)
+    assert load_data(SHARED) is alone
+    with ProcessPoolExecutor(1, get_context("forkserver")) as pool:
+        found = pool.submit(changed_in_a_worker, shared).result()
+    assert found["samples"] == len(alone.train) == 1800
+    assert torch.equal(torch.from_numpy(found["inputs"]), wanted)
+    assert set(alone.train.inputs[0].unique().tolist()) == {7}
+
+
+def test_images_in_files_are_left_to_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = Split(torch.empty(4, 3, 8, 8, dtype=torch.uint8, device="meta"), torch.arange(4))
+    monkeypatch.setattr(resources, "load_data", lambda _: Data("files", split, split, 4))
+    assert share_data(SHARED) is None
+
+
+def test_data_without_room_in_shared_memory_are_left_to_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "share_memory_", Mock(side_effect=RuntimeError("no space left")))
+    assert share_data(Config(dataset="synthetic:n=100:test=10")) is None

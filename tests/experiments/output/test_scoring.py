@@ -27,6 +27,7 @@ from fedbn_flwr.models import build
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, NodeReply
 from fedbn_flwr.wire import Instruction
+from tests.helpers.image_sets import write_cityscapes
 from tests.helpers.runs import run
 from tests.helpers.toys import CLASSES, toy_cnn, toy_split
 
@@ -236,3 +237,19 @@ def test_in_segmentation_nodes_have_a_mean_iou_on_their_own_city(method: str, tm
     cities = [split.domains == city for city in range(2)] if split.domains is not None else []
     own = [multiclass_jaccard_index(predicted[here], targets[here], 5, ignore_index=IGNORED) for here in cities]
     assert summary["mean-iou-personal"] == pytest.approx(float(sum(own)) / 2, rel=1e-5)
+
+
+def test_stacked_clients_segment_streets_from_files_as_each_does_alone(tmp_path: Path) -> None:
+    home = write_cityscapes(tmp_path / "streets")
+    options = {"dataset": f"cityscapes:{home}", "image-size": "16", "partition": "city", "model": "small-fcn"}
+    how = {"augmentation": "random-crop", "image-workers": "1", "method": "fixbn:freeze-round=1"}
+    models, scores = [], []
+    for engine in ("inprocess", "stacked"):
+        folder = tmp_path / engine
+        assert run("run", **options, **how, engine=engine, results_dir=str(folder)) == 0
+        models.append(load_file(folder / "model.safetensors"))
+        scores.append(json.loads((folder / "summary.json").read_text()))
+    torch.testing.assert_close(models[1], models[0], rtol=1e-4, atol=1e-5)
+    assert scores[0]["mean-iou"] == pytest.approx(scores[1]["mean-iou"], abs=0.01)
+    assert 0 < scores[0]["mean-iou"] < scores[0]["accuracy"] < 1
+    assert list(scores[0]["domain-accuracy"]) == ["frankfurt"]  # the cities of training are not tested
