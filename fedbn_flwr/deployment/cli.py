@@ -15,7 +15,7 @@ from fedbn_flwr.plugins import MissingExtraError, extra
 #: the commands of this room, with their help
 COMMANDS = {
     "provision": "make keys and configuration for a federation's server and sites",
-    "site": "make or renew a site's key, register or revoke a site",
+    "site": "make a site's key, register or revoke a site",
     "preflight": "check at a site what it needs to take part",
     "status": "show a federation's sites and runs",
     "fetch": "copy the results of a run from the server",
@@ -67,10 +67,6 @@ def parser() -> argparse.ArgumentParser:
     make = _command(commands, "provision", COMMANDS["provision"], _provision)
     make.add_argument("file", type=Path, metavar="FILE", help="description of the federation (federation.example.yaml)")
     make.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make, or to complete")
-    make.add_argument("--renew", action="store_true", help="make a new certificate for the server")
-    make.add_argument(
-        "--superlink", default="superlink:8000", metavar="HOST:PORT", help="the SuperLink, for the proxy [%(default)s]"
-    )
     _add_site(commands.add_parser("site", help=COMMANDS["site"], description=COMMANDS["site"]))
     check = _command(commands, "preflight", COMMANDS["preflight"], _preflight)
     check.add_argument("kit", type=Path, metavar="KIT", help="the site's kit")
@@ -85,11 +81,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_site(site: argparse.ArgumentParser) -> None:
     actions = site.add_subparsers(required=True, parser_class=_Parser)
-    for name, text, act in (
-        ("init", "make the site's key, of which only the public half leaves it", _site_init),
-        ("renew", "make a new key and set the old one aside", _site_renew),
-    ):
-        _command(actions, name, text, act).add_argument("kit", type=Path, metavar="KIT", help="the site's kit")
+    make = _command(actions, "init", "make the site's key, of which only the public half leaves it", _site_init)
+    make.add_argument("kit", type=Path, metavar="KIT", help="the site's kit")
     show = _command(actions, "log", "show for each round what has left the site, and which app has run", _site_log)
     show.add_argument("kit", type=Path, metavar="KIT", help="the site's kit")
     register = _command(actions, "register", "let the owner of a key take part", _site_register)
@@ -113,14 +106,11 @@ def _add_operator(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _provision(file: Path, out: Path, renew: bool, superlink: str) -> Iterator[str]:
-    from fedbn_flwr.deployment import provision
+def _provision(file: Path, out: Path) -> Iterator[str]:
     from fedbn_flwr.deployment.federation import Federation
+    from fedbn_flwr.deployment.provision import provision
 
-    federation = Federation.read(file)
-    if renew:
-        yield from (f"set aside {path}" for path in provision.renew(federation, out))
-    yield from (f"wrote {path}" for path in provision.provision(federation, out, superlink))
+    yield from (f"wrote {path}" for path in provision(Federation.read(file), out))
     yield f"{out / 'ca'} belongs on no machine that is online, {out / 'server'} on the server, each kit to its site"
 
 
@@ -128,13 +118,6 @@ def _site_init(kit: Path) -> Iterator[str]:
     from fedbn_flwr.deployment.site import init_site
 
     yield f"give {init_site(kit)} to the operator; node.key stays here"
-
-
-def _site_renew(kit: Path) -> Iterator[str]:
-    from fedbn_flwr.deployment.site import renew_site
-
-    public, old = renew_site(kit)
-    yield f"give {public} to the operator, who revokes this site and registers it again; the old key is {old}"
 
 
 def _site_log(kit: Path) -> Sequence[str]:

@@ -43,7 +43,7 @@ class Federation:
         if not _SITE.fullmatch(self.name):
             raise DeploymentError(f"name {self.name!r} must be lower-case letters, digits and hyphens")
         for host in (self.server, *self.also):
-            if not (is_address(host) or _HOST.fullmatch(host)):
+            if not (_is_address(host) or _HOST.fullmatch(host)):
                 raise DeploymentError(f"{host!r} is neither a host name nor an address")
         for site in self.sites:
             if not _SITE.fullmatch(site):
@@ -112,7 +112,7 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
     raise DeploymentError(f"{key} must be {wanted}, got {value!r}")
 
 
-def is_address(host: str) -> bool:
+def _is_address(host: str) -> bool:
     """Return whether a host is named by its IP address."""
     try:
         ip_address(host)

@@ -36,15 +36,6 @@ def write_new(path: Path, content: bytes | str, mode: int) -> None:
         file.write(data)
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a file to the first free of NAME.1, NAME.2 and so on."""
-    number = 1
-    while (target := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    path.rename(target)
-    return target
-
-
 def make_ca(name: str, certificate: Path, key: Path) -> None:
     """Make a CA that signs server certificates and nothing else."""
     private = ec.generate_private_key(ec.SECP384R1())

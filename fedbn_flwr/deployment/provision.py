@@ -20,7 +20,7 @@ from pathlib import Path
 
 from fedbn_flwr import __version__
 from fedbn_flwr.deployment import DeploymentError
-from fedbn_flwr.deployment.federation import Federation, is_address
+from fedbn_flwr.deployment.federation import Federation
 from fedbn_flwr.deployment.keys import (
     PRIVATE,
     PUBLIC,
@@ -28,7 +28,6 @@ from fedbn_flwr.deployment.keys import (
     make_ca,
     make_secret,
     make_server_certificate,
-    set_aside,
     write_new,
 )
 from fedbn_flwr.deployment.operator import Operator
@@ -43,17 +42,10 @@ _SITES_DOOR = (
 _OPERATORS_DOOR = "The operator's door: the Control API and the results, for those who hold the operator's key."
 #: for containers of folders that root has made: services never run as root
 _UNPRIVILEGED = 10001
-_DOCKER_RESOLVER = "\n    resolver 127.0.0.11 valid=10s ipv6=off;\n"
 
 
-def provision(federation: Federation, out: Path, superlink: str = "superlink:8000") -> list[Path]:
-    """Make what is missing of a federation's folders; returns the new files.
-
-    Args:
-        federation: the server and its sites.
-        out: the folder of the federation.
-        superlink: where the proxy reaches the SuperLink.
-    """
+def provision(federation: Federation, out: Path) -> list[Path]:
+    """Make what is missing of a federation's folders in `out`; returns the new files."""
     before = {path for path in out.rglob("*") if path.is_file()} if out.exists() else set()
     _make_folders(federation, out)
     certificate, in_use = out / "ca" / "ca.crt", out / "server" / "ca.crt"
@@ -63,19 +55,10 @@ def provision(federation: Federation, out: Path, superlink: str = "superlink:800
     if not certificate.exists():
         make_ca(federation.name, certificate, out / "ca" / "ca.key")
     _provision_operator(federation, out)
-    _provision_server(federation, out, superlink)
+    _provision_server(federation, out)
     for number, site in enumerate(federation.sites):
         _provision_site(federation, out, site, number)
     return sorted(path for path in out.rglob("*") if path.is_file() and path not in before)
-
-
-def renew(federation: Federation, out: Path) -> list[Path]:
-    """Make a new certificate for the server, and set the old one aside; returns what was set aside."""
-    _require_ca_key(out)
-    server = out / "server"
-    old = [set_aside(server / name) for name in ("server.crt", "server.key") if (server / name).exists()]
-    _make_certificate(federation, out)
-    return old
 
 
 def user_of(folder: Path) -> str:
@@ -111,28 +94,22 @@ def _make_folders(federation: Federation, out: Path) -> None:
         raise DeploymentError(f"{error.filename} cannot be made: {error.strerror}") from error
 
 
-def _provision_server(federation: Federation, out: Path, superlink: str) -> None:
+def _provision_server(federation: Federation, out: Path) -> None:
     server = out / "server"
     hand_over(server)
     if not (server / "server.crt").exists():
         _make_certificate(federation, out)
     elif missing := set(_hosts(federation)) - certificate_hosts(server / "server.crt"):
         raise DeploymentError(
-            f"the server's certificate is not for {', '.join(sorted(missing))}: renew it with "
-            "`fedbn-flwr provision FILE --out DIR --renew`"
+            f"the server's certificate is not for {', '.join(sorted(missing))}: delete server.crt and server.key in "
+            f"{server}, and run this again"
         )
-    host = superlink.rpartition(":")[0]
-    by_address = is_address(host.strip("[]"))
     values = {
         "FEDERATION": federation.name,
         "PORT": federation.port,
         "OPERATOR_PORT": federation.operator_port,
-        "SUPERLINK": superlink,
         "EXCHANGE_PORT": federation.exchange_port,
         "EXCHANGE": federation.exchange_address,
-        # where the ServerApp listens: in the container of the server's SuperExec, or beside the SuperLink
-        "SERVERAPP": f"{host if by_address else 'superexec'}:8445",
-        "RESOLVER": "" if by_address else _DOCKER_RESOLVER,
         "USER": user_of(server),
         "OUT": out.resolve(),
         "KEY": (out / "operator" / "operator.key").read_text().strip(),
@@ -191,16 +168,11 @@ def _provision_site(federation: Federation, out: Path, site: str, number: int) -
 
 
 def _make_certificate(federation: Federation, out: Path) -> None:
-    server, key = out / "server", _require_ca_key(out)
-    make_server_certificate(out / "ca" / "ca.crt", key, _hosts(federation), federation.days, server)
-    hand_over(server)
-
-
-def _require_ca_key(out: Path) -> Path:
-    key = out / "ca" / "ca.key"
+    server, key = out / "server", out / "ca" / "ca.key"
     if not key.exists():
         raise DeploymentError(f"{key} is not there: put the CA's key back to make a certificate")
-    return key
+    make_server_certificate(out / "ca" / "ca.crt", key, _hosts(federation), federation.days, server)
+    hand_over(server)
 
 
 def _hosts(federation: Federation) -> list[str]:

@@ -1,10 +1,10 @@
-"""The commands of a site: make its key and secret, and later new ones."""
+"""The command of a site that makes its keys and secret."""
 
 import os
 from pathlib import Path
 
 from fedbn_flwr.deployment import DeploymentError
-from fedbn_flwr.deployment.keys import make_node_key, make_secret, make_signing_key, set_aside
+from fedbn_flwr.deployment.keys import make_node_key, make_secret, make_signing_key
 from fedbn_flwr.deployment.provision import hand_over, user_of
 
 #: folders of a kit that the containers write to
@@ -29,7 +29,10 @@ def init_site(kit: Path) -> Path:
 
     A key that is there stays. Returns the public half, which the operator needs.
     """
-    site, env = _name(kit), read_env(kit)
+    env = read_env(kit)
+    if "FEDBN_SITE" not in env:
+        raise DeploymentError(f"{kit / '.env'} has no line FEDBN_SITE=...")
+    site = env["FEDBN_SITE"]
     # Compose has read `.env` already when it runs this as the service `init`, and says which user it found
     user = os.environ.get("FEDBN_USER") or env.get("FEDBN_USER") or user_of(kit)
     if "FEDBN_USER" not in env:
@@ -37,8 +40,7 @@ def init_site(kit: Path) -> Path:
             file.write(f"\n# who the containers run as; must be able to read the data\nFEDBN_USER={user}\n")
     public = kit / f"{site}.pub"
     if not (kit / "node.key").exists():
-        if public.exists():  # the key that it belonged to is lost
-            set_aside(public)
+        public.unlink(missing_ok=True)  # the key that it belonged to is lost
         make_node_key(kit / "node.key", public, site)
     if not (kit / "superexec.secret").exists():
         make_secret(kit / "superexec.secret")
@@ -51,20 +53,3 @@ def init_site(kit: Path) -> Path:
     for name in ("node.key", "superexec.secret", SECURE, *WRITTEN):
         hand_over(kit / name, user)
     return public
-
-
-def renew_site(kit: Path) -> tuple[Path, Path]:
-    """Make a new key and set the old one aside; returns the new public half and the old private key."""
-    site = _name(kit)
-    if not (kit / "node.key").exists():
-        raise DeploymentError(f"{kit} has no key yet: `fedbn-flwr site init {kit}` makes one")
-    old = set_aside(kit / "node.key")
-    set_aside(kit / f"{site}.pub")
-    return init_site(kit), old
-
-
-def _name(kit: Path) -> str:
-    try:
-        return read_env(kit)["FEDBN_SITE"]
-    except KeyError:
-        raise DeploymentError(f"{kit / '.env'} has no line FEDBN_SITE=...") from None

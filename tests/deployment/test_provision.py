@@ -128,16 +128,17 @@ def test_another_server_needs_another_certificate_and_that_the_cas_key(
     other = tmp_path / "other.yaml"
     other.write_text(EXAMPLE.read_text().replace("fl.example.org", "elsewhere.example.org"))
     assert main(["provision", str(other), "--out", str(out)]) == 2
-    assert "the server's certificate is not for elsewhere.example.org: renew it" in capsys.readouterr().err
-    old = (out / "server" / "server.crt").read_bytes()
-    assert main(["provision", str(other), "--out", str(out), "--renew"]) == 0
-    assert (out / "server" / "server.crt.1").read_bytes() == old
-    assert "elsewhere.example.org" in certificate_hosts(out / "server" / "server.crt")
+    assert "certificate is not for elsewhere.example.org: delete server.crt" in capsys.readouterr().err
+    for name in ("server.crt", "server.key"):
+        (out / "server" / name).unlink()
     (out / "ca" / "ca.key").rename(out / "elsewhere.key")
     before = files(out)
-    assert main(["provision", str(other), "--out", str(out), "--renew"]) == 2
+    assert main(["provision", str(other), "--out", str(out)]) == 2
     assert "put the CA's key back" in capsys.readouterr().err
     assert files(out) == before
+    (out / "elsewhere.key").rename(out / "ca" / "ca.key")
+    assert main(["provision", str(other), "--out", str(out)]) == 0
+    assert "elsewhere.example.org" in certificate_hosts(out / "server" / "server.crt")
 
 
 def is_pair(kit: Path) -> bool:
@@ -146,26 +147,21 @@ def is_pair(kit: Path) -> bool:
     return load_ssh_private_key((kit / "node.key").read_bytes(), password=None).public_key() == public
 
 
-def test_a_sites_key_stays_until_it_is_renewed_or_lost_and_flower_takes_it(out: Path) -> None:
+def test_a_sites_key_stays_until_it_is_gone_and_flower_takes_it(out: Path) -> None:
     kit = out / "sites" / "south"
-    assert main(["site", "renew", str(kit)]) == 2
     assert main(["site", "init", str(kit)]) == 0
     assert (kit / "node.key").stat().st_mode & 0o777 == 0o600
     assert (kit / "superexec.secret").stat().st_mode & 0o777 == 0o600
     assert (kit / "superexec.secret").read_bytes() != (out / "server" / "superexec.secret").read_bytes()
     assert is_pair(kit)
-    first, public = (kit / "node.key").read_bytes(), (kit / "south.pub").read_bytes()
+    first = (kit / "node.key").read_bytes()
     assert main(["site", "init", str(kit)]) == 0
     assert (kit / "node.key").read_bytes() == first
     (kit / "node.key").unlink()
     assert main(["site", "init", str(kit)]) == 0
-    assert (kit / "south.pub.1").read_bytes() == public
+    assert (kit / "node.key").read_bytes() != first
     assert is_pair(kit)
     assert (kit / ".env").read_text().count("FEDBN_USER=") == 1
-    second = (kit / "node.key").read_bytes()
-    assert main(["site", "renew", str(kit)]) == 0
-    assert (kit / "node.key.1").read_bytes() == second
-    assert (kit / "node.key").read_bytes() not in (first, second)
 
 
 def test_no_two_projects_of_a_machine_have_a_container_of_one_name(tmp_path: Path) -> None:

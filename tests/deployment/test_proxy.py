@@ -57,14 +57,13 @@ class Door(NamedTuple):
 @pytest.fixture
 def door(tmp_path: Path) -> Iterator[Door]:
     """A proxy in front of a server that answers some paths, and of a side channel."""
-    ports, out = free_ports(4), tmp_path / "federation"
-    federation = Federation("x", "127.0.0.1", ("a",), (), *ports[:3])
-    provision(federation, out, f"127.0.0.1:{ports[3]}")
+    ports, out = free_ports(3), tmp_path / "federation"
+    provision(Federation("x", "127.0.0.1", ("a",), (), *ports), out)
     channel = SideChannel((1,), "127.0.0.1:0", None)
     config = out / "server" / "nginx.conf"
-    text = config.read_text().replace("/srv/home", str(tmp_path)).replace("127.0.0.1:8445", f"127.0.0.1:{channel.port}")
+    text = config.read_text().replace("/srv/home", str(tmp_path)).replace("superexec:8445", f"127.0.0.1:{channel.port}")
     with TLSServer(out / "server", {"/health": b"", PUSH: b""}) as superlink:
-        config.write_text(text.replace(f"127.0.0.1:{ports[3]}", f"127.0.0.1:{superlink.port}"))
+        config.write_text(text.replace("superlink:8000", f"127.0.0.1:{superlink.port}"))
         more = "daemon off;" + (" user root;" if os.geteuid() == 0 else "")
         with subprocess.Popen(["nginx", "-p", f"{out / 'server'}/", "-c", "nginx.conf", "-g", more]) as nginx:
             opened = Door(ports[0], ports[2], out / "ca" / "ca.crt", superlink, channel)

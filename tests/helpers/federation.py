@@ -39,14 +39,14 @@ LONGEST_RUN = 3600.0
 class Federation:
     """Provisions a federation, and submits runs to it."""
 
-    def __init__(self, folder: Path, description: Mapping[str, Any], superlink: str = "superlink:8000") -> None:
+    def __init__(self, folder: Path, description: Mapping[str, Any]) -> None:
         self.folder, self.out, self.sites = folder, folder / "federation", tuple(description["sites"])
         self.home = self.out / "operator"
         #: where sites and others ask for its health
         self.server = f"{description['server']}:{description['port']}"
         file = folder / "federation.yaml"
         file.write_text(yaml.safe_dump(dict(description)))
-        command("provision", file, "--out", self.out, "--superlink", superlink)
+        command("provision", file, "--out", self.out)
         for site in self.sites:
             command("site", "init", self.kit(site))
         self.app = copy_checkout(folder / "fedbn-flwr")

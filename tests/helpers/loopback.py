@@ -116,7 +116,7 @@ class LoopbackFederation(Federation):
         self._superlink = _ADDRESS.format(1)
         hosts = {"server": "127.0.0.1", "also": [self._superlink], "sites": list(sites)}
         ports = {"port": self.port, "operator-port": operator_port, "exchange-port": exchange_port}
-        super().__init__(folder, {"name": "hospitals", **hosts, **ports}, f"{self._superlink}:8000")
+        super().__init__(folder, {"name": "hospitals", **hosts, **ports})
         if not has_proxy():
             self._reach_superlink(operator_port)
         target = ("127.0.0.1", self.port) if has_proxy() else (self._superlink, 8000)
@@ -172,10 +172,10 @@ class LoopbackFederation(Federation):
         words = [_replaced(word, places) for word in service.command]
         if words[0] == "nginx":
             config = folder / words[words.index("-c") + 1]
-            # the ServerApp's port is one that no other test run of this machine has
-            serverapp = f"{self._superlink}:{self._serverapp_port}"
             text = config.read_text().replace("/srv/home", str(home))
-            config.write_text(text.replace(f"{self._superlink}:8445", serverapp))
+            text = text.replace("superlink:8000", f"{self._superlink}:8000")
+            # the ServerApp's port is one that no other test run of this machine has
+            config.write_text(text.replace("superexec:8445", f"{self._superlink}:{self._serverapp_port}"))
             # as root, workers would be nobody, who may not enter a test's folder
             words[-1] += " user root;" if os.geteuid() == 0 else ""
         image = {key: value.replace("/srv/home", str(home)) for key, value in image_environment().items()}
