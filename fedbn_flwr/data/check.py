@@ -1,6 +1,5 @@
-"""A check of a data set's files before anything is trained: what is missing, broken or has a wrong checksum."""
+"""A check of a data set's files before anything is trained: what is missing or broken."""
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,6 @@ from fedbn_flwr.data.sets.catalog import CATALOG, OR
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.plugins import did_you_mean
 
-#: lists of checksums that `md5sum` and `sha256sum` write, and that are checked where they are found
-SUM_FILES = {"MD5SUMS": "md5", "SHA256SUMS": "sha256"}
 #: images of a split that are decoded, unless more are asked for
 IMAGES = 100
 
@@ -35,7 +32,7 @@ class Finding:
 
 
 def check_dataset(name: str, path: str, images: int = IMAGES) -> Iterator[Finding]:
-    """Check a data set in a folder: required paths, checksums, the lists of files, and `images` images of each split.
+    """Check a data set in a folder: required paths, the lists of files, and `images` images of each split.
 
     With `images` of 0 all are decoded. An unknown name is a ValueError.
     """
@@ -48,7 +45,6 @@ def check_dataset(name: str, path: str, images: int = IMAGES) -> Iterator[Findin
         if not any(way.exists() for way in ways):
             missing = True
             yield Finding("missing", " or ".join(map(str, ways)))
-    yield from _check_sums(home)
     if missing:
         return
     try:
@@ -69,26 +65,6 @@ def where_to_get(name: str) -> list[str]:
     """Return lines about the licence of a data set and where it is to be had."""
     published = CATALOG[name]
     return [f"licence: {published.licence}", *published.sources]
-
-
-def _check_sums(home: Path) -> Iterator[Finding]:
-    sums = []
-    for list_name, algorithm in SUM_FILES.items():
-        if (home / list_name).exists():
-            rows = [line.split(maxsplit=1) for line in (home / list_name).read_text().splitlines()]
-            sums += [(home / row[1].lstrip("*"), algorithm, row[0]) for row in rows if len(row) == 2]
-    for file, algorithm, digest in sums:
-        if not file.exists():
-            yield Finding("missing", f"{file}, which a list of checksums names")
-        elif (actual := _digest(file, algorithm)) != digest.lower():
-            yield Finding("bad", f"{file} has the {algorithm} sum {actual}, not {digest}: it is to be downloaded again")
-        else:
-            yield Finding("ok", f"{file} has the expected {algorithm} sum")
-
-
-def _digest(file: Path, algorithm: str) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, algorithm).hexdigest()
 
 
 def _describe(split: Split, data: Data) -> str:
