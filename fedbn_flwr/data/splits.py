@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
 
@@ -17,8 +17,6 @@ from fedbn_flwr.data.augmentation import Edits
 from fedbn_flwr.data.pixels import Channels, gather, measure, normalize, resize
 from fedbn_flwr.randomness import numpy_generator
 
-#: largest number of values of a split that is kept normalized: 256 MB in float32
-MOST_NORMALIZED = 2**26
 #: largest number of values that are gathered together for several batches: 4 MB in float32
 MOST_TOGETHER = 2**20
 
@@ -44,7 +42,6 @@ class Split:
     domains: Tensor | None = None
     mean: Channels = ()
     std: Channels = ()
-    _normalized: "_NormalizedInputs" = field(default_factory=lambda: _NormalizedInputs(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         shape, dtype = tuple(self.inputs.shape), self.inputs.dtype
@@ -69,11 +66,7 @@ class Split:
         Bytes travel to a GPU as bytes, from pinned memory and without blocking, and become floats there.
         """
         device = torch.device(device)
-        normalized = self._normalized.inputs(self, len(indices), device)
-        if normalized is None:
-            inputs = normalize(gather(self.inputs, indices, device), self.mean, self.std)
-        else:
-            inputs = gather(normalized, indices, device)
+        inputs = normalize(gather(self.inputs, indices, device), self.mean, self.std)
         return inputs, gather(self.labels, indices, device)
 
     def batches(
@@ -134,38 +127,6 @@ def _portions(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
         yield portion
 
 
-class _NormalizedInputs:
-    """All inputs of a split, normalized at once when as many samples were asked for as the split has.
-
-    Used only where the inputs are on the device of the batches and have at most `MOST_NORMALIZED` values. Changed
-    inputs are normalized again.
-    """
-
-    def __init__(self, received: Tensor | None = None) -> None:
-        self._asked = 0
-        #: the inputs, and the version of the split's inputs that they are of; None in the process that received both
-        self._inputs = received
-        self._version: int | None = None
-
-    def __reduce__(self) -> tuple[type["_NormalizedInputs"], tuple[Tensor, ...]]:
-        """Pickle inputs that another process can map; without them it normalizes for itself."""
-        return _NormalizedInputs, () if self._inputs is None or not self._inputs.is_shared() else (self._inputs,)
-
-    def inputs(self, split: Split, count: int, device: torch.device) -> Tensor | None:
-        """Return a tensor to gather normalized batches from, or None; `count` samples are about to be gathered."""
-        source = split.inputs
-        if source.device.type != device.type or source.is_inference():
-            return None
-        if not split.mean and not split.std and source.dtype != torch.uint8:
-            return source
-        if self._inputs is None or self._version not in (None, source._version):
-            self._asked += count
-            if self._asked <= len(split) or source.numel() > MOST_NORMALIZED:
-                return None
-            self._inputs, self._version = normalize(source.clone(), split.mean, split.std), source._version
-        return self._inputs
-
-
 @dataclass(frozen=True, eq=False)
 class Data:
     """A training and a test split of one task.
@@ -222,7 +183,7 @@ class Data:
         return replace(self, train=train, test=test)
 
     def share(self) -> bool:
-        """Move tensors and normalized inputs into memory that worker processes can map; return whether they are there.
+        """Move tensors into memory that worker processes can map; return whether they are there.
 
         They are not where memory lacks room for them, and where tensors are on another device or images stay in files.
         """
@@ -233,10 +194,6 @@ class Data:
         try:
             for column in columns:
                 column.share_memory_()
-            for split in splits:
-                normalized = split._normalized.inputs(split, len(split) + 1, split.inputs.device)
-                if normalized is not None:
-                    normalized.share_memory_()
         except RuntimeError:
             return False
         return True

@@ -148,36 +148,6 @@ def test_malformed_data_are_refused(message: str) -> None:
         MISTAKES[message]()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-@pytest.mark.parametrize(("mean", "std"), [((), ()), ((0.3, 0.1), (0.7, 0.2))])
-def test_batches_have_the_same_bits_however_often_they_are_asked_for(
-    dtype: torch.dtype, mean: tuple[float, ...], std: tuple[float, ...]
-) -> None:
-    inputs = torch.randint(0, 256, (10, 2, 3, 3), generator=torch.Generator().manual_seed(0)).to(dtype)
-    split = Split(inputs, torch.arange(10), mean=mean, std=std)
-    before, indices = inputs.clone(), torch.tensor([3, 0, 9, 3])
-    first, _ = split.batch(indices)
-    for _ in range(6):
-        again, labels = split.batch(indices)
-        assert torch.equal(again.view(torch.int32), first.view(torch.int32))
-        assert labels.tolist() == [3, 0, 9, 3]
-        # what was handed out is the caller's
-        again.zero_()
-        labels.zero_()
-    assert torch.equal(split.inputs, before)
-
-
-def test_inputs_that_were_changed_are_seen() -> None:
-    split = make_data(4).standardized().train
-    for _ in range(3):
-        before, _ = split.batch(torch.arange(4))
-    split.inputs.zero_()
-    after, _ = split.batch(torch.arange(4))
-    assert not torch.equal(before, after)
-    wanted, _ = replace(split).batch(torch.arange(4))
-    assert torch.equal(after, wanted)
-
-
 @pytest.mark.parametrize("most", [1, 3 * 36 * 4, 2**20])
 def test_batches_one_after_another_are_what_each_is_by_itself(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedbn_flwr.data.splits.MOST_TOGETHER", most)
