@@ -26,12 +26,9 @@ class DatasetRequest:
     #: processes that decode image files ahead of training
     image_workers: int = WORKERS
 
-    def home(self, *names: str) -> Path:
-        """Return the argument's path as a folder; without one, the first of these folders of `root` that exists."""
-        if self.path:
-            return Path(self.path).expanduser()
-        homes = [self.root / name for name in names]
-        return next((home for home in homes if home.is_dir()), homes[0])
+    def home(self, name: str) -> Path:
+        """Return the argument's path as a folder; without one, the folder of this name in `root`."""
+        return Path(self.path).expanduser() if self.path else self.root / name
 
     @property
     def path(self) -> str:

@@ -123,7 +123,7 @@ def _folder(request: DatasetRequest) -> Data:
 def _digits_five(request: DatasetRequest) -> Data:
     """MNIST, SVHN, USPS, SynthDigits and MNIST-M as domains, in FedBN's archive."""
     options = request.options_after_path(samples=DIGITS_SAMPLES)
-    return digits_five(request.home("digits-five", "."), request.image_size or 28, **options)
+    return digits_five(request.home("digits-five"), request.image_size or 28, **options)
 
 
 def _register(name: str, folder: str, side: int, read: Callable[..., Data], about: str, **defaults: int) -> None:
