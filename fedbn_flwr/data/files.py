@@ -20,17 +20,15 @@ HELD_OUT = 0.2
 #: decoded bytes of images in folders up to which they are all kept in memory
 MOST_IN_MEMORY = 2**28
 
-#: by the name of a data set: the name of its torchvision class, the number of classes, and what lies in its root
+#: by the name of a data set: the name of its torchvision class, and the number of classes
 TORCHVISION = {
-    "cifar10": ("CIFAR10", 10, "cifar-10-batches-py"),
-    "cifar100": ("CIFAR100", 100, "cifar-100-python"),
-    "mnist": ("MNIST", 10, "MNIST"),
-    "fashion-mnist": ("FashionMNIST", 10, "FashionMNIST"),
-    "svhn": ("SVHN", 10, "train_32x32.mat"),
-    "usps": ("USPS", 10, "usps.bz2"),
+    "cifar10": ("CIFAR10", 10),
+    "cifar100": ("CIFAR100", 100),
+    "mnist": ("MNIST", 10),
+    "fashion-mnist": ("FashionMNIST", 10),
+    "svhn": ("SVHN", 10),
+    "usps": ("USPS", 10),
 }
-#: the root in torchvision's own examples
-TORCHVISION_ROOT = Path("data")
 
 
 def from_torchvision(name: str, root: Path, download: bool = True) -> Data:
@@ -39,7 +37,7 @@ def from_torchvision(name: str, root: Path, download: bool = True) -> Data:
     MNIST and Fashion-MNIST are also read from a folder of their four files. A data set that is absent and cannot be
     downloaded is a FileNotFoundError.
     """
-    kind, num_classes, _ = TORCHVISION[name]
+    kind, num_classes = TORCHVISION[name]
     if name in mnist.FOLDERS:
         places = mnist.places(name, root)
         if not (home := mnist.home_of(places)):
@@ -102,7 +100,7 @@ def _read(name: str, root: Path, role: str, download: bool, places: list[Path]) 
 
 def _read_split(name: str, root: Path, role: str, download: bool = False) -> tuple[Tensor, Tensor]:
     """Return the images (N x C x H x W) and labels of a split; raises what torchvision's class raises."""
-    kind, *_ = TORCHVISION[name]
+    kind, _ = TORCHVISION[name]
     chosen: dict[str, Any] = {"split": role} if kind == "SVHN" else {"train": role == "train"}
     with extra("data"):
         from torchvision import datasets  # imported here because it takes seconds

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedbn_flwr.data.dataset_registry import DATASETS, SITES, DatasetRequest, Read, register_dataset
 from fedbn_flwr.data.domains import digits, digits_domains, image_domains
 from fedbn_flwr.data.file_split import WORKERS
-from fedbn_flwr.data.files import TORCHVISION, TORCHVISION_ROOT, from_folder, from_torchvision
+from fedbn_flwr.data.files import TORCHVISION, from_folder, from_torchvision
 from fedbn_flwr.data.sets.cityscapes import cityscapes
 from fedbn_flwr.data.sets.fedbn_archives import DIGITS_SAMPLES, DOMAINNET, OFFICE, digits_five, read_domains
 from fedbn_flwr.data.sets.hugging_face import Choice, hugging_face
@@ -167,7 +167,7 @@ def load(
     are used. Images that stay in files are decoded by `image_workers` processes, ahead of training; with 0, by the
     process that trains.
     """
-    folder = Path(root or os.environ.get(ROOT_VARIABLE) or _usual_root(spec)).expanduser()
+    folder = Path(root or os.environ.get(ROOT_VARIABLE) or DEFAULT_ROOT).expanduser()
     if image_size is not None and image_size < 1:
         raise ValueError(f"the image size must be at least 1, not {image_size}")
     with _loading:  # clients in other threads wait for the first client
@@ -181,12 +181,6 @@ def _load(spec: str, read: Read, image_size: int | None, root: Path, image_worke
     name, _, argument = spec.partition(":")
     request = DatasetRequest(name, argument, image_size, root, image_workers)
     return _prepare(read(request), image_size)
-
-
-def _usual_root(spec: str) -> str | Path:
-    """Return `./data` if it holds a data set of torchvision, as in torchvision's examples; else the default."""
-    holds = spec in TORCHVISION and (TORCHVISION_ROOT / TORCHVISION[spec][2]).exists()
-    return TORCHVISION_ROOT.absolute() if holds else DEFAULT_ROOT
 
 
 def _prepare(data: Data, image_size: int | None) -> Data:

@@ -211,19 +211,6 @@ def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
         load("usps")
 
 
-def test_the_folder_of_torchvisions_examples_is_found_unless_another_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("FEDBN_FLWR_DATA", raising=False)
-    write_idx(tmp_path / "data" / "MNIST" / "raw")
-    write_cifar(tmp_path / "data" / "cifar-10-batches-py", CIFAR10, "labels", "batches.meta", "label_names")
-    assert [len(load(name).train) for name in ("mnist", "cifar10")] == [6, 10]
-    with pytest.raises(FileNotFoundError, match="mnist is not in"):
-        load("mnist", root=tmp_path / "elsewhere")
-
-
 @pytest.fixture
 def fill(tmp_path: Path) -> Callable[[str], None]:
     """Make a data set of two classes in a folder: three training images, one for testing."""
