@@ -1,4 +1,7 @@
-"""Partitions by name: how a spec is written, and the function that shares out the rows."""
+"""Partitions by name: how a spec is written, and the function that shares out the rows.
+
+Rows are taken in the order in which they come, which `partition` has shuffled.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -9,16 +12,20 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbn_flwr.data import partition_functions as partition_rows
-from fedbn_flwr.data.partition_functions import Rows
 from fedbn_flwr.data.splits import Data
 from fedbn_flwr.plugins import add, did_you_mean
-from fedbn_flwr.randomness import derive, numpy_generator
+from fedbn_flwr.randomness import numpy_generator
+
+Rows = NDArray[np.int64]
 
 #: FedBS's unbalanced case: the samples of a shard, and the largest number of shards of a client
 SHARD_SIZE, MOST_SHARDS = 50, 30
+#: how often `unbalanced` lets all clients split their shards in a new way
+SWEEPS = 32
 #: the fewest samples of a client under `dirichlet`: batch normalization cannot train on one
 DIRICHLET_MINIMUM = 2
+#: how often `dirichlet` draws until every client has enough, as `flwr-datasets` does
+ATTEMPTS = 11
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class PartitionRequest:
     clients: int
     seed: int
     #: the sample of each row
-    order: NDArray[np.int64]
+    order: Rows
 
     @property
     def labels(self) -> Rows:
@@ -104,37 +111,120 @@ def register_partition(form: str) -> Callable[[S], S]:
 @register_partition("iid")
 def _iid(request: PartitionRequest) -> list[Rows]:
     """Equal shares, drawn at random."""
-    return partition_rows.evenly(request.samples, request.clients)
+    return evenly(request.samples, request.clients)
+
+
+def evenly(count: int, clients: int) -> list[Rows]:
+    """Give each client consecutive rows, as many as the others to within one."""
+    return np.array_split(np.arange(count), clients)
 
 
 @register_partition("dirichlet:ALPHA[:FEWEST-SAMPLES]")
 def _dirichlet(request: PartitionRequest) -> list[Rows]:
-    """Each class is shared out by a Dirichlet draw over the clients; sizes differ."""
-    alpha = request.alpha()
+    """Each class is shared out by a Dirichlet draw over the clients; sizes differ.
+
+    This is the draw that `flwr-datasets` makes of the seed. Where a client gets too few rows, all classes are drawn
+    again.
+    """
+    alpha, clients = request.alpha(), request.clients
     fewest = request.number(1, DIRICHLET_MINIMUM)
-    if fewest * request.clients > request.samples:
-        raise ValueError(f"{request.samples} samples cannot give {request.clients} clients {fewest} each")
-    seed = derive(request.seed, "partition", "dirichlet")
-    return partition_rows.dirichlet(request.labels, request.clients, alpha, fewest, seed)
+    if fewest * clients > request.samples:
+        raise ValueError(f"{request.samples} samples cannot give {clients} clients {fewest} each")
+    labels, generator = request.labels, numpy_generator(request.seed, "partition", "dirichlet")
+    by_class = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+    for _ in range(ATTEMPTS):
+        pieces = []
+        for rows in by_class:
+            ends = np.cumsum(generator.dirichlet(np.full(clients, alpha))) * len(rows)
+            pieces.append(np.split(rows, ends.astype(int)[:-1]))
+        parts = [np.concatenate(held) for held in zip(*pieces, strict=True)]
+        if min(map(len, parts)) >= fewest:
+            return parts
+    raise ValueError(f"in {ATTEMPTS} draws, a client had fewer than {fewest} samples: take a larger ALPHA")
 
 
 @register_partition("label-mix:ALPHA")
 def _label_mixes(request: PartitionRequest) -> list[Rows]:
     """Each client draws a mix of labels, as Hsu et al.; sizes are equal."""
     generator = numpy_generator(request.seed, "partition", "label mixes")
-    return partition_rows.label_mixes(
-        request.labels, request.clients, request.data.num_classes, request.alpha(), generator
-    )
+    return label_mixes(request.labels, request.clients, request.data.num_classes, request.alpha(), generator)
+
+
+def label_mixes(
+    labels: Rows, clients: int, num_classes: int, alpha: float, generator: np.random.Generator
+) -> list[Rows]:
+    """Give each client as many rows, to within one, in its own label mix q ~ Dirichlet(alpha p).
+
+    Hsu, Qi, Brown, Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification, 2019.
+    p is the label mix of all rows, so with C classes of equal size every class has the concentration alpha / C; where a
+    paper writes Dirichlet(a) for a concentration a of every class, alpha is a C. A client takes size q rows of the
+    classes, rounded. A class that has no rows left is skipped, with q renormalized over the other classes, so that
+    every row has one client: the last clients take what is left. alpha -> infinity gives every client p, alpha -> 0
+    one class for as long as there are rows of it.
+    """
+    left = np.bincount(labels, minlength=num_classes)
+    by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(left)[:-1])
+    prior = left / max(len(labels), 1)
+    parts = []
+    for share in evenly(len(labels), clients):
+        counts = _fill(len(share), left, alpha * prior, generator)
+        starts = np.array([len(rows) for rows in by_class]) - left
+        taken = zip(by_class, starts, counts, strict=True)
+        parts.append(np.concatenate([rows[start : start + count] for rows, start, count in taken]))
+        left = left - counts
+    return parts
+
+
+def _fill(
+    size: int, left: NDArray[np.int64], concentrations: NDArray[np.float64], generator: np.random.Generator
+) -> NDArray[np.int64]:
+    """Draw a label mix and return how many rows of each class make up `size` rows of it, given what is left."""
+    counts = np.zeros_like(left)
+    mix = np.zeros(len(left))
+    while (missing := size - counts.sum()) > 0:
+        open_classes = left > counts
+        mix[~open_classes] = 0
+        if mix.sum() == 0:  # at first, and where a small alpha gave the other classes nothing at all
+            mix[open_classes] = generator.dirichlet(concentrations[open_classes])
+        wanted = np.diff(np.rint(missing * np.cumsum(mix) / mix.sum()), prepend=0).astype(np.int64)
+        counts = np.minimum(counts + wanted, left)
+    return counts
 
 
 @register_partition("classes[:PER-CLIENT]")
 def _classes(request: PartitionRequest) -> list[Rows]:
-    """Each client has a given number of classes, in turn; by default as few as leave no class out, and at least two."""
-    classes = request.data.num_classes
+    """Each client has a given number of classes, in turn; by default as few as leave no class out, and at least two.
+
+    A class is cut evenly into one piece for each of its holders.
+    """
+    classes, labels = request.data.num_classes, request.labels
     per_client = request.number(0, default=min(max(-(-classes // request.clients), 2), classes))
     if per_client > classes:
         raise ValueError(f"{request.data.name} has only {classes} classes")
-    return partition_rows.rotating_classes(request.labels, request.clients, classes, per_client)
+    pieces: list[list[Rows]] = [[] for _ in range(request.clients)]
+    for label, holders in enumerate(_class_holders(request.clients, classes, per_client)):
+        rows = np.flatnonzero(labels == label)
+        if len(rows) < len(holders):
+            raise ValueError(f"the {len(rows)} samples of class {label} cannot serve {len(holders)} clients")
+        for holder, piece in zip(holders, np.array_split(rows, max(len(holders), 1)), strict=False):
+            pieces[holder].append(piece)
+    return [np.concatenate(held) for held in pieces]
+
+
+def _class_holders(clients: int, num_classes: int, classes_per_client: int) -> list[list[int]]:
+    """Return the clients that hold each class: consecutive classes a client, rotating through all classes.
+
+    Y. Wang et al., Why Batch Normalization Damage Federated Learning on Non-IID Data?, appendix D (FedTAN),
+    which this gives exactly for 5 clients and 10 classes. With N clients and C classes, client k starts at
+    class floor(k C / N). The number of holders differs by at most one from class to class. Where N clients
+    are too few for all classes, the classes in the gaps are left out.
+    """
+    held_by: list[list[int]] = [[] for _ in range(num_classes)]
+    for client in range(clients):
+        start = client * num_classes // clients
+        for step in range(classes_per_client):
+            held_by[(start + step) % num_classes].append(client)
+    return held_by
 
 
 @register_partition("shards:PER-CLIENT")
@@ -151,11 +241,41 @@ def _shards_unbalanced(request: PartitionRequest) -> list[Rows]:
     """FedBS's unbalanced case: from 1 to 30 shards of 50 samples a client."""
     shards = -(-request.samples // SHARD_SIZE)
     generator = numpy_generator(request.seed, "partition", "shards of each")
-    return _deal(request, partition_rows.unbalanced(request.clients, shards, MOST_SHARDS, generator))
+    return _deal(request, unbalanced(request.clients, shards, MOST_SHARDS, generator))
 
 
 def _deal(request: PartitionRequest, counts: NDArray[np.int64]) -> list[Rows]:
-    return partition_rows.shards(request.labels, counts, derive(request.seed, "partition", "shards"))
+    """Cut rows, sorted by label, into shards, and deal client k `counts[k]` random ones.
+
+    M. J. Idrissi et al., FEDBS: Learning on Non-IID Data in Federated Learning using Batch Normalization,
+    section V. The sizes of shards differ by at most one row and no row is left over.
+    """
+    by_label = np.argsort(request.labels, kind="stable")
+    cut = np.array_split(by_label, counts.sum())
+    order = numpy_generator(request.seed, "partition", "shards").permutation(len(cut))
+    hands = np.split(order, np.cumsum(counts)[:-1])
+    return [np.concatenate([cut[shard] for shard in hand]) for hand in hands]
+
+
+def unbalanced(clients: int, shards: int, most: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    """Draw how many shards each client gets: 1 to `most`, `shards` in all, every such allocation equally likely.
+
+    Idrissi et al. (FedBS) deal 1,200 shards to 100 clients, "at least one shard and a maximum of 30". They leave the
+    distribution open. Numbers drawn uniformly from 1 to 30 do not add up to 1,200. Here they are drawn uniformly given
+    that they do: all of 1 to 30 occur, the smaller ones more often.
+
+    The allocation starts even. In every sweep random pairs of clients split their shards in a new way, all possible
+    ways being equally likely. After 8 sweeps the numbers of 100 clients have the frequencies of the exact distribution.
+    """
+    if not clients <= shards <= clients * most:
+        raise ValueError(f"{shards} shards cannot be dealt to {clients} clients with 1 to {most} for each")
+    counts = np.array([len(part) for part in evenly(shards, clients)])
+    for _ in range(SWEEPS):
+        one, other = generator.permutation(clients)[: clients // 2 * 2].reshape(2, -1)
+        both = counts[one] + counts[other]
+        counts[one] = generator.integers(np.maximum(1, both - most), np.minimum(most, both - 1) + 1)
+        counts[other] = both - counts[one]
+    return counts
 
 
 @register_partition("domain[:CLIENTS-PER-DOMAIN[:SPLITS]]")
@@ -193,13 +313,10 @@ def _union(request: PartitionRequest) -> list[Rows]:
     """One client has all samples."""
     if request.clients != 1:
         raise ValueError(f"1 client holds everything, not {request.clients}")
-    return partition_rows.evenly(request.samples, 1)
+    return evenly(request.samples, 1)
 
 
-Indices = NDArray[np.int64]
-
-
-def partition(spec: str, data: Data, clients: int, seed: int) -> list[Indices]:
+def partition(spec: str, data: Data, clients: int, seed: int) -> list[Rows]:
     """Return sorted indices into the training split, one array a client.
 
     The same arguments give the same arrays; do not change them. No sample has two clients. Every sample has one, except
@@ -211,7 +328,7 @@ def partition(spec: str, data: Data, clients: int, seed: int) -> list[Indices]:
     return _partition(spec, kind, tuple(arguments), data, clients, seed)
 
 
-def describe(partition: list[Indices], data: Data) -> list[dict[str, Any]]:
+def describe(partition: list[Rows], data: Data) -> list[dict[str, Any]]:
     """Return for each client the number of its samples, in all, by class and by domain; zeros are left out."""
     table = []
     for client, indices in enumerate(partition):
@@ -226,7 +343,7 @@ def describe(partition: list[Indices], data: Data) -> list[dict[str, Any]]:
 
 # few, because each holds its data set
 @lru_cache(maxsize=4)
-def _partition(spec: str, kind: Kind, arguments: tuple[str, ...], data: Data, clients: int, seed: int) -> list[Indices]:
+def _partition(spec: str, kind: Kind, arguments: tuple[str, ...], data: Data, clients: int, seed: int) -> list[Rows]:
     if not 1 <= clients <= len(data.train):
         raise ValueError(f"partition {spec!r}: {clients} clients cannot share {len(data.train)} samples")
     try:
@@ -241,7 +358,7 @@ def _partition(spec: str, kind: Kind, arguments: tuple[str, ...], data: Data, cl
     return indices
 
 
-def _check_share(spec: str, indices: list[Indices], clients: int) -> None:
+def _check_share(spec: str, indices: list[Rows], clients: int) -> None:
     """Refuse what a partition of a user's own may return by mistake."""
     if len(indices) != clients:
         raise ValueError(f"partition {spec!r} has samples for {len(indices)} clients, not for {clients}")
@@ -259,5 +376,5 @@ def _parse(spec: str) -> tuple[Kind, list[str]]:
     return kind, arguments
 
 
-def _counts(values: Indices) -> dict[int, int]:
+def _counts(values: NDArray[np.int64]) -> dict[int, int]:
     return {int(value): int(count) for value, count in zip(*np.unique(values, return_counts=True), strict=True)}

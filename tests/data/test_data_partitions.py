@@ -4,6 +4,7 @@ import warnings
 from collections import Counter
 from functools import cache
 from itertools import combinations, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedbn_flwr.data import Data, Split, describe, partition
-from fedbn_flwr.data.partition_functions import dirichlet, evenly, label_mixes, shards, unbalanced
+from fedbn_flwr.data.partition import label_mixes, unbalanced
+from fedbn_flwr.randomness import derive, numpy_generator
 
 
 @cache
@@ -36,14 +38,12 @@ def class_counts(parts: list[NDArray[np.int64]], data: Data) -> NDArray[np.int64
     return np.stack([np.bincount(labels[part], minlength=data.num_classes) for part in parts])
 
 
-def assert_disjoint(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    together = np.concatenate(parts)
-    assert len(np.unique(together)) == len(together)
+def assert_disjoint(parts: list[NDArray[np.int64]], count: int) -> None:
+    assert len(np.unique(np.concatenate(parts))) == sum(map(len, parts)) == count
     for part in parts:
         assert part.dtype == np.int64
         assert len(part) > 0
         assert (np.diff(part) > 0).all()
-    return together
 
 
 COMPLETE = ["iid", "dirichlet:0.5", "dirichlet:10:1", "label-mix:1", "classes:3", "classes:10", "shards:1", "shards:2"]
@@ -55,7 +55,9 @@ def test_every_sample_has_exactly_one_client(spec: str, clients: int, seed: int,
     data = labelled(count)
     parts = partition(spec, data, clients, seed)
     assert len(parts) == clients
-    assert len(assert_disjoint(parts)) == count
+    assert_disjoint(parts, count)
+    sizes = [len(part) for part in parts]
+    assert spec not in ("iid", "label-mix:1") or max(sizes) - min(sizes) <= 1
     again = partition(spec, twin(data), clients, seed)
     assert all(np.array_equal(one, other) for one, other in zip(parts, again, strict=True))
 
@@ -79,23 +81,39 @@ def test_the_same_arguments_give_the_same_arrays() -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(1, 12), st.sampled_from([0.1, 0.5, 3.0, 100.0]), st.integers(0, 9), st.integers(0, 2**32))
+@given(st.integers(1, 12), st.sampled_from([0.1, 0.5, 3.0, 100.0]), st.integers(1, 9), st.integers(0, 2**32))
 def test_a_dirichlet_draw_is_that_of_flwr_datasets(clients: int, alpha: float, fewest: int, seed: int) -> None:
-    from datasets import Dataset
     from flwr_datasets.partitioner import DirichletPartitioner
 
-    labels = np.random.default_rng(seed).integers(0, 5, 300)
-    theirs = DirichletPartitioner(clients, "label", alpha, fewest, shuffle=False, seed=seed)
-    theirs.dataset = Dataset.from_dict({"label": labels, "index": np.arange(300)})
+    data, spec, stream = labelled(300, 5), f"dirichlet:{alpha}:{fewest}", derive(seed, "partition", "dirichlet")
+    theirs = DirichletPartitioner(clients, "label", alpha, fewest, shuffle=False, seed=stream)
+    try:
+        expected = parts_of(theirs, data, clients, seed)
+    except ValueError:
+        with pytest.raises(ValueError, match="in 11 draws, a client had fewer than"):
+            partition(spec, data, clients, seed)
+        return
+    assert [part.tolist() for part in partition(spec, data, clients, seed)] == expected
+
+
+def test_shards_are_those_of_flwr_datasets_where_nothing_is_left_over() -> None:
+    from flwr_datasets.partitioner import ShardPartitioner
+
+    data, stream = labelled(200, 5), derive(7, "partition", "shards")
+    theirs = ShardPartitioner(10, "label", num_shards_per_partition=2, shard_size=10, shuffle=False, seed=stream)
+    expected = parts_of(theirs, data, 10, 7)
+    assert [part.tolist() for part in partition("shards:2", data, 10, 7)] == expected
+
+
+def parts_of(theirs: Any, data: Data, clients: int, seed: int) -> list[list[int]]:
+    """The samples that a partitioner of `flwr-datasets` gives to each client, of rows in our order."""
+    from datasets import Dataset
+
+    order = numpy_generator(seed, "partition", "order").permutation(len(data.train))
+    theirs.dataset = Dataset.from_dict({"label": data.train.labels.numpy()[order], "index": order})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of every draw that is repeated
-        try:
-            expected = [theirs.load_partition(client)["index"][:] for client in range(clients)]
-        except ValueError:
-            with pytest.raises(ValueError, match="in 11 draws, a client had fewer than"):
-                dirichlet(labels, clients, alpha, fewest, seed)
-            return
-    assert [list(rows) for rows in dirichlet(labels, clients, alpha, fewest, seed)] == expected
+        warnings.simplefilter("ignore")  # of draws that are repeated, and of pyarrow
+        return [sorted(theirs.load_partition(client)["index"][:]) for client in range(clients)]
 
 
 # ---- label mixes -----------------------------------------------------------------------------------------------------
@@ -220,46 +238,18 @@ def test_without_a_number_no_class_is_left_out(clients: int, each: int) -> None:
     assert ((counts > 0).sum(1) == each).all()
 
 
-def shards_of(parts: list[NDArray[np.int64]], data: Data, size: int) -> list[int]:
-    """How many shards each client has; they are whole if its samples of every class are a multiple of the size."""
-    counts = class_counts(parts, data)
-    assert (counts % size == 0).all()
-    return [int(shards) for shards in counts.sum(1) // size]
-
-
-def test_shards_are_those_of_flwr_datasets_where_nothing_is_left_over() -> None:
-    from datasets import Dataset
-    from flwr_datasets.partitioner import ShardPartitioner
-
-    labels = np.random.default_rng(0).permutation(np.arange(200) % 5)
-    theirs = ShardPartitioner(10, "label", num_shards_per_partition=2, shard_size=10, shuffle=False, seed=7)
-    theirs.dataset = Dataset.from_dict({"label": labels, "index": np.arange(200)})
-    for client, rows in enumerate(shards(labels, np.full(10, 2), seed=7)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of pyarrow, about how flwr-datasets sorts
-            expected = theirs.load_partition(client)["index"][:]
-        assert list(rows) == list(expected)
-
-
-def test_even_parts_are_those_of_flwr_datasets() -> None:
-    from datasets import Dataset
-    from flwr_datasets.partitioner import IidPartitioner
-
-    theirs = IidPartitioner(7)
-    theirs.dataset = Dataset.from_dict({"index": np.arange(52)})
-    assert [list(rows) for rows in evenly(52, 7)] == [theirs.load_partition(k)["index"][:] for k in range(7)]
-
-
 @pytest.mark.parametrize(("samples", "shards"), [(60_000, 1200), (50_000, 1000)])
 def test_fedbs_unbalanced_shards_of_50_with_1_to_30_each(samples: int, shards: int) -> None:
     data = labelled(samples)
     parts = partition("shards-unbalanced", data, 100, 0)
-    held = shards_of(parts, data, 50)
-    assert sum(held) == shards
-    assert min(held) >= 1
-    assert max(held) <= 30
+    assert_disjoint(parts, samples)
+    counts = class_counts(parts, data)
+    assert (counts % 50 == 0).all()  # shards are whole
+    held = counts.sum(1) // 50
+    assert held.sum() == shards
+    assert held.min() >= 1
+    assert held.max() <= 30
     assert len(set(held)) > 20
-    assert len(assert_disjoint(parts)) == samples
 
 
 @pytest.mark.parametrize(("clients", "total", "most"), [(3, 6, 3), (4, 7, 4), (2, 5, 3)])
@@ -291,16 +281,16 @@ def test_fedwon_adds_clients_with_fixed_tenths_and_changes_none(each: int, seed:
         partition("domain:10:10", data, 50, seed),
         partition(f"domain:{each}:10", data, 5 * each, seed),
     )
-    assert len(assert_disjoint(most)) == 500
+    assert_disjoint(most, 500)
     for client, part in enumerate(fewer):
         assert np.array_equal(part, most[client])
         assert len(part) == 10
         assert set(part % 5) == {client % 5}
 
 
-def test_union_is_everything() -> None:
-    (everything,) = partition("union", labelled(30), 1, 0)
-    assert everything.tolist() == list(range(30))
+#: two samples of domain 0, and eight of domain 1
+LOPSIDED = Split(torch.zeros(10, 1, 1, 1), torch.zeros(10, dtype=torch.int64), (torch.arange(10) < 8).long())
+LOPSIDED_DATA = Data("x", LOPSIDED, LOPSIDED, 2, ("a", "b"))
 
 
 @pytest.mark.parametrize(
@@ -325,7 +315,11 @@ def test_union_is_everything() -> None:
         ("classes:11", 2, "labelled has only 10 classes"),
         ("classes:10", 11, "the 10 samples of class 0 cannot serve 11 clients"),
         ("shards:2", 51, "100 samples cannot fill 102 shards"),
-        ("shards-unbalanced", 3, "2 shards cannot be dealt to 3 clients with 1 to 30 for each"),
+        ("shards-unbalanced", 33, "32 shards cannot be dealt to 33 clients with 1 to 30 for each"),
+        ("shards-unbalanced", 1, "32 shards cannot be dealt to 1 clients with 1 to 30 for each"),
+        ("domain", 5, "labelled has no domains"),
+        ("domain:4", 8, "'domain:4': no sample for client 4, 6"),
+        ("classes:2", 2, "the 0 samples of class 1 cannot serve 2 clients"),
         ("shards:-2", 2, "expected a whole number of at least 1, not '-2'"),
         ("domain:1", 4, "5 domains with 1 each need 5 clients, not 4"),
         ("domain:2", 5, "5 domains with 2 each need 10 clients, not 5"),
@@ -334,36 +328,11 @@ def test_union_is_everything() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(spec: str, clients: int, message: str) -> None:
+    others = {"domain": labelled(100), "shards-unbalanced": labelled(1600)}
+    data = others.get(spec, LOPSIDED_DATA if spec in ("domain:4", "classes:2") else labelled(100, domains=5))
     with pytest.raises(ValueError, match=message) as error:
-        partition(spec, labelled(100, domains=5), clients, 0)
-    assert "\n" not in str(error.value)
-
-
-def test_more_shards_than_a_client_may_have_are_refused() -> None:
-    with pytest.raises(ValueError, match="1200 shards cannot be dealt to 1 clients with 1 to 30 for each"):
-        partition("shards-unbalanced", labelled(60_000), 1, 0)
-
-
-#: two samples of domain 0, and eight of domain 1
-LOPSIDED = Split(torch.zeros(10, 1, 1, 1), torch.zeros(10, dtype=torch.int64), (torch.arange(10) < 8).long())
-
-
-@pytest.mark.parametrize(
-    ("spec", "clients", "data", "message"),
-    [
-        ("domain:1", 5, labelled(100), "labelled has no domains"),
-        ("domain:4", 8, Data("x", LOPSIDED, LOPSIDED, 1, ("a", "b")), "'domain:4': no sample for client 4, 6"),
-        (
-            "classes:2",
-            2,
-            Data("x", LOPSIDED, LOPSIDED, 2, ("a", "b")),
-            "the 0 samples of class 1 cannot serve 2 clients",
-        ),
-    ],
-)
-def test_samples_that_are_not_there_are_refused(spec: str, clients: int, data: Data, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
         partition(spec, data, clients, 0)
+    assert "\n" not in str(error.value)
 
 
 def test_describe_counts_what_each_client_has() -> None:
@@ -374,5 +343,8 @@ def test_describe_counts_what_each_client_has() -> None:
         {"client": 0, "examples": 3, "classes": {0: 2, 2: 1}, "domains": {"paper": 2, "screen": 1}},
         {"client": 1, "examples": 2, "classes": {2: 2}, "domains": {"paper": 2}},
     ]
-    (row,) = describe(partition("union", labelled(20), 1, 0), labelled(20))
-    assert row == {"client": 0, "examples": 20, "classes": dict.fromkeys(range(10), 2)}
+    (everything,) = partition("union", labelled(20), 1, 0)
+    assert everything.tolist() == list(range(20))
+    assert describe([everything], labelled(20)) == [
+        {"client": 0, "examples": 20, "classes": dict.fromkeys(range(10), 2)}
+    ]
