@@ -146,14 +146,14 @@ SHARED = Config(dataset="synthetic:n=2000:seed=9", validation=0.1)
 def changed_in_a_worker(shared: SharedData | None) -> dict[str, Any]:
     """Return what a worker has without loading anything; it writes into the memory that it maps."""
     del shared
-    with patch.object(data, "load", None), patch("fedbn_flwr.data.splits.normalize", None):
+    with patch.object(data, "load", None):
         train = load_data(SHARED).train
         inputs, _ = train.batch(torch.arange(5))
     train.inputs[0] = 7
     return {"samples": len(train), "inputs": inputs.numpy()}
 
 
-def test_workers_map_the_data_and_the_normalized_inputs_of_the_process_that_they_work_for() -> None:
+def test_workers_map_the_data_of_the_process_that_they_work_for() -> None:
     alone = load_data(SHARED)
     wanted, _ = alone.train.batch(torch.arange(5))
     shared = share_data(SHARED)
