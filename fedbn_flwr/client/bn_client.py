@@ -14,7 +14,7 @@ from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import batch_plan as batches
 from fedbn_flwr.client import training
 from fedbn_flwr.client.batch_plan import BatchLoader
-from fedbn_flwr.client.device import channels_last, is_on, pick_device, products
+from fedbn_flwr.client.device import channels_last, pick_device, products
 from fedbn_flwr.client.evaluation import evaluate, mean_loss, shares
 from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask
 from fedbn_flwr.client.node_memory import Memory
@@ -52,7 +52,7 @@ class BNClient:
         make_optimizer: training.MakeOptimizer = training.make_optimizer,
     ) -> None:
         self.device = pick_device(device)
-        self.model = model if is_on(model, self.device) else model.to(self.device)
+        self.model = model.to(self.device)
         self.train_split, self.test_split, self.num_classes = train, test, num_classes
         self.indices = np.arange(len(train)) if indices is None else indices
         self.partition_id = partition_id

@@ -1,7 +1,6 @@
 """The device that a client trains on, the precision (TF32 products, bfloat16 autocast), and the order of images."""
 
 import threading
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -37,16 +36,6 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def is_on(model: nn.Module, device: torch.device) -> bool:
-    """Whether all of a model is on the device; this takes a fraction of the time of `model.to`."""
-    for layer in model.modules():
-        for part in (layer._parameters, layer._buffers):
-            for value in part.values():
-                if value is not None and value.device != device:
-                    return False
-    return True
-
-
 def autocast(instruction: Instruction, device: torch.device) -> AbstractContextManager[Any]:
     """Bfloat16 autocast where the instruction asks for it."""
     if instruction.precision not in PRECISIONS:
@@ -55,7 +44,7 @@ def autocast(instruction: Instruction, device: torch.device) -> AbstractContextM
 
 
 def products(instruction: Instruction) -> AbstractContextManager[Any]:
-    """Around forward and backward passes: lets GPUs use TF32 for products and convolutions, where that is asked for."""
+    """Around forward and backward passes: lets GPUs use TF32 for products too, where that is asked for."""
     return _TF32 if instruction.precision == "tf32" else nullcontext()
 
 
@@ -63,25 +52,20 @@ class _AllowTF32:
     """A setting of the process, in force until everybody who asked for it is done: steps may be suspended in turn."""
 
     def __init__(self) -> None:
-        self._kinds: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-        self._askers, self._before, self._lock = 0, list[bool](), threading.Lock()
+        self._askers, self._before, self._lock = 0, False, threading.Lock()
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._askers:
-                self._before = [kind.allow_tf32 for kind in self._kinds]
-                self._set([True] * len(self._kinds))
+                self._before = torch.backends.cuda.matmul.allow_tf32
+                torch.backends.cuda.matmul.allow_tf32 = True
             self._askers += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._askers -= 1
             if not self._askers:
-                self._set(self._before)
-
-    def _set(self, allowed: Sequence[bool]) -> None:
-        for kind, value in zip(self._kinds, allowed, strict=True):
-            kind.allow_tf32 = value
+                torch.backends.cuda.matmul.allow_tf32 = self._before
 
 
 _TF32 = _AllowTF32()

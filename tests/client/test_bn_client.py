@@ -289,19 +289,3 @@ def test_training_on_a_gpu_agrees_with_the_cpu_and_leaves_its_generator_alone() 
     assert torch.equal(torch.cuda.get_rng_state(), before)
     for name, value in state.from_record(state.to_record(arrays(on_gpu))).items():
         torch.testing.assert_close(value, arrays(on_cpu)[name], rtol=1e-4, atol=1e-5)
-
-
-def test_a_model_is_moved_only_where_it_is_not_on_the_device_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[object] = []
-
-    def moving(model: nn.Module, *place: object) -> nn.Module:
-        moved.append(place)
-        return model
-
-    monkeypatch.setattr(nn.Module, "to", moving)
-    split = toy_split()
-    BNClient(nn.Linear(2, 2), split, device="cpu")
-    assert moved == []
-    elsewhere = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, device="meta"))
-    BNClient(elsewhere, split, device="cpu")
-    assert moved == [(torch.device("cpu"),)]

@@ -93,22 +93,18 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_the_weights_in_float32() -> Non
     assert losses[0] != losses[1]
 
 
-def allowed() -> list[bool]:
-    return [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
-
-
 def test_tf32_is_allowed_for_as_long_as_somebody_asks_for_it() -> None:
-    before, asked = allowed(), Instruction(precision="tf32")
-    assert before != [True, True]
+    settings, asked = torch.backends.cuda.matmul, Instruction(precision="tf32")
+    assert not settings.allow_tf32
     with products(Instruction()):
-        assert allowed() == before
+        assert not settings.allow_tf32
     first, second = products(asked), products(asked)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert allowed() == [True, True]
+    assert settings.allow_tf32
     second.__exit__(None, None, None)
-    assert allowed() == before
+    assert not settings.allow_tf32
 
 
 # ---- one sample ------------------------------------------------------------------------------------------------------
