@@ -4,7 +4,7 @@ This makes packing, averaging and reading several times faster (docs/benchmarks.
 """
 
 from abc import abstractmethod
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, Generic, Self, TypeVar, cast
@@ -62,18 +62,6 @@ class Flat(Mapping[str, V], Generic[V]):
     def __len__(self) -> int:
         """Number of entries."""
         return len(self.layout.entries)
-
-    def keys(self) -> KeysView[str]:
-        """Names. A dictionary's view, like the next two, because it is faster than `Mapping`'s."""
-        return self._views().keys()
-
-    def values(self) -> ValuesView[V]:
-        """Views of the entries."""
-        return self._views().values()
-
-    def items(self) -> ItemsView[str, V]:
-        """Names and views of the entries."""
-        return self._views().items()
 
     def copy(self) -> Self:
         """Copy the state into memory of its own."""
