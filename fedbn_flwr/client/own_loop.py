@@ -60,6 +60,9 @@ class OwnLoop:
         self._exchange = exchange or carried_exchange(received, instruction)
         self._thread = threading.get_ident()
         self._session: Session | None = None
+        #: what rules add to the reply, after the block
+        self.records: dict[str, State] = {}
+        self.metrics: Metrics = {}
         self._local = state.group_keys(structure, instruction.keep_local)
         self._rules = rules_for(instruction)
         self._ahead: list[Rule] = []
@@ -73,16 +76,6 @@ class OwnLoop:
         self._passes = 0
         #: classes of modules whose whole model was looked for
         self._searched: set[type[nn.Module]] = set()
-
-    @property
-    def records(self) -> dict[str, State]:
-        """The groups of arrays that rules add to the reply, after the block."""
-        return self._session.records if self._session else {}
-
-    @property
-    def metrics(self) -> Metrics:
-        """The metrics that rules add to the reply, after the block."""
-        return self._session.metrics if self._session else {}
 
     def __enter__(self) -> Self:
         for handle in (
@@ -105,7 +98,7 @@ class OwnLoop:
                 raise RuntimeError("the loop took no step of a torch.optim.Optimizer, so nothing was obeyed")
             for rule in self._rules:
                 rule.finish(self._session)
-            self._session.records |= carried_records(self._exchange)
+            self.records |= carried_records(self._exchange)
 
     def begin(self, model: nn.Module) -> None:
         """Begin with this model: freeze it, share its statistics, begin its rules."""
@@ -118,6 +111,7 @@ class OwnLoop:
         # an optimizer is known once it steps; rules that need it begin then
         nobody: Any = None
         self._session = Session(model, nobody, self._instruction, self._received, self._memory, self._local)
+        self._session.records, self._session.metrics = self.records, self.metrics
         self._ahead = [rule for rule in self._rules if rule.needs_optimizer]
         for rule in self._rules:
             if not rule.needs_optimizer:
@@ -137,17 +131,14 @@ class OwnLoop:
     def _find_model(self, module: nn.Module) -> nn.Module | None:
         """Return the model that this module is, or is a part of, if its entries are those of the structure.
 
-        A loop may call parts of its model only, as LightningModules do: of the structure, or of a model of its own.
+        A loop may call parts of its model only, as LightningModules do: of the structure, or of a model of its own. A
+        module knows its parts, not its whole.
         """
         if self._is_model(module):
             return module
         self._other = self._other or type(module).__name__
         if any(part is module for part in self._structure.modules()):
             return self._structure
-        return self._search_memory(module)
-
-    def _search_memory(self, module: nn.Module) -> nn.Module | None:
-        """Return the model in this process that the module is a part of; a module knows its parts, not its whole."""
         if type(module) in self._searched:
             return None
         self._searched.add(type(module))

@@ -95,9 +95,8 @@ class OwnLoopClient:
 
     def reply(self, metrics: Metrics, instruction: Instruction, records: Mapping[str, State]) -> Reply:
         """Make a reply in the middle of a layer-wise step, before the handler has told its number of examples."""
-        count = self._num_examples if self._num_examples is not None else 0
-        if self._num_examples is None and self._loop is not None:
-            count = self._loop.first_batch_size
+        assert self._loop is not None
+        count = self._loop.first_batch_size if self._num_examples is None else self._num_examples
         metrics[wire.PARTITION_ID] = self.partition_id
         return Reply(count, metrics, dict(records), {wire.OBEYED: obeyed_keys(instruction)})
 

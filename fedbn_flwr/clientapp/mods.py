@@ -5,7 +5,6 @@
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Error, Message, MessageType, RecordDict
@@ -53,7 +52,7 @@ def keep_local(*patterns: str) -> Mod:
         (group, sent), *more = array_records(message.content).items()
         if more:
             raise ValueError(f"keep_local needs messages with one ArrayRecord; here is {more[0][0]!r}, too")
-        own: Any = dict(memory.kept(KEPT)).get("", {})
+        own = memory.record(KEPT)
         message.content[group] = ArrayRecord({name: own.get(name, array) for name, array in sent.items()})
         reply = call_next(message, context)
         if message.metadata.message_type.partition(".")[0] == MessageType.TRAIN and reply.has_content():
