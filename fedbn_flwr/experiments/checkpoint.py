@@ -21,7 +21,7 @@ from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.averaging import Arrays, arrays_of, arrays_to_record
-from fedbn_flwr.simulation.node_contexts import SavesStates
+from fedbn_flwr.simulation.in_process import LocalGrid
 from fedbn_flwr.state.record_files import sync
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.wire.history import CHECKPOINT, STATE_HISTORY, History
@@ -184,7 +184,7 @@ class Recovery:
     def tell(self, config: ConfigRecord) -> ConfigRecord:
         """Add to the configuration of messages what nodes must know that keep their states themselves."""
         asked = self._experiment.config
-        if (asked.checkpoint_every or asked.resume) and not isinstance(self._grid, SavesStates):
+        if (asked.checkpoint_every or asked.resume) and not isinstance(self._grid, LocalGrid):
             config.update({STATE_HISTORY: self._history.to_text(), CHECKPOINT: self._last})
             self._configs.append(config)
         return config
@@ -196,7 +196,7 @@ class Recovery:
             begun = monotonic()
             content = arrays_of(arrays), self._strategy.state_dict(), self._journal.state_dict()
             checkpoint = Checkpoint(server_round, *content, self._history.to_text())
-            save_states = self._grid.save_states if isinstance(self._grid, SavesStates) else None
+            save_states = self._grid.save_states if isinstance(self._grid, LocalGrid) else None
             write_checkpoint(self._folder, checkpoint, save_states)
             for config in self._configs:
                 config[CHECKPOINT] = server_round
@@ -219,6 +219,6 @@ class Recovery:
         self._journal.load_state_dict(saved.journal, arrays)
         self._history = History.parse(saved.history).then(saved.server_round, self._grid.run.run_id)
         self._last = saved.server_round
-        if isinstance(self._grid, SavesStates):
+        if isinstance(self._grid, LocalGrid):
             self._grid.restore_states(_latest(self._folder) / NODES)
         return arrays

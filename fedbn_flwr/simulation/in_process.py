@@ -3,6 +3,7 @@
 `InProcessGrid` trains message by message, `OneByOneGrid` without what a message by itself repeats.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, make_message, read_message
 from fedbn_flwr.server.ask_nodes import identify
-from fedbn_flwr.simulation.node_contexts import Contexts
+from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, Contexts, StateFolder
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import FlatState
 from fedbn_flwr.state.records import lend_record
@@ -50,7 +51,7 @@ MOST_UNPACKED = 2**26
 
 
 class LocalGrid(Grid):
-    """A grid whose nodes are on this machine: whoever pushes messages finds the replies in `_replies`, by their ids."""
+    """A grid that keeps its nodes' contexts: whoever pushes messages finds the replies in `_replies`, by their ids."""
 
     def __init__(self) -> None:
         self._run = Run.create_empty(run_id=1)
@@ -81,6 +82,26 @@ class LocalGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Deliver and collect."""
         return self.pull_messages(self.push_messages(messages))
+
+    @abstractmethod
+    def contexts(self) -> Iterator[Context]:
+        """Iterate over the contexts of the nodes that remember something."""
+
+    @abstractmethod
+    def remember(self, node: int, state: RecordDict) -> None:
+        """Let a node remember this, and nothing else."""
+
+    def save_states(self, folder: Path) -> None:
+        """Write what nodes remember into a folder, a file each."""
+        files = StateFolder(folder, range(0))
+        for context in self.contexts():
+            files[context.node_id - FIRST_NODE_ID] = context.state
+
+    def restore_states(self, folder: Path) -> None:
+        """Let all nodes remember what is in a folder, where `save_states` has written it."""
+        saved = StateFolder(folder, {node - FIRST_NODE_ID for node in self.get_node_ids()})
+        for partition in {*saved, *(context.node_id - FIRST_NODE_ID for context in self.contexts())}:
+            self.remember(FIRST_NODE_ID + partition, saved.get(partition, RecordDict()))
 
 
 @dataclass(frozen=True)
@@ -151,13 +172,13 @@ class InProcessGrid(LocalGrid):
         """A node's context, to look into."""
         return self._contexts[node]
 
-    def save_states(self, folder: Path) -> None:
-        """Write what the nodes here remember into a folder."""
-        cast(Contexts, self._contexts).save(folder)
+    def contexts(self) -> Iterator[Context]:
+        """Iterate over the contexts of the nodes that remember something."""
+        return map(self.context, cast(Contexts, self._contexts).remembering())
 
-    def restore_states(self, folder: Path) -> None:
-        """Let the nodes here remember what is in a folder."""
-        cast(Contexts, self._contexts).restore(folder)
+    def remember(self, node: int, state: RecordDict) -> None:
+        """Let a node remember this, and nothing else."""
+        self._keep(node, replace(self.context(node), state=state))
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Deliver the messages and keep the replies."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from flwr.app import Context, RecordDict
 
@@ -59,16 +59,9 @@ class Contexts(MutableMapping[int, Context]):
     def __len__(self) -> int:
         return len(self._partitions)
 
-    def save(self, folder: Path) -> None:
-        """Write the nodes' states into a folder, a file each."""
-        files = StateFolder(folder, self._partitions)
-        for partition, state in self._states.items():
-            files[partition] = state
-
-    def restore(self, folder: Path) -> None:
-        """Replace the nodes' states by those of a folder, where `save` has written them."""
-        self._states.clear()
-        self._states.update(StateFolder(folder, self._partitions))
+    def remembering(self) -> list[int]:
+        """Return the nodes whose state is not empty."""
+        return [FIRST_NODE_ID + partition for partition in self._states]
 
     def _partition(self, node: int) -> int:
         if node - FIRST_NODE_ID not in self._partitions:
@@ -114,24 +107,9 @@ class StateFolder(MutableMapping[int, RecordDict]):
             path.unlink()
         self._stored.clear()
 
-    def paths(self) -> list[Path]:
-        """Return the files that hold a state."""
-        return [self._path(partition) for partition in self._stored]
-
     def _files(self) -> list[tuple[int, Path]]:
         named = [(path.name.partition(".")[0], path) for path in self._folder.glob(f"*{SUFFIX}*")]
         return [(int(name), path) for name, path in named if name.isdecimal() and int(name) in self._partitions]
 
     def _path(self, partition: int) -> Path:
         return self._folder / f"{partition}{SUFFIX}"
-
-
-@runtime_checkable
-class SavesStates(Protocol):
-    """A grid that can save what its nodes remember, and restore it, where nodes do not do that themselves."""
-
-    def save_states(self, folder: Path) -> None:
-        """Write the state of every node that has one into a folder."""
-
-    def restore_states(self, folder: Path) -> None:
-        """Give the nodes the states of a folder."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
@@ -23,7 +24,7 @@ from fedbn_flwr.deployment import DeploymentError
 from fedbn_flwr.deployment.flower_internals import guard
 from fedbn_flwr.deployment.relay import start_relay
 from fedbn_flwr.deployment.sent_log import SentLog, read_log, rows_of
-from fedbn_flwr.simulation.in_process import LocalGrid
+from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.wire.packed import pack
 from tests.helpers.waiting import PATIENCE, wait_until
 
@@ -90,14 +91,8 @@ class SuperNode:
 
 @pytest.fixture(autouse=True)
 def a_process_of_flowers(monkeypatch: pytest.MonkeyPatch) -> None:
-    LocalGrid.__init__(object.__new__(_Grid))  # Flower reads the identity of a process when it creates a message
+    InProcessGrid(ClientApp(), 0)  # Flower reads the identity of a process when it creates a message
     monkeypatch.setattr(MODULE, "get_fused_config_from_fab", lambda content, run: {})
-
-
-class _Grid(LocalGrid):
-    def get_node_ids(self) -> Any: ...
-
-    def push_messages(self, messages: Any) -> Any: ...
 
 
 def model() -> RecordDict:

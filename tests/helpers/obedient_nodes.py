@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -12,7 +11,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from tests.helpers.waiting import PATIENCE, wait_until
+from tests.helpers.waiting import PATIENCE
 
 
 def counting_app() -> ClientApp:
@@ -51,7 +50,6 @@ def app_that_obeys() -> ClientApp:
     """Return an app that counts, and ends, stops, interrupts or describes its process when a message says so.
 
     `sleep` says so on the console, and `interrupt 17` sends process 17 an alarm; then both wait for longer than a test.
-    `rest` waits for a moment, and `await FILE` until another message says `touch FILE`.
     """
     app, counting = ClientApp(), counting_app()
 
@@ -68,12 +66,6 @@ def app_that_obeys() -> ClientApp:
         if word.startswith("interrupt "):
             os.kill(int(word.split()[1]), signal.SIGALRM)
             time.sleep(2 * PATIENCE)
-        if word == "rest":
-            time.sleep(0.3)
-        if word.startswith("touch "):
-            Path(word.split()[1]).touch()
-        if word.startswith("await "):
-            assert wait_until(Path(word.split()[1]).exists)
         if word == "threads":
             gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             told = ConfigRecord({"threads": torch.get_num_threads(), "process": os.getpid(), "gpus": gpus})

@@ -3,22 +3,22 @@
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from logging import WARNING
-from pathlib import Path
 from typing import Any, Self
 
-from flwr.app import Context, Error, Message
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.common import log
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.layerwise.exchange import ExchangeError, OrderError, join
 from fedbn_flwr.server.ask_nodes import identify
-from fedbn_flwr.simulation.in_process import LocalGrid, in_portions
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, StateFolder
+from fedbn_flwr.simulation.in_process import LocalGrid
+from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.simulation.processes.service import GridFactory, Opened
 from fedbn_flwr.simulation.processes.worker import OwnShare, Worker, WorkerDiedError, WorkerError, WorkerHandle
 
@@ -28,8 +28,7 @@ class WorkersGrid(LocalGrid):
 
     `make_grid` is given partitions, and makes the grid of their nodes inside a worker: it must be picklable, and the
     grid's node of partition p have the id `FIRST_NODE_ID + p`. A node stays with its worker, where its `Context` is.
-    When a worker dies, its messages are answered by errors, at most `in_process.PORTION` of them, and it is started
-    again with empty contexts.
+    When a worker dies, its messages are answered by errors, and it is started again with empty contexts.
 
     With `here` the first of the workers is this process. It works while the grid waits for answers, with the threads
     that it has, and makes its grid when that is wanted first. If it dies, so does the run. The others are processes of
@@ -87,33 +86,29 @@ class WorkersGrid(LocalGrid):
         context: Context = self._ask_all("context", {worker: node})[worker]
         return context
 
-    def save_states(self, folder: Path) -> None:
-        """Write what all nodes remember into a folder: every worker its own, or this process for other machines.
+    def contexts(self) -> Iterator[Context]:
+        """Iterate over copies of the contexts of nodes that remember something; those of a worker that died do not."""
+        for worker in self._workers:
+            nodes = self._try_all("remembering", {worker: None})[worker]
+            for node in [] if isinstance(nodes, WorkerDiedError) else nodes:
+                context = self._try_all("context", {worker: node})[worker]
+                if isinstance(context, Context):
+                    yield context
 
-        Nodes whose worker has died remember nothing.
-        """
-        self._ask_all("save_states", {one: folder for one in self._workers if one.shares_files}, needed=False)
-        for worker in self._elsewhere():
-            for name, content in self._ask_all("states", {worker: None}, needed=False).get(worker, {}).items():
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_bytes(content)
-
-    def restore_states(self, folder: Path) -> None:
-        """Let every worker restore what its nodes remember from a folder."""
-        self._ask_all("restore_states", {worker: folder for worker in self._workers if worker.shares_files})
-        for worker in self._elsewhere():
-            nodes = StateFolder(folder, self._partitions(worker.index))
-            self._ask_all("set_states", {worker: {path.name: path.read_bytes() for path in nodes.paths()}})
-
-    def _elsewhere(self) -> list[WorkerHandle]:
-        """Return the workers on machines with files of their own."""
-        return [worker for worker in self._workers if not worker.shares_files]
+    def remember(self, node: int, state: RecordDict) -> None:
+        """Let a node remember this, and nothing else."""
+        self._ask_all("remember", {self._worker_of(node): (node, state)})
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Deliver the messages, to all workers at once, and keep the replies."""
         messages = list(messages)
-        with self._closed_in_the_middle():
-            self._deliver(self._shares(messages))
+        shares = self._shares(messages)
+        answers = self._try_all("deliver", {worker: [*share.values()] for worker, share in shares.items()})
+        for worker, answer in answers.items():
+            if isinstance(answer, WorkerDiedError):
+                reason = f"the process of worker {worker.index} {answer}"
+                answers[worker] = [_error_reply(message, reason) for message in shares[worker].values()]
+        self._replies |= {reply.metadata.reply_to_message_id: reply for reply in _collect(shares, answers)}
         return [message.metadata.message_id for message in messages]
 
     def open_step(self, messages: Sequence[Message]) -> "WorkersTransport | None":
@@ -132,15 +127,7 @@ class WorkersGrid(LocalGrid):
         if None in opened.values():
             self._abandon(shares)
             return None
-
-        def close(answers: Mapping[WorkerHandle, list[Message | None]]) -> list[Message]:
-            placed: dict[int, Message | None] = {}
-            for worker, share in shares.items():
-                placed |= zip(share, answers[worker], strict=True)
-            replies = [placed[place] for place in range(len(messages))]
-            return [*filter(None, map(self._keep_reply, messages, replies))]
-
-        return WorkersTransport(opened, self._ask_all, close, self._abandon)
+        return WorkersTransport(opened, self._ask_all, partial(_collect, shares), self._abandon)
 
     def _abandon(self, shares: Iterable[WorkerHandle]) -> None:
         """End a step in all workers; one that has died has no step any more, and a closed grid has no workers."""
@@ -154,75 +141,37 @@ class WorkersGrid(LocalGrid):
             shares.setdefault(self._worker_of(message.metadata.dst_node_id), {})[place] = message
         return shares
 
-    def _ask_all(
-        self, name: str, payloads: Mapping[WorkerHandle, Any], *, needed: bool = True
-    ) -> dict[WorkerHandle, Any]:
-        """Return the answers of workers that work at the same time.
+    def _ask_all(self, name: str, payloads: Mapping[WorkerHandle, Any]) -> dict[WorkerHandle, Any]:
+        """Return the answers of workers that work at the same time; WorkerDiedError if one of them died."""
+        answers = self._try_all(name, payloads)
+        for death in answers.values():
+            if isinstance(death, WorkerDiedError):
+                raise death
+        return answers
 
-        One that died is started again, and reported if its answer is needed.
-        """
+    def _try_all(self, name: str, payloads: Mapping[WorkerHandle, Any]) -> dict[WorkerHandle, Any]:
+        """Return the answers of workers that work at the same time; of one that died and starts again, its error."""
         answers: dict[WorkerHandle, Any] = {}
-        failures: list[RuntimeError] = []
-        with self._closed_in_the_middle():
+        failures: list[WorkerError] = []
+        try:
             for worker, payload in payloads.items():
                 worker.ask(name, payload)
-            for worker in _in_turn(payloads):
+            # in the order of their numbers: this process comes first, and works meanwhile
+            for worker in sorted(payloads, key=lambda worker: worker.index):
                 try:
                     answers[worker] = worker.answer()
                 except WorkerDiedError as death:
                     self._revive(worker, death)
-                    failures += [death] * needed
+                    answers[worker] = death
                 except WorkerError as error:
                     failures.append(error)
+        except BaseException:
+            # some answers are still on their way, or half received
+            self.close()
+            raise
         if failures:
             raise failures[0]
         return answers
-
-    @contextmanager
-    def _closed_in_the_middle(self) -> Iterator[None]:
-        """Close the grid if anything is raised: some answers are still on their way, or half received."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
-    def _deliver(self, shares: Mapping[WorkerHandle, Mapping[int, Message]]) -> None:
-        """Give each worker a portion of its messages, and the next portion when these are answered.
-
-        Workers are waited for in turn, so that the others have a portion each while this process works on its own.
-        """
-        ahead = {worker: [*in_portions([*shares[worker].values()])] for worker in _in_turn(shares)}
-        for worker, portions in ahead.items():
-            worker.ask("deliver", portions[0])
-        while ahead:
-            for worker in list(ahead):
-                messages = ahead[worker].pop(0)
-                replies = self._answers(worker, messages)
-                if ahead[worker]:
-                    worker.ask("deliver", ahead[worker][0])
-                else:
-                    del ahead[worker]
-                for message, reply in zip(messages, replies, strict=True):
-                    if (kept := self._keep_reply(message, reply)) is not None:
-                        self._replies[kept.metadata.reply_to_message_id] = kept
-
-    def _keep_reply(self, message: Message, reply: Message | None) -> Message | None:
-        """Give a message the id that the worker's grid has given to its copy, or one of its own if it has no reply."""
-        if reply is None:
-            identify(message)
-            return None
-        message.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
-        return reply
-
-    def _answers(self, worker: WorkerHandle, messages: Sequence[Message]) -> list[Message | None]:
-        """Return the worker's replies, or error replies if its process died."""
-        try:
-            replies: list[Message | None] = worker.answer()
-        except WorkerDiedError as death:
-            self._revive(worker, death)
-            return [_error_reply(message, f"the process of worker {worker.index} {death}") for message in messages]
-        return replies
 
     def _revive(self, worker: WorkerHandle, death: WorkerDiedError) -> None:
         if worker.restart():
@@ -302,9 +251,19 @@ class WorkersTransport:
         self._abandon(self._first)
 
 
-def _in_turn(workers: Iterable[WorkerHandle]) -> list[WorkerHandle]:
-    """Return workers in the order in which they are waited for: this process comes first, and works meanwhile."""
-    return sorted(workers, key=lambda worker: worker.index)
+def _collect(
+    shares: Mapping[WorkerHandle, Mapping[int, Message]], answers: Mapping[WorkerHandle, Sequence[Message | None]]
+) -> list[Message]:
+    """Return replies in the order of their messages, which get the ids that the workers' grids gave to their copies."""
+    replies: dict[int, Message] = {}
+    for worker, share in shares.items():
+        for (place, message), reply in zip(share.items(), answers[worker], strict=True):
+            if reply is None:  # it is in the mean that answers another message
+                identify(message)
+            else:
+                message.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
+                replies[place] = reply
+    return [replies[place] for place in sorted(replies)]
 
 
 def count_cores() -> int:

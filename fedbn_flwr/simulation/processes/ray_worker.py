@@ -93,8 +93,6 @@ class RayWorker(WorkerHandle):
     When it ends, or its machine, Ray finds another place with such a part. Nobody waits for that while others work.
     """
 
-    shares_files = False
-
     def __init__(self, index: int, threads: int, cluster: Cluster) -> None:
         self._cluster, self._proved, self._alive = cluster, False, False
         #: requests to a worker that has not started yet

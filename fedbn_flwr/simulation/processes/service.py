@@ -3,15 +3,14 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from flwr.app import Context, Message, MessageType
+from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.layerwise.exchange import ExchangeError, pool
+from fedbn_flwr.simulation.in_process import in_portions
 from fedbn_flwr.simulation.processes.averaged_replies import average_replies
 from fedbn_flwr.transports import LayerwiseGrid, NodesTransport, Participant
 
@@ -46,10 +45,13 @@ class Service:
 
     def deliver(self, messages: list[Message]) -> list[Message | None]:
         """Return the answers, in the order of the messages; None where an answer is in the mean of several."""
-        replies = {reply.metadata.reply_to_message_id: reply for reply in self.grid.send_and_receive(messages)}
-        ordered = [replies[message.metadata.message_id] for message in messages]
-        is_training = all(message.metadata.message_type == MessageType.TRAIN for message in messages)
-        return self._averaged(ordered) if is_training else [*ordered]
+        answers = list[Message | None]()
+        for portion in in_portions(messages):
+            replies = {reply.metadata.reply_to_message_id: reply for reply in self.grid.send_and_receive(portion)}
+            ordered = [replies[message.metadata.message_id] for message in portion]
+            is_training = all(message.metadata.message_type == MessageType.TRAIN for message in portion)
+            answers += self._averaged(ordered) if is_training else ordered
+        return answers
 
     def _averaged(self, replies: Sequence[Message]) -> list[Message | None]:
         return average_replies(replies, self._weighting) if self._weighting else [*replies]
@@ -105,26 +107,13 @@ class Service:
         context: Context = self.grid.context(node)
         return context
 
-    def save_states(self, folder: Path) -> None:
-        """Write what this worker's nodes remember into a folder."""
-        self.grid.save_states(folder)
+    def remembering(self, _: None) -> list[int]:
+        """Return the nodes that remember something."""
+        return [context.node_id for context in self.grid.contexts()]
 
-    def restore_states(self, folder: Path) -> None:
-        """Let this worker's nodes remember what is in a folder."""
-        self.grid.restore_states(folder)
-
-    def states(self, _: None) -> dict[str, bytes]:
-        """Return what this worker's nodes remember, as files by name, for a machine with other files."""
-        with TemporaryDirectory() as folder:
-            self.save_states(Path(folder))
-            return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-
-    def set_states(self, files: dict[str, bytes]) -> None:
-        """Let this worker's nodes remember what is in these files."""
-        with TemporaryDirectory() as folder:
-            for name, content in files.items():
-                (Path(folder) / name).write_bytes(content)
-            self.restore_states(Path(folder))
+    def remember(self, payload: tuple[int, RecordDict]) -> None:
+        """Let a node remember this, and nothing else."""
+        self.grid.remember(*payload)
 
 
 def respond(service: Service, name: str, payload: Any) -> tuple[str, Any]:

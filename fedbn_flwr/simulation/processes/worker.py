@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, get_context, parent_process
 from multiprocessing.connection import Connection, wait
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -32,9 +32,6 @@ class WorkerDiedError(RuntimeError):
 
 class WorkerHandle(ABC):
     """The grid's side of one worker: it sends requests, and receives the answer to each, in their order."""
-
-    #: whether the worker's paths are those of this machine
-    shares_files: ClassVar[bool] = True
 
     def __init__(self, index: int, threads: int) -> None:
         self.index, self._threads, self._unanswered = index, threads, 0

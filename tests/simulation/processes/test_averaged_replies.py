@@ -148,10 +148,14 @@ def test_whoever_needs_single_replies_gets_them(options: dict[str, str], tmp_pat
         assert grid._average_by == ""
 
 
-def test_whoever_asks_nodes_waits_for_no_reply_that_is_in_a_mean() -> None:
+@pytest.mark.parametrize(("portion", "means"), [(100, [1000, 1001]), (1, [1000, 1001, 1002, 1003])])
+def test_whoever_asks_nodes_waits_for_no_reply_that_is_in_a_mean(
+    portion: int, means: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedbn_flwr.simulation.in_process.PORTION", portion)
     alone = Federation(make_model())
     content = RecordDict({wire.ARRAYS: alone.initial, wire.CONFIG: INSTRUCTION.to_config()})
     with averaging("examples") as grid:
         messages = [Message(content, node, "train") for node in grid.get_node_ids()]
         replies = ask_nodes(grid, messages, timeout=600)
-    assert sorted(replies) == [1000, 1001]
+    assert sorted(replies) == means

@@ -58,15 +58,6 @@ def test_nodes_stay_in_processes_the_first_of_which_may_be_this_one(here: bool) 
         assert {answer["threads"] for answer in told if answer["process"] != os.getpid()} == {1}
 
 
-def test_a_worker_that_is_slower_than_this_process_still_gets_its_next_portion(
-    grid: WorkersGrid, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The last portion here waits for the worker's second one."""
-    monkeypatch.setattr("fedbn_flwr.simulation.in_process.PORTION", 1)
-    words = ["hello", "rest", "hello", f"touch {tmp_path / 'flag'}", f"await {tmp_path / 'flag'}"]
-    assert answers(send(grid, *words)) == [(1, word, index) for index, word in enumerate(words)]
-
-
 class Place:
     """A request for images that tells the process that decodes it."""
 
@@ -172,16 +163,6 @@ def test_the_first_worker_may_die_if_it_is_another_process(two_workers: WorkersG
     replies = send(two_workers, "hello", "hello", "die", "hello", "hello")
     assert [reply.has_error() for reply in replies] == [True, False, True, False, True]
     assert [answer[0] for answer in answers(send(two_workers, *["hello"] * 5))] == [1, 2, 1, 2, 1]
-
-
-def test_of_a_long_push_only_what_a_worker_has_is_lost_with_it(
-    grid: WorkersGrid, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fedbn_flwr.simulation.in_process.PORTION", 1)
-    replies = send(grid, "hello", "hello", "hello", "die", "hello")
-    assert [reply.has_error() for reply in replies] == [False, False, False, True, False]
-    # the second node's state is lost all the same
-    assert [answer[0] for answer in answers(send(grid, *["hello"] * 5))] == [2, 1, 2, 1, 2]
 
 
 def test_states_are_saved_without_those_of_a_worker_that_died(grid: WorkersGrid, tmp_path: Path) -> None:
