@@ -77,15 +77,15 @@ def resnet18(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
 
     model = models.resnet18(weights=None, num_classes=num_classes)
     if image_size < SMALL_IMAGE:
-        model.conv1 = _stem(in_channels, kernel_size=3, stride=1)
+        model.conv1 = _stem(in_channels, 64, kernel_size=3, stride=1)
         model.maxpool = nn.Identity()
     elif in_channels != 3:
-        model.conv1 = _stem(in_channels, kernel_size=7, stride=2)
+        model.conv1 = _stem(in_channels, 64, kernel_size=7, stride=2)
     return model  # type: ignore[no-any-return]
 
 
-def _stem(in_channels: int, kernel_size: int, stride: int) -> nn.Conv2d:
-    stem = nn.Conv2d(in_channels, 64, kernel_size, stride, padding=kernel_size // 2, bias=False)
+def _stem(in_channels: int, channels: int, kernel_size: int, stride: int) -> nn.Conv2d:
+    stem = nn.Conv2d(in_channels, channels, kernel_size, stride, padding=kernel_size // 2, bias=False)
     nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
     return stem
 
@@ -113,7 +113,5 @@ def mobilenetv2(num_classes: int, in_channels: int, image_size: int) -> nn.Modul
     stages = _SMALL_IMAGE_STAGES if small else None
     model = models.mobilenet_v2(weights=None, num_classes=num_classes, inverted_residual_setting=stages)
     if small or in_channels != 3:
-        stem = nn.Conv2d(in_channels, 32, 3, stride=1 if small else 2, padding=1, bias=False)
-        nn.init.kaiming_normal_(stem.weight, mode="fan_out")
-        model.features[0][0] = stem
+        model.features[0][0] = _stem(in_channels, 32, kernel_size=3, stride=1 if small else 2)
     return model  # type: ignore[no-any-return]
