@@ -142,8 +142,6 @@ def test_a_partition_of_ones_own_shares_out_rows_in_shuffled_order() -> None:
     with pytest.raises(ValueError, match="partition 'first:3' has samples for 2 clients, not for 3"):
         data.partition("first:3", grey(), clients=3, seed=1)
 
-
-def test_a_partition_that_gives_a_sample_twice_is_refused() -> None:
     @register_partition("same")
     def same(request: PartitionRequest) -> list[NDArray[np.int64]]:
         return [np.arange(2)] * request.clients

@@ -55,16 +55,6 @@ def test_load_names_what_does_not_fit_and_leaves_the_model_alone(
     assert_same_state(model.state_dict(), before)
 
 
-def test_a_snapshot_is_a_copy_of_all_or_of_some_entries() -> None:
-    model = toy_cnn()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    whole, part = state.snapshot(model), state.snapshot(model, ["5.bias"])
-    for value in model.state_dict().values():
-        value.zero_()
-    assert_same_state(whole, before)
-    assert_same_state(part, {"5.bias": before["5.bias"]})
-
-
 def test_groups_go_by_type_not_by_name() -> None:
     model = mobilenet_v2(num_classes=10)
     layers = {name for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)}
