@@ -36,9 +36,8 @@ class Layerwise(FedAvg):
     If a node fails in the middle of the step, or sends what cannot be combined, the step starts again from the
     received model, with the other nodes: `max_attempts` times in all, then the round is skipped. A node that fails
     only in the last exchange is left out of the average; what it sent before stays in the statistics of the others.
-    With `fresh_optimizer`, the optimizer's state of the layer-wise step is not used in the steps after it. Between
-    messages, nodes keep up to `replay_limit` megabytes of received arrays in Flower's `Context.state`, and ask for
-    larger ones again where a process has lost its step.
+    Between messages, nodes keep up to `replay_limit` megabytes of received arrays in Flower's `Context.state`, and ask
+    for larger ones again where a process has lost its step.
     """
 
     pools: ClassVar[tuple[Group, ...]] = (Group("the statistics of layer-wise steps"),)
@@ -54,9 +53,6 @@ class Layerwise(FedAvg):
             "attempts at a layer-wise step, each without the nodes that failed, before the round is skipped",
             Range(1),
         ] = 3,
-        fresh_optimizer: Annotated[
-            bool, "use another optimizer for the layer-wise step than for the steps after it"
-        ] = False,
         replay_limit: Annotated[
             float, "megabytes of arrays that a node keeps to replay a suspended step", Range(0)
         ] = 16.0,
@@ -65,7 +61,7 @@ class Layerwise(FedAvg):
         super().__init__(**options)
         if (self.arrayrecord_key, self.configrecord_key) != (wire.ARRAYS, wire.CONFIG):
             raise ValueError(f"{type(self).__name__} sends messages of its own, with 'arrays' and 'config' in them")
-        self.max_attempts, self.fresh_optimizer, self.replay_limit = max_attempts, fresh_optimizer, replay_limit
+        self.max_attempts, self.replay_limit = max_attempts, replay_limit
         #: what the nodes said of their numbers of samples in the step
         self._expected_replies: list[NodeReply] = []
         #: what the nodes replied at the end of the step
@@ -79,7 +75,6 @@ class Layerwise(FedAvg):
         return replace(
             instruction,
             layerwise=self.mode,
-            fresh_optimizer=self.fresh_optimizer,
             replay_limit=self.replay_limit,
         )
 

@@ -65,9 +65,9 @@ class FedTAN(Layerwise):
     are cut to `trust` standard deviations, and to variance ratios between 1 / `trust` and `trust`; 0 leaves them as
     they are. What the server keeps has at most `carry_limit` megabytes.
 
-    Deviations: one optimizer for the round, where the authors' code takes the first step with one of its own
-    (`fresh_optimizer=True`); p_i is the share of examples, in their code 1 / N (`weighting="uniform"`); the running
-    variance is corrected by n / (n - 1), n being the count over all clients, as in PyTorch.
+    Deviations: the authors' code uses another optimizer for the layer-wise step than for the steps after it; here, the
+    same one goes on. p_i is the share of examples, in their code 1 / N (`weighting="uniform"`). The running variance is
+    corrected by n / (n - 1), n being the count over all clients, as in PyTorch.
     """
 
     paper: ClassVar[str] = "Wang et al., 2023, arXiv:2301.02982"

@@ -202,8 +202,6 @@ class BNClient:
             raise ValueError(f"a layer-wise step needs messages of the kind {wire.LAYERWISE!r}")
         with shared_statistics(self.model, exchange, training.layerwise_mode(session.instruction)):
             yield next(planned)
-        if session.instruction.fresh_optimizer:
-            session.optimizer.state.clear()
         yield from planned
 
     def step_seed(self, instruction: Instruction) -> int:

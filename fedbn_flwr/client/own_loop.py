@@ -185,11 +185,8 @@ class OwnLoop:
         if self._session is None or not held:
             return
         self._first_step.close()
-        if self._exchange and self._session.steps == 1:
-            if self._instruction.fresh_optimizer:
-                optimizer.state.clear()
-            if self._instruction.server_round == 1:
-                log(INFO, SHARED, self._passes, type(optimizer).__name__, len(held), len(self._session.learned()))
+        if self._exchange and self._session.steps == 1 and self._instruction.server_round == 1:
+            log(INFO, SHARED, self._passes, type(optimizer).__name__, len(held), len(self._session.learned()))
 
     def _held_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """Return the ids of the model's parameters that the optimizer changes; none in another thread's loop."""

@@ -16,7 +16,7 @@ METHODS = (
     *("fedavg", "fedavg:weighting=uniform", "fedavg:server-optimizer=adam", "fedavg:robust=trimmed-mean", "fedbn"),
     *("fedprox:mu=0.5", "fixbn:freeze-round=2", "fixbn:freeze-round=1:freeze=both", "fixbn:freeze-round=auto:window=2"),
     *("silobn", "mtfl", "fedbs", "fedbs:loss=running", "fedwon:agc=on", "scaffold", "hbn", "heterofl", "standalone"),
-    *("fedtan", "fedtan:exchange=paper", "fedtan:fresh-optimizer=true", "fedtan:weighting=uniform", "fedtan-ii:m=2"),
+    *("fedtan", "fedtan:exchange=paper", "fedtan:weighting=uniform", "fedtan-ii:m=2"),
     *("fedtan:carry=true", "fedtan:carry=true:memory=0", "fedtan:carry=true:weighting=uniform", "feddna"),
     *("feddna:carry=true", "feddna:exchange=paper", "centralized"),
 )

@@ -91,7 +91,6 @@ def test_with_equal_data_it_follows_centralized_sgd(exchange: Any) -> None:
 DEGENERATE: dict[str, tuple[Callable[[], FedAvg], Callable[[], FedAvg]]] = {
     "FedTAN-II that never freezes is FedTAN": (lambda: FedTANII(m=3), FedTAN),
     "FedTAN-II frozen from the start is FixBN": (lambda: FedTANII(m=0), lambda: FixBN(freeze_round=0)),
-    "a step's own optimizer without momentum": (lambda: FedTAN(fresh_optimizer=True), FedTAN),
 }
 
 
@@ -106,17 +105,6 @@ def test_degenerate_case(case: str) -> None:
 def test_one_client_is_fedavg(make: Callable[..., FedAvg], carry: bool) -> None:
     one, plain = (run(each, sizes=(9,), momentum=0.9) for each in (make(carry=carry, **ALONE), FedAvg(**ALONE)))
     assert distance(one, plain) < 1e-12
-
-
-@pytest.mark.parametrize("carry", [False, True])
-def test_the_optimizer_of_the_step_is_forgotten_on_request(carry: bool) -> None:
-    def gap(**options: Any) -> float:
-        strategies = (FedTAN(carry=carry, fresh_optimizer=fresh) for fresh in (False, True))
-        return distance(*(run(strategy, momentum=0.9, **options) for strategy in strategies))
-
-    assert gap() > 1e-4
-    # with one local step there is nothing to carry over
-    assert gap(local_steps=1) == 0
 
 
 def test_fedtan_ii_is_fedavg_after_the_freeze() -> None:

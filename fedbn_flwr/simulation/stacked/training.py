@@ -19,7 +19,7 @@ from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.simulation.stacked.layers import Dropouts, apply_shared
-from fedbn_flwr.simulation.stacked.model import CannotStackError, Rows, Stack, StackedMemory, stacked
+from fedbn_flwr.simulation.stacked.model import Rows, Stack, StackedMemory, stacked
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import FlatState
 from fedbn_flwr.wire import Instruction
@@ -151,8 +151,6 @@ class StackedBatches:
                 self._retire(slice(now, active))
             active = now
             yield [self._part(rows, *next(loaded)) for rows in self._groups(step)]
-            if self.first_step and (self.exchange or self.carried) and self.session.instruction.fresh_optimizer:
-                self.session.optimizer.state.clear()
             self.first_step = False
 
     def loss_of(self, parts: list[Part]) -> tuple[Tensor, int | Tensor]:
@@ -217,8 +215,6 @@ class StackedBatches:
             for value in kinds.values()
             if isinstance(value, Tensor) and value.dim()
         ]
-        if self.session.instruction.momentum_state != "none" and self.session.instruction.momentum and not kept:
-            raise CannotStackError("a client is at its end before there is momentum, which it would get all the same")
         self.finished.append((rows, [(value, value[rows].clone()) for value in moving + kept]))
 
 

@@ -199,16 +199,6 @@ def test_an_instruction_that_cannot_be_planned_is_an_error_of_the_nodes() -> Non
             run(Stacked, quiet(strategy), batch_size=0)
 
 
-def test_a_client_that_ends_before_there_is_momentum_goes_by_messages() -> None:
-    """Four samples are one step, after which the optimizer is new: this client alone has no momentum to keep."""
-    options: dict[str, Any] = {"fresh_optimizer": True, "momentum_state": "local"}
-    instruction: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.1, "local_steps": 0, "local_epochs": 1}
-    alone, together = both(lambda: quiet(FedTAN, **options), nodes={"sizes": (4, 12)}, **instruction)
-    assert difference(alone, together) == 0
-    slower = [text for text in together.watch.messages if "which are slower: a client is at its end before" in text]
-    assert len(slower) == 1
-
-
 def opened(advances: int) -> tuple[Federation, Any]:
     nodes = Federation(make_model(), grid=Stacked)
     instruction = replace(INSTRUCTION, server_round=1, layerwise="fused", momentum=0.9, momentum_state="local")

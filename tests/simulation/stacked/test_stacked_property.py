@@ -110,15 +110,13 @@ def test_one_client() -> None:
 
 
 Options = st.SearchStrategy[dict[str, Any]]
-EXCHANGES = st.sampled_from([{"carry": True}, {"exchange": "fused"}, {"exchange": "paper"}])
-FRESH = st.fixed_dictionaries({"fresh_optimizer": st.booleans()})
+EXCHANGES: Options = st.sampled_from([{"carry": True}, {"exchange": "fused"}, {"exchange": "paper"}])
 #: by strategy, what it may be told beside the options of the contract's table
 OPTIONS: dict[str, Options] = {
     "fedprox": st.fixed_dictionaries({"mu": st.sampled_from([0.01, 1.0])}),
     "fixbn": st.fixed_dictionaries({"freeze": st.sampled_from(["statistics", "affine", "both"])}),
-    "fedtan": st.builds(dict.__or__, EXCHANGES, FRESH),
-    "fedtan-ii": FRESH,
-    "feddna": st.builds(dict.__or__, EXCHANGES, FRESH),
+    "fedtan": EXCHANGES,
+    "feddna": EXCHANGES,
 }
 #: options of all strategies
 SHARED = st.fixed_dictionaries(
@@ -146,7 +144,7 @@ INSTRUCTIONS = st.fixed_dictionaries(
 )
 SIZES = st.lists(st.integers(1, 14), min_size=2, max_size=5).map(tuple)
 #: why clients that could be stacked are not: what they remember, or what one of them cannot do
-APART = ("remember different entries", "before there is momentum", "a mini-batch of 1", "BatchMoments does not work on")
+APART = ("remember different entries", "a mini-batch of 1", "BatchMoments does not work on")
 
 
 def perceptron() -> nn.Module:
