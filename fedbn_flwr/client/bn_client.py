@@ -1,7 +1,7 @@
 """The client: it loads what it received, obeys the instruction, and says which keys it obeyed."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -160,14 +160,9 @@ class BNClient:
             inputs = channels_last(inputs, self.model) if type(self) is BNClient else inputs
             return training.batch_loss(self.model, (inputs, targets), session.instruction, self.loss_function)
 
-        loss = training.train(
-            planned
-            if session.instruction.layerwise == "none"
-            else self._first_shared(iter(planned), session, exchange),
-            loss_of,
-            session.optimizer,
-            [rule.adjust for rule in rules],
-        )
+        # closed, because clients may share the model: whoever keeps the error of a step keeps the step
+        with closing(self._first_shared(planned, session, exchange)) as drawn:
+            loss = training.train(drawn, loss_of, session.optimizer, [rule.adjust for rule in rules])
         for rule in rules:
             rule.finish(session)
         session.records |= training.carried_records(exchange)
@@ -195,14 +190,16 @@ class BNClient:
         return left_over and not frozen and bool(norm.bn_layers(self.model))
 
     def _first_shared(
-        self, planned: Iterator[training.Batch], session: Session, exchange: Exchange | None
-    ) -> Iterator[training.Batch]:
-        """Yield the batches; BN uses all clients' statistics until the second is asked for, after the first step."""
-        if exchange is None:
-            raise ValueError(f"a layer-wise step needs messages of the kind {wire.LAYERWISE!r}")
-        with shared_statistics(self.model, exchange, training.layerwise_mode(session.instruction)):
-            yield next(planned)
-        yield from planned
+        self, planned: Iterable[training.Batch], session: Session, exchange: Exchange | None
+    ) -> Generator[training.Batch, None, None]:
+        """Yield the batches; in a layer-wise round, BN uses all clients' statistics until the second is asked for."""
+        remaining = iter(planned)
+        if session.instruction.layerwise != "none":
+            if exchange is None:
+                raise ValueError(f"a layer-wise step needs messages of the kind {wire.LAYERWISE!r}")
+            with shared_statistics(self.model, exchange, training.layerwise_mode(session.instruction)):
+                yield next(remaining)
+        yield from remaining
 
     def step_seed(self, instruction: Instruction) -> int:
         """Return the seed of this round's dropout, which draws from torch's global generator."""

@@ -199,6 +199,14 @@ def test_an_instruction_that_cannot_be_planned_is_an_error_of_the_nodes() -> Non
             run(Stacked, quiet(strategy), batch_size=0)
 
 
+def test_a_client_that_fails_leaves_the_shared_model_to_the_others() -> None:
+    """Also where its error is kept, as the log's records are here."""
+    change, _ = POISONS["raises at the loss"]
+    alone = run(InProcessGrid, quiet(FedTAN, carry=True), make_float32_model, nodes={"wrap": poisoned(change)})
+    others = run(Without, quiet(FedTAN, carry=True), make_float32_model)
+    assert all(torch.equal(alone.final[name], others.final[name]) for name in others.final)
+
+
 def opened(advances: int) -> tuple[Federation, Any]:
     nodes = Federation(make_model(), grid=Stacked)
     instruction = replace(INSTRUCTION, server_round=1, layerwise="fused", momentum=0.9, momentum_state="local")
