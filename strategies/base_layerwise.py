@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import log
@@ -11,7 +11,6 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
-from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.replies import Group, NodeReply, Pooled, Refusal, log_refused, read_each
 from fedbn_flwr.transports import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
@@ -20,6 +19,9 @@ from fedbn_flwr.transports.message_server import MessageTransport
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg
+
+#: attempts at a layer-wise step, each without the nodes that failed, before the round is skipped
+MAX_ATTEMPTS = 3
 
 Contents = Mapping[int, RecordDict]
 
@@ -34,10 +36,8 @@ class Layerwise(FedAvg):
     `exchange_timeout` seconds, the last one with the remaining local steps too.
 
     If a node fails in the middle of the step, or sends what cannot be combined, the step starts again from the
-    received model, with the other nodes: `max_attempts` times in all, then the round is skipped. A node that fails
-    only in the last exchange is left out of the average; what it sent before stays in the statistics of the others.
-    Between messages, nodes keep up to `replay_limit` megabytes of received arrays in Flower's `Context.state`, and ask
-    for larger ones again where a process has lost its step.
+    received model, with the other nodes: MAX_ATTEMPTS times in all, then the round is skipped. A node that fails only
+    in the last exchange is left out of the average; what it sent before stays in the statistics of the others.
     """
 
     pools: ClassVar[tuple[Group, ...]] = (Group("the statistics of layer-wise steps"),)
@@ -45,23 +45,10 @@ class Layerwise(FedAvg):
     #: what is exchanged at a BN layer: one of `fedbn_flwr.wire.LAYERWISE_MODES`
     mode: str = "fused"
 
-    def __init__(
-        self,
-        *,
-        max_attempts: Annotated[
-            int,
-            "attempts at a layer-wise step, each without the nodes that failed, before the round is skipped",
-            Range(1),
-        ] = 3,
-        replay_limit: Annotated[
-            float, "megabytes of arrays that a node keeps to replay a suspended step", Range(0)
-        ] = 16.0,
-        **options: Any,
-    ) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if (self.arrayrecord_key, self.configrecord_key) != (wire.ARRAYS, wire.CONFIG):
             raise ValueError(f"{type(self).__name__} sends messages of its own, with 'arrays' and 'config' in them")
-        self.max_attempts, self.replay_limit = max_attempts, replay_limit
         #: what the nodes said of their numbers of samples in the step
         self._expected_replies: list[NodeReply] = []
         #: what the nodes replied at the end of the step
@@ -72,11 +59,7 @@ class Layerwise(FedAvg):
         instruction = super().instruct(instruction)
         if instruction.freeze in ("statistics", "both"):
             return instruction
-        return replace(
-            instruction,
-            layerwise=self.mode,
-            replay_limit=self.replay_limit,
-        )
+        return replace(instruction, layerwise=self.mode)
 
     def waits_for_others(self, instruction: Instruction) -> bool:
         """Return whether clients wait for each other in this round."""
@@ -133,14 +116,14 @@ class Layerwise(FedAvg):
                 return
 
     def _train(self, grid: Grid, contents: Contents) -> list[Message]:
-        """Return the replies of the nodes that do not fail; none after `max_attempts`.
+        """Return the replies of the nodes that do not fail; none after MAX_ATTEMPTS.
 
         A grid that takes the step by itself leaves the nodes as before where it fails. Unless the failure names nodes,
         the step is then taken by messages, which find out which node failed.
         """
         reasons, why_not_common = list[Refusal](), ""
         common = grid if isinstance(grid, LayerwiseGrid) else None
-        for attempt in range(1, self.max_attempts + 1):
+        for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
                 if common:
                     try:
@@ -178,7 +161,7 @@ class Layerwise(FedAvg):
     def _take_by_messages(self, grid: Grid, contents: Contents, attempt: int) -> list[Message]:
         # only the last of a step's replies holds more than requests
         expected = replace(self.round.expected, binding=(), groups=(), weighted_by=wire.NUM_EXAMPLES)
-        is_last = attempt == self.max_attempts
+        is_last = attempt == MAX_ATTEMPTS
         transport = MessageTransport(grid, contents, attempt, is_last, self.exchange_timeout, expected)
         replies = self._take_step(transport)
         self._sent = transport.sent

@@ -63,7 +63,7 @@ class FedTAN(Layerwise):
     add because a drawn node is silent, those of the next round take back. Messages carry 4 numbers a BN channel more,
     each way (2 without gradients), and each layer's name and 3 sizes. Nodes remember nothing. Corrections of statistics
     are cut to `trust` standard deviations, and to variance ratios between 1 / `trust` and `trust`; 0 leaves them as
-    they are. What the server keeps has at most `carry_limit` megabytes.
+    they are. What the server keeps has at most 256 megabytes.
 
     Deviations: the authors' code uses another optimizer for the layer-wise step than for the steps after it; here, the
     same one goes on. p_i is the share of examples, in their code 1 / N (`weighting="uniform"`). The running variance is
@@ -102,9 +102,6 @@ class FedTAN(Layerwise):
             "rounds after which a node's values are too old for corrections with carry=true; 0 is no limit",
             Range(0),
         ] = 4,
-        carry_limit: Annotated[
-            float, "megabytes of nodes' values that the server keeps for carry=true", Range(0, excluded="low")
-        ] = 256.0,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -113,7 +110,7 @@ class FedTAN(Layerwise):
         self.carry = carry
         if carry:
             self.add_group(Group("values that carry=true keeps", by_node=True))
-        self.carried = CarriedValues(trust, carry_limit, memory, oldest, self.combiner)
+        self.carried = CarriedValues(trust, memory, oldest, self.combiner)
         self._corrections: Mapping[int, Entries] = {}
         if self.carry and exchange != "fused":
             raise ValueError(f"carried corrections are always fused: exchange={exchange!r} goes without them")

@@ -95,6 +95,8 @@ LAYERS, SIZES, EXAMPLES, ROUND = "layers", "sizes", "examples", "round"
 
 # Added to a variance before it divides: a client whose channel is constant has none.
 _FLOOR = 1e-5
+#: most bytes of nodes' values that the server keeps
+LIMIT = 256 * 2**20
 
 
 # ---- corrections of local values ----------------------------------------------------------------------------------
@@ -239,17 +241,14 @@ class CarriedValues:
     After a pause of j rounds, kept statistics count `memory` to the power of j. A memory of 0 keeps the last ones. A
     node whose values are more than `oldest` rounds old goes without corrections; 0 is no limit.
 
-    If all together take more than `limit` megabytes (2^20 bytes), those are forgotten that are not renewed for the
-    longest time.
+    If all together take more than `LIMIT` bytes, those are forgotten that are not renewed for the longest time.
 
     Corrections of gradients sum to zero over the nodes that get them, and may not over the nodes that reply. What is
     left over is the `surplus`, which the next corrections take back.
     """
 
-    def __init__(
-        self, trust: float, limit: float, memory: float = 0.0, oldest: int = 0, combiner: Combiner = combine
-    ) -> None:
-        self.trust, self.limit, self.memory, self.oldest, self.combiner = trust, limit, memory, oldest, combiner
+    def __init__(self, trust: float, memory: float = 0.0, oldest: int = 0, combiner: Combiner = combine) -> None:
+        self.trust, self.memory, self.oldest, self.combiner = trust, memory, oldest, combiner
         #: as they travel, with the node's number of samples and the round; the most recent last
         self.by_node: dict[int, Entries] = {}
         #: (2, C), what all corrections so far have added to the mean gradient of the averaged nodes
@@ -275,7 +274,7 @@ class CarriedValues:
             kept["statistics"] = mean.astype(kept["statistics"].dtype)
         self.by_node[node] = {**kept, EXAMPLES: np.array(num_examples), ROUND: np.array(server_round)}
         size = sum(value.nbytes for value in self.by_node[node].values())
-        while len(self.by_node) > max(self.limit * 2**20 / size, 1):
+        while len(self.by_node) > max(LIMIT / size, 1):
             del self.by_node[next(iter(self.by_node))]
         return ""
 

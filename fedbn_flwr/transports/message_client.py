@@ -28,6 +28,8 @@ from fedbn_flwr.wire import Instruction
 
 #: most steps that wait in this process
 MAX_STEPS = 32
+#: most bytes of received arrays that a node keeps in its state to replay a step; it asks for larger ones again
+REPLAY_LIMIT = 16 * 2**20
 _REPLICAS = Replicas()
 _PREFIX = "layerwise/"
 
@@ -61,8 +63,8 @@ def handle_layerwise_message(content: RecordDict, context: Context, make_client:
         return Reply(0, {})
     config: Any = content[wire.CONFIG]
     # to make the client may import the module that registers a rule: until then, fields alone
-    fields = Instruction.from_config(config)
-    step_log = StepLog(Memory(context.state), f"{fields.server_round}.{position.attempt}", fields.replay_limit)
+    server_round = Instruction.from_config(config).server_round
+    step_log = StepLog(Memory(context.state), f"{server_round}.{position.attempt}")
     held = STEPS.pop(_key(context), None)
     step_log.add(content)
     latest = position.index - 1  # the number of the answer that the message brings; the first is 0
@@ -121,11 +123,11 @@ def _train(
 class StepLog:
     """The arrays and answers that a node has received in one attempt at a step; they are in its `Context.state`.
 
-    `attempt` names the round and the attempt. More than `limit` megabytes of arrays are not kept.
+    `attempt` names the round and the attempt. More than `REPLAY_LIMIT` bytes of arrays are not kept.
     """
 
-    def __init__(self, memory: Memory, attempt: str, limit: float) -> None:
-        self._memory, self.attempt, self._limit = memory, attempt, limit
+    def __init__(self, memory: Memory, attempt: str) -> None:
+        self._memory, self.attempt = memory, attempt
         self._received, self._answers = f"{_PREFIX}{attempt}/received/", f"{_PREFIX}{attempt}/log/"
 
     def add(self, content: RecordDict) -> None:
@@ -134,7 +136,7 @@ class StepLog:
         if received:
             self.clear()
             size = sum(payload_bytes(array) for record in received.values() for array in record.values())
-            for name, record in received.items() if size <= self._limit * 2**20 else ():
+            for name, record in received.items() if size <= REPLAY_LIMIT else ():
                 self._memory.keep(f"{self._received}{name}", record)
         kept: dict[str, Any] = dict(self._memory.kept(self._answers))
         for group in (ANSWERS, COUNTS):

@@ -116,8 +116,6 @@ class Instruction:
     momentum_state: str = _binding("none")
     #: share BN statistics with the other clients in the first step: one of LAYERWISE_MODES
     layerwise: str = _binding("none")
-    #: megabytes (2^20 bytes) of received arrays that a node may keep in its state during a layer-wise step
-    replay_limit: float = 16.0
     #: samples from which statistics are gathered; 0: all
     gather_samples: int = 0
     #: in an evaluation, also send the entries that stay on the client

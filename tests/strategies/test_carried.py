@@ -368,7 +368,7 @@ def test_what_corrections_add_over_all_rounds_is_never_more_than_one_pool_can(
     rounds: list[dict[int, bool]], seed: int
 ) -> None:
     """One number in place of a gradient; each round's pool, and what it leaves over, by the definition."""
-    generator, carried = np.random.default_rng(seed), CarriedValues(trust=3.0, limit=1.0)
+    generator, carried = np.random.default_rng(seed), CarriedValues(trust=3.0)
     sizes, last, added, largest = [3.0, 7.0, 1.0, 12.0, 5.0], dict[int, float](), 0.0, 0.0
     for drawn in rounds:
         corrections = carried.corrections(drawn, lambda examples: list(examples.values()))
@@ -396,7 +396,7 @@ def test_what_corrections_add_over_all_rounds_is_never_more_than_one_pool_can(
 
 
 def test_a_surplus_of_other_layers_is_not_taken_back() -> None:
-    carried = CarriedValues(trust=3.0, limit=1.0)
+    carried = CarriedValues(trust=3.0)
     carried.surplus = np.ones((2, 3))
     for node, gradient in ((7, 1.0), (8, 5.0)):
         carried.hear(node, 10, values(0.0) | with_gradients(gradient, 0.0))
@@ -500,9 +500,10 @@ def test_the_trust_region_by_hand() -> None:
     assert gradients[:, 0, 0].tolist() == pytest.approx([1000.0, -9000.0])
 
 
-def test_the_oldest_values_are_forgotten() -> None:
+def test_the_oldest_values_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     # a node's values are 2 + 3 + 1 numbers of 8 bytes, and a byte for the layer's name
-    carried = CarriedValues(trust=3.0, limit=3 * 57 / 2**20)
+    monkeypatch.setattr("fedbn_flwr.layerwise.carried.LIMIT", 3 * 57)
+    carried = CarriedValues(trust=3.0)
     for node in (1, 2, 3, 1, 4):
         carried.hear(node, 10, values(0.0))
     assert list(carried.by_node) == [3, 1, 4]
@@ -536,7 +537,7 @@ FAULTY_VALUES: dict[str, dict[str, np.ndarray]] = {
 
 @pytest.mark.parametrize("case", FAULTY_VALUES)
 def test_faulty_values_are_not_kept(case: str) -> None:
-    carried = CarriedValues(trust=3.0, limit=1.0)
+    carried = CarriedValues(trust=3.0)
     assert not carried.hear(7, 10, values(0.0))
     assert carried.hear(7, 10, FAULTY_VALUES[case])
     assert not carried.by_node
@@ -547,7 +548,7 @@ def test_values_that_are_too_large_or_of_another_dtype_spoil_no_others(dtype: ty
     """In the federation's float32, or in a node's own float64, which can hold the square."""
     found = []
     for is_there in (True, False):
-        carried = CarriedValues(trust=0.0, limit=1.0)
+        carried = CarriedValues(trust=0.0)
         for node, mean in enumerate((0.0, 1.0, 1e20, 2.0, 3.0)):
             if node != 2 or is_there:
                 sent = values(mean)
@@ -584,7 +585,7 @@ def test_a_node_whose_values_are_too_large_trains_on_without_them(caplog: pytest
 
 
 def test_a_node_with_other_layers_goes_without_corrections() -> None:
-    carried = CarriedValues(trust=3.0, limit=1.0)
+    carried = CarriedValues(trust=3.0)
     for node, layers in ((1, 2), (2, 1), (3, 1)):
         carried.hear(node, 10, values(float(node), layers=layers))
     assert carried.corrections([1, 2, 3], lambda examples: [1.0] * len(examples)).keys() == {2, 3}

@@ -80,11 +80,8 @@ def test_the_bounds_of_options_are_those_of_the_methods() -> None:
         (FixBN, {"latest": 0.0}),
         (FixBN, {"latest": 1.1}),
         (FixBN, {"freeze": "none"}),
-        (FedTAN, {"max_attempts": 0}),
-        (FedTAN, {"replay_limit": -1.0}),
         (FedTAN, {"memory": 1.0}),
         (FedTAN, {"oldest": -1}),
-        (FedTAN, {"carry_limit": 0.0}),
         (FedWon, {"clip_factor": 0.0}),
         (HBN, {"gather_samples": -1}),
         (HBN, {"average": 1.0}),
@@ -94,7 +91,7 @@ def test_the_bounds_of_options_are_those_of_the_methods() -> None:
             strategy(**options)
     FedBS(epsilon=0.0, mu=0.0, patience_rounds=1)
     FixBN(latest=1, window=2, threshold=0, frozen_lr=0)
-    FedTAN(memory=0, oldest=0, replay_limit=0)
+    FedTAN(memory=0, oldest=0)
 
 
 class Unspoken(FedAvg):

@@ -137,20 +137,20 @@ def test_after_so_many_attempts_the_round_is_skipped(caplog: pytest.LogCaptureFi
             return super().push_messages(messages)
 
         def due(self, node: int, turn: StepPosition) -> bool:
-            return (node, turn.attempt, turn.index) in {(1000, 1, 2), (1001, 2, 2)}
+            return (node, turn.attempt, turn.index) in {(1000, 1, 2), (1001, 2, 2), (1002, 3, 2)}
 
     nodes = federation(Grid)
     first = federation().run(strategy(), 1)
-    after = nodes.run(strategy(max_attempts=2), 3)
+    after = nodes.run(strategy(), 3)
     assert all(torch.equal(after[name], first[name]) for name in after)
     skipped = [text for text in caplog.messages if "is skipped" in text]
     assert [text.split(",")[0] for text in skipped] == ["Round 2 is skipped", "Round 3 is skipped"]
     silent = [text for text in caplog.messages if "did not answer in time" in text]
-    assert silent.count("Node 1001 is left out of this round: it did not answer in time") == 2
+    assert silent.count("Node 1002 is left out of this round: it did not answer in time") == 2
     # the nodes that answer were told to forget the step, once it does not begin again
-    assert sorted(told) == [(2, 1002)] * 2 + [(2, 1003)] * 2
-    assert len(STEPS) == 2
-    assert not list(Memory(nodes.grid.context(1002).state).kept("layerwise/"))
+    assert sorted(told) == [(3, 1003)] * 2
+    assert len(STEPS) == 3
+    assert not list(Memory(nodes.grid.context(1003).state).kept("layerwise/"))
 
 
 def test_without_any_round_the_first_reason_is_said() -> None:

@@ -124,22 +124,23 @@ def test_a_node_that_lost_its_state_asks_for_the_arrays(case: str) -> None:
     assert counted.training.payload_down - plain.training.payload_down >= 2 * 4 * whole
 
 
-def test_above_the_size_limit_arrays_are_not_kept_but_asked_for() -> None:
+def test_above_the_size_limit_arrays_are_not_kept_but_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     held, plain = Nodes().train(FedTAN())
-    unneeded, same_count = Nodes().train(FedTAN(replay_limit=0.0))
-    asked, counted = Nodes(Forgetful).train(FedTAN(replay_limit=0.0))
+    assert 0 < kept_bytes() < 2**20
+    monkeypatch.setattr(suspended, "REPLAY_LIMIT", 0)
+    unneeded, same_count = Nodes().train(FedTAN())
+    asked, counted = Nodes(Forgetful).train(FedTAN())
     assert same(held, asked)
     assert same(held, unneeded)
     assert same_count.training.exchanges == plain.training.exchanges
     assert counted.training.exchanges == 2 * plain.training.exchanges - 2
-    sizes = {limit: kept_bytes(limit) for limit in (0.0, 16.0)}
-    assert sizes[0.0] == 0 < sizes[16.0] < 2**20
+    assert kept_bytes() == 0
 
 
-def kept_bytes(limit: float) -> int:
+def kept_bytes() -> int:
     """What is in a node's state in the middle of a step."""
     nodes = Nodes()
-    ask(nodes, StepPosition("exchange"), replay_limit=limit, arrays=True)
+    ask(nodes, StepPosition("exchange"), arrays=True)
     kept = Memory(nodes.grid.context(1000).state).kept("layerwise/")
     return sum(len(array.data) for _, record in kept for array in record.values() if hasattr(array, "data"))
 
