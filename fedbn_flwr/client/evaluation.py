@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedbn_flwr.client.batch_plan import pass_sizes
 from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask, Measure
 from fedbn_flwr.client.training import LossFunction, logits_of, model_loss, output_loss
 from fedbn_flwr.data import Split
@@ -88,7 +89,7 @@ def evaluate(
     was_training, loss, kept = model.training, 0.0, list[Tensor]()
     model.eval()
     try:
-        sizes = batch_sizes(split, np.arange(len(split)), batch_size)
+        sizes = batch_sizes(split, len(split), batch_size)
         batches = split.batches(torch.arange(len(split)), sizes, device)
         for (inputs, targets), rows in zip(batches, domains.split(sizes), strict=True):
             outputs = model(inputs)
@@ -140,7 +141,7 @@ def mean_loss(
     was_training, total = model.training, 0.0
     model.eval()
     try:
-        sizes = batch_sizes(split, indices, batch_size)
+        sizes = batch_sizes(split, len(indices), batch_size)
         for inputs, targets in split.batches(torch.from_numpy(indices), sizes, device):
             total += float(model_loss(model, inputs, targets, loss_function)) * len(targets)
     finally:
@@ -148,11 +149,10 @@ def mean_loss(
     return total / len(indices)
 
 
-def batch_sizes(split: Split, indices: np.ndarray, most: int) -> list[int]:
+def batch_sizes(split: Split, count: int, most: int) -> list[int]:
     """Return sizes of batches of at most `most` samples; of large images fewer, so that a batch has 6 MB."""
     values = max(split.inputs[:1].numel(), 1)
-    size = min(most, max(MOST_VALUES // values, 1))
-    return [len(part) for part in torch.from_numpy(indices).split(size)]
+    return pass_sizes(count, min(most, max(MOST_VALUES // values, 1)), merge_single=False)
 
 
 def shares(split: Split, indices: np.ndarray, num_classes: int, num_domains: int = 0) -> tuple[Tensor, Tensor]:

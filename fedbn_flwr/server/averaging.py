@@ -27,7 +27,7 @@ def arrays_to_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
 def arrays_of(packed: ArrayRecord) -> Arrays:
     """Copies of the arrays of a message."""
     if (flat := flat_of(packed)) is not None:
-        return dict(flat.copy().items())
+        return {name: array.copy() for name, array in flat.items()}
     return {name: array.numpy() for name, array in packed.items()}
 
 

@@ -49,11 +49,10 @@ class Flat(Mapping[str, V], Generic[V]):
 
     def __init__(self, layout: Layout, buffers: Buffers) -> None:
         self.layout, self.buffers = layout, buffers
-        self._made: dict[str, V] | None = None
 
     def __getitem__(self, name: str) -> V:
         """Return a view of an entry."""
-        return self._views()[name]
+        return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over names, in the state's order."""
@@ -63,19 +62,13 @@ class Flat(Mapping[str, V], Generic[V]):
         """Number of entries."""
         return len(self.layout.entries)
 
-    def copy(self) -> Self:
-        """Copy the state into memory of its own."""
-        return type(self)(self.layout, {dtype: buffer.copy() for dtype, buffer in self.buffers.items()})
-
+    @cached_property
     def _views(self) -> dict[str, V]:
-        """Make all views at the first use of one."""
-        if self._made is None:
-            views = dict.fromkeys(self)
-            for dtype, entries in self.layout.by_dtype.items():
-                parts = self._split(self.buffers[dtype], [shape for _, _, shape in entries])
-                views.update(zip([name for name, _, _ in entries], parts, strict=True))
-            self._made = cast(dict[str, V], views)
-        return self._made
+        views = dict.fromkeys(self)
+        for dtype, entries in self.layout.by_dtype.items():
+            parts = self._split(self.buffers[dtype], [shape for _, _, shape in entries])
+            views.update(zip([name for name, _, _ in entries], parts, strict=True))
+        return cast(dict[str, V], views)
 
     @staticmethod
     @abstractmethod
