@@ -45,6 +45,10 @@ UNTRAINED = (
     "`result.arrays` has %d entries that stay on the nodes and were not trained (%s): evaluate on the nodes, or use "
     "`export_personal`"
 )
+WRAPPED = (
+    "{} must be started itself, by `start`: a strategy around it, such as Flower's for differential privacy, takes "
+    "entries by their positions, also variances and counters; in its place, strategies take `privacy=Privacy(...)`"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,8 +183,6 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         #: the binding keys of rounds that brought a model
         self.obeyed_before: set[str] = set()
         self._lost = LostRounds()
-        #: the round whose replies have not been passed to `aggregate_train`, or 0
-        self._awaited = 0
         self.round = Round()
         #: numbers that the method measured in the current round, for the results
         self.measured: dict[str, Any] = {}
@@ -316,21 +318,19 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Instruct the drawn nodes."""
+        if not self.started:
+            raise RuntimeError(WRAPPED.format(type(self).__name__))
         if self.fraction_train == 0.0:
             return []
         self.measured = {}
         self._begin_round(MessageType.TRAIN, server_round, arrays, config, grid)
-        if not self.started:
-            self._require_wrapper_that_fits()
         nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
-        self._awaited = server_round
         return self._make_messages(nodes, arrays, config, MessageType.TRAIN)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Merge the usable replies; a round without one leaves the model as it was."""
-        self._awaited = 0
         self.train_replies = self._require_enough(
             self._usable_replies(self.collect(replies), ends=not self.ever_trained)
         )
@@ -474,30 +474,6 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         log(WARNING, "Round %d: %s", self.server_round, reason)
         self._refused = [*(Refusal(reply.node, reason) for reply in replies), *self._refused]
         return []
-
-    def _require_wrapper_that_fits(self) -> None:
-        """Refuse what cannot work inside another strategy, such as Flower's for differential privacy."""
-        name, asked = type(self).__name__, self.instruction
-        if self.secure:
-            raise RuntimeError(f"{name} with secure=true must be started itself")
-        if self._awaited:
-            raise CannotTrainError(
-                f"the strategy around {name} passed on no reply of round {self._awaited}: the log says why it, or the "
-                "mods of the nodes, refused them"
-            )
-        partial = asked.keep_local != "none" or asked.omit != "none" or "omit" in asked.later.split(",")
-        if partial or self.groups:
-            raise RuntimeError(
-                f"{name} must be started itself: what it pools is not exactly the model, and Flower's strategies for "
-                "differential privacy take entries by their positions; in their place, strategies take "
-                "`privacy=Privacy(...)`"
-            )
-        for entry, value in self.current.items():
-            if entry.endswith("running_var") and (value < 0).any():
-                raise RuntimeError(
-                    f"entry {entry!r} has negative variances, made by the strategy around {name}; "
-                    "in place of Flower's strategies for differential privacy, strategies take `privacy=Privacy(...)`"
-                )
 
     def _require_progress(self, server_round: int) -> None:
         reason = self._refused[0] if self._refused else "no node answered"

@@ -44,7 +44,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 #: attributes that belong to a round, to a process, or can be asked again; what they hold no later round depends on
 PASSING = {
-    "_awaited",
     "_corrections",
     "_expected_replies",
     "_final",
@@ -54,7 +53,6 @@ PASSING = {
     "_sent",
     # what nodes said before a run is resumed, they say again
     "first_counts",
-    "_swept",
     "evaluate_replies",
     "measured",
     "num_rounds",
