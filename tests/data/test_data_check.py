@@ -1,6 +1,5 @@
 """`fedbn-flwr data check` names what is missing or broken, each in one line."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +9,8 @@ from PIL import Image
 from fedbn_flwr.data import DATASETS
 from fedbn_flwr.data.check import Finding, check_dataset
 from fedbn_flwr.data.sets.catalog import CATALOG
-from fedbn_flwr.data.sets.fedbn_archives import OFFICE
 from fedbn_flwr.experiments import main
-from tests.helpers.image_sets import (
-    paint,
-    write_cityscapes,
-    write_digits_archive,
-    write_domain_lists,
-    write_imagenet,
-    write_tiny_imagenet,
-)
+from tests.helpers.image_sets import WRITERS, paint, write_cityscapes, write_imagenet
 
 #: data sets that have no files of their own
 MADE = {"digits", "digits-domains", "fashion-domains", "synthetic", "sites", "streets"}
@@ -30,14 +21,8 @@ def test_every_data_set_of_files_is_in_the_catalog() -> None:
     assert all(published.licence and published.sources for published in CATALOG.values())
 
 
-#: how a data set's files are written; those of Cityscapes have a pixel of every class
-WRITE: dict[str, Callable[[Path], Path]] = {
-    "imagenet": write_imagenet,
-    "tiny-imagenet": write_tiny_imagenet,
-    "office-caltech-10": lambda root: write_domain_lists(root, OFFICE.folder, OFFICE.domains, OFFICE.classes),
-    "digits-five": write_digits_archive,
-    "cityscapes": lambda home: write_cityscapes(home, others=(8, 11, 12, 13, 17, *range(19, 29), 31, 32)),
-}
+#: values of all classes
+OTHERS = (8, 11, 12, 13, 17, *range(19, 29), 31, 32)
 WHOLE = {
     "imagenet": ["train: 12 images in 3 of 3 classes", "test: 6 images in 3 of 3 classes"],
     "tiny-imagenet": ["train: 6 images in 2 of 2 classes"],
@@ -49,7 +34,10 @@ WHOLE = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_files(tmp_path: Path, name: str) -> None:
-    found = list(check_dataset(name, str(WRITE[name](tmp_path / "home"))))
+    home = WRITERS[name](tmp_path)
+    if name == "cityscapes":
+        write_cityscapes(home, others=OTHERS)
+    found = list(check_dataset(name, str(home)))
     assert {finding.verdict for finding in found} == {"ok"}
     for text in WHOLE[name]:
         assert any(text in finding.text for finding in found)
@@ -62,7 +50,7 @@ def faults(name: str, home: Path, images: int = 100) -> list[Finding]:
 
 
 def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
-    home = WRITE["office-caltech-10"](tmp_path)
+    home = WRITERS["office-caltech-10"](tmp_path)
     (home / "dslr_test.pkl").unlink()
     (home / "amazon_train.pkl").unlink()
     missing = [str(home / "amazon_train.pkl"), str(home / "dslr_test.pkl")]
@@ -77,7 +65,7 @@ def test_a_corrupted_file_is_found_among_all_or_a_sample(tmp_path: Path) -> None
     assert fault.verdict == "bad"
     assert fault.text.startswith(f"{path} cannot be decoded: ")
     assert faults("imagenet", home, images=2) == []  # the first and the last of each split
-    label_map = next((WRITE["cityscapes"](tmp_path / "streets") / "gtFine" / "val").rglob("*.png"))
+    label_map = next((write_cityscapes(tmp_path / "streets", others=OTHERS) / "gtFine" / "val").rglob("*.png"))
     label_map.write_bytes(b"none")
     (fault,) = faults("cityscapes", tmp_path / "streets")
     assert fault.text.startswith(f"{label_map} cannot be decoded: ")

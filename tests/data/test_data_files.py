@@ -21,7 +21,7 @@ from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from fedbn_flwr.data import load
-from fedbn_flwr.data.files import _files
+from fedbn_flwr.data.files import list_folder
 from fedbn_flwr.data.sets import mnist
 from fedbn_flwr.data.sets.catalog import CATALOG
 from tests.helpers.image_sets import paint
@@ -322,7 +322,9 @@ def test_a_folder_that_lacks_images(tmp_path: Path, files: tuple[str, ...], mess
 
 def test_images_are_those_that_torchvision_finds(tmp_path: Path) -> None:
     for name in ("b/2.png", "b/10.JPG", "b/sub/1.jpeg", "b/sub/0.webp", "a/x.tif", "a/.png", "b/notes.txt", "c/1.png"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    expected = make_dataset(tmp_path, {"a": 0, "b": 1}, IMG_EXTENSIONS)
-    assert [(str(path), label) for path, label in _files(tmp_path, ["a", "b"])] == expected
+        for home in ("train", "test"):
+            (tmp_path / home / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / home / name).touch()
+    expected = make_dataset(tmp_path / "train", {"a": 0, "b": 1, "c": 2}, IMG_EXTENSIONS)
+    ((listed, _), _, _) = list_folder(tmp_path)
+    assert [(listed.path(row), listed.labels[row]) for row in range(len(listed))] == expected

@@ -1,11 +1,13 @@
 """Tiny image files in the layouts of published data sets."""
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+from fedbn_flwr.data.sets.fedbn_archives import OFFICE
 
 
 def paint(path: Path, seed: int = 0, size: tuple[int, int] = (8, 8), grey: int | None = None) -> Path:
@@ -18,27 +20,25 @@ def paint(path: Path, seed: int = 0, size: tuple[int, int] = (8, 8), grey: int |
     return path
 
 
-def write_imagenet(home: Path, classes: int = 3, images: int = 4, size: tuple[int, int] = (16, 12)) -> Path:
-    """Write `train/CLASS/*.JPEG` and two validation images a class."""
-    for label in range(classes):
+def write_imagenet(home: Path) -> Path:
+    """Write `train/CLASS/*.JPEG` and two validation images for each of three classes."""
+    for label in range(3):
         name = f"n{label:08d}"
-        for number in range(images):
-            paint(home / "train" / name / f"{name}_{number}.JPEG", 100 * label + number, size)
-        for number in range(2):
-            paint(
-                home / "val" / name / f"ILSVRC2012_val_{2 * label + number:08d}.JPEG", 100 * label + 50 + number, size
-            )
+        for number in range(4):
+            paint(home / "train" / name / f"{name}_{number}.JPEG", 100 * label + number, (16, 12))
+        for number in (2 * label, 2 * label + 1):
+            paint(home / "val" / name / f"ILSVRC2012_val_{number:08d}.JPEG", 1000 + number, (16, 12))
     return home
 
 
-def write_tiny_imagenet(home: Path, classes: int = 2, images: int = 3) -> Path:
-    """Write the folders and lists of `tiny-imagenet-200`, with few classes."""
-    names = [f"n{9 - label:08d}" for label in range(classes)]  # the published list is not in alphabetical order
+def write_tiny_imagenet(home: Path) -> Path:
+    """Write the folders and lists of `tiny-imagenet-200`, with two classes."""
+    names = ["n00000009", "n00000008"]  # the published list is not in alphabetical order
     home.mkdir(parents=True, exist_ok=True)
     (home / "wnids.txt").write_text("\n".join(names) + "\n")
     lines = []
     for label, name in enumerate(names):
-        for number in range(images):
+        for number in range(3):
             paint(home / "train" / name / "images" / f"{name}_{number}.JPEG", 10 * label + number, (64, 64))
         paint(home / "val" / "images" / f"val_{label}.JPEG", 90 + label, (64, 64))
         lines.append(f"val_{label}.JPEG\t{name}\t0\t0\t62\t62")
@@ -101,3 +101,13 @@ def write_cityscapes(home: Path, size: tuple[int, int] = (64, 32), others: Seque
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(values).save(path)
     return home
+
+
+#: writes a data set into its folder of a data root, and returns the folder
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "imagenet": lambda root: write_imagenet(root / "imagenet"),
+    "tiny-imagenet": lambda root: write_tiny_imagenet(root / "tiny-imagenet-200"),
+    "office-caltech-10": lambda root: write_domain_lists(root, OFFICE.folder, OFFICE.domains, OFFICE.classes),
+    "digits-five": lambda root: write_digits_archive(root / "digits-five"),
+    "cityscapes": lambda root: write_cityscapes(root / "cityscapes"),
+}
