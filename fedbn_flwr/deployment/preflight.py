@@ -4,7 +4,6 @@ They try what the containers will do: as the service `preflight` of the kit's co
 """
 
 import os
-import shutil
 import socket
 import ssl
 import tempfile
@@ -31,8 +30,8 @@ from fedbn_flwr.secure import ProtocolError
 
 #: seconds that Flower's node authentication lets a node's clock be ahead of the server's, and behind it
 AHEAD, BEHIND = 5, 305
-#: bytes that a site should have free, and days that a certificate should last
-FREE, DAYS = 10 * 2**30, 14
+#: days that a certificate should last
+DAYS = 14
 PATIENCE = 10.0
 Verdict = Literal["ok", "warning", "failed"]
 
@@ -199,12 +198,6 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _disk(kit: Path, _: Mapping[str, str]) -> Iterator[Check]:
-    free = shutil.disk_usage(_place(kit, "state")).free
-    text = f"{free / 2**30:.0f} GB free where the kit is"
-    yield Check("disk", "ok" if free > FREE else "warning", text + ("" if free > FREE else "; 10 GB are advised"))
-
-
 def _gpu(_: Path, env: Mapping[str, str]) -> Iterator[Check]:
     import torch
 
@@ -271,7 +264,6 @@ _CHECKS: dict[str, Callable[[Path, Mapping[str, str]], Iterator[Check]]] = {
     "secure": _secure,
     "versions": _versions,
     "folders": _folders,
-    "disk": _disk,
     "gpu": _gpu,
     "data": _data,
 }
