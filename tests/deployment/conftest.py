@@ -1,11 +1,21 @@
 """A federation of two sites on the loopback, which all tests of a deployment share; it ends with them."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from fedbn_flwr.deployment.cli import main
+from tests.helpers.checkout import ROOT
 from tests.helpers.faulty_runs import SITES, FaultyRuns
 from tests.helpers.loopback import LoopbackFederation
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """The folders of the example's federation."""
+    assert main(["provision", str(ROOT / "federation.example.yaml"), "--out", str(tmp_path / "federation")]) == 0
+    return tmp_path / "federation"
 
 
 @pytest.fixture(scope="package")

@@ -145,9 +145,7 @@ def test_the_sites_of_one_machine_are_those_of_the_example() -> None:
         assert set(local[site].networks) & set(local[f"{site}-exec"].networks) == {site}
 
 
-def test_a_provisioned_kit_and_server_fill_in_every_variable(tmp_path: Path) -> None:
-    out = tmp_path / "federation"
-    assert main(["provision", str(ROOT / "federation.example.yaml"), "--out", str(out)]) == 0
+def test_a_provisioned_kit_and_server_fill_in_every_variable(out: Path) -> None:
     assert main(["site", "init", str(out / "sites" / "south")]) == 0
     for folder, profile in ((out / "sites" / "south", "site"), (out / "server", "server"), (out, "all")):
         env = read_env(folder)

@@ -12,7 +12,6 @@ from flwr.supercore.credential_store.file_credential_store import FileCredential
 
 from fedbn_flwr.deployment.cli import main
 from fedbn_flwr.deployment.operator import Operator
-from tests.helpers.checkout import ROOT
 from tests.helpers.tls_server import TLSServer
 
 RUN = "7041"
@@ -26,16 +25,14 @@ def listing(**kinds: str) -> bytes:
 
 
 @pytest.fixture
-def federation(tmp_path: Path) -> Iterator[Path]:
+def federation(out: Path) -> Iterator[Path]:
     """A provisioned federation with a server that has the results of one run, and of one that is being written."""
-    out = tmp_path / "federation"
-    assert main(["provision", str(ROOT / "federation.example.yaml"), "--out", str(out)]) == 0
     entries = dict.fromkeys((*FILES, "config.json", "rounds.jsonl", "summary.json.partial"), "file")
     pages = {f"/results/{RUN}/{name}": content for name, content in FILES.items()}
     pages |= {f"/results/{RUN}/config.json": CONFIG, f"/results/{RUN}/rounds.jsonl": ROUNDS}
     pages |= {f"/results/{RUN}/": listing(**entries), "/results/": listing(**{RUN: "directory"})}
-    with TLSServer(out / "server", pages, (out / "operator" / "operator.key").read_text().strip()) as server:
-        config = out / "operator" / "config.toml"
+    config = out / "operator" / "config.toml"
+    with TLSServer(out / "server", pages, (config.parent / "operator.key").read_text().strip()) as server:
         config.write_text(config.read_text().replace(":8444", f":{server.port}"))
         yield out
 
@@ -60,17 +57,6 @@ def test_a_server_that_names_files_elsewhere_writes_only_into_the_runs_folder(
         Operator, "result", lambda _, path: listing(**{"../../evil": "file"}) if path.endswith("/") else b"x"
     )
     assert Operator(federation / "operator").fetch(RUN, tmp_path / "here") == [tmp_path / "here" / RUN / "evil"]
-
-
-def test_progress_is_that_of_whole_rounds(federation: Path) -> None:
-    progress = Operator(federation / "operator").progress(RUN)
-    assert progress == {
-        "method": "fixbn",
-        "rounds": 5,
-        "done": 2,
-        "last": {"round": 2, "nodes": 2, "train-loss": 2.0},
-    }
-    assert Operator(federation / "operator").progress("12") == {}
 
 
 def test_status_is_a_line_a_site_and_a_run(
@@ -102,6 +88,8 @@ def test_sites_are_registered_by_the_name_of_their_key_and_revoked_by_it(
     monkeypatch.setattr(Operator, "flower", flower)
     kit, home = federation / "sites" / "north", ["--operator", str(federation / "operator")]
     assert main(["site", "init", str(kit)]) == 0
+    assert main(["site", "register", str(kit / "node.key"), *home]) == 2
+    assert "is a private key, which must not leave its site" in capsys.readouterr().err
     key = str(kit / "north.pub")
     assert main(["site", "register", key, *home]) == 0
     assert main(["site", "register", key, *home]) == 2
@@ -114,13 +102,6 @@ def test_sites_are_registered_by_the_name_of_their_key_and_revoked_by_it(
         ("supernode", "unregister", "11", "hospitals"),
     ]
     assert Operator(federation / "operator").sites() == {}
-
-
-def test_a_private_key_is_not_sent(federation: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kit = federation / "sites" / "north"
-    assert main(["site", "init", str(kit)]) == 0
-    assert main(["site", "register", str(kit / "node.key"), "--operator", str(federation / "operator")]) == 2
-    assert "is a private key, which must not leave its site" in capsys.readouterr().err
 
 
 def test_without_the_operators_key_nobody_is_answered(federation: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,17 +20,16 @@ from tests.helpers.tls_server import TLSServer
 
 
 @pytest.fixture
-def kit(tmp_path: Path) -> Iterator[Path]:
+def kit(out: Path) -> Iterator[Path]:
     """A kit whose server answers on the loopback."""
-    out = tmp_path / "federation"
-    assert main(["provision", str(ROOT / "federation.example.yaml"), "--out", str(out)]) == 0
-    assert main(["site", "init", str(out / "sites" / "south")]) == 0
+    home = out / "sites" / "south"
+    assert main(["site", "init", str(home)]) == 0
     known = json.dumps({"code": ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL, "detail": "as to a key that is known"})
     pages = {"/health": b"{}", "/v1/fleet/activate-node": known.encode()}
     with TLSServer(out / "server", pages) as server:
         address = f"127.0.0.1:{server.port}"
-        change(out / "sites" / "south", FEDBN_SERVER=address, FEDBN_EXCHANGE=address)
-        yield out / "sites" / "south"
+        change(home, FEDBN_SERVER=address, FEDBN_EXCHANGE=address)
+        yield home
 
 
 def change(kit: Path, **values: str) -> None:

@@ -26,12 +26,6 @@ SECRETS = (
 NO_SECRETS = ("ca/ca.crt", "server/server.crt", "sites/north/ca.crt", "sites/north/.env")
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    assert main(["provision", str(EXAMPLE), "--out", str(tmp_path / "federation")]) == 0
-    return tmp_path / "federation"
-
-
 def files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
