@@ -12,7 +12,7 @@ from fedbn_flwr.data.dataset_registry import DATASETS, DatasetRequest
 from fedbn_flwr.data.decoding import Source, UnreadableImageError, read_image, read_map
 from fedbn_flwr.data.file_split import FileSplit
 from fedbn_flwr.data.files import TORCHVISION, from_torchvision
-from fedbn_flwr.data.sets.catalog import CATALOG, OR
+from fedbn_flwr.data.sets.catalog import CATALOG
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.plugins import did_you_mean
 
@@ -24,29 +24,21 @@ IMAGES = 100
 class Finding:
     """One line of a check."""
 
-    verdict: Literal["ok", "missing", "bad"]
+    verdict: Literal["ok", "bad"]
     text: str
 
     def __str__(self) -> str:
-        return f"{self.verdict:8}{self.text}"
+        return f"{self.verdict:4}{self.text}"
 
 
 def check_dataset(name: str, path: str, images: int = IMAGES) -> Iterator[Finding]:
-    """Check a data set in a folder: required paths, the lists of files, and `images` images of each split.
+    """Check a data set in a folder: the lists of files, and `images` images of each split.
 
     With `images` of 0 all are decoded. An unknown name is a ValueError.
     """
     if name not in CATALOG:
         raise ValueError(f"data check: unknown data set {name!r}; {did_you_mean(name, CATALOG)}")
     home = Path(path).expanduser()
-    missing = False
-    for need in CATALOG[name].needs:
-        ways = [home / way for way in need.split(OR)]
-        if not any(way.exists() for way in ways):
-            missing = True
-            yield Finding("missing", " or ".join(map(str, ways)))
-    if missing:
-        return
     try:
         if name in TORCHVISION:
             data = from_torchvision(name, home, download=False)
