@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import norm, wire
-from fedbn_flwr.client.rules.rule import Rule, Session, register_rule
+from fedbn_flwr.client.rules import Rule, Session, register_rule
 from fedbn_flwr.norm.layers import channel_axes
 
 

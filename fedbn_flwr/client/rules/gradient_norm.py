@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 
 from fedbn_flwr import norm
-from fedbn_flwr.client.rules.rule import Rule, Session, register_rule
+from fedbn_flwr.client.rules import Rule, Session, register_rule
 
 
 @register_rule

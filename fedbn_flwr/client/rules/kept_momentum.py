@@ -5,7 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedbn_flwr import wire
-from fedbn_flwr.client.rules.rule import Rule, Session, register_rule
+from fedbn_flwr.client.rules import Rule, Session, register_rule
 
 
 @register_rule
