@@ -1,5 +1,235 @@
-"""The distance of BN on each client's mini-batch from BN on all clients' together."""
+"""Distance of BN on each client's mini-batch from BN on all clients' mini-batches together.
 
-from fedbn_flwr.diagnosis.measure import Diagnosis, Measurement, check, diagnose, overall
+Wang et al., "Why Batch Normalization Damage Federated Learning on Non-IID Data?": the two mismatches that bias the
+mean gradient (Property 3), the gradient deviation B_i (Assumption 1) and the heterogeneity V_i (Assumption 4).
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import sqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedbn_flwr.layerwise import Answer, Exchange, Kind, Mode, Observer, Requests, combine, lockstep
+from fedbn_flwr.layerwise.exchange import normalized
+from fedbn_flwr.layerwise.gradients import Batch, LossFunction, client_gradients, replica
+from fedbn_flwr.layerwise.shared_statistics import UnlikeBatchNormError, check_layers
+from fedbn_flwr.norm import bn_layers
+from fedbn_flwr.randomness import derive, torch_generator
 
 __all__ = ["Diagnosis", "Measurement", "check", "diagnose", "overall"]
+
+_STATISTICS: tuple[Kind, ...] = ("mean", "variance", "statistics")
+_GRADIENTS: tuple[Kind, ...] = ("gradients",)
+#: the kinds of values that all clients share in a step; each client uses its own values of the other kinds
+SHARED: dict[str, tuple[Kind, ...]] = {
+    "nothing": (),
+    "gradients": _GRADIENTS,
+    "statistics": _STATISTICS,
+    "both": (*_STATISTICS, *_GRADIENTS),
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Distances from the global values at one use of a BN layer: one number a client.
+
+    With means m, variances v, norms over the channels, and in a step in which all clients share everything:
+    `mean` = ||m_i - m|| / ||sqrt(v)||, whose weighted mean of squares is the share of the variance that lies between
+    clients; `variance` = ||v_i - v|| / ||v||; `gradients` the same of (sqrt(v) dF/dm, v dF/dv), which like the layer's
+    output do not depend on the scale of its inputs.
+    """
+
+    name: str
+    mean: list[float]
+    variance: list[float]
+    #: empty for a layer whose inputs are the data: no layer needs the gradients there
+    gradients: list[float]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Errors of the gradients under one partition; squares are averaged over the draws before the root.
+
+    With G_i(s) the gradient of client i when s is shared, and G = sum_i p_i G_i(both), the gradient of the global
+    loss: `errors[s]` = ||sum_i p_i G_i(s) - G|| / ||G||, B_i = ||G_i(nothing) - G_i(both)|| in `deviation`,
+    V_i = ||G_i(both) - G|| in `heterogeneity`, ||G|| in `gradient_norm`.
+    """
+
+    layers: list[Layer]
+    errors: dict[str, float]
+    deviation: list[float]
+    heterogeneity: list[float]
+    gradient_norm: float
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Measurements of the clients' own mini-batches, and of the same samples dealt to the clients at random.
+
+    The second shows what chance alone does.
+    """
+
+    weights: list[float]
+    batch_sizes: list[float]
+    actual: Measurement
+    shuffled: Measurement
+
+
+def diagnose(
+    model: nn.Module,
+    draws: Sequence[Sequence[Batch]],
+    weights: Sequence[float],
+    loss_function: LossFunction = F.cross_entropy,
+    seed: int = 0,
+) -> Diagnosis:
+    """Measure a model, in its present mode and without changing it, on draws of one mini-batch of each client.
+
+    Weights need not sum to 1. A model that `check` refuses is a ValueError.
+    """
+    check(model)
+    sizes = [sum(len(targets) for _, targets in client) / len(draws) for client in zip(*draws, strict=True)]
+    shuffled = [_shuffled(draw, torch_generator(seed, "deal", index)) for index, draw in enumerate(draws)]
+    shares = normalized(weights)
+    measure = partial(_measure, model, shares=shares, loss_function=loss_function, seed=seed)
+    return Diagnosis(shares, sizes, measure(draws), measure(shuffled))
+
+
+def check(model: nn.Module) -> None:
+    """Refuse, with a ValueError, a model without BN layers or with variants of BN such as batch renormalization."""
+    if not bn_layers(model):
+        raise ValueError("the model has no BN layer, so there is nothing to diagnose")
+    try:
+        check_layers(model)
+    except UnlikeBatchNormError as error:
+        raise ValueError(str(error)) from error
+
+
+def overall(weights: Sequence[float], values: Sequence[float]) -> float:
+    """Return the root of the weighted mean of squares over clients, as in the sums of Theorem 1.
+
+    The weights sum to 1.
+    """
+    return sqrt(sum(weight * value**2 for weight, value in zip(weights, values, strict=True)))
+
+
+def _measure(
+    model: nn.Module, draws: Sequence[Sequence[Batch]], shares: Sequence[float], loss_function: LossFunction, seed: int
+) -> Measurement:
+    sums, distances = SquareSums(), LayerDistances(shares)
+    for index, draw in enumerate(draws):
+        step = partial(_gradients, model, draw, shares, loss_function, derive(seed, "diagnosis", index))
+        # the paper's three exchanges a layer; "both" below has two and is the same up to rounding
+        exact = step(SHARED["both"], mode="paper")
+        whole = combine("mean", exact, shares)
+        sums.add("norm", whole)
+        sums.add("heterogeneity", exact - whole)
+        for name, kinds in SHARED.items():
+            gradients = step(kinds, observe=distances if name == "both" else None)
+            sums.add(f"error {name}", combine("mean", gradients, shares) - whole)
+            if name == "nothing":
+                sums.add("deviation", gradients - exact)
+    return Measurement(
+        layers=distances.layers(),
+        errors={name: sums.root_ratio(f"error {name}", "norm")[0] for name in SHARED},
+        deviation=sums.root_mean("deviation", len(draws)),
+        heterogeneity=sums.root_mean("heterogeneity", len(draws)),
+        gradient_norm=sums.root_mean("norm", len(draws))[0],
+    )
+
+
+def _gradients(
+    model: nn.Module,
+    draw: Sequence[Batch],
+    shares: Sequence[float],
+    loss_function: LossFunction,
+    seed: int,
+    kinds: Collection[Kind],
+    mode: Mode = "fused",
+    observe: Observer | None = None,
+) -> Tensor:
+    """Return the clients' gradients by all parameters (clients x parameters), with some kinds of values shared."""
+
+    def step(batch: Batch, exchange: Exchange) -> Tensor:
+        shared = partial(_shared_only, kinds, exchange)
+        # not final: running statistics stay as they are, and a client may have one value a channel
+        gradients = client_gradients(replica(model), batch, loss_function, mode, shared, final=False)
+        return torch.cat([gradient.flatten() for gradient in gradients.values()])
+
+    seeds = [derive(seed, "client", client) for client in range(len(draw))]
+    return torch.stack(lockstep([partial(step, batch) for batch in draw], shares, seeds, observe))
+
+
+def _shared_only(kinds: Collection[Kind], exchange: Exchange, requests: Requests) -> Answer:
+    return exchange(requests) if requests.kind in kinds else Answer(requests.tensor, requests.counts[0])
+
+
+def _shuffled(draw: Sequence[Batch], generator: torch.Generator) -> list[Batch]:
+    """Deal the samples of all mini-batches at random into mini-batches of the same sizes."""
+    sizes = [len(targets) for _, targets in draw]
+    inputs, targets = (torch.cat(parts) for parts in zip(*draw, strict=True))
+    order = torch.randperm(len(targets), generator=generator).to(targets.device)
+    return list(zip(inputs[order].split(sizes), targets[order].split(sizes), strict=True))
+
+
+class SquareSums:
+    """Sums of squared norms by name: one number for a vector, one a row for a matrix."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, values: Tensor) -> None:
+        """Add the squared norm of a vector, or of each row of a matrix."""
+        norms = values.norm(dim=-1).double().cpu().reshape(-1)
+        self._sums[name] = self._sums.get(name, torch.zeros(1)) + norms.square()
+
+    def root_mean(self, name: str, count: int) -> list[float]:
+        """Return the roots of a sum divided by a count."""
+        roots: list[float] = (self._sums[name] / count).sqrt().tolist()
+        return roots
+
+    def root_ratio(self, name: str, unit: str) -> list[float]:
+        """Return the roots of a sum divided by another; 0 where both are 0, an empty list if nothing was added."""
+        if name not in self._sums:
+            return []
+        part = self._sums[name]
+        ratios: list[float] = torch.where(part == 0, part, part / self._sums[unit]).sqrt().tolist()
+        return ratios
+
+
+class LayerDistances:
+    """Observes the exchanges of steps in which all clients share everything, and adds up the distances of `Layer`."""
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        self._shares = shares
+        self._squares = SquareSums()
+        self._variances: dict[str, Tensor] = {}
+
+    def __call__(self, requests: Requests) -> None:
+        """Add one exchange: the requests of all clients."""
+        kind, layer, values = requests.kind, requests.layer, requests.tensor.double()
+        pooled = combine(kind, values, self._shares)
+        if kind == "statistics":
+            self._variances[layer] = pooled[1]
+            self._add(layer, "mean", values[:, 0] - pooled[0], pooled[1].sqrt())
+            self._add(layer, "variance", values[:, 1] - pooled[1], pooled[1])
+        else:
+            variance = self._variances[layer]
+            scale = torch.stack([variance.sqrt(), variance])
+            self._add(layer, "gradients", ((values - pooled) * scale).flatten(1), (pooled * scale).flatten())
+
+    def _add(self, layer: str, what: str, differences: Tensor, unit: Tensor) -> None:
+        self._squares.add(f"{what} {layer}", differences)
+        self._squares.add(f"unit of {what} {layer}", unit)
+
+    def layers(self) -> list[Layer]:
+        """Return the distances of all layers, in the order of the forward pass."""
+        kinds = ("mean", "variance", "gradients")
+        ratios = {
+            layer: [self._squares.root_ratio(f"{what} {layer}", f"unit of {what} {layer}") for what in kinds]
+            for layer in self._variances
+        }
+        return [Layer(layer, *distances) for layer, distances in ratios.items()]

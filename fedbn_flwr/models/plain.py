@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from fedbn_flwr.models.registry import register_model
+from fedbn_flwr.models import register_model
 
 
 def conv_bn_relu(

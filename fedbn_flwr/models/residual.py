@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedbn_flwr.models.registry import register_model
+from fedbn_flwr.models import register_model
 from fedbn_flwr.plugins import extra
 
 SMALL_IMAGE = 64  # below this, strides and pools meant for 224 x 224 leave nothing to look at

@@ -2,8 +2,8 @@
 
 from torch import nn
 
+from fedbn_flwr.models import register_model
 from fedbn_flwr.models.plain import conv_bn_relu
-from fedbn_flwr.models.registry import register_model
 from fedbn_flwr.plugins import extra
 
 TASK = "segmentation"
