@@ -23,7 +23,6 @@ from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, make_
 from fedbn_flwr.server.ask_nodes import identify
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, Contexts, StateFolder
 from fedbn_flwr.state import State
-from fedbn_flwr.state.flat import FlatState
 from fedbn_flwr.state.records import lend_record
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.packed import with_content
@@ -46,8 +45,6 @@ T = TypeVar("T")
 
 #: most messages of a push that are prepared before the first of them trains
 PORTION = 100
-#: most bytes of replies that wait in memory, unpacked, until other clients are trained
-MOST_UNPACKED = 2**26
 
 
 class LocalGrid(Grid):
@@ -278,16 +275,10 @@ def one_by_one(jobs: Sequence[Job]) -> Iterator[Trained]:
             continue
         trained.append((job, reply))
         # another class of client may reply with tensors of its model, which the next client changes
-        if not changes_nothing(job.client) or _count_bytes(reply) * len(trained) > MOST_UNPACKED:
+        if not changes_nothing(job.client):
             yield trained
             trained = []
     yield trained
-
-
-def _count_bytes(reply: Reply) -> int:
-    """Return the bytes of a reply's tensors; a flat state's are counted without making its tensors."""
-    states = [state.buffers if isinstance(state, FlatState) else state for state in reply.records.values()]
-    return sum(values.nbytes for state in states for values in state.values())
 
 
 class OneByOneGrid(InProcessGrid):

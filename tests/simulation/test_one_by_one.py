@@ -19,7 +19,9 @@ from tests.strategies.test_contract import TABLE, becomes
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_results_have_the_same_bits(name: str) -> None:
+def test_results_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where not all messages of a round are prepared at once."""
+    monkeypatch.setattr("fedbn_flwr.simulation.in_process.PORTION", 2)
     options, norm, _ = TABLE[name]
     sides = [Federation(make_model(norm)), Federation(make_model(norm), grid=OneByOneGrid)]
     finals = [nodes.run(REGISTRY[name](fraction_evaluate=0.0, **options), momentum=0.9) for nodes in sides]
