@@ -2,8 +2,7 @@
 
 - `InProcessGrid` (`in_process.py`) answers one message after another, as Flower's engines do;
 - `OneByOneGrid` (same file) does the same faster, for ClientApps of `client_app`;
-- `StackedGrid` (`stacked/grid.py`) trains clients that share a model as one stack of models; `train_together`
-  (`stacked/training.py`) is its training alone;
+- `StackedGrid` (`stacked/grid.py`) trains clients that share a model as one stack of models;
 - `WorkersGrid` (`processes/grid.py`) shares the nodes out over processes, each with one of the other grids.
 
 `node_contexts.py` holds what nodes remember.
@@ -12,6 +11,5 @@
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid, run_in_process
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.stacked.grid import StackedGrid
-from fedbn_flwr.simulation.stacked.training import train_together
 
-__all__ = ["InProcessGrid", "OneByOneGrid", "StackedGrid", "WorkersGrid", "run_in_process", "train_together"]
+__all__ = ["InProcessGrid", "OneByOneGrid", "StackedGrid", "WorkersGrid", "run_in_process"]

@@ -14,8 +14,9 @@ from torch import nn
 
 import fedbn_flwr.simulation.stacked.grid as engine
 from fedbn_flwr import state, wire
-from fedbn_flwr.simulation import StackedGrid, train_together
+from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid, RunConfig
+from fedbn_flwr.simulation.stacked.training import train_together
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import BaseStrategy
 from tests.helpers.harness import Federation, distance, make_model
@@ -80,9 +81,9 @@ def watching() -> Iterator[Watch]:
     """Record the sizes of stacks and the messages of Flower's logger."""
     watch = Watch()
 
-    def spy(clients: Any, *others: Any, **options: Any) -> Any:
-        replies = train_together(clients, *others, **options)
-        watch.stacks.append(len(clients))
+    def spy(jobs: Any, *others: Any) -> Any:
+        replies = train_together(jobs, *others)
+        watch.stacks.append(len(jobs))
         return replies
 
     logger = logging.getLogger("flwr")

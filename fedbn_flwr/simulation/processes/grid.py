@@ -73,7 +73,7 @@ class WorkersGrid(LocalGrid):
 
     @property
     def process_ids(self) -> list[int]:
-        """The numbers of the workers' present processes."""
+        """The numbers of the workers' present processes; 0 of those on other machines."""
         return [worker.process_id for worker in self._workers]
 
     def get_node_ids(self) -> Iterable[int]:

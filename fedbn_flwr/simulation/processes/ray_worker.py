@@ -38,7 +38,6 @@ class Place(NamedTuple):
     """Where a worker is, and what it works with."""
 
     address: tuple[str, int]
-    process: int
     host: str
     device: str
 
@@ -98,11 +97,6 @@ class RayWorker(WorkerHandle):
         #: requests to a worker that has not started yet
         self._held: list[tuple[str, Any]] = []
         super().__init__(index, threads)
-
-    @property
-    def process_id(self) -> int:
-        """The number of the process on its machine."""
-        return self._place().process
 
     def ask(self, name: str, payload: Any) -> None:
         """Send a request, and do not wait, but for a worker that has not started yet and is needed."""
@@ -190,7 +184,7 @@ class _Listening:
         self._listener = Listener((host, 0), authkey=key)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         address: Any = self._listener.address
-        return Place(address, os.getpid(), f"{socket.gethostname()} ({host})", device)
+        return Place(address, f"{socket.gethostname()} ({host})", device)
 
     def serve(self, threads: int, level: int) -> None:
         """Answer requests over this connection until it is closed."""

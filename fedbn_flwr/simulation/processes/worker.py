@@ -33,6 +33,9 @@ class WorkerDiedError(RuntimeError):
 class WorkerHandle(ABC):
     """The grid's side of one worker: it sends requests, and receives the answer to each, in their order."""
 
+    #: the number of the present process, where it is one of this machine
+    process_id = 0
+
     def __init__(self, index: int, threads: int) -> None:
         self.index, self._threads, self._unanswered = index, threads, 0
         self._pipe = self._start()
@@ -67,11 +70,6 @@ class WorkerHandle(ABC):
         """Close the connection, so that an idle process ends by itself."""
         self._pipe.close()
 
-    @property
-    @abstractmethod
-    def process_id(self) -> int:
-        """The number of the present process."""
-
     @abstractmethod
     def end(self) -> None:
         """End the process, and wait until it has ended."""
@@ -92,15 +90,11 @@ class OwnShare(WorkerHandle):
     step, one process fewer has to be woken.
     """
 
-    @property
-    def process_id(self) -> int:
-        """The number of this process."""
-        return os.getpid()
-
     def end(self) -> None:
         """Do nothing: this process goes on."""
 
     def _start(self) -> "_OwnPipe":
+        self.process_id = os.getpid()
         return _OwnPipe()
 
     def _died(self) -> RuntimeError:
@@ -131,11 +125,6 @@ class Worker(WorkerHandle):
         self._variables = dict(variables or {})
         super().__init__(index, threads)
 
-    @property
-    def process_id(self) -> int:
-        """The number of the present process."""
-        return int(self._process.pid or 0)
-
     def end(self) -> None:
         """End the process, and wait until it has ended."""
         self.hang_up()
@@ -152,6 +141,7 @@ class Worker(WorkerHandle):
         )
         with _without_script():
             self._process.start()
+        self.process_id = self._process.pid
         there.close()
         return ObjectPipe(here)
 

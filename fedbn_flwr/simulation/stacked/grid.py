@@ -8,10 +8,9 @@ from pathlib import Path
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 from flwr.common import log
-from torch import nn
 
 from fedbn_flwr import wire
-from fedbn_flwr.client import BNClient, Reply
+from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.rules import rules_for
 from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.layerwise import Exchange, SuspendedStep
@@ -52,7 +51,7 @@ class Stacks:
             if len(stack) == 1:
                 continue
             try:
-                replies = train_stack(stack, stack[0].client.model)
+                replies = train_together(stack, stack[0].client.model)
             except CannotStackError as reason:
                 self.log_once(str(reason))
             except Exception as error:
@@ -95,11 +94,10 @@ class Stacks:
                 key = _stack_key(job)
             except Exception:
                 continue
-            groups.setdefault(key, []).append(job)
-        for key, group in list(groups.items()):
-            if reason := _why_not_stackable(group[0]):
+            if reason := _why_not_stackable(job):
                 self.log_once(reason)
-                del groups[key]
+            else:
+                groups.setdefault(key, []).append(job)
         if len(groups) > 1 and len({id(group[0].client.model) for group in groups.values()}) == len(jobs):
             self.log_once("each has a model of its own")
         return list(groups.values())
@@ -175,7 +173,7 @@ class StackedGrid(InProcessGrid):
         model = stack[0].client.model
         structure = self._structures.take(model)
         try:
-            replies = train_stack(stack, structure, exchange)
+            replies = train_together(stack, structure, exchange)
         finally:
             self._structures.give_back(model, structure)
         return [job_reply(job, reply) for job, reply in zip(stack, replies, strict=True)]
@@ -213,12 +211,6 @@ class StackedTransport(Lockstep[Message]):
         return self._close(zip(self._jobs, super().replies(), strict=True))
 
 
-def train_stack(stack: Sequence[Job], structure: nn.Module, exchange: Exchange | None = None) -> list[Reply]:
-    """Train a stack; `structure` is the clients' model, or a copy of it."""
-    clients, received = [job.client for job in stack], [job.received for job in stack]
-    return train_together(clients, structure, received, stack[0].instruction, exchange)
-
-
 def _stack_key(job: Job) -> Hashable:
     """Return what jobs must have in common to be stacked; raise if a job cannot be planned."""
     client, instruction, _ = job.client, job.instruction, job.steps
@@ -227,13 +219,11 @@ def _stack_key(job: Job) -> Hashable:
     # the first mini-batches of a layer-wise step meet at every layer
     apart = instruction.layerwise in ("none", *wire.CARRIED_MODES)
     first_batch = apart or client.batch_sizes(instruction)[0]
-    usual = client.make_optimizer is make_optimizer
-    made = type(client), usual, id(client.model), client.loss_function, client.device
-    return made, instruction, groups, remembered, first_batch
+    return id(client.model), client.loss_function, client.device, instruction, groups, remembered, first_batch
 
 
 def _why_not_stackable(job: Job) -> str:
-    """Say why clients of this job's key cannot be stacked, whatever their model is; empty if they can."""
+    """Say why this job's client cannot be stacked, whatever its model is; empty if it can."""
     client, instruction = job.client, job.instruction
     if type(client) is not BNClient:
         return f"{type(client).__name__} may train in a way of its own"

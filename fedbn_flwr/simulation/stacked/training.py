@@ -18,6 +18,7 @@ from fedbn_flwr.client.rules import Session, rules_for
 from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.randomness import OwnRandomness
+from fedbn_flwr.simulation.in_process import Job
 from fedbn_flwr.simulation.stacked.layers import Dropouts, apply_shared
 from fedbn_flwr.simulation.stacked.model import Rows, Stack, StackedMemory, stacked
 from fedbn_flwr.state import State
@@ -25,19 +26,14 @@ from fedbn_flwr.state.flat import FlatState
 from fedbn_flwr.wire import Instruction
 
 
-def train_together(
-    clients: Sequence[BNClient],
-    structure: nn.Module,
-    received: Sequence[Mapping[str, State]],
-    instruction: Instruction,
-    exchange: Exchange | None = None,
-) -> list[Reply]:
-    """Train clients at once; return what each one's `train` would reply, up to rounding.
+def train_together(jobs: Sequence[Job], structure: nn.Module, exchange: Exchange | None = None) -> list[Reply]:
+    """Train the clients of jobs of one instruction at once; return what each would reply alone, up to rounding.
 
     Nobody's memory changes unless all come to their end.
     The clients have models like `structure`, which nobody else uses meanwhile. They come in the order of their numbers
     of steps, the largest first: those that are at their end wait, unchanged, for the others.
     """
+    clients, received, instruction = [job.client for job in jobs], [job.received for job in jobs], jobs[0].instruction
     local = state.group_keys(structure, instruction.keep_local)
     with training.frozen(structure, instruction), products(instruction):
         structure.train()
