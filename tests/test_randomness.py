@@ -29,15 +29,6 @@ def test_streams_differ_in_seed_name_and_place() -> None:
     assert len({derive(*stream) for stream in wanted}) == len(wanted)
 
 
-def test_generators_repeat_and_are_their_own() -> None:
-    for draw in (
-        lambda *stream: torch.rand(3, generator=torch_generator(*stream)).tolist(),
-        lambda *stream: numpy_generator(*stream).random(3).tolist(),
-    ):
-        assert draw(1, "batches") == draw(1, "batches")
-        assert draw(1, "batches") != draw(2, "batches") != draw(2, "dropout")
-
-
 def test_global_generators_are_neither_read_nor_changed() -> None:
     before = torch.get_rng_state(), str(np.random.get_state()), random.getstate()
     first = torch_generator(0, "a").initial_seed(), numpy_generator(0, "a").integers(2**32)

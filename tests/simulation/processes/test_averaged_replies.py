@@ -17,7 +17,7 @@ from fedbn_flwr.experiments.engines import open_grid
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.server.ask_nodes import ask_nodes
-from fedbn_flwr.server.averaging import arrays_of, arrays_to_record
+from fedbn_flwr.server.averaging import arrays_to_record
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.processes.averaged_replies import average_replies
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
@@ -84,24 +84,6 @@ def reply(node: int, values: Sequence[float] = (1.0,), examples: float = 2, **me
     asked = Message(RecordDict(), node, "train")
     asked.metadata.__dict__["_message_id"] = str(node)
     return Message(content, reply_to=asked)
-
-
-def test_the_mean_by_hand() -> None:
-    replies = [reply(1002, [1.0], 1, loss=4.0), reply(1000, [5.0], 3, loss=8.0)]
-    mean, nothing = average_replies(replies, "examples")
-    assert mean is not None
-    assert nothing is None
-    assert isinstance(mean.content, Summed)
-    assert dict(mean.content.nodes) == {1002: 2, 1000: 0}
-    arrays = arrays_of(mean.content.array_records[wire.ARRAYS])
-    # (1 + 3 * 5) / 4; the larger counter
-    assert (arrays["weight"].tolist(), str(arrays["weight"].dtype), int(arrays["count"])) == ([4.0], "float32", 1002)
-    metrics = mean.content.metric_records[wire.METRICS]
-    assert dict(metrics) == {wire.NUM_EXAMPLES: 4, wire.PARTITION_ID: 0, "loss": 7.0}
-    uniform, _ = average_replies([reply(1000, [1.0], 1, loss=4.0), reply(1001, [5.0], 3, loss=8.0)], "uniform")
-    assert uniform is not None
-    assert arrays_of(uniform.content.array_records[wire.ARRAYS])["weight"].tolist() == [3.0]
-    assert uniform.content.metric_records[wire.METRICS]["loss"] == 7.0
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedbn_flwr import models
-from fedbn_flwr.layerwise import Answer, Requests
-from fedbn_flwr.layerwise.shared_batch_norm import SharedBatchNorm, Use
-from fedbn_flwr.simulation.stacked.layers import ImageOrder, apply_shared
+from fedbn_flwr.simulation.stacked.layers import ImageOrder
 from fedbn_flwr.simulation.stacked.model import Stack
 from tests.helpers.toys import random_state
 
@@ -132,18 +130,6 @@ def losses_of(model: nn.Module, inputs: Tensor, **options: Any) -> Tensor:
     return stack.losses(slice(0, CLIENTS), (inputs, LABELS), F.cross_entropy, **options)
 
 
-def test_some_clients_move_only_their_own_statistics() -> None:
-    model, inputs = CASES["2d"]()
-    stack = Stack(model.train(), [model.state_dict()] * CLIENTS)
-    stack.losses(slice(0, 2), (inputs[:2], LABELS[:2]), F.cross_entropy)
-    stack.losses(torch.tensor([0]), (inputs[:1], LABELS[:1]), F.cross_entropy)
-    kept = dict(stack.named_buffers())
-    assert kept["1.num_batches_tracked"].tolist() == [2, 1, 0]
-    assert kept["1.running_mean"].abs().sum(1).gt(0).tolist() == [True, True, False]
-    stack.losses(slice(1, 3), (inputs[1:], LABELS[1:]), F.cross_entropy)
-    assert dict(stack.named_buffers())["1.num_batches_tracked"].tolist() == [2, 2, 1]
-
-
 def channels_normalized(model: nn.Module, inputs: Tensor) -> list[int]:
     """Of every call of torch's function."""
     found, plain = list[int](), F.batch_norm
@@ -189,31 +175,6 @@ def test_after_a_pass_and_an_error_the_model_is_as_before() -> None:
     after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert all(after[name] is before[name] for name in before)
     assert not any("forward" in layer.__dict__ or layer._forward_hooks for layer in model.modules())
-
-
-@pytest.mark.parametrize("affine", [True, False])
-def test_a_shared_layer_is_what_torchs_own_vmap_makes_of_it(affine: bool) -> None:
-    inputs, seen = torch.randn(CLIENTS, SIZE, 4, 3, 3, dtype=torch.float64), torch.randn(CLIENTS, SIZE, 4, 3, 3)
-    weight, bias = torch.rand(2, CLIENTS, 4, dtype=torch.float64) if affine else (None, None)
-    leaves = [value.requires_grad_() for value in (inputs, weight, bias) if value is not None]
-
-    def outcome(apply: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
-        asked: list[Tensor] = []
-
-        def exchange(request: Requests) -> Answer:
-            asked.append(request.tensor)
-            return Answer(request.tensor * 1.5, request.counts[0] * 7)
-
-        def layer(values: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-            return apply(values, *(parameters or (None, None)), 1e-3, Use("layer", exchange, "fused"))
-
-        places: Any = (0, 0, 0, None)
-        outputs, *statistics = vmap(layer, out_dims=places)(*leaves)
-        return [outputs, *statistics, *torch.autograd.grad((outputs * seen).sum(), leaves), *asked]
-
-    here, there = outcome(apply_shared), outcome(SharedBatchNorm.apply)
-    assert len(here) == len(there) == 6 + len(leaves)
-    assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
 
 
 # ---- the order of images ---------------------------------------------------------------------------------------------

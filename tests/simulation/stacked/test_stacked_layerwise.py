@@ -15,6 +15,7 @@ from fedbn_flwr.layerwise import Answer
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
+from fedbn_flwr.simulation.processes.worker import OwnShare
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.transports.message_client import STEPS
@@ -63,11 +64,6 @@ def _nothing_left() -> Iterator[None]:
     yield
     STEPS.clear()
     assert wait_until(lambda: threading.active_count() <= before + 1)
-
-
-def test_adam() -> None:
-    """It divides gradients that are only rounding by their own size plus 1e-8."""
-    assert_same(lambda: quiet(FedTAN), within=1e-7, optimizer="adam", lr=1e-3, weight_decay=0.1, **RAGGED)
 
 
 def test_small_chunks() -> None:
@@ -178,8 +174,8 @@ def stacked_nodes(partitions: Sequence[int]) -> StackedGrid:
     return StackedGrid(client_app(nodes.client), len(SIZES), partitions=partitions)
 
 
-def test_too_large_values_in_one_of_several_processes() -> None:
-    with WorkersGrid(stacked_nodes, len(SIZES), 2) as grid, watching() as watch:
+def test_too_large_values_in_one_of_several_workers() -> None:
+    with WorkersGrid(stacked_nodes, len(SIZES), 2, start=OwnShare) as grid, watching() as watch:
         together = Federation(make_float32_model()).run(quiet(FedTAN), 2, grid)
     assert len([text for text in watch.messages if "Node 1001 is left out of this round" in text]) == 2
     others = run(Without, quiet(FedTAN), make_float32_model, rounds=2).final
@@ -227,14 +223,6 @@ def test_what_is_abandoned_leaves_nothing(advances: int) -> None:
     nodes, step = opened(advances)
     step.abandon()
     assert all(not nodes.grid.context(node).state for node in nodes.grid.get_node_ids())
-
-
-def test_what_is_taken_to_its_end_is_remembered() -> None:
-    nodes, step = opened(4)
-    replies = step.replies()
-    assert [reply.metadata.src_node_id for reply in replies] == list(nodes.grid.get_node_ids())
-    assert all(nodes.grid.context(node).state for node in nodes.grid.get_node_ids())
-    step.abandon()
 
 
 def test_a_step_that_is_dropped_ends_its_threads() -> None:

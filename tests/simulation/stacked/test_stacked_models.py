@@ -198,16 +198,6 @@ def test_a_model_in_evaluation_mode_is_set_to_train() -> None:
     assert_same(lambda: quiet(FedAvg), make, nodes={"sizes": (5, 7, 9, 12)}, local_steps=0, local_epochs=2)
 
 
-def test_the_clients_own_model_is_not_changed() -> None:
-    model = make_model()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    nodes = Federation(model, grid=Stacked)
-    nodes.run(quiet(FedAvg), **RAGGED)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all("forward" not in layer.__dict__ and "train" not in layer.__dict__ for layer in model.modules())
-
-
 def unstackable_clients(app: ClientApp) -> list[str]:
     nodes = Federation(make_model())
     nodes.grid = Stacked(app, 4)

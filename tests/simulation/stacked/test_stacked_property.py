@@ -58,11 +58,12 @@ def test_first_timers_meet_veterans(strategy: type[FedAvg]) -> None:
     assert set(together.watch.stacks) & {2, 3}
 
 
-def test_adam() -> None:
+@pytest.mark.parametrize("strategy", [FedAvg, FedTAN])
+def test_adam(strategy: type[FedAvg]) -> None:
     """Ten steps of unequal numbers."""
     # the bias before a BN layer has no gradient but rounding, which Adam divides by its own size plus 1e-8
     options: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1, "rounds": 1}
-    assert_same(lambda: quiet(FedAvg), within=1e-7, local_steps=0, local_epochs=2, **options)
+    assert_same(lambda: quiet(strategy), within=1e-7, local_steps=0, local_epochs=2, **options)
 
 
 def test_adam_that_keeps_its_state_is_left_alone() -> None:
@@ -92,20 +93,15 @@ def test_a_round_in_low_precision(precision: str, within: float) -> None:
     assert_same(lambda: quiet(FedAvg), single, within=within, **options)
 
 
-@pytest.mark.parametrize(("chunk", "stacks"), [(2, [2, 2]), (3, [3]), (1, []), (4, [4])])
-def test_small_chunks(chunk: int, stacks: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "portion", "stacks"), [(2, 100, [2, 2]), (3, 100, [3]), (1, 100, []), (4, 100, [4]), (4, 2, [2, 2])]
+)
+def test_small_chunks(chunk: int, portion: int, stacks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedbn_flwr.simulation.in_process.PORTION", portion)
     options: dict[str, Any] = {"rounds": 2, "local_steps": 0, "local_epochs": 2, "momentum": 0.9}
     alone, together = both(lambda: quiet(Scaffold), grid=stacked_by(chunk), **options)
     assert difference(alone, together) < EXACT
     assert together.watch.stacks == stacks * 2
-    assert not together.watch.reasons
-
-
-def test_one_client() -> None:
-    """There is nothing to be stacked."""
-    alone, together = both(lambda: quiet(FedAvg), nodes={"sizes": (9,)})
-    assert difference(alone, together) == 0
-    assert not together.watch.stacks
     assert not together.watch.reasons
 
 
