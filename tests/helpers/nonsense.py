@@ -56,13 +56,12 @@ def array(make: Callable[[np.ndarray], Array]) -> Change:
     return change
 
 
-def entries(change_of: Callable[[dict[str, Array]], dict[str, Array]]) -> Change:
-    """Return a change of the first group of arrays."""
+def entries(change_of: Callable[[dict[str, Array]], dict[str, Array]], of: str = "") -> Change:
+    """Return a change of a group of arrays, by default the first."""
 
     def change(content: RecordDict) -> None:
-        for group, record in content.array_records.items():
-            content[group] = ArrayRecord(change_of(dict(record)))
-            return
+        for group in [group for group in content.array_records if not of or group == of][:1]:
+            content[group] = ArrayRecord(change_of(dict(content.array_records[group])))
 
     return change
 
@@ -217,6 +216,19 @@ NONSENSE: dict[str, Change] = {
     # reports
     "the state is lost, every time": report(wire.LACKS_STATE, True),
     "numbers under masks that nobody asked for": record(masked.MASKED, ArrayRecord({"sum": npy("<u8", HUGE)})),
+}
+
+#: in the place of the variates of SCAFFOLD's nodes
+VARIATES: dict[str, Change] = {
+    "no variates": record(wire.CONTROL_VARIATES, None),
+    **{
+        f"{name} variates": entries(change, wire.CONTROL_VARIATES)
+        for name, change in {
+            "too few": lambda arrays: dict(list(arrays.items())[1:]),
+            "too many": lambda arrays: {**arrays, "more": plain(np.zeros(2, np.float32))},
+            "wider": lambda arrays: {name: plain(value.numpy()[None]) for name, value in arrays.items()},
+        }.items()
+    },
 }
 
 #: nonsense that takes nothing from the others: the reply counts, or its message does not read what is wrong with it

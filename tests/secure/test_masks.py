@@ -78,14 +78,6 @@ def test_any_so_many_shares_open_the_secret_and_fewer_do_not() -> None:
         assert masks.join({point: given[point] for point in few}) != SECRET
 
 
-def test_a_share_is_the_value_of_a_polynomial(monkeypatch: pytest.MonkeyPatch) -> None:
-    coefficients = iter([7, 11])
-    monkeypatch.setattr("secrets.randbelow", lambda _: next(coefficients))
-    secret = int.from_bytes(SECRET, "big")
-    values = [int.from_bytes(share, "big") for share in masks.split(SECRET, 3, 4)]
-    assert values == [secret + 7 * point + 11 * point**2 for point in (1, 2, 3, 4)]
-
-
 def test_fewer_shares_fit_every_secret() -> None:
     """Two shares of three: for any other secret there is a third share that opens it."""
     given = dict(enumerate(masks.split(SECRET, 3, 3), 1))

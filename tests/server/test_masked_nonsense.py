@@ -20,7 +20,7 @@ from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedBS, FedTAN, FixBN, Sc
 from fedbn_flwr.transports.message_records import LACKS_ARRAYS, OVER, UNREACHABLE
 from fedbn_flwr.wire import masked
 from tests.helpers.harness import Federation
-from tests.helpers.nonsense import BAD, HUGE, PICKLE, BadNode, Change, bytes_of, npy, plain, record, zipped
+from tests.helpers.nonsense import BAD, PICKLE, BadNode, Change, bytes_of, npy, plain, record
 
 FORM = f"{masked.MASKED}-form"
 
@@ -111,15 +111,10 @@ STRANGE = "\x1b[2J\nNode 7 has failed: %s %d {} " + "x" * 10**5
 
 #: in the place of a masked reply
 REPLIES: dict[str, Change] = {
-    # numbers
+    # numbers; whatever else no array is, is read by the same function as in the clear
     "garbage": hidden(lambda _: bytes_of(b"\x00\xff" * 50, "uint64", (2, 3))),
-    "no bytes": hidden(lambda _: bytes_of(b"", "uint64", (2, 3))),
     "an array of objects": hidden(lambda old: npy("|O", old.shape, PICKLE)),
     "a pickle": hidden(lambda old: bytes_of(PICKLE, "uint64", old.shape)),
-    "a zip of arrays": hidden(zipped),
-    "a header of 10^12 numbers": hidden(lambda _: npy("<u8", HUGE)),
-    "a header of 10^18 numbers": hidden(lambda _: npy("<u8", (2, 10**18))),
-    "numbers cut short": hidden(lambda old: bytes_of(plain(old).data[:-3], "uint64", old.shape)),
     "float64": hidden(lambda old: plain(old.astype(np.float64))),
     "signed numbers": hidden(lambda old: plain(old.astype(np.int64))),
     "one row": hidden(lambda old: plain(old[0])),
@@ -191,14 +186,9 @@ REPLIES: dict[str, Change] = {
     "a kind that is none": form("kind", "nonsense"),
     "keys that are a number": form("obeyed", 5),
     "keys that nobody asked for": form("obeyed", ["x" * 10**5]),
-    # partitions
+    # partitions, too
     "no partition": said("partition", None),
-    "a partition that is not a number": said("partition", float("nan")),
-    "an infinite partition": said("partition", float("inf")),
-    "a partition of 10^30": said("partition", 10**30),
     "half a partition": said("partition", 1.5),
-    "a list of partitions": said("partition", [1, 2]),
-    "a partition as a text": said("partition", "one"),
     # keys
     "no key": said("key", None),
     "a short key": said("key", bytes(31)),

@@ -50,10 +50,6 @@ def test_a_loss_that_cannot_be_a_weight_counts_as_nothing_and_is_said(
     assert any("FedBS: node 1 reports the local-loss" in record.getMessage() for record in caplog.records)
 
 
-def test_all_zero_losses_count_equally() -> None:
-    assert FedBS().weigh(replies(0.0, 0.0)) == [1.0, 1.0]
-
-
 def test_what_it_measured_is_noted() -> None:
     strategy = FedBS(epsilon=1e9, patience_rounds=2)
     Federation(make_model()).run(strategy, 1)
@@ -79,5 +75,5 @@ def test_without_the_training_loss_the_remedy_is_named() -> None:
 
 def test_rounds_without_a_usable_loss_are_not_calm() -> None:
     strategy = FedBS(epsilon=0.1, patience_rounds=1)
-    assert learn(strategy, float("nan"), float("inf")) == [1.0, 1.0]
+    assert strategy.weigh(replies(0.0, 0.0)) == learn(strategy, float("nan"), float("inf")) == [1.0, 1.0]
     assert (strategy.stage, strategy.measured["loss-deviation"]) == (1, float("inf"))
