@@ -11,7 +11,6 @@ from fedbn_flwr.client.evaluation import evaluate, mean_loss
 from fedbn_flwr.client.learning_task import (
     CLASSIFICATION,
     SEGMENTATION,
-    TASKS,
     LearningTask,
     mean_iou,
     pixel_cross_entropy,
@@ -20,6 +19,7 @@ from fedbn_flwr.client.learning_task import (
 )
 from fedbn_flwr.data import load
 from fedbn_flwr.data.augmentation import IGNORED
+from tests.helpers.registered import registries_restored
 
 CLASSES = 4
 
@@ -116,12 +116,10 @@ def test_an_augmentation_that_leaves_label_maps_where_they_were_is_refused() -> 
 
 
 def test_a_registered_task_is_found_by_its_name() -> None:
-    task = register_task("of-a-test", LearningTask(measures={"cells": lambda confusion: float(confusion.sum())}))
-    try:
+    with registries_restored():
+        task = register_task("of-a-test", LearningTask(measures={"cells": lambda confusion: float(confusion.sum())}))
         assert task_of("of-a-test") is task
         with pytest.raises(ValueError, match="task 'of-a-test' is there already"):
             register_task("of-a-test", LearningTask())
-    finally:
-        del TASKS["of-a-test"]
     with pytest.raises(ValueError, match="unknown task 'of-a-test'; there are: classification, segmentation"):
         task_of("of-a-test")

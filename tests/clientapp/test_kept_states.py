@@ -1,7 +1,6 @@
 """What a node keeps in a folder of its site outlives its SuperNode, and a server's resumed run finds what counts."""
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,10 +70,6 @@ def test_under_masks_a_node_that_starts_again_remembers_all_that_it_has_answered
     assert secure["pending"] == b""
 
 
-def flower_log(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-
-
 class Watched(FedBN):
     """Notes who trained in each round, and the model that the round started from."""
 
@@ -108,7 +103,7 @@ def test_a_node_without_its_state_is_named_and_trains_in_the_same_round(
     strategy, nodes = Watched(), Federation(make_model(), grid=grid)
     nodes.run(strategy, 3)
     assert strategy.trained == [[1000, 1001, 1002, 1003]] * 3
-    named = [text for text in flower_log(caplog) if "have lost the entries that stay on them" in text]
+    named = [text for text in caplog.messages if "have lost the entries that stay on them" in text]
     assert named == [f"Nodes [{FORGETFUL}] have lost the entries that stay on them: they get the whole model"] * 2
 
 
@@ -150,7 +145,7 @@ def test_an_evaluation_without_the_state_is_left_out_by_name(caplog: pytest.LogC
     Federation(make_model(), grid=Restarting).run(strategy, 1)
     assert [reply.node for reply in strategy.evaluate_replies] == [1000, 1001, 1003]
     text = f"Node {FORGETFUL} is left out of this round: it has lost the entries that stay on it"
-    assert text in flower_log(caplog)
+    assert text in caplog.messages
 
 
 # ---- which states count ----------------------------------------------------------------------------------------------

@@ -135,9 +135,7 @@ METHODS: dict[str, Callable[[], BaseStrategy]] = {
     "fedbs": lambda: FedBS(loss="running"),
     "scaffold, bounded gradients": lambda: Scaffold(clip_norm=0.2),
     "fedtan": FedTAN,
-    "fedtan, paper exchange": lambda: FedTAN(exchange="paper"),
     "fedtan, carried": lambda: FedTAN(carry=True),
-    "feddna, carried": lambda: FedDNA(carry=True),
     "local momentum": lambda: FedAvg(momentum_state="local"),
     "global momentum": lambda: FedAvg(momentum_state="global"),
 }
@@ -173,13 +171,7 @@ def wanted_of(method: str) -> state.State:
     return Federation(made()).run(METHODS[method](), ROUNDS, lr=0.05, momentum=momentum_of(method))
 
 
-#: what they ask of a loop, others ask, too
-SAME = ("fedtan, paper exchange", "feddna, carried")
-
-
-@pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=pytest.mark.slow if name in SAME else ()) for name in METHODS]
-)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_plain_loop_obeys_every_strategy(method: str) -> None:
     assert run_both(method, plain_loop) < EXACT
 

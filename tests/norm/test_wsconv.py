@@ -166,11 +166,6 @@ def test_a_model_that_cannot_be_traced_is_left_unscaled_and_the_log_says_so(capl
     assert gammas(model)["conv"] == pytest.approx(RELU_GAIN, abs=1e-3)
 
 
-def test_a_learnable_gain() -> None:
-    model = build("resnet20", norm="wsconv", gain="learnable")
-    assert sum(name.endswith(".gain") for name, _ in model.named_parameters()) == 19
-
-
 @pytest.mark.parametrize("kind", ["gn", "bn"])
 def test_standardized_weights_beside_a_normalizer(kind: str) -> None:
     model, plain = (build("resnet20", norm=norm, groups=4) for norm in (f"{kind}-ws", kind))
