@@ -64,7 +64,12 @@ def standardized(
     new: Any = _empty_like(layer, layer.weight[0].numel() ** 0.5 if gamma is None else gamma)
     new.weight, new.bias = layer.weight, layer.bias
     _start_at_unit_norm(new.weight)
-    _set_gain(new, first_gain, learnable)
+    gain = torch.full_like(new.gain, first_gain, device=layer.weight.device, dtype=layer.weight.dtype)
+    del new.gain
+    if learnable:
+        new.gain = nn.Parameter(gain)
+    else:  # a constant is neither trained nor sent
+        new.register_buffer("gain", gain, persistent=False)
     return new.train(layer.training)  # type: ignore[no-any-return]
 
 
@@ -93,12 +98,3 @@ def _start_at_unit_norm(weight: Tensor) -> None:
     rows = weight.flatten(1)
     norms = (rows - rows.mean(dim=1, keepdim=True)).norm(dim=1)
     weight.div_(torch.where(norms > 0, norms, 1).view(-1, *[1] * (weight.dim() - 1)))
-
-
-def _set_gain(layer: Any, value: float, learnable: bool) -> None:
-    gain = torch.full_like(layer.gain, value, device=layer.weight.device, dtype=layer.weight.dtype)
-    del layer.gain
-    if learnable:
-        layer.gain = nn.Parameter(gain)
-    else:  # a constant is neither trained nor sent
-        layer.register_buffer("gain", gain, persistent=False)

@@ -47,7 +47,10 @@ def fixup(model: nn.Module) -> nn.Module:
     """
     blocks = _residual_blocks(model)
     classifier = [layer for layer in model.modules() if isinstance(layer, nn.Linear)][-1]
-    scalars = _scalars(blocks)
+    # without an activation behind them are the ends of branches and of shortcuts
+    scalars: dict[nn.Module, nn.Module] = {getattr(block, f"bn{_length(block)}"): ScaleAndShift() for block in blocks}
+    shortcuts = [block.downsample for block in blocks if block.downsample is not None]
+    scalars |= {layer: nn.Identity() for shortcut in shortcuts for layer in shortcut.modules()}
     _start(blocks, classifier)
 
     def make(name: str, layer: nn.Module) -> nn.Module:
@@ -71,13 +74,6 @@ def _residual_blocks(model: nn.Module) -> list[Any]:
             f"(resnet20, resnet18 and its kin), and this {type(model).__name__} has none"
         )
     return blocks
-
-
-def _scalars(blocks: list[Any]) -> dict[nn.Module, nn.Module]:
-    """Return the scalars that replace normalizers without an activation: at the ends of branches and shortcuts."""
-    ends: dict[nn.Module, nn.Module] = {getattr(block, f"bn{_length(block)}"): ScaleAndShift() for block in blocks}
-    shortcuts = [block.downsample for block in blocks if block.downsample is not None]
-    return ends | {layer: nn.Identity() for shortcut in shortcuts for layer in shortcut.modules()}
 
 
 @torch.no_grad()
