@@ -4,14 +4,12 @@ from fedbn_flwr.client.bn_client import BNClient
 from fedbn_flwr.client.device import pick_device
 from fedbn_flwr.client.reply import Reply
 from fedbn_flwr.client.rules import Rule, Session, read_instruction, register_rule
-from fedbn_flwr.client.training import layerwise_mode
 
 __all__ = [
     "BNClient",
     "Reply",
     "Rule",
     "Session",
-    "layerwise_mode",
     "pick_device",
     "read_instruction",
     "register_rule",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.client import BNClient, Reply, layerwise_mode, training
+from fedbn_flwr.client import BNClient, Reply, training
 from fedbn_flwr.client.batch_plan import BatchLoader, load_groups
 from fedbn_flwr.client.device import autocast, products
 from fedbn_flwr.client.reply import Metrics
@@ -182,7 +182,7 @@ class StackedBatches:
         exchange = self.carried.exchange(rows) if self.carried and self.first_step else self.exchange
         if not (self.first_step and exchange):
             return nullcontext
-        mode = layerwise_mode(self.session.instruction)
+        mode = training.layerwise_mode(self.session.instruction)
         return partial(shared_statistics, self.stack.structure, exchange, mode, apply=apply_shared)
 
     def _groups(self, step: int) -> list[Rows]:
