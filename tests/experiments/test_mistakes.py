@@ -219,7 +219,6 @@ OWN_DATA: list[tuple[Any, str]] = [
     (3, "data must be a name, fedbn_flwr.data.Data, a function that returns Data, or a pair"),
     (([1], [2]), "the training data must be a fedbn_flwr.data.Split, a pair"),
     (GOOD, "a Tensor has no labels: data is "),
-    ((X.numpy(), Y.numpy()), "a ndarray has no labels: data is "),
     ((FRAME, FRAME), "a DataFrame has no labels: data is "),
     (FRAME, "or a pair (training data, test data), got DataFrame"),
     (((FRAME.astype(str), Y), GOOD), "the training data must be "),

@@ -1,6 +1,5 @@
 """`dynamics.jsonl` against the definitions of FixBN's Figure 3, by hand from the clients' batches."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,7 @@ OPTIONS = {"record-dynamics": "2", "rounds": "4", "model": "mlp", "workers": "1"
 
 def rows_of(folder: Path, **options: str) -> list[dict[str, Any]]:
     assert run("run", **{**OPTIONS, "results-dir": str(folder), **options}) == 0
-    return read_rows(folder)
-
-
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "dynamics.jsonl").read_text().splitlines()]
+    return read_rounds(folder, "dynamics.jsonl")
 
 
 def only_bn() -> nn.Module:

@@ -238,21 +238,15 @@ def test_runs_and_comparisons_in_one_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("matrix.json", "{", "matrix.json is not the record of a matrix"),
-        ("matrix.json", "[1]", "matrix.json is not the record of a matrix"),
-        ("compare.json", "{}", "compare.json is not the result of a comparison"),
-    ],
+    ("name", "kind"), [("matrix.json", "record of a matrix"), ("compare.json", "result of a comparison")]
 )
 def test_a_file_that_is_none_of_ours_is_one_line(
-    name: str, content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text("{}")
     assert main(["report", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{name} is not the {kind}" in line
 
 
 def test_bars_by_domain_are_of_domains(tmp_path: Path) -> None:
