@@ -127,6 +127,8 @@ class KeptRun:
     overwrite: bool = False
     #: options that are not known yet
     unknown: Sequence[str] = ()
+    #: what the error advises that refuses another run in the folder
+    remedy: str = f"{OVERWRITE} replaces it"
 
     @classmethod
     def of(
@@ -147,6 +149,8 @@ class KeptRun:
             config = rounds_within_budget(config, config.clients)
         elif config.budget_epochs:  # the federation says how many nodes and samples there are
             unknown = (*unknown, "rounds")
+        if config.dataset == SITES:  # the sites say what their images are
+            unknown = (*unknown, "partition", *(() if config.mean else ("mean", "std")))
         if automatic and engine != "ray":
             config = replace(config, checkpoint_every=AUTOMATIC)
         return cls(replace(experiment, config=config), engine, folder, overwrite, unknown)
@@ -179,14 +183,16 @@ class KeptRun:
             f"{key} is {before.get(key)!r}, not {now.get(key)!r}" for key in keys if before.get(key) != now.get(key)
         ]
 
-    def refuse_other(self, remedy: str = f"{OVERWRITE} replaces it") -> None:
+    def refuse_other(self) -> None:
         """Refuse the folder if it holds another run, unless that is to be replaced; a UsageError names what differs."""
         found = self.differences()
         if found and self.experiment.config.resume:
             raise UsageError(f"{self.folder} cannot be resumed: its {found[0]}")
         if found and not self.overwrite:
             more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
-            raise OtherRunError(f"{self.folder} holds another run: its {'; its '.join(found[:NAMED])}{more} ({remedy})")
+            raise OtherRunError(
+                f"{self.folder} holds another run: its {'; its '.join(found[:NAMED])}{more} ({self.remedy})"
+            )
 
     def run(self, train: Engine, progress: Progress | None = None) -> Summary:
         """Return the summary: of the finished run in the folder, else after `train` has made the missing rounds."""
@@ -196,11 +202,10 @@ class KeptRun:
             if self.differences():
                 set_aside(self.folder)
             summary = train(self.resumed(), self.folder, progress)
-        else:
-            clear(self.folder)
-            if not (self.folder / "curves.png").exists():
-                curves = {str(summary["method"]): [read_rounds(self.folder)]}
-                draw_or_warn(curves, self.folder / "curves.png", title_of(summary))
+        clear(self.folder)
+        if not (self.folder / "curves.png").exists():
+            curves = {str(summary["method"]): [read_rounds(self.folder)]}
+            draw_or_warn(curves, self.folder / "curves.png", title_of(summary))
         for replaced in self.folder.glob(f"{REPLACED}*"):
             shutil.rmtree(replaced, ignore_errors=True)
         return summary

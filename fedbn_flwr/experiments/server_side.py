@@ -20,9 +20,8 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.kept_run import KeptRun, alone_in, options_in
 from fedbn_flwr.experiments.liar import LyingGrid
 from fedbn_flwr.experiments.method import Experiment, resolve
-from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
-from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
+from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.output.scoring import Scorer, SiteScorer
 from fedbn_flwr.experiments.output.sinks import open_sinks
 from fedbn_flwr.experiments.resources import (
@@ -106,8 +105,6 @@ def run(
             raise
     summary = journal.summary(experiment, nodes)
     files.finish(summary, journal.arrays or arrays)
-    clear(folder)
-    draw_or_warn({task.config.method: [read_rounds(folder)]}, folder / "curves.png", title_of(summary))
     return summary
 
 
@@ -217,14 +214,13 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
         )
         log(WARNING, text, experiment.strategy, size, LEAST_BATCH)
     folder = results_folder(experiment.config, run_id)
-    kept = KeptRun.of(experiment, "flower", folder)
+
+    def train(experiment: Experiment, folder: Path, _: Progress | None) -> Summary:
+        return run(with_side_channel(PackingGrid(grid), experiment), experiment, folder)
+
     with alone_in(folder):
-        summary = None
-        if not experiment.config.resume:
-            kept.refuse_other("give another results-dir")
-            summary = kept.finished()
-        if summary is None:
-            summary = run(with_side_channel(PackingGrid(grid), experiment), kept.resumed(), folder)
+        kept = replace(KeptRun.of(experiment, "flower", folder), remedy="give another results-dir")
+        summary = kept.run(train)
     log(INFO, "Results: %s", folder)
     return summary
 

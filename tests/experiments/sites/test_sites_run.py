@@ -209,7 +209,9 @@ def test_a_run_goes_on_with_what_the_sites_agreed_on(
         return record(journal, server_round, arrays)
 
     monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "whole-states"))
-    run_at_sites(tmp_path / "whole", sites, **options)
+    for _ in range(2):
+        done = run_at_sites(tmp_path / "whole", sites, **options)
+    assert done == json.loads((tmp_path / "whole" / "summary.json").read_text())  # with the time of the first
     monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "run-states"))
     with monkeypatch.context() as patched:
         patched.setattr(Journal, "record", die)
