@@ -49,8 +49,12 @@ class Agreement:
         mean, std = self.config.mean, self.config.std
         return ConfigRecord({DATA_MEAN: as_value(mean), DATA_STD: as_value(std), DATA_SHAPE: list(self.shape)})
 
-    def objection(self, site: SiteData) -> str | None:
-        """Return why a site cannot take part, or None if it can."""
+    def objection(self, node: int, site: SiteData | str, others: Mapping[int, SiteData]) -> str:
+        """Return why a node cannot take part beside others, whose answer may be a reason; empty if it can."""
+        if isinstance(site, str):
+            return site
+        if same := [other for other, present in others.items() if present.site == site.site and other != node]:
+            return f"node {same[0]} has its site number {site.site}: give each site its own number"
         if unknown := [name for name in site.class_names if name not in self.config.classes]:
             return f"class {unknown[0]!r} is not one of the run's classes: {', '.join(self.config.classes)}"
         if site.shape != self.shape:
@@ -58,7 +62,7 @@ class Agreement:
                 f"its images are {_times(site.shape)}, but {_times(self.shape)} at the first site "
                 "(set image-size to scale all images)"
             )
-        return None
+        return ""
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row about each site, for the results."""
@@ -79,15 +83,9 @@ def ask_sites(grid: Grid, nodes: Sequence[int], timeout: float, secure: bool = F
 
 def agree(config: Config, answers: Answers) -> Agreement:
     """Return what the sites agree on; a UsageError names the first site that cannot take part, and why."""
-    sites: dict[int, SiteData] = {}
-    for node, answer in answers.items():
-        if isinstance(answer, str):
-            raise UsageError(f"node {node}: {answer}")
-        if other := holder(answer.site, sites):
-            raise UsageError(
-                f"nodes {other} and {node} both have the site number {answer.site}: give each site its own number"
-            )
-        sites[node] = answer
+    sites = {node: answer for node, answer in answers.items() if isinstance(answer, SiteData)}
+    if without := [node for node in answers if node not in sites]:
+        raise UsageError(f"node {without[0]}: {answers[without[0]]}")
     if not config.classes:
         names = sorted({name for site in sites.values() for name in site.class_names})
         raise UsageError(
@@ -96,15 +94,10 @@ def agree(config: Config, answers: Answers) -> Agreement:
     first = min(sites.values(), key=lambda site: site.site)
     agreement = Agreement(config, first.shape, sites)
     for node, site in sites.items():
-        if reason := agreement.objection(site):
+        if reason := agreement.objection(node, site, sites):
             raise UsageError(f"site {site.site} (node {node}): {reason}")
         log(INFO, "Site %d (node %d): %s", site.site, node, spoken(site))
     return replace(agreement, config=_normalized(config, list(sites.values())))
-
-
-def holder(number: int, sites: Mapping[int, SiteData]) -> int | None:
-    """Return the node that has a site number."""
-    return next((node for node, site in sites.items() if site.site == number), None)
 
 
 def spoken(site: SiteData) -> str:
@@ -174,13 +167,10 @@ class SitesGrid(PassingGrid):
 
     def _meet(self, new: list[int], connected: list[int]) -> None:
         for node, answer in ask_sites(self._grid, new, PATIENCE, self._secure).items():
-            reason = answer if isinstance(answer, str) else self._agreement.objection(answer)
             present = {known: site for known, site in self._accepted.items() if known in connected}
+            reason = self._agreement.objection(node, answer, present)
             if isinstance(answer, str) or reason:
                 log(WARNING, "Node %d cannot take part: %s", node, reason)
-                self._refused.add(node)
-            elif other := holder(answer.site, present):
-                log(WARNING, "Node %d cannot take part: node %d has its site number %d", node, other, answer.site)
                 self._refused.add(node)
             else:
                 log(INFO, "Site %d (node %d): %s", answer.site, node, spoken(answer))

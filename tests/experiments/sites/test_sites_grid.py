@@ -63,7 +63,9 @@ def test_normalization_is_that_of_all_images_together() -> None:
     spread = 4 * (0.01 + (0.25 - mean) ** 2) + 12 * (0.09 + (0.75 - mean) ** 2)
     assert config.std[0] == pytest.approx((spread / 16) ** 0.5, rel=1e-15)
     # every site has a number of its own
-    with pytest.raises(UsageError, match="nodes 1 and 2 both have the site number 0: give each site its own number"):
+    with pytest.raises(
+        UsageError, match=r"site 0 \(node 1\): node 2 has its site number 0: give each site its own number"
+    ):
         agree(CONFIG_OF_RUN, {1: NORTH, 2: replace(SOUTH, site=0)})
     # a channel without any spread is not divided by 0
     assert agree(CONFIG_OF_RUN, {1: replace(NORTH, variance=(0.0,))}).config.std == (1.0,)
@@ -86,7 +88,7 @@ def test_later_sites_are_asked_once_and_shown_if_they_fit(caplog: pytest.LogCapt
     assert list(grid.get_node_ids()) == [1000, 1003]
     assert warnings(caplog) == [
         "Node 1002 cannot take part: class 'dead' is not one of the run's classes: ill, well",
-        "Node 1003 cannot take part: node 1001 has its site number 1",
+        "Node 1003 cannot take part: node 1001 has its site number 1: give each site its own number",
     ]
 
 
