@@ -14,11 +14,12 @@ from fedbn_flwr import __version__
 from fedbn_flwr.data.check import IMAGES, check_dataset, where_to_get
 from fedbn_flwr.data.sets.catalog import CATALOG
 from fedbn_flwr.experiments.choice import SEEDS, read_grid
+from fedbn_flwr.experiments.comparison import Plan
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.diagnose import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.kept_run import OVERWRITE, Terminated
-from fedbn_flwr.experiments.laboratory import compare, plan_of, quiet, run
+from fedbn_flwr.experiments.laboratory import checked, compare, quiet, run
 from fedbn_flwr.experiments.method import all_options, import_plugins, owners, split_methods
 from fedbn_flwr.experiments.output.console import show_comparison, show_run
 from fedbn_flwr.experiments.output.listing import listing, show_listing, show_one
@@ -202,7 +203,7 @@ def _compare(options: dict[str, Any]) -> None:
     grid_seeds = whole_number("--grid-seeds", options.pop("grid-seeds", SEEDS))
     told = {key: options.pop(key) for key in ("overwrite", "verbose")}
     if options.pop("dry-run"):
-        plan = plan_of(methods, options, seeds, grid, grid_seeds, engine)
+        plan = checked(Plan(options, (), seeds, grid, grid_seeds, engine), methods)
         show_plan("comparison", [Cell(Setting({}, {}), method, method, plan, Path()) for method in methods])
         return
     results = compare(

@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from types import MappingProxyType
@@ -95,7 +96,7 @@ def compare(
     """
     with quiet(verbose):
         given = given_options(model, data, folder, options)
-        plan = plan_of(methods, given, seeds, grid, grid_seeds, engine, overwrite)
+        plan = checked(Plan(given, (), seeds, grid, grid_seeds, engine, overwrite), methods)
         for method in plan.methods:
             prepare(ENGINES[engine], plan.experiment(method, 0))
         plan.check()
@@ -163,23 +164,15 @@ def given_options(
     return given | ({} if folder is None else {RESULTS: str(folder)})
 
 
-def plan_of(
-    methods: Sequence[Method],
-    given: Mapping[str, Any],
-    seeds: int = 1,
-    grid: Grid = MappingProxyType({}),
-    grid_seeds: int = SEEDS,
-    engine: str = "stacked",
-    overwrite: bool = False,
-) -> Plan:
-    """Return the plan of a comparison; a UsageError names methods, seeds or an engine that cannot be."""
-    engine_named(engine)
+def checked(plan: Plan, methods: Sequence[Method]) -> Plan:
+    """Return the plan with these methods; a UsageError names methods, seeds or an engine that cannot be."""
+    engine_named(plan.engine)
     if isinstance(methods, str) or not isinstance(methods, Sequence) or not methods:
         raise UsageError(f"methods must be a list of at least one method, got {methods!r}")
-    for name, count in (("seeds", seeds), ("grid_seeds", grid_seeds)):
+    for name, count in (("seeds", plan.seeds), ("grid_seeds", plan.grid_seeds)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise UsageError(f"{name} must be a whole number of at least 1, got {count!r}")
-    grid = {option_key(key): values for key, values in grid.items()}
+    grid, given = {option_key(key): values for key, values in plan.grid.items()}, plan.options
     for key, values in grid.items():
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise UsageError(f"grid: {key} must have a list of at least one value, got {values!r}")
@@ -190,7 +183,7 @@ def plan_of(
     if twice := [text for text in texts if texts.count(text) > 1]:
         raise UsageError(f"methods names {twice[0]!r} twice")
     _refuse_ignored(texts, {**given, **grid})
-    return Plan(given, texts, seeds, grid, grid_seeds, engine, overwrite)
+    return replace(plan, methods=texts, grid=grid)
 
 
 def _refuse_ignored(methods: Sequence[str], given: Mapping[str, Any]) -> None:

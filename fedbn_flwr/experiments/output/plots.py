@@ -65,6 +65,11 @@ def figure(path: Path, panels: int = 1, size: tuple[float, float] = (11, 4.3)) -
         picture.savefig(path, dpi=130)
 
 
+def file_name(text: str) -> str:
+    """Return a text as the name of a file, without its ending."""
+    return "".join(letter if letter.isalnum() else "-" for letter in text).strip("-")
+
+
 @dataclass(frozen=True)
 class Picture:
     """A picture of a report: what draws it onto axes."""

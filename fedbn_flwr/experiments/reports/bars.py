@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr.experiments.method import parse
-from fedbn_flwr.experiments.output.plots import Picture, bar_style, line_style
+from fedbn_flwr.experiments.output.plots import Picture, bar_style, file_name, line_style
 from fedbn_flwr.experiments.recipes.recipe import AVERAGE, QUANTITIES, Recipe
 from fedbn_flwr.experiments.recipes.table import Key, Value
 from fedbn_flwr.experiments.reports.sources import Source
@@ -68,7 +68,7 @@ def _map(table: Any, rows: Sequence[str], columns: Sequence[str], caption: str, 
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
 
-    return Picture(_file(f"gn-minus-bn-{name}"), caption, paint, height=1.2 + 0.42 * len(rows))
+    return Picture(file_name(f"gn-minus-bn-{name}"), caption, paint, height=1.2 + 0.42 * len(rows))
 
 
 def _domains(source: Source, setting: str, values: Mapping[Key, Value]) -> Iterator[Picture]:
@@ -87,7 +87,7 @@ def _domains(source: Source, setting: str, values: Mapping[Key, Value]) -> Itera
     caption = f"Accuracy by domain{f' in {setting}' if setting else ''}"
     if any(values[setting, label, name].seeds > 1 for label in methods for name in order):
         caption += "; whiskers: standard deviation of the runs"
-    yield Picture(_file(f"domains-{setting}"), caption, paint, setting=setting)
+    yield Picture(file_name(f"domains-{setting}"), caption, paint, setting=setting)
 
 
 def _grouped(axes: Any, groups: Mapping[str, Sequence[Value]]) -> None:
@@ -120,7 +120,7 @@ def _freeze_rounds(source: Source, values: Mapping[Key, Value]) -> Iterator[Pict
             axes.grid(alpha=0.3)
 
         caption = f"Final accuracy over the round of the freeze{f' in {setting.name}' if setting.name else ''}"
-        yield Picture(_file(f"freeze-{setting.name}"), caption, paint, setting=setting.name)
+        yield Picture(file_name(f"freeze-{setting.name}"), caption, paint, setting=setting.name)
 
 
 def _normalizers(recipe: Recipe) -> tuple[str, str] | None:
@@ -131,7 +131,3 @@ def _normalizers(recipe: Recipe) -> tuple[str, str] | None:
         if strategy == "fedavg" and not options:
             kinds[norm or "bn"] = label
     return (kinds["gn"], kinds["bn"]) if {"gn", "bn"} <= kinds.keys() else None
-
-
-def _file(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in name).strip("-")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedbn_flwr.experiments.method import resolve
-from fedbn_flwr.experiments.output.plots import Line, Picture, draw_runs, line_style
+from fedbn_flwr.experiments.output.plots import Line, Picture, draw_runs, file_name, line_style
 from fedbn_flwr.experiments.recipes.recipe import heading_of
 from fedbn_flwr.experiments.reports.sources import Run, Source, score_of
 from fedbn_flwr.plugins.options import UsageError
@@ -61,7 +61,6 @@ def curves(source: Source) -> Iterator[Picture]:
 
 def _setting(name: str, groups: Mapping[str, Sequence[Run]], few: bool) -> Iterator[Picture]:
     where = f" in {name}" if name else ""
-    file = "".join(letter if letter.isalnum() else "-" for letter in name)
     metric = score_of([run for runs in groups.values() for run in runs])
     score = metric.replace("-", " ")
     marks = {label: marks_of(runs[0]) for label, runs in groups.items()}
@@ -70,16 +69,16 @@ def _setting(name: str, groups: Mapping[str, Sequence[Run]], few: bool) -> Itera
         rows = [row for runs in groups.values() for run in runs for row in run.rows]
         if kind != "exchanges" or any((row.get("exchanges") or 1) > 1 for row in rows):
             caption = f"{score} against {kind}{where}"
-            yield from _picture(caption, f"{metric}-{kind}-{file}", name, lines, label, heading_of(metric), marks)
+            yield from _picture(caption, f"{metric}-{kind}-{name}", name, lines, label, heading_of(metric), marks)
     for key in LOSSES if few else ():
         stages = key == "loss-deviation" and any(mark.text == STAGE for each in marks.values() for mark in each)
         caption = f"{LOSSES[key]}{f' and the round of {STAGE}' if stages else ''}{where}"
         lines = _lines(groups, key, AXES["rounds"][1])
-        yield from _picture(caption, f"{key}-{file}", name, lines, "round", LOSSES[key], marks, log=True)
+        yield from _picture(caption, f"{key}-{name}", name, lines, "round", LOSSES[key], marks, log=True)
     for key, text in DYNAMICS.items() if few else ():
         lines = {label: [_dynamics(run, key) for run in runs] for label, runs in groups.items()}
         caption = f"{text}, mean of all layers{where}"
-        yield from _picture(caption, f"{key}-{file}", name, lines, "round", text[4:], marks, log=True)
+        yield from _picture(caption, f"{key}-{name}", name, lines, "round", text[4:], marks, log=True)
 
 
 def _picture(
@@ -118,7 +117,7 @@ def _picture(
             _logarithmic(axes)
         axes.grid(alpha=0.3)
 
-    yield Picture(name.rstrip("-"), caption[0].upper() + caption[1:], paint, setting=setting)
+    yield Picture(file_name(name), caption[0].upper() + caption[1:], paint, setting=setting)
 
 
 def _lines(
