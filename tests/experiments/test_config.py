@@ -18,12 +18,6 @@ def test_every_option_has_a_kebab_name_and_a_help_text() -> None:
     assert all(option.help for option in [*options_of(Config).values(), *of_strategies])
 
 
-def test_a_config_survives_as_a_mapping_and_as_text() -> None:
-    config = Config(lr=0.25, replacement=True, image_size=12, partition="dirichlet:0.1")
-    assert Config.from_mapping(config.to_mapping()) == config
-    assert Config.from_mapping({key: str(value) for key, value in config.to_mapping().items()}) == config
-
-
 #: value, kind, what an option of the kind takes it for
 TAKEN: list[tuple[Any, Any, Any]] = [
     ("5", int, 5),

@@ -47,8 +47,6 @@ def test_options_belong_to_the_strategies_that_have_them() -> None:
         ("fedavg", ("fedavg", None, {})),
         ("fedavg+gn", ("fedavg", "gn", {})),
         ("fixbn:freeze-round=0.3", ("fixbn", None, {"freeze-round": "0.3"})),
-        ("fedprox+ln:mu=0.01:lr=0.05", ("fedprox", "ln", {"mu": "0.01", "lr": "0.05"})),
-        ("fedavg:partition=classes:2", ("fedavg", None, {"partition": "classes:2"})),
         ("fedavg:model=my.models:tiny:lr=0.5", ("fedavg", None, {"model": "my.models:tiny", "lr": "0.5"})),
         ("fedavg:partition=domain:2:10:lr=1", ("fedavg", None, {"partition": "domain:2:10", "lr": "1"})),
         ("fedavg:lr-schedule==0.01@freeze", ("fedavg", None, {"lr-schedule": "=0.01@freeze"})),
@@ -127,7 +125,6 @@ def options_that_build(monkeypatch: pytest.MonkeyPatch, **options: str) -> dict[
 @pytest.mark.parametrize(
     ("method", "wanted"),
     [
-        ("fedwon", {}),
         ("hbn", {}),
         ("fedwon:gain=learnable", {"gain": "learnable"}),
         ("fedwon:norm-options=gain=learnable", {"gain": "learnable"}),
