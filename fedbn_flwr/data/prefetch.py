@@ -68,14 +68,18 @@ def _pool(process: int, workers: int) -> ProcessPoolExecutor:
 
 
 def _begin() -> None:
-    """Leave interrupts to the process that the worker works for, and end when that one has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve_parent()
     torch.set_num_threads(1)
+
+
+def serve_parent() -> None:
+    """Leave interrupts to the parent of this process, and end when it ends: a killed parent closes no connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(0)
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -6,8 +6,6 @@ Each run has the folder that `fedbn-flwr run` writes. The folder of a setting is
 
 import json
 import logging
-import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -18,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from fedbn_flwr.data.prefetch import serve_parent
 from fedbn_flwr.experiments.choice import SEEDS
 from fedbn_flwr.experiments.comparison import Plan, folder_name, plot_comparison, run_method, write_comparison
 from fedbn_flwr.experiments.engines import NEEDED
@@ -28,7 +27,7 @@ from fedbn_flwr.experiments.recipes.recipe import Recipe, Setting
 from fedbn_flwr.experiments.recipes.schema import read_recipe
 from fedbn_flwr.experiments.resources import load_data, shared_model
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.simulation.processes.worker import end_with_parent, preload
+from fedbn_flwr.simulation.processes.worker import preload
 from fedbn_flwr.state.record_files import write_bytes
 
 #: in the folder of a matrix: a copy of the recipe's file, what was asked for, and the results so far
@@ -233,8 +232,7 @@ def _result(connection: Connection, process: BaseProcess, cell: Cell) -> list[Su
 
 
 def _work(connection: Connection, cell: Cell, level: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    serve_parent()
     logging.getLogger("flwr").setLevel(level)
     connection.send(cell.run())
 

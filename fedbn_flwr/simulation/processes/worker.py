@@ -2,14 +2,12 @@
 
 import logging
 import os
-import signal
 import sys
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, get_context, parent_process
-from multiprocessing.connection import Connection, wait
+from multiprocessing import forkserver, get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -184,8 +182,7 @@ def work(connection: Connection, threads: int, level: int, variables: Mapping[st
     Its variables are in time to choose a GPU: whatever it was forked from has not used any.
     """
     os.environ.update(variables)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    prefetch.serve_parent()
     serve(connection, threads, level)
     # without the exit functions of libraries
     os._exit(0)
@@ -200,11 +197,3 @@ def serve(connection: Connection, threads: int, level: int) -> None:
     with suppress(EOFError, ConnectionError):
         while True:
             pipe.send(respond(service, *pipe.receive()))
-
-
-def end_with_parent() -> None:
-    """End this process when its parent ends, also in the middle of work: a killed parent closes no connection."""
-    parent = parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
