@@ -7,7 +7,7 @@ array of indices a client.
 from fedbn_flwr.data.augmentation import AUGMENTATIONS, parse_augmentation
 from fedbn_flwr.data.dataset_registry import DATASETS, SITES, DatasetRequest, register_dataset
 from fedbn_flwr.data.loading import load
-from fedbn_flwr.data.partition import PARTITIONS, PartitionRequest, describe, partition, register_partition
+from fedbn_flwr.data.partition import PARTITIONS, PartitionRequest, partition, register_partition
 from fedbn_flwr.data.splits import Data, Split, normalized, renumbered, without_domains
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "DatasetRequest",
     "PartitionRequest",
     "Split",
-    "describe",
     "load",
     "normalized",
     "parse_augmentation",

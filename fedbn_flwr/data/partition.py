@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -328,19 +328,6 @@ def partition(spec: str, data: Data, clients: int, seed: int) -> list[Rows]:
     return _partition(spec, kind, tuple(arguments), data, clients, seed)
 
 
-def describe(partition: list[Rows], data: Data) -> list[dict[str, Any]]:
-    """Return for each client the number of its samples, in all, by class and by domain; zeros are left out."""
-    table = []
-    for client, indices in enumerate(partition):
-        row: dict[str, Any] = {"client": client, "examples": len(indices)}
-        row["classes"] = _counts(data.train.labels[indices].numpy(force=True))
-        if data.train.domains is not None:
-            counts = _counts(data.train.domains[indices].numpy(force=True))
-            row["domains"] = {data.domain_names[domain]: count for domain, count in counts.items()}
-        table.append(row)
-    return table
-
-
 # few, because each holds its data set
 @lru_cache(maxsize=4)
 def _partition(spec: str, kind: Kind, arguments: tuple[str, ...], data: Data, clients: int, seed: int) -> list[Rows]:
@@ -374,7 +361,3 @@ def _parse(spec: str) -> tuple[Kind, list[str]]:
         forms = (kind.form for kind in PARTITIONS.values())
         raise ValueError(f"unknown partition {spec!r}; {did_you_mean(spec, forms)}")
     return kind, arguments
-
-
-def _counts(values: NDArray[np.int64]) -> dict[int, int]:
-    return {int(value): int(count) for value, count in zip(*np.unique(values, return_counts=True), strict=True)}

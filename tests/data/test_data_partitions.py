@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fedbn_flwr.data import Data, Split, describe, partition
+from fedbn_flwr.data import Data, Split, partition
 from fedbn_flwr.data.partition import label_mixes, unbalanced
 from fedbn_flwr.randomness import derive, numpy_generator
 
@@ -335,16 +335,6 @@ def test_what_cannot_be_is_refused_in_one_line(spec: str, clients: int, message:
     assert "\n" not in str(error.value)
 
 
-def test_describe_counts_what_each_client_has() -> None:
-    inputs = torch.zeros(5, 1, 1, 1)
-    split = Split(inputs, torch.tensor([0, 0, 2, 2, 2]), torch.tensor([1, 0, 0, 0, 0]))
-    data = Data("small", split, split, 3, ("paper", "screen"))
-    assert describe([np.array([0, 1, 2]), np.array([3, 4])], data) == [
-        {"client": 0, "examples": 3, "classes": {0: 2, 2: 1}, "domains": {"paper": 2, "screen": 1}},
-        {"client": 1, "examples": 2, "classes": {2: 2}, "domains": {"paper": 2}},
-    ]
+def test_union_is_everything() -> None:
     (everything,) = partition("union", labelled(20), 1, 0)
     assert everything.tolist() == list(range(20))
-    assert describe([everything], labelled(20)) == [
-        {"client": 0, "examples": 20, "classes": dict.fromkeys(range(10), 2)}
-    ]
