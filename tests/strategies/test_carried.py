@@ -35,7 +35,7 @@ from tests.helpers.harness import (
     make_model,
     make_split,
 )
-from tests.helpers.references import Node, make_nodes, mini_batches
+from tests.helpers.references import Node, make_nodes, mini_batches, weighted_mean
 
 #: added to variances that are divided by, or whose root divides
 FLOOR = 1e-5
@@ -193,19 +193,13 @@ def carried_run(
         server.settle(corrections, replying)
         for node in shares.keys() - replying.keys():
             server.known.pop(node, None)
-        ends = list[tuple[float, dict[str, Any]]]()
+        ends = list[dict[str, Tensor]]()
         for node in chosen:
             local = copy.deepcopy(model).train()
             heard = _train(local, mini_batches(split, nodes[node], asked, True), asked.lr, corrections.get(node, {}))
             server.hear(node, heard, number)
-            ends.append((replying[node], local.state_dict()))
-        mean = {
-            name: torch.stack([share * end[name] for share, end in ends]).sum(0)
-            if value.is_floating_point()
-            else value.max()
-            for name, value in ends[0][1].items()
-        }
-        model.load_state_dict(mean)
+            ends.append(local.state_dict())
+        model.load_state_dict(weighted_mean(ends, list(replying.values())))
     return model
 
 

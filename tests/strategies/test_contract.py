@@ -20,7 +20,6 @@ from fedbn_flwr.strategies import MTFL, REGISTRY, BaseStrategy, Centralized, Fed
 from fedbn_flwr.wire import Instruction
 from tests.helpers.engine_comparison import Stacked
 from tests.helpers.harness import (
-    INSTRUCTION,
     Backwards,
     ClientWrapper,
     Federation,
@@ -289,15 +288,3 @@ def test_only_a_newcomer_gets_entries_that_nodes_keep() -> None:
     nodes.run(Noting(fraction_train=0.5, fraction_evaluate=0.0), 8)
     assert known == {1000, 1001, 1002, 1003}
     assert absent > 2
-
-
-def test_a_node_without_its_own_entries_gets_the_servers() -> None:
-    """A node that lost its memory says so, and is served the whole state in the same round."""
-    nodes = Federation(make_model())
-    strategy = make("fedbn")
-    nodes.run(strategy, 1)
-    nodes.grid.context(1001).state.clear()
-    messages = strategy.configure_train(2, nodes.initial, INSTRUCTION.to_config(), nodes.grid)
-    strategy.aggregate_train(2, nodes.grid.send_and_receive(messages))
-    assert [reply.partition for reply in strategy.train_replies] == [0, 1, 2, 3]
-    assert nodes.grid.context(1001).state
