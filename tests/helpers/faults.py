@@ -1,12 +1,15 @@
 """Faults of a node in a layer-wise step, for every engine."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Message
+from flwr.app import Array, ArrayRecord, Error, Message
+from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import wire
 from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.transports import message_records as layerwise_wire
 from fedbn_flwr.transports.message_records import StepPosition
 
@@ -92,6 +95,35 @@ class FaultyReply(Faulty):
     def is_spoiled(self, message: Message) -> bool:
         """Return whether the message is of the type, and goes to the node."""
         return (message.metadata.dst_node_id, message.metadata.message_type) == (self.node, self.message_type)
+
+
+#: changes a reply to a message
+Spoil = Callable[[Message, Message], Message]
+
+
+def infinite(_: Message, reply: Message) -> Message:
+    if not reply.content.array_records:
+        return reply  # to a message that ends a layer-wise step
+    spoiled = lies(lambda values: values * np.nan)(reply)
+    assert spoiled is not None
+    return spoiled
+
+
+def failed(message: Message, _: Message) -> Message:
+    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "no power"), reply_to=message)
+
+
+def spoiling(spoil: Spoil, spoils: Callable[[int, int], bool]) -> type[InProcessGrid]:
+    """A grid that spoils the replies of some partitions in some rounds, counted from 1."""
+
+    class Grid(InProcessGrid):
+        def _answer(self, message: Message) -> Message:
+            reply, trains = super()._answer(message), message.metadata.message_type in ("train", wire.LAYERWISE)
+            asked: Any = message.content[wire.CONFIG] if trains else {}
+            spoiled = trains and spoils(message.metadata.dst_node_id - FIRST_NODE_ID, asked["server-round"])
+            return spoil(message, reply) if spoiled else reply
+
+    return Grid
 
 
 class Without(InProcessGrid):

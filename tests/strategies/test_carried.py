@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import Array, ArrayRecord, Error, Message
-from flwr.common.constant import ErrorCode
+from flwr.app import Array, ArrayRecord, Message
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
-from tests.helpers.faults import FAULTY, FaultyReply, too_large
+from tests.helpers.faults import FAULTY, FaultyReply, failed, spoiling, too_large
 from tests.helpers.harness import (
     INSTRUCTION,
     SIZES,
@@ -251,18 +250,6 @@ class Drawn(FedTAN):
         return result
 
 
-def failing(fails: Silence) -> type[InProcessGrid]:
-    class Grid(InProcessGrid):
-        def _answer(self, message: Message) -> Message:
-            asked: Any = message.content[wire.CONFIG]
-            partition = message.metadata.dst_node_id - FIRST_NODE_ID
-            if message.metadata.message_type == "train" and fails(partition, asked["server-round"]):
-                return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "failed"), reply_to=message)
-            return super()._answer(message)
-
-    return Grid
-
-
 CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
     "carried": (lambda: FedTAN(carry=True), {}),
     "the last values": (lambda: FedTAN(carry=True, memory=0.0), {"memory": 0.0}),
@@ -322,7 +309,7 @@ def test_a_run_with_silent_nodes_is_what_the_equations_say(
     case: str, fraction: float, rounds: int, options: dict[str, Any]
 ) -> None:
     strategy: Any = Drawn(carry=True, fraction_train=fraction, fraction_evaluate=0.0, **options)
-    found = Federation(make_model(), grid=failing(SILENCES[case])).run(strategy, rounds)
+    found = Federation(make_model(), grid=spoiling(failed, SILENCES[case])).run(strategy, rounds)
     assert distance(found, by_hand(strategy.drawn, 3, SILENCES[case], **options)) < 1e-10
 
 
@@ -400,7 +387,7 @@ def test_a_surplus_of_other_layers_is_not_taken_back() -> None:
 
 def test_a_round_without_any_reply_leaves_the_values_as_they_are() -> None:
     strategy = FedTAN(carry=True)
-    Federation(make_model(), grid=failing(lambda _, number: number == 3)).run(strategy, 3)
+    Federation(make_model(), grid=spoiling(failed, lambda _, number: number == 3)).run(strategy, 3)
     assert len(strategy.carried.by_node) == len(SIZES)
 
 

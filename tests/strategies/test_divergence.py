@@ -4,52 +4,22 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
-from flwr.app import Error, Message
-from flwr.common.constant import ErrorCode
+from flwr.app import Message
 
 from fedbn_flwr import wire
 from fedbn_flwr.server.replies import LostRounds, Refusal
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.strategies import CannotTrainError, DivergedError, FedAvg, FedTAN, FixBN
-from tests.helpers.faults import lies
+from tests.helpers.faults import failed, infinite, spoiling
 from tests.helpers.harness import ALONE, SIZES, Federation, make_model
-
-#: changes a reply to a message
-Spoil = Callable[[Message, Message], Message]
-
-
-def infinite(_: Message, reply: Message) -> Message:
-    if not reply.content.array_records:
-        return reply  # to a message that ends a layer-wise step
-    spoiled = lies(lambda values: values * np.nan)(reply)
-    assert spoiled is not None
-    return spoiled
-
-
-def failed(message: Message, _: Message) -> Message:
-    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "no power"), reply_to=message)
 
 
 def lost(_: Message, reply: Message) -> Message:
     for metrics in reply.content.metric_records.values():
         metrics[wire.TRAIN_LOSS] = float("inf")
     return reply
-
-
-def spoiling(spoil: Spoil, spoils: Callable[[int, int], bool]) -> type[InProcessGrid]:
-    """A grid that spoils the replies of some partitions in some rounds, counted from 1."""
-
-    class Grid(InProcessGrid):
-        def _answer(self, message: Message) -> Message:
-            reply, trains = super()._answer(message), message.metadata.message_type in ("train", wire.LAYERWISE)
-            asked: Any = message.content[wire.CONFIG] if trains else {}
-            spoiled = trains and spoils(message.metadata.dst_node_id - FIRST_NODE_ID, asked["server-round"])
-            return spoil(message, reply) if spoiled else reply
-
-    return Grid
 
 
 def test_three_rounds_without_a_finite_model_end_the_run_and_say_what_came_before() -> None:

@@ -12,7 +12,6 @@ from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp import strategy as flower
 
 from fedbn_flwr import norm, state
-from fedbn_flwr.client import BNClient
 from fedbn_flwr.strategies import (
     HBN,
     BaseStrategy,
@@ -29,7 +28,8 @@ from fedbn_flwr.strategies import (
     Scaffold,
     SiloBN,
 )
-from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model
+from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model, make_split
+from tests.helpers.references import federated, make_nodes
 
 NODES = len(SIZES)
 #: a norm that no update reaches, so that nothing is clipped
@@ -93,8 +93,8 @@ def test_updates_are_clipped_to_the_norm_over_all_parameters() -> None:
     limit = 0.05
     after = run(FedAvg(weighting="uniform", privacy=Privacy(limit, 0.0), fraction_evaluate=0.0), rounds=1)[-1]
     before, moved = make_model().state_dict(), []
-    for index in range(NODES):
-        alone = trained_alone(index)
+    ends = [federated(make_model(), make_split(), [node], 1, INSTRUCTION) for node in make_nodes()]
+    for alone in ends:
         update = torch.cat([(alone[name] - before[name]).flatten() for name in parameters()])
         assert update.norm() > limit
         moved.append(update * limit / update.norm())
@@ -102,23 +102,8 @@ def test_updates_are_clipped_to_the_norm_over_all_parameters() -> None:
     found = torch.cat([(after[name] - before[name]).flatten() for name in parameters()])
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     for name in norm.statistics_keys(make_model()):
-        mean = torch.stack([trained_alone(index)[name] for index in range(NODES)]).mean(0)
+        mean = torch.stack([end[name] for end in ends]).mean(0)
         torch.testing.assert_close(after[name], mean, rtol=0, atol=1e-12)
-
-
-def trained_alone(index: int) -> state.State:
-    """Return the state of one node after a round."""
-
-    def only(client: BNClient, partition: int) -> BNClient:
-        if partition != index:
-            client.train = fail  # type: ignore[method-assign, assignment]
-        return client
-
-    return Federation(make_model(), wrap=only).run(FedAvg(fraction_evaluate=0.0), 1)
-
-
-def fail(*_: Any) -> Any:
-    raise RuntimeError("not this node")
 
 
 def test_noise_has_the_printed_deviation() -> None:

@@ -5,12 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from flwr.app import Message
 from safetensors.torch import load_file
 
-from fedbn_flwr import state, wire
+from fedbn_flwr import state
 from fedbn_flwr.experiments.liar import LyingGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.strategies import (
@@ -28,7 +26,7 @@ from fedbn_flwr.strategies import (
     Scaffold,
 )
 from tests.helpers.engine_comparison import Stacked
-from tests.helpers.faults import Faulty, FaultyReply, lies
+from tests.helpers.faults import infinite, spoiling
 from tests.helpers.harness import Federation, distance, make_model
 from tests.helpers.runs import run as command_run
 
@@ -81,44 +79,18 @@ def test_every_transport_brings_the_lie_to_the_rule(method: str) -> None:
         assert distance(by_messages, run(method, -100.0, grid, robust="trimmed:0.2")) < 1e-9
 
 
-NOT_NUMBERS = staticmethod(lies(lambda values: values * np.nan))
-
-
-class UselessRequest(Faulty):
-    """A grid in which one node's first request in a layer-wise step cannot be used."""
-
-    fault = NOT_NUMBERS
-
-
-class UselessModel(FaultyReply):
-    """A grid in which one node's replies to training messages cannot be used."""
-
-    fault, message_type = NOT_NUMBERS, "train"
-
-
 @pytest.mark.parametrize(
-    ("make", "grid", "reason"),
-    [
-        (FedAvg, UselessModel, "replies of 5 nodes are needed, and there are 4"),
-        (FedTAN, UselessRequest, "is not finite"),
-    ],
+    ("make", "reason"), [(FedAvg, "replies of 5 nodes are needed, and there are 4"), (FedTAN, "is not finite")]
 )
-def test_with_too_few_replies_the_run_says_so(
-    make: Callable[..., FedAvg], grid: type[InProcessGrid], reason: str
-) -> None:
-    nodes = Federation(make_model(), SIZES, grid=grid)
+def test_with_too_few_replies_the_run_says_so(make: Callable[..., FedAvg], reason: str) -> None:
+    nodes = Federation(make_model(), SIZES, grid=spoiling(infinite, lambda partition, _: partition == 1))
     with pytest.raises(CannotTrainError, match=reason):
         nodes.run(make(robust="multi-krum:1"), 1)
 
 
 def test_a_round_with_too_few_replies_leaves_the_model_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
-    class UselessLater(UselessModel):
-        def is_spoiled(self, message: Message) -> bool:
-            """Return whether the message goes to the node after round 1."""
-            instruction = message.content.config_records[wire.CONFIG]
-            return super().is_spoiled(message) and instruction["server-round"] != 1
-
-    nodes = Federation(make_model(), SIZES, grid=UselessLater)
+    later = spoiling(infinite, lambda partition, number: partition == 1 and number > 1)
+    nodes = Federation(make_model(), SIZES, grid=later)
     with caplog.at_level(logging.WARNING):
         ends = [nodes.run(FedAvg(robust="multi-krum:1"), rounds) for rounds in (1, 3)]
     assert distance(*ends) == 0
