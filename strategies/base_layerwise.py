@@ -151,7 +151,7 @@ class Layerwise(FedAvg):
 
     def _take_on_grid(self, grid: LayerwiseGrid, contents: Contents, attempt: int) -> list[Message] | None:
         """Take an attempt without messages for exchanges; None if the grid, or one behind it, cannot do it."""
-        position = StepPosition("exchange", attempt).pack()
+        position = StepPosition(attempt).pack()
         self._sent = [
             Message(RecordDict({**content, **position}), node, wire.LAYERWISE) for node, content in contents.items()
         ]
@@ -161,8 +161,7 @@ class Layerwise(FedAvg):
     def _take_by_messages(self, grid: Grid, contents: Contents, attempt: int) -> list[Message]:
         # only the last of a step's replies holds more than requests
         expected = replace(self.round.expected, binding=(), groups=(), weighted_by=wire.NUM_EXAMPLES)
-        is_last = attempt == MAX_ATTEMPTS
-        transport = MessageTransport(grid, contents, attempt, is_last, self.exchange_timeout, expected)
+        transport = MessageTransport(grid, contents, attempt, self.exchange_timeout, expected)
         replies = self._take_step(transport)
         self._sent = transport.sent
         return replies

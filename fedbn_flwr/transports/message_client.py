@@ -55,17 +55,16 @@ STEPS: dict[tuple[int, int], HeldStep] = {}
 def handle_layerwise_message(content: RecordDict, context: Context, make_client: MakeClient) -> Reply:
     """Answer a message of a layer-wise step: with the client's next request, and at the end of the step with its model.
 
-    The server may also ask the node to forget the step.
+    The run's steps of earlier rounds and attempts end: a server that gives a step up says nothing.
     """
     position = StepPosition.of(content)
-    if position.phase == "abandon":
-        forget_step(context)
-        return Reply(0, {})
     config: Any = content[wire.CONFIG]
     # to make the client may import the module that registers a rule: until then, fields alone
     server_round = Instruction.from_config(config).server_round
     step_log = StepLog(Memory(context.state), f"{server_round}.{position.attempt}")
     held = STEPS.pop(_key(context), None)
+    for key in [key for key, other in STEPS.items() if key[0] == context.run_id and other.place[0] != step_log.attempt]:
+        del STEPS[key]
     step_log.add(content)
     latest = position.index - 1  # the number of the answer that the message brings; the first is 0
     if held is not None and held.place == (step_log.attempt, latest):

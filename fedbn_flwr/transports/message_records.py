@@ -4,8 +4,8 @@ A message holds
 
 - what a training message holds: always the instruction; the arrays only in the first message of a step, and where a
   node asks for them,
-- ConfigRecord `position`: `phase`, `attempt`, `index` (see `StepPosition`),
-- ArrayRecord `answers`, in the phase `exchange`: by their number, the answers that the node does not have yet,
+- ConfigRecord `position`: `attempt` and `index` (see `StepPosition`),
+- ArrayRecord `answers`: by their number, the answers that the node does not have yet,
 - with it a ConfigRecord `answers-counts`: how many values are behind an answer,
 - ConfigRecord `side-channel` in the first message of a step whose other messages go over one (see
   `side_channel_client.py`): its `address` and the node's `token`.
@@ -36,9 +36,6 @@ LACKS_ARRAYS = masked.LACKS_ARRAYS
 SIDE_CHANNEL, ADDRESS, TOKEN = "side-channel", "address", "token"
 UNREACHABLE, OVER = "unreachable", "over"
 
-#: wait at an exchange; forget the step
-PHASES = ("exchange", "abandon")
-
 Content = dict[str, ArrayRecord | ConfigRecord]
 
 
@@ -46,7 +43,6 @@ Content = dict[str, ArrayRecord | ConfigRecord]
 class StepPosition:
     """The position of a message in a layer-wise step."""
 
-    phase: str
     #: how often the step was started in this round
     attempt: int = 0
     #: number of answers so far, that of the message included
@@ -54,12 +50,9 @@ class StepPosition:
 
     @classmethod
     def of(cls, content: RecordDict) -> "StepPosition":
-        """Read the position from a message; ValueError if its phase is unknown."""
+        """Read the position from a message."""
         record: Any = content[POSITION]
-        position = cls(record["phase"], record["attempt"], record["index"])
-        if position.phase not in PHASES:
-            raise ValueError(f"unknown phase {position.phase!r}; known: {', '.join(PHASES)}")
-        return position
+        return cls(record["attempt"], record["index"])
 
     def pack(self) -> Content:
         """Return the record that tells a node its position."""

@@ -3,7 +3,6 @@
 The nodes' end is in `message_client.py`, the records of the messages in `message_records.py`.
 """
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -31,9 +30,6 @@ from fedbn_flwr.wire.masked import Summed
 #: replies by node; a node that did not reply in time is absent
 Replies = Mapping[int, Message]
 
-#: seconds that a node has to forget a step
-_ABANDON_TIMEOUT = 10.0
-
 
 @dataclass
 class MessageTransport:
@@ -47,8 +43,6 @@ class MessageTransport:
     #: the content of a plain training message to each node
     contents: Mapping[int, RecordDict]
     attempt: int
-    #: whether the round is skipped if this attempt fails
-    is_last_attempt: bool
     #: seconds that nodes have to reply, each time
     timeout: float
     expected: Expected
@@ -58,7 +52,6 @@ class MessageTransport:
     sent: list[Message] = field(default_factory=list)
     _answers: list[Answer] = field(default_factory=list)
     _final: list[Message] = field(default_factory=list)
-    _answering: frozenset[int] = frozenset()
 
     def advance(self, answer: Answer | None = None) -> Requests | None:
         """Send every node the answer, and return the nodes' next requests."""
@@ -76,31 +69,22 @@ class MessageTransport:
 
     def replies(self) -> list[Message]:
         """Return the nodes' final replies."""
-        self._end_attempt()
+        self.abandon()
         return self._final
 
     def abandon(self) -> None:
-        """Let nodes forget the step; a node that is about to start again is spared the message."""
-        if self._end_attempt():
-            return
-        failure = sys.exception()
-        failed = failure.nodes if isinstance(failure, NodesFailedError) else frozenset()
-        nodes = self._answering if self.is_last_attempt else self._answering & failed
-        if messages := self._messages(StepPosition("abandon", self.attempt), nodes, {}):
-            ask_nodes(self.grid, messages, min(self.timeout, _ABANDON_TIMEOUT))
-
-    def _end_attempt(self) -> bool:
-        return isinstance(self.grid, PassingGrid) and self.grid.end_attempt()
+        """End the attempt; the steps that wait on nodes end with the first message of the next one."""
+        if isinstance(self.grid, PassingGrid):
+            self.grid.end_attempt()
 
     def _ask(self) -> Replies:
         """Send the latest answer and wait for the replies; a node that lacks arrays is sent everything again."""
         number = len(self._answers)
-        position = StepPosition("exchange", self.attempt, number)
+        position = StepPosition(self.attempt, number)
         latest = pack_answers({str(number - 1): self._answers[-1]}) if self._answers else {}
         self.sent = self._messages(position, self.contents, latest, whole=number == 0)
         replies = ask_nodes(self.grid, self.sent, self.timeout)
         sound = {node: reply for node, reply in replies.items() if reply.has_content()}
-        self._answering = frozenset(_answering(sound))
         lacking = [node for node, reply in sound.items() if LACKS_ARRAYS in reply.content.get(wire.REPORT, {})]
         if not lacking:
             return replies

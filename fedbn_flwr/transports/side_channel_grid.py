@@ -83,8 +83,7 @@ class SideChannelGrid(PassingGrid):
         messages = list(messages)
         if not messages or messages[0].metadata.message_type != wire.LAYERWISE:
             return self._grid.push_messages(messages)
-        position = StepPosition.of(messages[0].content)
-        if position.phase == "exchange" and position.index == 0:
+        if StepPosition.of(messages[0].content).index == 0:
             self.end_attempt()
             self._attempt = self._begin(messages)
             if self._attempt:

@@ -248,9 +248,7 @@ def terms_of(asked: Mapping[str, Any]) -> Terms:
 
 def is_control(message: Message) -> bool:
     """Return whether no number of a node's data is in the answer to a message."""
-    kind = message.metadata.message_type
-    position: Any = message.content.config_records.get(POSITION, {})
-    return kind in CONTROL or (kind == wire.LAYERWISE and position.get("phase") == "abandon")
+    return message.metadata.message_type in CONTROL
 
 
 def kind_of(message: Message) -> str:

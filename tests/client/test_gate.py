@@ -102,7 +102,7 @@ class Server:
     def begin_step(
         self, node: int, server_round: int, attempt: int, nodes: Sequence[int] = NODES, **records: Any
     ) -> RecordDict:
-        position = ConfigRecord({"phase": "exchange", "attempt": attempt, "index": 0})
+        position = ConfigRecord({"attempt": attempt, "index": 0})
         return self.train(
             node, self.asked(nodes), server_round, wire.LAYERWISE, **{masked.POSITION: position}, **records
         )
@@ -111,7 +111,7 @@ class Server:
         """Take all nodes to an exchange, and return how many nodes the sum of their requests is of, if masks cancel."""
         asked, sums = self.asked(), []
         for node in NODES:
-            position = ConfigRecord({"phase": "exchange", "attempt": 1, "index": index})
+            position = ConfigRecord({"attempt": 1, "index": index})
             answers = ArrayRecord({str(index): Array(np.array([answer_for(node)]))})
             content = {wire.CONFIG: ConfigRecord({"server-round": 1}), masked.SECURE: ConfigRecord(asked)}
             reply = self.send(node, wire.LAYERWISE, {**content, masked.POSITION: position, "answers": answers})
@@ -460,16 +460,13 @@ def test_a_site_with_pinned_keys_refuses(
 HANDLERS = ("train", "evaluate", "train.default2", wire.GATHER)
 
 
-@pytest.mark.parametrize(
-    ("kind", "phase"), [*((kind, phase) for kind in HANDLERS for phase in ("", "abandon")), (wire.LAYERWISE, "")]
-)
+@pytest.mark.parametrize("kind", [*HANDLERS, wire.LAYERWISE])
 def test_a_site_with_pinned_keys_computes_nothing_for_the_clear(
-    kind: str, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _ = among_sites(tmp_path, monkeypatch)
-    position = {masked.POSITION: ConfigRecord({"phase": phase, "attempt": 1, "index": 0})} if phase else {}
     with pytest.raises(RefusedError, match="answers only under masks"):
-        server.send(1, kind, {wire.CONFIG: ConfigRecord({"server-round": 1}), **position})
+        server.send(1, kind, {wire.CONFIG: ConfigRecord({"server-round": 1})})
     assert not server.handled
 
 

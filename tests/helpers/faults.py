@@ -80,7 +80,7 @@ class Faulty(InProcessGrid):
         if message.metadata.message_type != self.message_type:
             return False
         turn, instruction = StepPosition.of(message.content), message.content.config_records[wire.CONFIG]
-        if turn.phase == "abandon" or instruction["server-round"] not in tuple(self.rounds):
+        if instruction["server-round"] not in tuple(self.rounds):
             return False
         return self.due(message.metadata.dst_node_id, turn)
 

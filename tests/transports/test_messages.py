@@ -140,7 +140,7 @@ def test_above_the_size_limit_arrays_are_not_kept_but_asked_for(monkeypatch: pyt
 def kept_bytes() -> int:
     """What is in a node's state in the middle of a step."""
     nodes = Nodes()
-    ask(nodes, StepPosition("exchange"), arrays=True)
+    ask(nodes, StepPosition(), arrays=True)
     kept = Memory(nodes.grid.context(1000).state).kept("layerwise/")
     return sum(len(array.data) for _, record in kept for array in record.values() if hasattr(array, "data"))
 
@@ -165,25 +165,15 @@ def test_after_the_round_nothing_is_kept() -> None:
 def test_a_new_start_takes_the_place_of_the_step_before() -> None:
     nodes = Nodes()
     for attempt in (1, 2):
-        assert layerwise_wire.REQUEST in ask(nodes, StepPosition("exchange", attempt), arrays=True).content
+        assert layerwise_wire.REQUEST in ask(nodes, StepPosition(attempt), arrays=True).content
         assert len(suspended.STEPS) == 1
     # the answer to the first attempt comes late: its step is gone, and so are its notes
-    assert layerwise_wire.LACKS_ARRAYS in ask(nodes, StepPosition("exchange", 1, 1)).content[wire.REPORT]
+    assert layerwise_wire.LACKS_ARRAYS in ask(nodes, StepPosition(1, 1)).content[wire.REPORT]
     assert len(suspended.STEPS) == 0
-
-
-def test_a_node_forgets_when_it_is_told_to() -> None:
-    nodes = Nodes()
-    ask(nodes, StepPosition("exchange", 1), arrays=True)
-    assert not ask(nodes, StepPosition("abandon", 1)).has_error()
-    assert len(suspended.STEPS) == 0
-    assert not list(Memory(nodes.grid.context(1000).state).kept(""))
 
 
 def test_what_cannot_be_meant_is_named() -> None:
-    nodes = Nodes()
-    assert "unknown phase 'sideways'" in str(ask(nodes, StepPosition("sideways")).error.reason)
-    refused = ask(nodes, StepPosition("exchange"), arrays=True, layerwise="magic")
+    refused = ask(Nodes(), StepPosition(), arrays=True, layerwise="magic")
     assert "unknown layerwise 'magic'" in str(refused.error.reason)
 
 

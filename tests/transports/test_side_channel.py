@@ -18,7 +18,7 @@ import torch
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr import state, wire
+from fedbn_flwr import state
 from fedbn_flwr.client import Reply
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.deployment.cli import main as fedbn_flwr
@@ -27,7 +27,7 @@ from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic
 from fedbn_flwr.transports import message_client, side_channel_client
-from fedbn_flwr.transports.message_records import REQUEST, SIDE_CHANNEL, StepPosition
+from fedbn_flwr.transports.message_records import REQUEST, SIDE_CHANNEL
 from fedbn_flwr.transports.side_channel_client import CERTIFICATES_VARIABLE, SITE_ADDRESS_VARIABLE, Stream
 from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions
 from tests.helpers.checkout import ROOT
@@ -334,14 +334,6 @@ def test_where_the_port_is_taken_rounds_go_by_messages(caplog: pytest.LogCapture
     assert same(after, in_process(FedTAN(fraction_evaluate=0.0), 2)[0])
     (named,) = [text for text in caplog.messages if "by messages" in text]
     assert named.endswith(f"port {port} cannot be had")
-
-
-def test_nodes_are_asked_by_messages_to_forget_a_step_that_went_by_messages() -> None:
-    nodes = InProcessGrid(client_app(make_client), len(SIZES))
-    content = RecordDict(dict(StepPosition("abandon", 1).pack()))
-    (sent,) = SideChannelGrid(nodes, options()).push_messages([Message(content, 1000, wire.LAYERWISE)])
-    (reply,) = nodes.pull_messages([sent])
-    assert reply.has_content()
 
 
 def test_the_port_is_open_in_a_step_only() -> None:

@@ -72,7 +72,7 @@ def contents() -> dict[int, RecordDict]:
 @contextmanager
 def message_step() -> Iterator[tuple[CountingGrid, NodesTransport]]:
     grid = CountingGrid(InProcessGrid(client_app(Federation(make_model()).client), len(SIZES)))
-    yield grid, MessageTransport(grid, contents(), 1, True, 60.0, Expected((), {}))
+    yield grid, MessageTransport(grid, contents(), 1, 60.0, Expected((), {}))
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def shared_out_step() -> Iterator[tuple[CountingGrid, NodesTransport]]:
 
 def asked() -> list[Message]:
     """Return the messages that open a step; their order is not that of the participants."""
-    position = StepPosition("exchange", 1).pack()
+    position = StepPosition(1).pack()
     return [
         Message(RecordDict({**content, **position}), node, wire.LAYERWISE)
         for node, content in reversed(contents().items())

@@ -207,7 +207,7 @@ def opened(advances: int) -> tuple[Federation, Any]:
     nodes = Federation(make_model(), grid=Stacked)
     instruction = replace(INSTRUCTION, server_round=1, layerwise="fused", momentum=0.9, momentum_state="local")
     assert isinstance(nodes.grid, StackedGrid)
-    step = nodes.grid.open_step(asked(nodes, instruction, **StepPosition("exchange", 1).pack()))
+    step = nodes.grid.open_step(asked(nodes, instruction, **StepPosition(1).pack()))
     assert step is not None
     assert [participant.num_examples for participant in step.participants] == list(SIZES)
     said = step.advance()
