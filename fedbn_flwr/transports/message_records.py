@@ -16,7 +16,7 @@ At the end of the step, a reply is that of plain training. Before, a reply holds
   the request's `kind` and `count`,
 - or nothing but `lacks-arrays` in the report: the message must be sent again, with the arrays and all answers,
 - or nothing but `unreachable` in the report: why the node cannot use the side channel,
-- or nothing but `over` in the report: the server has ended the attempt.
+- or nothing in the report: the server has ended the attempt, and waits for no reply.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ ANSWERS, COUNTS = "answers", "answers-counts"
 POSITION, REQUEST = masked.POSITION, masked.REQUEST
 LACKS_ARRAYS = masked.LACKS_ARRAYS
 SIDE_CHANNEL, ADDRESS, TOKEN = "side-channel", "address", "token"
-UNREACHABLE, OVER = "unreachable", "over"
+UNREACHABLE = "unreachable"
 
 Content = dict[str, ArrayRecord | ConfigRecord]
 

@@ -16,7 +16,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from fedbn_flwr import wire
 from fedbn_flwr.transports import side_channel_frames as frames
 from fedbn_flwr.transports.message_client import forget_step, holds_step
-from fedbn_flwr.transports.message_records import ADDRESS, OVER, SIDE_CHANNEL, TOKEN, UNREACHABLE
+from fedbn_flwr.transports.message_records import ADDRESS, SIDE_CHANNEL, TOKEN, UNREACHABLE
 from fedbn_flwr.wire.packed import with_content
 
 #: where a site names the address by which it reaches the server's side channel, in place of the server's own, and the
@@ -43,11 +43,11 @@ class AttemptOverError(RuntimeError):
 def answer_by_channel(message: Message, context: Context, answer: Callable[[Message, Context], Message]) -> Message:
     """Answer the message that begins a layer-wise step, and over a side channel all others, as if they were messages.
 
-    The reply is the one that ends the step. Without a channel, or if the attempt is over, the reply says so.
+    The reply is the one that ends the step. Without a channel, the reply says so.
     """
     record: Any = message.content[SIDE_CHANNEL]
     content = RecordDict({name: each for name, each in message.content.items() if name != SIDE_CHANNEL})
-    report: dict[str, Any]
+    report: dict[str, Any] = {}
     try:
         with Stream(record[ADDRESS], record[TOKEN]) as stream:
             reply = answer(with_content(message, content), context)
@@ -56,10 +56,9 @@ def answer_by_channel(message: Message, context: Context, answer: Callable[[Mess
             stream.end((reply.error.reason or "it failed") if reply.has_error() else "")
             return reply
     except UnreachableError as error:
-        report = {UNREACHABLE: str(error)}
+        report[UNREACHABLE] = str(error)
     except AttemptOverError:
         forget_step(context)
-        report = {OVER: True}
     return Message(RecordDict({wire.REPORT: ConfigRecord(report)}), reply_to=message)
 
 

@@ -10,7 +10,7 @@ from flwr.common.constant import ErrorCode, SType
 
 from fedbn_flwr import wire
 from fedbn_flwr.server.ask_nodes import identify
-from fedbn_flwr.transports.message_records import LACKS_ARRAYS, OVER, UNREACHABLE
+from fedbn_flwr.transports.message_records import LACKS_ARRAYS, UNREACHABLE
 from fedbn_flwr.wire import masked
 from tests.helpers.faults import FAULTY, Faulty
 
@@ -250,7 +250,6 @@ HARMLESS: dict[str, Change] = {
     "the other byte order": array(lambda old: plain(old.astype(">f4"))),
     "arrays are lacking, every time": report(LACKS_ARRAYS, True),
     "a side channel out of reach": report(UNREACHABLE, "no way"),
-    "the attempt is over": report(OVER, True),
     "a request": report("kind", "mean"),
 }
 #: what a bad node may say of itself

@@ -17,7 +17,7 @@ from torch import nn
 from fedbn_flwr import state, wire
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedBS, FedTAN, FixBN, Scaffold
-from fedbn_flwr.transports.message_records import LACKS_ARRAYS, OVER, UNREACHABLE
+from fedbn_flwr.transports.message_records import LACKS_ARRAYS, UNREACHABLE
 from fedbn_flwr.wire import masked
 from tests.helpers.harness import Federation
 from tests.helpers.nonsense import BAD, PICKLE, BadNode, Change, bytes_of, npy, plain, record
@@ -148,8 +148,6 @@ REPLIES: dict[str, Change] = {
     "arrays are lacking, every time": sign(LACKS_ARRAYS, True),
     "arrays are lacking, with a model": sign(LACKS_ARRAYS, True, MODEL),
     "a side channel out of reach": sign(UNREACHABLE, "no way"),
-    "the attempt is over": sign(OVER, True),
-    "the attempt is over, with a model": sign(OVER, True, MODEL),
     "a description": sign(wire.PARAMETERS, ["0.weight"]),
     "arrays for a report": instead((wire.REPORT, ArrayRecord({"x": plain(np.zeros(2))})), NUMBERS),
     # forms
