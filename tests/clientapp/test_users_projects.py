@@ -18,7 +18,6 @@ from torch import nn
 from fedbn_flwr import norm, state
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import ClientApp, client_app, count_bytes, guard, keep_local
-from fedbn_flwr.clientapp.bn_client_app import BNClientApp
 from fedbn_flwr.clientapp.mods import ClientAppCallable
 from fedbn_flwr.server.replies import CannotTrainError, NotObeyedError
 from fedbn_flwr.simulation import StackedGrid
@@ -225,8 +224,6 @@ def test_flowers_own_mods_work() -> None:
 
 
 def test_an_app_with_mods_is_not_bypassed() -> None:
-    app = client_app(bn_client, mods=[message_size_mod])
-    assert isinstance(app, BNClientApp)
     seen: list[str] = []
 
     def watch(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
