@@ -17,12 +17,7 @@ from fedbn_flwr.experiments.kept_run import OVERWRITE, KeptRun, finished_summary
 from fedbn_flwr.experiments.method import Experiment, all_options, import_plugins, own_options, parse, resolve
 from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
-from fedbn_flwr.experiments.output.run_folder import (
-    make_folder,
-    read_json,
-    read_rounds,
-    write_json,
-)
+from fedbn_flwr.experiments.output.run_folder import make_folder, read_json, read_rounds, write_json
 from fedbn_flwr.experiments.resources import check_simulation
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.plugins.options import UsageError, convert, options_of
@@ -53,10 +48,10 @@ class Plan:
         base = int(convert("seed", self.options.get("seed", 0), int))
         return resolve({**self.options, "method": method, "seed": base + seed, **changes})
 
-    def kept(self, experiment: Experiment, place: Path, unknown: Sequence[str] = ()) -> KeptRun:
+    def kept(self, experiment: Experiment, place: Path) -> KeptRun:
         """Return a run of the plan with its folder; it makes checkpoints by itself if options do not say when."""
         automatic = "checkpoint-every" not in self.options
-        return KeptRun.of(experiment, self.engine, place, self.overwrite, automatic, unknown)
+        return KeptRun.of(experiment, self.engine, place, self.overwrite, automatic)
 
     def runs(self, folder: Path, method: str, choice: Choice | None = None) -> list[KeptRun]:
         """Return the runs of a method, one a seed, with their folders in that of the comparison."""
@@ -101,9 +96,8 @@ def compare(plan: Plan, folder: Path, announce: Announce) -> list[Summary]:
     Earlier runs of other methods or seeds stay in the table. A UsageError names one whose setting is another one.
     """
     runs = {run.folder: run for method in plan.methods for run in plan.runs(folder, method)}
-    before = _earlier(plan, folder, runs)
-    others = [entry for place, entry in before.items() if place not in runs]
-    done = {place: before[place] for place, run in runs.items() if place in before and run.finished() is not None}
+    others = _others(plan, folder, runs)
+    done = {place: summary for place, run in runs.items() if (summary := run.finished()) is not None}
     write_comparison([*done.values(), *others], folder)
     planned = [(run.experiment.config.method, run.experiment.config.seed) for run in runs.values()]
     write_json(folder / PLANNED, planned)
@@ -189,22 +183,22 @@ def run_folders(folder: Path) -> list[Path]:
     return list(dict.fromkeys([*listed, *(path.parent for path in sorted(folder.glob("*-seed*/config.json")))]))
 
 
-def _earlier(plan: Plan, folder: Path, runs: Mapping[Path, KeptRun]) -> dict[Path, Summary]:
-    """Return the results that the folder has, by the run's folder; refuse those of another setting."""
+def _others(plan: Plan, folder: Path, runs: Mapping[Path, KeptRun]) -> list[Summary]:
+    """Return the results that the folder has of runs that are not in the plan; refuse those of another setting."""
     entries = read_json(folder / "compare.json") or []
     listed = {run_folder(folder, entry["method"], entry["seed"]): entry for entry in entries}
-    results = dict[Path, Summary]()
+    results = list[Summary]()
     for place in run_folders(folder):
         entry, summary = listed.get(place, {}), finished_summary(place)
-        if summary is None and "error" not in entry:
+        if place in runs or (summary is None and "error" not in entry):
             continue
-        if place not in runs and (differences := _other_setting(plan, place)):
+        if differences := _other_setting(plan, place):
             if plan.overwrite:  # the run stays in its folder, and leaves the table
                 continue
             raise UsageError(
                 f"{place} has another setting: its {'; its '.join(differences)} ({OVERWRITE} leaves it out)"
             )
-        results[place] = entry if summary is None else summary
+        results.append(entry if summary is None else summary)
     return results
 
 
@@ -220,7 +214,7 @@ def _other_setting(plan: Plan, place: Path) -> list[str]:
         return [f"strategy {strategy!r} is not known here"]
     own = [key for key in options if key not in options_of(Config)]
     experiment = replace(alike.experiment(options["method"], 0), choice=plan.choice(options["method"]))
-    return alike.kept(experiment, place, own).differences()
+    return replace(alike.kept(experiment, place), unknown=own).differences()
 
 
 @dataclass(frozen=True)

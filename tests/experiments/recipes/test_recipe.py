@@ -87,14 +87,6 @@ def test_only_some_labels(tmp_path: Path) -> None:
         recipe.only(["LN"])
 
 
-def test_a_printed_number_keeps_its_digits(tmp_path: Path) -> None:
-    recipe = read_recipe(write(tmp_path, WHOLE))
-    number = recipe.reported[0].number("BN", "IID, local-steps=1", "accuracy")
-    assert number is not None
-    assert (number.printed, number.mean, number.deviation) == ("45.90 ± 6.39", 45.9, 6.39)
-    assert recipe.reported[0].number("GN", "IID, local-steps=1", "accuracy") is None
-
-
 MISTAKES: dict[str, tuple[object, str]] = {
     "no mapping": ([1, 2], "recipe mine: must be a mapping of place, about, "),
     "no YAML": ("{", "is not YAML"),
