@@ -5,19 +5,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
-from numpy.typing import NDArray
-from torch import nn
 
 from fedbn_flwr import wire
 from fedbn_flwr.client import BNClient, pick_device
-from fedbn_flwr.client.learning_task import LearningTask, task_of
-from fedbn_flwr.data import SITES, Data, without_domains
+from fedbn_flwr.client.learning_task import task_of
+from fedbn_flwr.data import SITES, without_domains
 from fedbn_flwr.data.loading import ROOT_VARIABLE
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import import_plugins, resolve
@@ -100,16 +98,6 @@ def use_agreed(message: Message, context: Context, call_next: ClientAppCallable)
         context.run_config = dict(given)
 
 
-class Resources(NamedTuple):
-    """The data and the model that all nodes of a process share."""
-
-    data: Data
-    partition: list[NDArray[np.int64]]
-    model: nn.Module
-    device: str
-    task: LearningTask
-
-
 def client_fn(context: Context) -> BNClient:
     """Make the client of a node whose options are Flower's run configuration."""
     # 1, 1.0 and True are three values
@@ -128,26 +116,14 @@ def _config_of(given: tuple[tuple[str, type, Any], ...]) -> Config:
 
 
 def _client(config: Config, context: Context) -> BNClient:
-    """The client of one node; its partition is the node's `partition-id`, or all data of its own."""
     partition_id, nodes = _place(context)
-    own_data = str(context.node_config.get(DATA_KEY, ""))
-    shared = _resources(config, nodes, os.environ.get(ROOT_VARIABLE), own_data)
-    return BNClient(
-        shared.model,
-        shared.data.train,
-        test=shared.data.test,
-        num_classes=shared.data.num_classes,
-        indices=shared.partition[0 if own_data else partition_id],
-        partition_id=partition_id,
-        memory=context.state,
-        device=shared.device,
-        task=shared.task,
-    )
+    make = _maker(config, nodes, os.environ.get(ROOT_VARIABLE), str(context.node_config.get(DATA_KEY, "")))
+    return make(partition_id, context.state)
 
 
 @lru_cache(maxsize=2)
-def _resources(config: Config, nodes: int, root: str | None, own_data: str) -> Resources:
-    """Load what all nodes of a process share.
+def _maker(config: Config, nodes: int, root: str | None, own_data: str) -> Callable[[int, RecordDict], BNClient]:
+    """Load what all nodes of a process share, and return what makes a node's client by its number and its memory.
 
     `root` is where data are looked for that name no place of their own.
     """
@@ -156,7 +132,22 @@ def _resources(config: Config, nodes: int, root: str | None, own_data: str) -> R
     set_threads(config)
     partition = make_partition(config, config.clients or nodes)
     data = without_domains(load_data(config)) if own_data else load_data(config)
-    return Resources(data, partition, shared_model(config), str(pick_device(config.device)), task_of(data.task))
+    model, device, task = shared_model(config), str(pick_device(config.device)), task_of(data.task)
+
+    def make(partition_id: int, memory: RecordDict) -> BNClient:
+        return BNClient(
+            model,
+            data.train,
+            test=data.test,
+            num_classes=data.num_classes,
+            indices=partition[0 if own_data else partition_id],
+            partition_id=partition_id,
+            memory=memory,
+            device=device,
+            task=task,
+        )
+
+    return make
 
 
 def _place(context: Context) -> tuple[int, int]:
