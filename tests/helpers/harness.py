@@ -19,6 +19,7 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.clientapp.mods import Mod
 from fedbn_flwr.data import Split
 from fedbn_flwr.simulation.in_process import InProcessGrid, RunConfig
+from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.wire import Instruction
 
@@ -204,12 +205,12 @@ class Traffic(InProcessGrid):
 
 
 def participants(strategy: BaseStrategy) -> list[list[int]]:
-    """Return a list that gets the partitions of each round's usable replies."""
+    """Return a list that gets the partitions that each round draws."""
     aggregate, rounds = strategy.aggregate_train, list[list[int]]()
 
     def noting(server_round: int, replies: Iterable[Message]) -> Any:
         result = aggregate(server_round, replies)
-        rounds.append([reply.partition for reply in strategy.train_replies])
+        rounds.append([node - FIRST_NODE_ID for node in strategy.round.nodes])
         return result
 
     strategy.aggregate_train = noting  # type: ignore[method-assign]

@@ -19,7 +19,6 @@ from fedbn_flwr import norm, state, wire
 from fedbn_flwr.data import Split
 from fedbn_flwr.layerwise.carried import CarriedValues, carried_corrections
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
@@ -33,6 +32,7 @@ from tests.helpers.harness import (
     distance,
     make_model,
     make_split,
+    participants,
 )
 from tests.helpers.references import Node, make_nodes, mini_batches, weighted_mean
 
@@ -241,15 +241,6 @@ def run(strategy: FedAvg, rounds: int = ROUNDS, sizes: tuple[int, ...] = SIZES, 
 Silence = Callable[[int, int], bool]
 
 
-class Drawn(FedTAN):
-    """Notes which partitions are drawn."""
-
-    def aggregate_train(self, server_round: int, replies: Any) -> Any:
-        result = super().aggregate_train(server_round, replies)
-        self.__dict__.setdefault("drawn", []).append([node - FIRST_NODE_ID for node in self.round.nodes])
-        return result
-
-
 CASES: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
     "carried": (lambda: FedTAN(carry=True), {}),
     "the last values": (lambda: FedTAN(carry=True, memory=0.0), {"memory": 0.0}),
@@ -282,13 +273,14 @@ def test_the_cases_differ() -> None:
 
 @pytest.mark.parametrize("options", [{"memory": 0.0, "oldest": 0}, {"memory": 0.5, "oldest": 1}, {}])
 def test_with_half_of_the_nodes_the_pool_is_that_of_the_participants(options: dict[str, Any]) -> None:
-    strategy: Any = Drawn(carry=True, fraction_train=0.5, **options)
+    strategy = FedTAN(carry=True, fraction_train=0.5, **options)
+    drawn = participants(strategy)
     found = run(strategy, 48)
     # some meet for the first time, and some again; somebody's values are one round older than the default limit
-    assert len({tuple(nodes) for nodes in strategy.drawn}) > 2
-    rounds = [[number for number, nodes in enumerate(strategy.drawn) if node in nodes] for node in range(4)]
+    assert len({tuple(nodes) for nodes in drawn}) > 2
+    rounds = [[number for number, nodes in enumerate(drawn) if node in nodes] for node in range(4)]
     assert 5 in {after - before for each in rounds for before, after in pairwise(each)}
-    assert distance(found, by_hand(strategy.drawn, 3, **options)) < 1e-10
+    assert distance(found, by_hand(drawn, 3, **options)) < 1e-10
 
 
 # ---- nodes that do not reply -----------------------------------------------------------------------------------------
@@ -308,9 +300,10 @@ SILENCES: dict[str, Silence] = {
 def test_a_run_with_silent_nodes_is_what_the_equations_say(
     case: str, fraction: float, rounds: int, options: dict[str, Any]
 ) -> None:
-    strategy: Any = Drawn(carry=True, fraction_train=fraction, fraction_evaluate=0.0, **options)
+    strategy = FedTAN(carry=True, fraction_train=fraction, fraction_evaluate=0.0, **options)
+    drawn = participants(strategy)
     found = Federation(make_model(), grid=spoiling(failed, SILENCES[case])).run(strategy, rounds)
-    assert distance(found, by_hand(strategy.drawn, 3, SILENCES[case], **options)) < 1e-10
+    assert distance(found, by_hand(drawn, 3, SILENCES[case], **options)) < 1e-10
 
 
 def test_fewer_nodes_than_a_rule_needs_make_no_corrections() -> None:
