@@ -431,3 +431,8 @@ def test_of_two_nodes_with_one_key_the_second_is_refused(caplog: pytest.LogCaptu
 
     run("fedavg", Thief)
     assert "Node 1001 is left out of this round: it failed: its key is another node's, too" in caplog.messages
+
+
+def test_a_node_whose_app_knows_no_masks_is_told_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    run("fedavg", sends_masked(KEYS["no records"], "key"))
+    assert "its app knows no sums under masks: make it with fedbn_flwr.clientapp" in caplog.text
