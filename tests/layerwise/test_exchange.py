@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from fedbn_flwr.layerwise import Exchange, Kind, Requests, SuspendedStep, combine, respond, take_step
@@ -27,13 +27,6 @@ def test_a_weighted_mean() -> None:
         assert combine(kind, torch.tensor([[1.0], [3.0]]), [1, 3]).tolist() == [2.5]
 
 
-def test_pooled_statistics_by_hand() -> None:
-    # {0, 2} and {4, 4, 4, 8}: means 1 and 5, variances 1 and 3; together {0, 2, 4, 4, 4, 8} has mean 22/6 and
-    # variance (0 + 4 + 16 + 16 + 16 + 64) / 6 - (22/6)^2 = 116/6 - 484/36 = 212/36
-    pooled = combine("statistics", torch.tensor([[[1.0], [1.0]], [[5.0], [3.0]]]), [2, 4])
-    torch.testing.assert_close(pooled, torch.tensor([[22 / 6], [212 / 36]]))
-
-
 @given(st.lists(st.lists(st.floats(-100, 100), min_size=1, max_size=5), min_size=1, max_size=4))
 def test_pooled_statistics_are_those_of_the_union(clients: list[list[float]]) -> None:
     values = [torch.tensor(client, dtype=torch.float64) for client in clients]
@@ -49,6 +42,7 @@ def test_pooled_statistics_are_those_of_the_union(clients: list[list[float]]) ->
     st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(1e-6, 1), st.floats(0, 100)), min_size=2, max_size=8),
     st.integers(1, 7),
 )
+@example([(0.0, 1.0, 3.0), (8.0, 1.0, 1.0), (5.0, 1.0, 0.0)], 2)
 def test_the_pool_of_pools_is_that_of_all_clients(clients: list[tuple[float, float, float]], cut: int) -> None:
     """Also where means are a million times as large as standard deviations: sums of squares would lose the variance."""
     weights = [weight for _, _, weight in clients]
@@ -68,6 +62,9 @@ def test_only_weighted_sums_tell_weights_by_which_workers_can_pool() -> None:
     assert respond(requests, [1, 1, 2]).weights == (1, 1, 2)
     answer = respond(requests, [1, 1, 2], lambda kind, rows, weights: rows.median(0).values)
     assert (answer.tensor.tolist(), answer.weights) == ([3.0], ())
+    # in the dtype of the clients, and not in that of the pools
+    pools = join([pool(requests, [1, 1, 2])] * 2)
+    assert (pools.tensor.dtype, respond(pools, ()).tensor.dtype) == (torch.float64, torch.float32)
 
 
 def test_the_dtype_is_the_clients_and_the_sum_is_exact() -> None:
@@ -215,6 +212,11 @@ def test_parts_of_several_clients_are_joined_in_any_order() -> None:
     with pytest.raises(OrderError) as error:
         join([request(1.0), request(1.0), request(1.0, layer="other")], order=[2, 0, 1])
     assert error.value.client == 0
+    # most clients are right, and not most rows
+    two = pool(join([request(0.0)] * 2), [1, 1])
+    with pytest.raises(OrderError, match="'other' where the others are at the mean of BN layer 'bn'") as error:
+        join([pool(request(0.0, layer="other"), [1]), two], order=[1, 0])
+    assert error.value.client == 1
 
 
 def test_where_nothing_is_asked_nobody_is_weighed() -> None:

@@ -246,18 +246,6 @@ def test_a_node_that_fails_after_the_exchanges_costs_it_its_vote(
     assert_left_out(caplog, reason)
 
 
-def test_several_nodes_fail_one_after_the_other_until_the_round_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
-    faults = (AtExchange(dies, 0), AtExchange(raises, 1), AtExchange(raises, 2))
-    sites = {number: Site(fault=fault) for number, fault in enumerate(faults)}
-    strategy = FedTAN(fraction_evaluate=0.0)
-    # the second node is only reached where the first one is gone
-    with concurrent(sites) as nodes, pytest.raises(Exception, match="no node could train in round 1"):
-        run(SideChannelGrid(nodes, options()), strategy)
-    named = [text for text in caplog.messages if "is left out of this round" in text]
-    assert [text.split()[1] for text in named] == ["1000", "1001", "1002"]
-    assert any("is skipped, its layer-wise step failed 3 times" in text for text in caplog.messages)
-
-
 # ---- nodes that do not come ---------------------------------------------------------------------------------------
 
 

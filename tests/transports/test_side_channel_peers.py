@@ -95,32 +95,28 @@ def test_tokens_differ_and_are_kept_as_digests_only(channel: SideChannel) -> Non
     assert all(len(digest) == 32 for digest in channel._awaited)
 
 
-@pytest.mark.parametrize("second", [REQUEST, last_frame()], ids=["another reply", "the last frame"])
-def test_before_the_next_message_another_frame_ends_the_stream(second: bytes, channel: SideChannel) -> None:
+NOT_DUE = "it sent a frame where none is due"
+
+
+@pytest.mark.parametrize(
+    ("sent", "failure"),
+    [
+        ([REQUEST, REQUEST], NOT_DUE),
+        ([REQUEST, last_frame()], NOT_DUE),
+        ([REQUEST, last_frame("ConnectionError: silence")], "ConnectionError: silence"),
+        ([last_frame()], ""),
+    ],
+    ids=["two replies", "an end after a reply", "a failure while it waits", "an end, after which nothing counts"],
+)
+def test_how_a_node_may_end_its_stream(sent: list[bytes], failure: str, channel: SideChannel) -> None:
     peer = Peer(channel, channel.tokens[3])
-    peer.frames.put(REQUEST)
-    peer.frames.put(second)
+    for frame in sent:
+        peer.frames.put(frame)
     link = wait(channel, 3, lambda link: link.failure or link.is_done)
-    assert link.failure == "it sent a frame where none is due"
-    assert peer.end() == (grpc.StatusCode.ABORTED, link.failure)
+    code = grpc.StatusCode.ABORTED if failure else grpc.StatusCode.OK
+    assert peer.end() == (code, failure)
     peer.close()
-
-
-def test_a_node_may_fail_while_it_waits_for_a_message(channel: SideChannel) -> None:
-    peer = Peer(channel, channel.tokens[3])
-    peer.frames.put(REQUEST)
-    peer.frames.put(last_frame("ConnectionError: silence"))
-    assert wait(channel, 3, lambda link: link.failure).failure == "ConnectionError: silence"
-    peer.close()
-
-
-def test_nothing_counts_after_the_end(channel: SideChannel) -> None:
-    peer = Peer(channel, channel.tokens[3])
-    peer.frames.put(last_frame())
-    link = wait(channel, 3, lambda link: link.is_done)
-    assert peer.end()[0] == grpc.StatusCode.OK
-    peer.close()
-    assert not link.failure
+    assert link.failure == failure
 
 
 def test_silence_ends_a_wait_that_would_be_longer(channel: SideChannel, monkeypatch: pytest.MonkeyPatch) -> None:

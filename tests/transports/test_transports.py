@@ -18,7 +18,6 @@ from torch import Tensor
 from fedbn_flwr import state, wire
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.layerwise import Answer, Exchange, Requests, lockstep, respond, shared_statistics, take_step
-from fedbn_flwr.layerwise.exchange import OrderError
 from fedbn_flwr.server.replies import Expected
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid
@@ -244,25 +243,6 @@ def test_a_workers_next_step_begins_without_the_weights_of_the_one_before() -> N
         pooled = share.advance(Answer(torch.ones(1), 4, weights=(1.0,) * len(nodes)))
         assert pooled is not None
         assert len(pooled.tensor) == 1
-
-
-def test_where_workers_are_at_two_layers_most_nodes_are_right() -> None:
-    steps = Scripted([1], said("a", 0.0), said("c", 0.0)), Scripted([0, 2], said("a", 0.0, 0.0), said("b", 0.0, 0.0))
-    with pytest.raises(OrderError, match=r"is at the mean of BN layer 'c' where the others are at the .* 'b'") as error:
-        take_step(scripted(*steps), lambda: [1.0] * 3)
-    # the row of partition 1
-    assert error.value.client == 1
-
-
-def test_nodes_without_weight_may_have_a_worker_to_themselves() -> None:
-    step = scripted(
-        Scripted([0, 2], said("a", 0.0, 8.0), said("b", 0.0, 8.0)), Scripted([1], said("a", 5.0), said("b", 5.0))
-    )
-    seen: Exchanges = []
-    take_step(step, lambda: [3.0, 0.0, 1.0], seen.append)
-    assert [respond(requests, [3.0, 0.0, 1.0]).tensor.tolist() for requests in seen] == [[2.0], [2.0]]
-    # in the dtype of the nodes, and not in that of the pools
-    assert (seen[1].tensor.dtype, respond(seen[1], ()).tensor.dtype) == (torch.float64, torch.float32)
 
 
 @pytest.mark.parametrize("odd", [0, 1])
