@@ -50,15 +50,12 @@ def test_what_is_packed_is_read_again(clients: int) -> None:
             assert torch.equal(answer.tensor, asked[kind][layer].tensor)
 
 
-def test_statistics_without_gradients() -> None:
+def test_what_is_missing_is_not_sent() -> None:
+    """Gradients, of clients that ask for none, and everything, of a model without BN layers."""
     packed = pack_values({**requests(1), "gradients": {}})
-    statistics, gradients = read_corrections(packed)
-    assert len(statistics) == 3
-    assert gradients == {}
     assert "gradients" not in packed
-
-
-def test_a_model_without_bn_layers_sends_nothing_and_gets_nothing() -> None:
+    statistics, gradients = read_corrections(packed)
+    assert (len(statistics), gradients) == (3, {})
     assert pack_values({"statistics": {}, "gradients": {}}) == {}
     assert read_corrections({}) == ({}, {})
 

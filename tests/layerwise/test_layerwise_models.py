@@ -17,7 +17,6 @@ from tests.helpers.layerwise_references import (
     made,
     mean_gradient,
     relative_error,
-    weighted_gradients,
 )
 
 SIZES = [3, 1, 4]
@@ -74,11 +73,3 @@ def test_exact_with_both_exchanges_and_not_with_forward_alone(
     assert error("paper") < 1e-10
     assert error("fused") < 1e-10
     assert error("forward") > 0.1
-
-
-def test_the_reference_with_weights_by_size_is_centralized_batch_normalization() -> None:
-    model, batches = made(resnet20), heterogeneous_batches(SIZES, (1, 8, 8))
-    plain = copy.deepcopy(model)
-    found, wanted = weighted_gradients(model, batches, WEIGHTS), centralized_gradients(plain, batches)
-    assert relative_error(found, wanted) < 1e-12
-    assert largest_difference(model, plain) < 1e-12

@@ -62,14 +62,17 @@ def test_synchronized_batch_normalization_is_batch_normalization() -> None:
         assert relative_error(mine, plain) == 0
 
 
-def test_one_value_in_the_whole_federation() -> None:
-    with pytest.raises(ValueError, match="more than 1 value per channel over all clients"):
-        gradients(made(vectors), heterogeneous_batches([1], (5,)), [1], F.cross_entropy)
-
-
-def test_an_empty_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="an empty mini-batch has no statistics"):
-        gradients(made(vectors), heterogeneous_batches([2, 0], (5,)), [1, 1], F.cross_entropy)
+@pytest.mark.parametrize(
+    ("sizes", "mode", "reason"),
+    [
+        ([1], "fused", "more than 1 value per channel over all clients"),
+        ([2, 0], "fused", "an empty mini-batch has no statistics"),
+        ([3], "fussed", "unknown mode 'fussed'; known: paper, fused, forward"),
+    ],
+)
+def test_what_has_no_statistics_is_refused(sizes: list[int], mode: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        gradients(made(vectors), heterogeneous_batches(sizes, (5,)), [1] * len(sizes), F.cross_entropy, mode)
 
 
 class Twice(nn.Module):
@@ -143,11 +146,6 @@ def test_what_stood_in_for_forward_before_does_so_again() -> None:
     with shared_statistics(layer, alone):
         assert layer.forward is not before
     assert layer.forward is before
-
-
-def test_an_unknown_exchange_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown mode 'fussed'; known: paper, fused, forward"):
-        gradients(small_network(), heterogeneous_batches([3], (1, 4, 4)), [1], F.cross_entropy, "fussed")  # type: ignore[arg-type]
 
 
 def test_hooks_run() -> None:

@@ -217,15 +217,19 @@ def without_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("without_collector")
+@pytest.mark.parametrize("is_dropped", [False, True])
 @pytest.mark.parametrize("at", [0, 2, 3], ids=["forward", "backward", "later"])
-def test_an_abandoned_step_lets_go_of_everything(at: int) -> None:
+def test_a_step_that_is_abandoned_or_held_by_nobody_lets_go_of_everything(at: int, is_dropped: bool) -> None:
     threads = threading.active_count()
     step, activations, model = held(at)
-    step.abandon()
+    if is_dropped:
+        del step
+    else:
+        step.abandon()
+        step.abandon()  # the second time nothing happens
     assert wait_until(lambda: threading.active_count() <= threads)
     assert activations() is None
     assert all("forward" not in vars(layer) for layer in model.modules()), "the model is put back"
-    step.abandon()  # and a second time nothing happens
 
 
 def test_a_step_that_catches_everything_but_base_exceptions_is_abandoned() -> None:
@@ -244,15 +248,6 @@ def test_a_step_that_catches_everything_but_base_exceptions_is_abandoned() -> No
     step.advance()
     step.abandon()
     assert ended == ["abandoned"]
-
-
-@pytest.mark.usefixtures("without_collector")
-def test_a_step_that_nobody_holds_ends() -> None:
-    threads = threading.active_count()
-    step, activations, _ = held(2)
-    del step
-    assert wait_until(lambda: threading.active_count() <= threads)
-    assert activations() is None
 
 
 def test_lockstep_ends_all_when_one_fails() -> None:
