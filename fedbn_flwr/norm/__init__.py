@@ -9,7 +9,6 @@ from fedbn_flwr.norm.layers import BatchNorm, BatchRenorm, GroupNorm, HybridBatc
 from fedbn_flwr.norm.moments import Moments, gather, pool
 from fedbn_flwr.norm.replace import normalize_features, replace
 from fedbn_flwr.norm.substitute import NORMS, Slot, register_norm, swap_normalizers
-from fedbn_flwr.norm.wsconv import classifier_parameters, clip_gradients
 
 __all__ = [
     "NORMS",
@@ -23,8 +22,6 @@ __all__ = [
     "affine_keys",
     "bn_keys",
     "bn_layers",
-    "classifier_parameters",
-    "clip_gradients",
     "counter_keys",
     "freeze",
     "gather",

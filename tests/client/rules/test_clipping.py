@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import nn
 from torchvision.models import mobilenet_v2, squeezenet1_1
 
-from fedbn_flwr.norm import classifier_parameters, clip_gradients, replace
+from fedbn_flwr.client.rules.gradient_norm import classifier_parameters, clip_gradients
+from fedbn_flwr.norm import replace
 
 Array = NDArray[np.float64]
 
