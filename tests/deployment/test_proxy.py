@@ -142,5 +142,5 @@ def test_who_tries_tokens_keeps_no_site_out(door: Door) -> None:
 
 
 def test_without_a_superlink_the_answer_is_one_after_which_nodes_try_again(door: Door) -> None:
-    door.superlink.__exit__(None, None, None)
+    door.superlink.__exit__()
     assert door.ask("POST", PUSH, b"-" * 5_300_000) in (502, 503, 504)
