@@ -81,12 +81,3 @@ def test_another_app_does_not_run(deployment: Deployment, tmp_path: Path) -> Non
     reason = f"this site does not allow the app {app_hash(other)}"
     assert [row["error"] for row in _sent(federation, number)] == [reason]
     assert reason in " ".join(federation.log(number).split())
-
-
-def test_an_unknown_class_ends_the_run_with_one_line(deployment: Deployment) -> None:
-    federation, _ = deployment
-    number = federation.submit({**OPTIONS, "dataset": "sites", "classes": "covid,normal"})
-    assert federation.await_end(number) == "finished:failed"
-    assert "class 'pneumonia' is not one of the run's classes: covid, normal" in " ".join(
-        federation.log(number).split()
-    )

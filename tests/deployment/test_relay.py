@@ -8,13 +8,20 @@ import pytest
 
 from fedbn_flwr.deployment.relay import start_relay
 from tests.helpers.ports import free_ports
+from tests.helpers.waiting import wait_until
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+def recorded() -> list[tuple[str, int]]:
+    return []
+
+
+@pytest.fixture
+def ends(recorded: list[tuple[str, int]]) -> Iterator[tuple[socket.socket, socket.socket]]:
     """An app's connection to the relay, and what the server sees of it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = start_relay("127.0.0.1", f"127.0.0.1:{server.getsockname()[1]}", 0)
+        target = f"127.0.0.1:{server.getsockname()[1]}"
+        port = start_relay("127.0.0.1", target, 0, lambda *event: recorded.append(event))
         with socket.create_connection(("127.0.0.1", port)) as app:
             far, _ = server.accept()
             with far:
@@ -35,12 +42,17 @@ def is_over(end: socket.socket) -> bool:
     return True
 
 
-def test_bytes_pass_both_ways(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_bytes_pass_both_ways_and_those_to_the_server_are_recorded(
+    ends: tuple[socket.socket, socket.socket], recorded: list[tuple[str, int]]
+) -> None:
     app, far = ends
     content = bytes(range(256)) * 1000
     for source, sink in ((app, far), (far, app)):
         source.sendall(content)
         assert read(sink, len(content)) == content
+    app.close()
+    assert wait_until(lambda: len(recorded) == 2)
+    assert recorded == [("opened", 0), ("closed", len(content))]
 
 
 @pytest.mark.parametrize("first", [0, 1])
