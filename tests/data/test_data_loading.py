@@ -103,6 +103,7 @@ def test_a_users_module_that_misses_a_package_says_which(module: str) -> None:
         ("digits:size=3", "digits: unknown option 'size'; known: none"),
         ("synthetic:n=many", "synthetic: n must be a whole number, got 'many'"),
         *((f"synthetic:{option}", "synthetic: ") for option in ("n=5", "test=5", "classes=0", "size=0", "channels=0")),
+        *((f"streets:{option}=0", "cities, images and test at least 1") for option in ("cities", "images", "test")),
         ("folder:", "folder: needs a path"),
         ("{module}:wrong", r"wrong must return fedbn_flwr.data.Data, not int"),
         ("{module}:number", "has no function 'number'"),

@@ -78,7 +78,7 @@ def test_tiny_imagenet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chosen", [OFFICE, DOMAINNET], ids=["office", "domainnet"])
 def test_fedbns_lists(tmp_path: Path, chosen: Lists) -> None:
-    home = write_domain_lists(tmp_path, chosen.folder, chosen.domains, chosen.classes)
+    home = write_domain_lists(tmp_path, chosen)
     data = load(chosen.name, root=tmp_path)
     domains = len(chosen.domains)
     assert (len(data.train), len(data.test), data.num_classes, data.image_size) == (20 * domains, 10 * domains, 10, 256)
@@ -89,10 +89,8 @@ def test_fedbns_lists(tmp_path: Path, chosen: Lists) -> None:
     inputs, _ = data.train.batch(torch.tensor([3]))
     assert 0 <= float(inputs.min()) < float(inputs.max()) <= 1  # not normalized
     first = load(f"{chosen.name}:{home}:samples=4", image_size=16)
-    assert (
-        torch.bincount(first.train.domains if first.train.domains is not None else torch.zeros(0)).tolist()
-        == [4] * domains
-    )
+    assert first.train.domains is not None
+    assert torch.bincount(first.train.domains).tolist() == [4] * domains
     assert len(first.test) == 10 * domains
     assert [len(part) for part in partition("domain:1", data, domains, 0)] == [20] * domains
 

@@ -68,9 +68,3 @@ def test_rotated_corners_have_no_class() -> None:
     corners = maps[:, 0, 0]
     assert (corners == IGNORED).any()
     assert set(corners.tolist()) <= {IGNORED, 2, 3}  # houses and sky, and no road
-
-
-@pytest.mark.parametrize("option", ["cities=0", "images=0", "test=0"])
-def test_what_cannot_be_drawn(option: str) -> None:
-    with pytest.raises(ValueError, match="cities, images and test at least 1"):
-        load(f"streets:{option}")

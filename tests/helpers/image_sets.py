@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from fedbn_flwr.data.sets.fedbn_archives import OFFICE
+from fedbn_flwr.data.sets.fedbn_archives import OFFICE, Lists
 
 
 def paint(path: Path, seed: int = 0, size: tuple[int, int] = (8, 8), grey: int | None = None) -> Path:
@@ -46,22 +46,21 @@ def write_tiny_imagenet(home: Path) -> Path:
     return home
 
 
-def write_domain_lists(root: Path, folder: str, domains: Sequence[str], classes: Sequence[str]) -> Path:
+def write_domain_lists(root: Path, lists: Lists) -> Path:
     """Write FedBN's lists and their images: two training images a class and domain, and one for testing."""
-    home = root / folder
-    for number, domain in enumerate(domains):
+    for number, domain in enumerate(lists.domains):
         for role, count in (("train", 2), ("test", 1)):
             files, names = [], []
-            for label, name in enumerate(classes):
+            for label, name in enumerate(lists.classes):
                 for image in range(count):
-                    file = f"{folder}/{domain}/{name}/{role}_{image}.jpg"
+                    file = f"{lists.folder}/{domain}/{name}/{role}_{image}.jpg"
                     paint(root / file, 100 * number + 10 * label + image, (10, 12))
                     files.append(file)
                     names.append(name)
             # as NumPy arrays and as lists: both are published
             columns = (np.array(files), np.array(names)) if role == "train" else (files, names)
-            (home / f"{domain}_{role}.pkl").write_bytes(pickle.dumps(columns))
-    return home
+            (root / lists.folder / f"{domain}_{role}.pkl").write_bytes(pickle.dumps(columns))
+    return root / lists.folder
 
 
 #: shape of an image in FedBN's archive
@@ -107,7 +106,7 @@ def write_cityscapes(home: Path, size: tuple[int, int] = (64, 32), others: Seque
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "imagenet": lambda root: write_imagenet(root / "imagenet"),
     "tiny-imagenet": lambda root: write_tiny_imagenet(root / "tiny-imagenet-200"),
-    "office-caltech-10": lambda root: write_domain_lists(root, OFFICE.folder, OFFICE.domains, OFFICE.classes),
+    "office-caltech-10": lambda root: write_domain_lists(root, OFFICE),
     "digits-five": lambda root: write_digits_archive(root / "digits-five"),
     "cityscapes": lambda root: write_cityscapes(root / "cityscapes"),
 }
