@@ -23,7 +23,7 @@ class Config:
     norm: Annotated[str, "normalizer of the model, for methods that do not set one themselves"] = "bn"
     norm_options: Annotated[Pairs, "options of the normalizer, e.g. r_max=3,d_max=5 for brn"] = ()
     groups: Annotated[int, "number of groups of group normalization", Range(1)] = 2
-    normalize_features: Annotated[bool, "let the classifier take features of unit length (FedFN)"] = False
+    normalize_features: Annotated[bool, "scale features to a mean square of 1 before the classifier (FN)"] = False
     model: Annotated[str, "model: a name, or package.module:function"] = "small-cnn"
     dataset: Annotated[str, "data set: a name, synthetic:n=..., folder:PATH, package.module:function, or sites"] = (
         "digits"

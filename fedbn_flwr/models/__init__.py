@@ -75,7 +75,7 @@ def build(
 
     Its weights are a function of the seed alone, and torch's own generator is left as it was; `init_from`, a
     safetensors file or a torch state dict, replaces them. `norm`, `groups` and `norm_options` are those of
-    `fedbn_flwr.norm.replace`; `normalize_features` lets the classifier take features of unit length.
+    `fedbn_flwr.norm.replace`; `normalize_features` lets the classifier take normalized features.
     """
     make = _maker(name, image_size)
     with torch.random.fork_rng(devices=[]):

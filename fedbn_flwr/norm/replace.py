@@ -114,17 +114,19 @@ def _group(slot: Slot, groups: int) -> GroupNorm:
 
 
 class NormalizedFeatures(nn.Linear):
-    """A linear layer whose inputs are brought to unit length."""
+    """A linear layer whose inputs are scaled to a mean square of 1."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each sample's features."""
-        return super().forward(F.normalize(input, dim=-1))
+        return super().forward(F.normalize(input, dim=-1) * self.in_features**0.5)
 
 
 def normalize_features(model: nn.Module) -> nn.Module:
-    """Let the classifier, the last linear layer, take features of unit length; return the root.
+    """Let the classifier, the last linear layer, take normalized features; return the root.
 
-    Kim et al., "FedFN: Feature Normalization for Alleviating Data Heterogeneity", 2023, arXiv:2308.09565.
+    Zhang, Beitollahi, Bie, Chen, Understanding the Role of Layer Normalization in Label-Skewed Federated Learning,
+    TMLR 2024, arXiv:2308.09565: their feature normalization, with the length that layer normalization leaves, the root
+    of the number of features. A sample's features all 0 stay 0.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     if not layers:

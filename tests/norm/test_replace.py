@@ -206,8 +206,8 @@ def test_normalized_features_have_no_length() -> None:
     assert isinstance(classify, nn.Linear)
     features = torch.randn(4, classify.in_features)
     torch.testing.assert_close(classify(1000 * features), classify(features))
-    unit = features / features.norm(dim=1, keepdim=True)
-    torch.testing.assert_close(classify(features), [*plain.modules()][-1](unit))
+    scaled = features / features.pow(2).mean(1, keepdim=True).sqrt()
+    torch.testing.assert_close(classify(features), [*plain.modules()][-1](scaled))
     with pytest.raises(ValueError, match="normalize-features needs a model with a linear layer"):
         normalize_features(nn.Sequential(nn.Conv2d(3, 10, 1), nn.Flatten()))
 
