@@ -6,7 +6,7 @@ model is left as it is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,6 +54,56 @@ def _level() -> int:
     return _functorch.maybe_current_level() or 0
 
 
+class StackedLayers:
+    """The layers of a model that are called once for all clients, inside `vmap`, and the order of its images.
+
+    They are BN whose forward is torch's own, and dropout. With `momentum=None` a BN layer averages over its steps, of
+    which each client has a number of its own. Other layers that draw at random are refused by `vmap` itself.
+
+    On a CPU, grouped convolutions and BN are mostly faster where the channels of all clients lie side by side. Only
+    chains of torch's own layers are put into this order: a forward of a model's own may need the usual one, and other
+    normalizers put images back into it. Pools and sums over positions have gradients in the usual order; an activation
+    whose gradient is in another order than its output is slow, and hands that order on.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = list(model.modules()) if is_available() else []
+        batch_norm = [layer for layer in layers if isinstance(layer, _BatchNorm) and layer.momentum is not None]
+        self._batch_norm = [layer for layer in batch_norm if type(layer).forward is _BatchNorm.forward]
+        dropouts = [layer for layer in layers if isinstance(layer, _DropoutNd) and type(layer) in _MASKING]
+        self._dropouts = [layer for layer in dropouts if layer.p > 0]
+        kinds = {type(layer) for layer in layers}
+        self._channels_last = nn.Conv2d in kinds and kinds <= ANY_ORDER
+        chain = layers if self._channels_last else []
+        self._activations = [layer for layer in chain if isinstance(layer, nn.ReLU | nn.ReLU6)]
+        pools = [layer for layer in chain if isinstance(layer, nn.AdaptiveAvgPool2d)]
+        self._pools = [layer for layer in pools if layer.output_size in (1, (1, 1))]
+
+    def images(self, images: Tensor) -> Tensor:
+        """Return (clients, batch, C, H, W) so that `vmap` makes of them images of one network, channels last."""
+        if not (self._channels_last and images.dim() == 5 and images.device.type == "cpu"):
+            return images
+        return images.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
+
+    @contextmanager
+    def used(self, streams: Sequence[OwnRandomness] = ()) -> Iterator[None]:
+        """Call each layer once for all clients; dropout draws the mask of row i of its inputs from stream i.
+
+        A layer whose `forward` somebody else has replaced stays as it is.
+        """
+        forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {
+            **{layer: partial(_normalized, layer) for layer in self._batch_norm},
+            **{layer: partial(_masked, layer, streams) for layer in self._dropouts if layer.training},
+            # a pool's own forward would loop over the clients, and warn of it
+            **dict.fromkeys(self._pools, _mean),
+        }
+        usual = {layer: forward for layer, forward in forwards.items() if "forward" not in layer.__dict__}
+        with replaced_forwards(usual), ExitStack() as hooks:
+            for layer in self._activations:
+                hooks.callback(layer.register_forward_hook(_keep_order).remove)
+            yield
+
+
 # ---- batch normalization ---------------------------------------------------------------------------------------------
 
 
@@ -84,31 +134,6 @@ def _in_a_row(value: Tensor | None) -> Tensor | None:
     return values.movedim(dim or 0, 0).view(-1)
 
 
-class StackedBatchNorm:
-    """The BN layers of a model whose forward is torch's own, with a fixed momentum.
-
-    (With `momentum=None` a layer averages over its steps, of which each client has a number of its own.)
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._layers = [
-            layer
-            for layer in model.modules()
-            if isinstance(layer, _BatchNorm)
-            and type(layer).forward is _BatchNorm.forward
-            and layer.momentum is not None
-            and is_available()
-        ]
-
-    def used(self) -> AbstractContextManager[None]:
-        """Call each layer once for all clients, inside the block and inside `vmap`.
-
-        A layer whose `forward` somebody else has replaced stays as it is.
-        """
-        layers = [layer for layer in self._layers if "forward" not in layer.__dict__]
-        return replaced_forwards({layer: partial(_normalized, layer) for layer in layers})
-
-
 @dataclass(frozen=True)
 class _Stacked:
     """What an autograd function's `vmap` is told."""
@@ -136,39 +161,6 @@ def apply_shared(
 
 
 # ---- the order of images ---------------------------------------------------------------------------------------------
-
-
-class ImageOrder:
-    """Puts the images of a model in which it pays in the order "channels last", and keeps their gradients in it.
-
-    On a CPU, grouped convolutions and BN are mostly faster where the channels of all clients lie side by side. Only
-    chains of torch's own layers are put into this order: a forward of a model's own may need the usual one, and other
-    normalizers put images back into it. Pools and sums over positions have gradients in the usual order; an activation
-    whose gradient is in another order than its output is slow, and hands that order on.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        kinds = {type(layer) for layer in model.modules()}
-        self._pays = nn.Conv2d in kinds and kinds <= ANY_ORDER and is_available()
-        layers = list(model.modules()) if self._pays else []
-        self._activations = [layer for layer in layers if isinstance(layer, nn.ReLU | nn.ReLU6)]
-        pools = [layer for layer in layers if isinstance(layer, nn.AdaptiveAvgPool2d)]
-        self._pools = [layer for layer in pools if layer.output_size in (1, (1, 1))]
-
-    def images(self, images: Tensor) -> Tensor:
-        """Return (clients, batch, C, H, W) so that `vmap` makes of them images of one network, channels last."""
-        if not (self._pays and images.dim() == 5 and images.device.type == "cpu"):
-            return images
-        return images.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep gradients in order, inside the block and inside `vmap`."""
-        # a pool's own forward would loop over the clients, and warn of it
-        with replaced_forwards(dict.fromkeys(self._pools, _mean)), ExitStack() as hooks:
-            for layer in self._activations:
-                hooks.callback(layer.register_forward_hook(_keep_order).remove)
-            yield
 
 
 def wrapped_images(images: Tensor) -> Tensor:
@@ -204,21 +196,6 @@ def _in_order(strides: Sequence[int], gradient: Tensor) -> Tensor:
 
 
 # ---- dropout: every client gets the masks that it would draw alone ---------------------------------------------------
-
-
-class Dropouts:
-    """The active dropout layers of a model, which is already in the mode in which it will train.
-
-    Other layers that draw at random are refused by `torch.func.vmap` itself.
-    """
-
-    def __init__(self, structure: nn.Module) -> None:
-        layers = [layer for layer in structure.modules() if isinstance(layer, _DropoutNd) and layer.training]
-        self._layers = [layer for layer in layers if type(layer) in _MASKING and layer.p > 0 and is_available()]
-
-    def drawing(self, streams: Sequence[OwnRandomness]) -> AbstractContextManager[None]:
-        """Draw the mask of row i of a layer's inputs from stream i, inside the block."""
-        return replaced_forwards({layer: partial(_masked, layer, streams) for layer in self._layers})
 
 
 def _masked(layer: _DropoutNd, streams: Sequence[OwnRandomness], inputs: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from torch.func import vmap
 
 from fedbn_flwr.client import training
 from fedbn_flwr.client.node_memory import Memory
-from fedbn_flwr.simulation.stacked.layers import ImageOrder, StackedBatchNorm
+from fedbn_flwr.randomness import OwnRandomness
+from fedbn_flwr.simulation.stacked.layers import StackedLayers
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import FlatState
 
@@ -43,8 +44,7 @@ class Stack(nn.Module):
         first = {id(value): name for name, value in reversed(entries.items())}
         self._names = {name: first[id(value)] for name, value in entries.items()}
         self._slots = _Slots(structure, self._names)
-        self._batch_norm = StackedBatchNorm(structure)
-        self._image_order = ImageOrder(structure)
+        self._layers = StackedLayers(structure)
         tables = _tables(states)
         self._parameters_of_all = {
             name: nn.Parameter(_rows(value, name, tables), requires_grad=value.requires_grad)
@@ -70,9 +70,13 @@ class Stack(nn.Module):
         rows: Rows,
         batch: training.Batch,
         loss_function: training.LossFunction,
+        streams: Sequence[OwnRandomness] = (),
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Tensor:
-        """Return the mean loss of each of these clients on its own batch; `around` is entered inside `vmap`."""
+        """Return the mean loss of each of these clients on its own batch; `around` is entered inside `vmap`.
+
+        Dropout draws from the clients' streams.
+        """
         # the cross entropy of class numbers is computed in one pass over all clients' outputs
         afterwards = loss_function is F.cross_entropy and not batch[1].is_floating_point()
         loss_or_outputs = (lambda outputs, _: outputs) if afterwards else loss_function
@@ -80,13 +84,13 @@ class Stack(nn.Module):
 
         def one(inputs: Tensor, targets: Tensor, entries: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             """Return one client's result, and the buffers in whose places a layer has put new ones."""
-            with self._slots.holding(entries), self._batch_norm.used(), self._image_order.kept(), around():
+            with self._slots.holding(entries), self._layers.used(streams), around():
                 result = training.model_loss(self.structure, inputs, targets, loss_or_outputs)
                 now = {name: self._slots.read(name) for name in buffers}
             return result, {name: value for name, value in now.items() if value is not entries[name]}
 
         values = self._entries_of(rows)
-        result, replaced = vmap(one)(self._image_order.images(batch[0]), batch[1], values)
+        result, replaced = vmap(one)(self._layers.images(batch[0]), batch[1], values)
         for name in buffers:
             # other buffers may have been changed in their places; those of some rows are copies
             if values[name] is not self._buffers_of_all[name] or name in replaced:

@@ -19,7 +19,7 @@ from fedbn_flwr.layerwise import Exchange, shared_statistics
 from fedbn_flwr.layerwise.carried import CorrectedClients
 from fedbn_flwr.randomness import OwnRandomness
 from fedbn_flwr.simulation.in_process import Job
-from fedbn_flwr.simulation.stacked.layers import Dropouts, apply_shared
+from fedbn_flwr.simulation.stacked.layers import apply_shared
 from fedbn_flwr.simulation.stacked.model import Rows, Stack, StackedMemory, stacked
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import FlatState
@@ -136,7 +136,6 @@ class StackedBatches:
         self.steps = lengths[0] if lengths[0] == lengths[-1] else torch.tensor(lengths)
         seeds = [client.step_seed(self.session.instruction) for client in self.clients]
         self.streams = [OwnRandomness(seed) for seed in seeds]
-        self.dropouts = Dropouts(self.stack.structure)
 
     def __iter__(self) -> Iterator[list[Part]]:
         """Iterate over the steps: for each, the batches of those clients that take it."""
@@ -172,10 +171,9 @@ class StackedBatches:
     def _losses(self, part: Part) -> Tensor:
         instruction, device = self.session.instruction, part.inputs.device
         streams = [self.streams[row] for row in _numbers(part.rows)]
-        with self.dropouts.drawing(streams), autocast(instruction, device):
-            return self.stack.losses(
-                part.rows, (part.inputs, part.targets), self.clients[0].loss_function, self._around(part.rows)
-            )
+        batch, loss_function = (part.inputs, part.targets), self.clients[0].loss_function
+        with autocast(instruction, device):
+            return self.stack.losses(part.rows, batch, loss_function, streams, self._around(part.rows))
 
     def _around(self, rows: Rows) -> Callable[[], AbstractContextManager[Any]]:
         # ends in `vmap`, before the backward pass: only there are running statistics in reach, which move at its end

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedbn_flwr import models
-from fedbn_flwr.simulation.stacked.layers import ImageOrder
+from fedbn_flwr.simulation.stacked.layers import StackedLayers
 from fedbn_flwr.simulation.stacked.model import Stack
 from tests.helpers.toys import random_state
 
@@ -162,7 +162,7 @@ def test_a_torch_without_what_is_needed_does_it_by_itself(monkeypatch: pytest.Mo
     monkeypatch.setattr("fedbn_flwr.simulation.stacked.layers._functorch", None)
     assert channels_normalized(*CASES["2d"]()) == [4]
     model, inputs = chain(in_place=False)
-    assert ImageOrder(model).images(inputs) is inputs
+    assert StackedLayers(model).images(inputs) is inputs
     losses_of(model, inputs).sum().backward()
 
 
@@ -199,16 +199,16 @@ class View(nn.Module):
 def test_only_images_of_a_chain_of_torchs_own_layers_change_their_order() -> None:
     model, images = chain()
     for layer in (nn.GroupNorm(2, 4), nn.Dropout2d(), View()):
-        assert ImageOrder(nn.Sequential(nn.Conv2d(2, 4, 1), layer)).images(images) is images
-    assert ImageOrder(nn.Sequential(nn.Flatten(), nn.Linear(72, 4))).images(images) is images
-    order = ImageOrder(model)
-    assert order.images(images).stride() == (2, 2 * CLIENTS * SIDE * SIDE, 1, 2 * CLIENTS * SIDE, 2 * CLIENTS)
-    assert torch.equal(order.images(images), images)
+        assert StackedLayers(nn.Sequential(nn.Conv2d(2, 4, 1), layer)).images(images) is images
+    assert StackedLayers(nn.Sequential(nn.Flatten(), nn.Linear(72, 4))).images(images) is images
+    layers = StackedLayers(model)
+    assert layers.images(images).stride() == (2, 2 * CLIENTS * SIDE * SIDE, 1, 2 * CLIENTS * SIDE, 2 * CLIENTS)
+    assert torch.equal(layers.images(images), images)
     volumes = torch.randn(CLIENTS, SIZE, 2, 3, 3, 3)
-    assert order.images(volumes) is volumes
+    assert layers.images(volumes) is volumes
     for name in ("small-cnn", "fedbs-mnist-cnn"):
         digits = torch.randn(CLIENTS, SIZE, 1, 28, 28)
-        assert ImageOrder(models.build(name, 10, 1, 28)).images(digits) is not digits
+        assert StackedLayers(models.build(name, 10, 1, 28)).images(digits) is not digits
 
 
 def test_adaptive_pools_of_such_images_loop_over_no_clients() -> None:
@@ -216,9 +216,9 @@ def test_adaptive_pools_of_such_images_loop_over_no_clients() -> None:
     images = torch.randn(CLIENTS, SIZE, 2, SIDE, SIDE)
     for size in (1, (1, 1), (2, 3), (1, None)):
         pool = nn.AdaptiveAvgPool2d(size)
-        order = ImageOrder(nn.Sequential(nn.Conv2d(2, 2, 1), pool))
-        with order.kept():
-            pooled = vmap(pool)(order.images(images))
+        layers = StackedLayers(nn.Sequential(nn.Conv2d(2, 2, 1), pool))
+        with layers.used():
+            pooled = vmap(pool)(layers.images(images))
         torch.testing.assert_close(pooled, torch.stack([pool(each) for each in images]))
     with pytest.warns(UserWarning, match="performance drop"):
-        vmap(lambda each: F.adaptive_avg_pool2d(each, 1))(order.images(images))
+        vmap(lambda each: F.adaptive_avg_pool2d(each, 1))(layers.images(images))
