@@ -14,6 +14,7 @@ from benchmarks.cases import Case
 from benchmarks.driver import Measured
 from fedbn_flwr import __version__
 from fedbn_flwr.experiments.output.run_folder import VERSIONED, as_json, installed_versions
+from fedbn_flwr.simulation.processes.grid import count_cores
 
 Row = dict[str, Any]
 
@@ -90,7 +91,7 @@ def machine() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": count_cores(),
         "memory-gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpu": gpu,
         "system": platform.platform(),

@@ -126,7 +126,7 @@ class RayWorker(WorkerHandle):
         """Say where this worker is."""
         if self._failure:
             return "not started"
-        place = self._place()
+        place: Place = ray.get(self._answer, timeout=STARTING)
         return f"{place.host}, {place.device}"
 
     def _start(self) -> ObjectPipe:
@@ -140,10 +140,6 @@ class RayWorker(WorkerHandle):
         self._actor = _Actor.options(scheduling_strategy=strategy, **options).remote()
         self._answer = self._actor.listen.remote(self._key, sys.path)
         return ObjectPipe(Pipe()[0])  # until there is a connection
-
-    def _place(self) -> Place:
-        place: Place = ray.get(self._answer, timeout=STARTING)
-        return place
 
     def _connect(self) -> bool:
         """Connect with the worker, once it has started; return whether it has."""
