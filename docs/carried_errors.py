@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from fedbn_flwr import data, models
 from fedbn_flwr.layerwise import Answer, Kind, Requests, gradients, shared_statistics
-from fedbn_flwr.layerwise.carried import Corrected, Corrections, carried_corrections
+from fedbn_flwr.layerwise.carried import Corrected, carried_corrections
 
 CLIENTS, BATCH, ROUNDS, RATE, TRUST = 5, 32, 100, 0.1, 3.0
 #: of what a running mean over rounds keeps from round to round: about the last 20 rounds count
 KEPT = 0.95
 WEIGHTS = [1 / CLIENTS] * CLIENTS
 Batch = tuple[Tensor, Tensor]
-Said = dict[str, dict[str, Requests]]
+Said = dict[Kind, dict[str, Requests]]
 
 
 def client_batches() -> list[list[Batch]]:
@@ -40,25 +40,25 @@ def mean_of(found: Sequence[dict[str, Tensor]]) -> Tensor:
     return torch.stack([torch.cat([part.flatten() for part in each.values()]) for each in found]).mean(0)
 
 
-def corrections(said: Sequence[Said], kind: Kind) -> list[Corrections]:
+def corrections(said: Sequence[Said], kind: Kind) -> list[dict[str, Answer]]:
     """Every client's corrections of one kind, from what all said in the round before."""
-    found: list[dict[str, Answer]] = [{} for _ in said]
-    for layer in said[0][kind]:
+    found: list[dict[str, Answer]] = [{} for _ in range(CLIENTS)]
+    for layer in said[0][kind] if said else ():
         requests = [each[kind][layer] for each in said]
         count = sum(request.counts[0] for request in requests)
         values = torch.cat([request.tensor for request in requests])
         for own, tensor in zip(found, carried_corrections(kind, values, WEIGHTS, TRUST).split(1), strict=True):
             own[layer] = Answer(tensor, count)
-    return list(found)
+    return found
 
 
 def carried_step(model: nn.Module, batches: Sequence[Batch], said: Sequence[Said]) -> tuple[Tensor, list[Said]]:
     """The mean gradient under carried corrections, and what the clients say this time."""
     kinds: tuple[Kind, Kind] = "statistics", "gradients"
-    statistics, derivatives = (corrections(said, kind) if said else [{}] * CLIENTS for kind in kinds)
+    statistics, derivatives = (corrections(said, kind) for kind in kinds)
     found, now = [], []
     for (inputs, labels), s, g in zip(batches, statistics, derivatives, strict=True):
-        exchange = Corrected(s, g)
+        exchange = Corrected({"statistics": s, "gradients": g})
         with shared_statistics(model, exchange, final=False):
             values = torch.autograd.grad(F.cross_entropy(model(inputs), labels), list(model.parameters()))
         found.append({str(number): value for number, value in enumerate(values)})

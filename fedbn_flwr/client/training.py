@@ -105,7 +105,7 @@ def carried_exchange(received: Mapping[str, State], instruction: Instruction) ->
     if instruction.layerwise not in wire.CARRIED_MODES:
         return None
     entries = received.get(wire.CARRIED, {})
-    return Corrected(*read_corrections({name: value.unsqueeze(0) for name, value in entries.items()}))
+    return Corrected(read_corrections({name: value.unsqueeze(0) for name, value in entries.items()}))
 
 
 def carried_records(exchange: Exchange | None) -> dict[str, State]:

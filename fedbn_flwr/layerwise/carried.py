@@ -82,8 +82,8 @@ from torch import Tensor
 
 from fedbn_flwr.layerwise.exchange import Answer, Combiner, Kind, Requests, combine, why_unusable
 
-#: by layer, what takes each client's local values to the global ones: a row for each client
-Corrections = Mapping[str, Answer]
+#: by kind and layer, what takes each client's local values to the global ones: a row for each client
+Corrections = Mapping[Kind, Mapping[str, Answer]]
 #: the entries of one node's group, as they travel
 Entries = dict[str, np.ndarray]
 #: by node, its number of samples, or what else nodes are weighed by
@@ -144,15 +144,15 @@ def correct(kind: Kind, values: Tensor, correction: Tensor) -> Tensor:
 class Corrected:
     """An exchange on the client that answers at once, by the received corrections, and keeps the requests."""
 
-    def __init__(self, statistics: Corrections, gradients: Corrections) -> None:
-        self._corrections: dict[str, Corrections] = {"statistics": statistics, "gradients": gradients}
+    def __init__(self, corrections: Corrections) -> None:
+        self._corrections = corrections
         #: by kind and layer, the requests so far: the clients' local values, in the order of their pass
-        self.requests: dict[str, dict[str, Requests]] = {"statistics": {}, "gradients": {}}
+        self.requests: dict[Kind, dict[str, Requests]] = {kind: {} for kind in KINDS}
 
     def __call__(self, requests: Requests) -> Answer:
         """Return the clients' values, corrected where there is a correction of the layer."""
         self.requests[requests.kind][requests.layer] = requests
-        correction = self._corrections[requests.kind].get(requests.layer)
+        correction = self._corrections.get(requests.kind, {}).get(requests.layer)
         if correction is None:
             return Answer(requests.tensor, requests.counts[0])
         return Answer(correct(requests.kind, requests.tensor, correction.tensor), correction.count)
@@ -165,13 +165,17 @@ class CorrectedClients:
     """
 
     def __init__(self, received: Mapping[str, Tensor], clients: int) -> None:
-        self._statistics, self._gradients = read_corrections(received)
-        self._clients = clients
+        self._received, self._clients = read_corrections(received), clients
         self._parts: list[tuple[slice | Tensor, Corrected]] = []
 
     def exchange(self, rows: slice | Tensor = slice(None)) -> Corrected:
         """Return the exchange of the clients in these rows."""
-        exchange = Corrected(_rows_of(self._statistics, rows), _rows_of(self._gradients, rows))
+        exchange = Corrected(
+            {
+                kind: {layer: Answer(answer.tensor[rows], answer.count) for layer, answer in by_layer.items()}
+                for kind, by_layer in self._received.items()
+            }
+        )
         self._parts.append((rows, exchange))
         return exchange
 
@@ -185,7 +189,7 @@ class CorrectedClients:
         return whole
 
 
-def pack_values(requests: Mapping[str, Mapping[str, Requests]]) -> dict[str, Tensor]:
+def pack_values(requests: Mapping[Kind, Mapping[str, Requests]]) -> dict[str, Tensor]:
     """Return the entries for clients' requests, given by kind and layer, with a row for each client."""
     statistics, gradients = (requests[kind] for kind in KINDS)
     if not statistics:
@@ -208,28 +212,22 @@ def pack_values(requests: Mapping[str, Mapping[str, Requests]]) -> dict[str, Ten
     }
 
 
-def read_corrections(received: Mapping[str, Tensor]) -> tuple[Corrections, Corrections]:
-    """Return corrections of statistics and of gradients by layer from stacked entries; none where there are none."""
+def read_corrections(received: Mapping[str, Tensor]) -> Corrections:
+    """Return corrections from stacked entries; none where there are none."""
     if not received:
-        return {}, {}
+        return {}
     # the layers and the pool are the same for all clients of a stack
     layers = received[LAYERS][0].numpy(force=True).tobytes().decode(errors="replace").split("\n")
     counts, *widths = received[SIZES][0].tolist()
-    statistics, gradients = (
-        {
+    return {
+        kind: {
             layer: Answer(part, count)
             for layer, count, part in zip(layers, counts, received[kind].split(channels, -1), strict=True)
             if part.shape[-1]
         }
-        if kind in received
-        else {}
         for kind, channels in zip(KINDS, widths, strict=True)
-    )
-    return statistics, gradients
-
-
-def _rows_of(corrections: Corrections, rows: slice | Tensor) -> Corrections:
-    return {layer: Answer(answer.tensor[rows], answer.count) for layer, answer in corrections.items()}
+        if kind in received
+    }
 
 
 # ---- the server ----------------------------------------------------------------------------------------------------

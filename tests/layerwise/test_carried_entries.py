@@ -19,10 +19,10 @@ WIDTHS = {"stem bn": (12, 3), "head.bn": (4, 1), "deep.bn": (6, 2)}
 WITHOUT_GRADIENTS = "head.bn"
 
 
-def requests(clients: int) -> dict[str, dict[str, Requests]]:
+def requests(clients: int) -> dict[Kind, dict[str, Requests]]:
     """Return random requests of so many clients."""
     generator = torch.Generator().manual_seed(1)
-    asked: dict[str, dict[str, Requests]] = {"statistics": {}, "gradients": {}}
+    asked: dict[Kind, dict[str, Requests]] = {"statistics": {}, "gradients": {}}
     for layer, (count, channels) in WIDTHS.items():
         for kind in KINDS:
             if (kind, layer) != ("gradients", WITHOUT_GRADIENTS):
@@ -43,7 +43,9 @@ def test_what_is_packed_is_read_again(clients: int) -> None:
     }
     # by name: counts, channels, and channels with gradients
     assert packed["sizes"].tolist() == [[[6, 4, 12], [2, 1, 3], [2, 0, 3]]] * clients
-    for kind, corrections in zip(KINDS, read_corrections(packed), strict=True):
+    read = read_corrections(packed)
+    assert tuple(read) == KINDS
+    for kind, corrections in read.items():
         assert list(corrections) == sorted(asked[kind])
         for layer, answer in corrections.items():
             assert answer.count == WIDTHS[layer][0]
@@ -54,16 +56,15 @@ def test_what_is_missing_is_not_sent() -> None:
     """Gradients, of clients that ask for none, and everything, of a model without BN layers."""
     packed = pack_values({**requests(1), "gradients": {}})
     assert "gradients" not in packed
-    statistics, gradients = read_corrections(packed)
-    assert (len(statistics), gradients) == (3, {})
+    assert {kind: len(each) for kind, each in read_corrections(packed).items()} == {"statistics": 3}
     assert pack_values({"statistics": {}, "gradients": {}}) == {}
-    assert read_corrections({}) == ({}, {})
+    assert read_corrections({}) == {}
 
 
 def test_names_that_are_no_text_are_those_of_no_layer() -> None:
     packed = pack_values({**requests(1), "statistics": {"bn": requests(1)["statistics"]["deep.bn"]}, "gradients": {}})
-    statistics, _ = read_corrections({**packed, "layers": torch.tensor([[255, 254]], dtype=torch.uint8)})
-    assert list(statistics) == ["\ufffd\ufffd"]
+    found = read_corrections({**packed, "layers": torch.tensor([[255, 254]], dtype=torch.uint8)})
+    assert list(found["statistics"]) == ["\ufffd\ufffd"]
 
 
 @pytest.mark.parametrize("kind", ["statistics", "gradients"])
@@ -84,7 +85,7 @@ def test_a_correction_that_was_cut_makes_no_variance_negative() -> None:
 
 def test_without_corrections_a_step_is_that_of_local_batch_normalization() -> None:
     model, [(inputs, targets)] = small_network(), heterogeneous_batches([3], (1, 6, 6))
-    exchange = Corrected({}, {})
+    exchange = Corrected({})
     with shared_statistics(model, exchange):
         F.cross_entropy(model(inputs), targets).backward()
     local = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
