@@ -13,32 +13,20 @@ from fedbn_flwr.data.augmentation import Edits, ImageAugmentation, draw_seeds
 from fedbn_flwr.wire import Instruction
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """Positions in a client's own samples, by mini-batch."""
-
-    #: the positions of all mini-batches, one after another
-    positions: Tensor
-    #: the number of positions in each mini-batch
-    sizes: list[int]
+def draw(count: int, sizes: Sequence[int], replacement: bool, generator: torch.Generator) -> Tensor:
+    """Draw mini-batches of these sizes for a client with `count` samples: their positions, one after another."""
+    if replacement:
+        return torch.cat([torch.randint(count, (size,), generator=generator) for size in sizes])
+    epochs = -(-sum(sizes) // count)
+    return torch.cat([torch.randperm(count, generator=generator) for _ in range(epochs)])[: sum(sizes)]
 
 
-def plan(count: int, instruction: Instruction, generator: torch.Generator, merge_single: bool) -> BatchPlan:
-    """Draw the mini-batches of one round for a client with `count` samples.
+def batch_sizes(count: int, instruction: Instruction, merge_single: bool) -> list[int]:
+    """Return the sizes of the mini-batches of one round for a client with `count` samples.
 
     A last short batch is kept. With `merge_single`, for models whose BN cannot take one sample, a last batch of one
     is merged into the one before.
     """
-    sizes = batch_sizes(count, instruction, merge_single)
-    if instruction.replacement:
-        return BatchPlan(torch.cat([torch.randint(count, (size,), generator=generator) for size in sizes]), sizes)
-    epochs = -(-sum(sizes) // count)
-    orders = [torch.randperm(count, generator=generator) for _ in range(epochs)]
-    return BatchPlan((torch.cat(orders) if epochs > 1 else orders[0])[: sum(sizes)], sizes)
-
-
-def batch_sizes(count: int, instruction: Instruction, merge_single: bool) -> list[int]:
-    """Return the sizes of the mini-batches that `plan` draws."""
     if count < 1:
         raise ValueError("a client needs at least one sample to train")
     if instruction.batch_size < 1 or max(instruction.local_steps, instruction.local_epochs) < 1:

@@ -171,9 +171,10 @@ class BNClient:
     def plan(self, instruction: Instruction) -> BatchLoader:
         """Draw the mini-batches of a round."""
         generator = torch_generator(instruction.seed, "batches", *self._stream(instruction))
-        drawn = batches.plan(len(self.indices), instruction, generator, self._merges_single(instruction))
-        samples = torch.from_numpy(self.indices)[drawn.positions]
-        return BatchLoader(self.train_split, self.device, instruction.augmentation, samples, drawn.sizes, generator)
+        sizes = self.batch_sizes(instruction)
+        drawn = batches.draw(len(self.indices), sizes, instruction.replacement, generator)
+        samples = torch.from_numpy(self.indices)[drawn]
+        return BatchLoader(self.train_split, self.device, instruction.augmentation, samples, sizes, generator)
 
     def first_batch_is_all(self, instruction: Instruction) -> bool:
         """Return whether a round's first mini-batch has all of the node's samples."""

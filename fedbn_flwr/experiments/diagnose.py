@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fedbn_flwr.client import pick_device
-from fedbn_flwr.client.batch_plan import BatchLoader, plan
+from fedbn_flwr.client.batch_plan import BatchLoader, batch_sizes, draw
 from fedbn_flwr.client.training import Batch
 from fedbn_flwr.diagnosis import Diagnosis, Measurement, check, diagnose, overall
 from fedbn_flwr.experiments.config import Config
@@ -170,8 +170,9 @@ def mini_batches(config: Config, client: int, count: int) -> list[Batch]:
     indices = torch.from_numpy(make_partition(config, config.clients)[client])
     instruction = Instruction(local_steps=count, batch_size=config.batch_size, replacement=config.replacement)
     generator = torch_generator(config.seed, "diagnosis", "batches", client)
-    batches = plan(len(indices), instruction, generator, merge_single=True)
-    loader = BatchLoader(split, device, config.augmentation, indices[batches.positions], batches.sizes, generator)
+    sizes = batch_sizes(len(indices), instruction, merge_single=True)
+    drawn = draw(len(indices), sizes, instruction.replacement, generator)
+    loader = BatchLoader(split, device, config.augmentation, indices[drawn], sizes, generator)
     return [(inputs if split.has_ids else inputs.double(), targets) for inputs, targets in loader]
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from fedbn_flwr.client.batch_plan import BatchLoader, batch_sizes, plan
+from fedbn_flwr.client.batch_plan import BatchLoader, batch_sizes, draw
 from fedbn_flwr.data import Data, Split
 from fedbn_flwr.wire import Instruction
 
@@ -17,9 +17,9 @@ counts, sizes, seeds = st.integers(1, 40), st.integers(1, 12), st.integers(0, 9)
 
 def planned(count: int, merge_single: bool = False, seed: int = 0, **options: Any) -> list[list[int]]:
     instruction = Instruction(**options)
-    generator = torch.Generator().manual_seed(seed)
-    drawn = plan(count, instruction, generator, merge_single)
-    return [batch.tolist() for batch in drawn.positions.split(drawn.sizes)]
+    sizes = batch_sizes(count, instruction, merge_single)
+    drawn = draw(count, sizes, instruction.replacement, torch.Generator().manual_seed(seed))
+    return [batch.tolist() for batch in drawn.split(sizes)]
 
 
 def lengths(batches: list[list[int]]) -> list[int]:
@@ -44,6 +44,7 @@ def joined(batches: list[list[int]]) -> list[int]:
         (5, {"batch_size": 2, "local_steps": 4, "merge_single": True}, [2, 3, 2, 3]),
         # batches of one that were asked for, and one sample that nothing is before
         (3, {"batch_size": 1, "merge_single": True}, [1, 1, 1]),
+        (5, {"batch_size": 4, "merge_single": True}, [5]),
         (1, {"batch_size": 4, "local_steps": 2, "merge_single": True}, [1, 1]),
         # with replacement every batch is full, and an epoch has as many as without
         (3, {"batch_size": 8, "local_steps": 4, "merge_single": True, "replacement": True}, [8, 8, 8, 8]),
@@ -89,24 +90,6 @@ def test_fewer_steps_are_the_first_of_more(
     shorter = planned(count, batch_size=size, local_steps=steps, seed=seed, merge_single=merge, replacement=replacement)
     assert len(shorter) == steps
     assert shorter == longer[:steps]
-
-
-# the first batch is the last one too, and takes the sample that is left over
-@example(count=5, size=4, steps=0, replacement=False, merge_single=True)
-@given(
-    count=st.integers(1, 30),
-    size=st.integers(1, 12),
-    steps=st.integers(0, 5),
-    replacement=st.booleans(),
-    merge_single=st.booleans(),
-)
-def test_a_plan_is_as_long_as_foretold(
-    count: int, size: int, steps: int, replacement: bool, merge_single: bool
-) -> None:
-    asked = Instruction(local_steps=steps, local_epochs=2, batch_size=size, replacement=replacement)
-    drawn = plan(count, asked, torch.Generator(), merge_single)
-    assert drawn.sizes == batch_sizes(count, asked, merge_single)
-    assert sum(drawn.sizes) == len(drawn.positions)
 
 
 def test_a_border_has_a_value_of_the_normalized_data() -> None:

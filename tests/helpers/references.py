@@ -45,8 +45,9 @@ def copy_state(model: nn.Module) -> State:
 
 def mini_batches(split: Split, node: Node, asked: Instruction, learning_bn: bool) -> list[tuple[Tensor, Tensor]]:
     generator = torch_generator(asked.seed, "batches", "round", asked.server_round, "partition", node.index)
-    plan = batches.plan(len(node.samples), asked, generator, learning_bn)
-    chosen = [torch.from_numpy(node.samples)[positions] for positions in plan.positions.split(plan.sizes)]
+    sizes = batches.batch_sizes(len(node.samples), asked, learning_bn)
+    drawn = batches.draw(len(node.samples), sizes, asked.replacement, generator).split(sizes)
+    chosen = [torch.from_numpy(node.samples)[positions] for positions in drawn]
     return [(split.inputs[index], split.labels[index]) for index in chosen]
 
 
