@@ -30,12 +30,9 @@ def fault(name: str, server_round: int, partition: int = 1, **exchange: int) -> 
 
 
 @pytest.mark.slow
-def test_replies_that_cannot_be_used(faults: FaultyRuns, tmp_path: Path) -> None:
-    # FixBN's clients must acknowledge that they freeze, from the round after the freeze on
-    spoiled = [fault("nan", 1), fault("architecture", 2), fault("version", 4), fault("large", 5)]
-    run = faults.submit(spoiled, method="fixbn", freeze_round=1, rounds=6)
-    shown = "another version of the client, which does not know `freeze`"
-    assert run.completes(shown, 4, "named in the log, the site misses the round") == [1, 1, 2, 1, 1, 2]
+def test_a_reply_with_200_megabytes_that_nobody_asked_for(faults: FaultyRuns, tmp_path: Path) -> None:
+    run = faults.submit([fault("large", 1)], rounds=2)
+    assert run.completes("200 MB in a reply", 1, "named in the log, the site misses the round") == [1, 2]
     run.assert_same_model(tmp_path)
 
 
