@@ -6,6 +6,7 @@
             for l = 1, ..., L (Algorithm 2):                                take_step
                 clients upload mu_i^l and (sigma_i^l)^2
                 server answers sum_i p_i mu_i^l and sum_i p_i (sigma_i^l)^2            (39), (40)
+                (`fused`: each (sigma_i^l)^2 is about the client's own mean; the server adds (mu_i^l - mu^l)^2)
             for l = L, ..., 1 (Algorithm 3):                                take_step
                 clients upload dF_i/d(sigma_i^l)^2 and dF_i/dmu_i^l
                 server answers their sums, weighted by p_i                             (41)

@@ -193,7 +193,10 @@ class BNClient:
     def _first_shared(
         self, planned: Iterable[training.Batch], session: Session, exchange: Exchange | None
     ) -> Generator[training.Batch, None, None]:
-        """Yield the batches; in a layer-wise round, BN uses all clients' statistics until the second is asked for."""
+        """Yield the batches; in a layer-wise round, BN uses all clients' statistics in the step of the first.
+
+        That step happens while this generator waits inside `with`; the layers are put back after it.
+        """
         remaining = iter(planned)
         if session.instruction.layerwise != "none":
             if exchange is None:

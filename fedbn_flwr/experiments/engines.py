@@ -1,4 +1,4 @@
-"""The engines: this process, several of this machine, or Flower's Ray simulation."""
+"""The engines: stacks or single clients in this process or in several of this machine, or Flower's Ray simulation."""
 
 import os
 import socket

@@ -57,9 +57,9 @@ def run(
 ) -> Summary:
     """Run one experiment on a grid and write its results into a folder.
 
-    With `resume` the folder holds a run of this experiment, which goes on after its last checkpoint. Before the grid of
-    nodes may stand others, outermost first: SecureGrid (put there by `start`), CountingGrid (always), LyingGrid,
-    SitesGrid, and in a deployment SideChannelGrid and PackingGrid (always, by `serve`).
+    With `resume` the folder holds a run of this experiment, which goes on after its last checkpoint. Other
+    grids may stand in front of the grid of nodes. From the strategy to the nodes: SecureGrid (by `start`), CountingGrid
+    (always), LyingGrid, SitesGrid, and in a deployment SideChannelGrid and PackingGrid (always, by `serve`).
     """
     check(experiment)
     nodes = count_nodes(grid, experiment.config)
@@ -78,6 +78,7 @@ def run(
         files.config(experiment.to_mapping(), task.sites, engine, experiment.code, choice.text if choice else "")
     strategy = experiment.make_strategy(nodes)
     counted = CountingGrid(LyingGrid(task.grid, task.config.lie) if task.config.lie else task.grid)
+    # what sites have said of their data bounds the counts that they may send later
     strategy.first_counts[MessageType.TRAIN].update(task.counts)
     with open_sinks(task.config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sink:
         journal = Journal(files, strategy, counted, task.scorer, task.config, sink, progress)

@@ -2,7 +2,7 @@
 
 The client: `SharedBatchNorm` normalizes one layer, and reaches the other clients through an `Exchange`;
 `shared_statistics` puts it in the place of a model's BN layers while a step lasts. A `SuspendedStep` stops at each
-exchange until its answer comes, which may take days. `Corrected` in `carried.py` answers at once, by corrections from
+exchange until its answer comes. `Corrected` in `carried.py` answers at once, by corrections from
 earlier rounds.
 
 The server: `take_step` answers the exchanges of all clients, which a `Transport` brings as batches of `Requests`.

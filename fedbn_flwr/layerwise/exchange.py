@@ -71,7 +71,7 @@ NOT_FINITE, TOO_LARGE = "is not finite", "is too large to be pooled"
 #: the largest number that a node may send, in any dtype, and the most examples: float64 holds all counts up to it
 LARGEST, MOST = torch.finfo(torch.float32).max, 2**53
 
-#: sends requests, and returns the answer, which may take days
+#: sends requests, and returns the answer; where exchanges are messages, it waits for the slowest node
 Exchange = Callable[[Requests], Answer]
 
 #: is called with the requests of every exchange

@@ -40,7 +40,8 @@ def take_step(
 
     This is the server in algorithms 2 and 3 of Wang et al. A request holds a client's mu_i and sigma_i^2 of one BN
     layer, from the first layer to the last, and then the gradients by them, from the last layer to the first. The
-    answer is their sum_i p_i, equations (39) to (41).
+    answer is their sum_i p_i, equations (39) to (41). Where mean and variance come together, each variance is about the
+    client's own mean, and `combine` adds the square of that mean's distance from the pooled one.
 
     `weigh` returns the weights p_i in the order of the rows; it is called once the clients have sent the first
     requests. Where the first answer tells workers the weights, each pools its rows, and `respond` adds pools. `observe`
@@ -64,7 +65,7 @@ class Lockstep(Transport[ReplyT]):
     """The transport of clients in this process: stacks of clients, of which one at a time runs to its next exchange.
 
     A stack is a suspended step whose requests have a row for each of its clients, and whose result is a list of their
-    replies. `order` are the positions of all clients in the stacks, in the order of the batch's rows.
+    replies. Row i of the joined batch is the client at position `order[i]` when the stacks are laid end to end.
     """
 
     def __init__(self, stacks: Sequence[SuspendedStep[list[ReplyT]]], order: Sequence[int] | None = None) -> None:

@@ -422,8 +422,11 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         if isinstance(rounds := config.get(wire.NUM_ROUNDS), int):
             self.num_rounds = rounds
         self._refused = []
-        orders, no_orders = replace(Instruction.from_config(config), server_round=server_round), Instruction.wire_keys()
-        other_config = {key: value for key, value in config.items() if key not in no_orders}
+        orders, order_keys = (
+            replace(Instruction.from_config(config), server_round=server_round),
+            Instruction.wire_keys(),
+        )
+        other_config = {key: value for key, value in config.items() if key not in order_keys}
         self.round = Round(server_round, grid, arrays_of(arrays), orders, "lr" in config, other_config)
         trains = kind == MessageType.TRAIN
         instruction = self.instruct(orders) if trains else self.instruct_evaluation(orders)
@@ -451,7 +454,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         return self._sent
 
     def _usable_replies(self, messages: Iterable[Message], ends: bool = False) -> list[NodeReply]:
-        """Return them; if there is none and that `ends` the run, its error says the first reason, and not the log."""
+        """Return the usable replies; if there is none and that `ends` the run, its error has the first reason."""
         expected = self.round.expected
         replies, refused = parse_replies(messages, self._sent, expected)
         self._refused += refused

@@ -84,8 +84,8 @@ class MessageTransport:
         latest = pack_answers({str(number - 1): self._answers[-1]}) if self._answers else {}
         self.sent = self._messages(position, self.contents, latest, whole=number == 0)
         replies = ask_nodes(self.grid, self.sent, self.timeout)
-        sound = {node: reply for node, reply in replies.items() if reply.has_content()}
-        lacking = [node for node, reply in sound.items() if LACKS_ARRAYS in reply.content.get(wire.REPORT, {})]
+        answers = {node: reply for node, reply in replies.items() if reply.has_content()}
+        lacking = [node for node, reply in answers.items() if LACKS_ARRAYS in reply.content.get(wire.REPORT, {})]
         if not lacking:
             return replies
         every = pack_answers({str(index): answer for index, answer in enumerate(self._answers)})

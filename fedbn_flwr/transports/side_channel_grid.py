@@ -87,7 +87,7 @@ class SideChannelGrid(PassingGrid):
             self.end_attempt()
             self._attempt = self._begin(messages)
             if self._attempt:
-                return [self._attempt.await_reply(message) for message in messages]
+                return [self._attempt.expect_reply(message) for message in messages]
         elif self._attempt:
             return [self._attempt.send(message) for message in messages]
         return self._grid.push_messages(messages)
@@ -172,8 +172,8 @@ class _Attempt:
             return ""
         return "; ".join(f"node {node}: {link.failure}" for node, link in links.items())
 
-    def await_reply(self, message: Message) -> str:
-        """Wait for a node's reply to a message, and return the message's id."""
+    def expect_reply(self, message: Message) -> str:
+        """Note that a node owes the reply to a message, and return the message's id."""
         self._began = time.perf_counter()
         self.asked[identify(message)] = message
         return message.metadata.message_id
@@ -185,7 +185,7 @@ class _Attempt:
             (sent,) = self._grid.push_messages([message])
             return sent
         link.send(pack_frame(message.content))
-        return self.await_reply(message)
+        return self.expect_reply(message)
 
     def pull(self, ids: Collection[str]) -> list[Message]:
         """Return the replies to messages that are there, after a moment."""

@@ -23,8 +23,8 @@ from fedbn_flwr.simulation.stacked.model import CannotStackError
 from fedbn_flwr.simulation.stacked.training import train_together
 from fedbn_flwr.transports import Participant
 
-#: clients that can wait in the middle of a layer-wise step where there is memory to train one: they have no reply yet,
-#: and most of them no gradients
+#: how many clients can wait in the middle of a layer-wise step in the memory that trains one: a waiting client has no
+#: reply yet, and most of them have no gradients
 WAITING_PER_TRAINING = 2
 
 
@@ -157,7 +157,8 @@ class StackedGrid(InProcessGrid):
             return None
         for message in messages:
             identify(message)
-        # `_prepare` calls the app's `enter`, and nothing its `leave`: both act under masks, where no grid opens a step
+        # nobody calls the app's `leave` after `_prepare` has called its `enter`: both act under masks only, and then
+        # no grid opens a step
         stacks = self._stacks.cut(self._prepare(dict(enumerate(messages))), layerwise=True)
         if sum(map(len, stacks)) < len(messages):
             return None
@@ -195,6 +196,7 @@ class StackedTransport(Lockstep[Message]):
         jobs = [job for stack in stacks for job in stack]
         everyone = [Participant(job.client.partition_id, job.node, len(job.client.indices)) for job in jobs]
         order = sorted(range(len(jobs)), key=everyone.__getitem__)
+        # the seed is not used: stacked clients draw from their own streams
         super().__init__([SuspendedStep(partial(train, stack), seed=0) for stack in stacks], order)
         self.participants = [everyone[position] for position in order]
         self._jobs, self._close = [jobs[position] for position in order], close

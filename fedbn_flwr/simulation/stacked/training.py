@@ -176,7 +176,8 @@ class StackedBatches:
             return self.stack.losses(part.rows, batch, loss_function, streams, self._around(part.rows))
 
     def _around(self, rows: Rows) -> Callable[[], AbstractContextManager[Any]]:
-        # ends in `vmap`, before the backward pass: only there are running statistics in reach, which move at its end
+        # The context ends inside `vmap`, before the backward pass. It moves the running statistics when it ends, and
+        # only `vmap` has them.
         exchange = self.carried.exchange(rows) if self.carried and self.first_step else self.exchange
         if not (self.first_step and exchange):
             return nullcontext
