@@ -27,10 +27,6 @@ def resnet20() -> nn.Module:
     return build("resnet20", in_channels=1, image_size=8)
 
 
-def mlp() -> nn.Module:
-    return build("mlp", in_channels=1, image_size=8)
-
-
 def alexnet_bn() -> nn.Module:
     return build("alexnet-bn", image_size=63)
 
@@ -48,7 +44,6 @@ def case(make: Callable[[], nn.Module], *shape: int, slow: bool = False) -> obje
 
 
 MODELS = [
-    case(mlp, 1, 8, 8),
     case(resnet20, 1, 8, 8),
     case(resnet18, 3, 32, 32, slow=True),
     case(mobilenet_v2, 3, 32, 32, slow=True),

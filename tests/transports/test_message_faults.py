@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from flwr.common.constant import ErrorCode
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.strategies import CannotTrainError, FedAvg, FedTAN
+from fedbn_flwr.strategies import CannotTrainError, FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.transports import message_records as layerwise_wire
 from fedbn_flwr.transports.message_client import STEPS
@@ -116,9 +116,10 @@ def test_several_nodes_may_fail_at_once_and_one_after_the_other(caplog: pytest.L
             return (node, turn.attempt, turn.index) in {(1000, 1, 1), (1003, 1, 1), (1001, 2, 3)}
 
     talk = strategy()
-    federation(Grid).run(talk, 1)
-    assert [reply.node for reply in talk.train_replies] == [1002]
-    assert len([text for text in caplog.messages if "did not answer in time" in text]) == 3
+    federation(Grid).run(talk, 2)
+    assert sorted(text.split()[1] for text in caplog.messages if "did not answer" in text) == ["1000", "1001", "1003"]
+    # the next round has all nodes again
+    assert len(talk.train_replies) == 4
 
 
 def test_after_so_many_attempts_the_round_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
@@ -149,14 +150,6 @@ def test_without_any_round_the_first_reason_is_said() -> None:
 
     with pytest.raises(CannotTrainError, match="no node could train in round 1: node 1000: it failed: killed"):
         federation(Grid).run(strategy(), 1)
-
-
-@pytest.mark.parametrize("make", [FedAvg, strategy])
-def test_nobody_but_the_failing_node_suffers(make: Callable[[], FedAvg]) -> None:
-    """The next round has all nodes again."""
-    talk = make()
-    federation(faulty(raises, 2, when=(1,))).run(talk, 2)
-    assert len(talk.train_replies) == 4
 
 
 def test_hundreds_of_abandoned_rounds_leave_nothing() -> None:
