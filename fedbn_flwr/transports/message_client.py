@@ -93,12 +93,6 @@ def handle_layerwise_message(content: RecordDict, context: Context, make_client:
     return reply
 
 
-def forget_step(context: Context) -> None:
-    """End the node's step, and forget what it has kept to replay it."""
-    STEPS.pop(_key(context), None)
-    Memory(context.state).forget(_PREFIX)
-
-
 def holds_step(context: Context) -> bool:
     """Return whether a step of the node waits in this process."""
     return _key(context) in STEPS

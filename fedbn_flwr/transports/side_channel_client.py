@@ -15,7 +15,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedbn_flwr import wire
 from fedbn_flwr.transports import side_channel_frames as frames
-from fedbn_flwr.transports.message_client import forget_step, holds_step
+from fedbn_flwr.transports.message_client import holds_step
 from fedbn_flwr.transports.message_records import ADDRESS, SIDE_CHANNEL, TOKEN, UNREACHABLE
 from fedbn_flwr.wire.packed import with_content
 
@@ -58,7 +58,7 @@ def answer_by_channel(message: Message, context: Context, answer: Callable[[Mess
     except UnreachableError as error:
         report[UNREACHABLE] = str(error)
     except AttemptOverError:
-        forget_step(context)
+        pass  # the step ends with the first message of the next attempt
     return Message(RecordDict({wire.REPORT: ConfigRecord(report)}), reply_to=message)
 
 
