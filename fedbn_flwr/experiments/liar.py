@@ -1,6 +1,6 @@
 """A client that lies, for experiments with `robust`: a grid that changes what the server gets from the client."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,21 +33,14 @@ class LyingGrid(PassingGrid):
         super().__init__(grid)
         self._factor = factor
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def incoming(self, replies: list[Message]) -> list[Message]:
         """Return the replies, with the client's lies."""
-        return self._with_lies(self._grid.pull_messages(message_ids))
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Return the replies, with the client's lies."""
-        return self._with_lies(self._grid.send_and_receive(messages, timeout=timeout))
+        return [lie(reply, self._factor) for reply in replies]
 
     def open_step(self, messages: Sequence[Message]) -> "LyingTransport | None":
         """Open a layer-wise step in which the client lies, where the grid offers steps without messages."""
         step = self._grid.open_step(messages) if isinstance(self._grid, LayerwiseGrid) else None
         return None if step is None else LyingTransport(step, self._factor)
-
-    def _with_lies(self, replies: Iterable[Message]) -> list[Message]:
-        return [lie(reply, self._factor) for reply in replies]
 
 
 class LyingTransport:
