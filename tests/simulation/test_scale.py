@@ -238,10 +238,10 @@ print(int(status["VmHWM"].split()[0]) / 1024)
 """
 
 
-def peak_of(tmp_path: Path, *options: str) -> float:
-    """Return the peak memory of a run in a process of its own, in MiB."""
+def peak_of(folder: Path, *options: str) -> float:
+    """Return the peak memory of a run in a process and a folder of its own, in MiB."""
     shared = ["--partition", "iid", "--local-steps", "1", "--batch-size", "20", "--evaluate-every", "100"]
-    words = [sys.executable, "-c", PROGRAM, "run", *shared, *options, "--results-dir", str(tmp_path / "results")]
+    words = [sys.executable, "-c", PROGRAM, "run", *shared, *options, "--results-dir", str(folder)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1])
 
@@ -251,7 +251,8 @@ def test_ten_thousand_clients_take_little_more_memory_than_a_hundred(tmp_path: P
     many = ["--dataset", "synthetic:n=200000", "--clients", "10000", "--fraction-train", "0.01", "--rounds", "10"]
     few = ["--dataset", "synthetic:n=200000", "--clients", "100", "--rounds", "10"]
     fewest = ["--dataset", "synthetic:n=2000", "--clients", "100", "--rounds", "10"]
-    large, same_data, small = (peak_of(tmp_path, *options) for options in (many, few, fewest))
+    cases = {"large": many, "same data": few, "small": fewest}
+    large, same_data, small = (peak_of(tmp_path / name, *options) for name, options in cases.items())
     assert large < 1.5 * small
     assert large < 1.2 * same_data
 
@@ -261,8 +262,8 @@ def test_what_clients_remember_on_disk_is_not_in_memory(tmp_path: Path) -> None:
     """SCAFFOLD's control variates, 60 kB a client."""
     shared = ["--method", "scaffold", "--dataset", "synthetic:n=8000", "--clients", "4000", "--rounds", "15"]
     shared += ["--fraction-train", "0.025"]
-    in_memory = peak_of(tmp_path, *shared)
-    on_disk = peak_of(tmp_path, *shared, "--state-dir", str(tmp_path / "states"))
-    files = list((tmp_path / "states" / "results").glob("*.records"))
+    in_memory = peak_of(tmp_path / "memory", *shared)
+    on_disk = peak_of(tmp_path / "disk", *shared, "--state-dir", str(tmp_path / "states"))
+    files = list((tmp_path / "states" / "disk").glob("*.records"))
     assert len(files) > 1000
     assert in_memory - on_disk > 0.6 * sum(file.stat().st_size for file in files) / 2**20
