@@ -185,7 +185,8 @@ def _add_shared(parser: argparse.ArgumentParser, everything: bool, skip: Sequenc
 
 def _add_option(group: Any, key: str, option: Option, whose: str, shown: bool, brief: bool = False) -> None:
     about = option.help.partition(";")[0] if brief else option.help
-    text = f"{about} [{as_value(option.default)}]{whose}".replace("%", "%%")
+    default = as_value(option.default)
+    text = f"{about}{'' if default == '' else f' [{default}]'}{whose}".replace("%", "%%")
     metavar = "X" if brief else option.name.upper()
     group.add_argument(f"--{key}", dest=key, metavar=metavar, help=text if shown else argparse.SUPPRESS)
 
