@@ -198,6 +198,8 @@ def test_a_missing_extra_is_one_line_that_names_it(
     monkeypatch.chdir(tmp_path)
     for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
         monkeypatch.setitem(sys.modules, name, None)
+    # another test may have had it imported
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     arguments, extra = MISSING[package]
     assert main(arguments) == 2
     line = f"fedbn-flwr: {package} is not installed: pip install '.[{extra}]' in the clone"
@@ -211,7 +213,7 @@ COMMAND = "from fedbn_flwr.deployment.cli import main\nsys.exit(main({}))"
     ("package", "program", "extra"),
     [
         pytest.param("rich", COMMAND.format(["list"]), "cli", marks=pytest.mark.slow),
-        pytest.param("sklearn", COMMAND.format(["run", "--rounds", "1"]), "data", marks=pytest.mark.slow),
+        pytest.param("sklearn", COMMAND.format(["run", "--dataset", "digits-domains"]), "data", marks=pytest.mark.slow),
         *(("safetensors", f"from fedbn_flwr import {name}", "cli") for name in ("compare", "run")),
     ],
 )

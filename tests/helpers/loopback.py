@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from threading import Event, Thread
 from typing import Self
@@ -88,8 +89,8 @@ class Supervised(Thread):
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
-#: an address for each machine, that no other test run of this machine has
-_ADDRESS = f"127.{os.getpid() % 200 + 20}.{{}}.1"
+#: numbers of this process' federations, of which several may be there at once
+_FEDERATIONS = count()
 
 
 def has_proxy() -> bool:
@@ -113,7 +114,8 @@ class LoopbackFederation(Federation):
     ) -> None:
         self._data, self._only_own_app, self._secure = dict(data or {}), only_own_app, secure
         self.port, operator_port, exchange_port, self._serverapp_port = free_ports(4)
-        self._superlink = _ADDRESS.format(1)
+        self._first = 10 * next(_FEDERATIONS)
+        self._superlink = self._address(1)
         hosts = {"server": "127.0.0.1", "also": [self._superlink], "sites": list(sites)}
         ports = {"port": self.port, "operator-port": operator_port, "exchange-port": exchange_port}
         super().__init__(folder, {"name": "hospitals", **hosts, **ports})
@@ -161,7 +163,7 @@ class LoopbackFederation(Federation):
             services = read_compose("site", env)
             del services["init"]  # the kits have their keys
             for service in services.values():
-                addresses = dict.fromkeys(services, _ADDRESS.format(number + 2))
+                addresses = dict.fromkeys(services, self._address(number + 2))
                 self._add(f"{site}-{service.name}", service, self.kit(site), addresses)
 
     def _add(self, name: str, service: Service, folder: Path, addresses: Mapping[str, str]) -> None:
@@ -185,6 +187,10 @@ class LoopbackFederation(Federation):
         if PORT_VARIABLE in given:
             given[PORT_VARIABLE] = str(self._serverapp_port)
         self.services[name] = Supervised(words, logs / f"{name}.log", environment(**image, **given))
+
+    def _address(self, number: int) -> str:
+        """Return the address of a machine, that no other federation of this machine has."""
+        return f"127.{os.getpid() % 200 + 20}.{self._first + number}.1"
 
     def _reach_superlink(self, operator_port: int) -> None:
         self.server = f"{self._superlink}:8000"
