@@ -25,6 +25,7 @@ NAMES = {
     "FedAvg+BN-WS": "fedavg+bn-ws",
     "FixBN": "fixbn",
     "FixBN+BN-WS": "fixbn+bn-ws",
+    "FixBN, kept momentum": "fixbn:momentum-state=local",
     "FedTAN": "fedtan",
     "FedTAN carried": "fedtan:carry=true",
     "FedTAN carried+BN-WS": "fedtan+bn-ws:carry=true",
@@ -32,6 +33,9 @@ NAMES = {
     "FedTAN-II": "fedtan-ii",
     "FedDNA": "feddna",
     "FedWon": "fedwon",
+    "FedWon, normalized features": "fedwon:normalize-features=true",
+    "FedWon without clipping": "fedwon:agc=off",
+    "FedWon without standardized weights": "fedwon:wsconv=false",
     "SCAFFOLD": "scaffold",
     "FedProx": "fedprox",
     "FedBS": "fedbs",
@@ -76,6 +80,7 @@ TWO, IID, ONE_STEP, TWENTY = (
     ("local-steps", "E = 1"),
     ("local-steps", "E = 20"),
 )
+MOMENTUM = ("momentum", "two classes")
 DOMAINS, MANY, SMALL = ("domains", ""), ("clients", ""), ("batches", "B = 2")
 #: what a paper says, where, of which methods, and in which settings it is tried here; `level` means no difference
 CLAIMS: Sequence[tuple[str, str, str, str, Sequence[Place]]] = (
@@ -87,6 +92,7 @@ CLAIMS: Sequence[tuple[str, str, str, str, Sequence[Place]]] = (
     ("GN above BN, skewed labels", "FixBN, Table 5", "FedAvg+GN", "FedAvg", SKEWED),
     ("GN with standardized weights above GN", "FixBN, Table 4", "FedAvg+GN-WS", "FedAvg+GN", SKEWED),
     ("FixBN above GN with standardized weights", "FixBN, Table 4", "FixBN", "FedAvg+GN-WS", SKEWED),
+    ("FixBN with kept momentum above FixBN", "FixBN, Section 7", "FixBN, kept momentum", "FixBN", [MOMENTUM]),
     ("FixBN level with FedTAN", "FixBN, Table 5", "FixBN", "FedTAN", SKEWED),
     ("FixBN level with BN, IID", "FixBN, Table 5", "FixBN", "FedAvg", [IID]),
     ("FedTAN level with BN, IID", "FixBN, Table 5", "FedTAN", "FedAvg", [IID]),
@@ -327,6 +333,12 @@ def digits() -> str:
     return table(["method", "accuracy, %", "difference to `fedavg`", "MB", "exchanges"], lines)
 
 
+def momentum() -> str:
+    """Return what momentum and weight decay change, and momentum that nodes keep between rounds."""
+    lines = [[f"`{NAMES[name]}`", cell(TWO, name), marked(MOMENTUM, name)] for name in by_mean(MOMENTUM, [*NAMES])]
+    return table(["method", "as above", "momentum 0.9, weight decay 1e-4"], lines)
+
+
 def first_screen() -> str:
     """Return the README's table: bold for all whose difference to the best lies within its interval."""
     lines = []
@@ -386,6 +398,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speakers": speech,
     "FedBS' figures": fedbs_figures,
     "digits": digits,
+    "momentum": momentum,
     "first screen": first_screen,
     "standardized": standardized,
     "claims": claims,
