@@ -9,6 +9,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import lru_cache
+from multiprocessing.util import Finalize
 from threading import Thread
 
 import torch
@@ -64,7 +65,11 @@ def decoding_here() -> Iterator[None]:
 @lru_cache(maxsize=1)
 def _pool(process: int, workers: int) -> ProcessPoolExecutor:
     """Return workers that stay: to start them takes long, and a client's round has few batches."""
-    return ProcessPoolExecutor(workers, initializer=_begin)
+    pool = ProcessPoolExecutor(workers, initializer=_begin)
+    # a process of multiprocessing waits at its end for its children, before concurrent.futures would end them; queues
+    # close with priority 10, and the workers must hear of the end before
+    Finalize(None, pool.shutdown, kwargs={"cancel_futures": True}, exitpriority=100)
+    return pool
 
 
 def _begin() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,16 @@ def test_images_are_decoded_by_this_process_while_it_is_a_worker() -> None:
     share.answer()
     assert processes == [os.getpid()]
     assert decoding_process() != os.getpid()
+
+
+def test_a_process_that_has_others_decode_ends_with_them() -> None:
+    process = get_context("forkserver").Process(target=decoding_process, daemon=False)
+    process.start()
+    try:
+        process.join(60)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
 
 
 def test_there_are_not_more_processes_than_nodes_and_each_may_have_variables_of_its_own() -> None:
