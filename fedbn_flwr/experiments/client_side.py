@@ -52,7 +52,7 @@ def at_site(config: Config, own_data: str) -> Config:
 
 def describe_data(context: Context) -> SiteData:
     """Return what a site says of its data: names, counts, shapes, and moments of the training images' channels."""
-    config = resolve(context.run_config, federation=True).config
+    config = resolve(_given(context), federation=True).config
     own = at_site(config, str(context.node_config.get(DATA_KEY, "")))
     # by their own names: which names the run knows is for the server to say
     data = load_data(replace(own, classes=(), mean=(), std=()))
@@ -101,7 +101,13 @@ def use_agreed(message: Message, context: Context, call_next: ClientAppCallable)
 def client_fn(context: Context) -> BNClient:
     """Make the client of a node whose options are Flower's run configuration."""
     # 1, 1.0 and True are three values
-    return _client(_config_of(tuple((key, type(value), value) for key, value in context.run_config.items())), context)
+    return _client(_config_of(tuple((key, type(value), value) for key, value in _given(context).items())), context)
+
+
+def _given(context: Context) -> dict[str, Any]:
+    """Return the run's options; a site with data of its own does not read the run's to see how they are split."""
+    own = {"partition": "union"} if context.node_config.get(DATA_KEY) else {}
+    return {**context.run_config, **own}
 
 
 def bound_client_fn(config: Config) -> Callable[[Context], BNClient]:

@@ -44,7 +44,9 @@ class Config:
         str, "how training data are split: iid, classes:2, ...; empty: domain, or classes for data without domains"
     ] = ""
     clients: Annotated[
-        int, "number of clients, by default 5, or one per domain of the data, or per node of a federation", Range(0)
+        int,
+        "number of clients, by default 5, or one per domain of data that are split so, or per node of a federation",
+        Range(0),
     ] = 0
     min_nodes: Annotated[
         int, "start a round when this many nodes are connected; 0: all nodes that the run began with", Range(0)

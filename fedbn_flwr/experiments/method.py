@@ -130,7 +130,8 @@ def read_data(config: Config) -> Data:
 
 def _with_clients(config: Config, federation: bool) -> Config:
     """Return the options with a partition, and with a number of clients unless a federation has its own."""
-    domains = 0 if config.partition else _count_domains(config)
+    unknown = not config.partition or (config.partition in ("domain", "city") and not (config.clients or federation))
+    domains = _count_domains(config) if unknown else 0
     partition = config.partition or ("domain" if domains else "classes")
     clients = config.clients or (0 if federation else domains or CLIENTS)
     return replace(config, partition=partition, clients=clients)

@@ -133,6 +133,7 @@ def test_sites_are_clients_unless_a_partition_is_given(sites: Path, tmp_path: Pa
     found = compare(["fedavg", "centralized"], data=data, **quick)
     assert [(run["partition"], run["clients"]) for run in found.summaries] == [("domain", 3), ("union", 1)]
     assert chosen(run("fedavg", data=load(data), clients=6, **quick)) == ("domain", 6)
+    assert chosen(run("fedavg", data=data, partition="domain", **quick)) == ("domain", 3)
     assert chosen(run("fedavg", data=data, partition="iid", **quick)) == ("iid", 5)
     with pytest.raises(UsageError, match="3 domains with 1 each need 3 clients, not 4"):
         run("fedavg", data=data, clients=4, **quick)

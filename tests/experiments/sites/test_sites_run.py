@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.supercore.run import Run
 from safetensors.torch import load_file
 from sklearn.metrics import f1_score, roc_auc_score
@@ -18,7 +18,7 @@ from apps.client import app
 from fedbn_flwr import data, state
 from fedbn_flwr.client.node_memory import STATE_VARIABLE
 from fedbn_flwr.experiments import Config, UsageError, serve, server_side
-from fedbn_flwr.experiments.client_side import at_site
+from fedbn_flwr.experiments.client_side import at_site, client_fn
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.experiments.sites.agreement import Agreement, Answers, agree
@@ -234,8 +234,15 @@ def test_a_run_goes_on_with_what_the_sites_agreed_on(
 
 def test_a_run_on_shared_data_is_refused_by_a_site_with_its_own(sites: list[str], tmp_path: Path) -> None:
     options = {**OPTIONS, "dataset": "digits", "partition": "iid", "results-dir": str(tmp_path)}
-    with pytest.raises(RuntimeError, match="this site trains on its own data only: the run must have dataset='sites'"):
+    refused = "this site trains on its own data only: the run must have dataset='sites'"
+    with pytest.raises(RuntimeError, match=refused):
         serve(SitesInProcess(sites, options), options)
+    # the site reads and calls nothing of the run to find out how its data are split
+    place: dict[str, Any] = {"partition-id": 0, "num-partitions": 1, "data": sites[0]}
+    context = Context(0, 0, place, RecordDict(), {})
+    context.run_config = {**options, "dataset": "no_such_module:images", "partition": ""}
+    with pytest.raises(UsageError, match=refused):
+        client_fn(context)
 
 
 # ---- the models of the sites, in files -------------------------------------------------------------------------------
