@@ -24,9 +24,10 @@ class PassingGrid(Grid):
         """Return what is handed over in the place of replies."""
         return replies
 
-    def end_attempt(self) -> bool:
-        """End an attempt at a layer-wise step, and return whether its nodes forget the step without a message."""
-        return isinstance(self._grid, PassingGrid) and self._grid.end_attempt()
+    def end_attempt(self) -> None:
+        """End an attempt at a layer-wise step."""
+        if isinstance(self._grid, PassingGrid):
+            self._grid.end_attempt()
 
     def set_run(self, run: "Run") -> None:
         """Pass on."""

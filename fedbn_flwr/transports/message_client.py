@@ -63,7 +63,7 @@ def handle_layerwise_message(content: RecordDict, context: Context, make_client:
     step_log = StepLog(Memory(context.state), f"{server_round}.{position.attempt}")
     held = STEPS.pop(_key(context), None)
     for key in [key for key, other in STEPS.items() if key[0] == context.run_id and other.place[0] != step_log.attempt]:
-        del STEPS[key]
+        STEPS.pop(key, None)
     step_log.add(content)
     latest = position.index - 1  # the number of the answer that the message brings; the first is 0
     if held is not None and held.place == (step_log.attempt, latest):

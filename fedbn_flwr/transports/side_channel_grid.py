@@ -100,12 +100,11 @@ class SideChannelGrid(PassingGrid):
         others = [each for each in ids if each not in asked]
         return [*replies, *self._grid.pull_messages(others)] if others else replies
 
-    def end_attempt(self) -> bool:
-        """Close the side channel, and return whether it was open."""
+    def end_attempt(self) -> None:
+        """Close the side channel."""
         attempt, self._attempt = self._attempt, None
         if attempt:
             attempt.end()
-        return attempt is not None
 
     def _begin(self, messages: Sequence[Message]) -> "_Attempt | None":
         """Return an attempt whose nodes are there, or have failed; None if no node can use the side channel."""
@@ -199,7 +198,7 @@ class _Attempt:
         return list(replies.values())
 
     def end(self) -> None:
-        """End every node's stream, so that it forgets a step that is not at its end."""
+        """End every node's stream; the first message of the next attempt ends a step that is still open there."""
         self._channel.close()
         if spent := self._seconds[1:]:
             text = "%d exchanges over the side channel in %.3f s, the median of them in %.2f ms"
