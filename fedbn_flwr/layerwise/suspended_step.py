@@ -1,5 +1,6 @@
-"""A step that stops at each exchange until its answer comes."""
+"""A step that stops at each exchange until its answer comes, and the copies of models that waiting steps need."""
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 import torch
+from torch import nn
 
 from fedbn_flwr.layerwise.exchange import Answer, Exchange, Requests
 from fedbn_flwr.randomness import OwnRandomness
@@ -105,3 +107,19 @@ def _release(answers: SimpleQueue[Answer | None], thread: threading.Thread) -> N
     # The garbage collector may call this in any thread, even in the step's own.
     if thread.ident not in (None, threading.get_ident()):
         thread.join(timeout=10)
+
+
+class Replicas:
+    """Copies of models, to be used again: to make one takes as long as several messages."""
+
+    def __init__(self) -> None:
+        self._free: weakref.WeakKeyDictionary[nn.Module, list[nn.Module]] = weakref.WeakKeyDictionary()
+
+    def take(self, model: nn.Module) -> nn.Module:
+        """Return a copy that nobody else uses, with any values."""
+        free = self._free.get(model)
+        return free.pop() if free else copy.deepcopy(model)
+
+    def give_back(self, model: nn.Module, replica: nn.Module) -> None:
+        """Take back a copy that is not used any more, and has no hooks."""
+        self._free.setdefault(model, []).append(replica)

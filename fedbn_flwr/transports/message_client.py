@@ -5,7 +5,6 @@ Between two messages a step waits in this process (`SuspendedStep`), or is repla
 The server's end is in `message_server.py`, the records of the messages in `message_records.py`.
 """
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from fedbn_flwr.client.own_loop_client import OwnLoopClient
 from fedbn_flwr.client.reply import Reply
 from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.layerwise import Answer, Exchange, Requests, SuspendedStep
+from fedbn_flwr.layerwise.suspended_step import Replicas
 from fedbn_flwr.state import State
 from fedbn_flwr.state.records import payload_bytes
 from fedbn_flwr.transports.message_records import ANSWERS, COUNTS, LACKS_ARRAYS, REQUEST, StepPosition, read_answers
@@ -30,6 +30,7 @@ from fedbn_flwr.wire import Instruction
 MAX_STEPS = 32
 #: most bytes of received arrays that a node keeps in its state to replay a step; it asks for larger ones again
 REPLAY_LIMIT = 16 * 2**20
+_REPLICAS = Replicas()
 _PREFIX = "layerwise/"
 
 #: what takes layer-wise steps: this project's client, or one around a handler of a user's own
@@ -106,8 +107,10 @@ def _train(
     client: LayerwiseClient, received: Mapping[str, State], instruction: Instruction, exchange: Exchange
 ) -> Reply:
     """Let a client train on a copy of its model: the steps of several clients alternate, and these may share one."""
-    client.model = copy.deepcopy(client.model)
-    return client.train(received, instruction, exchange)
+    shared, client.model = client.model, _REPLICAS.take(client.model)
+    reply = client.train(received, instruction, exchange)
+    _REPLICAS.give_back(shared, client.model)
+    return reply
 
 
 class StepLog:

@@ -1,6 +1,5 @@
 """The in-process `Grid` that trains clients as one stack of models, where it can."""
 
-import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from logging import INFO, WARNING
@@ -15,6 +14,7 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.rules import rules_for
 from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.layerwise import Exchange, SuspendedStep
+from fedbn_flwr.layerwise.suspended_step import Replicas
 from fedbn_flwr.layerwise.take_step import Lockstep
 from fedbn_flwr.server.ask_nodes import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid, Job, RunConfig, Trained, job_reply, one_by_one
@@ -142,6 +142,8 @@ class StackedGrid(InProcessGrid):
         super().__init__(client_app, num_nodes, run_config, partitions, state_dir)
         self._stacks = Stacks(chunk, share)
         self._trainer = self._stacks.train
+        #: copies of models, for steps that wait in the middle of a pass
+        self._structures = Replicas()
 
     def _hands_to_clients(self) -> bool:
         hands = super()._hands_to_clients()
@@ -168,8 +170,13 @@ class StackedGrid(InProcessGrid):
         return StackedTransport(stacks, self._train_in_step, self._close_step)
 
     def _train_in_step(self, stack: Sequence[Job], exchange: Exchange) -> list[Message]:
-        """Train a stack, on a copy of the model: steps of several stacks wait in the middle of a pass."""
-        replies = train_together(stack, copy.deepcopy(stack[0].client.model), exchange)
+        """Train a stack, on a copy of the model."""
+        model = stack[0].client.model
+        structure = self._structures.take(model)
+        try:
+            replies = train_together(stack, structure, exchange)
+        finally:
+            self._structures.give_back(model, structure)
         return [job_reply(job, reply) for job, reply in zip(stack, replies, strict=True)]
 
     def _close_step(self, replies: Iterable[tuple[Job, Message]]) -> list[Message]:
