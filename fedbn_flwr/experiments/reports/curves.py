@@ -144,7 +144,10 @@ def _dynamics(run: Run, key: str) -> Line:
 def marks_of(run: Run) -> list[Mark]:
     """Return what changes in a run; nothing where its options are not known, as of a plug-in that is not there."""
     try:
-        strategy, rounds = resolve({**run.options, "resume": ""}).make_strategy(1), int(run.rounds or 0)
+        strategy, rounds = (
+            resolve({**run.options, "resume": ""}, federation=True).make_strategy(1),
+            int(run.rounds or 0),
+        )
     except UsageError:
         return []
     freeze_at: float | None = getattr(strategy, "freeze_at", None)

@@ -333,7 +333,10 @@ def test_runs_of_several_settings_share_no_picture(tmp_path: Path) -> None:
     ],
 )
 def test_freezes_and_rate_drops_are_marked(method: str, expected: list[tuple[str, int]], tmp_path: Path) -> None:
-    options = {"method": method, "rounds": 20, **({} if "lr-schedule" in method else {"lr-schedule": ""})}
+    # of a federation, whose number of nodes the options do not say and whose data are not here
+    federation = {"dataset": f"folder:{tmp_path / 'elsewhere'}", "partition": "domain", "clients": 0}
+    options = {"method": method, "rounds": 20, **federation}
+    options |= {} if "lr-schedule" in method else {"lr-schedule": ""}
     rows: list[dict[str, Any]] = [{"round": n} for n in range(1, 21)]
     if "auto" in method:
         rows[3]["frozen-after"] = 4
