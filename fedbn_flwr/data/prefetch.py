@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from multiprocessing.util import Finalize
 from threading import Thread
+from weakref import ref
 
 import torch
 import torch.multiprocessing  # lets processes hand tensors over in shared memory
@@ -68,8 +69,14 @@ def _pool(process: int, workers: int) -> ProcessPoolExecutor:
     pool = ProcessPoolExecutor(workers, initializer=_begin)
     # a process of multiprocessing waits at its end for its children, before concurrent.futures would end them; queues
     # close with priority 10, and the workers must hear of the end before
-    Finalize(None, pool.shutdown, kwargs={"cancel_futures": True}, exitpriority=100)
+    Finalize(None, _shut_down, (ref(pool),), exitpriority=100)
     return pool
+
+
+def _shut_down(pool: "ref[ProcessPoolExecutor]") -> None:
+    """End a pool that is still there: one that another has replaced is not kept for this."""
+    if (present := pool()) is not None:
+        present.shutdown(cancel_futures=True)
 
 
 def _begin() -> None:
