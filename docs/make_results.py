@@ -1,4 +1,4 @@
-"""Write the tables of results.md, README.md, choosing.md and index.md that follow from docs/measured: `make docs`.
+"""Write the tables of results.md, README.md and other pages that follow from docs/measured: `make docs`.
 
 A table stands after a comment with its name. `runs.csv` has a row for every run: a cell is the mean of its seeds, with
 the standard deviation. A difference is paired by seed, with its 95 % interval (Student's t). A run that diverged is
@@ -15,7 +15,11 @@ from statistics import fmean, stdev
 from fedbn_flwr.experiments.comparison import spread
 
 DOCS = Path(__file__).parent
-PAGES = (DOCS / "results.md", DOCS.parent / "README.md", DOCS / "choosing.md", DOCS / "index.md")
+PAGES = (
+    DOCS / "results.md",
+    DOCS.parent / "README.md",
+    *(DOCS / f"{name}.md" for name in ("choosing", "index", "diagnose")),
+)
 #: by the label of a method in runs.csv, how pages call it
 NAMES = {
     "Centralized": "centralized",
@@ -45,6 +49,12 @@ NAMES = {
     "FBN, own settings": "fbn:clip-norm=10, momentum 0.9",
     "HeteroFL": "heterofl",
     "FedAvg+LN": "fedavg+ln",
+    "FedAvg+IN": "fedavg+in",
+    "FedBN": "fedbn",
+    "SiloBN": "silobn",
+    "FedNorm": "fednorm",
+    "MTFL": "mtfl",
+    "Standalone": "standalone",
 }
 #: by the heading on a page, the label of a setting in runs.csv
 LABELS = {
@@ -82,6 +92,20 @@ TWO, IID, ONE_STEP, TWENTY = (
 )
 MOMENTUM = ("momentum", "two classes")
 DOMAINS, MANY, SMALL = ("domains", ""), ("clients", ""), ("batches", "B = 2")
+#: the mean over the first half of the rounds
+EARLY = ("curves", "two classes, rounds 10 to 50")
+#: what is left as it is by a method, and what is not, in choosing.md
+MAY_CHANGE = ("FedTAN carried+BN-WS", "FedWon", "FedWon, normalized features", "FixBN+BN-WS", "FedAvg+GN-WS")
+MAY_NOT = ("FedTAN carried", "FixBN", "FedTAN", "FedAvg")
+#: situations in choosing.md
+SITUATIONS = {
+    "one local step": ONE_STEP,
+    "five": TWO,
+    "twenty": TWENTY,
+    "ten of 100 nodes take part": MANY,
+    "batches of two": SMALL,
+    "nodes are different domains": DOMAINS,
+}
 #: what a paper says, where, of which methods, and in which settings it is tried here; `level` means no difference
 CLAIMS: Sequence[tuple[str, str, str, str, Sequence[Place]]] = (
     ("FixBN above BN, skewed labels", "FixBN, Table 5", "FixBN", "FedAvg", SKEWED),
@@ -114,6 +138,7 @@ CLAIMS: Sequence[tuple[str, str, str, str, Sequence[Place]]] = (
     ("FedWon above GN, batches of 2", "FedWon, Table 2", "FedWon", "FedAvg+GN", [SMALL]),
     ("FedBS above BN, skewed labels", "FedBS, Section V", "FedBS", "FedAvg", SKEWED),
     ("FedBS above FedProx, skewed labels", "FedBS, Section V", "FedBS", "FedProx", [TWO]),
+    ("FedBS above BN in the first half of the rounds", "FedBS, Section V", "FedBS", "FedAvg", [EARLY]),
 )
 
 
@@ -131,6 +156,12 @@ def runs() -> dict[tuple[str, str, str], dict[int, float]]:
     for row in rows():
         score = float(row["accuracy, %"]) if row["accuracy, %"] and not row["state"] else float("nan")
         found.setdefault((row["recipe"], row["setting"], row["method"]), {})[int(row["seed"])] = score
+    early: dict[tuple[str, int], list[float]] = {}
+    for row in rows("curves"):
+        if row["setting"] == TWO[1] and int(row["round"]) <= 50:
+            early.setdefault((row["method"], int(row["seed"])), []).append(float(row["accuracy, %"]))
+    for (method, seed), scores in early.items():
+        found.setdefault((*EARLY, method), {})[seed] = fmean(scores)
     return found
 
 
@@ -146,21 +177,39 @@ def cell(place: Place, method: str, deviation: bool = True) -> str:
 
 
 @cache
-def at_edge() -> set[tuple[str, str, str]]:
-    """Return recipe, setting and method of runs whose rate is the smallest or the largest that was tried."""
-    used = {(row["recipe"], row["setting"], row["method"]): float(row["learning rate"]) for row in rows()}
-    found = set()
+def rates() -> dict[tuple[str, str, str], dict[float, list[float]]]:
+    """Return the held-out accuracies of each rate by recipe, setting and method; NaN where a run diverged."""
+    tried: dict[tuple[str, str, str], dict[float, list[float]]] = {}
     for row in rows("rates"):
-        key = row["recipe"], row["setting"], row["method"]
-        tried = [float(rate) for rate, score in row.items() if score and rate[0].isdigit()]
-        if used.get(key) in (min(tried), max(tried)):
-            found.add(key)
-    return found
+        scores = tried.setdefault((row["recipe"], row["setting"], row["method"]), {})
+        for rate, score in row.items():
+            if score and rate[0].isdigit():
+                scores.setdefault(float(rate), []).append(float("nan") if score == "diverged" else float(score))
+    return tried
+
+
+@cache
+def rates_used() -> dict[tuple[str, str, str], float]:
+    """Return the rate of the runs by recipe, setting and method."""
+    return {(row["recipe"], row["setting"], row["method"]): float(row["learning rate"]) for row in rows()}
+
+
+def best_rate(scores: dict[float, list[float]]) -> float:
+    """Return the rate with the best mean, of those that were tried with most seeds and have not diverged."""
+    sound = {rate: found for rate, found in scores.items() if all(score == score for score in found)}
+    most = max(map(len, sound.values()))
+    return max((rate for rate in sound if len(sound[rate]) == most), key=lambda rate: fmean(sound[rate]))
+
+
+def star(key: tuple[str, str, str]) -> str:
+    """Return a star if a rate is the smallest or the largest that was tried."""
+    tried = rates().get(key)
+    return "*" if tried and rates_used().get(key) in (min(tried), max(tried)) else ""
 
 
 def marked(place: Place, method: str) -> str:
     """Return a cell, with a star if a better rate may lie outside of those that were tried."""
-    return cell(place, method) + "*" * ((*place, method) in at_edge())
+    return cell(place, method) + star((*place, method))
 
 
 def difference(place: Place, method: str, other: str) -> tuple[float, float, int] | None:
@@ -278,13 +327,12 @@ def frozen_rates() -> str:
 def domains() -> str:
     """Return the accuracy on each of four domains, the best method first."""
     names = ("real", "photos", "inverted", "sheared")
-    labels = ["FedTAN", "FedAvg", "FedAvg+GN", "FedWon", "FedBN", "SiloBN", "MTFL", "FedNorm", "Standalone"]
     lines = []
-    for method in by_mean(DOMAINS, labels):
+    for method in by_mean(DOMAINS, [*NAMES]):
         each = [row for row in rows("domains") if row["method"] == method]
         means = [f"{fmean(float(row[name]) for row in each):.1f}" for name in names]
         gain = "" if method == "FedAvg" else told(difference(DOMAINS, method, "FedAvg"))
-        lines.append([f"`{NAMES.get(method, method.lower())}`", *means, cell(DOMAINS, method), gain])
+        lines.append([f"`{NAMES[method]}`", *means, cell(DOMAINS, method), gain])
     return table(["method", *names, "mean", "difference to `fedavg`"], lines)
 
 
@@ -301,9 +349,8 @@ def liars() -> str:
 def speech() -> str:
     """Return what methods have where a site is a speaker."""
     place = ("speakers", "")
-    rate = {row["method"]: row["learning rate"] for row in rows() if row["recipe"] == place[0]}
     lines = [
-        [f"`{NAMES[name]}`", rate[name] + "*" * ((*place, name) in at_edge()), cell(place, name)]
+        [f"`{NAMES[name]}`", f"{rates_used()[*place, name]:g}{star((*place, name))}", cell(place, name)]
         for name in by_mean(place, [*NAMES])
     ]
     return table(["method", "rate", "accuracy, %"], lines)
@@ -355,6 +402,53 @@ def first_screen() -> str:
     return table(["labels", *(f"`{NAMES[name]}`" for name in FIRST)], lines)
 
 
+def choices() -> str:
+    """Return what methods have that may change the model's layers, and what those have that may not."""
+    places = [*(("labels", LABELS[name]) for name in ("one class", "two classes", "Dirichlet 0.1", "IID"))]
+    longest = ("rounds", "two classes, 1,000 rounds")
+    lines = [
+        [may, f"`{NAMES[name]}`", *(cell(place, name, deviation=False) for place in (*places, longest))]
+        for may, names in (("may change", MAY_CHANGE), ("stay", MAY_NOT))
+        for name in names
+    ]
+    heads = ["one class", "two classes", "Dirichlet 0.1", "IID", "two classes, 1,000 rounds"]
+    return table(["layers", "method", *heads], lines)
+
+
+def situations() -> str:
+    """Return which methods are above FedAvg with BN in which situation, and which are not."""
+    lines = []
+    for situation, place in SITUATIONS.items():
+        names = by_mean(place, ["FedAvg", "FedAvg+GN", "SCAFFOLD", "FedProx", *FIRST[1:-1]])
+        shown = [f"`{NAMES[name]}` {cell(place, name, deviation=False)}" for name in names]
+        baseline = names.index("FedAvg")
+        lines.append([situation, ", ".join(shown[:baseline]), ", ".join(shown[baseline:])])
+    return table(["", "above `fedavg`, best first", "`fedavg`, and below"], lines)
+
+
+def own_models() -> str:
+    """Return what methods have on four domains, the best first."""
+    names = by_mean(DOMAINS, [*NAMES])
+    return table([f"`{NAMES[name]}`" for name in names], [[cell(DOMAINS, name, deviation=False) for name in names]])
+
+
+def diagnosis(data: str) -> str:
+    """Return what was suggested before training, and what training then brought; bold is the best."""
+    kinds = dict(zip(("classes:1", "classes:2", "dirichlet:0.1", "dirichlet:0.3", "iid"), LABELS.values(), strict=True))
+    names = ["FedAvg", "FixBN", "FedTAN", *(["FedWon"] if data == "fashion-mnist" else []), "FedAvg+GN"]
+    lines = []
+    for row in rows("diagnosis"):
+        if row["data"] == data:
+            place = ("labels", kinds[row["partition"]])
+            scores = [row.get(NAMES[name]) or cell(place, name, deviation=False) for name in names]
+            best = max(scores, key=float)
+            head = [f"`{row['partition']}`", f"{row['error']} ({row['chance']})", row["beyond chance"]]
+            shown = [f"**{score}**" if score == best else score for score in scores]
+            lines.append([*head, f"`{row['suggestion']}`", *shown])
+    heads = ["partition", "error", "beyond chance", "suggestion", *(f"`{NAMES[name]}`" for name in names)]
+    return table(heads, lines)
+
+
 def standardized() -> str:
     """Return what standardized weights gain under BN, and how that compares with other methods."""
     new = "FedTAN carried+BN-WS"
@@ -400,6 +494,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "digits": digits,
     "momentum": momentum,
     "first screen": first_screen,
+    "choices": choices,
+    "situations": situations,
+    "own models": own_models,
+    "diagnosis of digits": lambda: diagnosis("digits"),
+    "diagnosis of Fashion-MNIST": lambda: diagnosis("fashion-mnist"),
     "standardized": standardized,
     "claims": claims,
 }
@@ -411,7 +510,7 @@ def written(page: str) -> str:
     def again(found: re.Match[str]) -> str:
         return f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}"
 
-    return re.sub(r"(<!-- table: (.*?) -->)\n.*?\n(<!-- end -->)", again, page, flags=re.DOTALL)
+    return re.sub(r"(<!-- table: (.*?) -->)\n.*?(<!-- end -->)", again, page, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
