@@ -12,6 +12,7 @@ from fedbn_flwr.client.node_memory import STATE_VARIABLE, Memory, state_folder
 from fedbn_flwr.secure import ProtocolError
 from fedbn_flwr.state.record_files import SUFFIX, pack_records, read_records, write_bytes
 from fedbn_flwr.wire import Instruction, masked
+from fedbn_flwr.wire.history import site_number
 
 #: the folder with a site's signing key (`sign.key`) and the public keys of all sites (`sites.txt`)
 SITE_VARIABLE = "FEDBN_FLWR_SECURE_SITE"
@@ -37,7 +38,7 @@ class SumMemory:
 
     def __init__(self, context: Context) -> None:
         folder, self._memory = state_folder(context), Memory(context.state)
-        name = f"{context.run_id}-{int(str(context.node_config.get('partition-id', 0)))}{SUFFIX}"
+        name = f"{context.run_id}-{site_number(context)}{SUFFIX}"
         self._path = folder / "secure" / name if folder else None
         if self._path is None and os.environ.get(SITE_VARIABLE):
             raise ProtocolError(f"a site with pinned keys needs a folder for what it remembers: {STATE_VARIABLE}")

@@ -36,6 +36,7 @@ def weight_standardized(
     """
     if gain not in GAINS:
         raise ValueError(f"unknown gain {gain!r}; there are: {', '.join(GAINS)}")
+    _branch_gain(branch_scale, 1)  # refused before the model is changed
     model = remove_normalizers(model)
     traced = _wiring(model)
     scale = _branch_gain(branch_scale, len(traced.branch_ends))

@@ -371,6 +371,16 @@ def test_a_step_that_begins_again_has_other_batches_also_from_another_model() ->
     assert SumMemory(server.nodes[1]).entered["secret"]
 
 
+def test_nodes_without_a_number_do_not_share_what_they_remember(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STATE_VARIABLE, str(tmp_path))
+    one, other = (SumMemory(Context(7, node, {}, RecordDict(), {})) for node in (1, 2))
+    one.update(ended="sum")
+    assert SumMemory(Context(7, 1, {}, RecordDict(), {})).get("ended", "") == "sum"
+    assert SumMemory(Context(7, 2, {}, RecordDict(), {})).get("ended", "") == other.get("ended", "") == ""
+
+
 # ---- pinned keys ---------------------------------------------------------------------------------------------------
 
 
