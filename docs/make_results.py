@@ -91,6 +91,7 @@ TWO, IID, ONE_STEP, TWENTY = (
     ("local-steps", "E = 20"),
 )
 MOMENTUM = ("momentum", "two classes")
+LONGEST = "two classes, 1,000 rounds"
 DOMAINS, MANY, SMALL = ("domains", ""), ("clients", ""), ("batches", "B = 2")
 #: the mean over the first half of the rounds
 EARLY = ("curves", "two classes, rounds 10 to 50")
@@ -277,10 +278,11 @@ def other_settings() -> str:
 
 def longer() -> str:
     """Return what methods have after more rounds, the best after most rounds first."""
-    places = [TWO, *(("rounds", f"two classes, {rounds} rounds") for rounds in ("500", "1,000"))]
-    names = by_mean(places[-1], [*NAMES])
-    lines = [[f"`{NAMES[name]}`", *(cell(place, name) for place in places)] for name in names]
-    return table(["method", "100 rounds, as above", "500 rounds", "1,000 rounds"], lines)
+    half, most, even = (("rounds", name) for name in ("two classes, 500 rounds", LONGEST, "IID, 500 rounds"))
+    places = [TWO, half, most, IID, even]
+    lines = [[f"`{NAMES[name]}`", *(cell(place, name) for place in places)] for name in by_mean(most, [*NAMES])]
+    heads = ["two classes, 100 rounds", "500 rounds", "1,000 rounds", "IID, 100 rounds", "500 rounds"]
+    return table(["method", *heads], lines)
 
 
 def costs() -> str:
@@ -386,6 +388,15 @@ def momentum() -> str:
     return table(["method", "as above", "momentum 0.9, weight decay 1e-4"], lines)
 
 
+def running() -> str:
+    """Return what a faster average of the running statistics changes."""
+    names = ["FedAvg", "FixBN", "FedTAN carried", "FedTAN"]
+    faster = {name: f"{name}, BN momentum 0.5" for name in names}
+    place = ("bn-momentum", "two classes")
+    lines = [[f"`{NAMES[name]}`", cell(TWO, name), cell(place, faster[name])] for name in names]
+    return table(["method", "0.1, as above", "0.5"], lines)
+
+
 def first_screen() -> str:
     """Return the README's table: bold for all whose difference to the best lies within its interval."""
     lines = []
@@ -405,14 +416,12 @@ def first_screen() -> str:
 def choices() -> str:
     """Return what methods have that may change the model's layers, and what those have that may not."""
     places = [*(("labels", LABELS[name]) for name in ("one class", "two classes", "Dirichlet 0.1", "IID"))]
-    longest = ("rounds", "two classes, 1,000 rounds")
     lines = [
-        [may, f"`{NAMES[name]}`", *(cell(place, name, deviation=False) for place in (*places, longest))]
+        [may, f"`{NAMES[name]}`", *(cell(place, name, deviation=False) for place in (*places, ("rounds", LONGEST)))]
         for may, names in (("may change", MAY_CHANGE), ("stay", MAY_NOT))
         for name in names
     ]
-    heads = ["one class", "two classes", "Dirichlet 0.1", "IID", "two classes, 1,000 rounds"]
-    return table(["layers", "method", *heads], lines)
+    return table(["layers", "method", "one class", "two classes", "Dirichlet 0.1", "IID", LONGEST], lines)
 
 
 def situations() -> str:
@@ -493,6 +502,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "FedBS' figures": fedbs_figures,
     "digits": digits,
     "momentum": momentum,
+    "BN's momentum": running,
     "first screen": first_screen,
     "choices": choices,
     "situations": situations,

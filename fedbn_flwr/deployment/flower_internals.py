@@ -99,15 +99,12 @@ def come_back_noticed(client: Any) -> None:
 
 def is_registered(address: str, key: EllipticCurvePrivateKey, certificate: bytes) -> bool:
     """Return whether the server knows a key: to a known one it refuses an interval of 0 between heartbeats."""
-    try:
-        import httpx
-        from flwr.supercore.error import ApiErrorCode, FlowerError
-        from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
-        from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-        from flwr.supernode.fleet_http_client import FleetHttpClient
-        from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
-    except ImportError as error:
-        raise DeploymentError(f"this version of Flower cannot ask the server: {error}") from error
+    import httpx
+    from flwr.supercore.error import ApiErrorCode, FlowerError
+    from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+    from flwr.supernode.fleet_http_client import FleetHttpClient
+    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
     public = key.public_key()
     signed: list[Any] = [
