@@ -8,7 +8,7 @@ never left out of a mean: its cell says so.
 import csv
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -18,7 +18,7 @@ DOCS = Path(__file__).parent
 PAGES = (
     DOCS / "results.md",
     DOCS.parent / "README.md",
-    *(DOCS / f"{name}.md" for name in ("choosing", "index", "diagnose")),
+    *(DOCS / f"{name}.md" for name in ("choosing", "index", "diagnose", "fedtan", "methods")),
 )
 #: by the label of a method in runs.csv, how pages call it
 NAMES = {
@@ -488,6 +488,26 @@ def claims() -> str:
     return f"{table(['claim', 'source', 'here', 'difference in points'], lines)}\n\n{text}"
 
 
+#: by the name of a table whose runs are not in runs.csv, the word in its corner
+PRINTED = {
+    "silent nodes": "nodes that do not reply",
+    "carried, five clients": "method",
+    "carried, a quarter of 20 clients": "method",
+    "error of the gradient": "",
+    "averages over rounds": "variant",
+    "few of many clients": "clients",
+    "SCAFFOLD's rates": "rate",
+}
+
+
+def printed(name: str, corner: str) -> str:
+    """Return a table whose runs are not in runs.csv: their accuracies by seed, or what they were on average."""
+    cells = {(row["row"], row["column"]): row["cell"] for row in rows("printed") if row["table"] == name}
+    heads = [*dict.fromkeys(column for _, column in cells)]
+    lines = [[line, *(cells[line, column] for column in heads)] for line in dict.fromkeys(line for line, _ in cells)]
+    return table([corner, *heads], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "accuracies": accuracies,
     "differences": differences,
@@ -511,6 +531,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "diagnosis of Fashion-MNIST": lambda: diagnosis("fashion-mnist"),
     "standardized": standardized,
     "claims": claims,
+    **{name: partial(printed, name, corner) for name, corner in PRINTED.items()},
 }
 
 
