@@ -260,6 +260,20 @@ def accuracies() -> str:
     return table(["method", *LABELS], lines)
 
 
+def other_rates() -> str:
+    """Return what methods have at a rate that held-out data did not choose."""
+    keys = dict.fromkeys((row["setting"], row["method"]) for row in rows() if row["recipe"] == "other-rates")
+    lines = [
+        [f"`{NAMES[name]}`", label]
+        + [
+            f"{cell(place, name)} (at {rates_used()[*place, name]:g})"
+            for place in (("labels", label), ("other-rates", label))
+        ]
+        for label, name in keys
+    ]
+    return table(["method", "labels", "chosen", "not chosen"], lines)
+
+
 def differences() -> str:
     """Return each method's difference to FedAvg."""
     names = [name for name in by_mean(TWO, [*NAMES]) if name != "FedAvg"]
@@ -511,6 +525,7 @@ def printed(name: str, corner: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "accuracies": accuracies,
     "differences": differences,
+    "other rates": other_rates,
     "other settings": other_settings,
     "more rounds": longer,
     "costs": costs,
