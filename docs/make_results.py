@@ -213,9 +213,12 @@ def marked(place: Place, method: str) -> str:
     return cell(place, method) + star((*place, method))
 
 
-def difference(place: Place, method: str, other: str) -> tuple[float, float, int] | None:
-    """Return the difference, paired by seed, half the width of its interval, and the number of pairs."""
-    mine, theirs = (runs().get((*place, each), {}) for each in (method, other))
+def difference(place: Place, method: str, other: str, where: Place | None = None) -> tuple[float, float, int] | None:
+    """Return the difference, paired by seed, half the width of its interval, and the number of pairs.
+
+    `where` is the place of the other method, if it is another one.
+    """
+    mine, theirs = runs().get((*place, method), {}), runs().get((*(where or place), other), {})
     pairs = [mine[seed] - theirs[seed] for seed in sorted(mine.keys() & theirs.keys())]
     if not pairs or any(pair != pair for pair in pairs):
         return None
@@ -405,10 +408,12 @@ def momentum() -> str:
 def running() -> str:
     """Return what a faster average of the running statistics changes."""
     names = ["FedAvg", "FixBN", "FedTAN carried", "FedTAN"]
-    faster = {name: f"{name}, BN momentum 0.5" for name in names}
-    place = ("bn-momentum", "two classes")
-    lines = [[f"`{NAMES[name]}`", cell(TWO, name), cell(place, faster[name])] for name in names]
-    return table(["method", "0.1, as above", "0.5"], lines)
+    place, faster = ("bn-momentum", "two classes"), "{}, BN momentum 0.5"
+    lines = [
+        [f"`{NAMES[name]}`", cell(place, faster.format(name)), told(difference(place, faster.format(name), name, TWO))]
+        for name in names
+    ]
+    return table(["method", "0.5", "difference to 0.1"], lines)
 
 
 def first_screen() -> str:
