@@ -38,8 +38,7 @@ class SumMemory:
 
     def __init__(self, context: Context) -> None:
         folder, self._memory = state_folder(context), Memory(context.state)
-        name = f"{context.run_id}-{site_number(context)}{SUFFIX}"
-        self._path = folder / "secure" / name if folder else None
+        self._path = folder / "secure" / f"{context.run_id}-{site_number(context)}{SUFFIX}" if folder else None
         if self._path is None and os.environ.get(SITE_VARIABLE):
             raise ProtocolError(f"a site with pinned keys needs a folder for what it remembers: {STATE_VARIABLE}")
         if self._path is not None and self._path.exists():
