@@ -150,13 +150,18 @@ def rows(name: str = "runs") -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def key_of(row: dict[str, str]) -> tuple[str, str, str]:
+    """Return the recipe, the setting and the method of a row."""
+    return row["recipe"], row["setting"], row["method"]
+
+
 @cache
 def runs() -> dict[tuple[str, str, str], dict[int, float]]:
     """Return the accuracies by recipe, setting and method, and there by seed; NaN where training diverged."""
     found: dict[tuple[str, str, str], dict[int, float]] = {}
     for row in rows():
         score = float(row["accuracy, %"]) if row["accuracy, %"] and not row["state"] else float("nan")
-        found.setdefault((row["recipe"], row["setting"], row["method"]), {})[int(row["seed"])] = score
+        found.setdefault(key_of(row), {})[int(row["seed"])] = score
     early: dict[tuple[str, int], list[float]] = {}
     for row in rows("curves"):
         if row["setting"] == TWO[1] and int(row["round"]) <= 50:
@@ -182,7 +187,7 @@ def rates() -> dict[tuple[str, str, str], dict[float, list[float]]]:
     """Return the held-out accuracies of each rate by recipe, setting and method; NaN where a run diverged."""
     tried: dict[tuple[str, str, str], dict[float, list[float]]] = {}
     for row in rows("rates"):
-        scores = tried.setdefault((row["recipe"], row["setting"], row["method"]), {})
+        scores = tried.setdefault(key_of(row), {})
         for rate, score in row.items():
             if score and rate[0].isdigit():
                 scores.setdefault(float(rate), []).append(float("nan") if score == "diverged" else float(score))
@@ -192,7 +197,7 @@ def rates() -> dict[tuple[str, str, str], dict[float, list[float]]]:
 @cache
 def rates_used() -> dict[tuple[str, str, str], float]:
     """Return the rate of the runs by recipe, setting and method."""
-    return {(row["recipe"], row["setting"], row["method"]): float(row["learning rate"]) for row in rows()}
+    return {key_of(row): float(row["learning rate"]) for row in rows()}
 
 
 def best_rate(scores: dict[float, list[float]]) -> float:
@@ -266,14 +271,11 @@ def accuracies() -> str:
 def other_rates() -> str:
     """Return what methods have at a rate that held-out data did not choose."""
     keys = dict.fromkeys((row["setting"], row["method"]) for row in rows() if row["recipe"] == "other-rates")
-    lines = [
-        [f"`{NAMES[name]}`", label]
-        + [
-            f"{cell(place, name)} (at {rates_used()[*place, name]:g})"
-            for place in (("labels", label), ("other-rates", label))
-        ]
-        for label, name in keys
-    ]
+    lines = []
+    for label, name in keys:
+        used = ((recipe, label, name) for recipe in ("labels", "other-rates"))
+        cells = (f"{cell(key[:2], name)} (at {rates_used()[key]:g})" for key in used)
+        lines.append([f"`{NAMES[name]}`", label, *cells])
     return table(["method", "labels", "chosen", "not chosen"], lines)
 
 
