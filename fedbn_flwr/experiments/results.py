@@ -24,6 +24,7 @@ from fedbn_flwr.experiments.reports.page import html
 from fedbn_flwr.experiments.reports.sources import read_sources
 from fedbn_flwr.experiments.reports.tables import result_table
 from fedbn_flwr.experiments.resources import fresh_model, normalization
+from fedbn_flwr.models import read_weights
 from fedbn_flwr.plugins import Named, extra, fingerprint
 from fedbn_flwr.plugins.options import UsageError, as_value, option_key
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, register_strategy
@@ -181,11 +182,8 @@ class Results:
         UsageError.
         """
         key = self._key_of(method, seed)
-        with extra("models"):
-            from safetensors.torch import load_file
-
         model = fresh_model(self._experiments[key].config)
-        state.load(model, load_file(self._places[key] / "model.safetensors"))
+        state.load(model, read_weights(self._places[key] / "model.safetensors"))
         return model.eval()
 
     def preprocess(self, method: Method = "", seed: int | None = None) -> Callable[[Any], Tensor]:

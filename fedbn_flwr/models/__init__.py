@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import norm as norms
-from fedbn_flwr.plugins import Named, add, did_you_mean, extra
+from fedbn_flwr.plugins import MissingExtraError, Named, add, did_you_mean, extra
 from fedbn_flwr.randomness import derive
 
 __all__ = ["MODELS", "build", "register_model"]
@@ -131,37 +130,33 @@ def _import(spec: str) -> Any:
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
-    """Load a safetensors file or a torch state dict, which must fit the model name by name."""
-    state = _read(path)
+    """Load a file of weights, which must fit the model name by name."""
+    state = read_weights(path)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit the model: {shorten(str(error), 300)}") from error
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file or a torch state dict; a ValueError names a file that is neither."""
     if not path.is_file():
-        raise ValueError(f"no weights to start from: there is no file {path}")
+        raise ValueError(f"no weights: there is no file {path}")
     try:
         if path.suffix == ".safetensors":
-            return _read_safetensors(path)
+            with extra("models"):
+                from safetensors.torch import load_file
+            return load_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (ValueError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is neither safetensors nor a torch state dict: {error}") from error
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    except MissingExtraError:
+        raise
+    except Exception as error:  # torch runs the file as a program, and in one that is none anything can go wrong
+        raise ValueError(f"{path} is neither safetensors nor a torch state dict: {shorten(str(error), 300)}") from error
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
+    ):
         raise ValueError(f"{path} does not hold a state dict (names and tensors)")
     return state
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    with extra("models"):
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(str(error)) from error
 
 
 # every file of this folder registers its models when it is imported

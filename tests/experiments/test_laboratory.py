@@ -3,6 +3,7 @@
 import gc
 import logging
 import random
+import re
 import signal
 import sys
 import warnings
@@ -321,6 +322,10 @@ def test_results(tmp_path: Path) -> None:
     assert result.accuracy == scores[key]
     with pytest.raises(UsageError, match="there is no model of 'fedavg', seed 7; of: "):
         found.model("fedavg", 7)
+    path = tmp_path / "fedavg-seed0" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=re.escape(f"{path} is neither safetensors nor")):
+        found.model("fedavg", 0)
     found.plot().save(tmp_path / "copy.png")
     assert (tmp_path / "copy.png").read_bytes() == (tmp_path / "compare.png").read_bytes() == found.plot()._repr_png_()
     assert "fedprox:mu=0.5" in found._repr_html_()

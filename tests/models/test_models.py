@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import nn
 
 from fedbn_flwr.models import MODELS, build
@@ -96,10 +96,21 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
         build("resnet20", init_from=path)
 
 
+def _save_cut(model: nn.Module, path: Path) -> None:
+    torch.save(model.state_dict(), path)
+    path.write_bytes(path.read_bytes()[:5000])
+
+
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "absent.pt": (lambda path: None, "there is no file .*"),
     "garbage.pt": (lambda path: path.write_bytes(b"not a tensor in sight"), ""),
     "garbage.safetensors": (lambda path: path.write_bytes(b"not a tensor in sight"), ""),
+    "cut.safetensors": (lambda path: path.write_bytes(save(build("mlp").state_dict())[:-9]), "neither safetensors nor"),
+    # these read as programs, of which the first takes from an empty stack and the second names an absent object
+    "pickle.pt": (lambda path: path.write_bytes(b"."), "neither safetensors nor a torch state dict"),
+    "absent-object.pt": (lambda path: path.write_bytes(b"h\x07."), "neither safetensors nor a torch state dict"),
+    "cut.pt": (lambda path: _save_cut(build("mlp"), path), "neither safetensors nor a torch state dict"),
+    "numbered.pt": (lambda path: torch.save({0: torch.ones(1)}, path), "does not hold a state dict"),
     "list.pt": (lambda path: torch.save([1, 2], path), "does not hold a state dict"),
     "code.pt": (lambda path: torch.save(build("mlp"), path), ""),
 }

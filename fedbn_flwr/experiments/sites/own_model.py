@@ -70,9 +70,12 @@ def load_own_model(path: str | Path) -> OwnModel:
     with extra("models"):
         from safetensors import safe_open
 
-    with safe_open(str(path), "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-        options, about = (json.loads(file.metadata()[key]) for key in ("options", "about"))
+    try:
+        with safe_open(str(path), "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+            options, about = (json.loads(file.metadata()[key]) for key in ("options", "about"))
+    except Exception as error:
+        raise ValueError(f"{path} is no file of export_model: {error}") from error
     config, shape = replace(resolve(options, federation=True).config, init_from=""), about["shape"]
     form = Form(len(config.classes), shape[0], shape[-1]) if shape else None
     model = fresh_model(config, form).eval()

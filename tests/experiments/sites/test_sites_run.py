@@ -10,7 +10,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.supercore.run import Run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sklearn.metrics import f1_score, roc_auc_score
 from torch import Tensor
 
@@ -268,6 +268,14 @@ def test_the_file_has_the_model_that_the_site_has_scored(
         with torch.no_grad():
             right = own.model(inputs).argmax(1) == labels
         assert float(right.double().mean()) == summary["sites"][str(site)]["accuracy"]
+
+
+def test_a_file_without_a_sites_model_is_named(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(9)}, tmp_path / "other.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "other.safetensors").read_bytes()[:-1])
+    for name in ("other.safetensors", "cut.safetensors", "absent.safetensors"):
+        with pytest.raises(ValueError, match=f"{tmp_path / name} is no file of export_model: "):
+            load_own_model(tmp_path / name)
 
 
 def test_a_site_opens_no_file_that_a_run_names() -> None:
