@@ -146,7 +146,7 @@ def open_grid(experiment: Experiment, folder: Path, engine: str) -> Iterator[InP
     The engine `stacked` has as many processes as `count_workers` says, and with `RAY_ADDRESS` in the environment its
     workers are on the cluster that is there.
     """
-    config, make_grid = experiment.config, partial(node_grid, experiment, folder, engine)
+    config, make_grid = experiment.config, partial(node_grid, experiment, folder.resolve(), engine)
     workers, average_by = min(config.workers, config.clients), ""
     if engine == "stacked" and not experiment.bound_here:
         layerwise, average_by = issubclass(experiment.strategy_class, Layerwise), _weighting_if_averaged(experiment)

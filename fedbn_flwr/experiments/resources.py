@@ -25,6 +25,7 @@ from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.layerwise.shared_statistics import check_layers
 from fedbn_flwr.norm.detect import FunctionalBatchNorm
+from fedbn_flwr.plugins import fingerprint
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.strategies import Layerwise
 
@@ -279,10 +280,11 @@ def check_simulation(experiment: Experiment) -> None:
 
 
 def state_folder(config: Config, run: Path) -> Path | None:
-    """Return the folder for the nodes' memory in one run, named like its folder of results; None keeps it in RAM."""
+    """Return the folder for the nodes' memory in one run, named by the path of its results; None keeps it in RAM."""
     if not config.state_dir:
         return None
-    folder = Path(config.state_dir).expanduser() / run.resolve().name
+    # runs of several comparisons at once have folders of the same name
+    folder = Path(config.state_dir).expanduser() / f"{run.name}-{fingerprint(str(run))}"
     return make_folder(folder, f"state-dir {config.state_dir!r}")
 
 

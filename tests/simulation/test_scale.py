@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.data import Data
 from fedbn_flwr.experiments import Config, UsageError, resolve, serve
 from fedbn_flwr.experiments.client_side import bound_client_fn
+from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.resources import load_data
 from fedbn_flwr.randomness import numpy_generator
 from fedbn_flwr.server.sampling import ASKED_AT_ONCE, Roster
@@ -23,7 +25,7 @@ from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, Contexts
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 from tests.helpers.checkout import ROOT
 from tests.helpers.harness import Backwards, Federation, make_model
-from tests.helpers.runs import run
+from tests.helpers.runs import results, run
 from tests.helpers.toys import toy_cnn, toy_split
 
 
@@ -157,6 +159,29 @@ def test_nodes_that_remember_on_disk_give_the_bits_of_those_in_memory(name: str,
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert kept == on_disk
     assert len(list(tmp_path.iterdir())) == (0 if name == "fedtan" else 4)
+
+
+def test_runs_whose_folders_have_the_same_name_do_not_share_what_nodes_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another comparison trains between two rounds of the first."""
+
+    def train(folder: Path, states: str, **options: str) -> None:
+        options |= {"state_dir": str(tmp_path / states), "partition": "classes:2", "workers": "1"}
+        assert run("compare", "--methods", "fedbn", results_dir=str(folder), **options) == 0
+
+    train(tmp_path / "alone", "states of one")
+    record, other = RunFolder.round, tmp_path / "other"
+
+    def one_between(folder: RunFolder, row: Mapping[str, Any]) -> None:
+        record(folder, row)
+        if row["round"] == 1 and not other.exists():
+            train(other, "shared", lr="0.3")
+
+    monkeypatch.setattr(RunFolder, "round", one_between)
+    train(tmp_path / "first", "shared")
+    assert other.exists()
+    assert results(tmp_path / "first" / "fedbn-seed0") == results(tmp_path / "alone" / "fedbn-seed0")
 
 
 def test_a_state_dir_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
