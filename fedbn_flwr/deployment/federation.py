@@ -8,10 +8,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
-
 from fedbn_flwr.deployment import DeploymentError
 from fedbn_flwr.plugins.options import option_key
+from fedbn_flwr.plugins.yaml_text import load_yaml
 
 #: names of machines, and of sites: they become file names, host names and names of Compose projects
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
@@ -81,11 +80,11 @@ class Federation:
     def read(cls, path: Path) -> Self:
         """Read a YAML file whose keys are the fields' names with hyphens."""
         try:
-            content = yaml.safe_load(path.read_text())
+            content = load_yaml(path.read_text())
         except OSError as error:
             raise DeploymentError(f"{path} cannot be read: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise DeploymentError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        except ValueError as error:
+            raise DeploymentError(f"{path} is not YAML: {error}") from error
         if not isinstance(content, dict):
             raise DeploymentError(f"{path} must hold keys and values")
         return cls.from_mapping(content)

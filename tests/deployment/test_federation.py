@@ -56,3 +56,9 @@ def test_a_file_that_is_no_mapping_is_refused(text: str, tmp_path: Path) -> None
     (tmp_path / "file.yaml").write_text(text)
     with pytest.raises(DeploymentError, match=r"file\.yaml (is not YAML|must hold keys and values)"):
         Federation.read(tmp_path / "file.yaml")
+
+
+def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "file.yaml").write_text("name: a\nserver: one.org\nsites: [north]\nserver: two.org\n")
+    with pytest.raises(DeploymentError, match=r"file\.yaml is not YAML: line 4 has the key 'server' a second time"):
+        Federation.read(tmp_path / "file.yaml")

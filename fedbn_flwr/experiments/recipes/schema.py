@@ -7,14 +7,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from fedbn_flwr.experiments.choice import Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import all_options, parse
 from fedbn_flwr.experiments.recipes.recipe import QUANTITIES, Direction, Number, Recipe, Reported, Setting, Side
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import Option, UsageError, options_of, whole_number
+from fedbn_flwr.plugins.yaml_text import load_yaml
 
 #: the keys of a recipe, and those of its `smoke`
 SMOKE_KEYS = ("options", "methods", "vary", "seeds", "grid")
@@ -282,10 +281,10 @@ def read_recipe(name: str) -> Recipe:
     path = recipe_path(name)
     name = path.stem if name.endswith(SUFFIXES) else name
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
+        content = load_yaml(path.read_text())
+    except OSError as error:
         raise UsageError(f"recipe {name}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
+    except ValueError as error:
         raise UsageError(f"recipe {name}: is not YAML: {error}") from error
     return parse_recipe(name, content)
 

@@ -38,7 +38,8 @@ WHOLE: dict[str, Any] = {
 
 def write(folder: Path, content: object) -> str:
     path = folder / "mine.yaml"
-    path.write_text(yaml.safe_dump(content, sort_keys=False) if not isinstance(content, str) else content)
+    text = content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False)
+    path.write_text(text, errors="surrogateescape")
     return str(path)
 
 
@@ -87,9 +88,21 @@ def test_only_some_labels(tmp_path: Path) -> None:
         recipe.only(["LN"])
 
 
+def test_keys_of_another_mapping_may_be_merged_and_changed(tmp_path: Path) -> None:
+    text = "methods: [fedavg]\nvary:\n  size:\n    few: &few {lr: 0.1, rounds: 3}\n    many: {<<: *few, rounds: 9}\n"
+    options = [setting.options for setting in read_recipe(write(tmp_path, text)).settings]
+    assert options == [{"lr": 0.1, "rounds": 3}, {"lr": 0.1, "rounds": 9}]
+
+
 MISTAKES: dict[str, tuple[object, str]] = {
     "no mapping": ([1, 2], "recipe mine: must be a mapping of place, about, "),
     "no YAML": ("{", "is not YAML"),
+    "no text": ("\udcff", "is not YAML"),
+    "a key twice": (
+        "methods: [fedavg]\noptions:\n  lr: 0.1\n  rounds: 9\n  lr: 0.3\n",
+        "recipe mine: is not YAML: line 5 has the key 'lr' a second time",
+    ),
+    "a label twice in a line": ("methods: {1: fedavg, '1': fedbn}\n", "line 1 has the key '1' a second time"),
     "unknown key": ({**WHOLE, "rates": [1]}, "recipe mine: unknown key 'rates'; known: place, "),
     "no methods": ({}, "methods must be a list, or a mapping of labels"),
     "unknown strategy": ({"methods": ["fedsgd"]}, "methods: fedsgd: unknown strategy 'fedsgd'; known: fedavg, "),
