@@ -13,7 +13,7 @@ import numpy as np
 from fedbn_flwr.experiments.choice import SEEDS, Choice, Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.engines import ENGINES
-from fedbn_flwr.experiments.kept_run import OVERWRITE, KeptRun, finished_summary
+from fedbn_flwr.experiments.kept_run import LOST, OVERWRITE, KeptRun, finished_summary, has_results, options_in
 from fedbn_flwr.experiments.method import Experiment, all_options, import_plugins, own_options, parse, resolve
 from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
@@ -204,9 +204,8 @@ def _others(plan: Plan, folder: Path, runs: Mapping[Path, KeptRun]) -> list[Summ
 
 def _other_setting(plan: Plan, place: Path) -> list[str]:
     """Return in which shared options a run differs from what the plan would give its method."""
-    options = (read_json(place / "config.json") or {}).get("options")
-    if not options:
-        return []
+    if not (options := options_in(place)):  # a method may fail before it has a folder
+        return [LOST] if has_results(place) else []
     plugins = {"plugins": options["plugins"]} if options.get("plugins") else {}
     alike = replace(plan, options={**plan.options, "seed": options["seed"], **plugins})
     import_plugins(str(options.get("plugins", "")))

@@ -51,6 +51,8 @@ FILES = ("summary.json", "model.safetensors", "curves.png", "rounds.jsonl", "dyn
 REPLACED = "replaced"
 #: what the code that goes on with a run must have in common with the code that began it
 VERSIONS = {"fedbn-flwr": __version__, **installed_versions(["torch"])}
+#: said of results that nobody knows the options of
+LOST = f"{CONFIG} is missing or cannot be read"
 #: options that change neither a bit of the model nor what is measured
 FREE = {
     *("checkpoint-every", "connect-timeout", "data-root", "exchange-address", "exchange-port", "exchange-timeout"),
@@ -70,16 +72,18 @@ class Terminated(KeyboardInterrupt):
 
 
 def options_in(folder: Path) -> dict[str, Any]:
-    """Return the options of the run in a folder; empty if there is none."""
+    """Return the options of the run in a folder; empty if there are none, or they are lost."""
     config = read_json(folder / CONFIG)
-    return dict(config["options"]) if isinstance(config, dict) else {}
+    return dict(config.get("options", {})) if isinstance(config, dict) else {}
 
 
 def resume(given: Mapping[str, Any], engine: str | None) -> tuple[Experiment, str]:
     """Return the experiment and the engine of a run that is resumed; options that are given must be the run's own."""
     folder = Path(str(given["resume"])).expanduser()
     read_checkpoint(folder)  # says why there is none
-    experiment = resolve({**options_in(folder), **given, "results-dir": str(folder)}, federation=True)
+    if not (options := options_in(folder)):
+        raise UsageError(f"{folder} cannot be resumed: its {LOST}")
+    experiment = resolve({**options, **given, "results-dir": str(folder)}, federation=True)
     engine = engine or str(read_json(folder / CONFIG).get("engine", ""))
     KeptRun(experiment, engine, folder).refuse_other()
     return experiment, engine
@@ -155,11 +159,12 @@ class KeptRun:
 
     def differences(self) -> list[str]:
         """Return in what the run in the folder differs from this one; empty if it is this one, or has no results."""
-        config = read_json(self.folder / CONFIG)
-        if not isinstance(config, dict) or not has_results(self.folder):
+        if not has_results(self.folder):
             return []
-        choice = self.experiment.choice
-        before = {**config["options"], "engine": config.get("engine", self.engine), "grid": config.get("grid")}
+        if not (options := options_in(self.folder)):
+            return [LOST]
+        config, choice = read_json(self.folder / CONFIG), self.experiment.choice
+        before = {**options, "engine": config.get("engine", self.engine), "grid": config.get("grid")}
         now = {
             **json.loads(as_json(self.experiment.to_mapping())),
             "engine": self.engine,

@@ -110,6 +110,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a node's state truncated": (f"{LAST}/nodes/1.records", truncate, "is damaged: nodes/1.records should have "),
     "a node's state lost": (f"{LAST}/nodes/0.records", Path.unlink, "is damaged: nodes/0.records should have "),
     "rows lost": ("rounds.jsonl", forget_rows, "does not have the rows of the first 2 rounds"),
+    "options lost": ("config.json", Path.unlink, "cannot be resumed: its config.json is missing or cannot be read"),
     "all rows lost": ("rounds.jsonl", Path.unlink, "does not have the rows of the first 2 rounds"),
 }
 

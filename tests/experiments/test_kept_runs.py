@@ -138,6 +138,23 @@ def test_another_run_is_refused_before_anything_is_trained(tmp_path: Path, capsy
     assert summary_bytes(tmp_path)["fedavg-seed0"] == first["fedavg-seed0"]
 
 
+@pytest.mark.parametrize("content", [None, "{", "{}", "[]"])
+def test_results_whose_options_are_lost_are_nobodys(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"results_dir": str(tmp_path), "rounds": "1"}
+    assert run("compare", "--methods", "fedavg", **options) == 0
+    first, config = summary_bytes(tmp_path), tmp_path / "fedavg-seed0" / "config.json"
+    config.unlink() if content is None else config.write_text(content)
+    for methods in ("fedavg", "fedbn"):
+        capsys.readouterr()
+        assert run("compare", "--methods", methods, **{**options, "rounds": "2"}) == 2
+        assert "its config.json is missing or cannot be read (--overwrite " in capsys.readouterr().err
+    assert summary_bytes(tmp_path) == first
+    assert run("compare", "--methods", "fedavg", "--overwrite", **{**options, "rounds": "2"}) == 0
+    assert [row["rounds"] for row in json.loads((tmp_path / "compare.json").read_text())] == [2]
+
+
 def test_another_grid_is_refused_before_it_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"results_dir": str(tmp_path), "rounds": "1", "evaluate_every": "1"}
     words = ["compare", "--methods", "fedavg", "--grid-seeds", "1"]
