@@ -37,6 +37,8 @@ _NORMAL = (
 RESULTS = "results-dir"
 #: how a call shows how far it has come: a bar, also lines where there is no terminal for a bar, or nothing
 Shown = bool | Literal["lines"]
+#: stands for what is not given; None may come from a loader that has forgotten `return`
+UNSET: Any = object()
 
 
 @contextmanager
@@ -64,8 +66,8 @@ def quiet(verbose: bool = False) -> Iterator[None]:
 def compare(
     methods: Sequence[Method],
     *,
-    model: Model | None = None,
-    data: str | OwnData | None = None,
+    model: Model = UNSET,
+    data: str | OwnData = UNSET,
     folder: str | Path | None = None,
     seeds: int = 1,
     grid: Grid = MappingProxyType({}),
@@ -117,8 +119,8 @@ def compare(
 def run(
     method: Method | None = None,
     *,
-    model: Model | None = None,
-    data: str | OwnData | None = None,
+    model: Model = UNSET,
+    data: str | OwnData = UNSET,
     folder: str | Path | None = None,
     engine: str | None = None,
     overwrite: bool = False,
@@ -151,16 +153,16 @@ def run(
 
 
 def given_options(
-    model: Model | None, data: str | OwnData | None, folder: str | Path | None, options: Mapping[str, Any]
+    model: Model, data: str | OwnData, folder: str | Path | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return options by the keys of the command; objects become names that hold them."""
     given = {
         key.replace("_", "-"): tuple(value) if isinstance(value, list) else value for key, value in options.items()
     }
-    if data is not None and "dataset" in given:
+    if data is not UNSET and "dataset" in given:
         raise UsageError("data and dataset mean the same: give one of them")
-    given |= {} if model is None else {"model": model_of(model)}
-    given |= {} if data is None else {"dataset": dataset_of(data)}
+    given |= {} if model is UNSET else {"model": model_of(model)}
+    given |= {} if data is UNSET else {"dataset": dataset_of(data)}
     return given | ({} if folder is None else {RESULTS: str(folder)})
 
 

@@ -211,11 +211,13 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
     (["fedavg"], {"clients": 80, "grid": {"lr": [0.1]}}, "80 clients cannot share 64 samples"),
     (["fedavg"], {"resume": "x"}, "compare has no option 'resume'"),
     (["fedavg"], {"model": 3}, "model must be a name, a function or class that makes a torch.nn.Module, or"),
+    (["fedavg"], {"model": None}, "model must be a name, a function or class that makes a torch.nn.Module, or"),
     (["fedavg"], {"model": lambda: 3}, "model '<lambda>' returned a int, not a torch.nn.Module"),
     (["fedavg"], {"dataset": "digits"}, "data and dataset mean the same"),
 ]
 #: data, and a part of the error
 OWN_DATA: list[tuple[Any, str]] = [
+    (None, "or a pair (training data, test data), got NoneType"),
     (3, "data must be a name, fedbn_flwr.data.Data, a function that returns Data, or a pair"),
     (([1], [2]), "the training data must be a fedbn_flwr.data.Split, a pair"),
     (GOOD, "a Tensor has no labels: data is "),
