@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -144,7 +145,7 @@ def _chosen(plan: Plan, method: str, choice: Choice, folder: Path, announce: Ann
                 break
             results.append(float(score))
         scores[text] = fmean(results) if len(results) == plan.grid_seeds else None
-    best = max(scores, key=lambda text: -1.0 if (score := scores[text]) is None else score)
+    best = max(scores, key=lambda text: -inf if (score := scores[text]) is None else score)
     values = {} if scores[best] is None else choice.combinations()[best]
     return replace(choice, values=values, scores=scores), failure
 

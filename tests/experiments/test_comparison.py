@@ -102,7 +102,7 @@ class Engine:
         self.ran.append(experiment)
         config = experiment.config
         accuracy = self.accuracies.get(f"lr{config.lr:g}".replace(".", "_"), 0.5)
-        if accuracy < 0 or (f"lr{config.lr:g}", config.seed) in self.fails:
+        if (f"lr{config.lr:g}", config.seed) in self.fails:
             raise CannotTrainError("it diverged")
         folder.mkdir(parents=True)
         (folder / "rounds.jsonl").write_text('{"round": 1, "accuracy": 0.5, "train-loss": 1.0}\n')
@@ -153,6 +153,17 @@ def test_a_value_that_diverges_with_one_seed_is_out(tmp_path: Path, monkeypatch:
     assert summary["lr"] == 0.1
     (summary,) = compare(plan(["fedavg"], grid={"lr": [9.0]}), tmp_path / "two", silent)
     assert summary["error"] == "no value of its grid came through: it diverged"
+
+
+def test_a_value_that_fails_is_out_however_low_the_others_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task of one's own may have scores that are below every share."""
+    engine = Engine(lr0_1=-2.5, lr9=0.9)
+    engine.fails = {("lr9", 0)}
+    monkeypatch.setitem(ENGINES, "stacked", engine)
+    (summary,) = compare(plan(["fedavg"], grid={"lr": [9.0, 0.1]}), tmp_path, silent)
+    assert summary["lr"] == 0.1
 
 
 def test_options_of_single_methods_are_chosen_for_these(tmp_path: Path) -> None:
