@@ -81,7 +81,8 @@ class _Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option = unknown[0].partition("=")[0]
-            raise UsageError(f"unknown option {option!r}; {did_you_mean(option, self._option_string_actions)}")
+            meant = did_you_mean(option, self._option_string_actions, shown=f"all: `{self.prog} --help-all`")
+            raise UsageError(f"unknown option {option!r}; {meant}")
         return parsed, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -10,7 +10,7 @@ from fedbn_flwr.client.training import OPTIMIZERS
 from fedbn_flwr.data import parse_augmentation
 from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import Pairs, Range, UsageError, Value, as_value, option_key, options_of
+from fedbn_flwr.plugins.options import ALL_OPTIONS, Pairs, Range, UsageError, Value, as_value, option_key, options_of
 from fedbn_flwr.wire import wire_key
 
 
@@ -170,7 +170,8 @@ class Config:
         """Read kebab-case keys whose values are of the right type or text."""
         known = options_of(cls)
         if others := sorted(set(values) - set(known)):
-            raise UsageError(f"unknown option {others[0]!r}; {did_you_mean(others[0], known)}")
+            meant = did_you_mean(others[0], known, shown=ALL_OPTIONS)
+            raise UsageError(f"unknown option {others[0]!r}; {meant}")
         return cls(**{known[key].name: known[key].read(value) for key, value in values.items()})
 
     def to_mapping(self) -> dict[str, Value]:

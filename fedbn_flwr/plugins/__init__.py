@@ -54,17 +54,22 @@ def load_plugins(modules: str) -> None:
 
 #: how alike two names are, from 0 to 1, to count as a slip: `fedsgd` and `fedbs` are not, at 0.73
 ALIKE = 0.75
+#: more names are not listed where it can be said what shows them, but for a few that are somewhat alike
+MANY = 20
 
 
-def did_you_mean(name: str, known: Iterable[str], other: str = "") -> str:
+def did_you_mean(name: str, known: Iterable[str], other: str = "", shown: str = "") -> str:
     """Return "did you mean ...?", or all known names if none is like this one.
 
-    Case, hyphens, and all after a colon do not count. `other` says what may be given in place of a name.
+    Case, hyphens, and all after a colon do not count. `other` says what may be given in place of a name, `shown` what
+    shows the names if they are many.
     """
     listed = list(known)
     names = {_plain(item): item for item in listed}
     if meant := get_close_matches(_plain(name), names, n=1, cutoff=ALIKE):
         return f"did you mean {names[meant[0]]!r}?"
+    if shown and len(listed) > MANY:
+        listed = [*(names[near] for near in get_close_matches(_plain(name), names)), f"... ({shown})"]
     return f"known: {', '.join(filter(None, (*listed, other))) or 'none'}"
 
 

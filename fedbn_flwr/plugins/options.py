@@ -16,6 +16,8 @@ from fedbn_flwr.plugins import did_you_mean
 Value = bool | int | float | str
 #: options that are read before their types are known
 Pairs = tuple[tuple[str, Value], ...]
+#: shows more options than a line has room for
+ALL_OPTIONS = "all: `fedbn-flwr run --help-all`"
 _SPOKEN: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -96,7 +98,7 @@ def read_options(owner: str, known: Mapping[str, Option], pairs: Iterable[tuple[
     for key, value in pairs:
         option = known.get(option_key(key))
         if option is None:
-            raise UsageError(f"{owner}: unknown option {key!r}; {did_you_mean(key, known)}")
+            raise UsageError(f"{owner}: unknown option {key!r}; {did_you_mean(key, known, shown=ALL_OPTIONS)}")
         try:
             values[option.name] = option.read(value)
         except UsageError as error:

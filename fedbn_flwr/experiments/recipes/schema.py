@@ -12,7 +12,7 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import all_options, parse
 from fedbn_flwr.experiments.recipes.recipe import QUANTITIES, Direction, Number, Recipe, Reported, Setting, Side
 from fedbn_flwr.plugins import did_you_mean
-from fedbn_flwr.plugins.options import Option, UsageError, options_of, whole_number
+from fedbn_flwr.plugins.options import ALL_OPTIONS, Option, UsageError, options_of, whole_number
 from fedbn_flwr.plugins.yaml_text import load_yaml
 
 #: the keys of a recipe, and those of its `smoke`
@@ -138,7 +138,7 @@ class Fields:
             if key in MATRIX_OPTIONS:
                 self.refuse(f"{where}: {key!r} is set by the matrix")
             if key not in known:
-                self.refuse(f"{where}: unknown option {key!r}; {did_you_mean(key, known)}")
+                self.refuse(f"{where}: unknown option {key!r}; {did_you_mean(key, known, shown=ALL_OPTIONS)}")
             if not isinstance(value, bool | int | float | str):
                 self.refuse(f"{where}: {key} must be one value, got {value!r}")
         return dict(given)
