@@ -179,6 +179,8 @@ def _add_shared(parser: argparse.ArgumentParser, everything: bool, skip: Sequenc
             _add_option(group, key, option, "", shown=everything or key in COMMON, brief=not everything)
     group = parser.add_argument_group("options of single strategies")
     for key, option in all_options().items():
+        if f"--{key}" in {"--command", *parser._option_string_actions}:
+            raise UsageError(f"strategy {owners(key)[0]!r}: the option {key!r} of its constructor is the command's own")
         names = owners(key)
         whose = f" ({'all strategies' if len(names) == len(REGISTRY) else ', '.join(names)})"
         _add_option(group, key, option, whose, shown=everything)

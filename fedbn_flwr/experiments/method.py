@@ -25,8 +25,6 @@ BOUND_NORMS = {"hbn": "hbn", "static-bn": "heterofl"}
 SHARED = ("lr_schedule", "seed", "patience", "exchange_timeout", "evaluate_every")
 #: the clients of a run that brings its own, where neither options nor domains say how many
 CLIENTS = 5
-#: keys that mean something else on the command line
-_TAKEN = {*options_of(Config), "engine", "verbose", "methods", "seeds", "grid", "grid-seeds", "batches", "help"}
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,7 @@ def all_options() -> dict[str, Option]:
     options: dict[str, Option] = {}
     for name, strategy in REGISTRY.items():
         for key, option in own_options(strategy).items():
-            if key in _TAKEN:
+            if key in options_of(Config):
                 raise UsageError(f"strategy {name!r}: the option {key!r} of its constructor is one of all commands")
             options.setdefault(key, option)
     return options

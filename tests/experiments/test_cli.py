@@ -3,9 +3,12 @@
 import json
 import os
 import sys
+from argparse import _SubParsersAction
 from dataclasses import fields
+from inspect import Parameter, Signature
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,11 +17,12 @@ from fedbn_flwr.data import AUGMENTATIONS, DATASETS, PARTITIONS
 from fedbn_flwr.deployment.cli import main as console_command
 from fedbn_flwr.experiments import Config, main
 from fedbn_flwr.experiments.cli import _parser
-from fedbn_flwr.experiments.method import all_options, parse, split_methods
+from fedbn_flwr.experiments.method import SHARED, all_options, parse, split_methods
 from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norm import NORMS
-from fedbn_flwr.strategies import REGISTRY
+from fedbn_flwr.plugins.options import option_key
+from fedbn_flwr.strategies import REGISTRY, FedAvg, register_strategy
 from fedbn_flwr.wire import wire_key
 from tests.helpers.runs import run
 
@@ -83,6 +87,33 @@ def test_help_names_every_option_with_its_default(name: str, capsys: pytest.Capt
         assert "--engine" not in words
     assert {f"--{key}" for key in wanted} <= set(words)
     assert f"[{Config.lr_schedule}]" in words
+
+
+def options_of_commands() -> set[str]:
+    """Return the options of the commands that also have those of strategies, and the word that names a command."""
+    names = {"command"}
+    for action in _parser({})._actions:
+        for parser in (action.choices or {}).values() if isinstance(action, _SubParsersAction) else ():
+            words = {word.removeprefix("--") for word in parser._option_string_actions if word.startswith("--")}
+            names |= words if set(all_options()) < words else set()
+    return names - set(all_options()) - {option_key(name) for name in SHARED}
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("key", sorted(options_of_commands()))
+def test_a_strategys_option_that_the_command_has_is_refused_in_one_line(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @register_strategy("taken")
+    class Taken(FedAvg):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+
+    option = Parameter(key.replace("-", "_"), Parameter.KEYWORD_ONLY, default=False, annotation=bool)
+    Taken.__init__.__signature__ = Signature([option])  # type: ignore[attr-defined]
+    assert main(["list"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fedbn-flwr: strategy 'taken': the option {key!r} of its constructor is ")
 
 
 @pytest.mark.parametrize("name", ["run", "compare"])
