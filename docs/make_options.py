@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.method import all_options, own_options, owners
+from fedbn_flwr.experiments.method import all_options, forms_of, own_options, owners
 from fedbn_flwr.plugins.options import Option, as_value, options_of
 from fedbn_flwr.strategies import REGISTRY, FedAvg
 
@@ -91,13 +91,9 @@ def single_strategies() -> Iterator[tuple[str, ...]]:
     """Yield a row for each option that not all strategies have, or have with another default."""
     shared = own_options(FedAvg)
     for key in all_options():
-        strategies: dict[tuple[object, str], list[str]] = {}
-        for name in owners(key):
-            option = own_options(REGISTRY[name])[key]
-            if key not in shared or option.default != shared[key].default:
-                strategies.setdefault((as_value(option.default), option.help), []).append(code(name))
-        for (default, meaning), names in strategies.items():
-            yield code(key), ", ".join(names), code(default), meaning
+        for form, names in forms_of(key).items():
+            if key not in shared or form.default != shared[key].default:
+                yield code(key), ", ".join(map(code, names)), code(as_value(form.default)), form.help
 
 
 def with_run_config(project: str) -> str:

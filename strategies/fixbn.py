@@ -194,9 +194,14 @@ class Centralized(FixBN):
     use: ClassVar[str] = "the upper bound: one node with all data"
     one_node: ClassVar[bool] = True
 
-    def __init__(self, *, freeze_round: float | Literal["auto"] = NEVER, **options: Any) -> None:
-        super().__init__(freeze_round=freeze_round, **options)
-        if freeze_round == NEVER:
+    def __init__(
+        self,
+        *,
+        freeze_round: Annotated[float | Literal["auto"] | None, "when to freeze, as for fixbn; empty: never"] = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(freeze_round=NEVER if freeze_round is None else freeze_round, **options)
+        if freeze_round is None:
             self.needs = "none"
 
 

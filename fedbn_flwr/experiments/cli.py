@@ -20,7 +20,7 @@ from fedbn_flwr.experiments.diagnose import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.kept_run import OVERWRITE, Terminated
 from fedbn_flwr.experiments.laboratory import checked, compare, quiet, run
-from fedbn_flwr.experiments.method import all_options, import_plugins, owners, split_methods
+from fedbn_flwr.experiments.method import all_options, forms_of, import_plugins, owners, split_methods
 from fedbn_flwr.experiments.output.console import show_comparison, show_run
 from fedbn_flwr.experiments.output.listing import listing, show_listing, show_one
 from fedbn_flwr.experiments.recipes.commands import add_recipe_commands, list_recipes, reproduce, show_plan
@@ -176,22 +176,22 @@ def _add_shared(parser: argparse.ArgumentParser, everything: bool, skip: Sequenc
     group: Any = parser.add_argument_group("shared options") if everything else parser
     for key, option in options_of(Config).items():
         if key not in skip:
-            _add_option(group, key, option, "", shown=everything or key in COMMON, brief=not everything)
+            _add_option(group, key, {option: ()}, shown=everything or key in COMMON, brief=not everything)
     group = parser.add_argument_group("options of single strategies")
-    for key, option in all_options().items():
+    for key in all_options():
         if f"--{key}" in {"--command", *parser._option_string_actions}:
             raise UsageError(f"strategy {owners(key)[0]!r}: the option {key!r} of its constructor is the command's own")
-        names = owners(key)
-        whose = f" ({'all strategies' if len(names) == len(REGISTRY) else ', '.join(names)})"
-        _add_option(group, key, option, whose, shown=everything)
+        _add_option(group, key, forms_of(key), shown=everything)
 
 
-def _add_option(group: Any, key: str, option: Option, whose: str, shown: bool, brief: bool = False) -> None:
-    about = option.help.partition(";")[0] if brief else option.help
-    default = as_value(option.default)
-    text = f"{about}{'' if default == '' else f' [{default}]'}{whose}".replace("%", "%%")
-    metavar = "X" if brief else option.name.upper()
-    group.add_argument(f"--{key}", dest=key, metavar=metavar, help=text if shown else argparse.SUPPRESS)
+def _add_option(group: Any, key: str, forms: Mapping[Option, Sequence[str]], shown: bool, brief: bool = False) -> None:
+    texts = []
+    for option, names in forms.items():
+        about, default = option.help.partition(";")[0] if brief else option.help, as_value(option.default)
+        whose = "all strategies" if len(names) == len(REGISTRY) else ", ".join(names)
+        texts.append(about + f" [{default}]" * (default not in ("", None)) + f" ({whose})" * bool(names))
+    text = "; ".join(texts).replace("%", "%%") if shown else argparse.SUPPRESS
+    group.add_argument(f"--{key}", dest=key, metavar="X" if brief else key.replace("-", "_").upper(), help=text)
 
 
 def _run(options: dict[str, Any]) -> None:

@@ -170,6 +170,14 @@ def owners(key: str) -> list[str]:
     return [name for name, strategy in REGISTRY.items() if key in own_options(strategy)]
 
 
+def forms_of(key: str) -> dict[Option, list[str]]:
+    """Return an option as strategies have it, with their names: they may differ in its default and its help."""
+    forms = dict[Option, list[str]]()
+    for name in owners(key):
+        forms.setdefault(own_options(REGISTRY[name])[key], []).append(name)
+    return forms
+
+
 def import_plugins(modules: str) -> None:
     """Import users' modules, so that the names that they register are known."""
     try:

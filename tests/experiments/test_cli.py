@@ -87,6 +87,13 @@ def test_help_names_every_option_with_its_default(name: str, capsys: pytest.Capt
         assert "--engine" not in words
     assert {f"--{key}" for key in wanted} <= set(words)
     assert f"[{Config.lr_schedule}]" in words
+    # each strategy's own default and meaning
+    text = " ".join(words)
+    assert (
+        "a round's [0.9] (fbn); weight of the steady statistics when they move towards gathered ones [0.998] " in text
+    )
+    assert "auto [0.5] (fixbn); when to freeze, as for fixbn; empty: never (centralized)" in text
+    assert "[None]" not in words
 
 
 def options_of_commands() -> set[str]:
