@@ -109,11 +109,11 @@ class BNClientApp(NodeApp):
         self.is_plain = not mods
 
 
-def client_app(client_fn: ClientFunction, mods: list[Mod] | None = None) -> ClientApp:
+def client_app(client_fn: ClientFunction, mods: list[Mod] | None = None, max_steps: int = 0) -> ClientApp:
     """Make a ClientApp; `client_fn` builds the node's client from its Context, once a message.
 
     The client's `memory` should be the context's `state`, which Flower keeps from message to message. `mods` are
-    Flower's, such as `keep_states`.
+    Flower's, such as `keep_states`. `max_steps` is the number of layer-wise steps that fit into the process' memory.
     """
     app = BNClientApp(client_fn, mods)
 
@@ -134,7 +134,7 @@ def client_app(client_fn: ClientFunction, mods: list[Mod] | None = None) -> Clie
     @app.train("layerwise")
     def layerwise(message: Message, context: Context) -> Message:
         try:
-            return make_message(handle_layerwise_message(message.content, context, client_fn), message)
+            return make_message(handle_layerwise_message(message.content, context, client_fn, max_steps), message)
         except UnlikeBatchNormError as error:  # a model that the method is not for: Flower would show a traceback
             return _error(str(error), message)
 

@@ -190,14 +190,13 @@ def open_on_cluster(make_grid: MakeGrid, config: Config, layerwise: bool, averag
 
 def node_grid(experiment: Experiment, folder: Path, engine: str, partitions: Sequence[int]) -> InProcessGrid:
     """Make the grid that trains the clients of these partitions, in stacks or one after another."""
-    config = experiment.config
+    config, max_steps = experiment.config, 0
     set_threads(config)
     if issubclass(experiment.strategy_class, Layerwise) and len(partitions) > message_client.MAX_STEPS:
         # further clients replay the step; the other clients may be in other processes of this machine
         fitting = clients_that_fit(one_step(config), pick_device(config.device))
-        room = fitting * len(partitions) // config.clients
-        message_client.MAX_STEPS = max(message_client.MAX_STEPS, min(len(partitions), room))
-    app, state_dir = client_app(bound_client_fn(config)), state_folder(config, folder)
+        max_steps = min(len(partitions), fitting * len(partitions) // config.clients)
+    app, state_dir = client_app(bound_client_fn(config), max_steps=max_steps), state_folder(config, folder)
     if engine == "inprocess":
         return OneByOneGrid(app, config.clients, partitions=partitions, state_dir=state_dir)
     keep_freed_memory()

@@ -26,7 +26,7 @@ from fedbn_flwr.state.records import payload_bytes
 from fedbn_flwr.transports.message_records import ANSWERS, COUNTS, LACKS_ARRAYS, REQUEST, StepPosition, read_answers
 from fedbn_flwr.wire import Instruction
 
-#: most steps that wait in this process
+#: most steps that wait in this process, where nobody says that there is room for more
 MAX_STEPS = 32
 #: most bytes of received arrays that a node keeps in its state to replay a step; it asks for larger ones again
 REPLAY_LIMIT = 16 * 2**20
@@ -52,10 +52,13 @@ class HeldStep:
 STEPS: dict[tuple[int, int], HeldStep] = {}
 
 
-def handle_layerwise_message(content: RecordDict, context: Context, make_client: MakeClient) -> Reply:
+def handle_layerwise_message(
+    content: RecordDict, context: Context, make_client: MakeClient, max_steps: int = 0
+) -> Reply:
     """Answer a message of a layer-wise step: with the client's next request, and at the end of the step with its model.
 
-    The run's steps of earlier rounds and attempts end: a server that gives a step up says nothing.
+    The run's steps of earlier rounds and attempts end: a server that gives a step up says nothing. As many steps as
+    `max_steps` may wait in this process, if that is above `MAX_STEPS`.
     """
     position = StepPosition.of(content)
     config: Any = content[wire.CONFIG]
@@ -86,7 +89,7 @@ def handle_layerwise_message(content: RecordDict, context: Context, make_client:
         step_log.clear()
         return outcome.result
     # without room the new step ends: clients take turns, and without the oldest, none would have its step next time
-    if len(STEPS) < MAX_STEPS:
+    if len(STEPS) < max(MAX_STEPS, max_steps):
         held.place = step_log.attempt, position.index
         STEPS[_key(context)] = held
     reply = held.client.reply({}, read_instruction(config), {REQUEST: {outcome.layer: outcome.tensor[0]}})

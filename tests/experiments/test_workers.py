@@ -15,8 +15,10 @@ from fedbn_flwr.data import Data, Split
 from fedbn_flwr.experiments import Config, UsageError, engines, resolve, resources, serve
 from fedbn_flwr.experiments.engines import count_multiplications, count_workers, visible_gpus
 from fedbn_flwr.experiments.resources import SharedData, load_data, share_data
+from fedbn_flwr.layerwise import Answer, SuspendedStep
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.worker import Worker
+from fedbn_flwr.transports import message_client
 from tests.helpers.runs import DATA, results, run
 
 #: multiplications of a sample: 64 x 30 and 30 x 4
@@ -124,6 +126,24 @@ def test_a_worker_sees_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(engines, "WorkersGrid", lambda *_, start, **__: [start(index, 1) for index in (1, 2)])
     engines.spread_over(3, InProcessGrid, resolve({}).config)  # type: ignore[arg-type]
     assert started == [(1, {"CUDA_VISIBLE_DEVICES": "6"}), (2, {"CUDA_VISIBLE_DEVICES": "4"})]
+
+
+def test_a_run_holds_the_layer_wise_steps_that_fit_and_the_next_run_as_many_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(message_client, "MAX_STEPS", 1)
+    monkeypatch.setattr(engines, "clients_that_fit", lambda *_: 3)
+    made, advance = list[str](), SuspendedStep.advance
+
+    def noting(step: SuspendedStep[Any], answer: Answer | None = None) -> Any:
+        made.extend(["step"] * (answer is None))
+        return advance(step, answer)
+
+    monkeypatch.setattr(SuspendedStep, "advance", noting)
+    options = {"method": "fedtan", "engine": "inprocess", "rounds": "1", "local_steps": "1", "clients": "3"}
+    assert run("run", results_dir=str(tmp_path), **options) == 0
+    assert len(made) == 3  # and none of them again
+    assert message_client.MAX_STEPS == 1
 
 
 def test_a_flower_app_has_the_nodes_that_there_are() -> None:
