@@ -80,7 +80,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.layerwise.exchange import Answer, Combiner, Kind, Requests, combine, why_unusable
+from fedbn_flwr.layerwise.exchange import MOST, Answer, Combiner, Kind, Requests, combine, why_unusable
 
 #: by kind and layer, what takes each client's local values to the global ones: a row for each client
 Corrections = Mapping[Kind, Mapping[str, Answer]]
@@ -356,8 +356,8 @@ def _are_of_layers(values: Mapping[str, np.ndarray]) -> bool:
         layers.dtype == np.uint8
         and {statistics.dtype, gradients.dtype} <= set(map(np.dtype, ("f2", "f4", "f8")))
         and sizes.shape == (3, 1 + np.count_nonzero(layers == ord("\n")))
-        and np.issubdtype(sizes.dtype, np.integer)
-        and bool((sizes[:2] > 0).all() and (sizes[2] >= 0).all())
+        and sizes.dtype == np.int64
+        and bool((sizes[:2] > 0).all() and (sizes[2] >= 0).all() and (sizes <= MOST).all())
         and statistics.shape == (2, sizes[1].sum())
         and gradients.shape == (2, sizes[2].sum())
     )

@@ -500,6 +500,10 @@ FAULTY_VALUES: dict[str, dict[str, np.ndarray]] = {
     "a layer without channels": {**values(0.0, layers=2), "sizes": np.array([[4, 4], [2, 0], [0, 0]])},
     "less than no gradients": {**values(0.0, layers=2), "sizes": np.array([[4, 4], [1, 1], [1, -1]])},
     "sizes that are not whole": {**values(0.0), "sizes": np.array([[4.0], [1.0], [0.0]])},
+    # they would be added to the others' int64 as float64, which has no room for the sum
+    "sizes without a sign": {**values(0.0), "sizes": np.array([[4], [1], [0]], np.uint64)},
+    "sizes in few bits": {**values(0.0), "sizes": np.array([[4], [1], [0]], np.int8)},
+    "a count whose sum with others overflows": {**values(0.0), "sizes": np.array([[2**53 + 1], [1], [0]])},
     "another shape": {**values(0.0), "statistics": np.ones((3, 1))},
     "more channels": {**values(0.0), "statistics": np.ones((2, 2))},
     "gradients without a size": {**values(0.0), "gradients": np.ones((2, 1))},
@@ -532,6 +536,16 @@ def test_values_that_are_too_large_or_of_another_dtype_spoil_no_others(dtype: ty
     with_it, without = found
     assert with_it.keys() == without.keys() == {0, 1, 3, 4}
     assert all(np.array_equal(with_it[node]["statistics"], without[node]["statistics"]) for node in without)
+
+
+def test_no_count_of_a_node_takes_the_others_counts_away() -> None:
+    """Not even where the node is the first one, in whose numbers counts are added."""
+    carried = CarriedValues(trust=3.0)
+    for node, count in ((1, np.array(2**64 - 1, np.uint64)), (2, np.array(4)), (3, np.array(4))):
+        sizes = np.array([[count], [1], [0]], count.dtype)
+        carried.hear(node, 10, {**values(float(node)), "sizes": sizes})
+    found = carried.corrections([1, 2, 3], lambda examples: [1.0] * len(examples))
+    assert {node: entries["sizes"][0].tolist() for node, entries in found.items()} == {2: [8], 3: [8]}
 
 
 def carries(change: Callable[[np.ndarray], np.ndarray] | None) -> type[InProcessGrid]:
