@@ -1,6 +1,6 @@
 """Gathering BN statistics from the clients in an exchange of their own."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from logging import WARNING
 from typing import ClassVar
 
@@ -49,8 +49,9 @@ class Gathering(FedAvg):
             content = RecordDict({wire.ARRAYS: self.package(node, arrays)[self.arrayrecord_key], wire.CONFIG: config})
             messages.append(Message(content, dst_node_id=node, message_type=wire.GATHER))
         answers = ask_nodes(self.grid, messages, self.exchange_timeout)
-        replies, refused = parse_replies(answers.values(), messages, Expected((), {}))
-        sent_moments = [(reply.node, reply.records.get(wire.MOMENTS, {})) for reply in replies]
+        # all with moments of the same layers
+        replies, refused = parse_replies(answers.values(), messages, Expected((), {}, groups=(wire.MOMENTS,)))
+        sent_moments = [(reply.node, reply.records[wire.MOMENTS]) for reply in replies]
         seen, unread = read_each(sent_moments, lambda _, arrays: moments.unpack(arrays))
         unusable = _name_unusable(seen, state)
         if unusable.keys() == seen.keys() and not self._has_gathered:
@@ -58,31 +59,27 @@ class Gathering(FedAvg):
             raise CannotTrainError(f"no node could gather BN statistics: {reason}")
         self._has_gathered = True
         log_refused([*refused, *unread])
-        return self.unite(values for node, values in seen.items() if node not in unusable)
+        return self.unite([values for node, values in seen.items() if node not in unusable])
 
     def installed(self, state: Arrays, pooled: Mapping[str, Moments]) -> Arrays:
         """The state with pooled moments as its running statistics."""
         if not pooled:
-            log(WARNING, "No node answered: BN statistics stay as they were")
+            log(WARNING, "BN statistics stay as they were: nodes' answers could not be pooled")
         entries = moments.running_statistics(pooled)
         return {**state, **{name: value.numpy().astype(state[name].dtype) for name, value in entries.items()}}
 
-    def unite(self, seen: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
+    def unite(self, seen: Sequence[Mapping[str, Moments]]) -> dict[str, Moments]:
         """Return the moments of all nodes' samples together, by layer, or what a robust rule takes in their place.
 
         Of fewer nodes than the rule needs, there are none.
         """
         if self.robust is None:
             return norm.pool(seen)
-        by_layer: dict[str, list[Moments]] = {}
-        for values in seen:
-            for layer, own in values.items():
-                by_layer.setdefault(layer, []).append(own)
         pooled = {}
-        for layer, each in by_layer.items():
-            if len(each) >= self.fewest_nodes:
-                rows = torch.stack([torch.stack([own.mean, own.variance]) for own in each])
-                pooled[layer] = Moments(sum(own.count for own in each), *self.combiner("statistics", rows, []))
+        for layer in seen[0] if seen and not self.refuse_few(len(seen), "gathered statistics") else ():
+            each = [values[layer] for values in seen]
+            rows = torch.stack([torch.stack([own.mean, own.variance]) for own in each])
+            pooled[layer] = Moments(sum(own.count for own in each), *self.combiner("statistics", rows, []))
         return pooled
 
 

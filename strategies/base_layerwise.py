@@ -141,9 +141,10 @@ class Layerwise(FedAvg):
                     log(WARNING, "Layer-wise steps go by messages, which are slower: %s", why_not_common)
                 return replies
             except NodesFailedError as failure:
-                reasons = failure.reasons
                 contents = {node: content for node, content in contents.items() if node not in failure.nodes}
-                if len(contents) < self.fewest_nodes:
+                few = self.refuse_few(len(contents))
+                reasons = [*few, *failure.reasons]
+                if few or not contents:
                     break
         log(WARNING, "Round %d is skipped, its layer-wise step failed %d times", self.server_round, attempt)
         self._refused += reasons

@@ -67,8 +67,6 @@ class FedAvg(BaseStrategy):
         super().__init__(**options)
         self.weighting, self.privacy = weighting, privacy
         self.robust = Robust.parse(robust)
-        if self.robust:
-            self.fewest_nodes = self.robust.fewest_nodes
         if self.privacy and self.robust:
             raise ValueError("privacy needs the mean, to which its noise is scaled: robust must be none")
         if self.privacy and self.weighting != "uniform":

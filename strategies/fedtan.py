@@ -153,7 +153,7 @@ class FedTAN(Layerwise):
 
     def _weigh_examples(self, examples: Examples) -> list[float]:
         """Return the weights that the nodes' models will have; none if these are fewer nodes than can be pooled."""
-        if len(examples) < self.fewest_nodes:
+        if self.refuse_few(len(examples), "carried values"):
             return []
         return self.weigh([NodeReply(node, 0, count, {}, {}, RecordDict()) for node, count in examples.items()])
 

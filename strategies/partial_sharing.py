@@ -109,7 +109,7 @@ class PartialSharing(FedAvg):
         """Average what the last round's participants hold, if they have sent it."""
         sent = [reply for reply in replies if reply.records.get(wire.PERSONAL)]
         learned = [reply for reply in sent if reply.node in self._participants]
-        if len(learned) >= self.fewest_nodes:
+        if learned and not self.refuse_few(len(learned), "kept entries"):
             weights = [self._participants[reply.node] for reply in learned]
             self._mean = self.mean([reply.records[wire.PERSONAL] for reply in learned], weights)
 

@@ -185,7 +185,8 @@ def check(experiment: Experiment) -> None:
         check_partition(config, config.clients)
     fewest = strategy.secure_min if strategy.secure else strategy.fewest_nodes
     if config.clients and drawn < fewest:
-        raise UsageError(f"method {config.method!r} needs {fewest} nodes in a round, and {drawn} take part")
+        why = f"{'secure=true' if strategy.secure else f'robust={strategy.robust}'} needs {fewest} nodes in a round"
+        raise UsageError(f"method {config.method!r}: {why}, and {drawn} take part: {fewest - drawn} missing")
 
 
 def check_task(config: Config) -> None:

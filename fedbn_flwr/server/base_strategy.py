@@ -36,6 +36,7 @@ from fedbn_flwr.server.replies import (
     name_dominant,
     parse_replies,
 )
+from fedbn_flwr.server.robust import Robust
 from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
 from fedbn_flwr.server.secure_grid import SecureGrid
 from fedbn_flwr.wire import Instruction
@@ -169,8 +170,8 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.momentum: Arrays = {}
         self.server_optimizer = None if server_optimizer == "none" else ServerOptimizer(server_optimizer, server_lr)
         self.roster = Roster(exchange_timeout)
-        #: a round with fewer usable replies leaves the model as it was; a robust rule may need more than one
-        self.fewest_nodes = 1
+        #: takes the place of means; a round with fewer usable replies than it needs leaves the model as it was
+        self.robust: Robust | None = None
         self.num_rounds: int | None = None
         #: set by `start`; a loop of your own around `configure_train` and `aggregate_train` sets it by itself
         self.started = False
@@ -180,7 +181,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.count_growth = float("inf") if secure else 2.0  # a sum is over those who are there
         self.ever_trained = False
         self.frozen_after: int | None = None
-        #: the binding keys of rounds that brought a model
+        #: the binding keys that clients have acknowledged in training
         self.obeyed_before: set[str] = set()
         self._lost = LostRounds()
         self.round = Round()
@@ -213,6 +214,11 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     def instruction(self) -> Instruction:
         """The round's instruction."""
         return self.round.instruction
+
+    @property
+    def fewest_nodes(self) -> int:
+        """The number of nodes below which nothing can be pooled."""
+        return self.robust.fewest_nodes if self.robust else 1
 
     @property
     def why_single(self) -> str:
@@ -341,7 +347,6 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self._refuse_infinite_losses(server_round)
         self._lost = LostRounds()
         self.ever_trained = True
-        self.obeyed_before |= set(self.round.expected.binding)
         weights = self.weigh(self.train_replies)
         if server_round == 1:
             name_dominant(self.train_replies, weights)
@@ -400,6 +405,15 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         """Return what may have made training diverge in this round, and what to try, in words."""
         rate = f"the learning rate is {self.instruction.lr:g}: " if self.round.has_rate else ""
         return f"{rate}try a lower learning rate"
+
+    def refuse_few(self, nodes: int, what: str = "models") -> list[Refusal]:
+        """Say in the log why a robust rule does not pool values of so many nodes, and return it; nothing if it does."""
+        if not 0 < nodes < self.fewest_nodes:
+            return []
+        missing = self.fewest_nodes - nodes
+        why = f"robust={self.robust} needs {what} of {self.fewest_nodes} nodes, and has {nodes}: {missing} missing"
+        log(WARNING, "Round %d: %s", self.server_round, why)
+        return [Refusal(0, why)]
 
     def describe_node(self, node: int) -> Node:
         """Ask one node for its description."""
@@ -470,13 +484,12 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         return replies
 
     def _require_enough(self, replies: list[NodeReply]) -> list[NodeReply]:
-        """Return the replies, or none if they are fewer than the method needs."""
-        if not 0 < len(replies) < self.fewest_nodes:
-            return replies
-        reason = f"replies of {self.fewest_nodes} nodes are needed, and there are {len(replies)}"
-        log(WARNING, "Round %d: %s", self.server_round, reason)
-        self._refused = [*(Refusal(reply.node, reason) for reply in replies), *self._refused]
-        return []
+        """Return the replies, or none if they are fewer than a robust rule needs."""
+        if replies:
+            self.obeyed_before |= set(self.round.expected.binding)
+        few = self.refuse_few(len(replies))
+        self._refused = [*few, *self._refused]
+        return [] if few else replies
 
     def _require_progress(self, server_round: int) -> None:
         reason = self._refused[0] if self._refused else "no node answered"

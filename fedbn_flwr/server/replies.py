@@ -51,13 +51,13 @@ class RefusedError(ValueError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why nothing of a node can be used in a round."""
+    """Why nothing of a node can be used in a round, or of all nodes, which is node 0."""
 
     node: int
     reason: str
 
     def __str__(self) -> str:
-        return f"node {self.node}: {self.reason}"
+        return f"node {self.node}: {self.reason}" if self.node else self.reason
 
     @property
     def is_infinite(self) -> bool:

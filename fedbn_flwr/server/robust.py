@@ -68,6 +68,9 @@ class Robust:
             raise ValueError(f"robust={name}:NUMBER needs {RULES[name]}, got {text!r}")
         return rule
 
+    def __str__(self) -> str:
+        return f"{self.name}:{self.number:g}" if self.number else self.name
+
     @property
     def fewest_nodes(self) -> int:
         """Return the number of nodes below which the rule does not do what it is for."""

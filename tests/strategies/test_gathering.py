@@ -83,7 +83,7 @@ def test_without_an_answer_statistics_stay_and_the_log_says_so(caplog: pytest.Lo
     for pooled, said in ((values, False), ({}, True)):
         after = HBN().installed({**before, "net.1.running_var": np.ones(4)}, pooled)
         assert bool(after["net.1.running_mean"].all()) == said
-        assert ("No node answered: BN statistics stay as they were" in caplog.text) == said
+        assert ("BN statistics stay as they were" in caplog.text) == said
 
 
 def test_hbn_gathers_without_sending_a_mix_to_nodes_that_have_one() -> None:

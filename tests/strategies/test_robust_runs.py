@@ -1,14 +1,17 @@
 """Runs with a lying client: under a rule, nothing that the method pools grows with the lie."""
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from flwr.app import Message
 from safetensors.torch import load_file
 
-from fedbn_flwr import state
+from fedbn_flwr import state, wire
 from fedbn_flwr.experiments.liar import LyingGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.strategies import (
@@ -26,7 +29,7 @@ from fedbn_flwr.strategies import (
     Scaffold,
 )
 from tests.helpers.engine_comparison import Stacked
-from tests.helpers.faults import infinite, spoiling
+from tests.helpers.faults import FAULTY, Fault, FaultyReply, failed, infinite, silent, spoiling
 from tests.helpers.harness import Federation, distance, make_model
 from tests.helpers.runs import run as command_run
 
@@ -79,13 +82,19 @@ def test_every_transport_brings_the_lie_to_the_rule(method: str) -> None:
         assert distance(by_messages, run(method, -100.0, grid, robust="trimmed:0.2")) < 1e-9
 
 
+@pytest.mark.parametrize("make", [FedAvg, FedTAN, lambda **options: FedTAN(carry=True, **options)])
 @pytest.mark.parametrize(
-    ("make", "reason"), [(FedAvg, "replies of 5 nodes are needed, and there are 4"), (FedTAN, "is not finite")]
+    ("rule", "sizes", "missing"), [("multi-krum:1", SIZES, "5 nodes, and has 4: 1"), ("median", (7, 9), "3.*1: 2")]
 )
-def test_with_too_few_replies_the_run_says_so(make: Callable[..., FedAvg], reason: str) -> None:
-    nodes = Federation(make_model(), SIZES, grid=spoiling(infinite, lambda partition, _: partition == 1))
-    with pytest.raises(CannotTrainError, match=reason):
-        nodes.run(make(robust="multi-krum:1"), 1)
+def test_with_too_few_replies_the_run_says_which_rule_needs_how_many_more(
+    make: Callable[..., FedAvg], rule: str, sizes: tuple[int, ...], missing: str
+) -> None:
+    """Not that training has diverged, as the node's infinite numbers may."""
+    nodes = Federation(make_model(), sizes, grid=spoiling(infinite, lambda partition, _: partition == 1))
+    with pytest.raises(CannotTrainError) as error:
+        nodes.run(make(robust=rule), 1)
+    found = f"no node could train in round 1: robust={rule} needs models of {missing} missing"
+    assert re.fullmatch(found, str(error.value))
 
 
 def test_a_round_with_too_few_replies_leaves_the_model_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
@@ -94,7 +103,65 @@ def test_a_round_with_too_few_replies_leaves_the_model_as_it_was(caplog: pytest.
     with caplog.at_level(logging.WARNING):
         ends = [nodes.run(FedAvg(robust="multi-krum:1"), rounds) for rounds in (1, 3)]
     assert distance(*ends) == 0
-    assert caplog.text.count("replies of 5 nodes are needed, and there are 4") == 2
+    for number in (2, 3):
+        assert f"Round {number}: robust=multi-krum:1 needs models of 5 nodes, and has 4: 1 missing" in caplog.messages
+
+
+def test_a_step_does_not_start_again_with_fewer_nodes_than_a_rule_needs(caplog: pytest.LogCaptureFixture) -> None:
+    nodes = Federation(make_model(), SIZES, grid=spoiling(failed, lambda node, number: (node, number) == (1, 2)))
+    ends = [nodes.run(FedTAN(robust="multi-krum:1"), rounds) for rounds in (1, 2)]
+    assert distance(*ends) == 0
+    assert "Round 2 is skipped, its layer-wise step failed 1 times" in caplog.messages
+
+
+def test_one_silent_node_does_not_end_a_run_at_its_freeze() -> None:
+    """The others have acknowledged what this round is the first to ask for."""
+    nodes = Federation(make_model(), SIZES[:3], grid=spoiling(failed, lambda node, number: (node, number) == (1, 3)))
+    strategy = FixBN(freeze_round=2, robust="median")
+    nodes.run(strategy, 4)
+    assert len(strategy.train_replies) == 3
+
+
+def without_moments(reply: Message) -> Message:
+    del reply.content[wire.MOMENTS]
+    return reply
+
+
+@pytest.mark.parametrize(("make", "kind"), [(HBN, "hbn"), (HeteroFL, "static-bn")])
+@pytest.mark.parametrize("fault", [silent, without_moments])
+@pytest.mark.parametrize(("rule", "gathers"), [("multi-krum:1", False), ("median", True)])
+def test_statistics_of_fewer_nodes_than_a_rule_needs_are_not_gathered(
+    make: Callable[..., FedAvg], kind: str, fault: Fault, rule: str, gathers: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    members = {"message_type": wire.GATHER, "fault": staticmethod(fault)}
+    nodes = Federation(make_model(kind), SIZES, grid=type("Gathering", (FaultyReply,), members))
+    initial, after = make_model(kind).state_dict(), nodes.run(make(robust=rule, exchange_timeout=0.1), 2)
+    statistics = [name for name in initial if name.endswith(("running_mean", "running_var"))]
+    assert [torch.equal(after[name], initial[name]) for name in statistics] == [not gathers] * 4
+    said = "Round 2: robust=multi-krum:1 needs gathered statistics of 5 nodes, and has 4: 1 missing"
+    assert (said in caplog.messages) != gathers
+    assert ("BN statistics stay as they were" in caplog.text) != gathers
+
+
+@pytest.mark.parametrize(("rule", "is_mean"), [("multi-krum:1", False), ("median", True)])
+def test_kept_entries_of_fewer_nodes_than_a_rule_needs_are_not_averaged(
+    rule: str, is_mean: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Silent(InProcessGrid):
+        def _answer(self, message: Message) -> Message:
+            reply, kind = super()._answer(message), message.metadata.message_type
+            return failed(message, reply) if kind == "evaluate" and message.metadata.dst_node_id == FAULTY else reply
+
+    strategy = FedBN(mean_personal=True, robust=rule)
+    Federation(make_model(), SIZES, grid=Silent).run(strategy, 2)
+    assert bool(strategy.personal_mean()) == is_mean
+    said = f"Round 2: robust={rule} needs kept entries of 5 nodes, and has 4: 1 missing"
+    assert (said in caplog.messages) != is_mean
+
+
+def test_without_mean_personal_no_rule_misses_kept_entries(caplog: pytest.LogCaptureFixture) -> None:
+    Federation(make_model(), SIZES).run(FedBN(robust="multi-krum:1"), 2)
+    assert "missing" not in caplog.text
 
 
 REFUSED: dict[str, tuple[Callable[[], FedAvg], str]] = {
@@ -119,8 +186,11 @@ def test_a_rule_with_a_way_around_it_is_refused(case: str) -> None:
     ("method", "message"),
     [
         ("fedavg:secure=true:lie=2", "lie changes what the server gets of one client, which secure=true hides"),
-        ("fedavg:robust=multi-krum:1", "method 'fedavg:robust=multi-krum:1' needs 5 nodes in a round, and 2 take part"),
-        ("fedavg:secure=true", "method 'fedavg:secure=true' needs 3 nodes in a round, and 2 take part"),
+        (
+            "fedavg:robust=multi-krum:1",
+            "'fedavg:robust=multi-krum:1': robust=multi-krum:1 needs 5 nodes in a round, and 2 take part: 3 missing",
+        ),
+        ("fedavg:secure=true", "secure=true needs 3 nodes in a round, and 2 take part: 1 missing"),
     ],
 )
 def test_a_rule_that_does_not_fit_a_run_is_one_line(
