@@ -87,6 +87,15 @@ def test_a_model_is_what_the_definition_says(text: str, nodes: int) -> None:
     assert [*got["w"].ravel(), *got["b"]] == pytest.approx(DEFINITIONS[text](flat), rel=1e-12, abs=1e-12)
 
 
+def test_krum_scores_a_node_by_its_two_nearest_of_four_others() -> None:
+    """K - F - 2 = 2, by hand: the squared distances are 1 + 9, 1 + 4, 0 + 4, 0 + 4 and 4 + 4, so the first goes.
+
+    By one or three others, the last would go.
+    """
+    states = [{"w": np.array([position])} for position in (0.0, 1.0, 3.0, 3.0, 5.0)]
+    assert rule("multi-krum:1").average(states)["w"].tolist() == [(1 + 3 + 3 + 5) / 4]
+
+
 @pytest.mark.parametrize("nodes", [3, 4, 7])
 def test_updates_are_bounded_array_by_array(nodes: int) -> None:
     states, current = draw(nodes), draw(1, seed=1)[0]

@@ -27,12 +27,20 @@ def learn(strategy: FedBS, *losses: float) -> list[float]:
 
 def test_stage_two_needs_consecutive_calm_rounds() -> None:
     strategy = FedBS(epsilon=0.1, patience_rounds=3)
-    # population deviations: 0.1 (at the bound, so calm), 0.5, then three calm ones
+    # population deviations: 0.1, which is calm, 0.5, then three calm ones
     for losses, stage in (((1.0, 1.2), 1), ((1.0, 2.0), 1), ((1.0, 1.1), 1), ((1.0, 1.0), 1), ((0.5, 0.5), 2)):
         learn(strategy, *losses)
         assert strategy.stage == stage
     assert learn(strategy, 1.0, 9.0) == [1.0, 1.0]
     assert strategy.stage == 2
+
+
+@pytest.mark.parametrize(("second", "stage"), [(2.0, 2), (2.0 + 2**-40, 1)])
+def test_losses_agree_at_epsilon_and_not_above(second: float, stage: int) -> None:
+    """Of 1 and 2, the population's deviation is 0.5 in floating point, too."""
+    strategy = FedBS(epsilon=0.5, patience_rounds=1)
+    learn(strategy, 1.0, second)
+    assert strategy.stage == stage
 
 
 def test_the_papers_numbers_are_the_defaults() -> None:
