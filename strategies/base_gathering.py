@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from logging import WARNING
 from typing import ClassVar
 
+import numpy as np
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common import log
@@ -17,8 +18,7 @@ from fedbn_flwr.server.replies import (
     CannotTrainError,
     Expected,
     Group,
-    Refusal,
-    leave_out,
+    RefusedError,
     log_refused,
     parse_replies,
     read_each,
@@ -35,6 +35,8 @@ class Gathering(FedAvg):
     what each BN layer saw; the server pools them, exactly:
 
         mean = sum n_k m_k / N,   var = sum n_k (v_k + (m_k - mean)^2) / N,   N = sum n_k
+
+    The model gets N / (N - 1) var, as in PyTorch.
     """
 
     pools: ClassVar[tuple[Group, ...]] = (Group("gathered statistics"),)
@@ -52,14 +54,13 @@ class Gathering(FedAvg):
         # all with moments of the same layers
         replies, refused = parse_replies(answers.values(), messages, Expected((), {}, groups=(wire.MOMENTS,)))
         sent_moments = [(reply.node, reply.records[wire.MOMENTS]) for reply in replies]
-        seen, unread = read_each(sent_moments, lambda _, arrays: moments.unpack(arrays))
-        unusable = _name_unusable(seen, state)
-        if unusable.keys() == seen.keys() and not self._has_gathered:
-            reason = next(iter([*refused, *unread, *unusable.values()]), "none answered")
-            raise CannotTrainError(f"no node could gather BN statistics: {reason}")
+        seen, unusable = read_each(sent_moments, lambda _, arrays: _read_moments(arrays, state))
+        refused += unusable
+        if not seen and not self._has_gathered:
+            raise CannotTrainError(f"no node could gather BN statistics: {next(iter(refused), 'none answered')}")
         self._has_gathered = True
-        log_refused([*refused, *unread])
-        return self.unite([values for node, values in seen.items() if node not in unusable])
+        log_refused(refused)
+        return self.unite(list(seen.values()))
 
     def installed(self, state: Arrays, pooled: Mapping[str, Moments]) -> Arrays:
         """The state with pooled moments as its running statistics."""
@@ -83,21 +84,18 @@ class Gathering(FedAvg):
         return pooled
 
 
-def _name_unusable(seen: Mapping[int, Mapping[str, Moments]], state: Arrays) -> dict[int, Refusal]:
-    """Say in the log whose moments cannot be pooled, and return the reasons by node.
+def _read_moments(arrays: Mapping[str, np.ndarray], state: Arrays) -> dict[str, Moments]:
+    """Return a node's moments by layer; RefusedError if they cannot be pooled.
 
     Moments are in float64, but the pool becomes running statistics of the model, which may be in float32.
     """
-    reasons = dict[int, Refusal]()
-    for node, by_layer in seen.items():
-        for layer, values in by_layer.items():
-            entries = moments.running_statistics({layer: values})
-            own = [state[name] for name in entries if name in state and state[name].shape == entries[name].shape]
-            if len(own) < len(entries) or values.count < 1:
-                reasons[node] = leave_out(node, f"its moments are not of a BN layer {layer!r} of the model")
-                break
-            dtype: torch.dtype = getattr(torch, str(own[0].dtype))
-            if reason := why_unusable("statistics", torch.stack(list(entries.values())).to(dtype)):
-                reasons[node] = leave_out(node, f"the statistics of BN layer {layer!r} {reason}")
-                break
-    return reasons
+    seen = moments.unpack(arrays)
+    for layer, values in seen.items():
+        entries = moments.running_statistics({layer: values})
+        own = [state[name] for name in entries if name in state and state[name].shape == entries[name].shape]
+        if len(own) < len(entries) or values.count < 1:
+            raise RefusedError(f"its moments are not of a BN layer {layer!r} of the model")
+        dtype: torch.dtype = getattr(torch, str(own[0].dtype))
+        if reason := why_unusable("statistics", torch.stack(list(entries.values())).to(dtype)):
+            raise RefusedError(f"the statistics of BN layer {layer!r} {reason}")
+    return seen
