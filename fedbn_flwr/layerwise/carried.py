@@ -3,11 +3,11 @@ r"""Corrections carried from round to round: what every client used before takes
 A client's local values of every layer travel with its ordinary reply, and the corrections made of them with the next
 round's ordinary message. A round is then one step of a fixed-point iteration that goes on over the rounds, while the
 model moves a little in between. In the first local step of round t, client k uses in every layer, with the local values
-m_k, v_k, a_k, b_k of this very pass (A and B: see `SharedBatchNorm`),
+m_k, v_k, a_k, b_k of this very pass (A and B: see `SharedBatchNorm`), and e = 1e-5 for channels that are constant,
 
-    mean = m_k + o_k sqrt(v_k),   variance = v_k q_k,   A = a_k + alpha_k,   B = b_k + beta_k
+    mean = m_k + o_k sqrt(v_k + e),   variance = max((v_k + e) q_k - e, 0),   A = a_k + alpha_k,   B = b_k + beta_k
 
-    o_k = (m - m_k') / sqrt(v_k'),   q_k = v / v_k',   alpha_k = a - a_k',   beta_k = b - b_k'
+    o_k = (m - m_k') / sqrt(v_k' + e),   q_k = (v + e) / (v_k' + e),   alpha_k = a - a_k',   beta_k = b - b_k'
 
 where m_k', v_k', a_k', b_k' are the client's values of earlier rounds, and m, v, a, b their pool over the participants
 S of round t:
@@ -92,8 +92,7 @@ Examples = Mapping[int, float]
 #: what is corrected
 KINDS: tuple[Kind, Kind] = ("statistics", "gradients")
 LAYERS, SIZES, EXAMPLES, ROUND = "layers", "sizes", "examples", "round"
-
-# Added to a variance before it divides: a client whose channel is constant has none.
+#: e of the equations
 _FLOOR = 1e-5
 #: most bytes of nodes' values that the server keeps
 LIMIT = 256 * 2**20
