@@ -54,6 +54,7 @@ def standardized(
 ) -> nn.Module:
     """The standardized convolution for a convolution's place, with its parameters; any other layer as it is.
 
+    Rows of the weight are scaled to a centred norm of 1. Outputs stay the same, but not how fast the rows learn.
     Without a gamma there is no scaling: rows of the weight get the standard deviation 1, whatever the fan-in.
     A transposed convolution stays as it is, and so does one with a fan-in of 1, which has nothing to standardize.
     """

@@ -73,14 +73,14 @@ def group_norm_standardized(model: nn.Module, groups: int = 2) -> nn.Module:
     """GN, and convolutions with weight standardization.
 
     Qiao et al., "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", 2019:
-    W'_ij = (W_ij - mean_i) / sigma_i.
+    W'_ij = (W_ij - mean_i) / sigma_i. Here, every row W_i - mean_i starts with norm 1: see `standardized`.
     """
     return substitute(group_norm(model, groups), lambda name, layer: standardized(name, layer, gamma=None))
 
 
 @register_norm("bn-ws")
 def batch_norm_standardized(model: nn.Module) -> nn.Module:
-    """BN, and convolutions with weight standardization, whose outputs stay bounded where BN's statistics are frozen."""
+    """BN, and the convolutions of `gn-ws`, whose outputs stay bounded where BN's statistics are frozen."""
     return substitute(batch_norm(model), lambda name, layer: standardized(name, layer, gamma=None))
 
 
