@@ -1,6 +1,6 @@
 """All that touches the insides of Flower, whose next version may have others: each function says what it replaces.
 
-Tried with Flower 1.41, which `tests/deployment/test_flower_internals.py` names for each of them.
+Tried with Flower 1.42, which `tests/deployment/test_flower_internals.py` names for each of them.
 """
 
 import hashlib
