@@ -3,6 +3,7 @@
 import logging
 import math
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -62,9 +63,12 @@ def activation_gain(activation: Activation | None) -> float:
     """Return the gain that gives `activation(z)` variance 1, for standard normal z; 1 without an activation."""
     if activation is None:
         return 1.0
-    points = 1 << 14
-    normal = torch.special.ndtri((torch.arange(points, dtype=torch.float64) + 0.5) / points)
-    return 1 / float(activation(normal).std())
+    nodes, weights = np.polynomial.legendre.leggauss(20)
+    points = np.arange(-10, 10)[:, None] + (nodes + 1) / 2  # kinks of activations lie at whole numbers
+    density = weights / 2 * np.exp(-(points**2) / 2) / math.sqrt(2 * math.pi)
+    values = activation(torch.from_numpy(points)).numpy()
+    mean = np.sum(density * values)
+    return float(np.sum(density * (values - mean) ** 2) ** -0.5)
 
 
 def _wiring(model: nn.Module) -> Wiring:
