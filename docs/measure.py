@@ -1,0 +1,119 @@
+"""Run recipes, and record their runs in docs/measured: `python docs/measure.py here/factorial`.
+
+In each setting of a recipe: first the rates of its grid on held-out data, with two seeds; then as many seeds as the
+recipe has, from 10 on, which no choice has seen, each with all methods. Where the best rate is the least or the largest
+of those that were tried, the next one is tried. What has a row is not run again, also after a stop at any moment.
+"""
+
+import csv
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from make_results import best_rate
+
+from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, folder_name
+from fedbn_flwr.experiments.engines import ENGINES
+from fedbn_flwr.experiments.kept_run import alone_in
+from fedbn_flwr.experiments.laboratory import quiet
+from fedbn_flwr.experiments.output.run_folder import read_json, read_rounds
+from fedbn_flwr.experiments.recipes.matrix import Cell, check_resources, plan_cells
+from fedbn_flwr.experiments.recipes.schema import read_recipe
+
+TABLES, RESULTS = Path(__file__).parent / "measured", Path("results")
+CHOOSING, FIRST = (0, 1), 10
+#: the columns of rates.csv
+RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+def rows(name: str, **values: object) -> list[dict[str, str]]:
+    """Return the rows of a table that have these values."""
+    with (TABLES / f"{name}.csv").open() as file:
+        return [row for row in csv.DictReader(file) if all(row[key] == str(value) for key, value in values.items())]
+
+
+def append(name: str, new: Sequence[Mapping[str, object]]) -> None:
+    """Append rows to a table; columns that they lack are empty."""
+    with (TABLES / f"{name}.csv").open("r+") as file:
+        columns = next(csv.reader([file.readline()]))
+        file.seek(0, 2)
+        csv.DictWriter(file, columns, lineterminator="\n").writerows(new)
+
+
+def percent(summary: Mapping[str, Any]) -> str:
+    """Return the accuracy of a run; empty if training diverged."""
+    return "" if "diverged" in summary else f"{100 * summary['accuracy']:.2f}"
+
+
+def run(cell: Cell, seed: int, rate: float, **changes: float) -> tuple[Path, dict[str, Any]]:
+    """Run what is not finished; return the folder and its summary."""
+    name = f"{cell.label}, lr={rate:g}, {'held out, ' if changes else ''}seed {seed}"
+    place = cell.folder / folder_name(name)
+    experiment = cell.plan.experiment(cell.method, seed, {"lr": rate, **changes})
+    result = cell.plan.kept(experiment, place).run_or_error(ENGINES["stacked"])
+    if "error" in result and "diverged" not in result:
+        raise SystemExit(f"{place}: {result['error']}")
+    summary: dict[str, Any] = read_json(place / "summary.json")
+    print(f"{cell.setting.name}: {name}: {percent(summary) or 'diverged'}, {summary['seconds']:.0f} s", flush=True)
+    return place, summary
+
+
+def held_out(key: Mapping[str, str], seed: int) -> dict[float, float]:
+    """Return the accuracies on held-out data by rate; NaN where training diverged."""
+    cells = [cell for row in rows("rates", **key, seeds=seed) for cell in row.items()]
+    scores = [(rate, score.replace("diverged", "nan")) for rate, score in cells if rate[0].isdigit() and score]
+    return {float(rate): float(score) for rate, score in scores}
+
+
+def chosen_rate(cell: Cell, key: Mapping[str, str]) -> float:
+    """Return the best rate, after the runs that are missing; one at the edge only if no next one can be tried."""
+    rates = sorted(map(float, cell.plan.grid["lr"]))
+    while True:
+        for seed in CHOOSING:
+            missing = [rate for rate in rates if rate not in held_out(key, seed)]
+            found = {rate: run(cell, seed, rate, validation=VALIDATION_SHARE)[1] for rate in missing}
+            scores = {f"{rate:g}": percent(summary) or "diverged" for rate, summary in found.items()}
+            append("rates", [{**key, "seeds": seed, **scores}] if scores else [])
+        best = best_rate({rate: [held_out(key, seed)[rate] for seed in CHOOSING] for rate in rates})
+        beyond = RATES.index(best) + (best == rates[-1]) - (best == rates[0])
+        if not 0 <= beyond < len(RATES) or RATES[beyond] in rates:
+            return best
+        rates = sorted([*rates, RATES[beyond]])
+
+
+def record(cell: Cell, key: Mapping[str, str], seed: int, rate: float) -> None:
+    """Run a cell with a seed, and append the rows of its curve and its own."""
+    place, summary = run(cell, seed, rate)
+    named = {"setting": f"{key['recipe']}, {cell.setting.name}", "method": cell.label, "seed": seed}
+    exchanges, sent, spent, curve = 0, 0, dict[str, object](), []
+    for row in read_rounds(place):
+        exchanges += row["exchanges"]
+        sent += row["payload-bytes-down"] + row["payload-bytes-up"]
+        spent = {"exchanges": exchanges, "MB sent": f"{sent / 10**6:.2f}"}
+        if "accuracy" in row:
+            curve.append({**named, "round": row["round"], "accuracy, %": percent(row), **spent})
+    append("curves", curve)
+    ended = {"accuracy, %": percent(summary), "state": "diverged" if "diverged" in summary else ""}
+    append("runs", [{**key, "seed": seed, "learning rate": f"{rate:g}", **ended, **spent}])
+
+
+def measure(name: str) -> None:
+    """Run what the tables lack of a recipe, setting by setting, and there seed by seed."""
+    recipe = read_recipe(name)
+    cells = plan_cells(recipe, RESULTS / name, "stacked", {})
+    check_resources(recipe, cells)
+    for setting in recipe.settings:
+        place = {"recipe": recipe.name.rpartition("/")[2], "setting": setting.name}
+        keys = [(cell, {**place, "method": cell.label}) for cell in cells if cell.setting == setting]
+        chosen = [(cell, key, chosen_rate(cell, key)) for cell, key in keys]
+        for seed in range(FIRST, FIRST + recipe.seeds):
+            for cell, key, rate in chosen:
+                if not rows("runs", **key, seed=seed):
+                    record(cell, key, seed, rate)
+
+
+if __name__ == "__main__":
+    with alone_in(RESULTS), quiet():
+        for recipe_name in sys.argv[1:]:
+            measure(recipe_name)
