@@ -27,7 +27,7 @@ FLOORS = (
 )
 #: the experiments have floors of their own, by what comes after `fedbn_flwr.experiments.`
 INNER_FLOORS = (
-    ("config", "choice", "method", "liar"),  # what a run is
+    ("config", "choice", "method"),  # what a run is
     ("resources", "output.plots", "output.recorder", "output.run_folder", "output.scoring", "output.sinks"),
     ("checkpoint", "kept_run", "client_side", "server_side", "engines", "sites"),  # a run
     ("comparison", "output.console", "output.listing"),

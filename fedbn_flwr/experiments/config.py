@@ -89,9 +89,6 @@ class Config:
         tuple[str, ...],
         "metrics per class on the test data, of sites on each site's: f1, auc, precision, recall",
     ] = ()
-    lie: Annotated[
-        float, "let the first client send this times its numbers, to try robust; variances keep their sign; 0: no lie"
-    ] = 0.0
     seed: Annotated[int, "seed of everything: model, partition, batches, sampling"] = 0
     device: Annotated[str, "cpu, cuda or auto"] = "auto"
     init_from: Annotated[str, "file with the initial model: safetensors or a torch state dict"] = ""

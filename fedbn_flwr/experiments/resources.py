@@ -179,8 +179,6 @@ def check(experiment: Experiment) -> None:
         )
     if config.class_metrics and config.dataset != data.SITES and task_of(load_data(config).task).placed:
         raise UsageError(f"class-metrics are of labels, and {load_data(config).name} has label maps")
-    if config.lie and experiment.options.get("secure"):
-        raise UsageError("lie changes what the server gets of one client, which secure=true hides")
     if config.clients:
         check_partition(config, config.clients)
     fewest = strategy.secure_min if strategy.secure else strategy.fewest_nodes

@@ -18,7 +18,6 @@ from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import Recovery, clear, read_checkpoint, refuse_other_model
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.kept_run import KeptRun, alone_in, options_in
-from fedbn_flwr.experiments.liar import LyingGrid
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import RunFolder
@@ -59,7 +58,7 @@ def run(
 
     With `resume` the folder holds a run of this experiment, which goes on after its last checkpoint. Other
     grids may stand in front of the grid of nodes. From the strategy to the nodes: SecureGrid (by `start`), CountingGrid
-    (always), LyingGrid, SitesGrid, and in a deployment SideChannelGrid and PackingGrid (always, by `serve`).
+    (always), SitesGrid, and in a deployment SideChannelGrid and PackingGrid (always, by `serve`).
     """
     check(experiment)
     nodes = count_nodes(grid, experiment.config)
@@ -77,7 +76,7 @@ def run(
         files, choice = RunFolder(folder), experiment.choice
         files.config(experiment.to_mapping(), task.sites, engine, experiment.code, choice.text if choice else "")
     strategy = experiment.make_strategy(nodes)
-    counted = CountingGrid(LyingGrid(task.grid, task.config.lie) if task.config.lie else task.grid)
+    counted = CountingGrid(task.grid)
     # what sites have said of their data bounds the counts that they may send later
     strategy.first_counts[MessageType.TRAIN].update(task.counts)
     with open_sinks(task.config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sink:

@@ -122,7 +122,7 @@ def test_a_run_of_several_processes_is_that_of_one(tmp_path: Path) -> None:
 AUTO = {"method": "fixbn:freeze-round=auto"}
 
 
-@pytest.mark.parametrize("options", [{"record-dynamics": "1"}, {"lie": "-1"}, {"method": "fedbs"}, AUTO], ids=str)
+@pytest.mark.parametrize("options", [{"record-dynamics": "1"}, {"method": "fedbs"}, AUTO], ids=str)
 def test_whoever_needs_single_replies_gets_them(options: dict[str, str], tmp_path: Path) -> None:
     experiment = resolve({**OPTIONS, "clients": "4", "workers": "2", **options})
     with open_grid(experiment, tmp_path, "stacked") as grid:

@@ -1,4 +1,4 @@
-"""A client that lies, for experiments with `robust`: a grid that changes what the server gets from the client."""
+"""A client that lies, for tests of `robust`: a grid that changes what the server gets from the client."""
 
 from collections.abc import Sequence
 from dataclasses import replace
