@@ -93,7 +93,7 @@ class StackedLayers:
         """
         forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {
             **{layer: partial(_normalized, layer) for layer in self._batch_norm},
-            **{layer: partial(_masked, layer, streams) for layer in self._dropouts if layer.training},
+            **{layer: partial(_dropped, layer, streams) for layer in self._dropouts if layer.training},
             # a pool's own forward would loop over the clients, and warn of it
             **dict.fromkeys(self._pools, _mean),
         }
@@ -198,7 +198,7 @@ def _in_order(strides: Sequence[int], gradient: Tensor) -> Tensor:
 # ---- dropout: every client gets the masks that it would draw alone ---------------------------------------------------
 
 
-def _masked(layer: _DropoutNd, streams: Sequence[OwnRandomness], inputs: Tensor) -> Tensor:
+def _dropped(layer: _DropoutNd, streams: Sequence[OwnRandomness], inputs: Tensor) -> Tensor:
     """Multiply the inputs of all clients by what the layer makes of ones, client by client."""
     values, dim = unwrapped(inputs.detach())
     rows = values.expand(len(streams), *values.shape) if dim is None else values.movedim(dim, 0)

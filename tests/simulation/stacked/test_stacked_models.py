@@ -93,10 +93,10 @@ class Dropouts(Net):
 
     def middle(self, hidden: Tensor) -> Tensor:
         values = self.nothing(self.twice(torch.relu(self.maps(self.norm(hidden)))))
-        masked: Tensor = self.twice(values + self.everything(values))
-        copied = 2 * masked
-        # what is masked in place is used once more
-        return torch.tanh(masked + self.in_place(copied) + copied) / 4
+        dropped: Tensor = self.twice(values + self.everything(values))
+        copied = 2 * dropped
+        # what is dropped in place is used once more
+        return torch.tanh(dropped + self.in_place(copied) + copied) / 4
 
 
 def maker(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
