@@ -32,19 +32,17 @@ from tests.helpers.loopback import LoopbackFederation, has_proxy
 from tests.helpers.ports import free_ports
 from tests.helpers.relay import Relay
 
-#: FedTAN over the side channel, by messages, and a round without exchanges, for comparison; and under masks
+#: FedTAN over the side channel, by messages, and a round without exchanges, for comparison
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "channel": {"method": "fedtan"},
     "messages": {"method": "fedtan", "exchange-port": 0},
     "fedavg": {"method": "fedavg"},
-    "secure-channel": {"method": "fedtan", "secure": True},
-    "secure-fedavg": {"method": "fedavg", "secure": True},
 }
 #: as in the measurements of a single machine
 _OPTIONS: dict[str, Any] = {"partition": "iid", "local-steps": 5, "batch-size": 32, "evaluate-every": 1000}
 
 #: FedTAN over the side channel, with a process a node in place of Flower's services
-STREAMS: dict[str, dict[str, Any]] = {"streams": {}, "secure-streams": {"secure": True}}
+STREAMS = "streams"
 
 #: what the server's log says of each round over the side channel
 EXCHANGES = re.compile(r"\d+ exchanges over the side channel in ([\d.]+) s, the median of them in ([\d.]+) ms")
@@ -118,10 +116,10 @@ def _shown() -> Iterator[list[str]]:
 
 def rows_of(options: argparse.Namespace) -> Iterator[Row]:
     """Measure every combination; a federation is made once for each number of nodes."""
-    streams = [transport for transport in options.transports if transport in STREAMS]
-    for nodes, rtt, model, transport in itertools.product(options.nodes, options.rtt, options.models, streams):
-        asked = {**_OPTIONS, "method": "fedtan", "model": model, "rounds": options.rounds, **STREAMS[transport]}
-        case = {"transport": transport, "model": model, "nodes": nodes, "rtt-ms": rtt}
+    streams = options.nodes if STREAMS in options.transports else ()
+    for nodes, rtt, model in itertools.product(streams, options.rtt, options.models):
+        asked = {**_OPTIONS, "method": "fedtan", "model": model, "rounds": options.rounds}
+        case = {"transport": STREAMS, "model": model, "nodes": nodes, "rtt-ms": rtt}
         yield {**case, **measure_streams(asked, nodes, rtt)}
     deployed = [transport for transport in options.transports if transport in TRANSPORTS]
     for nodes in options.nodes if deployed else ():
@@ -142,7 +140,7 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print each row when it is there, and write all rows to `bench-deploy.json`."""
     options = _parser().parse_args(arguments)
-    if not (has_proxy() or set(options.transports) <= STREAMS.keys()):
+    if not (has_proxy() or set(options.transports) == {STREAMS}):
         print("nginx is not installed: it is the proxy in front of the side channel")
         return 2
     rows: list[Row] = []
@@ -156,12 +154,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.deploy", description=__doc__)
-    parser.add_argument(
-        "--nodes", type=_numbers, default=[2, 3, 8], help="numbers of sites, under masks at least 3 [2,3,8]"
-    )
+    parser.add_argument("--nodes", type=_numbers, default=[2, 3, 8], help="numbers of sites [2,3,8]")
     parser.add_argument("--rtt", type=_numbers, default=[0, 1, 20, 100], help="round trips in ms [0,1,20,100]")
     parser.add_argument("--models", type=_names, default=["resnet20"], help="models [resnet20]")
-    parser.add_argument("--transports", type=_names, default=[*STREAMS, *TRANSPORTS], help="[all]")
+    parser.add_argument("--transports", type=_names, default=[STREAMS, *TRANSPORTS], help="[all]")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of each run [2]")
     parser.add_argument("--results-dir", default="results", help="folder for bench-deploy.json [results]")
     return parser

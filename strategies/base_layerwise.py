@@ -89,8 +89,7 @@ class Layerwise(FedAvg):
 
     def weigh_participants(self, participants: Sequence[Participant]) -> list[float]:
         """Return the weights of the nodes' models before there are models: p_i, up to a common factor."""
-        # under masks, it is the sum of all
-        said = ((each.node, each.num_examples) for each in participants if not self.secure)
+        said = ((each.node, each.num_examples) for each in participants)
         if refused := read_each(said, self.round.expected.count_of)[1]:
             log_refused(refused)
             raise NodesFailedError([refusal.node for refusal in refused], refused)

@@ -20,9 +20,9 @@ from fedbn_flwr.layerwise.exchange import Combiner, combine
 from fedbn_flwr.server.averaging import Arrays, average, is_floating
 from fedbn_flwr.server.base_strategy import BaseStrategy
 from fedbn_flwr.server.privacy import Privacy
-from fedbn_flwr.server.replies import CannotTrainError, Group, NodeReply, Pooled, tally_of
+from fedbn_flwr.server.replies import CannotTrainError, Group, NodeReply, Pooled
 from fedbn_flwr.server.robust import Robust, States
-from fedbn_flwr.wire.masked import Summed, Terms, is_countable
+from fedbn_flwr.wire.pooled import Terms, deviation, is_countable
 
 from .registry import register_strategy
 
@@ -84,7 +84,7 @@ class FedAvg(BaseStrategy):
 
     @property
     def why_single(self) -> str:
-        """Why sums of replies do not suffice: for masks, and for workers that average their nodes' replies."""
+        """Why means of replies do not suffice, for workers that average their nodes' replies."""
         for group in self.groups:
             if group.by_node:
                 return f"it needs single replies for {group.what}"
@@ -107,7 +107,7 @@ class FedAvg(BaseStrategy):
         return Terms(self.weighting)
 
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
-        """Return p_k for each reply, up to a common factor: as `terms` says, which weigh sums of replies, too."""
+        """Return p_k for each reply, up to a common factor: as `terms` says, which workers follow, too."""
         terms = self.terms()
         if terms.weighting == "uniform":
             return [float(len(reply.nodes)) for reply in replies]
@@ -141,7 +141,8 @@ class FedAvg(BaseStrategy):
             for reply, weight in zip(replies, weights, strict=True)
             for node in reply.nodes
         }
-        return Pooled(groups, by_node, tally_of(replies, self.terms()))
+        metric = self.terms().tally
+        return Pooled(groups, by_node, deviation(reply.metrics.get(metric) for reply in replies))
 
     def mean(self, states: States, weights: Sequence[float], current: Arrays | None = None) -> Arrays:
         """Return the weighted mean of states that began from `current`, or what a robust rule takes in its place."""
@@ -159,8 +160,6 @@ class FedAvg(BaseStrategy):
         return self.privacy.average(states, self.current, parameters, tied, self.server_round)
 
     def _weigh_by_metric(self, replies: Sequence[NodeReply], key: str) -> list[float]:
-        if isinstance(replies[0].content, Summed):
-            return [1.0]  # the mean of all, weighted by the metric already
         name, values = type(self).__name__, [reply.metrics.get(key) for reply in replies]
         if all(value is None for value in values):
             known = ", ".join(sorted(replies[0].metrics))

@@ -11,7 +11,7 @@ from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.replies import Group, Pooled
 from fedbn_flwr.wire import Instruction
-from fedbn_flwr.wire.masked import Terms
+from fedbn_flwr.wire.pooled import Terms
 
 from .fedavg import FedAvg
 from .registry import register_strategy
@@ -81,8 +81,8 @@ class FedBS(FedAvg):
         """Update; also watch for the change from stage 1 to stage 2."""
         self.measured["fedbs-stage"] = self.stage
         if self.stage == 1:
-            self.measured["loss-deviation"] = pooled.tally.deviation
-            self._calm_rounds = self._calm_rounds + 1 if pooled.tally.deviation <= self.epsilon else 0
+            self.measured["loss-deviation"] = pooled.deviation
+            self._calm_rounds = self._calm_rounds + 1 if pooled.deviation <= self.epsilon else 0
             if self._calm_rounds >= self.patience_rounds:
                 self.stage = 2
                 log(INFO, "FedBS: stage 2 begins after round %d", self.server_round)

@@ -18,7 +18,7 @@ from fedbn_flwr.server.lr_schedule import moment, round_of, rounds_of
 from fedbn_flwr.server.replies import NodeReply, Pooled
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
-from fedbn_flwr.wire.masked import Tally, Terms
+from fedbn_flwr.wire.pooled import Terms
 
 from .fedavg import FedAvg
 from .registry import register_strategy
@@ -121,10 +121,9 @@ class FixBN(FedAvg):
         return replace(instruction, lr=min(instruction.lr, largest))
 
     def terms(self) -> Terms:
-        """With `auto`, nodes whose statistics are calm are counted."""
+        """With `auto`, each node's change of statistics is needed."""
         terms = super().terms()
-        auto = self.freeze_at is None
-        return replace(terms, tally=wire.STATISTICS_CHANGE, bound=self.threshold) if auto else terms
+        return replace(terms, tally=wire.STATISTICS_CHANGE) if self.freeze_at is None else terms
 
     def circumstances(self) -> str:
         """Return what may have made training diverge in this round, and what to try, in words."""
@@ -140,25 +139,23 @@ class FixBN(FedAvg):
     def update(self, pooled: Pooled) -> Arrays:
         """Update; with `auto`, also watch how much the statistics still change."""
         if self.frozen_after is None:
-            self._watch(self.server_round, pooled.tally)
+            self._watch(self.server_round)
         return super().update(pooled)
 
     def lose_round(self) -> None:
         """Watch, too, whether it is late."""
         super().lose_round()
         if self.frozen_after is None:
-            self._watch(self.server_round, Tally())
+            self._watch(self.server_round)
 
-    def _watch(self, server_round: int, tally: Tally) -> None:
+    def _watch(self, server_round: int) -> None:
         self._note_reports(server_round, self.train_replies)
         recent = [variance for last, variance in self.reports.values() if last > server_round - self.window]
         reported = [variance for variance in recent if variance is not None]
         variance = max(reported) if 0 < len(recent) <= 2 * len(reported) else None
         if variance is not None:
             self.measured["statistics-change-variance"] = variance
-            calm = variance < self.threshold
-        else:  # in a sum, the largest of the nodes' variances is not known, but whether any is too large
-            calm = tally.below == tally.count and 0 < len(recent) <= 2 * tally.count
+        calm = variance is not None and variance < self.threshold
         late = self.num_rounds is not None and server_round >= rounds_of(self.latest, self.num_rounds)
         if (calm or late) and server_round != self.num_rounds:
             self.frozen_after = self.measured["frozen-after"] = server_round

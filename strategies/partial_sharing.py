@@ -67,9 +67,7 @@ class PartialSharing(FedAvg):
     def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
         """The whole state for a node that has none of its own, the shared entries for the others."""
         groups = super().package(node, arrays)
-        # under masks, all nodes must get the same
-        nodes = self.round.nodes if self.secure else [node]
-        if self._shared is not None and self._served.issuperset(nodes):
+        if self._shared is not None and node in self._served:
             whole = groups[self.arrayrecord_key]
             shared = {name: array for name, array in whole.items() if name in self._shared}
             groups[self.arrayrecord_key] = make_record(shared)

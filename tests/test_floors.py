@@ -14,7 +14,7 @@ from tests.helpers.checkout import ROOT
 FLOORS = (
     ("fedbn_flwr.plugins",),  # below the first floor: how every room registers what users add
     ("fedbn_flwr.norm", "fedbn_flwr.randomness"),
-    ("fedbn_flwr.layerwise", "fedbn_flwr.secure", "fedbn_flwr.state", "fedbn_flwr.models", "fedbn_flwr.data"),
+    ("fedbn_flwr.layerwise", "fedbn_flwr.state", "fedbn_flwr.models", "fedbn_flwr.data"),
     ("fedbn_flwr.wire", "fedbn_flwr.diagnosis"),
     ("fedbn_flwr.client", "fedbn_flwr.server"),
     ("fedbn_flwr.transports",),

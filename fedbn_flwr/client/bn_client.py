@@ -176,10 +176,6 @@ class BNClient:
         samples = torch.from_numpy(self.indices)[drawn]
         return BatchLoader(self.train_split, self.device, instruction.augmentation, samples, sizes, generator)
 
-    def first_batch_is_all(self, instruction: Instruction) -> bool:
-        """Return whether a round's first mini-batch has all of the node's samples."""
-        return self.batch_sizes(instruction)[0] >= len(self.indices)
-
     def batch_sizes(self, instruction: Instruction) -> list[int]:
         """Return the sizes of a round's mini-batches."""
         return batches.batch_sizes(len(self.indices), instruction, self._merges_single(instruction))

@@ -85,10 +85,6 @@ class OwnLoopClient:
         metrics: Metrics = {wire.DOMAIN: -1, wire.PARTITION_ID: self.partition_id}
         return Reply(self._num_examples or 0, metrics, report=model_names(self.model))
 
-    def first_batch_is_all(self, instruction: Instruction) -> bool:
-        """Return False: only the handler knows its mini-batches."""
-        return False
-
     def step_seed(self, instruction: Instruction) -> int:
         """Return the seed of what the handler draws from torch's global generator in this round."""
         return derive(instruction.seed, "own loop", "round", instruction.server_round, "partition", self.partition_id)

@@ -3,30 +3,26 @@
 Its base, `NodeApp`, is what happens to a message before a handler sees it, and to a reply before it leaves.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from logging import ERROR
 from typing import Any, TypeVar
 
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common import log
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply, read_instruction
-from fedbn_flwr.client.gate_memory import is_closed
 from fedbn_flwr.client.own_loop_client import OwnLoopClient
 from fedbn_flwr.clientapp.mods import ClientAppCallable, Mod, is_outermost
-from fedbn_flwr.layerwise.exchange import NOT_FINITE, TOO_LARGE
 from fedbn_flwr.layerwise.shared_statistics import UnlikeBatchNormError
+from fedbn_flwr.plugins.gone import refuse_sums
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.secure import ProtocolError
-from fedbn_flwr.secure.fixed_point import NotEncodableError
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.transports.message_client import handle_layerwise_message
 from fedbn_flwr.transports.message_records import SIDE_CHANNEL
 from fedbn_flwr.transports.side_channel_client import answer_by_channel
-from fedbn_flwr.wire import Instruction, masked
+from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.packed import PACKED, pack, unpack, with_content
 
 T = TypeVar("T")
@@ -36,7 +32,7 @@ ClientFunction = Callable[[Context], BNClient]
 
 
 class NodeApp(ClientApp):
-    """Flower's ClientApp, which unpacks and packs arrays, and masks a reply where the server asks for a sum.
+    """Flower's ClientApp, which unpacks and packs arrays, and ends with one line where bad input is met.
 
     Mods that are `outermost` see every message, also those that no handler does, and what was remembered until the end.
     """
@@ -53,50 +49,16 @@ class NodeApp(ClientApp):
         packed = PACKED in message.content
         received = with_content(message, unpack(message.content)) if packed else message
         try:
+            refuse_sums(os.environ)
             reply = handle(received, context)
-        except (ProtocolError, NotEncodableError, UsageError) as error:  # in one line: Flower would show a traceback
+        except UsageError as error:  # in one line: Flower would show a traceback
             reply = _error(str(error), message)
         return with_content(reply, pack(reply.content)) if packed and reply.has_content() else reply
 
     def _answer(self, message: Message, context: Context) -> Message:
         if message.metadata.message_type == wire.LAYERWISE and SIDE_CHANNEL in message.content:
-            return answer_by_channel(message, context, self._answer_message)
-        return self._answer_message(message, context)
-
-    def _answer_message(self, message: Message, context: Context) -> Message:
-        if not is_closed(message):
-            return ClientApp.__call__(self, message, context)
-        try:
-            self.enter(message, context)
-            if message.metadata.message_type != masked.SECURE_QUERY:
-                return self.leave(ClientApp.__call__(self, message, context), message, context)
-            from fedbn_flwr.client.gate import answer_query
-
-            return Message(answer_query(message, context), reply_to=message)
-        except (ProtocolError, NotEncodableError):
-            raise
-        except Exception as error:
-            log(ERROR, "Under masks, the server learns only that this node failed", exc_info=error)
-            return _error(_kind_of(f"{type(error).__name__}: {error}"), message)
-
-    def enter(self, message: Message, context: Context) -> None:
-        """Let a message in; ProtocolError if it asks for what the node does not give."""
-        if is_closed(message):
-            # cryptography takes a while to import
-            from fedbn_flwr.client import gate
-
-            gate.enter(message, context)
-
-    def leave(self, reply: Message, message: Message, context: Context) -> Message:
-        """Return what leaves the node in place of a reply."""
-        if not is_closed(message):
-            return reply
-        from fedbn_flwr.client import gate
-
-        if reply.has_error():
-            log(ERROR, "Under masks, the server does not learn why this node failed: %s", reply.error.reason)
-            return _error(_kind_of(reply.error.reason or ""), message)
-        return Message(gate.leave(reply.content, message, context), reply_to=message)
+            return answer_by_channel(message, context, super().__call__)
+        return super().__call__(message, context)
 
 
 class BNClientApp(NodeApp):
@@ -206,9 +168,3 @@ def _around(handle: ClientAppCallable, mod: Mod) -> ClientAppCallable:
 
 def _error(reason: str, message: Message) -> Message:
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
-
-
-def _kind_of(reason: str) -> str:
-    """Return what the server learns of a failure under masks: texts may name files, classes or numbers."""
-    kinds = [f"a number {kind}" for kind in (NOT_FINITE, TOO_LARGE) if kind in reason]
-    return kinds[0] if kinds else "it failed, and its own log says why"

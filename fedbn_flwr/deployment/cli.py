@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from fedbn_flwr import __version__
 from fedbn_flwr.deployment import DeploymentError
 from fedbn_flwr.plugins import MissingExtraError, extra
+from fedbn_flwr.plugins.options import UsageError
 
 #: the commands of this room, with their help
 COMMANDS = {
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(line, flush=True)
             failed += getattr(line, "verdict", "") == "failed"
         return int(failed > 0)
-    except (DeploymentError, MissingExtraError) as error:
+    except (DeploymentError, MissingExtraError, UsageError) as error:
         print("fedbn-flwr:", *str(error).split(), file=sys.stderr)
         return 2
     except KeyboardInterrupt:

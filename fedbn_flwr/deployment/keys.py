@@ -11,7 +11,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedbn_flwr.deployment import DeploymentError
@@ -78,16 +78,6 @@ def make_node_key(private: Path, public: Path, comment: str) -> None:
     form, none = serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     write_new(private, key.private_bytes(_PEM, form, none), PRIVATE)
     write_new(public, public_text(key) + f" {comment}\n", PUBLIC)
-
-
-def make_signing_key(private: Path, sites: Path, site: str) -> None:
-    """Make a site's key for sums under masks, and a list of sites with its public half in the first line."""
-    key = ed25519.Ed25519PrivateKey.generate()
-    write_new(private, key.private_bytes_raw().hex() + "\n", PRIVATE)
-    line = f"{key.public_key().public_bytes_raw().hex()} {site}\n"
-    before = sites.read_text() if sites.exists() else ""
-    sites.unlink(missing_ok=True)
-    write_new(sites, line + before, PUBLIC)
 
 
 def load_node_key(path: Path) -> ec.EllipticCurvePrivateKey:

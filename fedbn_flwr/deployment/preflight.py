@@ -20,13 +20,10 @@ from typing import Literal
 from cryptography import x509
 
 from fedbn_flwr import __version__
-from fedbn_flwr.client.gate import read_pins
-from fedbn_flwr.client.gate_memory import MINIMUM
 from fedbn_flwr.deployment import DeploymentError
 from fedbn_flwr.deployment.flower_internals import is_registered
 from fedbn_flwr.deployment.keys import load_node_key, public_text
-from fedbn_flwr.deployment.site import SECURE, WRITTEN, read_env
-from fedbn_flwr.secure import ProtocolError
+from fedbn_flwr.deployment.site import WRITTEN, read_env
 
 #: seconds that Flower's node authentication lets a node's clock be ahead of the server's, and behind it
 AHEAD, BEHIND = 5, 305
@@ -112,25 +109,6 @@ def _registered(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
     else:
         text = f"not yet: give {env['FEDBN_SITE']}.pub to the operator, who registers it"
         yield Check("registered", "warning", text)
-
-
-def _secure(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
-    """The keys for sums under masks, where the site answers only so."""
-    if not env.get("FEDBN_SECURE"):
-        yield Check("secure", "ok", "off: the server sees what this site sends; FEDBN_SECURE=1 in .env hides it")
-        return
-    folder = _place(kit, SECURE)
-    try:
-        own, sites = read_pins(str(folder))
-    except ProtocolError as error:
-        raise DeploymentError(str(error)) from error
-    names = [line.split()[-1] for line in (folder / "sites.txt").read_text().splitlines() if line]
-    if own.public_key() not in sites:
-        raise DeploymentError(f"{folder / 'sites.txt'} lacks this site's own key")
-    text = f"answers only under masks, among {len(sites)} sites: {', '.join(names)}"
-    if len(sites) < MINIMUM:
-        raise DeploymentError(f"{text}; add the first lines of the others' sites.txt, {MINIMUM} sites at least")
-    yield Check("secure", "ok", text)
 
 
 def _folders(kit: Path, env: Mapping[str, str]) -> Iterator[Check]:
@@ -261,7 +239,6 @@ _CHECKS: dict[str, Callable[[Path, Mapping[str, str]], Iterator[Check]]] = {
     "exchange": _exchange,
     "key": _key,
     "registered": _registered,
-    "secure": _secure,
     "versions": _versions,
     "folders": _folders,
     "gpu": _gpu,

@@ -6,7 +6,7 @@ server/    .env docker-compose.yml ca.crt server.crt server.key superexec.secret
            nginx.conf operator.conf              the doors for sites and for the operator
 operator/  config.toml operator.key ca.crt       Flower's own configuration (FLWR_HOME), and who is registered
 .env       for all of it on one machine
-sites/S/   .env docker-compose.yml ca.crt *.service state/ models/ log/ secure/      the kit of site S
+sites/S/   .env docker-compose.yml ca.crt *.service state/ models/ log/      the kit of site S
 ```
 
 A folder that exists is completed: new sites get their kits, and no file is overwritten.
@@ -84,9 +84,7 @@ def fill(template: str, values: Mapping[str, object]) -> str:
 
 
 def _make_folders(federation: Federation, out: Path) -> None:
-    inner = [
-        f"sites/{site}{part}" for site in federation.sites for part in ("", "/state", "/models", "/log", "/secure")
-    ]
+    inner = [f"sites/{site}{part}" for site in federation.sites for part in ("", "/state", "/models", "/log")]
     try:
         for name in ("", "ca", "operator", "server", "server/state", "server/results", "sites", *inner):
             (out / name).mkdir(mode=0o755 if name in ("", "sites") else 0o700, parents=True, exist_ok=True)

@@ -4,24 +4,25 @@ import os
 from pathlib import Path
 
 from fedbn_flwr.deployment import DeploymentError
-from fedbn_flwr.deployment.keys import make_node_key, make_secret, make_signing_key
+from fedbn_flwr.deployment.keys import make_node_key, make_secret
 from fedbn_flwr.deployment.provision import hand_over, user_of
+from fedbn_flwr.plugins.gone import refuse_sums
 
 #: folders of a kit that the containers write to
 WRITTEN = ("log", "state", "models")
-#: the folder of a kit with the keys for sums under masks
-SECURE = "secure"
 
 
 def read_env(kit: Path) -> dict[str, str]:
-    """Read the kit's `.env`."""
+    """Read the kit's `.env`; UsageError if it asks for secure sums."""
     path = kit / ".env"
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
     except OSError as error:
         raise DeploymentError(f"{path} cannot be read ({error.strerror}): is {kit} the kit of a site?") from error
     pairs = [line.split("=", 1) for line in lines if line and not line.startswith("#") and "=" in line]
-    return dict(pairs)
+    env = dict(pairs)
+    refuse_sums(env)
+    return env
 
 
 def init_site(kit: Path) -> Path:
@@ -44,12 +45,8 @@ def init_site(kit: Path) -> Path:
         make_node_key(kit / "node.key", public, site)
     if not (kit / "superexec.secret").exists():
         make_secret(kit / "superexec.secret")
-    secure = kit / SECURE
-    secure.mkdir(mode=0o700, exist_ok=True)
-    if not (secure / "sign.key").exists():
-        make_signing_key(secure / "sign.key", secure / "sites.txt", site)
     for folder in WRITTEN:
         (kit / folder).mkdir(mode=0o700, exist_ok=True)
-    for name in ("node.key", "superexec.secret", SECURE, *WRITTEN):
+    for name in ("node.key", "superexec.secret", *WRITTEN):
         hand_over(kit / name, user)
     return public

@@ -133,7 +133,7 @@ def _weighting_if_averaged(experiment: Experiment) -> str:
     """Return by what a worker can average its nodes' replies; nothing if the server needs them one by one."""
     config = experiment.config
     strategy = experiment.make_strategy(config.clients)
-    looks_at_single = config.record_dynamics or strategy.secure or strategy.why_single
+    looks_at_single = config.record_dynamics or strategy.why_single
     # a worker is told once, and a user's own terms may be others in each round
     looks_at_single = looks_at_single or strategy.terms().tally or is_foreign(strategy.terms)
     return "" if looks_at_single else strategy.terms().weighting

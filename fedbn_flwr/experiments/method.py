@@ -63,9 +63,9 @@ class Experiment:
         evaluating = 1.0 if personal or config.dataset == SITES else config.fraction_evaluate
         # every accuracy, also that of the mean of what nodes keep; sites are not asked to send it
         reported = personal and "mean-personal" in own_options(self.strategy_class)
-        alone = config.dataset == SITES or self.options.get("secure", False)
+        alone = config.dataset == SITES
         try:
-            strategy = self.strategy_class(
+            return self.strategy_class(
                 lr_schedule=config.lr_schedule,
                 seed=config.seed,
                 patience=config.node_timeout,
@@ -78,8 +78,6 @@ class Experiment:
                 min_available_nodes=config.min_nodes or nodes,
                 **{**({"mean_personal": True} if reported and not alone else {}), **self.options},
             )
-            strategy.require_sums_suffice()
-            return strategy
         except ValueError as error:
             raise UsageError(f"method {config.method!r}: {error}") from None
 

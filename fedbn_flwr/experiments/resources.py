@@ -181,9 +181,9 @@ def check(experiment: Experiment) -> None:
         raise UsageError(f"class-metrics are of labels, and {load_data(config).name} has label maps")
     if config.clients:
         check_partition(config, config.clients)
-    fewest = strategy.secure_min if strategy.secure else strategy.fewest_nodes
+    fewest = strategy.fewest_nodes
     if config.clients and drawn < fewest:
-        why = f"{'secure=true' if strategy.secure else f'robust={strategy.robust}'} needs {fewest} nodes in a round"
+        why = f"robust={strategy.robust} needs {fewest} nodes in a round"
         raise UsageError(f"method {config.method!r}: {why}, and {drawn} take part: {fewest - drawn} missing")
 
 

@@ -57,14 +57,13 @@ def run(
     """Run one experiment on a grid and write its results into a folder.
 
     With `resume` the folder holds a run of this experiment, which goes on after its last checkpoint. Other
-    grids may stand in front of the grid of nodes. From the strategy to the nodes: SecureGrid (by `start`), CountingGrid
+    grids may stand in front of the grid of nodes. From the strategy to the nodes: CountingGrid
     (always), SitesGrid, and in a deployment SideChannelGrid and PackingGrid (always, by `serve`).
     """
     check(experiment)
     nodes = count_nodes(grid, experiment.config)
     saved = read_checkpoint(folder) if experiment.config.resume else None
-    before, secure = options_in(folder) if saved else {}, bool(experiment.options.get("secure", False))
-    task = make_task(grid, experiment.config, nodes, before, secure)
+    task = make_task(grid, experiment.config, nodes, options_in(folder) if saved else {})
     experiment = replace(experiment, config=task.config)
     initial = state.to_record(fresh_model(task.config, task.form).state_dict())
     if saved:
@@ -125,10 +124,10 @@ class Task:
     counts: Mapping[int, int] = field(default_factory=dict)
 
 
-def make_task(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any], secure: bool = False) -> Task:
+def make_task(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any]) -> Task:
     """Return the task of a run; `before` are the options of the run that goes on, if there is one."""
     if config.dataset == SITES:
-        return _at_sites(grid, config, nodes, before, secure)
+        return _at_sites(grid, config, nodes, before)
     check_partition(config, nodes)
     config = rounds_within_budget(config, nodes)
     set_threads(config)
@@ -137,17 +136,17 @@ def make_task(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any],
     return Task(config, grid, form_of(config), scorer, ConfigRecord(), [])
 
 
-def _at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any], secure: bool) -> Task:
+def _at_sites(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any]) -> Task:
     """Ask the sites what their data are, and agree on what they have in common."""
     if before and not config.mean:
         # what the sites agreed on then: today another one may be absent
         config = Config.from_mapping({**config.to_mapping(), "mean": before["mean"], "std": before["std"]})
-    answers = ask_sites(grid, sorted(grid.get_node_ids()), config.node_timeout, secure)
+    answers = ask_sites(grid, sorted(grid.get_node_ids()), config.node_timeout)
     agreement = agree(replace(config, partition=SITES), answers)
     config = rounds_within_budget(agreement.config, nodes, agreement.samples)
     set_threads(config)
     scorer = SiteScorer(config.classes, config.class_metrics)
-    sites_grid = SitesGrid(grid, agreement, secure)
+    sites_grid = SitesGrid(grid, agreement)
     counts = {node: sum(site.train) for node, site in agreement.sites.items()}
     return Task(config, sites_grid, agreement.form, scorer, agreement.to_config(), agreement.table(), counts)
 

@@ -5,25 +5,16 @@ import time
 from collections.abc import Sequence
 from itertools import count
 from logging import WARNING
-from typing import Protocol, runtime_checkable
 from uuid import uuid4
 
 from flwr.app import Message
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedbn_flwr.wire.masked import Summed
+from fedbn_flwr.wire.pooled import Summed
 
 #: of the ids of messages that do not get theirs from Flower; processes may share the first, and hand over messages
 _PREFIX, _NUMBERS = uuid4(), count()
-
-
-@runtime_checkable
-class AskingGrid(Protocol):
-    """A grid that waits for replies by itself, because it makes something of all of them."""
-
-    def ask(self, messages: Sequence[Message], timeout: float) -> dict[int, Message]:
-        """Send messages and wait for the replies, at most `timeout` seconds; return the replies by node."""
 
 
 def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: float = 0.02) -> dict[int, Message]:
@@ -33,8 +24,6 @@ def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: flo
     deployment; this function starts with `poll` seconds and slows down to one second. An error reply may not name its
     node, so replies are matched by message id.
     """
-    if isinstance(grid, AskingGrid):
-        return grid.ask(messages, timeout)
     sent = dict(zip(grid.push_messages(messages), messages, strict=True))
     nodes = {message_id: message.metadata.dst_node_id for message_id, message in sent.items()}
     replies: dict[int, Message] = {}

@@ -38,9 +38,8 @@ from fedbn_flwr.server.replies import (
 )
 from fedbn_flwr.server.robust import Robust
 from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
-from fedbn_flwr.server.secure_grid import SecureGrid
 from fedbn_flwr.wire import Instruction
-from fedbn_flwr.wire.masked import Terms
+from fedbn_flwr.wire.pooled import Terms
 
 UNTRAINED = (
     "`result.arrays` has %d entries that stay on the nodes and were not trained (%s): evaluate on the nodes, or use "
@@ -151,8 +150,6 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         clip_factor: Annotated[
             float, "largest ratio of a unit's gradient to its weights, to which clients clip it; 0: off", Range(0)
         ] = 0.0,
-        secure: Annotated[bool, "let the server see sums over nodes only, by masks that cancel"] = False,
-        secure_min: Annotated[int, "smallest number of nodes of such a sum", Range(3)] = 3,
         **flower: Any,
     ) -> None:
         super().__init__(**flower)
@@ -162,7 +159,6 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.exchange_timeout = exchange_timeout
         self.evaluate_every = evaluate_every
         self.clip_norm, self.clip_factor = clip_norm, clip_factor
-        self.secure, self.secure_min = secure, secure_min
         self.momentum_state = momentum_state
         #: what `pools` and options say: `FedAvg.add_group` adds them
         self.groups: tuple[Group, ...] = ()
@@ -178,7 +174,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         self.partitions: dict[int, int] = {}
         #: by kind of message, how many examples each node said first, and how many times as many it may say later
         self.first_counts: dict[str, dict[int, float]] = {MessageType.TRAIN: {}, MessageType.EVALUATE: {}}
-        self.count_growth = float("inf") if secure else 2.0  # a sum is over those who are there
+        self.count_growth = 2.0
         self.ever_trained = False
         self.frozen_after: int | None = None
         #: the binding keys that clients have acknowledged in training
@@ -309,9 +305,6 @@ class BaseStrategy(KeptState, FlowerFedAvg):
         Before going on after some rounds, `load_state_dict` takes up what `state_dict` returned after them.
         """
         self.num_rounds, self.started = num_rounds, True
-        self.require_sums_suffice()
-        if self.secure:
-            grid = SecureGrid(grid, self.terms, self.secure_min, self.exchange_timeout)
         left, configs = num_rounds - rounds_done, (timeout, train_config, evaluate_config)
         evaluate = evaluate_fn and (lambda number, state: evaluate_fn(number + rounds_done if number else 0, state))
         run = LaterRounds(self, rounds_done).start if rounds_done else super().start
@@ -385,7 +378,7 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     def draw_nodes(self, grid: Grid, server_round: int, fraction: float, minimum: int) -> list[int]:
         """Draw the nodes of a round; if all take part, they are not asked to describe themselves."""
         # those who were there may come back; a first round with too few says so at once
-        fewest = (self.secure_min if self.secure else self.fewest_nodes) if self.ever_trained else 0
+        fewest = self.fewest_nodes if self.ever_trained else 0
         nodes = wait_for_nodes(grid, max(self.min_available_nodes, minimum, fewest), self.patience)
         count = max(int(len(nodes) * fraction), minimum)
         return nodes if count >= len(nodes) else draw(self.describe(grid, nodes), count, self.seed, server_round)
@@ -418,17 +411,6 @@ class BaseStrategy(KeptState, FlowerFedAvg):
     def describe_node(self, node: int) -> Node:
         """Ask one node for its description."""
         return self.describe(self.grid, [node])[node]
-
-    def require_sums_suffice(self) -> None:
-        """Raise ValueError if the method is to be secure, and cannot be."""
-        if not self.secure:
-            return
-        why = self.why_single
-        for name in ("fraction_train", "fraction_evaluate"):
-            if 0 < getattr(self, name) < 1:
-                why = f"{name} must be 1 (or 0), because sums over other nodes in each round show what single ones have"
-        if why:
-            raise ValueError(f"{type(self).__name__} cannot run with secure=true: {why}")
 
     def _begin_round(self, kind: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> None:
         """Take the orders of the user and of the method, and with them what replies must hold."""

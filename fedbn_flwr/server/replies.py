@@ -16,7 +16,7 @@ from fedbn_flwr.layerwise.exchange import LARGEST, MOST, NOT_FINITE, TOO_LARGE
 from fedbn_flwr.server.averaging import Arrays, unusable, view_arrays
 from fedbn_flwr.state.flat import FlatArrays, Layout
 from fedbn_flwr.state.records import array_records
-from fedbn_flwr.wire.masked import Summed, Tally, Terms
+from fedbn_flwr.wire.pooled import Summed
 
 #: rounds without a usable reply that end a run: in which nodes sent numbers that are not finite, or of any kind
 LOST_ROUNDS, FRUITLESS_ROUNDS = 3, 10
@@ -138,7 +138,7 @@ class Group:
     is_required: bool = True
     #: whether a robust rule stands in the place of its mean
     can_be_robust: bool = True
-    #: whether each node's own is needed, so that a sum over nodes would not do
+    #: whether each node's own is needed, so that a mean over nodes would not do
     by_node: bool = False
 
 
@@ -148,18 +148,10 @@ class Pooled:
 
     #: the mean of the model, under `wire.ARRAYS`, and of the method's groups by their names
     groups: Mapping[str, Arrays]
-    #: by node; the nodes of a sum have equal shares of its weight
+    #: by node; the nodes of a mean have equal shares of its weight
     weights: Mapping[int, float]
-    #: of the metric that the strategy's terms name
-    tally: Tally
-
-
-def tally_of(replies: Sequence[NodeReply], terms: Terms) -> Tally:
-    """Return what replies say of the metric that terms name."""
-    # where there is a tally, sums are over all nodes
-    if replies and isinstance(replies[0].content, Summed):
-        return replies[0].content.tally
-    return Tally.over((reply.metrics.get(terms.tally) for reply in replies), terms.bound)
+    #: over the nodes, of the metric that the strategy's terms name
+    deviation: float
 
 
 @dataclass(frozen=True)

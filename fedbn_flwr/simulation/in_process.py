@@ -196,15 +196,13 @@ class InProcessGrid(LocalGrid):
         places = [place for place, message in enumerate(messages) if message.metadata.message_type == MessageType.TRAIN]
         if self._trainer is None or len(places) < 2 or not self._hands_to_clients():
             return {}
-        app = cast(BNClientApp, self._client_app)
         replies: dict[int, Message] = {}
         for portion in in_portions(places):
             jobs = self._prepare({place: messages[place] for place in portion})
             for trained in self._trainer(jobs):
                 for job, reply in trained:
                     with suppress(Exception):  # reported when the message is answered
-                        packed = job_reply(job, reply)
-                        replies[job.place] = app.leave(packed, job.message, job.context)
+                        replies[job.place] = job_reply(job, reply)
                         self._keep(job.node, job.context)
         return replies
 
@@ -219,7 +217,6 @@ class InProcessGrid(LocalGrid):
             with suppress(Exception):  # reported when the message is answered
                 context = self._lend(node)
                 client = self._client_app.client_fn(context)
-                self._client_app.enter(message, context)
                 received = read_message(message, shared if changes_nothing(client) else None)
                 jobs.append(Job(place, message, context, client, *received))
         return jobs

@@ -16,7 +16,7 @@ from fedbn_flwr.state.flat import Layout
 from fedbn_flwr.state.records import array_records, flat_of, payload_bytes, view_array
 from fedbn_flwr.transports import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
 from fedbn_flwr.wire import DESCRIBE
-from fedbn_flwr.wire.masked import SECURE, SECURE_QUERY, Summed
+from fedbn_flwr.wire.pooled import Summed
 
 #: the bytes of a megabyte, wherever results show one
 MEGABYTE = 10**6
@@ -94,7 +94,7 @@ class CountedTransport:
 class CountingGrid(PassingGrid):
     """Any grid, counted. Training and evaluation are kept apart.
 
-    Asking nodes who they are, or for their keys, is neither: a run that is resumed does it again.
+    Asking nodes who they are is neither: a run that is resumed does it again.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -108,7 +108,7 @@ class CountingGrid(PassingGrid):
 
     def _traffic_of(self, message: Message) -> Traffic:
         kind = message.metadata.message_type
-        if kind == DESCRIBE or (kind == SECURE_QUERY and "survivors" not in message.content.get(SECURE, {})):
+        if kind == DESCRIBE:
             return Traffic()
         return self.evaluation if kind.startswith("evaluate") else self.training
 

@@ -14,7 +14,6 @@ from flwr.app import Context, RecordDict
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.bn_client import BNClient
-from fedbn_flwr.client.gate_memory import other_batches
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.own_loop_client import OwnLoopClient
 from fedbn_flwr.client.reply import Reply
@@ -79,7 +78,7 @@ def handle_layerwise_message(
         if received is None or answers is None:
             return Reply(0, {}, report={LACKS_ARRAYS: True})
         client = make_client(context)
-        instruction = other_batches(client.first_batch_is_all, read_instruction(config), content, context)
+        instruction = read_instruction(config)
         step = partial(_train, client, received, instruction)
         held = HeldStep(client, SuspendedStep(step, client.step_seed(instruction)))
         outcome = held.step.advance()

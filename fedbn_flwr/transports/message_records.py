@@ -28,11 +28,11 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from fedbn_flwr import state, wire
 from fedbn_flwr.layerwise import Answer, Kind, Requests
 from fedbn_flwr.layerwise.exchange import MOST
-from fedbn_flwr.wire import masked
 
 ANSWERS, COUNTS = "answers", "answers-counts"
-POSITION, REQUEST = masked.POSITION, masked.REQUEST
-LACKS_ARRAYS = masked.LACKS_ARRAYS
+POSITION, REQUEST = "position", "request"
+#: in a report: the node must be sent the arrays of its layer-wise step again
+LACKS_ARRAYS = "lacks-arrays"
 SIDE_CHANNEL, ADDRESS, TOKEN = "side-channel", "address", "token"
 UNREACHABLE = "unreachable"
 

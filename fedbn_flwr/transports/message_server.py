@@ -15,7 +15,6 @@ from fedbn_flwr.layerwise.exchange import ExchangeError, check, join
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.passing_grid import PassingGrid
 from fedbn_flwr.server.replies import Expected, Refusal, leave_out, log_refused, parse_replies, read_each
-from fedbn_flwr.server.secure_grid import SumFailedError
 from fedbn_flwr.transports import NodesFailedError, Participant
 from fedbn_flwr.transports.message_records import (
     LACKS_ARRAYS,
@@ -25,7 +24,6 @@ from fedbn_flwr.transports.message_records import (
     pack_answers,
     read_request,
 )
-from fedbn_flwr.wire.masked import Summed
 
 #: replies by node; a node that did not reply in time is absent
 Replies = Mapping[int, Message]
@@ -57,11 +55,7 @@ class MessageTransport:
         """Send every node the answer, and return the nodes' next requests."""
         if answer is not None:
             self._answers.append(answer)
-        try:
-            replies = self._ask()
-        except SumFailedError as failure:
-            refusals = [leave_out(node, reason) for node, reason in failure.reasons.items()]
-            raise NodesFailedError(failure.reasons, refusals) from None
+        replies = self._ask()
         if _is_at_end(replies):
             self._final = self._final_replies(replies)
             return None
@@ -111,12 +105,11 @@ class MessageTransport:
         NodesFailedError names the nodes whose requests are missing, cannot be read, or cannot be combined with the
         others'.
         """
-        reasons = [leave_out(node, "it did not answer in time") for node in self.contents.keys() - _answering(replies)]
+        reasons = [leave_out(node, "it did not answer in time") for node in self.contents.keys() - replies.keys()]
         usable, refused = parse_replies(replies.values(), self.sent, self.expected)
         requests, unread = read_each(((reply.node, reply.content) for reply in usable), lambda _, it: read_request(it))
         log_refused([*refused, *unread])
-        heard = {node for reply in usable if reply.node in requests for node in reply.nodes}
-        if missing := self.contents.keys() - heard:
+        if missing := self.contents.keys() - requests.keys():
             raise NodesFailedError(missing, [*reasons, *refused, *unread])
         joined = _join(requests)
         if not self.participants:
@@ -125,18 +118,12 @@ class MessageTransport:
 
     def _final_replies(self, replies: Replies) -> list[Message]:
         """Return the replies with models, and errors; a node without is left out, as in plain training."""
-        for node in self.contents.keys() - _answering(replies):
+        for node in self.contents.keys() - replies.keys():
             leave_out(node, "it did not answer in time")
         for node, reply in replies.items():
             if reply.has_content() and REQUEST in reply.content:
                 leave_out(node, "it is at a BN layer where the others are at their end")
         return [reply for reply in replies.values() if reply.has_error() or REQUEST not in reply.content]
-
-
-def _answering(replies: Replies) -> set[int]:
-    """Return the nodes that have answered; one reply may be the mean of many."""
-    contents = [reply.content for reply in replies.values() if reply.has_content()]
-    return {node for content in contents if isinstance(content, Summed) for node in content.nodes} | replies.keys()
 
 
 def _is_at_end(replies: Replies) -> bool:

@@ -19,8 +19,8 @@ TOKEN = "token"
 ALIVE = b""
 #: the record of a node's last frame: its `reason` says why the node failed, and is empty if its reply comes by Flower
 END, REASON = "end", "reason"
-#: bytes of a frame: no BN layer has more than 65,536 channels, of two numbers of 8 bytes each, or of 16 under masks
-FRAME_LIMIT = 2**21 + 2**13
+#: bytes of a frame: no BN layer has more than 65,536 channels, of two numbers of 8 bytes each
+FRAME_LIMIT = 2**20 + 2**13
 #: what gRPC lets through, so that a frame that is too large can be named, and not only refused
 TRANSPORT_LIMIT = 4 * FRAME_LIMIT
 #: seconds after which an end that has nothing to say says that it is there, and after which the other end is given up

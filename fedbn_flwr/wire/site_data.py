@@ -67,17 +67,6 @@ class SiteData:
             raise ValueError("its app does not say what its data are") from error
 
 
-def without_numbers(content: RecordDict) -> RecordDict:
-    """Return a site's answer without its counts and moments, which are then 0."""
-    try:
-        site = SiteData.read(content)
-    except ValueError:
-        return content  # it says why there is none
-    nothing = (0,) * len(site.class_names), (0,) * len(site.class_names)
-    bare = SiteData(site.site, site.class_names, *nothing, site.shape, (0.0,) * len(site.mean), (0.0,) * len(site.mean))
-    return bare.pack()
-
-
 def problem(reason: str) -> RecordDict:
     """Return the content of the answer of a site whose data cannot be used."""
     return RecordDict({REPORT: ConfigRecord({PROBLEM: reason})})

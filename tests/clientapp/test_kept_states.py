@@ -20,7 +20,7 @@ from fedbn_flwr.state.record_files import read_records
 from fedbn_flwr.strategies import REGISTRY, FedBN
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.history import History
-from tests.helpers.harness import SIZES, Federation, distance, make_model
+from tests.helpers.harness import SIZES, Federation, make_model
 
 FORGETFUL = 1002
 
@@ -54,20 +54,6 @@ def test_a_node_that_starts_again_goes_on_with_its_state(name: str, tmp_path: Pa
     assert not restarted.grid.context(FORGETFUL).state
     (file,) = tmp_path.glob("*/2/*.records")
     assert dict(read_records(file)) == dict(whole.grid.context(FORGETFUL).state)
-
-
-def test_under_masks_a_node_that_starts_again_remembers_all_that_it_has_answered(tmp_path: Path) -> None:
-    whole, restarted = (
-        Federation(make_model()),
-        Federation(make_model(), grid=Restarting, mods=[keep_states_in(tmp_path)]),
-    )
-    one, other = (nodes.run(FedBN(secure=True), 4) for nodes in (whole, restarted))
-    assert distance(one, other) < 1e-9
-    (file,) = tmp_path.glob("*/2/*.records")
-    kept = dict(read_records(file))
-    secure: Any = kept["fedbn-flwr/secure/sums"]
-    assert secure["step train"][0] == 4
-    assert secure["pending"] == b""
 
 
 class Watched(FedBN):

@@ -128,25 +128,3 @@ def test_classes_are_counted(kit: Path, tmp_path: Path) -> None:
     assert shown == [("ok", f"{data}/train: covid 3, normal 2"), ("ok", f"{data}/test: covid 1, normal 1")]
     (data / "test" / "covid" / "0.png").unlink()
     assert checks(kit)["data"] == ("failed", f"{data}/test: covid 0, normal 1")
-
-
-def test_a_site_that_answers_only_under_masks(kit: Path) -> None:
-    assert checks(kit)["secure"][0] == "ok"
-    assert "off: the server sees what this site sends" in checks(kit)["secure"][1]
-    change(kit, FEDBN_SECURE="1")
-    assert checks(kit)["secure"] == (
-        "failed",
-        "answers only under masks, among 1 sites: south; "
-        "add the first lines of the others' sites.txt, 3 sites at least",
-    )
-    own = (kit / "secure" / "sites.txt").read_text()
-    others = []
-    for name in ("north", "west"):
-        assert main(["site", "init", str(kit.parent / name)]) == 0
-        others.append((kit.parent / name / "secure" / "sites.txt").read_text())
-    (kit / "secure" / "sites.txt").write_text("".join([*others, own]))
-    assert checks(kit)["secure"] == ("ok", "answers only under masks, among 3 sites: north, west, south")
-    (kit / "secure" / "sites.txt").write_text("".join(others) + others[0])
-    assert "lacks this site's own key" in checks(kit)["secure"][1]
-    (kit / "secure" / "sites.txt").write_text("nonsense\n")
-    assert checks(kit)["secure"][0] == "failed"

@@ -21,7 +21,7 @@ METHODS = (
     *("feddna:carry=true", "feddna:exchange=paper", "centralized"),
 )
 #: what any method may be told, each seldom
-MORE = ("secure=true", "momentum-state=local", "momentum-state=global", "server-optimizer=momentum")
+MORE = ("momentum-state=local", "momentum-state=global", "server-optimizer=momentum")
 PARTITIONS = ("iid", "dirichlet:0.1", "dirichlet:0.3", "dirichlet:1", "classes:1", "classes:2")
 COUNTED = ("nodes", "exchanges", "payload-bytes-down", "payload-bytes-up", "paper-bytes")
 

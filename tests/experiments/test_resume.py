@@ -28,11 +28,10 @@ CASES: dict[str, dict[str, Any]] = {
     "control variates": {"method": "scaffold", "engine": "stacked", "clients": "4", "fraction_train": "0.5"},
     "server optimizer": {"method": "fedavg", "server_optimizer": "yogi", "engine": "stacked"},
     "freeze round": {"method": "fixbn:freeze-round=2", "engine": "stacked"},
-    "sums under masks": {"method": "fedavg:secure=true", "engine": "stacked", "clients": "3"},
     "layer-wise": {"method": "fedtan", "engine": "stacked", "momentum": "0.9", "momentum_state": "global"},
 }
 #: what nodes keep, what the server keeps, and both
-USUAL = ["nodes' states in files", "server optimizer", "layer-wise", "sums under masks"]
+USUAL = ["nodes' states in files", "server optimizer", "layer-wise"]
 MORE_CASES = [pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in USUAL]
 SMALL = {"model": "mlp", "rounds": "5", "checkpoint_every": "2"}
 

@@ -101,7 +101,7 @@ def has_proxy() -> bool:
 class LoopbackFederation(Federation):
     """A federation whose services run as processes of this machine while the context is open.
 
-    Sites may have folders of data of their own, allow no app but the project's, and answer only under masks.
+    Sites may have folders of data of their own, and allow no app but the project's.
     """
 
     def __init__(
@@ -110,9 +110,8 @@ class LoopbackFederation(Federation):
         sites: tuple[str, ...],
         data: Mapping[str, Path] | None = None,
         only_own_app: bool = False,
-        secure: bool = False,
     ) -> None:
-        self._data, self._only_own_app, self._secure = dict(data or {}), only_own_app, secure
+        self._data, self._only_own_app = dict(data or {}), only_own_app
         self.port, operator_port, exchange_port, self._serverapp_port = free_ports(4)
         self._first = 10 * next(_FEDERATIONS)
         self._superlink = self._address(1)
@@ -153,11 +152,6 @@ class LoopbackFederation(Federation):
             if site in self._data:
                 # the SuperNode names the folder as its apps see it
                 env |= {"FEDBN_DATA": str(self._data[site]), "FEDBN_READ": f"folder:{self._data[site]}"}
-            if self._secure:
-                env["FEDBN_SECURE"] = "1"
-                lists = [self.kit(other) / "secure" / "sites.txt" for other in self.sites]
-                lines = [path.read_text().splitlines()[0] for path in lists]
-                (self.kit(site) / "secure" / "sites.txt").write_text("\n".join([lines[number], *lines]) + "\n")
             if self._only_own_app:
                 env["FEDBN_APPS"] = f"{'0' * 64},{app_hash(self.app)}"
             services = read_compose("site", env)

@@ -11,7 +11,6 @@ from flwr.common.constant import ErrorCode, SType
 from fedbn_flwr import wire
 from fedbn_flwr.server.ask_nodes import identify
 from fedbn_flwr.transports.message_records import LACKS_ARRAYS, UNREACHABLE
-from fedbn_flwr.wire import masked
 from tests.helpers.faults import FAULTY, Faulty
 
 BAD = FAULTY
@@ -215,7 +214,6 @@ NONSENSE: dict[str, Change] = {
     "arrays for all records": all_records(lambda: ArrayRecord({"x": npy("|O", (1,), PICKLE)})),
     # reports
     "the state is lost, every time": report(wire.LACKS_STATE, True),
-    "numbers under masks that nobody asked for": record(masked.MASKED, ArrayRecord({"sum": npy("<u8", HUGE)})),
 }
 
 #: in the place of the variates of SCAFFOLD's nodes

@@ -19,11 +19,11 @@ def arrays_of(message: Message) -> int:
     return sum(map(len, message.content.array_records.values()))
 
 
-@pytest.mark.parametrize(("kind", "options"), [(FedAvg, {}), (FedTAN, {}), (Scaffold, {}), (FedTAN, {"secure": True})])
-def test_a_run_has_the_same_bits_in_fewer_arrays(kind: type[FedAvg], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", [FedAvg, FedTAN, Scaffold])
+def test_a_run_has_the_same_bits_in_fewer_arrays(kind: type[FedAvg]) -> None:
     bare, packed = (Federation(make_model(), grid=Traffic) for _ in range(2))
-    wanted = bare.run(kind(**options))
-    found = packed.run(kind(**options), grid=PackingGrid(packed.grid))
+    wanted = bare.run(kind())
+    found = packed.run(kind(), grid=PackingGrid(packed.grid))
     assert wanted.keys() == found.keys()
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
     plain: Any = bare.grid

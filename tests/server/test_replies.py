@@ -27,7 +27,7 @@ from fedbn_flwr.server.replies import (
     whole,
 )
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.wire.masked import Summed
+from fedbn_flwr.wire.pooled import Summed
 
 Arrays = Mapping[str, np.ndarray]
 MODEL = {"w": np.zeros(2)}

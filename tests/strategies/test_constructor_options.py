@@ -56,7 +56,7 @@ def test_what_an_option_does_not_take_is_refused_by_its_name(name: str) -> None:
     # a rule is read by `Robust.parse`
     known = constructor_options(REGISTRY[name]).items()
     options = {key: each for key, each in known if each.kind is not str and (each.help or each.range)}
-    assert options.keys() >= {"evaluate_every", "secure_min", "weighting", "server_optimizer", "momentum_state"}
+    assert options.keys() >= {"evaluate_every", "weighting", "server_optimizer", "momentum_state"}
     for key, option in options.items():
         for value in wrong(option):
             with pytest.raises(ValueError, match=f"^{key} must be .*, got {re.escape(repr(value))}$"):
@@ -67,7 +67,6 @@ def test_the_bounds_of_options_are_those_of_the_methods() -> None:
     """What a method cannot work with: derived from what each number is."""
     refused: list[tuple[type[BaseStrategy], dict[str, Any]]] = [
         (FedAvg, {"evaluate_every": 0}),
-        (FedAvg, {"secure_min": 2}),
         (FedAvg, {"clip_norm": -1.0}),
         (FedAvg, {"clip_norm": math.nan}),
         (FedBS, {"epsilon": -0.1}),

@@ -6,8 +6,9 @@ import pytest
 from flwr.app import RecordDict
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.replies import NodeReply, Pooled, tally_of
+from fedbn_flwr.server.replies import NodeReply, Pooled
 from fedbn_flwr.strategies import CannotTrainError, FedBS, FedProx
+from fedbn_flwr.wire.pooled import deviation
 from tests.helpers.harness import Federation, make_model
 
 
@@ -20,8 +21,8 @@ def replies(*losses: Any) -> list[NodeReply]:
 
 def learn(strategy: FedBS, *losses: float) -> list[float]:
     """Take a round's replies, and return their weights."""
-    weights, terms = strategy.weigh(sent := replies(*losses)), strategy.terms()
-    strategy.update(Pooled({wire.ARRAYS: {}}, {}, tally_of(sent, terms)))
+    weights, metric = strategy.weigh(sent := replies(*losses)), strategy.terms().tally
+    strategy.update(Pooled({wire.ARRAYS: {}}, {}, deviation(reply.metrics[metric] for reply in sent)))
     return weights
 
 

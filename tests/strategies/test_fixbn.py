@@ -15,7 +15,6 @@ from fedbn_flwr import wire
 from fedbn_flwr.server.base_strategy import Round
 from fedbn_flwr.strategies import FedTANII, FixBN, NodeReply, Pooled
 from fedbn_flwr.wire import Instruction
-from fedbn_flwr.wire.masked import Tally
 from tests.helpers.harness import ALONE, INSTRUCTION, SIZES, Federation, distance, make_model, make_split
 from tests.helpers.references import Node, make_nodes, mini_batches
 
@@ -35,7 +34,7 @@ def test_the_largest_counts_once_half_of_the_recent_clients_report() -> None:
         metrics = [(node, {} if value is None else {REPORTED: value}) for node, value in reports]
         strategy.train_replies = [NodeReply(node, node, 1, each, {}, RecordDict()) for node, each in metrics]
         strategy.measured, strategy.round = {}, Round(server_round)
-        strategy.update(Pooled({wire.ARRAYS: {}}, {}, Tally()))
+        strategy.update(Pooled({wire.ARRAYS: {}}, {}, math.inf))
         return strategy.measured.get(REPORTED)
 
     strategy = FixBN(freeze_round="auto", window=3, threshold=0.0, latest=1.0)

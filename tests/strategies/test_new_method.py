@@ -1,6 +1,6 @@
 """A method that names no feature, with both halves and a group of its own: all work with it, or refuse it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -80,7 +80,7 @@ class ByHand(Pushed):
                 middle = np.median(rows, axis=0) if robust else np.tensordot(shares, rows, 1)
                 groups[group][name] = rows.max(axis=0) if is_counter else middle
         pooled = self.pool(replies, weights)
-        return self.update(Pooled({**pooled.groups, **groups}, {}, pooled.tally))
+        return self.update(Pooled({**pooled.groups, **groups}, {}, pooled.deviation))
 
 
 def nodes(partitions: Sequence[int]) -> StackedGrid:
@@ -134,23 +134,18 @@ def test_a_method_may_be_made_of_two(parents: tuple[type[FedAvg], ...]) -> None:
     assert distance(after, run(type("Both", parents[::-1], {})(fraction_evaluate=0.0))) == 0
 
 
-def test_it_works_under_masks() -> None:
-    by_hand = run(ByHand(fraction_evaluate=0.0))
-    assert distance(run(Pushed(fraction_evaluate=0.0, secure=True)), by_hand) < 1e-9
+def test_a_group_that_it_shares_excludes_privacy() -> None:
+    with pytest.raises(ValueError, match="privacy would not protect sums of gradients, which Pushed shares"):
+        Pushed(privacy=Privacy(1.0, 1.0), weighting="uniform")
 
 
-REFUSED: dict[str, tuple[Callable[[], FedAvg], str]] = {
-    "privacy": (
-        lambda: Pushed(privacy=Privacy(1.0, 1.0), weighting="uniform"),
-        "privacy would not protect sums of gradients, which Pushed shares",
-    ),
-    "masks, which it declares": (lambda: Declared(secure=True), "it needs single replies for what it looks at"),
-    "masks, of single replies": (lambda: ByHand(secure=True), "its own `merge` may look at single replies"),
-}
-
-
-@pytest.mark.parametrize("feature", REFUSED)
-def test_what_cannot_work_is_refused(feature: str) -> None:
-    make, reason = REFUSED[feature]
-    with pytest.raises(ValueError, match=reason):
-        run(make())
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Pushed, ""),
+        (Declared, "it needs single replies for what it looks at"),
+        (ByHand, "its own `merge` may look at single replies"),
+    ],
+)
+def test_workers_average_only_what_needs_no_single_replies(kind: type[Pushed], reason: str) -> None:
+    assert kind().why_single == reason

@@ -186,22 +186,11 @@ def test_a_rule_with_a_way_around_it_is_refused(case: str) -> None:
         make()
 
 
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        (
-            "fedavg:robust=multi-krum:1",
-            "'fedavg:robust=multi-krum:1': robust=multi-krum:1 needs 5 nodes in a round, and 2 take part: 3 missing",
-        ),
-        ("fedavg:secure=true", "secure=true needs 3 nodes in a round, and 2 take part: 1 missing"),
-    ],
-)
-def test_a_rule_that_does_not_fit_a_run_is_one_line(
-    method: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rule_that_does_not_fit_a_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    method = "fedavg:robust=multi-krum:1"
     assert command_run("run", method=method, clients="2", results_dir=str(tmp_path / "results")) == 2
     shown = capsys.readouterr().err
-    assert message in shown
+    assert f"'{method}': robust=multi-krum:1 needs 5 nodes in a round, and 2 take part: 3 missing" in shown
     assert shown.count("\n") == 1
     assert not (tmp_path / "results").exists()
 

@@ -164,7 +164,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "dies": (dies, "side channel broke"),
     "raises": (raises, "it failed: ArithmeticError: no more of this"),
     "sends a number that is too large": (too_large, "is too large to be pooled"),
-    "sends a large frame": (too_much, "a frame of 4194304 bytes; at most 2105344"),
+    "sends a large frame": (too_much, "a frame of 4194304 bytes; at most 1056768"),
     "sends a huge frame": (far_too_much, "side channel broke"),
     "sends nonsense": (nonsense, "a frame that cannot be read"),
 }

@@ -75,7 +75,7 @@ def test_a_frame_with_changed_bytes_is_read_or_refused(data: st.DataObject) -> N
     [
         (b"\xff\xff", "cannot be read"),
         (REQUEST[:-1], "cannot be read"),
-        (bytes(FRAME_LIMIT + 1), "at most 2105344 are allowed"),
+        (bytes(FRAME_LIMIT + 1), "at most 1056768 are allowed"),
     ],
     ids=["no records", "half a frame", "more than a frame"],
 )

@@ -15,7 +15,6 @@ from fedbn_flwr.experiments.resources import Form
 from fedbn_flwr.plugins.options import UsageError, as_value
 from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.passing_grid import PassingGrid
-from fedbn_flwr.wire import masked
 from fedbn_flwr.wire.site_data import DATA_MEAN, DATA_SHAPE, DATA_STD, SITE_DATA, SiteData
 
 #: descriptions by node, or why there is none
@@ -73,9 +72,9 @@ class Agreement:
         return rows
 
 
-def ask_sites(grid: Grid, nodes: Sequence[int], timeout: float, secure: bool = False) -> Answers:
-    """Ask nodes what their data are; `secure` is without numbers."""
-    question = RecordDict({wire.CONFIG: ConfigRecord(), **({masked.SECURE: ConfigRecord()} if secure else {})})
+def ask_sites(grid: Grid, nodes: Sequence[int], timeout: float) -> Answers:
+    """Ask nodes what their data are."""
+    question = RecordDict({wire.CONFIG: ConfigRecord()})
     messages = [Message(question, dst_node_id=node, message_type=SITE_DATA) for node in nodes]
     replies = ask_nodes(grid, messages, timeout)
     return {node: _read(replies.get(node), timeout) for node in nodes}
@@ -102,8 +101,6 @@ def agree(config: Config, answers: Answers) -> Agreement:
 
 def spoken(site: SiteData) -> str:
     """Return a line about a site's data."""
-    if not sum(site.train):
-        return f"images of {_times(site.shape)}, {', '.join(site.class_names)}; it says no numbers"
     counts = ", ".join(f"{name} {count}" for name, count in zip(site.class_names, site.train, strict=True))
     return f"{sum(site.train)} training and {sum(site.test)} test images of {_times(site.shape)}; {counts}"
 
@@ -116,9 +113,9 @@ def _normalized(config: Config, sites: Sequence[SiteData]) -> Config:
     if config.mean:
         return config
     counts = [sum(site.train) for site in sites]
-    if not sum(counts):
-        raise UsageError("the sites answer only under masks, without moments of their images: give mean and std")
-    total, means, deviations = sum(counts), [], []
+    if not (total := sum(counts)):
+        raise UsageError("the sites say that they have no training images")
+    means, deviations = [], []
     for channel in range(len(sites[0].mean)):
         moments = [
             (count, site.mean[channel], site.variance[channel]) for count, site in zip(counts, sites, strict=True)
@@ -148,9 +145,8 @@ def _read(reply: Message | None, timeout: float) -> SiteData | str:
 class SitesGrid(PassingGrid):
     """Asks a node for its data when it is connected for the first time, and hides it if they do not fit."""
 
-    def __init__(self, grid: Grid, agreement: Agreement, secure: bool = False) -> None:
+    def __init__(self, grid: Grid, agreement: Agreement) -> None:
         super().__init__(grid)
-        self._secure = secure
         self._agreement = agreement
         self._accepted = dict(agreement.sites)
         self._refused: set[int] = set()
@@ -166,7 +162,7 @@ class SitesGrid(PassingGrid):
         return [node for node in connected if node in self._accepted]
 
     def _meet(self, new: list[int], connected: list[int]) -> None:
-        for node, answer in ask_sites(self._grid, new, PATIENCE, self._secure).items():
+        for node, answer in ask_sites(self._grid, new, PATIENCE).items():
             present = {known: site for known, site in self._accepted.items() if known in connected}
             reason = self._agreement.objection(node, answer, present)
             if isinstance(answer, str) or reason:

@@ -16,7 +16,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.server.averaging import arrays_to_record, average
 from fedbn_flwr.server.replies import Expected, NodeReply, mean_metrics, read_reply
 from fedbn_flwr.state.flat import FlatArrays
-from fedbn_flwr.wire.masked import Summed, needs_masks
+from fedbn_flwr.wire.pooled import Summed
 
 
 def average_replies(replies: Sequence[Message], weighting: str) -> list[Message | None]:
@@ -42,7 +42,7 @@ def average_replies(replies: Sequence[Message], weighting: str) -> list[Message 
 
 def _read(message: Message) -> NodeReply | None:
     """Return a reply that can be averaged."""
-    if message.has_error() or not needs_masks(message.content):
+    if message.has_error():
         return None
     with suppress(Exception):  # the server says what is wrong with it
         reply = read_reply(message.metadata.src_node_id, message, Expected((), {}))

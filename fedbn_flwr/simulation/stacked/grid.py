@@ -159,8 +159,6 @@ class StackedGrid(InProcessGrid):
             return None
         for message in messages:
             identify(message)
-        # nobody calls the app's `leave` after `_prepare` has called its `enter`: both act under masks only, and then
-        # no grid opens a step
         stacks = self._stacks.cut(self._prepare(dict(enumerate(messages))), layerwise=True)
         if sum(map(len, stacks)) < len(messages):
             return None

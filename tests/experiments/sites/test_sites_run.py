@@ -143,20 +143,6 @@ def test_a_site_must_not_have_more_samples_than_it_said(
     assert sum(text.startswith(said) for text in caplog.messages) == 2
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedtan"])
-def test_under_masks_sites_say_no_numbers_and_the_model_is_the_same(
-    method: str, sites: list[str], tmp_path: Path
-) -> None:
-    given = {"mean": "0.4,0.4,0.4", "std": "0.2,0.2,0.2", "method": method}
-    run_at_sites(tmp_path / "plain", sites, **given)
-    summary = run_at_sites(tmp_path / "secure", sites, secure=True, **given)
-    plain, hidden = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "secure"))
-    assert all(torch.allclose(plain[name].double(), hidden[name].double(), atol=1e-5) for name in plain)
-    assert summary["sites"] == {}
-    told = json.loads((tmp_path / "secure" / "config.json").read_text())["sites"]
-    assert [sum(site["train"].values()) + sum(site["test"].values()) for site in told] == [0, 0, 0]
-
-
 def test_the_order_of_classes_decides_their_numbers(sites: list[str], tmp_path: Path) -> None:
     run_at_sites(tmp_path / "one", sites, classes="covid,normal,pneumonia")
     run_at_sites(tmp_path / "other", sites, classes="pneumonia,covid,normal")
@@ -295,7 +281,6 @@ REFUSED = [
     ),
     ("classes", "", "needs classes, in the order of their numbers; there are: covid,normal,pneumonia"),
     ("method", "centralized:clients=3", "method 'centralized:clients=3' needs all data in one place"),
-    ("secure", "true", "without moments of their images: give mean and std"),
 ]
 
 

@@ -24,7 +24,7 @@ from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import OwnShare
 from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN, FixBN, Scaffold
 from fedbn_flwr.traffic.counting_grid import CountingGrid
-from fedbn_flwr.wire.masked import Summed
+from fedbn_flwr.wire.pooled import Summed
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model
 from tests.helpers.runs import OPTIONS, rounds
 
