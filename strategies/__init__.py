@@ -1,8 +1,10 @@
 """Flower strategies. The public import path is `fedbn_flwr.strategies`."""
 
 from fedbn_flwr.server.base_strategy import BaseStrategy
+from fedbn_flwr.server.method_state import BY_NODE, MethodState
+from fedbn_flwr.server.pooling import Pooled, PooledGroup, Sent
 from fedbn_flwr.server.privacy import Privacy
-from fedbn_flwr.server.replies import CannotTrainError, DivergedError, Group, NodeReply, NotObeyedError, Pooled
+from fedbn_flwr.server.replies import CannotTrainError, DivergedError, NodeReply, NotObeyedError
 from fedbn_flwr.server.sampling import wait_for_nodes
 
 from .base_gathering import Gathering
@@ -22,6 +24,7 @@ from .registry import REGISTRY, prepare, register_strategy
 from .scaffold import Scaffold
 
 __all__ = [
+    "BY_NODE",
     "FBN",
     "HBN",
     "MTFL",
@@ -41,15 +44,17 @@ __all__ = [
     "FedWon",
     "FixBN",
     "Gathering",
-    "Group",
     "HeteroFL",
     "Layerwise",
+    "MethodState",
     "NodeReply",
     "NotObeyedError",
     "PartialSharing",
     "Pooled",
+    "PooledGroup",
     "Privacy",
     "Scaffold",
+    "Sent",
     "SiloBN",
     "Standalone",
     "prepare",

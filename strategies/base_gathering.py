@@ -1,6 +1,7 @@
 """Gathering BN statistics from the clients in an exchange of their own."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from logging import WARNING
 from typing import ClassVar
 
@@ -9,15 +10,16 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common import log
 
-from fedbn_flwr import norm, wire
+from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import why_unusable
 from fedbn_flwr.norm import Moments
-from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.averaging import Arrays, arrays_to_record
+from fedbn_flwr.server.grids import ask_nodes
+from fedbn_flwr.server.method_state import MethodState
+from fedbn_flwr.server.pooling import Sent
 from fedbn_flwr.server.replies import (
     CannotTrainError,
     Expected,
-    Group,
     RefusedError,
     log_refused,
     parse_replies,
@@ -26,6 +28,13 @@ from fedbn_flwr.server.replies import (
 from fedbn_flwr.wire import Instruction, moments
 
 from .fedavg import FedAvg
+
+
+@dataclass
+class GatheringState(MethodState):
+    """Whether nodes have ever answered."""
+
+    has_gathered: bool = False
 
 
 class Gathering(FedAvg):
@@ -39,16 +48,17 @@ class Gathering(FedAvg):
     The model gets N / (N - 1) var, as in PyTorch.
     """
 
-    pools: ClassVar[tuple[Group, ...]] = (Group("gathered statistics"),)
+    sends: ClassVar[tuple[Sent, ...]] = (Sent("gathered statistics"),)
     needs: str = "statistics"
-    _has_gathered: bool = False
+    state_type: ClassVar[type[MethodState]] = GatheringState
+    state: GatheringState
 
     def gather(self, state: Arrays, nodes: Sequence[int], instruction: Instruction) -> dict[str, Moments]:
         """Gather from the nodes in one exchange; nodes that fail are left out, and named in the log."""
         arrays, config = arrays_to_record(state), ConfigRecord({**self.round.other_config, **instruction.to_config()})
         messages = []
-        for node in nodes:
-            content = RecordDict({wire.ARRAYS: self.package(node, arrays)[self.arrayrecord_key], wire.CONFIG: config})
+        for node, groups in self.package(nodes, arrays).items():
+            content = RecordDict({wire.ARRAYS: groups[self.arrayrecord_key], wire.CONFIG: config})
             messages.append(Message(content, dst_node_id=node, message_type=wire.GATHER))
         answers = ask_nodes(self.grid, messages, self.exchange_timeout)
         # all with moments of the same layers
@@ -56,11 +66,11 @@ class Gathering(FedAvg):
         sent_moments = [(reply.node, reply.records[wire.MOMENTS]) for reply in replies]
         seen, unusable = read_each(sent_moments, lambda _, arrays: _read_moments(arrays, state))
         refused += unusable
-        if not seen and not self._has_gathered:
+        if not seen and not self.state.has_gathered:
             raise CannotTrainError(f"no node could gather BN statistics: {next(iter(refused), 'none answered')}")
-        self._has_gathered = True
+        self.state.has_gathered = True
         log_refused(refused)
-        return self.unite(list(seen.values()))
+        return self.averager.unite(list(seen.values()), self.server_round)
 
     def installed(self, state: Arrays, pooled: Mapping[str, Moments]) -> Arrays:
         """The state with pooled moments as its running statistics."""
@@ -68,20 +78,6 @@ class Gathering(FedAvg):
             log(WARNING, "BN statistics stay as they were: nodes' answers could not be pooled")
         entries = moments.running_statistics(pooled)
         return {**state, **{name: value.numpy().astype(state[name].dtype) for name, value in entries.items()}}
-
-    def unite(self, seen: Sequence[Mapping[str, Moments]]) -> dict[str, Moments]:
-        """Return the moments of all nodes' samples together, by layer, or what a robust rule takes in their place.
-
-        Of fewer nodes than the rule needs, there are none.
-        """
-        if self.robust is None:
-            return norm.pool(seen)
-        pooled = {}
-        for layer in seen[0] if seen and not self.refuse_few(len(seen), "gathered statistics") else ():
-            each = [values[layer] for values in seen]
-            rows = torch.stack([torch.stack([own.mean, own.variance]) for own in each])
-            pooled[layer] = Moments(sum(own.count for own in each), *self.combiner("statistics", rows, []))
-        return pooled
 
 
 def _read_moments(arrays: Mapping[str, np.ndarray], state: Arrays) -> dict[str, Moments]:
@@ -96,6 +92,6 @@ def _read_moments(arrays: Mapping[str, np.ndarray], state: Arrays) -> dict[str, 
         if len(own) < len(entries) or values.count < 1:
             raise RefusedError(f"its moments are not of a BN layer {layer!r} of the model")
         dtype: torch.dtype = getattr(torch, str(own[0].dtype))
-        if reason := why_unusable("statistics", torch.stack(list(entries.values())).to(dtype)):
-            raise RefusedError(f"the statistics of BN layer {layer!r} {reason}")
+        if fault := why_unusable("statistics", torch.stack(list(entries.values())).to(dtype)):
+            raise RefusedError(f"the statistics of BN layer {layer!r} {fault.words}", fault.why)
     return seen

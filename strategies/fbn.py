@@ -10,7 +10,7 @@ from fedbn_flwr.client.rules import Rule, Session, register_rule
 from fedbn_flwr.client.rules.dynamics import BatchStatistics
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays
-from fedbn_flwr.server.replies import Group, Pooled
+from fedbn_flwr.server.pooling import Pooled, PooledGroup, Sent
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.moments import under_all_names
 
@@ -41,7 +41,7 @@ class FBN(FedAvg):
     paper: ClassVar[str] = "Guerraoui et al., 2024, arXiv:2405.14670"
     leaves: ClassVar[str] = "parameters, and statistics of the mini-batches"
     use: ClassVar[str] = "one global model that trains and predicts with the same statistics"
-    pools: ClassVar[tuple[Group, ...]] = (Group("statistics of mini-batches", BATCH_MOMENTS),)
+    sends: ClassVar[tuple[Sent, ...]] = (PooledGroup("statistics of mini-batches", BATCH_MOMENTS),)
     needs: str = "all-statistics"
 
     def __init__(

@@ -1,23 +1,35 @@
 """FedBS."""
 
-from dataclasses import replace
-from logging import INFO
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from logging import INFO, WARNING
+from math import inf
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays
-from fedbn_flwr.server.replies import Group, Pooled
+from fedbn_flwr.server.method_state import MethodState
+from fedbn_flwr.server.pooling import Pooled, Sent
+from fedbn_flwr.server.replies import CannotTrainError, NodeReply
 from fedbn_flwr.wire import Instruction
-from fedbn_flwr.wire.pooled import Terms
 
 from .fedavg import FedAvg
 from .registry import register_strategy
 
 #: the metrics of the losses that can be weights
 LOSSES = {"local": wire.LOCAL_LOSS, "running": wire.TRAIN_LOSS}
+
+
+@dataclass
+class FedBSState(MethodState):
+    """The stage, and the latest rounds in a row in which the losses agreed."""
+
+    stage: int = 1
+    calm_rounds: int = 0
 
 
 @register_strategy("fedbs")
@@ -45,8 +57,10 @@ class FedBS(FedAvg):
     paper: ClassVar[str] = "Idrissi et al., ICTAI 2021"
     leaves: ClassVar[str] = "everything, and the training loss"
     use: ClassVar[str] = "some clients learn much slower than others"
-    pools: ClassVar[tuple[Group, ...]] = (Group("losses, by which nodes are weighted", can_be_robust=False),)
-    kept: ClassVar[tuple[str, ...]] = ("stage", "_calm_rounds")
+    sends: ClassVar[tuple[Sent, ...]] = (Sent("losses, by which nodes are weighted", is_robust=False),)
+    reads_replies: bool = True
+    state_type: ClassVar[type[MethodState]] = FedBSState
+    state: FedBSState
 
     def __init__(
         self,
@@ -63,27 +77,51 @@ class FedBS(FedAvg):
         super().__init__(**options)
         self.loss = loss
         self.epsilon, self.patience_rounds, self.mu = epsilon, patience_rounds, mu
-        self.stage = 1
-        self._calm_rounds = 0
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Ask for the local loss in stage 1, and add the proximal term in stage 2."""
         asked = super().instruct(instruction)
-        if self.stage == 2:
+        if self.state.stage == 2:
             return asked.with_rule(proximal_mu=self.mu)
         return replace(asked, report_local_loss=self.loss == "local", later="proximal-mu")
 
-    def terms(self) -> Terms:
-        """By losses in stage 1, uniformly in stage 2."""
-        return Terms("uniform" if self.stage == 2 else "tally", LOSSES[self.loss])
+    def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
+        """Return F_k in stage 1, and equal weights in stage 2."""
+        if self.state.stage == 2:
+            return [1.0] * len(replies)
+        key = LOSSES[self.loss]
+        weights = [_loss(reply, key) for reply in replies]
+        if all(key not in reply.metrics for reply in replies):
+            remedy = "; name the one that holds it: ClientApp(..., loss_key=...)" if key == wire.TRAIN_LOSS else ""
+            first = replies[0]
+            raise CannotTrainError(
+                f"FedBS weighs by the metric {key!r}, which no node sent; node {first.node} sent "
+                f"{', '.join(sorted(first.metrics))}{remedy}"
+            )
+        for reply, weight in zip(replies, weights, strict=True):
+            if not weight:
+                reason = "FedBS: node %d reports the %s %r, so it has no weight in this round"
+                log(WARNING, reason, reply.node, key, reply.metrics.get(key))
+        if any(weights):
+            return [weight or 0.0 for weight in weights]
+        log(WARNING, "FedBS: no %s of this round is above 0, so all clients count equally", key)
+        return [1.0] * len(replies)
 
     def update(self, pooled: Pooled) -> Arrays:
         """Update; also watch for the change from stage 1 to stage 2."""
-        self.measured["fedbs-stage"] = self.stage
-        if self.stage == 1:
-            self.measured["loss-deviation"] = pooled.deviation
-            self._calm_rounds = self._calm_rounds + 1 if pooled.deviation <= self.epsilon else 0
-            if self._calm_rounds >= self.patience_rounds:
-                self.stage = 2
+        state, measured = self.state, self.round.measured
+        measured["fedbs-stage"] = state.stage
+        if state.stage == 1:
+            losses = [loss for reply in pooled.replies if (loss := _loss(reply, LOSSES[self.loss])) is not None]
+            deviation = measured["loss-deviation"] = float(np.std(losses)) if losses else inf
+            state.calm_rounds = state.calm_rounds + 1 if deviation <= self.epsilon else 0
+            if state.calm_rounds >= self.patience_rounds:
+                state.stage = 2
                 log(INFO, "FedBS: stage 2 begins after round %d", self.server_round)
         return super().update(pooled)
+
+
+def _loss(reply: NodeReply, key: str) -> float | None:
+    """Return a node's loss, if it can be a weight."""
+    value = reply.metrics.get(key)
+    return float(value) if isinstance(value, int | float) and 0 <= value < inf else None

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Any, ClassVar
 
@@ -9,11 +10,20 @@ from flwr.app import ArrayRecord
 from flwr.common import log
 
 from fedbn_flwr.server.averaging import Arrays, arrays_to_record, average
-from fedbn_flwr.server.replies import CannotTrainError, Group, NodeReply
+from fedbn_flwr.server.method_state import MethodState
+from fedbn_flwr.server.pooling import Pooled, Sent
+from fedbn_flwr.server.replies import CannotTrainError, NodeReply
 from fedbn_flwr.state.records import make_record
 
 from .fedavg import FedAvg
 from .registry import register_strategy
+
+
+@dataclass
+class FedNormState(MethodState):
+    """The BN entries of each domain."""
+
+    by_domain: dict[int, Arrays] = field(default_factory=dict)
 
 
 @register_strategy("fednorm")
@@ -33,25 +43,25 @@ class FedNorm(FedAvg):
     paper: ClassVar[str] = "Bernecker et al., 2022, arXiv:2205.11096"
     leaves: ClassVar[str] = "everything; BN is averaged within a domain"
     use: ClassVar[str] = "several nodes per domain or modality"
-    pools: ClassVar[tuple[Group, ...]] = (Group("means of BN over few nodes", can_be_robust=False),)
+    sends: ClassVar[tuple[Sent, ...]] = (Sent("means of BN over few nodes", is_robust=False),)
+    reads_replies: bool = True
+    state_type: ClassVar[type[MethodState]] = FedNormState
+    state: FedNormState
     needs: str = "bn"
     personal: ClassVar[bool] = True
-    kept: ClassVar[tuple[str, ...]] = ("_by_domain",)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        if self.server_optimizer:
+        if self.stages:
             raise ValueError("fednorm averages BN within domains: server_optimizer must be none")
-        self._by_domain: dict[int, Arrays] = {}
 
-    def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
-        """The state with the BN entries of the node's domain."""
-        groups = super().package(node, arrays)
-        own = self._by_domain.get(self.describe_node(node).domain)
-        if own:
-            whole = groups[self.arrayrecord_key]
-            groups[self.arrayrecord_key] = make_record({**whole, **arrays_to_record(own)})
-        return groups
+    def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
+        """The state with the BN entries of each node's domain."""
+        packages = super().package(nodes, arrays)
+        for node, groups in packages.items():
+            if own := self.state.by_domain.get(self.describe_node(node).domain):
+                groups[self.arrayrecord_key] = make_record({**groups[self.arrayrecord_key], **arrays_to_record(own)})
+        return packages
 
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
         """Return the weights of models, 0 for a node without a domain."""
@@ -66,20 +76,17 @@ class FedNorm(FedAvg):
         weights = zip(replies, super().weigh(replies), strict=True)
         return [0.0 if reply.node in stray else weight for reply, weight in weights]
 
-    def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
+    def update(self, pooled: Pooled) -> Arrays:
         """Average BN within domains; the global state holds the mean over all nodes, for a node without a domain."""
-        merged = super().merge(replies, weights)
-        names = set(Counter(self.describe_node(reply.node).bn_entries for reply in replies).most_common(1)[0][0])
-        domains = [self.describe_node(reply.node).domain for reply in replies]
-        for domain in sorted({each for each, weight in zip(domains, weights, strict=True) if weight}):
-            members = [index for index, each in enumerate(domains) if each == domain]
-            entries = [
-                {name: value for name, value in replies[index].arrays.items() if name in names} for index in members
-            ]
-            self._by_domain[domain] = average(entries, [weights[index] for index in members])
-        return merged
-
-    def personal_mean(self) -> Arrays:
-        """The domains' BN, averaged."""
-        sets = [self._by_domain[domain] for domain in sorted(self._by_domain)]
-        return average(sets, [1.0] * len(sets)) if sets else {}
+        described = {reply.node: self.describe_node(reply.node) for reply in pooled.replies}
+        names = set(Counter(node.bn_entries for node in described.values()).most_common(1)[0][0])
+        members: dict[int, list[NodeReply]] = {}
+        for reply in pooled.replies:
+            if pooled.weights[reply.node]:
+                members.setdefault(described[reply.node].domain, []).append(reply)
+        for domain, replies in sorted(members.items()):
+            entries = [{name: value for name, value in reply.arrays.items() if name in names} for reply in replies]
+            self.state.by_domain[domain] = average(entries, [pooled.weights[reply.node] for reply in replies])
+        sets = [own for _, own in sorted(self.state.by_domain.items())]
+        self.state.personal = average(sets, [1.0] * len(sets))
+        return super().update(pooled)

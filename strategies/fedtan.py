@@ -22,22 +22,31 @@ Stacked clients train in `fedbn_flwr/simulation/stacked/training.py` in place of
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Annotated, Any, ClassVar, Literal
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import wire
-from fedbn_flwr.layerwise.carried import CarriedValues, Entries, Examples
+from fedbn_flwr.layerwise.carried import CarriedValues, Examples, Kept
 from fedbn_flwr.plugins.options import Range
-from fedbn_flwr.server.averaging import Arrays, arrays_to_record
-from fedbn_flwr.server.replies import Group, NodeReply, Pooled
-from fedbn_flwr.wire import Instruction
+from fedbn_flwr.server.averaging import Arrays, arrays_of, arrays_to_record
+from fedbn_flwr.server.method_state import MethodState
+from fedbn_flwr.server.pooling import Pooled, Sent
+from fedbn_flwr.server.replies import NodeReply
 
 from .base_layerwise import Layerwise
 from .fixbn import FixBN
 from .registry import register_strategy
+
+
+@dataclass
+class FedTANState(MethodState):
+    """What `carry` keeps."""
+
+    carried: Kept = field(default_factory=Kept)
 
 
 @register_strategy("fedtan")
@@ -76,8 +85,8 @@ class FedTAN(Layerwise):
     use: ClassVar[str] = (
         "one global model, as close to centralized training as possible; `carry=true` if exchanges are slow"
     )
-    kept: ClassVar[tuple[str, ...]] = ("carried",)
-    kept_by_node: ClassVar[tuple[str, ...]] = ("carried.by_node",)
+    state_type: ClassVar[type[MethodState]] = FedTANState
+    state: FedTANState
     #: what is exchanged at a BN layer, or carried in place of exchanges, as the wire says it
     modes: ClassVar[Mapping[str, str]] = {"fused": "fused", "paper": "paper", "carried": "carried"}
 
@@ -108,52 +117,50 @@ class FedTAN(Layerwise):
         super().__init__(**options)
         if trust != 0 and trust <= 1:
             raise ValueError(f"trust must be 0 or more than 1, got {trust}")
-        self.carry = carry
+        self.carry, self.reads_replies = carry, self.reads_replies or carry
+        self.trust, self.memory, self.oldest = trust, memory, oldest
         if carry:
-            self.add_group(Group("values that carry=true keeps", by_node=True))
-        self.carried = CarriedValues(trust, memory, oldest, self.combiner)
-        self._corrections: Mapping[int, Entries] = {}
+            self.let_send(Sent("values that carry=true keeps"))
         if self.carry and exchange != "fused":
             raise ValueError(f"carried corrections are always fused: exchange={exchange!r} goes without them")
         self.mode = self.modes["carried" if self.carry else exchange]
 
-    def waits_for_others(self, instruction: Instruction) -> bool:
-        """Return whether clients wait for each other in this round."""
-        return super().waits_for_others(instruction) and instruction.layerwise not in wire.CARRIED_MODES
+    @property
+    def carried(self) -> CarriedValues:
+        """Return what the server makes of the values that it keeps."""
+        return CarriedValues(self.trust, self.memory, self.oldest, self.averager.combiner, self.state.carried)
 
-    def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
-        """Add the node's corrections, if there are some."""
-        groups = super().package(node, arrays)
-        if node in self._corrections:
-            groups[wire.CARRIED] = arrays_to_record(self._corrections[node])
-        return groups
-
-    def update(self, pooled: Pooled) -> Arrays:
-        """Keep the nodes' values, and update the model."""
-        silent = set(self.round.nodes) - pooled.weights.keys()
-        self.carried.settle(self._corrections, silent, dict(pooled.weights))
-        for reply in self.train_replies:
-            values = reply.records.get(wire.CARRIED)
-            if not self.carry or values is None:
-                continue
-            if reason := self.carried.hear(reply.node, reply.num_examples, values, self.round.number):
-                log(WARNING, "Node %d goes without carried corrections: %s", reply.node, reason)
-        return super().update(pooled)
-
-    def _make_messages(
-        self, nodes: Sequence[int], arrays: ArrayRecord, config: ConfigRecord, kind: str
-    ) -> list[Message]:
-        self._corrections = {}
-        # evaluations are instructed without it
+    def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
+        """Add the nodes' corrections; evaluations are instructed without them."""
+        packages = super().package(nodes, arrays)
         if self.instruction.layerwise in wire.CARRIED_MODES:
             # sums run in the order of partitions, because the nodes' ids are random
             ordered = sorted(nodes, key=lambda node: (self.partitions.get(node, -1), node))
-            self._corrections = self.carried.corrections(ordered, self._weigh_examples, self.server_round)
-        return super()._make_messages(nodes, arrays, config, kind)
+            corrections = self.carried.corrections(ordered, self._weigh_examples, self.server_round)
+            for node, entries in corrections.items():
+                packages[node][wire.CARRIED] = arrays_to_record(entries)
+        return packages
+
+    def update(self, pooled: Pooled) -> Arrays:
+        """Keep the nodes' values, and update the model."""
+        if self.carry:
+            sent = {message.metadata.dst_node_id: message.content.array_records for message in self.round.sent}
+            corrections = {
+                node: arrays_of(groups[wire.CARRIED]) for node, groups in sent.items() if wire.CARRIED in groups
+            }
+            silent = set(self.round.nodes) - pooled.weights.keys()
+            self.carried.settle(corrections, silent, pooled.weights)
+            for reply in pooled.replies:
+                values = reply.records.get(wire.CARRIED)
+                if values is None:
+                    continue
+                if reason := self.carried.hear(reply.node, reply.num_examples, values, self.server_round):
+                    log(WARNING, "Node %d goes without carried corrections: %s", reply.node, reason)
+        return super().update(pooled)
 
     def _weigh_examples(self, examples: Examples) -> list[float]:
         """Return the weights that the nodes' models will have; none if these are fewer nodes than can be pooled."""
-        if self.refuse_few(len(examples), "carried values"):
+        if self.averager.refuse_few(len(examples), self.server_round, "carried values"):
             return []
         return self.weigh([NodeReply(node, 0, count, {}, {}, RecordDict()) for node, count in examples.items()])
 
@@ -200,6 +207,7 @@ class FedTANII(FedTAN, FixBN):
     leaves: ClassVar[str] = "as `fedtan`, then as `fixbn`"
     use: ClassVar[str] = "FedTAN's statistics, with many exchanges in the first rounds only"
     replaced: ClassVar[tuple[str, ...]] = ("freeze_round",)
+    state: Any
 
     def __init__(
         self,

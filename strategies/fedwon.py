@@ -1,6 +1,7 @@
 """FedWon."""
 
 from collections.abc import Mapping
+from math import inf
 from typing import Annotated, Any, ClassVar, Literal
 
 from fedbn_flwr.plugins.options import Range
@@ -64,7 +65,7 @@ class FedWon(FedAvg):
         super().__init__(clip_factor=clip_factor, **options)
         if not wsconv and (gain, branch_scale) != ("constant", "auto"):
             raise ValueError("gain and branch_scale are of standardized convolutions, which wsconv=false leaves out")
-        self.agc = agc
+        self.agc, self.clips_from = agc, {"on": 0, "auto": CLIPPING_BATCH_SIZE, "off": inf}[agc]
         self.wsconv, self.gain, self.branch_scale = wsconv, gain, branch_scale
 
     @classmethod
@@ -82,7 +83,3 @@ class FedWon(FedAvg):
             )
             raise CannotTrainError(f"FedWon is for models without BN, and there is {statistics[0]!r}: {made}")
         return super().instruct(instruction)
-
-    def clips(self, instruction: Instruction) -> bool:
-        """Clip where that is asked for, or from the batch size on from which it helps."""
-        return self.agc == "on" or (self.agc == "auto" and instruction.batch_size >= CLIPPING_BATCH_SIZE)

@@ -1,7 +1,6 @@
 """FixBN, both halves."""
 
-from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from logging import INFO, WARNING
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,10 +14,10 @@ from fedbn_flwr.client.rules.dynamics import BatchStatistics
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.lr_schedule import moment, round_of, rounds_of
-from fedbn_flwr.server.replies import NodeReply, Pooled
+from fedbn_flwr.server.method_state import BY_NODE, MethodState
+from fedbn_flwr.server.pooling import Pooled, Sent
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
-from fedbn_flwr.wire.pooled import Terms
 
 from .fedavg import FedAvg
 from .registry import register_strategy
@@ -30,6 +29,14 @@ UNBOUNDED = (
 )
 #: more rounds than any run has
 NEVER = 10**9
+
+
+@dataclass
+class FixBNState(MethodState):
+    """What `auto` has heard."""
+
+    #: by node: the round of the last participation, and the variance if one was reported
+    reports: dict[int, tuple[int, float | None]] = field(default_factory=dict, metadata=BY_NODE)
 
 
 @register_strategy("fixbn")
@@ -66,6 +73,8 @@ class FixBN(FedAvg):
     """
 
     paper: ClassVar[str] = "Zhong, Chen and Chao, 2023, arXiv:2303.06530"
+    state_type: ClassVar[type[MethodState]] = FixBNState
+    state: FixBNState
     leaves: ClassVar[str] = "everything; after the freeze no statistics"
     use: ClassVar[str] = "one global model on non-IID data, with the model and the bytes of FedAvg"
     kept_by_node: ClassVar[tuple[str, ...]] = ("reports",)
@@ -92,73 +101,58 @@ class FixBN(FedAvg):
     ) -> None:
         super().__init__(**options)
         self.freeze_at = None if freeze_round == "auto" else moment(str(freeze_round))
-        if self.privacy and send_frozen:
-            raise ValueError("privacy would add noise to frozen entries that are sent: send_frozen must be False")
+        self.reads_replies = self.freeze_at is None
+        if send_frozen:
+            self.let_send(Sent("frozen entries that are sent (send_frozen)"))
         self.needs = "affine" if freeze == "affine" else "all-statistics"
         self.freeze, self.frozen_lr, self.send_frozen = freeze, frozen_lr, send_frozen
         self.window, self.threshold, self.latest = window, threshold, latest
-        #: by node: the round of the last participation, and the variance if one was reported
-        self.reports: dict[int, tuple[int, float | None]] = {}
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Freeze, and bound the learning rate, in the rounds of the second stage."""
         largest = self.frozen_lr * instruction.lr
         if self.freeze_at is not None:
-            self.frozen_after = round_of(self.freeze_at, self.num_rounds)
-        instruction = super().instruct(instruction)
-        if self.frozen_after is None:
+            self.state.frozen_after = round_of(self.freeze_at, self.num_rounds)
+        instruction, frozen_after = super().instruct(instruction), self.state.frozen_after
+        if frozen_after is None:
             instruction = instruction.with_rule(change_window=self.window)
-        if self.frozen_after is None or instruction.server_round <= self.frozen_after:
+        if frozen_after is None or instruction.server_round <= frozen_after:
             return replace(instruction, later="freeze,omit")
         kept = "none" if self.send_frozen else {"both": "bn"}.get(self.freeze, self.freeze)
         instruction = replace(instruction, freeze=self.freeze, omit=kept)
-        if not self._bounds_rate():
+        if self.freeze == "affine" or any(change.when is None for change in self.schedule):
             return instruction
         if not self.round.has_rate:
-            if instruction.server_round == self.frozen_after + 1:
+            if instruction.server_round == frozen_after + 1:
                 log(WARNING, UNBOUNDED)
             return instruction
         return replace(instruction, lr=min(instruction.lr, largest))
 
-    def terms(self) -> Terms:
-        """With `auto`, each node's change of statistics is needed."""
-        terms = super().terms()
-        return replace(terms, tally=wire.STATISTICS_CHANGE) if self.freeze_at is None else terms
-
-    def circumstances(self) -> str:
-        """Return what may have made training diverge in this round, and what to try, in words."""
-        tried = super().circumstances()
-        if self.instruction.freeze == "none":
-            return tried
-        lower = " (frozen-lr)" if self._bounds_rate() and self.round.has_rate else ""
-        return f"BN is frozen after round {self.frozen_after}, {tried}{lower}, or a later freeze"
-
-    def _bounds_rate(self) -> bool:
-        return self.freeze != "affine" and all(change.when is not None for change in self.schedule)
-
     def update(self, pooled: Pooled) -> Arrays:
         """Update; with `auto`, also watch how much the statistics still change."""
-        if self.frozen_after is None:
+        if self.state.frozen_after is None:
+            for reply in pooled.replies:
+                variance = reply.metrics.get(wire.STATISTICS_CHANGE)
+                self.state.reports[reply.node] = self.server_round, None if variance is None else float(variance)
             self._watch(self.server_round)
         return super().update(pooled)
 
     def lose_round(self) -> None:
         """Watch, too, whether it is late."""
         super().lose_round()
-        if self.frozen_after is None:
+        if self.state.frozen_after is None:
             self._watch(self.server_round)
 
     def _watch(self, server_round: int) -> None:
-        self._note_reports(server_round, self.train_replies)
-        recent = [variance for last, variance in self.reports.values() if last > server_round - self.window]
+        recent = [variance for last, variance in self.state.reports.values() if last > server_round - self.window]
         reported = [variance for variance in recent if variance is not None]
         variance = max(reported) if 0 < len(recent) <= 2 * len(reported) else None
         if variance is not None:
-            self.measured["statistics-change-variance"] = variance
+            self.round.measured["statistics-change-variance"] = variance
         calm = variance is not None and variance < self.threshold
         late = self.num_rounds is not None and server_round >= rounds_of(self.latest, self.num_rounds)
         if (calm or late) and server_round != self.num_rounds:
-            self.frozen_after = self.measured["frozen-after"] = server_round
+            self.state.frozen_after = self.round.measured["frozen-after"] = server_round
             reason = "the statistics are calm" if calm else f"{self.latest:g} of the run are over"
             log(INFO, "FixBN: frozen after round %d, as %s", server_round, reason)
         elif server_round == self.num_rounds:
@@ -170,12 +164,6 @@ class FixBN(FedAvg):
                 variance,
                 self.threshold,
             )
-
-    def _note_reports(self, server_round: int, replies: Iterable[NodeReply]) -> None:
-        for reply in replies:
-            variance = reply.metrics.get(wire.STATISTICS_CHANGE)
-            for node in reply.nodes:
-                self.reports[node] = server_round, None if variance is None else float(variance)
 
 
 @register_strategy("centralized")

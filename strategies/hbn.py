@@ -8,6 +8,7 @@ import numpy as np
 
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays
+from fedbn_flwr.server.pooling import Pooled
 
 from .base_gathering import Gathering
 from .partial_sharing import PartialSharing
@@ -40,6 +41,7 @@ class HBN(PartialSharing, Gathering):
     stays: ClassVar[str] = "mix"
     personal: ClassVar[bool] = False
     needs: str = "HybridBatchNorm"
+    state: Any
 
     def __init__(
         self,
@@ -60,16 +62,15 @@ class HBN(PartialSharing, Gathering):
         """Hybrid BN."""
         return "hbn", {}
 
-    def refine(self, merged: Arrays) -> Arrays:
-        """Move the steady statistics, and gather new ones with this round's nodes."""
+    def update(self, pooled: Pooled) -> Arrays:
+        """Update, move the steady statistics, and gather new ones with this round's nodes."""
         samples = self.gather_samples
         # the published way: one batch of all the samples
         size = samples or self.instruction.batch_size
         asked = replace(self.instruction, gather_samples=samples, batch_size=size)
-        nodes = [node for reply in self.train_replies for node in reply.nodes]
-        merged = dict(merged)
+        merged = super().update(pooled)
         for name in [name for name in merged if name.rpartition(".")[2] in ("steady_mean", "steady_var")]:
             gathered = self.current[name.replace("steady_", "running_")].astype(np.float64)
             steady = self.average * self.current[name] + (1 - self.average) * gathered
             merged[name] = steady.astype(merged[name].dtype)
-        return self.installed(merged, self.gather(merged, nodes, asked))
+        return self.installed(merged, self.gather(merged, list(pooled.weights), asked))

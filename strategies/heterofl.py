@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from fedbn_flwr.server.averaging import Arrays
+from fedbn_flwr.server.pooling import Pooled
 from fedbn_flwr.wire import Instruction
 
 from .base_gathering import Gathering
@@ -37,8 +38,9 @@ class HeteroFL(Gathering):
         """Training does not change statistics, so nodes need not send them."""
         return replace(super().instruct(instruction), omit="statistics")
 
-    def refine(self, merged: Arrays) -> Arrays:
-        """Gather, if this round is evaluated."""
+    def update(self, pooled: Pooled) -> Arrays:
+        """Update, and gather if this round is evaluated."""
+        merged = super().update(pooled)
         if not self.evaluates(self.server_round):
             return merged
         return self.installed(merged, self.gather(merged, sorted(self.grid.get_node_ids()), self.instruction))

@@ -1,8 +1,7 @@
 """Strategies in which a part of the model never leaves the client: BN, its statistics, its affine part, or all."""
 
 from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from logging import WARNING
 from typing import Annotated, Any, ClassVar
 
@@ -10,14 +9,26 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.averaging import Arrays, arrays_to_record
-from fedbn_flwr.server.replies import Group, NodeReply, Pooled, lacks_state
+from fedbn_flwr.server.grids import ask_nodes
+from fedbn_flwr.server.method_state import BY_NODE, MethodState
+from fedbn_flwr.server.pooling import Pooled, Sent
+from fedbn_flwr.server.replies import NodeReply, lacks_state
 from fedbn_flwr.state.records import make_record
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg
 from .registry import register_strategy
+
+
+@dataclass
+class PartialSharingState(MethodState):
+    """What the server knows of the nodes' memories."""
+
+    #: the nodes that have the entries that stay
+    served: dict[int, bool] = field(default_factory=dict, metadata=BY_NODE)
+    #: the weights of the last round's participants
+    participants: dict[int, float] = field(default_factory=dict, metadata=BY_NODE)
 
 
 class PartialSharing(FedAvg):
@@ -33,9 +44,8 @@ class PartialSharing(FedAvg):
     """
 
     personal: ClassVar[bool] = True
-    stays: ClassVar[str] = "none"
-    kept: ClassVar[tuple[str, ...]] = ("_shared", "_mean")
-    kept_by_node: ClassVar[tuple[str, ...]] = ("_served", "_participants")
+    state_type: ClassVar[type[MethodState]] = PartialSharingState
+    state: PartialSharingState
 
     def __init__(
         self,
@@ -47,83 +57,62 @@ class PartialSharing(FedAvg):
     ) -> None:
         super().__init__(**options)
         self.mean_personal = mean_personal
+        # which needs each participant's own weight
+        self.reads_replies = mean_personal
         if mean_personal:
-            self.add_group(Group("the entries that nodes keep, for mean_personal", by_node=True))
-        self._shared: AbstractSet[str] | None = None
-        self._served: set[int] = set()
-        #: the weights of the last round's participants, by node
-        self._participants: dict[int, float] = {}
-        self._mean: Arrays = {}
-
-    def instruct(self, instruction: Instruction) -> Instruction:
-        """Keep the group local."""
-        return replace(super().instruct(instruction), keep_local=self.stays)
+            self.let_send(Sent("the entries that nodes keep, for mean_personal"))
 
     def instruct_evaluation(self, instruction: Instruction) -> Instruction:
-        """Evaluate with the node's own entries."""
-        instruction = super().instruct_evaluation(instruction)
-        return replace(instruction, keep_local=self.stays, send_personal=self.mean_personal)
+        """Let nodes send what they keep, if its mean is wanted."""
+        return replace(super().instruct_evaluation(instruction), send_personal=self.mean_personal)
 
-    def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
+    def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
         """The whole state for a node that has none of its own, the shared entries for the others."""
-        groups = super().package(node, arrays)
-        if self._shared is not None and node in self._served:
-            whole = groups[self.arrayrecord_key]
-            shared = {name: array for name, array in whole.items() if name in self._shared}
-            groups[self.arrayrecord_key] = make_record(shared)
-        return groups
-
-    def update(self, pooled: Pooled) -> Arrays:
-        """Average what is shared; the server's values of the rest are the participants' mean, where it is known."""
-        self._shared, self._participants = set(pooled.groups[wire.ARRAYS]), dict(pooled.weights)
-        self.lose_round()
-        self._served |= pooled.weights.keys()
-        return {**super().update(pooled), **self._mean}
-
-    def lose_round(self) -> None:
-        """Send nodes that failed the whole state next time: they may have lost their memory."""
-        self._served -= set(self.round.nodes)
+        packages = super().package(nodes, arrays)
+        shared = make_record({name: array for name, array in arrays.items() if name in self.state.shared})
+        for node in [node for node in nodes if node in self.state.served]:
+            packages[node][self.arrayrecord_key] = shared
+        return packages
 
     def collect(self, replies: Iterable[Message]) -> list[Message]:
         """Let nodes that have lost their entries train from the server's, in this round; return all replies."""
         replies = list(super().collect(replies))
-        nodes = {reply.metadata.src_node_id for reply in replies if lacks_state(reply)}
+        nodes = sorted({reply.metadata.src_node_id for reply in replies if lacks_state(reply)})
         if not nodes:
             return replies
-        log(WARNING, "Nodes %s have lost the entries that stay on them: they get the whole model", sorted(nodes))
-        self._served -= nodes
-        sent, again, whole = list[Message](), list[Message](), arrays_to_record(self.current)
-        for message in self._sent:
-            if (node := message.metadata.dst_node_id) in nodes:
-                content = RecordDict({**message.content, **self.package(node, whole)})
+        log(WARNING, "Nodes %s have lost the entries that stay on them: they get the whole model", nodes)
+        for node in nodes:
+            self.state.served.pop(node, None)
+        packages, sent, again = self.package(nodes, arrays_to_record(self.current)), list[Message](), list[Message]()
+        for message in self.round.sent:
+            if (node := message.metadata.dst_node_id) in packages:
+                content = RecordDict({**message.content, **packages[node]})
                 again.append(Message(content, node, message.metadata.message_type))
             else:
                 sent.append(message)
-        self._sent = sent + again
+        self.round.sent = sent + again
         usable = [reply for reply in replies if not lacks_state(reply)]
         return [*usable, *ask_nodes(self.grid, again, self.exchange_timeout).values()]
 
+    def update(self, pooled: Pooled) -> Arrays:
+        """Average what is shared; the server's values of the rest are the participants' mean, where it is known."""
+        self.lose_round()
+        self.state.participants = dict(pooled.weights)
+        self.state.served |= dict.fromkeys(pooled.weights, True)
+        return {**super().update(pooled), **self.state.personal}
+
+    def lose_round(self) -> None:
+        """Send nodes that failed the whole state next time: they may have lost their memory."""
+        for node in self.round.nodes:
+            self.state.served.pop(node, None)
+
     def learn_from_evaluation(self, replies: Sequence[NodeReply]) -> None:
         """Average what the last round's participants hold, if they have sent it."""
-        sent = [reply for reply in replies if reply.records.get(wire.PERSONAL)]
-        learned = [reply for reply in sent if reply.node in self._participants]
-        if learned and not self.refuse_few(len(learned), "kept entries"):
-            weights = [self._participants[reply.node] for reply in learned]
-            self._mean = self.mean([reply.records[wire.PERSONAL] for reply in learned], weights)
-
-    def untrained(self) -> list[str]:
-        """Return the entries that stay on the nodes, unless the nodes' mean is in their places."""
-        if self._shared is None:
-            return []
-        known = {*self._shared, *self._mean}
-        return [name for name in self.current if name not in known]
-
-    def personal_mean(self) -> Arrays:
-        """Return the mean of the entries that the last round's participants held at the last evaluation.
-
-        Empty unless `mean_personal` asks the nodes to send them.
-        """
-        return self._mean
+        weights = self.state.participants
+        learned = [reply for reply in replies if reply.records.get(wire.PERSONAL) and reply.node in weights]
+        if learned and not self.averager.refuse_few(len(learned), self.server_round, "kept entries"):
+            states = [reply.records[wire.PERSONAL] for reply in learned]
+            self.state.personal = self.averager.average(states, [weights[reply.node] for reply in learned])
 
 
 @register_strategy("fedbn")

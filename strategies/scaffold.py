@@ -16,9 +16,10 @@ with a global step of eta_g = 1:
         c <- c + (1 / N)   sum_{i in S} Delta c_i
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import fsum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,11 +29,23 @@ from torch import Tensor
 from fedbn_flwr import wire
 from fedbn_flwr.client.rules import Rule, Session, on_device, register_rule
 from fedbn_flwr.server.averaging import Arrays, arrays_to_record
-from fedbn_flwr.server.replies import Group, Pooled
+from fedbn_flwr.server.method_state import BY_NODE, MethodState
+from fedbn_flwr.server.pooling import Pooled, PooledGroup, Sent
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg
 from .registry import register_strategy
+
+
+@dataclass
+class ScaffoldState(MethodState):
+    """The server's c, and what it counts."""
+
+    #: c, in float64: it is a sum over all rounds
+    variate: Arrays = field(default_factory=dict)
+    #: the weight of all clients, and of each that has replied
+    total: float = 0.0
+    weights: dict[int, float] = field(default_factory=dict, metadata=BY_NODE)
 
 
 @register_strategy("scaffold")
@@ -59,45 +72,41 @@ class Scaffold(FedAvg):
     paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
     leaves: ClassVar[str] = "everything, and control variates: twice the bytes"
     use: ClassVar[str] = "clients drift apart in many local steps"
-    pools: ClassVar[tuple[Group, ...]] = (Group("control variates", wire.CONTROL_VARIATES),)
-    kept: ClassVar[tuple[str, ...]] = ("_variate", "_total")
-    kept_by_node: ClassVar[tuple[str, ...]] = ("_weights",)
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        #: the server's c, in float64: it is a sum over all rounds
-        self._variate: Arrays = {}
-        #: the weight of all clients, and of each that has replied
-        self._total, self._weights = 0.0, dict[int, float]()
+    sends: ClassVar[tuple[Sent, ...]] = (PooledGroup("control variates", wire.CONTROL_VARIATES),)
+    state_type: ClassVar[type[MethodState]] = ScaffoldState
+    state: ScaffoldState
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Let clients correct their gradients by the control variates."""
         return super().instruct(instruction).with_rule(control_variates=True)
 
-    def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
-        """Add c, once there is one."""
-        groups = super().package(node, arrays)
-        if self._variate:
-            sent = {name: value.astype(self.current[name].dtype) for name, value in self._variate.items()}
-            groups[wire.CONTROL_VARIATES] = arrays_to_record(sent)
-        return groups
+    def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
+        """The model, and c in the dtypes of the model's parameters."""
+        packages = super().package(nodes, arrays)
+        if self.state.variate:
+            sent = {name: value.astype(self.current[name].dtype) for name, value in self.state.variate.items()}
+            variate = arrays_to_record(sent)
+            for groups in packages.values():
+                groups[wire.CONTROL_VARIATES] = variate
+        return packages
 
     def update(self, pooled: Pooled) -> Arrays:
         """Move c by the clients' changes, and update the model."""
-        before, self._total = self._total, self._weigh_all(pooled.weights)
-        share = sum(pooled.weights.values()) / self._total
+        state, before = self.state, self.state.total
+        state.total = self._weigh_all(pooled.weights)
+        share = sum(pooled.weights.values()) / state.total
         for name, change in pooled.groups[wire.CONTROL_VARIATES].items():
             # c times the weight of all is the sum of p_i c_i, whatever the others are found to weigh
-            kept = before / self._total * self._variate.get(name, np.zeros(change.shape))
-            self._variate[name] = kept + share * change.astype(np.float64)
+            kept = before / state.total * state.variate.get(name, np.zeros(change.shape))
+            state.variate[name] = kept + share * change.astype(np.float64)
         return super().update(pooled)
 
     def _weigh_all(self, weights: Mapping[int, float]) -> float:
         """Return the weight of all clients; those that nobody knows the weight of weigh as much as the others."""
-        self._weights |= weights
-        known, absent = dict(self._weights), sorted({*self.grid.get_node_ids()} - self._weights.keys())
+        self.state.weights |= weights
+        known, absent = dict(self.state.weights), sorted({*self.grid.get_node_ids()} - self.state.weights.keys())
         # a node describes itself by its number of examples only, and may not be able to
-        if self.terms().weighting == "examples" and self.weighted_by_key == wire.NUM_EXAMPLES:
+        if self.weighting == "examples" and self.weighted_by_key == wire.NUM_EXAMPLES:
             described = self.roster.describe_answering(self.grid, absent)
             known |= {node: each.num_examples for node, each in described.items() if each.num_examples}
         return fsum(known.values()) * (1 + len(set(absent) - known.keys()) / len(known))

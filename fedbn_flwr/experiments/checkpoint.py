@@ -38,6 +38,10 @@ STATES = "states"
 PARTIAL, OLD = f"{PREFIX}partial", f"{PREFIX}old"
 
 
+#: the number of the form in which checkpoints hold a run
+FORMAT = 2
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A run after one of its rounds."""
@@ -45,7 +49,7 @@ class Checkpoint:
     server_round: int
     #: the global model
     model: Arrays
-    #: the strategy's and the record's `state_dict`
+    #: the strategy's state, and the record's `state_dict`
     strategy: Mapping[str, Any]
     journal: Mapping[str, Any]
     #: the numbers of the runs that went on with each other, where nodes keep their states themselves
@@ -65,7 +69,7 @@ def write_checkpoint(run: Path, checkpoint: Checkpoint, save_states: Callable[[P
     (partial / NODES).mkdir(parents=True)
     if save_states:
         save_states(partial / NODES)
-    content = {**vars(checkpoint), "nodes": _sizes(partial / NODES)}
+    content = {**vars(checkpoint), "format": FORMAT, "nodes": _sizes(partial / NODES)}
     packed = io.BytesIO()  # torch's own errors would not say that a disk is full
     torch.save(_converted(content, _as_plain), packed)
     (partial / SERVER).write_bytes(packed.getbuffer())
@@ -81,6 +85,8 @@ def read_checkpoint(run: Path) -> Checkpoint:
     path = _latest(run)
     try:
         plain = torch.load(path / SERVER, weights_only=True)
+        if (found := plain.get("format", 1)) != FORMAT:
+            raise UsageError(f"its format is {found}, and this version goes on with {FORMAT} only: start the run anew")
         content = _converted(plain, lambda leaf: leaf.numpy() if isinstance(leaf, Tensor) else leaf)
         checkpoint = Checkpoint(**{item.name: content[item.name] for item in fields(Checkpoint)})
     except Exception as error:  # whatever torch finds in a file that is damaged or another one

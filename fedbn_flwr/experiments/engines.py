@@ -133,10 +133,9 @@ def _weighting_if_averaged(experiment: Experiment) -> str:
     """Return by what a worker can average its nodes' replies; nothing if the server needs them one by one."""
     config = experiment.config
     strategy = experiment.make_strategy(config.clients)
-    looks_at_single = config.record_dynamics or strategy.why_single
-    # a worker is told once, and a user's own terms may be others in each round
-    looks_at_single = looks_at_single or strategy.terms().tally or is_foreign(strategy.terms)
-    return "" if looks_at_single else strategy.terms().weighting
+    single = config.record_dynamics or strategy.needs_single_replies
+    # a user's own hooks may look at whatever they like
+    return "" if single or is_foreign(type(strategy)) else strategy.weighting
 
 
 @contextmanager

@@ -181,9 +181,9 @@ def check(experiment: Experiment) -> None:
         raise UsageError(f"class-metrics are of labels, and {load_data(config).name} has label maps")
     if config.clients:
         check_partition(config, config.clients)
-    fewest = strategy.fewest_nodes
+    fewest = strategy.averager.fewest_nodes
     if config.clients and drawn < fewest:
-        why = f"robust={strategy.robust} needs {fewest} nodes in a round"
+        why = f"robust={strategy.averager} needs {fewest} nodes in a round"
         raise UsageError(f"method {config.method!r}: {why}, and {drawn} take part: {fewest - drawn} missing")
 
 

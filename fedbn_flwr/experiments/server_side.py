@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, MessageType
+from flwr.app import ConfigRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 
@@ -76,10 +76,8 @@ def run(
         files.config(experiment.to_mapping(), task.sites, engine, experiment.code, choice.text if choice else "")
     strategy = experiment.make_strategy(nodes)
     counted = CountingGrid(task.grid)
-    # what sites have said of their data bounds the counts that they may send later
-    strategy.first_counts[MessageType.TRAIN].update(task.counts)
-    with open_sinks(task.config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sink:
-        journal = Journal(files, strategy, counted, task.scorer, task.config, sink, progress)
+    with open_sinks(task.config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sinks:
+        journal = Journal(files, strategy, counted, task.scorer, task.config, sinks, progress)
         recovery = Recovery(folder, experiment, task.grid, strategy, journal)
         arrays = recovery.restore(saved) if saved else initial
         try:

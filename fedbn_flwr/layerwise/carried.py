@@ -74,7 +74,7 @@ They are few, because Flower sends each by a request of its own.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -232,6 +232,16 @@ def read_corrections(received: Mapping[str, Tensor]) -> Corrections:
 # ---- the server ----------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Kept:
+    """What the server keeps from round to round."""
+
+    #: as values travel, with the node's number of samples and the round; the most recent last
+    by_node: dict[int, Entries] = field(default_factory=dict, metadata={"by node": True})
+    #: (2, C), what all corrections so far have added to the mean gradient of the averaged nodes
+    surplus: np.ndarray | None = None
+
+
 class CarriedValues:
     """Each node's local values of every BN layer, by node: the last gradients, and statistics averaged over its rounds.
 
@@ -244,35 +254,31 @@ class CarriedValues:
     left over is the `surplus`, which the next corrections take back.
     """
 
-    def __init__(self, trust: float, memory: float = 0.0, oldest: int = 0, combiner: Combiner = combine) -> None:
+    def __init__(
+        self,
+        trust: float,
+        memory: float = 0.0,
+        oldest: int = 0,
+        combiner: Combiner = combine,
+        kept: Kept | None = None,
+    ) -> None:
         self.trust, self.memory, self.oldest, self.combiner = trust, memory, oldest, combiner
-        #: as they travel, with the node's number of samples and the round; the most recent last
-        self.by_node: dict[int, Entries] = {}
-        #: (2, C), what all corrections so far have added to the mean gradient of the averaged nodes
-        self.surplus: np.ndarray | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what later corrections depend on beside the nodes' values."""
-        return {"surplus": self.surplus}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
-        self.surplus = state["surplus"]
+        self.kept = kept or Kept()
 
     def hear(self, node: int, num_examples: float, values: Mapping[str, np.ndarray], server_round: int = 0) -> str:
         """Keep a node's values; return why they are unusable, and then forget the node, or an empty string."""
-        before = self.by_node.pop(node, None)
-        kept = {name: np.array(value) for name, value in values.items()}
-        if reason := why_not_carried(kept):
+        before = self.kept.by_node.pop(node, None)
+        now = {name: np.array(value) for name, value in values.items()}
+        if reason := why_not_carried(now):
             return reason
-        if before is not None and _form(before) == _form(kept):
+        if before is not None and _form(before) == _form(now):
             share = self.memory ** max(server_round - before[ROUND].item(), 1)
-            mean = share * before["statistics"].astype(np.float64) + (1 - share) * kept["statistics"]
-            kept["statistics"] = mean.astype(kept["statistics"].dtype)
-        self.by_node[node] = {**kept, EXAMPLES: np.array(num_examples), ROUND: np.array(server_round)}
-        size = sum(value.nbytes for value in self.by_node[node].values())
-        while len(self.by_node) > max(LIMIT / size, 1):
-            del self.by_node[next(iter(self.by_node))]
+            mean = share * before["statistics"].astype(np.float64) + (1 - share) * now["statistics"]
+            now["statistics"] = mean.astype(now["statistics"].dtype)
+        self.kept.by_node[node] = {**now, EXAMPLES: np.array(num_examples), ROUND: np.array(server_round)}
+        size = sum(value.nbytes for value in self.kept.by_node[node].values())
+        while len(self.kept.by_node) > max(LIMIT / size, 1):
+            del self.kept.by_node[next(iter(self.kept.by_node))]
         return ""
 
     def settle(self, corrections: Mapping[int, Entries], silent: Iterable[int], averaged: Mapping[int, float]) -> None:
@@ -281,14 +287,14 @@ class CarriedValues:
         `averaged` are the weights of the nodes whose models are averaged.
         """
         for node in silent:
-            self.by_node.pop(node, None)
+            self.kept.by_node.pop(node, None)
         added = {node: corrections.get(node, {}).get("gradients") for node in averaged}
         given = [each for each in added.values() if each is not None]
         if given:
             rows = [np.zeros_like(given[0]) if each is None else each for each in added.values()]
             values = torch.from_numpy(np.stack(rows).astype(np.float64))
             surplus = self.combiner("gradients", values, list(averaged.values())).numpy()
-            self.surplus = surplus + self._surplus_like(surplus)
+            self.kept.surplus = surplus + self._surplus_like(surplus)
 
     def corrections(
         self, nodes: Iterable[int], weigh: Callable[[Examples], Sequence[float]], server_round: int = 0
@@ -297,7 +303,7 @@ class CarriedValues:
 
         `weigh` returns the weights of nodes with these numbers of samples, in their order.
         """
-        known = {node: self.by_node[node] for node in nodes if node in self.by_node}
+        known = {node: self.kept.by_node[node] for node in nodes if node in self.kept.by_node}
         heard = {
             node: values for node, values in known.items() if not 0 < self.oldest < server_round - values[ROUND].item()
         }
@@ -324,9 +330,9 @@ class CarriedValues:
 
     def _surplus_like(self, gradients: np.ndarray) -> np.ndarray:
         """Return the surplus; zeros if there is none, or if the layers' channels have changed."""
-        if self.surplus is None or self.surplus.shape != gradients.shape:
+        if self.kept.surplus is None or self.kept.surplus.shape != gradients.shape:
             return np.zeros(gradients.shape)
-        return self.surplus
+        return self.kept.surplus
 
 
 def _form(values: Mapping[str, np.ndarray]) -> Hashable:
@@ -340,8 +346,8 @@ def why_not_carried(values: Mapping[str, np.ndarray]) -> str:
     if not _are_of_layers(values):
         return "its carried values are not of BN layers"
     for kind in KINDS:
-        if kind in values and (reason := why_unusable(kind, torch.from_numpy(values[kind]))):
-            return f"the {kind} of its BN layers {reason}"
+        if kind in values and (fault := why_unusable(kind, torch.from_numpy(values[kind]))):
+            return f"the {kind} of its BN layers {fault.words}"
     return ""
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Literal, NamedTuple
 
 import torch
@@ -66,8 +67,25 @@ class Answer:
     weights: tuple[float, ...] = ()
 
 
-#: why values cannot be pooled; replies whose model is not finite are refused with the same words
-NOT_FINITE, TOO_LARGE = "is not finite", "is too large to be pooled"
+class Why(Enum):
+    """The kind of a reason for which something of a node cannot be used, where that decides what follows."""
+
+    OTHER = auto()
+    #: numbers that are not finite, or too large
+    INFINITE = auto()
+    #: a client did not do what the method asks for
+    NOT_OBEYED = auto()
+
+
+class Fault(NamedTuple):
+    """Why values cannot be pooled, in words that follow their name."""
+
+    words: str
+    why: Why = Why.OTHER
+
+
+NOT_FINITE = Fault("is not finite", Why.INFINITE)
+TOO_LARGE = Fault("is too large to be pooled", Why.INFINITE)
 #: the largest number that a node may send, in any dtype, and the most examples: float64 holds all counts up to it
 LARGEST, MOST = torch.finfo(torch.float32).max, 2**53
 
@@ -85,9 +103,9 @@ Combiner = Callable[[Kind, Tensor, Sequence[float]], Tensor]
 class ExchangeError(ValueError):
     """The request of a client cannot be combined with the others'; `client` is the row of the client."""
 
-    def __init__(self, client: int, reason: str) -> None:
+    def __init__(self, client: int, reason: str, why: Why = Why.OTHER) -> None:
         super().__init__(f"client {client}: {reason}")
-        self.client, self.reason = client, reason
+        self.client, self.reason, self.why = client, reason, why
 
 
 class OrderError(ExchangeError):
@@ -133,9 +151,9 @@ def check(requests: Requests) -> None:
         if count < 1:
             raise ExchangeError(client, f"the {_name(requests)} is over {count} values")
     if why_unusable(requests.kind, requests.tensor):
-        reasons = [why_unusable(requests.kind, values) for values in requests.tensor]
-        client = next(client for client, reason in enumerate(reasons) if reason)
-        raise ExchangeError(client, f"the {_name(requests)} {reasons[client]}")
+        faults = [why_unusable(requests.kind, values) for values in requests.tensor]
+        client, fault = next((client, fault) for client, fault in enumerate(faults) if fault)
+        raise ExchangeError(client, f"the {_name(requests)} {fault.words}", fault.why)
 
 
 def pool(requests: Requests, weights: Sequence[float]) -> Requests:
@@ -185,8 +203,8 @@ def respond(requests: Requests, weights: Sequence[float], combiner: Combiner = c
     return Answer(tensor, sum(requests.counts), tuple(weights) if combiner is combine else ())
 
 
-def why_unusable(kind: Kind, values: Tensor) -> str:
-    """Return why values cannot be pooled, whatever the other clients' are; an empty string if they can.
+def why_unusable(kind: Kind, values: Tensor) -> Fault | None:
+    """Return why values cannot be pooled, whatever the other clients' are; None if they can.
 
     The values are one client's, or have a first dimension with a row for each client. They must be finite, and
     variances at least 0. They must also be so small that the pool is finite in their dtype. With M the largest
@@ -200,19 +218,19 @@ def why_unusable(kind: Kind, values: Tensor) -> str:
     variance around the global mean. For variances and gradients, it keeps differences of two of them finite.
     """
     if not values.is_floating_point():
-        return f"is {values.dtype}, no floating-point numbers"
+        return Fault(f"is {values.dtype}, no floating-point numbers")
     largest = min(torch.finfo(values.dtype).max, LARGEST)  # float64 has room for more than anybody may send
     # one pass over the values: below this norm all of them are finite, and small enough
     if not torch.linalg.vector_norm(values).item() < largest**0.5 / 4:
         if not values.isfinite().all():
             return NOT_FINITE
         if not (_magnitudes(kind, values) <= largest / 8).all():
-            return f"{TOO_LARGE} in {str(values.dtype).removeprefix('torch.')}"
+            return TOO_LARGE._replace(words=f"{TOO_LARGE.words} in {str(values.dtype).removeprefix('torch.')}")
     if kind in ("variance", "statistics"):
         variances = values if kind == "variance" else values[..., 1, :]
         if not (variances >= 0).all():
-            return "has a negative variance"
-    return ""
+            return Fault("has a negative variance")
+    return None
 
 
 def _magnitudes(kind: Kind, values: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
-from fedbn_flwr.layerwise.exchange import LARGEST, NOT_FINITE, TOO_LARGE, normalized
+from fedbn_flwr.layerwise.exchange import LARGEST, NOT_FINITE, TOO_LARGE, Fault, normalized
 from fedbn_flwr.state.flat import FlatArrays
 from fedbn_flwr.state.records import flat_of, record_of, view_array
 
@@ -60,7 +60,7 @@ def is_floating(array: NDArray[Any]) -> bool:
     return array.dtype.kind == "f"
 
 
-def unusable(arrays: Mapping[str, NDArray[Any]]) -> tuple[str, str] | None:
+def unusable(arrays: Mapping[str, NDArray[Any]]) -> tuple[str, Fault] | None:
     """The first of the arrays that holds what nobody may send, and why not: infinity, no number, or one too large."""
     if isinstance(arrays, FlatArrays) and all(map(_is_usable, arrays.buffers.values())):
         return None

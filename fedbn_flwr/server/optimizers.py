@@ -1,15 +1,17 @@
 """Server optimizers that treat the averaged update as a gradient, for parameters only."""
 
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedbn_flwr.server.averaging import Arrays
+from fedbn_flwr.server.pooling import Start
 
 #: as in Flower's classes
 BETA_1, BETA_2, TAU = 0.9, 0.99, 1e-3
+#: m and v
+Moments = tuple[NDArray[Any], NDArray[Any]]
 
 
 class ServerOptimizer:
@@ -28,35 +30,27 @@ class ServerOptimizer:
     def __init__(self, rule: str, rate: float | None = None) -> None:
         self.rule = rule
         self.rate = rate if rate is not None else 1.0 if rule == "momentum" else 0.1
-        #: the moments m and v of every parameter, in float64
-        self._moments: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return both moments of every array."""
-        return dict(self._moments)
+    def apply(self, mean: Arrays, start: Start, memory: dict[str, Any]) -> Arrays:
+        """Return the new values: stepped parameters, and everything else as averaged.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up both moments of every array."""
-        self._moments = dict(state)
-
-    def step(
-        self,
-        server_round: int,
-        current: Mapping[str, NDArray[Any]],
-        averaged: Arrays,
-        parameters: Collection[str],
-    ) -> Arrays:
-        """Return the new values: stepped parameters, and everything else as averaged."""
+        `memory` has the moments m and v of every parameter, in float64.
+        """
+        parameters, _ = start.parameters()
+        if not parameters:
+            raise ValueError("a server optimizer needs clients that say which entries are parameters (`describe`)")
         stepped = {}
-        for name in [name for name in averaged if name in parameters]:
-            before = np.asarray(current[name], np.float64)
-            step = self._direction(name, np.asarray(averaged[name], np.float64) - before, server_round)
-            stepped[name] = np.asarray(before + self.rate * step, dtype=current[name].dtype)
-        return {**averaged, **stepped}
+        for name in [name for name in mean if name in parameters]:
+            before = np.asarray(start.state[name], np.float64)
+            update = np.asarray(mean[name], np.float64) - before
+            moments = memory.get(name, (np.zeros_like(update), np.zeros_like(update)))
+            step, memory[name] = self._direction(update, moments, start.server_round)
+            stepped[name] = np.asarray(before + self.rate * step, dtype=start.state[name].dtype)
+        return {**mean, **stepped}
 
-    def _direction(self, name: str, update: NDArray[Any], server_round: int) -> NDArray[Any]:
-        m, v = self._moments.get(name, (np.zeros_like(update), np.zeros_like(update)))
-        correction, squared = 1.0, update**2
+    def _direction(self, update: NDArray[Any], moments: Moments, server_round: int) -> tuple[NDArray[Any], Moments]:
+        """Return the direction of the step, and the moments after it."""
+        (m, v), correction, squared = moments, 1.0, update**2
         match self.rule:
             case "momentum":
                 m = BETA_1 * m + update
@@ -68,6 +62,5 @@ class ServerOptimizer:
                 correction = np.sqrt(1 - BETA_2 ** (server_round + 1)) / (1 - BETA_1 ** (server_round + 1))
             case "yogi":
                 m, v = BETA_1 * m + (1 - BETA_1) * update, v - (1 - BETA_2) * squared * np.sign(v - squared)
-        self._moments[name] = m, v
-        direction: NDArray[Any] = m if self.rule == "momentum" else correction * m / (np.sqrt(v) + TAU)
-        return direction
+        direction = m if self.rule == "momentum" else correction * m / (np.sqrt(v) + TAU)
+        return direction, (m, v)

@@ -4,7 +4,7 @@ from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from fedbn_flwr.server.passing_grid import PassingGrid
+from fedbn_flwr.server.grids import PassingGrid
 from fedbn_flwr.wire.packed import Packed, asking, is_packed, pack, unpack, with_content
 
 

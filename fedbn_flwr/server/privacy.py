@@ -1,18 +1,21 @@
 """Differential privacy on the server, by entries' names: for parameters, and not for running statistics."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from logging import WARNING
 from math import sqrt
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+from flwr.common import log
 from numpy.typing import NDArray
 
 from fedbn_flwr.server.averaging import Arrays, average, is_floating
+from fedbn_flwr.server.pooling import Averager, Sent, Start, States
 
 
 @dataclass(frozen=True)
-class Privacy:
+class Privacy(Averager):
     r"""Clip every node's update of the parameters, and add Gaussian noise to the mean.
 
     McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018, with a fixed norm and equal
@@ -30,6 +33,7 @@ class Privacy:
     clipping_norm: float
     noise_multiplier: float
     seed: int | None = None
+    reads_replies: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.clipping_norm < np.inf or not 0 <= self.noise_multiplier < np.inf:
@@ -38,22 +42,30 @@ class Privacy:
                 f"{self.clipping_norm} and {self.noise_multiplier}"
             )
 
-    def average(
-        self,
-        states: Sequence[Mapping[str, NDArray[Any]]],
-        current: Mapping[str, NDArray[Any]],
-        parameters: Collection[str],
-        tied: Mapping[str, str],
-        server_round: int,
-    ) -> Arrays:
-        """Return the mean of states that began from `current`, with the parameters clipped and noised.
+    def refuse(self, method: str, sent: Sent) -> None:
+        """Refuse whatever nodes send beside the model."""
+        raise ValueError(f"privacy would not protect {sent.what}, which {method} shares")
 
-        `tied` has the further names of entries, by which they neither count again nor get other noise.
+    def refuse_weighting(self, weighting: str) -> None:
+        """Refuse unequal weights."""
+        if weighting != "uniform":
+            raise ValueError("privacy needs weighting='uniform': noise is scaled for nodes of equal weight")
+
+    def average(self, states: States, weights: Sequence[float], start: Start | None = None) -> Arrays:
+        """Return the mean of models, with the parameters clipped and noised.
+
+        Further names of a parameter neither count again nor get other noise.
         """
+        assert start is not None, "everything but models is refused"
+        parameters, tied = start.parameters()
+        if not parameters:
+            raise ValueError("privacy needs clients that say which entries are parameters (`describe`)")
+        if bare := sorted(name for name in states[0] if name not in parameters and is_floating(states[0][name])):
+            log(WARNING, "Round %d: privacy does not cover %s", start.server_round, ", ".join(bare))
         names = [name for name in states[0] if name in parameters and name not in tied and is_floating(states[0][name])]
-        mean = average([self._clipped(state, current, names) for state in states], [1.0] * len(states))
+        mean = average([self._clipped(state, start.state, names) for state in states], [1.0] * len(states))
         deviation = self.noise_multiplier * self.clipping_norm / len(states)
-        draw = np.random.default_rng(None if self.seed is None else [self.seed, server_round])
+        draw = np.random.default_rng(None if self.seed is None else [self.seed, start.server_round])
         for name in names:
             noised = mean[name] + draw.normal(0.0, deviation, mean[name].shape)
             mean[name] = np.asarray(noised, mean[name].dtype)

@@ -12,16 +12,12 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import wire
-from fedbn_flwr.layerwise.exchange import LARGEST, MOST, NOT_FINITE, TOO_LARGE
-from fedbn_flwr.server.averaging import Arrays, unusable, view_arrays
+from fedbn_flwr.layerwise.exchange import LARGEST, MOST, NOT_FINITE, TOO_LARGE, Why
+from fedbn_flwr.server.averaging import unusable, view_arrays
 from fedbn_flwr.state.flat import FlatArrays, Layout
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.wire.pooled import Summed
 
-#: rounds without a usable reply that end a run: in which nodes sent numbers that are not finite, or of any kind
-LOST_ROUNDS, FRUITLESS_ROUNDS = 3, 10
-#: why a reply is refused whose client did not do what the strategy asked for
-NOT_OBEYED = "did not acknowledge"
 SentT = TypeVar("SentT")
 ReadT = TypeVar("ReadT")
 
@@ -48,6 +44,10 @@ class DivergedError(CannotTrainError):
 class RefusedError(ValueError):
     """A reply that cannot be used, with the reason."""
 
+    def __init__(self, reason: str, why: Why = Why.OTHER) -> None:
+        super().__init__(reason)
+        self.why = why
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -55,19 +55,15 @@ class Refusal:
 
     node: int
     reason: str
+    why: Why = Why.OTHER
 
     def __str__(self) -> str:
         return f"node {self.node}: {self.reason}" if self.node else self.reason
 
-    @property
-    def is_infinite(self) -> bool:
-        """Return whether the node sent, or its client refused to send, numbers that are not finite or too large."""
-        return NOT_FINITE in self.reason or TOO_LARGE in self.reason
 
-
-def leave_out(node: int, reason: str) -> Refusal:
+def leave_out(node: int, reason: str, why: Why = Why.OTHER) -> Refusal:
     """Say in the log why a node is left out, and return it."""
-    refusal = Refusal(node, reason)
+    refusal = Refusal(node, reason, why)
     log_refused([refusal])
     return refusal
 
@@ -94,7 +90,7 @@ def read_each(
         try:
             understood[node] = read(node, content)
         except RefusedError as reason:
-            refused.append(Refusal(node, str(reason)))
+            refused.append(Refusal(node, str(reason), reason.why))
         except Exception as error:
             refused.append(Refusal(node, f"it cannot be read: {type(error).__name__}: {error}"))
     return understood, refused
@@ -121,37 +117,6 @@ class NodeReply:
     def arrays(self) -> Mapping[str, np.ndarray]:
         """The entries of the model's state that the node sent."""
         return self.records[wire.ARRAYS]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Numbers that a method pools beside the model; what follows from them for other features is the same everywhere.
-
-    `privacy` protects the model only, so it is refused with any group.
-    """
-
-    #: in words, for refusals
-    what: str
-    #: the ArrayRecord of training replies that holds it, with entries of the model; empty if it comes another way
-    name: str = ""
-    #: whether a reply without it is refused; if not, it is pooled in rounds in which all replies hold it
-    is_required: bool = True
-    #: whether a robust rule stands in the place of its mean
-    can_be_robust: bool = True
-    #: whether each node's own is needed, so that a mean over nodes would not do
-    by_node: bool = False
-
-
-@dataclass(frozen=True)
-class Pooled:
-    """A round's replies as one, whoever has pooled them."""
-
-    #: the mean of the model, under `wire.ARRAYS`, and of the method's groups by their names
-    groups: Mapping[str, Arrays]
-    #: by node; the nodes of a mean have equal shares of its weight
-    weights: Mapping[int, float]
-    #: over the nodes, of the metric that the strategy's terms name
-    deviation: float
 
 
 @dataclass(frozen=True)
@@ -229,7 +194,10 @@ def _mean(values: Sequence[Any], shares: Sequence[float]) -> Any:
 def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
     """Return what a node has replied; RefusedError, or any other error, if it cannot be used."""
     if message.has_error():
-        raise RefusedError(f"it failed: {message.error.reason}")
+        # a client refuses to send such numbers in words only
+        words = message.error.reason or ""
+        infinite = any(fault.words in words for fault in (NOT_FINITE, TOO_LARGE))
+        raise RefusedError(f"it failed: {words}", Why.INFINITE if infinite else Why.OTHER)
     content = message.content
     if lacks_state(message):
         raise RefusedError("it has lost the entries that stay on it")
@@ -239,8 +207,9 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
     if ignored := sorted(set(expected.binding) - set(obeyed if isinstance(obeyed, list) else [])):
         keys = [f"{expected.later}, which later rounds ask for" if key == "later" else key for key in ignored]
         raise RefusedError(
-            f"it {NOT_OBEYED} {', '.join(keys)}: its client does not implement what the strategy asked for; make the "
-            "app with fedbn_flwr.clientapp: ClientApp(model=...) around a loop of your own, or client_app"
+            f"it did not acknowledge {', '.join(keys)}: its client does not implement what the strategy asked for; "
+            "make the app with fedbn_flwr.clientapp: ClientApp(model=...) around a loop of your own, or client_app",
+            Why.NOT_OBEYED,
         )
     metrics = read_metrics(content)
     records = {name: view_arrays(record) for name, record in array_records(content).items()}
@@ -254,7 +223,7 @@ def read_reply(node: int, message: Message, expected: Expected) -> NodeReply:
             _check_forms(arrays, expected.arrays)
         # of carried values, nodes do without those that cannot be used
         if group != wire.CARRIED and (bad := unusable(arrays)):
-            raise RefusedError(f"its array {bad[0]!r} in {group!r} {bad[1]}")
+            raise RefusedError(f"its array {bad[0]!r} in {group!r} {bad[1].words}", bad[1].why)
     if (key := expected.weighted_by) not in metrics:
         names = ", ".join(sorted(metrics.keys() - {wire.PARTITION_ID})) or "none"
         raise RefusedError(f"its metrics lack {key!r}, which the strategy weighs by; they are {names}")
@@ -271,7 +240,7 @@ def read_metrics(content: RecordDict) -> dict[str, Any]:
         if not all(isinstance(number, int | float) for number in numbers):
             raise RefusedError(f"its metric {key!r} is {value!r}, no number")
         if any(LARGEST < abs(number) < float("inf") for number in numbers):
-            raise RefusedError(f"its metric {key!r} {TOO_LARGE}")
+            raise RefusedError(f"its metric {key!r} {TOO_LARGE.words}", TOO_LARGE.why)
     return metrics
 
 
@@ -326,31 +295,3 @@ def _form(reply: NodeReply, group: str, averaged: Iterable[str]) -> frozenset[An
         return frozenset((key, len(value) if isinstance(value, list) else -1) for key, value in values.items())
     arrays = reply.records.get(group)
     return arrays.layout.all_entries if isinstance(arrays, FlatArrays) else frozenset()
-
-
-class LostRounds:
-    """The rounds since the last usable reply; only those with numbers that are not finite speak of divergence."""
-
-    def __init__(self) -> None:
-        self._fruitless = 0
-        #: by round, what may have made training diverge
-        self._rounds: dict[int, str] = {}
-        self._nodes: set[int] = set()
-
-    def add(self, server_round: int, refused: Sequence[Refusal], connected: int, circumstances: str) -> None:
-        """Note a lost round; raise DivergedError if these are `LOST_ROUNDS`, of more nodes than one bad one.
-
-        `connected` is the number of all nodes. Raise CannotTrainError after `FRUITLESS_ROUNDS` of any kind.
-        """
-        self._fruitless += 1
-        if self._fruitless >= FRUITLESS_ROUNDS:
-            reason = refused[0] if refused else "no node answered"
-            raise CannotTrainError(f"{self._fruitless} rounds in a row brought no usable reply: {reason}")
-        infinite = [refusal for refusal in refused if refusal.is_infinite]
-        if not infinite:
-            return
-        self._rounds[server_round] = circumstances
-        self._nodes |= {refusal.node for refusal in infinite}
-        if len(self._rounds) >= LOST_ROUNDS and len(self._nodes) >= min(connected, 2):
-            first, circumstances = next(iter(self._rounds.items()))
-            raise DivergedError(first, f"no node has had a usable reply since ({infinite[0]}); {circumstances}")

@@ -2,16 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from logging import WARNING
 from math import ceil
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from flwr.common import log
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbn_flwr.layerwise.exchange import Kind
+from fedbn_flwr.layerwise.exchange import Combiner, Kind
+from fedbn_flwr.norm import Moments
 from fedbn_flwr.server.averaging import Arrays, average, is_floating
+from fedbn_flwr.server.pooling import Averager, Sent, Start, States
+from fedbn_flwr.server.replies import Refusal
 
 #: by the name of a rule, what its number is; the median has none
 RULES = {
@@ -20,11 +25,10 @@ RULES = {
     "multi-krum": "the number of lying nodes, at least 1",
     "norm": "the largest update, in multiples of the median node's, above 0",
 }
-States = Sequence[Mapping[str, NDArray[Any]]]
 
 
 @dataclass(frozen=True)
-class Robust:
+class Robust(Averager):
     r"""A rule for K nodes' values x_1 ... x_K of which some may be wrong; written `median` or `NAME:NUMBER`.
 
     - `trimmed:B`: number by number, the mean without the int(B K) smallest and the int(B K) largest,
@@ -46,13 +50,12 @@ class Robust:
 
     name: str
     number: float = 0.0
+    reads_replies: ClassVar[bool] = True
 
     @classmethod
-    def parse(cls, text: str) -> "Robust | None":
-        """Read a rule, or `none`; ValueError says how rules are written."""
+    def parse(cls, text: str) -> "Robust":
+        """Read a rule; ValueError says how rules are written."""
         name, colon, number = text.partition(":")
-        if text == "none":
-            return None
         if name not in RULES:
             raise ValueError(f"unknown robust rule {name!r}; known: none, {', '.join(RULES)}")
         if not RULES[name]:
@@ -71,27 +74,48 @@ class Robust:
     def __str__(self) -> str:
         return f"{self.name}:{self.number:g}" if self.number else self.name
 
+    def refuse_few(self, nodes: int, server_round: int, what: str = "models") -> list[Refusal]:
+        """Say in the log why values of so few nodes are not pooled, and return it; nothing if they are."""
+        missing = self.fewest_nodes - nodes
+        if nodes == 0 or missing <= 0:
+            return []
+        why = f"robust={self} needs {what} of {self.fewest_nodes} nodes, and has {nodes}: {missing} missing"
+        log(WARNING, "Round %d: %s", server_round, why)
+        return [Refusal(0, why)]
+
+    def refuse(self, method: str, sent: Sent) -> None:
+        """Refuse what has no mean that the rule could replace."""
+        if not sent.is_robust:
+            raise ValueError(f"a robust rule would not reach {sent.what}, which {method} shares")
+
     @property
     def fewest_nodes(self) -> int:
         """Return the number of nodes below which the rule does not do what it is for."""
         by_number = {"trimmed": ceil(1 / (self.number or 1)), "multi-krum": int(2 * self.number) + 3}
         return by_number.get(self.name, 3)
 
-    def average(self, states: States, current: Mapping[str, NDArray[Any]] | None = None) -> Arrays:
-        """Return what takes the place of the states' mean; `current` is the state that they began from, if any."""
+    def average(self, states: States, weights: Sequence[float], start: Start | None = None) -> Arrays:
+        """Return what takes the place of the states' mean; nodes count equally."""
         names = [name for name in states[0] if is_floating(states[0][name])]
         if self.name == "multi-krum":
             distances = np.sum([_squared_distances(_rows(states, name)) for name in names], axis=0)
             states = [states[index] for index in self._nearest(distances)]
-        means = {name: self._middle(_rows(states, name), None if current is None else current[name]) for name in names}
+        means = {
+            name: self._middle(_rows(states, name), None if start is None else start.state[name]) for name in names
+        }
         counters = average(
             [{name: state[name] for name in state if name not in means} for state in states], [1.0] * len(states)
         )
         merged = {**means, **counters}
         return {name: np.asarray(merged[name], array.dtype) for name, array in states[0].items()}
 
+    @property
+    def combiner(self) -> Combiner:
+        """Return the rule for a BN layer."""
+        return self.combine
+
     def combine(self, kind: Kind, rows: Tensor, weights: Sequence[float]) -> Tensor:
-        """Combine the clients' rows of one BN layer, as `fedbn_flwr.layerwise.exchange.combine` does without a rule."""
+        """Combine the clients' rows of one BN layer, as the mean does without a rule."""
         values = rows.double().numpy(force=True)
         if self.name == "multi-krum":
             values = values[self._nearest(_squared_distances(values))]
@@ -101,6 +125,15 @@ class Robust:
         mean = self._middle(means)
         variance = self._middle(variances + np.square(means - mean))
         return torch.from_numpy(np.stack([mean, variance])).to(rows)
+
+    def unite(self, seen: Sequence[Mapping[str, Moments]], server_round: int) -> dict[str, Moments]:
+        """Return what takes the place of the moments of all samples together; none of fewer nodes than it needs."""
+        united = {}
+        for layer in seen[0] if seen and not self.refuse_few(len(seen), server_round, "gathered statistics") else ():
+            each = [values[layer] for values in seen]
+            rows = torch.stack([torch.stack([own.mean, own.variance]) for own in each])
+            united[layer] = Moments(sum(own.count for own in each), *self.combine("statistics", rows, []))
+        return united
 
     def _nearest(self, distances: NDArray[Any]) -> list[int]:
         """Return the nodes, in their order, that are nearest to the others; distances are squared, of each to each."""

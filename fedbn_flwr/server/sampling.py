@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.randomness import numpy_generator
-from fedbn_flwr.server.ask_nodes import ask_nodes
+from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.server.replies import (
     CannotTrainError,
     Expected,
@@ -136,7 +136,7 @@ def draw(nodes: Mapping[int, Node], count: int, seed: int, server_round: int) ->
 
 def _read(node: int, answer: Message) -> Node:
     if answer.has_error():
-        raise RefusedError(answer.error.reason)
+        raise RefusedError(answer.error.reason or "it failed")
     metrics, report = read_metrics(answer.content), answer.content.config_records[wire.REPORT]
     partition, domain = (whole(metrics, key) for key in (wire.PARTITION_ID, wire.DOMAIN))
     num_examples = Expected((), {}).count_of(node, metrics[wire.NUM_EXAMPLES])

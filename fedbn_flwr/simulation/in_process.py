@@ -20,7 +20,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp.bn_client_app import BNClientApp, SharedRecords, make_message, read_message
-from fedbn_flwr.server.ask_nodes import identify
+from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, Contexts, StateFolder
 from fedbn_flwr.state import State
 from fedbn_flwr.state.records import lend_record

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.layerwise import Answer, Requests
-from fedbn_flwr.server.passing_grid import PassingGrid
+from fedbn_flwr.server.grids import PassingGrid
 from fedbn_flwr.state.flat import Layout
 from fedbn_flwr.state.records import array_records, flat_of, payload_bytes, view_array
 from fedbn_flwr.transports import LayerwiseGrid, NodesFailedError, NodesTransport, Participant

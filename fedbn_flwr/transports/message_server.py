@@ -12,8 +12,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.layerwise.exchange import ExchangeError, check, join
-from fedbn_flwr.server.ask_nodes import ask_nodes
-from fedbn_flwr.server.passing_grid import PassingGrid
+from fedbn_flwr.server.grids import PassingGrid, ask_nodes
 from fedbn_flwr.server.replies import Expected, Refusal, leave_out, log_refused, parse_replies, read_each
 from fedbn_flwr.transports import NodesFailedError, Participant
 from fedbn_flwr.transports.message_records import (
@@ -142,7 +141,7 @@ def _join(requests: Mapping[int, Requests]) -> Requests:
             check(joined)
         except ExchangeError as error:
             node = list(sound)[error.client]
-            refused.append(Refusal(node, error.reason))
+            refused.append(Refusal(node, error.reason, error.why))
             del sound[node]
         else:
             break

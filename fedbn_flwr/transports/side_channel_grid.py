@@ -18,8 +18,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.ask_nodes import identify, question_of
-from fedbn_flwr.server.passing_grid import PassingGrid
+from fedbn_flwr.server.grids import PassingGrid, identify, question_of
 from fedbn_flwr.transports.message_records import ADDRESS, SIDE_CHANNEL, TOKEN, UNREACHABLE, StepPosition
 from fedbn_flwr.transports.side_channel_frames import pack_frame
 from fedbn_flwr.transports.side_channel_server import NodeLink, SideChannel

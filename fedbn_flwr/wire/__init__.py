@@ -178,6 +178,11 @@ class Instruction:
         }
         return ConfigRecord({on_wire(key): value for key, value in {**sent, **dict(self.rule_keys)}.items()})
 
+    @property
+    def waits_for_others(self) -> bool:
+        """Return whether clients wait for each other in their first step."""
+        return self.layerwise not in ("none", *CARRIED_MODES)
+
     @classmethod
     def binding_names(cls) -> frozenset[str]:
         """Return the keys of the fields that change the method."""

@@ -66,7 +66,7 @@ class Watched(FedBN):
 
     def aggregate_train(self, server_round: int, replies: Any) -> Any:
         result = super().aggregate_train(server_round, replies)
-        self.trained.append([reply.node for reply in self.train_replies])
+        self.trained.append([reply.node for reply in self.training.replies])
         self.began.append(self.current)
         return result
 
@@ -105,8 +105,8 @@ def test_who_has_failed_gets_the_whole_model_next_time_as_well(monkeypatch: pyte
     strategy, nodes = Watched(), Federation(make_model(), grid=Restarting)
     nodes.run(strategy, 2)
     assert strategy.trained == [[1000, 1001, 1002, 1003], [1000, 1002, 1003]]
-    packages = {node: strategy.package(node, nodes.initial)["arrays"] for node in nodes.grid.get_node_ids()}
-    assert [node for node, arrays in packages.items() if "net.1.weight" in arrays] == [1001]
+    packages = strategy.package(list(nodes.grid.get_node_ids()), nodes.initial)
+    assert [node for node, groups in packages.items() if "net.1.weight" in groups["arrays"]] == [1001]
 
 
 def test_it_starts_from_the_servers_values_of_what_it_lost() -> None:
@@ -129,7 +129,7 @@ def test_it_starts_from_the_servers_values_of_what_it_lost() -> None:
 def test_an_evaluation_without_the_state_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
     strategy = FedBN(fraction_evaluate=1.0, min_evaluate_nodes=1)
     Federation(make_model(), grid=Restarting).run(strategy, 1)
-    assert [reply.node for reply in strategy.evaluate_replies] == [1000, 1001, 1003]
+    assert [reply.node for reply in strategy.evaluation.replies] == [1000, 1001, 1003]
     text = f"Node {FORGETFUL} is left out of this round: it has lost the entries that stay on it"
     assert text in caplog.messages
 

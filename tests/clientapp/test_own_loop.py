@@ -212,8 +212,8 @@ def test_a_node_evaluates_the_model_that_it_keeps() -> None:
     for grid in (federation.grid, InProcessGrid(own_app(plain_loop, make), len(SIZES))):
         strategy = FedBN(fraction_evaluate=1.0)
         federation.run(strategy, ROUNDS, grid=grid, lr=0.05)
-        losses.append([reply.metrics["eval-loss"] for reply in strategy.evaluate_replies])
-        assert not strategy.evaluate_replies[0].records.get("arrays")
+        losses.append([reply.metrics["eval-loss"] for reply in strategy.evaluation.replies])
+        assert not strategy.evaluation.replies[0].records.get("arrays")
     # `BNClient` adds losses up in float32
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert len(set(losses[1])) == len(SIZES)
@@ -253,7 +253,7 @@ def test_a_strategy_may_weigh_by_any_metric_and_then_needs_no_other(strategy: Ca
     grid = InProcessGrid(own_app(plain_loop, make, weight_name="samples", **options), len(SIZES))
     strategy_by_samples = strategy(weighted_by_key="samples")
     assert distance(Federation(make()).run(strategy_by_samples, 2, grid=grid, lr=0.05), wanted) < EXACT
-    assert len(strategy_by_samples.evaluate_replies) == len(SIZES)
+    assert len(strategy_by_samples.evaluation.replies) == len(SIZES)
 
 
 def test_scaffolds_share_of_the_clients_compares_numbers_of_one_kind() -> None:

@@ -176,7 +176,7 @@ def test_a_node_with_another_normalizer_is_left_out_by_name(caplog: pytest.LogCa
 
     strategy = HeteroFL(fraction_evaluate=0.0)
     start(strategy, client_app(some), rounds=1)
-    assert [reply.node for reply in strategy.train_replies] == [*range(1000, 999 + NODES)]
+    assert [reply.node for reply in strategy.training.replies] == [*range(1000, 999 + NODES)]
     assert f"Node {999 + NODES} is left out of this round: " in caplog.text
     assert "brings a normalizer of its own, and the model has BatchNorm2d: make it with `prepare(model" in caplog.text
 
@@ -196,7 +196,7 @@ def test_a_silent_node_does_not_keep_the_others_from_a_model_of_the_methods_own(
     strategy = FedWon(agc="off", fraction_evaluate=0.0, exchange_timeout=0.0)
     prepared = state.to_record(prepare(make(), FedWon).state_dict())
     strategy.start(WithoutTheFirst(foreign_app([]), NODES), prepared, 1)
-    assert [reply.node for reply in strategy.train_replies] == [*range(1001, 1000 + NODES)]
+    assert [reply.node for reply in strategy.training.replies] == [*range(1001, 1000 + NODES)]
 
 
 def test_a_mod_may_answer_in_a_nodes_place(flower_log: pytest.LogCaptureFixture) -> None:

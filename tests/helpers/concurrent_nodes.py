@@ -20,7 +20,7 @@ from torch import nn
 
 from fedbn_flwr.client import BNClient
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.server.ask_nodes import identify
+from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.transports.message_client import STEPS
 from fedbn_flwr.transports.side_channel_client import CERTIFICATES_VARIABLE, SITE_ADDRESS_VARIABLE

@@ -122,7 +122,7 @@ class Side:
         """Return the training losses of the last round, by partition."""
         return {
             str(reply.partition): torch.tensor(reply.metrics[wire.TRAIN_LOSS], dtype=torch.float64)
-            for reply in self.strategy.train_replies
+            for reply in self.strategy.training.replies
         }
 
 

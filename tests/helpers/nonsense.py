@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from flwr.common.constant import ErrorCode, SType
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.ask_nodes import identify
+from fedbn_flwr.server.grids import identify
 from fedbn_flwr.transports.message_records import LACKS_ARRAYS, UNREACHABLE
 from tests.helpers.faults import FAULTY, Faulty
 

@@ -112,9 +112,9 @@ def test_what_is_not_finite_is_named(
     assert unusable(arrays) is None
     assert unusable({"large": np.full(2, 3e38)}) is None
     assert unusable(FlatArrays.copy_of(arrays)) is None
-    assert unusable({"larger": np.full(2, -1e39)}) == ("larger", "is too large to be pooled")
+    assert unusable({"larger": np.full(2, -1e39)}) == ("larger", TOO_LARGE)
     arrays[name] = np.full_like(arrays[name], bad)
-    assert unusable(FlatArrays.copy_of(arrays) if flat else arrays) == (name, "is not finite")
+    assert unusable(FlatArrays.copy_of(arrays) if flat else arrays) == (name, NOT_FINITE)
 
 
 @pytest.mark.parametrize("bad", [[0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")], [2.0, -0.5]])

@@ -10,6 +10,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
 from fedbn_flwr.server.optimizers import ServerOptimizer
+from fedbn_flwr.server.pooling import Start
 from fedbn_flwr.strategies import FedAvg
 from tests.helpers.harness import Federation, distance, make_model
 
@@ -27,9 +28,10 @@ def test_parameters_move_as_with_flowers_own(rule: str) -> None:
     start = generator.normal(size=(4, 3))
     averages = [start + generator.normal(size=start.shape) for _ in range(4)]
     ours: Any = start
-    optimizer = ServerOptimizer(rule)
+    optimizer, memory = ServerOptimizer(rule), dict[str, Any]()
     for server_round, averaged in enumerate(averages, 1):
-        ours = optimizer.step(server_round, {"w": ours}, {"w": averaged}, ["w"])["w"]
+        before = Start(server_round, {"w": ours}, lambda: (frozenset({"w"}), {}))
+        ours = optimizer.apply({"w": averaged}, before, memory)["w"]
     np.testing.assert_allclose(ours, flower(FLOWER[rule](), start, averages), rtol=1e-12)
 
 

@@ -61,5 +61,5 @@ def test_a_packed_reply_that_cannot_be_read_is_the_nodes_error(caplog: pytest.Lo
     nodes = Federation(make_model(), grid=Breaking)
     strategy = FedAvg(fraction_evaluate=0.0)
     nodes.run(strategy, 1, grid=PackingGrid(nodes.grid))
-    assert len(strategy.train_replies) == 3
+    assert len(strategy.training.replies) == 3
     assert "it sent packed arrays that do not fit their layout" in caplog.text

@@ -5,19 +5,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fedbn_flwr.wire.masked import Summed
 from flwr.app import Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.ask_nodes import identify
 from fedbn_flwr.server.averaging import arrays_to_record
+from fedbn_flwr.server.grids import identify
+from fedbn_flwr.server.method_state import FRUITLESS_ROUNDS, LostRounds
 from fedbn_flwr.server.replies import (
-    FRUITLESS_ROUNDS,
     CannotTrainError,
     DivergedError,
     Expected,
-    LostRounds,
     NodeReply,
     Refusal,
     log_refused,
@@ -27,7 +27,6 @@ from fedbn_flwr.server.replies import (
     whole,
 )
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.wire.pooled import Summed
 
 Arrays = Mapping[str, np.ndarray]
 MODEL = {"w": np.zeros(2)}

@@ -36,7 +36,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("fedbn_flwr.server.ask_nodes.time", clock)
+    monkeypatch.setattr("fedbn_flwr.server.grids.time", clock)
     return clock
 
 

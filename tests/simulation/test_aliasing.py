@@ -58,10 +58,10 @@ class Careless(BNClient):
 class Destructive(FedAvg):
     """Overwrites all arrays that it can reach, as soon as it has used them."""
 
-    def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
-        merged = super().merge(replies, weights)
+    def update(self, pooled: Pooled) -> Arrays:
+        merged = super().update(pooled)
         kept = {name: value.copy() for name, value in merged.items()}
-        for reply in replies:
+        for reply in pooled.replies:
             for group in reply.records.values():
                 _overwrite(group)
             for record in reply.content.array_records.values():
@@ -69,10 +69,11 @@ class Destructive(FedAvg):
         _overwrite(self.current)
         return kept
 
-    def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
-        groups = super().package(node, arrays)
-        _overwrite({name: array.numpy() for record in groups.values() for name, array in record.items()})
-        return groups
+    def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
+        packages = super().package(nodes, arrays)
+        for record in [record for groups in packages.values() for record in groups.values()]:
+            _overwrite({name: array.numpy() for name, array in record.items()})
+        return packages
 
 
 def _overwrite(values: Mapping[str, np.ndarray]) -> None:

@@ -319,7 +319,7 @@ def test_fewer_nodes_than_a_rule_needs_make_no_corrections() -> None:
     for messages in asked.values():
         drawn = {message.metadata.dst_node_id for message in messages}
         corrected = sum(wire.CARRIED in message.content for message in messages)
-        assert corrected == (len(drawn & heard) if len(drawn & heard) >= strategy.fewest_nodes else 0)
+        assert corrected == (len(drawn & heard) if len(drawn & heard) >= strategy.averager.fewest_nodes else 0)
         counts.add(len(drawn & heard))
         heard |= drawn
     assert {2, 3} <= counts
@@ -371,7 +371,7 @@ def test_what_corrections_add_over_all_rounds_is_never_more_than_one_pool_can(
 
 def test_a_surplus_of_other_layers_is_not_taken_back() -> None:
     carried = CarriedValues(trust=3.0)
-    carried.surplus = np.ones((2, 3))
+    carried.kept.surplus = np.ones((2, 3))
     for node, gradient in ((7, 1.0), (8, 5.0)):
         carried.hear(node, 10, values(0.0) | with_gradients(gradient, 0.0))
     found = carried.corrections([7, 8], lambda examples: list(examples.values()))
@@ -381,7 +381,7 @@ def test_a_surplus_of_other_layers_is_not_taken_back() -> None:
 def test_a_round_without_any_reply_leaves_the_values_as_they_are() -> None:
     strategy = FedTAN(carry=True)
     Federation(make_model(), grid=spoiling(failed, lambda _, number: number == 3)).run(strategy, 3)
-    assert len(strategy.carried.by_node) == len(SIZES)
+    assert len(strategy.carried.kept.by_node) == len(SIZES)
 
 
 # ---- fixed points ----------------------------------------------------------------------------------------------------
@@ -480,7 +480,7 @@ def test_the_oldest_values_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     carried = CarriedValues(trust=3.0)
     for node in (1, 2, 3, 1, 4):
         carried.hear(node, 10, values(0.0))
-    assert list(carried.by_node) == [3, 1, 4]
+    assert list(carried.kept.by_node) == [3, 1, 4]
 
 
 FAULTY_VALUES: dict[str, dict[str, np.ndarray]] = {
@@ -518,7 +518,7 @@ def test_faulty_values_are_not_kept(case: str) -> None:
     carried = CarriedValues(trust=3.0)
     assert not carried.hear(7, 10, values(0.0))
     assert carried.hear(7, 10, FAULTY_VALUES[case])
-    assert not carried.by_node
+    assert not carried.kept.by_node
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -1,6 +1,6 @@
 """What every registered strategy must hold, in one table."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from inspect import Parameter, signature
@@ -255,7 +255,7 @@ def test_what_is_frozen_stands_still_and_is_not_sent(freeze: Any) -> None:
     moving = {"statistics": "affine", "affine": "statistics", "both": "none"}[freeze]
     assert all(torch.equal(early[key], late[key]) for key in state.group_keys(nodes.model, still))
     assert all(
-        reply.arrays.keys() == late.keys() - state.group_keys(nodes.model, still) for reply in strategy.train_replies
+        reply.arrays.keys() == late.keys() - state.group_keys(nodes.model, still) for reply in strategy.training.replies
     )
     assert all(not torch.equal(early[key], late[key]) for key in state.group_keys(nodes.model, moving))
 
@@ -269,20 +269,23 @@ def test_sending_frozen_entries_changes_nothing_but_the_bytes() -> None:
 def test_only_a_newcomer_gets_entries_that_nodes_keep() -> None:
     """Also a node that was absent in the round before is no newcomer."""
     nodes, personal = Federation(make_model()), state.group_keys(make_model(), "bn")
-    known: set[int] = set()
+    known, last = set[int](), set[int]()
     absent = 0
 
     class Noting(FedBN):
-        def package(self, node: int, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
+        def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
             nonlocal absent
-            groups = super().package(node, arrays)
-            assert bool(personal & set(groups["arrays"])) == (node not in known)
-            absent += node in known - {reply.node for reply in self.train_replies}
-            return groups
+            packages = super().package(nodes, arrays)
+            for node, groups in packages.items():
+                assert bool(personal & set(groups["arrays"])) == (node not in known)
+            absent += len(known.intersection(nodes) - last)
+            return packages
 
         def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
             result = super().aggregate_train(server_round, replies)
-            known.update(reply.node for reply in self.train_replies)
+            last.clear()
+            last.update(reply.node for reply in self.training.replies)
+            known.update(last)
             return result
 
     nodes.run(Noting(fraction_train=0.5, fraction_evaluate=0.0), 8)

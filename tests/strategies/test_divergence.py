@@ -8,7 +8,9 @@ import pytest
 from flwr.app import Message
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.replies import LostRounds, Refusal
+from fedbn_flwr.layerwise.exchange import Why
+from fedbn_flwr.server.method_state import LostRounds
+from fedbn_flwr.server.replies import Refusal
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.strategies import CannotTrainError, DivergedError, FedAvg, FedTAN, FixBN
@@ -59,7 +61,7 @@ def test_as_long_as_something_is_learned_a_run_goes_on(spoils: Callable[[int, in
     strategy = FedAvg()
     Federation(make_model(), grid=spoiling(infinite, spoils)).run(strategy, 8)
     assert strategy.server_round == 8
-    assert strategy.train_replies
+    assert strategy.training.replies
 
 
 def test_ten_rounds_in_which_nodes_fail_end_a_run() -> None:
@@ -96,15 +98,16 @@ def test_nodes_that_fail_do_not_end_a_run() -> None:
     strategy = FedAvg()
     Federation(make_model(), grid=spoiling(failed, lambda _, number: 2 <= number <= 7)).run(strategy, 8)
     assert strategy.server_round == 8
-    assert strategy.train_replies
+    assert strategy.training.replies
 
 
 def test_one_bad_node_among_others_does_not_end_a_run_in_which_it_is_drawn_again_and_again() -> None:
-    rounds, bad, dead = LostRounds(), Refusal(7, "its array 'a' is not finite"), Refusal(8, "it failed: no power")
+    rounds, dead = LostRounds(), Refusal(8, "it failed: no power")
+    bad = Refusal(7, "its array 'a' is not finite", Why.INFINITE)
     for number in range(1, 9):
         rounds.add(number, [bad, dead], 4, "")
     with pytest.raises(DivergedError):
-        rounds.add(9, [Refusal(8, "the mean of BN layer 'a' is too large to be pooled in float32")], 4, "")
+        rounds.add(9, [Refusal(8, "the mean of BN layer 'a' is too large", Why.INFINITE)], 4, "")
 
 
 @pytest.mark.parametrize(

@@ -43,20 +43,20 @@ def test_two_nodes_of_a_domain_share_bn() -> None:
 
 def bn_of(strategy: FedNorm, nodes: Federation, index: int) -> state.State:
     """Return the BN entries that a node would get next."""
-    sent = state.from_record(strategy.package(1000 + index, nodes.initial)["arrays"])
+    sent = state.from_record(strategy.package([1000 + index], nodes.initial)[1000 + index]["arrays"])
     return {name: sent[name] for name in bn_entries(make_model(), EVERYTHING)}
 
 
 def test_the_personal_mean_is_that_of_the_domains() -> None:
     nodes, strategy = Federation(make_model()), FedNorm()
-    assert strategy.personal_mean() == {}
+    assert strategy.state.personal == {}
     nodes.run(strategy, 1)
     each = [bn_of(strategy, nodes, index) for index in range(4)]
-    for name, value in strategy.personal_mean().items():
+    for name, value in strategy.state.personal.items():
         if name.endswith("num_batches_tracked"):
             continue
         np.testing.assert_allclose(value, sum(own[name].numpy() for own in each) / 4, rtol=1e-12)
-    assert set(strategy.personal_mean()) == set(bn_entries(make_model(), EVERYTHING))
+    assert set(strategy.state.personal) == set(bn_entries(make_model(), EVERYTHING))
 
 
 def test_a_node_without_a_domain_has_no_weight(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ import torch
 from flwr.app import Message, RecordDict
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.base_strategy import Round
+from fedbn_flwr.server.round import Round
 from fedbn_flwr.strategies import FedTANII, FixBN, NodeReply, Pooled
 from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import ALONE, INSTRUCTION, SIZES, Federation, distance, make_model, make_split
@@ -25,17 +25,17 @@ class Noting(FixBN):
     def aggregate_train(self, server_round: int, replies: Any) -> Any:
         result = super().aggregate_train(server_round, replies)
         notes: list[Any] = self.__dict__.setdefault("notes", [])
-        notes.append(({reply.partition: dict(reply.metrics) for reply in self.train_replies}, dict(self.measured)))
+        notes.append(({reply.partition: dict(reply.metrics) for reply in self.training.replies}, dict(self.training.measured)))
         return result
 
 
 def test_the_largest_counts_once_half_of_the_recent_clients_report() -> None:
     def largest(server_round: int, *reports: tuple[int, float | None]) -> Any:
         metrics = [(node, {} if value is None else {REPORTED: value}) for node, value in reports]
-        strategy.train_replies = [NodeReply(node, node, 1, each, {}, RecordDict()) for node, each in metrics]
-        strategy.measured, strategy.round = {}, Round(server_round)
+        replies = [NodeReply(node, node, 1, each, {}, RecordDict()) for node, each in metrics]
+        strategy.round = Round(server_round)
         strategy.update(Pooled({wire.ARRAYS: {}}, {}, math.inf))
-        return strategy.measured.get(REPORTED)
+        return strategy.round.measured.get(REPORTED)
 
     strategy = FixBN(freeze_round="auto", window=3, threshold=0.0, latest=1.0)
     strategy.num_rounds = 100
@@ -54,7 +54,7 @@ def test_it_freezes_at_the_latest_although_a_round_is_lost() -> None:
 
     strategy = WithoutTheSecond(freeze_round="auto", threshold=0.0, latest=0.5, fraction_evaluate=0.0)
     Federation(make_model()).run(strategy, 4)
-    assert strategy.frozen_after == 2
+    assert strategy.state.frozen_after == 2
 
 
 def layer_inputs(node: Node, server_round: int) -> list[list[torch.Tensor]]:
@@ -156,7 +156,7 @@ def test_fires_when_calm_and_keeps_the_statistics_of_that_round() -> None:
     strategy = Noting(freeze_round="auto", window=2, threshold=1e9, latest=1.0)
     late = Federation(make_model()).run(strategy, 5)
     # changes are known from the second participation on, so two of them after round 3
-    assert strategy.frozen_after == 3
+    assert strategy.state.frozen_after == 3
     metrics, measured = strategy.__dict__["notes"][2]
     largest = max(each[REPORTED] for each in metrics.values())
     assert measured == {"frozen-after": 3, "statistics-change-variance": largest}
@@ -168,7 +168,7 @@ def test_fires_when_calm_and_keeps_the_statistics_of_that_round() -> None:
 def test_freezes_at_the_latest_after_a_share_of_the_run(latest: float, after: int) -> None:
     strategy = FixBN(freeze_round="auto", threshold=0.0, latest=latest)
     found = Federation(make_model()).run(strategy, 6)
-    assert strategy.frozen_after == after
+    assert strategy.state.frozen_after == after
     assert distance(found, Federation(make_model()).run(FixBN(freeze_round=after), 6)) == 0
 
 
@@ -188,7 +188,7 @@ def test_one_restless_client_is_enough_not_to_freeze() -> None:
     for threshold, frozen in (((seen[-2] + seen[-1]) / 2, False), (seen[-1], False), (seen[-1] * 1.001, True)):
         strategy = Noting(freeze_round="auto", window=2, threshold=threshold, latest=1.0)
         Federation(make_model()).run(strategy, 4)
-        assert (strategy.frozen_after == 3) == frozen
+        assert (strategy.state.frozen_after == 3) == frozen
 
 
 def test_a_fraction_needs_the_number_of_rounds() -> None:

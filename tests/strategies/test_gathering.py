@@ -72,7 +72,7 @@ def gathering(nodes: Federation) -> list[Message]:
 def test_nodes_that_did_not_train_gather_as_well() -> None:
     nodes, strategy = Federation(make_model("static-bn"), grid=Traffic), HeteroFL(fraction_train=0.5)
     nodes.run(strategy, 1)
-    assert len(strategy.train_replies) == 2
+    assert len(strategy.training.replies) == 2
     asked = [message.metadata.dst_node_id for message in gathering(nodes)]
     assert sorted(asked) == sorted(nodes.grid.get_node_ids())
 
@@ -97,7 +97,7 @@ def test_hbn_gathers_without_sending_a_mix_to_nodes_that_have_one() -> None:
 def test_nodes_do_not_send_statistics_that_training_does_not_change() -> None:
     strategy = HeteroFL()
     model = Federation(make_model("static-bn")).run(strategy, 1)
-    for reply in strategy.train_replies:
+    for reply in strategy.training.replies:
         assert reply.arrays.keys() == {name for name in model if name.endswith(("weight", "bias"))}
 
 

@@ -53,14 +53,14 @@ PASSING = {
     "_sent",
     # what nodes said before a run is resumed, they say again
     "first_counts",
-    "evaluate_replies",
+    "evaluation.replies",
     "measured",
     "num_rounds",
     "partitions",
     "roster",
     "round",
     "started",
-    "train_replies",
+    "training.replies",
 }
 
 

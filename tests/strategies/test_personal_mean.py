@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedbn_flwr import state
-from fedbn_flwr.strategies import FedAvg, FedBN, SiloBN
+from fedbn_flwr.strategies import FedAvg, FedBN, Pooled, SiloBN
 from tests.helpers.harness import Federation, make_model, participants
 from tests.helpers.references import State, weighted_mean
 
@@ -15,7 +15,7 @@ SIZES = (7, 12, 20, 5, 9, 16, 8, 11, 6, 14)
 
 
 def mean(strategy: FedBN) -> State:
-    return {name: torch.from_numpy(value) for name, value in strategy.personal_mean().items()}
+    return {name: torch.from_numpy(value) for name, value in strategy.state.personal.items()}
 
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
@@ -46,9 +46,9 @@ def test_a_round_without_a_reply_keeps_the_participants_of_the_one_before() -> N
 
 def test_a_newcomer_starts_from_the_mean() -> None:
     class Noting(SiloBN):
-        def merge(self, replies: Any, weights: Any) -> Any:
-            merged = super().merge(replies, weights)
-            means.append((merged["net.1.running_mean"], self._mean.get("net.1.running_mean")))
+        def update(self, pooled: Pooled) -> Any:
+            merged = super().update(pooled)
+            means.append((merged["net.1.running_mean"], self.state.personal.get("net.1.running_mean")))
             return merged
 
     means: list[Any] = []

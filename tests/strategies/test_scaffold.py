@@ -147,14 +147,14 @@ def test_a_clients_variate_is_its_gradient_where_that_is_constant(options: dict[
     clients = Quadratics(np.full(3, 1e-9), np.array([1e9, 2e9, -6e9]), (1, 1, 1))
     strategy = Scaffold(fraction_evaluate=0.0)
     clients.settle(strategy, 1, lr=0.1, **options)
-    sent = [reply.records[wire.CONTROL_VARIATES]["w"] for reply in strategy.train_replies]
+    sent = [reply.records[wire.CONTROL_VARIATES]["w"] for reply in strategy.training.replies]
     assert np.concatenate(sent) == pytest.approx([-1.0, -2.0, 6.0], rel=1e-6)
 
 
 def test_variates_are_sent_in_the_models_own_numbers() -> None:
     nodes, strategy = Federation(nn.Sequential(nn.Flatten(), nn.Linear(16, 3))), Scaffold()
     nodes.run(strategy, 2)
-    sent = strategy.package(1000, nodes.initial)[wire.CONTROL_VARIATES]
+    sent = strategy.package([1000], nodes.initial)[1000][wire.CONTROL_VARIATES]
     assert {array.dtype for array in sent.values()} == {"float32"}
 
 
@@ -166,14 +166,14 @@ def test_entries_that_stay_on_a_node_are_not_corrected() -> None:
     nodes.run(strategy, 2)
     local = {name for name in nodes.model.state_dict() if name.split(".")[1] in ("1", "4")}
     assert local
-    assert not local & strategy.train_replies[0].records[wire.CONTROL_VARIATES].keys()
+    assert not local & strategy.training.replies[0].records[wire.CONTROL_VARIATES].keys()
     assert nodes.kept(0, wire.CONTROL_VARIATES).keys() == dict(make_model().named_parameters()).keys() - local
 
 
 def assert_mean_of_variates(strategy: Scaffold, nodes: Federation, shares: Sequence[float]) -> None:
     """Check the server's variate against those that nodes keep; one that never replied has none."""
     kept = [nodes.kept(partition, wire.CONTROL_VARIATES) for partition in range(len(SIZES))]
-    for name, value in strategy.package(1001, nodes.initial)[wire.CONTROL_VARIATES].items():
+    for name, value in strategy.package([1001], nodes.initial)[1001][wire.CONTROL_VARIATES].items():
         mean = sum(share * own[name].numpy() for share, own in zip(shares, kept, strict=True) if own)
         np.testing.assert_allclose(value.numpy(), mean, atol=1e-14)
 

@@ -83,5 +83,5 @@ def test_what_is_tied_to_an_entry_that_stays_stays_with_it() -> None:
     nodes.run(strategy)
     local = state.group_keys(model, "bn")
     assert {"first.bias", "normalizer.bias"} <= local
-    assert all(not local & reply.arrays.keys() for reply in strategy.train_replies)
+    assert all(not local & reply.arrays.keys() for reply in strategy.training.replies)
     assert torch.equal(nodes.kept(1)["first.bias"], nodes.kept(1)["normalizer.bias"])

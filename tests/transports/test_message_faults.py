@@ -105,7 +105,7 @@ def test_a_fault_at_the_last_exchange_costs_the_node_its_vote(case: str, caplog:
     after = nodes.run(talk, 1, grid=grid)
     # its statistics had their share, and nothing started again
     assert grid.training.exchanges == LAST + 1
-    assert [reply.node for reply in talk.train_replies] == [1000, 1002, 1003]
+    assert [reply.node for reply in talk.training.replies] == [1000, 1002, 1003]
     assert any("Node 1001 is left out of this round" in text for text in caplog.messages)
     assert all(torch.isfinite(value).all() for value in after.values())
 
@@ -119,7 +119,7 @@ def test_several_nodes_may_fail_at_once_and_one_after_the_other(caplog: pytest.L
     federation(Grid).run(talk, 2)
     assert sorted(text.split()[1] for text in caplog.messages if "did not answer" in text) == ["1000", "1001", "1003"]
     # the next round has all nodes again
-    assert len(talk.train_replies) == 4
+    assert len(talk.training.replies) == 4
 
 
 def test_after_so_many_attempts_the_round_is_skipped(caplog: pytest.LogCaptureFixture) -> None:

@@ -242,7 +242,7 @@ def test_a_node_that_fails_after_the_exchanges_costs_it_its_vote(
     with concurrent({PARTITION: Site(fault=fault)}) as nodes:
         run(SideChannelGrid(nodes, options()), strategy)
         assert len(nodes.processes()) == len(SIZES)
-    assert [reply.node for reply in strategy.train_replies] == [1000, 1002, 1003]
+    assert [reply.node for reply in strategy.training.replies] == [1000, 1002, 1003]
     assert_left_out(caplog, reason)
 
 

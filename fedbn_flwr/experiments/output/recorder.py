@@ -94,11 +94,11 @@ class Journal:
         grid: CountingGrid,
         scorer: Scorer | SiteScorer,
         config: Config,
-        sink: Sink,
+        sinks: Sequence[Sink],
         progress: Progress | None = None,
     ) -> None:
         self._files, self._strategy, self._grid, self._scorer = files, strategy, grid, scorer
-        self._config, self._sink, self._progress = config, sink, progress
+        self._config, self._sinks, self._progress = config, sinks, progress
         self._started = self._last = time.perf_counter()
         self._before = grid.training.copy()
         self._score: Score = {}
@@ -133,12 +133,13 @@ class Journal:
             self._last = time.perf_counter()
             return None
         self._round, self.arrays = server_round, arrays
-        row = {"round": server_round, **self._training(), **self._traffic(), **self._strategy.measured}
+        row = {"round": server_round, **self._training(), **self._traffic(), **self._strategy.training.measured}
         score = self._scored(server_round, arrays)
         self._files.round({**row, **score})
-        self._sink({**row, **score})
+        for sink in self._sinks:
+            sink({**row, **score})
         if self._config.record_dynamics:
-            rows = self._dynamics.rows(server_round, arrays, self._strategy.train_replies, row["train-loss"])
+            rows = self._dynamics.rows(server_round, arrays, self._strategy.training.replies, row["train-loss"])
             self._files.dynamics(rows)
         if self._progress:
             self._progress(server_round, self._config.rounds, self._score.get(self._scorer.metric))
@@ -190,7 +191,7 @@ class Journal:
         return score
 
     def _training(self) -> dict[str, Any]:
-        replies = self._strategy.train_replies
+        replies = self._strategy.training.replies
         # a client of another package may report no loss
         losses = [(reply.metrics.get(wire.TRAIN_LOSS), reply.num_examples) for reply in replies]
         reported = [(loss, count) for loss, count in losses if isinstance(loss, float)]

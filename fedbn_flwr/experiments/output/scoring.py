@@ -59,13 +59,15 @@ class Scorer:
 
     def score(self, strategy: BaseStrategy, arrays: ArrayRecord) -> Score:
         """Return the scores of the state after a round."""
-        scores = score_nodes(strategy.evaluate_replies, self._data.domain_names)
+        scores = score_nodes(strategy.evaluation.replies, self._data.domain_names)
         if not strategy.personal:
             asked = {key: value for key, value in scores.items() if key.endswith("-personal")}
             values = state.from_record(arrays)
             return {**self.score_global(values), **self._train_loss(values), **asked}
-        scores |= class_means([reply.metrics for reply in strategy.evaluate_replies], self._metrics, self._class_names)
-        if mean := strategy.personal_mean():
+        scores |= class_means(
+            [reply.metrics for reply in strategy.evaluation.replies], self._metrics, self._class_names
+        )
+        if mean := strategy.state.personal:
             own = {name: torch.from_numpy(value) for name, value in mean.items()}
             averaged = self.score_global({**state.from_record(arrays), **own})
             scores["accuracy-mean-bn"] = averaged["accuracy"]
@@ -111,7 +113,7 @@ class SiteScorer:
 
     def score(self, strategy: BaseStrategy, arrays: ArrayRecord) -> Score:
         """Return the scores of the state after a round."""
-        named = [(reply.node, reply) for reply in strategy.evaluate_replies]
+        named = [(reply.node, reply) for reply in strategy.evaluation.replies]
         rows, refused = read_each(named, lambda _, reply: self._row(reply.metrics))
         log_refused(refused, "left out of the scores")
         replies = [reply for node, reply in named if node in rows]

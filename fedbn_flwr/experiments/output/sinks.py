@@ -29,16 +29,12 @@ def check_sinks(names: Sequence[str]) -> None:
 
 
 @contextmanager
-def open_sinks(names: Sequence[str], folder: Path, options: Mapping[str, Any], rounds_done: int) -> Iterator[Sink]:
+def open_sinks(
+    names: Sequence[str], folder: Path, options: Mapping[str, Any], rounds_done: int
+) -> Iterator[Sequence[Sink]]:
     """Open the sinks with these names, and close them after the run."""
     with ExitStack() as stack:
-        sinks = [stack.enter_context(SINKS[name][1](folder, options, rounds_done)) for name in names]
-
-        def write(row: Mapping[str, Any]) -> None:
-            for sink in sinks:
-                sink(row)
-
-        yield write
+        yield [stack.enter_context(SINKS[name][1](folder, options, rounds_done)) for name in names]
 
 
 @contextmanager

@@ -13,8 +13,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.resources import Form
 from fedbn_flwr.plugins.options import UsageError, as_value
-from fedbn_flwr.server.ask_nodes import ask_nodes
-from fedbn_flwr.server.passing_grid import PassingGrid
+from fedbn_flwr.server.grids import PassingGrid, ask_nodes
 from fedbn_flwr.wire.site_data import DATA_MEAN, DATA_SHAPE, DATA_STD, SITE_DATA, SiteData
 
 #: descriptions by node, or why there is none

@@ -16,7 +16,7 @@ from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.layerwise import Answer, Requests
 from fedbn_flwr.layerwise.exchange import ExchangeError, OrderError, join
-from fedbn_flwr.server.ask_nodes import identify
+from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.in_process import LocalGrid
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.simulation.processes.service import GridFactory, Opened

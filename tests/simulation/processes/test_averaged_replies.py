@@ -16,8 +16,8 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments.engines import open_grid
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.server_side import run
-from fedbn_flwr.server.ask_nodes import ask_nodes
 from fedbn_flwr.server.averaging import arrays_to_record
+from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.processes.averaged_replies import average_replies
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
@@ -59,7 +59,7 @@ def averaging(weighting: str) -> Iterator[CountingGrid]:
 def test_strategies_get_the_model_of_single_replies(name: str) -> None:
     options: dict[str, Any] = {"momentum": 0.9} if name == "momentum" else {}
     alone, strategy = CountingGrid(nodes(range(len(SIZES)))), STRATEGIES[name]()
-    assert strategy.why_single == ""
+    assert not strategy.needs_single_replies
     wanted = Federation(make_model()).run(strategy, grid=alone, **options)
     averaged = STRATEGIES[name]()
     with averaging(strategy.weighting) as grid:
@@ -67,11 +67,11 @@ def test_strategies_get_the_model_of_single_replies(name: str) -> None:
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
     # one reply for each worker, which has every second node
-    assert [dict(reply.nodes) for reply in averaged.train_replies] == [{1000: 0, 1002: 2}, {1001: 1, 1003: 3}]
+    assert [dict(reply.nodes) for reply in averaged.training.replies] == [{1000: 0, 1002: 2}, {1001: 1, 1003: 3}]
     # counted as if all nodes had replied
     assert grid.training == alone.training
     metrics = [
-        [reply.metrics[wire.TRAIN_LOSS] * reply.num_examples for reply in each.train_replies]
+        [reply.metrics[wire.TRAIN_LOSS] * reply.num_examples for reply in each.training.replies]
         for each in (strategy, averaged)
     ]
     assert sum(metrics[1]) == pytest.approx(sum(metrics[0]), rel=1e-12)

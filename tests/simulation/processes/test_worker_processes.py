@@ -226,7 +226,7 @@ def test_a_layerwise_step_goes_on_without_a_worker_that_died(tmp_path: Path) -> 
     assert (tmp_path / "flag").exists()
     assert all(torch.isfinite(value).all() for value in found.values())
     # the first round without the nodes of the worker, the second one with all
-    assert len(strategy.train_replies) == len(SIZES)
+    assert len(strategy.training.replies) == len(SIZES)
 
 
 # ---- processes that must not be left -----------------------------------------------------------------------------

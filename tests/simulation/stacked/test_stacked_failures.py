@@ -54,7 +54,7 @@ def test_one_client_that_fails_is_named_and_the_others_do_not_suffer(case: str) 
     change, said = FAULTS[case]
     alone, together = both(lambda: quiet(FedAvg), nodes={"wrap": spoiled(change)}, local_steps=0, local_epochs=1)
     assert difference(alone, together) < EXACT
-    assert [reply.partition for reply in together.strategy.train_replies] == [0, 2, 3]
+    assert [reply.partition for reply in together.strategy.training.replies] == [0, 2, 3]
     named = [text for text in together.watch.messages if "Node 1001 is left out of this round" in text]
     assert len(named) == 2
     assert all(said in text for text in named)
@@ -84,7 +84,7 @@ def test_numbers_that_are_none_stay_with_their_client() -> None:
     options: dict[str, Any] = {"nodes": {"wrap": spoiled(no_number)}, "momentum": 0.9, "weight_decay": 0.1}
     alone, together = both(lambda: quiet(Scaffold), local_steps=0, local_epochs=2, **options)
     assert together.watch.stacks == [4] * 2
-    assert [reply.partition for reply in together.strategy.train_replies] == [0, 2, 3]
+    assert [reply.partition for reply in together.strategy.training.replies] == [0, 2, 3]
     assert difference(alone, together) < EXACT
 
 

@@ -155,7 +155,7 @@ def test_a_fault_in_the_middle_goes_to_messages(case: str, options: dict[str, An
     make = partial(quiet, FedTAN, **options)
     alone, together = both(make, make_float32_model, rounds=2, nodes=nodes, momentum=0.9)
     assert difference(alone, together) == 0
-    assert [reply.partition for reply in together.strategy.train_replies] == [0, 2, 3]
+    assert [reply.partition for reply in together.strategy.training.replies] == [0, 2, 3]
     others = run(Without, make(), make_float32_model, rounds=2, momentum=0.9).final
     assert all(torch.equal(together.final[name], others[name]) for name in others)
     assert not together.watch.stacks
@@ -185,7 +185,7 @@ def test_too_large_values_in_one_of_several_workers() -> None:
 def test_a_node_without_data_is_named() -> None:
     alone, together = both(lambda: quiet(FedTAN), rounds=2, nodes={"sizes": (7, 0, 5)})
     assert difference(alone, together) == 0
-    assert [reply.partition for reply in together.strategy.train_replies] == [0, 2]
+    assert [reply.partition for reply in together.strategy.training.replies] == [0, 2]
     assert any("Node 1001 is left out" in text for text in together.watch.messages)
 
 

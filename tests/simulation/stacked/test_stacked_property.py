@@ -165,8 +165,8 @@ def compare(name: str, data: st.DataObject) -> None:
         return
     assert difference(alone, together) < 1e-12
     assert not [said for said in together.watch.reasons if not any(reason in said for reason in APART)]
-    trained = {reply.partition for reply in alone.strategy.train_replies}
-    assert trained == {reply.partition for reply in together.strategy.train_replies}
+    trained = {reply.partition for reply in alone.strategy.training.replies}
+    assert trained == {reply.partition for reply in together.strategy.training.replies}
 
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None, "derandomize": True}

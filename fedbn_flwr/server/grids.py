@@ -1,17 +1,21 @@
-"""Messages to some nodes and their replies, inside a round, with a deadline."""
+"""Grids in front of others, and messages through a grid to some nodes, inside a round."""
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from logging import WARNING
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr.wire.pooled import Summed
+
+if TYPE_CHECKING:
+    from flwr.supercore.run import Run
 
 #: of the ids of messages that do not get theirs from Flower; processes may share the first, and hand over messages
 _PREFIX, _NUMBERS = uuid4(), count()
@@ -58,3 +62,55 @@ def question_of(reply: Message, nodes: dict[str, int]) -> str:
     if not answered:
         log(WARNING, "A reply of node %d is left out: nothing that it was asked is open", source)
     return answered
+
+
+class PassingGrid(Grid):
+    """A grid in front of another one, which may change: what is not overridden is passed on."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def outgoing(self, messages: list[Message]) -> list[Message]:
+        """Return what is sent in the place of messages."""
+        return messages
+
+    def incoming(self, replies: list[Message]) -> list[Message]:
+        """Return what is handed over in the place of replies."""
+        return replies
+
+    def end_attempt(self) -> None:
+        """End an attempt at a layer-wise step."""
+        if isinstance(self._grid, PassingGrid):
+            self._grid.end_attempt()
+
+    def set_run(self, run: "Run") -> None:
+        """Pass on."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> "Run":
+        """Pass on."""
+        return self._grid.run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Pass on."""
+        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Pass on."""
+        return self._grid.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages, as `outgoing` has them."""
+        return self._grid.push_messages(self.outgoing(list(messages)))
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies that are there, as `incoming` has them."""
+        return self.incoming(list(self._grid.pull_messages(message_ids)))
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send messages and return the replies, as `outgoing` and `incoming` have them."""
+        sent = self.outgoing(list(messages))
+        return self.incoming(list(self._grid.send_and_receive(sent, timeout=timeout))) if sent else []

@@ -1,0 +1,121 @@
+"""What a strategy keeps from round to round, as one value, and rounds that go on in another process."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from flwr.serverapp.strategy import Strategy
+
+from fedbn_flwr.layerwise.exchange import Why
+from fedbn_flwr.server.averaging import Arrays
+from fedbn_flwr.server.replies import CannotTrainError, DivergedError, Refusal
+
+#: rounds without a usable reply that end a run: in which nodes sent numbers that are not finite, or of any kind
+LOST_ROUNDS, FRUITLESS_ROUNDS = 3, 10
+#: of the fields that are dictionaries by nodes' ids, which are others in another process
+BY_NODE = {"by node": True}
+
+
+@dataclass
+class LostRounds:
+    """The rounds since the last usable reply; only those with numbers that are not finite speak of divergence."""
+
+    fruitless: int = 0
+    #: by round, what may have made training diverge
+    infinite: dict[int, str] = field(default_factory=dict)
+    #: the nodes that sent such numbers
+    nodes: dict[int, bool] = field(default_factory=dict, metadata=BY_NODE)
+
+    def add(self, server_round: int, refused: Sequence[Refusal], connected: int, circumstances: str) -> None:
+        """Note a lost round; raise DivergedError if these are `LOST_ROUNDS`, of more nodes than one bad one.
+
+        `connected` is the number of all nodes. Raise CannotTrainError after `FRUITLESS_ROUNDS` of any kind.
+        """
+        self.fruitless += 1
+        if self.fruitless >= FRUITLESS_ROUNDS:
+            reason = refused[0] if refused else "no node answered"
+            raise CannotTrainError(f"{self.fruitless} rounds in a row brought no usable reply: {reason}")
+        infinite = [refusal for refusal in refused if refusal.why is Why.INFINITE]
+        if not infinite:
+            return
+        self.infinite[server_round] = circumstances
+        self.nodes |= {refusal.node: True for refusal in infinite}
+        if len(self.infinite) >= LOST_ROUNDS and len(self.nodes) >= min(connected, 2):
+            first, circumstances = next(iter(self.infinite.items()))
+            raise DivergedError(first, f"no node has had a usable reply since ({infinite[0]}); {circumstances}")
+
+
+@dataclass
+class MethodState:
+    """All that later rounds depend on beside the model: a checkpoint is this value, and nothing else survives.
+
+    A method adds what it keeps in a subclass, which its strategy names as `state_type`. Fields are arrays, numbers,
+    texts, None, dictionaries, lists and tuples of these, and dataclasses of such fields; all have defaults.
+    """
+
+    ever_trained: bool = False
+    #: the round after which the method has frozen a part of BN
+    frozen_after: int | None = None
+    #: the binding keys of rounds that brought a model
+    obeyed: dict[str, bool] = field(default_factory=dict)
+    #: the mean of the clients' optimizer states, if it is `global`
+    momentum: Arrays = field(default_factory=dict)
+    #: what stages remember
+    stages: dict[str, Any] = field(default_factory=dict)
+    #: the entries that nodes sent in the last round that brought a model
+    shared: dict[str, bool] = field(default_factory=dict)
+    #: the mean of the entries that nodes keep, if it is known
+    personal: Arrays = field(default_factory=dict)
+    lost: LostRounds = field(default_factory=LostRounds)
+
+
+def merged_type(types: Sequence[type[MethodState]]) -> type[MethodState]:
+    """Return a class of states with the fields of all these classes."""
+    own = [kind for kind in dict.fromkeys(types) if not any(kind in other.__mro__[1:] for other in types)]
+    return own[0] if len(own) == 1 else dataclass(type("MergedState", tuple(own), {}))
+
+
+def pack_state(state: Any, partitions: Mapping[int, int]) -> dict[str, Any]:
+    """Return a state's fields, with partitions in place of nodes' ids."""
+    packed: dict[str, Any] = {}
+    for item in fields(state):
+        value = getattr(state, item.name)
+        if is_dataclass(value):
+            value = pack_state(value, partitions)
+        elif "by node" in item.metadata:
+            value = {partitions[node]: each for node, each in value.items()}
+        packed[item.name] = value
+    return packed
+
+
+def unpack_state(state: Any, packed: Mapping[str, Any], nodes: Mapping[int, int]) -> None:
+    """Fill a new state; `nodes` are the present ids by partition, and absent nodes are forgotten."""
+    for item in fields(state):
+        value = packed[item.name]
+        if is_dataclass(present := getattr(state, item.name)):
+            unpack_state(present, value, nodes)
+            continue
+        if "by node" in item.metadata:
+            value = {nodes[partition]: each for partition, each in value.items() if partition in nodes}
+        setattr(state, item.name, value)
+
+
+def _passed_on(hook: str) -> Callable[..., Any]:
+    """Return a method that calls a hook of the strategy with the number of the later round."""
+    return lambda self, server_round, *rest: getattr(self._strategy, hook)(server_round + self._done, *rest)
+
+
+class LaterRounds(Strategy):
+    """Calls a strategy with round numbers that go on after `rounds_done`; Flower's loop and result count from 1."""
+
+    def __init__(self, strategy: Strategy, rounds_done: int) -> None:
+        self._strategy, self._done = strategy, rounds_done
+
+    configure_train = _passed_on("configure_train")
+    aggregate_train = _passed_on("aggregate_train")
+    configure_evaluate = _passed_on("configure_evaluate")
+    aggregate_evaluate = _passed_on("aggregate_evaluate")
+
+    def summary(self) -> None:
+        """Pass on."""
+        self._strategy.summary()

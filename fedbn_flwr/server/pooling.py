@@ -1,0 +1,130 @@
+"""Pooling: what nodes send beside the model, and a round's replies as one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
+
+from numpy.typing import NDArray
+
+from fedbn_flwr import norm
+from fedbn_flwr.layerwise.exchange import Combiner, combine
+from fedbn_flwr.norm import Moments
+from fedbn_flwr.server.averaging import Arrays, average
+from fedbn_flwr.server.replies import NodeReply, Refusal
+
+States = Sequence[Mapping[str, NDArray[Any]]]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Something that nodes send beside the model."""
+
+    #: in words, for refusals
+    what: str
+    #: whether a robust rule stands in the place of its mean
+    is_robust: bool = field(default=True, kw_only=True)
+
+
+@dataclass(frozen=True)
+class PooledGroup(Sent):
+    """A group of arrays in training replies, under names of the model's entries, whose mean a method gets."""
+
+    #: the name of the ArrayRecord
+    record: str
+    #: whether a reply without it is refused; if not, it is pooled in rounds in which all replies hold it
+    is_required: bool = field(default=True, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """A round's replies as one, whoever has pooled them."""
+
+    #: the mean of the entries that nodes sent, or what averager and stages make of them
+    model: Arrays
+    #: the means of the groups, by their records' names
+    groups: Mapping[str, Arrays]
+    #: by node; the nodes of a worker's mean have equal shares of its weight
+    weights: Mapping[int, float]
+    #: each node's own, if the method `reads_replies`; otherwise they may be means of several nodes
+    replies: Sequence[NodeReply]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the models of a round started from."""
+
+    server_round: int
+    state: Mapping[str, NDArray[Any]]
+    #: returns the entries that are parameters, and the further names of entries with the first name of each
+    parameters: Callable[[], tuple[frozenset[str], Mapping[str, str]]]
+
+
+class Averager:
+    """Makes one of nodes' numbers: here their weighted mean. Subclasses put something else in its place."""
+
+    #: whether it needs each node's own numbers, so that workers must not average
+    reads_replies: ClassVar[bool] = False
+
+    @property
+    def fewest_nodes(self) -> int:
+        """Return the number of usable replies below which a round leaves the model as it was."""
+        return 1
+
+    def refuse_few(self, nodes: int, server_round: int, what: str = "models") -> list[Refusal]:
+        """Say in the log why values of so few nodes are not pooled, and return it; nothing if they are."""
+        return []
+
+    def refuse(self, method: str, sent: Sent) -> None:
+        """Raise ValueError if nodes of the method send what this does not reach."""
+
+    def refuse_weighting(self, weighting: str) -> None:
+        """Raise ValueError if this does not go with these weights of nodes."""
+
+    def average(self, states: States, weights: Sequence[float], start: Start | None = None) -> Arrays:
+        """Return the mean of states with equal entries; models also have a `start`."""
+        return average(states, weights)
+
+    @property
+    def combiner(self) -> Combiner:
+        """Return what makes one of nodes' statistics, or of their gradients, of a BN layer."""
+        return combine
+
+    def unite(self, seen: Sequence[Mapping[str, Moments]], server_round: int) -> dict[str, Moments]:
+        """Return the moments of all nodes' samples together, by BN layer."""
+        return norm.pool(seen)
+
+
+class Stage(Protocol):
+    """Something behind the averager that changes the mean of the models."""
+
+    def apply(self, mean: Arrays, start: Start, memory: dict[str, Any]) -> Arrays:
+        """Return the changed mean; `memory` holds what the stage remembers from round to round."""
+
+
+def pool(
+    replies: Sequence[NodeReply],
+    weights: Sequence[float],
+    groups: Sequence[PooledGroup],
+    averager: Averager,
+    start: Start,
+) -> Pooled:
+    """Return the replies as one."""
+    model = averager.average([reply.arrays for reply in replies], weights, start)
+    means: dict[str, Arrays] = {}
+    for group in groups:
+        states = [reply.records.get(group.record, {}) for reply in replies]
+        means[group.record] = averager.average(states, weights) if all(states) else {}
+    by_node = {
+        node: weight / len(reply.nodes) for reply, weight in zip(replies, weights, strict=True) for node in reply.nodes
+    }
+    return Pooled(model, means, by_node, replies)
+
+
+def through_stages(
+    pooled: Pooled, stages: Mapping[str, Stage], start: Start, memory: dict[str, dict[str, Any]]
+) -> Pooled:
+    """Return what the stages make of the mean of the models, one after another, each with a memory of its own."""
+    model = pooled.model
+    for name, stage in stages.items():
+        model = stage.apply(model, start, memory.setdefault(name, {}))
+    return replace(pooled, model=model)
