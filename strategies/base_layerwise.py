@@ -12,7 +12,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
 from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.pooling import Pooled, Sent
-from fedbn_flwr.server.replies import NodeReply, log_refused, read_each
+from fedbn_flwr.server.replies import NodeReply, bound_counts, log_refused, read_each
 from fedbn_flwr.transports import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
 from fedbn_flwr.transports.message_records import StepPosition
 from fedbn_flwr.transports.message_server import MessageTransport
@@ -69,10 +69,12 @@ class Layerwise(FedAvg):
         if refused := read_each(said, self.round.expected.count_of)[1]:
             log_refused(refused)
             raise NodesFailedError([refusal.node for refusal in refused], refused)
-        self.round.counted = {each.node: each.num_examples for each in participants}
-        return self.weigh(
-            [NodeReply(each.node, each.partition, each.num_examples, {}, {}, RecordDict()) for each in participants]
-        )
+        replies = [
+            NodeReply(each.node, each.partition, each.num_examples, {}, {}, RecordDict()) for each in participants
+        ]
+        believed = bound_counts(replies, self.round.expected)
+        self.round.counted = {reply.node: reply.num_examples for reply in believed}
+        return self.weigh(believed)
 
     def update(self, pooled: Pooled) -> Arrays:
         """Update; also compare the nodes' weights with those in the step."""
@@ -141,9 +143,9 @@ class Layerwise(FedAvg):
         if not isinstance(self.grid, LayerwiseGrid):
             return None
         position = StepPosition(attempt).pack()
-        self.round.sent = [
-            Message(RecordDict({**content, **position}), node, wire.LAYERWISE) for node, content in contents.items()
-        ]
+        for content in contents.values():
+            content.update(position)
+        self.round.sent = [Message(content, node, wire.LAYERWISE) for node, content in contents.items()]
         return self.grid.open_step(self.round.sent)
 
     def _answer(self, transport: NodesTransport) -> list[Message]:

@@ -58,14 +58,16 @@ class FedNorm(FedAvg):
     def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
         """The state with the BN entries of each node's domain."""
         packages = super().package(nodes, arrays)
+        described = self.describe(self.grid, list(nodes))
         for node, groups in packages.items():
-            if own := self.state.by_domain.get(self.describe_node(node).domain):
+            if own := self.state.by_domain.get(described[node].domain):
                 groups[self.arrayrecord_key] = make_record({**groups[self.arrayrecord_key], **arrays_to_record(own)})
         return packages
 
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
         """Return the weights of models, 0 for a node without a domain."""
-        stray = [reply.node for reply in replies if self.describe_node(reply.node).domain < 0]
+        described = self.describe(self.grid, [reply.node for reply in replies])
+        stray = [node for node in described if described[node].domain < 0]
         if len(stray) == len(replies):
             raise CannotTrainError(
                 f"FedNorm needs one domain a node, and node {stray[0]} names none: its samples must all come from one "
@@ -78,7 +80,7 @@ class FedNorm(FedAvg):
 
     def update(self, pooled: Pooled) -> Arrays:
         """Average BN within domains; the global state holds the mean over all nodes, for a node without a domain."""
-        described = {reply.node: self.describe_node(reply.node) for reply in pooled.replies}
+        described = self.describe(self.grid, [reply.node for reply in pooled.replies])
         names = set(Counter(node.bn_entries for node in described.values()).most_common(1)[0][0])
         members: dict[int, list[NodeReply]] = {}
         for reply in pooled.replies:

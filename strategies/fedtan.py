@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Annotated, Any, ClassVar, Literal
 
-from flwr.app import ArrayRecord, RecordDict
+from flwr.app import ArrayRecord
 from flwr.common import log
 
 from fedbn_flwr import wire
@@ -35,7 +35,7 @@ from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.averaging import Arrays, arrays_of, arrays_to_record
 from fedbn_flwr.server.method_state import MethodState
 from fedbn_flwr.server.pooling import Pooled, Sent
-from fedbn_flwr.server.replies import NodeReply
+from fedbn_flwr.transports import Participant
 
 from .base_layerwise import Layerwise
 from .fixbn import FixBN
@@ -162,7 +162,7 @@ class FedTAN(Layerwise):
         """Return the weights that the nodes' models will have; none if these are fewer nodes than can be pooled."""
         if self.averager.refuse_few(len(examples), self.server_round, "carried values"):
             return []
-        return self.weigh([NodeReply(node, 0, count, {}, {}, RecordDict()) for node, count in examples.items()])
+        return self._weigh_participants([Participant(0, node, count) for node, count in examples.items()])
 
 
 @register_strategy("feddna")

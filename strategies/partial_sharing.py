@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from logging import WARNING
 from typing import Annotated, Any, ClassVar
 
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Message
 from flwr.common import log
 
 from fedbn_flwr import wire
@@ -86,8 +86,8 @@ class PartialSharing(FedAvg):
         packages, sent, again = self.package(nodes, arrays_to_record(self.current)), list[Message](), list[Message]()
         for message in self.round.sent:
             if (node := message.metadata.dst_node_id) in packages:
-                content = RecordDict({**message.content, **packages[node]})
-                again.append(Message(content, node, message.metadata.message_type))
+                message.content.update(packages[node])
+                again.append(Message(message.content, node, message.metadata.message_type))
             else:
                 sent.append(message)
         self.round.sent = sent + again

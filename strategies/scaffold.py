@@ -107,8 +107,10 @@ class Scaffold(FedAvg):
         known, absent = dict(self.state.weights), sorted({*self.grid.get_node_ids()} - self.state.weights.keys())
         # a node describes itself by its number of examples only, and may not be able to
         if self.weighting == "examples" and self.weighted_by_key == wire.NUM_EXAMPLES:
-            described = self.roster.describe_answering(self.grid, absent)
-            known |= {node: each.num_examples for node, each in described.items() if each.num_examples}
+            most, described = fsum(known.values()), self.describe(self.grid, absent)
+            said = {node: each.num_examples for node, each in described.items() if each.num_examples > 0}
+            counts = self.state.train_counts
+            known |= {node: min(count, max(most, counts.get(node, 0))) for node, count in said.items()}
         return fsum(known.values()) * (1 + len(set(absent) - known.keys()) / len(known))
 
 

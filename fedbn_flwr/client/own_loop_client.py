@@ -83,7 +83,7 @@ class OwnLoopClient:
     def describe(self) -> Reply:
         """Reply with the node's partition and the names of the model's entries."""
         metrics: Metrics = {wire.DOMAIN: -1, wire.PARTITION_ID: self.partition_id}
-        return Reply(self._num_examples or 0, metrics, report=model_names(self.model))
+        return Reply(-1 if self._num_examples is None else self._num_examples, metrics, report=model_names(self.model))
 
     def step_seed(self, instruction: Instruction) -> int:
         """Return the seed of what the handler draws from torch's global generator in this round."""

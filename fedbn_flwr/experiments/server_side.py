@@ -76,6 +76,8 @@ def run(
         files.config(experiment.to_mapping(), task.sites, engine, experiment.code, choice.text if choice else "")
     strategy = experiment.make_strategy(nodes)
     counted = CountingGrid(task.grid)
+    # what sites have said of their data bounds the counts that they may send later
+    strategy.state.train_counts.update(task.counts)
     with open_sinks(task.config.log_to, folder, experiment.to_mapping(), files.rounds_done) as sinks:
         journal = Journal(files, strategy, counted, task.scorer, task.config, sinks, progress)
         recovery = Recovery(folder, experiment, task.grid, strategy, journal)

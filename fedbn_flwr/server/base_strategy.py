@@ -4,9 +4,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import WARNING
+from math import inf
 from typing import Annotated, Any, ClassVar, NoReturn, Self
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
@@ -21,11 +22,12 @@ from fedbn_flwr.server.method_state import LaterRounds, LostRounds, MethodState,
 from fedbn_flwr.server.optimizers import ServerOptimizer
 from fedbn_flwr.server.pooling import Averager, Pooled, PooledGroup, Sent, Stage, Start, pool, through_stages
 from fedbn_flwr.server.privacy import Privacy
-from fedbn_flwr.server.replies import Expected, NodeReply, name_dominant
+from fedbn_flwr.server.replies import Expected, NodeReply, name_dominant, weights_by_node
 from fedbn_flwr.server.robust import Robust
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
 from fedbn_flwr.wire import Instruction
+from fedbn_flwr.wire.pooled import Asked
 
 UNTRAINED = (
     "`result.arrays` has %d entries that stay on the nodes and were not trained (%s): evaluate on the nodes, or use "
@@ -134,6 +136,7 @@ class BaseStrategy(FlowerFedAvg):
         clip_factor: Annotated[
             float, "largest ratio of a unit's gradient to its weights, to which clients clip it; 0: off", Range(0)
         ] = 0.0,
+        max_share: Annotated[float, "share of all examples to which a node may grow; 1: any", Range(0.5, 1)] = 0.5,
         robust: Annotated[str, "rule in place of means: none, median, trimmed:B, multi-krum:F or norm:C"] = "none",
         privacy: Privacy | None = None,
         **flower: Any,
@@ -156,6 +159,8 @@ class BaseStrategy(FlowerFedAvg):
         self.groups: list[PooledGroup] = []
         for sent in (*self.sends, *[MOMENTUM] * (momentum_state == "global")):
             self.let_send(sent)
+        #: how many times as many examples as at the start nodes may say, and the share of all to which they may grow
+        self.count_growth, self.max_share = 2.0, max_share
         self.state = self.state_type()
         self.roster = Roster(exchange_timeout)
         self.num_rounds: int | None = None
@@ -303,8 +308,8 @@ class BaseStrategy(FlowerFedAvg):
         now.refuse_infinite_losses(state)
         state.lost, state.ever_trained = LostRounds(), True
         weights = self.weigh(usable)
-        if server_round == 1:
-            name_dominant(usable, weights)
+        if len(self.partitions) > 2:  # of two nodes, one has more than the other
+            name_dominant(usable, weights, self.weighting)
         merged = self.update(self._pool(usable, weights))
         return arrays_to_record(merged), now.mean_metrics(self.train_metrics_aggr_fn, self.weighted_by_key)
 
@@ -316,6 +321,8 @@ class BaseStrategy(FlowerFedAvg):
             return []
         self.evaluation = self._begin_round(server_round, arrays, config, grid, MessageType.EVALUATE)
         nodes = self.draw_nodes(grid, server_round, self.fraction_evaluate, self.min_evaluate_nodes)
+        # of its test samples, a node first speaks when it is asked
+        self.state.evaluate_counts |= dict.fromkeys(nodes, inf) | self.state.evaluate_counts
         return self._make_messages(nodes, arrays, config, MessageType.EVALUATE)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -352,16 +359,19 @@ class BaseStrategy(FlowerFedAvg):
         # those who were there may come back; a first round with too few says so at once
         fewest = self.averager.fewest_nodes if self.state.ever_trained else 0
         nodes = wait_for_nodes(grid, max(self.min_available_nodes, minimum, fewest), self.patience)
+        if not self.state.ever_trained:
+            self.state.train_counts |= dict.fromkeys(nodes, inf) | self.state.train_counts
         count = max(int(len(nodes) * fraction), minimum)
         return nodes if count >= len(nodes) else draw(self.describe(grid, nodes), count, self.seed, server_round)
 
     def describe(self, grid: Grid, nodes: list[int]) -> Mapping[int, Node]:
         """Ask nodes for their descriptions, once a run."""
-        return self.roster.describe(grid, nodes)
-
-    def describe_node(self, node: int) -> Node:
-        """Ask one node for its description."""
-        return self.describe(self.grid, [node])[node]
+        described = self.roster.describe(grid, nodes)
+        for node, description in described.items():
+            self.partitions.setdefault(node, description.partition)
+            if description.num_examples >= 0 and self.state.train_counts.get(node) == inf:
+                self.state.train_counts[node] = description.num_examples
+        return described
 
     def evaluates(self, server_round: int) -> bool:
         """Return whether models are evaluated after a round."""
@@ -385,6 +395,9 @@ class BaseStrategy(FlowerFedAvg):
             self.weighted_by_key,
             [group.record for group in self.groups if group.is_required] if trains else (),
             now.instruction.later,
+            self.state.train_counts if trains else self.state.evaluate_counts,
+            self.count_growth,
+            self.max_share if self.weighted_by_key == wire.NUM_EXAMPLES else 1.0,
         )
         return now
 
@@ -393,24 +406,24 @@ class BaseStrategy(FlowerFedAvg):
     ) -> list[Message]:
         packed = ConfigRecord({**config, **self.instruction.to_config(always=config.keys())})
         self.round.nodes = nodes
-        self.round.sent = [
-            Message(RecordDict({**groups, self.configrecord_key: packed}), node, kind)
-            for node, groups in self.package(nodes, arrays).items()
-        ]
+        for node, groups in self.package(nodes, arrays).items():
+            content = Asked({**groups, self.configrecord_key: packed})
+            content.most = self.round.expected.first_counts.get(node, 0.0)
+            self.round.sent.append(Message(content, node, kind))
         return self.round.sent
 
     def _pool(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Pooled:
         """Return the replies as one, with what the stages make of the mean of the models."""
-        start = Start(self.server_round, self.current, lambda: self._parameters(replies))
-        pooled = pool(replies, weights, self.groups, self.averager, start)
+        start = Start(self.server_round, self.current, self._parameters)
+        by_node = weights_by_node(replies, weights, self.weighting)
+        pooled = pool(replies, weights, by_node, self.groups, self.averager, start)
         pooled = through_stages(pooled, self.stages, start, self.state.stages)
         self.state.shared = dict.fromkeys(pooled.model, True)
         self.state.momentum = pooled.groups.get(wire.MOMENTUM) or self.state.momentum
         return pooled
 
-    def _parameters(self, replies: Sequence[NodeReply]) -> tuple[frozenset[str], Mapping[str, str]]:
-        node = self.describe_node(replies[0].node)
-        return frozenset(node.parameters), dict(zip(node.tied[::2], node.tied[1::2], strict=True))
+    def _parameters(self, who: str) -> tuple[frozenset[str], Mapping[str, str]]:
+        return self.roster.parameters(self.grid, self.current, who)
 
     def _note(self, replies: Sequence[NodeReply]) -> None:
         for reply in replies:

@@ -58,6 +58,9 @@ class MethodState:
     frozen_after: int | None = None
     #: the binding keys of rounds that brought a model
     obeyed: dict[str, bool] = field(default_factory=dict)
+    #: how many examples nodes said at the start; infinite for those that have not been asked yet
+    train_counts: dict[int, float] = field(default_factory=dict, metadata=BY_NODE)
+    evaluate_counts: dict[int, float] = field(default_factory=dict, metadata=BY_NODE)
     #: the mean of the clients' optimizer states, if it is `global`
     momentum: Arrays = field(default_factory=dict)
     #: what stages remember
@@ -83,7 +86,7 @@ def pack_state(state: Any, partitions: Mapping[int, int]) -> dict[str, Any]:
         if is_dataclass(value):
             value = pack_state(value, partitions)
         elif "by node" in item.metadata:
-            value = {partitions[node]: each for node, each in value.items()}
+            value = {partitions[node]: each for node, each in value.items() if node in partitions}
         packed[item.name] = value
     return packed
 

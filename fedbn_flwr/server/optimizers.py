@@ -36,9 +36,7 @@ class ServerOptimizer:
 
         `memory` has the moments m and v of every parameter, in float64.
         """
-        parameters, _ = start.parameters()
-        if not parameters:
-            raise ValueError("a server optimizer needs clients that say which entries are parameters (`describe`)")
+        parameters, _ = start.parameters("a server optimizer")
         stepped = {}
         for name in [name for name in mean if name in parameters]:
             before = np.asarray(start.state[name], np.float64)

@@ -43,7 +43,7 @@ class Pooled:
     model: Arrays
     #: the means of the groups, by their records' names
     groups: Mapping[str, Arrays]
-    #: by node; the nodes of a worker's mean have equal shares of its weight
+    #: by node
     weights: Mapping[int, float]
     #: each node's own, if the method `reads_replies`; otherwise they may be means of several nodes
     replies: Sequence[NodeReply]
@@ -55,8 +55,9 @@ class Start:
 
     server_round: int
     state: Mapping[str, NDArray[Any]]
-    #: returns the entries that are parameters, and the further names of entries with the first name of each
-    parameters: Callable[[], tuple[frozenset[str], Mapping[str, str]]]
+    #: returns the entries that are parameters, and further names of entries with the first name of each; its argument
+    #: says who needs them, for an error
+    parameters: Callable[[str], tuple[frozenset[str], Mapping[str, str]]]
 
 
 class Averager:
@@ -104,19 +105,17 @@ class Stage(Protocol):
 def pool(
     replies: Sequence[NodeReply],
     weights: Sequence[float],
+    by_node: Mapping[int, float],
     groups: Sequence[PooledGroup],
     averager: Averager,
     start: Start,
 ) -> Pooled:
-    """Return the replies as one."""
+    """Return the replies as one, under these weights, which are also given by node."""
     model = averager.average([reply.arrays for reply in replies], weights, start)
     means: dict[str, Arrays] = {}
     for group in groups:
         states = [reply.records.get(group.record, {}) for reply in replies]
         means[group.record] = averager.average(states, weights) if all(states) else {}
-    by_node = {
-        node: weight / len(reply.nodes) for reply, weight in zip(replies, weights, strict=True) for node in reply.nodes
-    }
     return Pooled(model, means, by_node, replies)
 
 

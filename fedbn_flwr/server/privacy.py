@@ -1,13 +1,12 @@
 """Differential privacy on the server, by entries' names: for parameters, and not for running statistics."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from logging import WARNING
+from fnmatch import filter as filter_names
 from math import sqrt
 from typing import Any, ClassVar
 
 import numpy as np
-from flwr.common import log
 from numpy.typing import NDArray
 
 from fedbn_flwr.server.averaging import Arrays, average, is_floating
@@ -26,13 +25,14 @@ class Privacy(Averager):
     `clipping_norm` is C, `noise_multiplier` is z. The noise differs in every run, unless a `seed` is given.
 
     Counters and running statistics are averaged as they are: noise would make variances negative and counters
-    meaningless. Statistics that leave a node are therefore not protected, and the log names them. FedBN and SiloBN
-    send none, FixBN sends none after its freeze. Metrics, such as the training loss, are not protected either.
+    meaningless. Statistics that leave a node are not protected, so `unprotected` must name them, or patterns such as
+    "*.running_var". FedBN and SiloBN send none. Metrics, such as the training loss, are not protected either.
     """
 
     clipping_norm: float
     noise_multiplier: float
     seed: int | None = None
+    unprotected: Collection[str] = ()
     reads_replies: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -57,11 +57,11 @@ class Privacy(Averager):
         Further names of a parameter neither count again nor get other noise.
         """
         assert start is not None, "everything but models is refused"
-        parameters, tied = start.parameters()
-        if not parameters:
-            raise ValueError("privacy needs clients that say which entries are parameters (`describe`)")
-        if bare := sorted(name for name in states[0] if name not in parameters and is_floating(states[0][name])):
-            log(WARNING, "Round %d: privacy does not cover %s", start.server_round, ", ".join(bare))
+        parameters, tied = start.parameters("privacy")
+        named = {name for pattern in self.unprotected for name in filter_names(states[0], pattern)}
+        if bare := sorted(name for name in states[0].keys() - parameters - named if is_floating(states[0][name])):
+            remedy = "keep them on the nodes (silobn, fedbn), or name them: Privacy(..., unprotected=...)"
+            raise ValueError(f"privacy does not cover {', '.join(bare)}: {remedy}")
         names = [name for name in states[0] if name in parameters and name not in tied and is_floating(states[0][name])]
         mean = average([self._clipped(state, start.state, names) for state in states], [1.0] * len(states))
         deviation = self.noise_multiplier * self.clipping_norm / len(states)

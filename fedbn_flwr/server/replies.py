@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from logging import WARNING
+from math import inf
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,7 +28,7 @@ class NotObeyedError(RuntimeError):
 
 
 class CannotTrainError(RuntimeError):
-    """The run cannot go on, with the reason: no node could train, or nodes did not say who they are."""
+    """The run cannot go on, with the reason, such as that no node could train."""
 
 
 class DivergedError(CannotTrainError):
@@ -114,6 +115,11 @@ class NodeReply:
         return self.content.nodes if isinstance(self.content, Summed) else {self.node: self.partition}
 
     @property
+    def counts(self) -> Mapping[int, float]:
+        """The number of examples of each node."""
+        return self.content.counts if isinstance(self.content, Summed) else {self.node: self.num_examples}
+
+    @property
     def arrays(self) -> Mapping[str, np.ndarray]:
         """The entries of the model's state that the node sent."""
         return self.records[wire.ARRAYS]
@@ -133,17 +139,19 @@ class Expected:
     groups: Sequence[str] = ()
     #: the binding keys of later rounds, for the words of a refusal
     later: str = ""
-    #: by node, the number of examples that it said first, and how many times as many it may say now
+    #: by node, the number of examples that it said at the start, infinite before it is asked; others came later
     first_counts: dict[int, float] = field(default_factory=dict)
-    growth: float = float("inf")
+    #: how many times as many a node may say now, and to what share of all nodes' examples it may grow
+    growth: float = inf
+    max_share: float = 1.0
 
     def count_of(self, node: int, count: object, key: str = wire.NUM_EXAMPLES) -> float:
         """Return a node's number of examples, or what else it is weighed by, if it can be believed."""
         if not isinstance(count, int | float) or not 0 <= count <= MOST:
             raise RefusedError(f"its {key!r} is {count!r}")
-        before = self.first_counts.get(node, 0) if key == wire.NUM_EXAMPLES else 0
-        if before and count > self.growth * before:
-            raise RefusedError(f"its {key!r} is {count}, over {self.growth:g} times the {before} that it said at first")
+        first = self.first_counts.get(node, inf) if key == wire.NUM_EXAMPLES else inf
+        if count > self.growth * first:
+            raise RefusedError(f"its {key!r} is {count}, over {self.growth:g} times the {first} that it said at first")
         return count
 
     @cached_property
@@ -167,17 +175,45 @@ def parse_replies(
     return _with_common_entries(usable, expected.groups, refused), refused
 
 
-def name_dominant(replies: Sequence[NodeReply], weights: Sequence[float]) -> None:
-    """Warn of a node among three or more that has nearly all weight: it may lie."""
+def bound_counts(replies: Sequence[NodeReply], expected: Expected) -> list[NodeReply]:
+    """Return the replies with at most max(first count, s / (1 - s) times all others) examples; s is `max_share`.
+
+    So no node grows to more than s of all, except beside others without any. The log names a node that counts less.
+    """
+    share, total = expected.max_share, sum(reply.num_examples for reply in replies)
+    odds, believed = share / (1 - share) if share < 1 else inf, list[NodeReply]()
+    for reply in replies:
+        # workers add up only what is not above the first count
+        first = inf if isinstance(reply.content, Summed) else expected.first_counts.get(reply.node, 0.0)
+        count, others = reply.num_examples, total - reply.num_examples
+        most = max(first, odds * others) if others else inf
+        if count > most:
+            log(WARNING, "Node %d counts as %g of its %g examples: max-share is %g", reply.node, most, count, share)
+        believed.append(replace(reply, num_examples=min(count, most)))
+    return believed
+
+
+def weights_by_node(replies: Sequence[NodeReply], weights: Sequence[float], weighting: str) -> dict[int, float]:
+    """Return every node's weight; the nodes of a sum have weighted it by their counts, or equally."""
+    by_node = dict[int, float]()
     for reply, weight in zip(replies, weights, strict=True):
-        if len(weights) > 2 and weight > 0.9 * sum(weights):
-            share = "Node %d has %.1f %% of all weights, and says that it has %g examples"
-            log(WARNING, share, reply.node, 100 * weight / sum(weights), reply.num_examples)
+        counts = reply.counts if weighting == "examples" and len(reply.nodes) > 1 else {}
+        by_node |= counts or dict.fromkeys(reply.nodes, weight / len(reply.nodes))
+    return by_node
 
 
-def mean_metrics(replies: Sequence[NodeReply], names: Sequence[str], weighted_by: str) -> MetricRecord:
+def name_dominant(replies: Sequence[NodeReply], weights: Sequence[float], weighting: str) -> None:
+    """Warn of a node that has more weight than all the others together: it may lie."""
+    by_node = weights_by_node(replies, weights, weighting)
+    counts, total = {node: count for reply in replies for node, count in reply.counts.items()}, sum(weights)
+    for node in [node for node, weight in by_node.items() if weight > total - weight]:
+        share = "Node %d has %.1f %% of all weights, and says that it has %g examples"
+        log(WARNING, share, node, 100 * by_node[node] / total, counts.get(node, 0))
+
+
+def mean_metrics(replies: Sequence[NodeReply], names: Sequence[str]) -> MetricRecord:
     """The weighted means of some metrics, none if all weights are 0: Flower's default, without its records."""
-    weights = [reply.metrics[weighted_by] for reply in replies]
+    weights = [reply.num_examples for reply in replies]
     if not (total := sum(weights)):
         return MetricRecord()
     shares = [weight / total for weight in weights]

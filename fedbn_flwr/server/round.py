@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, Self
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -22,6 +22,7 @@ from fedbn_flwr.server.replies import (
     NodeReply,
     NotObeyedError,
     Refusal,
+    bound_counts,
     log_refused,
     mean_metrics,
     parse_replies,
@@ -77,6 +78,12 @@ class Round:
         deaf = next((each for each in refused if each.why is Why.NOT_OBEYED), None)
         if deaf and not self.replies and set(self.expected.binding) - state.obeyed.keys():
             raise NotObeyedError(f"node {deaf.node} {deaf.reason.removeprefix('it ')}")
+        counts = {node: count for reply in self.replies for node, count in reply.counts.items()}
+        first = self.expected.first_counts
+        for node in [node for node in self.nodes if first.get(node) == inf]:
+            del first[node]  # one that is silent now comes late
+            first |= {node: counts[node]} if node in counts else {}
+        self.replies = bound_counts(self.replies, self.expected)
         return self.replies
 
     def lose(self, state: MethodState) -> None:
@@ -108,7 +115,7 @@ class Round:
             return mean([reply.content for reply in self.replies], weighted_by)
         # a metric that some nodes lack has no mean over all
         shared = set.intersection(*(set(reply.metrics) for reply in self.replies)) - {wire.PARTITION_ID, weighted_by}
-        return mean_metrics(self.replies, sorted(shared), weighted_by)
+        return mean_metrics(self.replies, sorted(shared))
 
     def circumstances(self, state: MethodState) -> str:
         """Return what may have made training diverge in this round, and what to try, in words."""

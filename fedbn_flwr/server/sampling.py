@@ -1,22 +1,25 @@
 """The choice of nodes: a finite wait, and a draw that does not depend on Flower's random node ids."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from logging import INFO
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common import log
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.randomness import numpy_generator
+from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.server.replies import (
     CannotTrainError,
     Expected,
+    Refusal,
     RefusedError,
     log_refused,
     read_each,
@@ -28,14 +31,6 @@ from fedbn_flwr.server.replies import (
 ASKED_AT_ONCE = 500
 #: seconds between log entries while nodes are waited for
 SAY_EVERY = 60.0
-#: nodes that an error names at most
-NAMED = 10
-#: codes of errors that a node's app answers with; others say that a node, or a message, got lost
-ANSWERED = (
-    ErrorCode.CLIENT_APP_RAISED_EXCEPTION,
-    ErrorCode.LOAD_CLIENT_APP_EXCEPTION,
-    ErrorCode.MOD_FAILED_PRECONDITION,
-)
 
 
 @dataclass(frozen=True)
@@ -44,13 +39,14 @@ class Node:
 
     node: int
     partition: int
-    num_examples: int = 0
+    #: -1 if it does not know yet
+    num_examples: int = -1
     domain: int = -1
     #: the state-dict entries that are parameters, and those of BN layers
     parameters: tuple[str, ...] = ()
     bn_entries: tuple[str, ...] = ()
-    #: further names of entries, each followed by the first name of the entry
-    tied: tuple[str, ...] = ()
+    #: further names of entries, each with the first name of the entry
+    tied: tuple[tuple[str, str], ...] = ()
 
 
 def wait_for_nodes(grid: Grid, wanted: int, patience: float, fewest: int | None = None) -> list[int]:
@@ -75,55 +71,44 @@ def wait_for_nodes(grid: Grid, wanted: int, patience: float, fewest: int | None 
 class Roster:
     """The nodes' descriptions; every node is asked once.
 
-    Which nodes are drawn depends on all descriptions. So nodes have `timeout` seconds, and a node that stays silent
-    ends the run: to draw without it would let the machine's speed decide who takes part.
+    Which nodes are drawn depends on all descriptions, so nodes have `timeout` seconds. A node that says nothing, or
+    what cannot be read, is known by its id only, and named in the log.
     """
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._known: dict[int, Node] = {}
-        self._silent: set[int] = set()
 
     def describe(self, grid: Grid, nodes: list[int]) -> Mapping[int, Node]:
-        """Return each node's description, and ask the nodes that were not asked yet.
-
-        A node whose app cannot answer is known by its id only. Raises `CannotTrainError` if nodes do not answer.
-        """
-        for some in self._new_among(nodes):
-            if missing := [f"{node} ({reason})" for node, reason in self._ask(grid, some).items()]:
-                more = f", and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-                raise CannotTrainError(
-                    f"{len(missing)} of {len(some)} nodes did not say who they are within {self._timeout:g} seconds, "
-                    f"and which nodes are drawn depends on it: {', '.join(missing[:NAMED])}{more}"
-                )
-        return {node: self._known[node] for node in nodes}
-
-    def describe_answering(self, grid: Grid, nodes: list[int]) -> Mapping[int, Node]:
-        """Return the descriptions of nodes that answer, now or before; silent ones are left out, and asked once."""
-        for some in self._new_among([node for node in nodes if node not in self._silent]):
-            self._silent |= self._ask(grid, some).keys()
-        return {node: self._known[node] for node in nodes if node in self._known}
-
-    def _new_among(self, nodes: list[int]) -> Iterator[list[int]]:
-        """Yield the nodes that were not asked yet, so many at a time."""
+        """Return each node's description, and ask the nodes that were not asked yet, so many at a time."""
         new = [node for node in nodes if node not in self._known]
         for start in range(0, len(new), ASKED_AT_ONCE):
-            yield new[start : start + ASKED_AT_ONCE]
+            self._ask(grid, new[start : start + ASKED_AT_ONCE])
+        return {node: self._known[node] for node in nodes}
 
-    def _ask(self, grid: Grid, nodes: list[int]) -> dict[int, str | None]:
-        """Ask nodes who they are, and return why some did not say it."""
+    def parameters(self, grid: Grid, model: Arrays, who: str) -> tuple[frozenset[str], Mapping[str, str]]:
+        """Return which entries of a model are parameters, and further names of entries with their first ones.
+
+        This is what most nodes say. One that names no parameters, or entries that the model does not have, has no vote.
+        """
+        nodes = self.describe(grid, sorted(grid.get_node_ids())).values()
+        votes = Counter((node.parameters, node.tied) for node in nodes if node.parameters)
+        form = {name: (value.shape, value.dtype) for name, value in model.items()}
+        known = [said for said in votes if form.keys() >= {*said[0], *chain(*said[1])}]
+        fitting = [said for said in known if all(form[name] == form[first] for name, first in said[1])]
+        if not fitting:
+            raise ValueError(f"{who} needs clients that say which entries are parameters (`describe`)")
+        names, tied = max(fitting, key=lambda said: (votes[said], len(said[0])))
+        return frozenset(names), dict(tied)
+
+    def _ask(self, grid: Grid, nodes: list[int]) -> None:
         content = RecordDict({wire.CONFIG: ConfigRecord()})
         questions = [Message(content, dst_node_id=node, message_type=wire.DESCRIBE) for node in nodes]
         answers = ask_nodes(grid, questions, self._timeout)
-        missing: dict[int, str | None] = {node: "no answer" for node in nodes if node not in answers}
-        for node, answer in answers.items():
-            if answer.has_error() and answer.error.code not in ANSWERED:
-                missing[node] = answer.error.reason
-        heard = [(node, answer) for node, answer in answers.items() if node not in missing]
-        described, refused = read_each(heard, _read)
+        described, refused = read_each(answers.items(), _read)
+        refused += [Refusal(node, f"no answer in {self._timeout:g} seconds") for node in nodes if node not in answers]
         log_refused(refused, "drawn by id, without a description")
         self._known |= described | {refusal.node: Node(refusal.node, refusal.node) for refusal in refused}
-        return missing
 
 
 def draw(nodes: Mapping[int, Node], count: int, seed: int, server_round: int) -> list[int]:
@@ -139,9 +124,12 @@ def _read(node: int, answer: Message) -> Node:
         raise RefusedError(answer.error.reason or "it failed")
     metrics, report = read_metrics(answer.content), answer.content.config_records[wire.REPORT]
     partition, domain = (whole(metrics, key) for key in (wire.PARTITION_ID, wire.DOMAIN))
-    num_examples = Expected((), {}).count_of(node, metrics[wire.NUM_EXAMPLES])
-    names = (_strings(key, report.get(key, [])) for key in (wire.PARAMETERS, wire.BN_ENTRIES, wire.TIED))
-    return Node(node, partition, int(num_examples), domain, *names)
+    if (count := metrics[wire.NUM_EXAMPLES]) != -1:
+        Expected((), {}).count_of(node, count)
+    names, bn, tied = (_strings(key, report.get(key, [])) for key in (wire.PARAMETERS, wire.BN_ENTRIES, wire.TIED))
+    if len(tied) % 2:
+        raise RefusedError(f"its {wire.TIED!r} are {len(tied)} names, no pairs")
+    return Node(node, partition, int(count), domain, names, bn, tuple(zip(tied[::2], tied[1::2], strict=True)))
 
 
 def _strings(key: str, value: object) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from fedbn_flwr.layerwise import Exchange, Kind, Requests, SuspendedStep, combine, respond, take_step
-from fedbn_flwr.layerwise.exchange import LARGEST, ExchangeError, OrderError, join, pool, why_unusable
+from fedbn_flwr.layerwise.exchange import LARGEST, ExchangeError, OrderError, Why, join, pool, why_unusable
 from fedbn_flwr.layerwise.take_step import Lockstep
 
 
@@ -144,7 +144,7 @@ def test_only_the_client_with_too_large_values_is_named(kind: Kind, dtype: torch
         if is_used > 1:
             with pytest.raises(ExchangeError, match="is too large to be pooled") as error:
                 respond(join(requests), [1] * 5)
-            assert error.value.client == 2
+            assert (error.value.client, error.value.why) == (2, Why.INFINITE)
             del requests[2]
         assert respond(join(requests), [1] * len(requests)).tensor.isfinite().all()
 
@@ -189,8 +189,9 @@ def test_whoever_is_refused_is_too_large_and_without_them_the_pool_is_finite(
     ],
 )
 def test_what_is_no_statistic_is_refused(kind: Kind, tensor: torch.Tensor, message: str) -> None:
-    with pytest.raises(ExchangeError, match=rf"client 0: .* {message}"):
+    with pytest.raises(ExchangeError, match=rf"client 0: .* {message}") as error:
         respond(Requests.of_client(kind, "bn", tensor, 4), [1])
+    assert error.value.why is Why.OTHER
 
 
 @pytest.mark.parametrize("odd", [request(1.0, layer="other"), request(1.0, kind="variance")])

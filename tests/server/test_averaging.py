@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from numpy.typing import NDArray
 
-from fedbn_flwr.layerwise.exchange import normalized
+from fedbn_flwr.layerwise.exchange import NOT_FINITE, TOO_LARGE, normalized
 from fedbn_flwr.server.averaging import Arrays, arrays_of, arrays_to_record, average, unusable, view_arrays
 from fedbn_flwr.state.flat import FlatArrays
 

@@ -30,7 +30,7 @@ def test_parameters_move_as_with_flowers_own(rule: str) -> None:
     ours: Any = start
     optimizer, memory = ServerOptimizer(rule), dict[str, Any]()
     for server_round, averaged in enumerate(averages, 1):
-        before = Start(server_round, {"w": ours}, lambda: (frozenset({"w"}), {}))
+        before = Start(server_round, {"w": ours}, lambda _: (frozenset({"w"}), {}))
         ours = optimizer.apply({"w": averaged}, before, memory)["w"]
     np.testing.assert_allclose(ours, flower(FLOWER[rule](), start, averages), rtol=1e-12)
 

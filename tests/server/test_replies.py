@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fedbn_flwr.wire.masked import Summed
 from flwr.app import Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import wire
+from fedbn_flwr.layerwise.exchange import Why
 from fedbn_flwr.server.averaging import arrays_to_record
 from fedbn_flwr.server.grids import identify
 from fedbn_flwr.server.method_state import FRUITLESS_ROUNDS, LostRounds
@@ -27,6 +27,7 @@ from fedbn_flwr.server.replies import (
     whole,
 )
 from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.wire.pooled import Summed
 
 Arrays = Mapping[str, np.ndarray]
 MODEL = {"w": np.zeros(2)}
@@ -128,8 +129,8 @@ def test_a_reply_without_a_group_is_unlike_those_with_it_only_if_it_is_required(
 
 
 def test_without_any_weight_metrics_have_no_mean() -> None:
-    replies = [NodeReply(1, 0, count, {"n": count, "loss": 2.0}, {}, RecordDict()) for count in (0, 0)]
-    assert mean_metrics(replies, ["loss"], "n") == MetricRecord()
+    replies = [NodeReply(1, 0, count, {"loss": 2.0}, {}, RecordDict()) for count in (0, 0)]
+    assert mean_metrics(replies, ["loss"]) == MetricRecord()
 
 
 @pytest.mark.parametrize(("value", "is_id"), [(2**64, True), (-(2**64), True), (2**65, False), (float("inf"), False)])
@@ -164,9 +165,49 @@ def test_each_reason_is_said_once_with_all_its_nodes(caplog: pytest.LogCaptureFi
     assert caplog.messages == ["Nodes 1, 3 are gone: a", "Node 2 is gone: b"]
 
 
-# ---- lost rounds ---------------------------------------------------------------------------------------------------
+# ---- what speaks of divergence -------------------------------------------------------------------------------------
 
-INFINITE = "its array 'w' is not finite"
+CONTENTS: dict[str, tuple[Arrays, dict[str, float], Why]] = {
+    "a number that is none": ({"w": np.array([0, np.nan])}, {}, Why.INFINITE),
+    "a number that is too large": ({"w": np.array([0, 1e39])}, {}, Why.INFINITE),
+    "a metric that is too large": (MODEL, {"loss": 1e39}, Why.INFINITE),
+    "another shape": ({"w": np.zeros(3)}, {}, Why.OTHER),
+    "no number of samples": (MODEL, {wire.NUM_EXAMPLES: -1}, Why.OTHER),
+}
+
+
+@pytest.mark.parametrize("case", CONTENTS)
+def test_numbers_that_are_not_finite_are_told_from_other_faults(case: str) -> None:
+    arrays, metrics, why = CONTENTS[case]
+    (message,) = sent = ask(7)
+    reply = answer(message, {wire.ARRAYS: arrays})
+    reply.content.metric_records[wire.METRICS].update(metrics)
+    _, (refusal,) = parse_replies([reply], sent, Expected((), MODEL))
+    assert (refusal.node, refusal.why) == (7, why)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("client 0: the mean of BN layer 'a' is not finite", Why.INFINITE),
+        ("the variance is too large to be pooled in float16", Why.INFINITE),
+        ("no power", Why.OTHER),
+    ],
+)
+def test_a_client_may_say_in_words_that_its_numbers_are_not_finite(words: str, why: Why) -> None:
+    (message,) = sent = ask(7)
+    reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, words), reply_to=message)
+    _, (refusal,) = parse_replies([reply], sent, Expected((), MODEL))
+    assert refusal.why is why
+
+
+def test_a_client_that_does_not_obey_is_told_from_other_faults() -> None:
+    (message,) = sent = ask(7)
+    _, (refusal,) = parse_replies([answer(message, {wire.ARRAYS: MODEL})], sent, Expected(("freeze",), MODEL))
+    assert refusal.why is Why.NOT_OBEYED
+
+
+# ---- lost rounds ---------------------------------------------------------------------------------------------------
 
 
 def test_the_tenth_round_in_a_row_without_a_reply_ends_a_run() -> None:
@@ -178,11 +219,10 @@ def test_the_tenth_round_in_a_row_without_a_reply_ends_a_run() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "connected"), [((1, 2, 1), 4), ((1, 1, 1), 1)])
-@pytest.mark.parametrize("reason", [INFINITE, "its metric 'loss' is too large to be pooled"])
-def test_a_divergence_began_in_the_first_of_three_rounds(nodes: tuple[int, ...], connected: int, reason: str) -> None:
+def test_a_divergence_began_in_the_first_of_three_rounds(nodes: tuple[int, ...], connected: int) -> None:
     """Of two nodes, or of the only one; what may have made training diverge is what was so then."""
     rounds = LostRounds()
     for number, node in zip((4, 6), nodes, strict=False):
-        rounds.add(number, [Refusal(node, reason)], connected, f"the rate was {number}")
+        rounds.add(number, [Refusal(node, "it is too large", Why.INFINITE)], connected, f"the rate was {number}")
     with pytest.raises(DivergedError, match=r"diverged at round 4: .*; the rate was 4$"):
-        rounds.add(7, [Refusal(nodes[-1], reason)], connected, "the rate was 7")
+        rounds.add(7, [Refusal(nodes[-1], "it is too large", Why.INFINITE)], connected, "the rate was 7")

@@ -10,17 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedbn_flwr.server.pooling import Averager, Start
 from fedbn_flwr.server.robust import RULES, Robust
+from fedbn_flwr.strategies import FedAvg
 
 Row = list[float]
 #: one of every kind, with the fewest nodes that it needs
 EXAMPLES = {"trimmed:0.2": 5, "median": 3, "multi-krum:2": 7, "norm:1.5": 3}
-
-
-def rule(text: str) -> Robust:
-    robust = Robust.parse(text)
-    assert robust is not None
-    return robust
+#: weights, which do not count under a rule
+UNEQUAL = [2.0 ** (number % 4) for number in range(10)]
 
 
 def draw(nodes: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
@@ -82,7 +80,7 @@ DEFINITIONS: dict[str, Callable[[list[Row]], Row]] = {
 def test_a_model_is_what_the_definition_says(text: str, nodes: int) -> None:
     states = draw(nodes)
     states[2]["b"] += 1e6
-    got = rule(text).average(states)
+    got = Robust.parse(text).average(states, UNEQUAL[: len(states)])
     flat = [[*state["w"].ravel().tolist(), *state["b"].tolist()] for state in states]
     assert [*got["w"].ravel(), *got["b"]] == pytest.approx(DEFINITIONS[text](flat), rel=1e-12, abs=1e-12)
 
@@ -93,14 +91,15 @@ def test_krum_scores_a_node_by_its_two_nearest_of_four_others() -> None:
     By one or three others, the last would go.
     """
     states = [{"w": np.array([position])} for position in (0.0, 1.0, 3.0, 3.0, 5.0)]
-    assert rule("multi-krum:1").average(states)["w"].tolist() == [(1 + 3 + 3 + 5) / 4]
+    assert Robust.parse("multi-krum:1").average(states, UNEQUAL[:5])["w"].tolist() == [(1 + 3 + 3 + 5) / 4]
 
 
 @pytest.mark.parametrize("nodes", [3, 4, 7])
 def test_updates_are_bounded_array_by_array(nodes: int) -> None:
     states, current = draw(nodes), draw(1, seed=1)[0]
     states[0]["b"] *= -1e6
-    got = rule("norm:1.5").average(states, current)
+    start = Start(1, current, lambda _: (frozenset(), {}))
+    got = Robust.parse("norm:1.5").average(states, UNEQUAL[:nodes], start)
     for name in ("w", "b"):
         rows = [state[name].ravel().tolist() for state in states]
         assert got[name].ravel() == pytest.approx(bounded(rows, 1.5, current[name].ravel().tolist()), rel=1e-12)
@@ -115,12 +114,12 @@ def test_every_rule_has_an_example() -> None:
 
 @pytest.mark.parametrize(("text", "fewest"), EXAMPLES.items())
 def test_the_fewest_nodes_of_a_rule(text: str, fewest: int) -> None:
-    assert rule(text).fewest_nodes == fewest
+    assert Robust.parse(text).fewest_nodes == fewest
 
 
 def test_of_a_trimmed_mean_one_node_at_each_end_must_go() -> None:
     for share in (0.01, 0.1, 0.2, 0.3, 0.34, 0.49):
-        assert int(share * rule(f"trimmed:{share}").fewest_nodes) >= 1
+        assert int(share * Robust.parse(f"trimmed:{share}").fewest_nodes) >= 1
 
 
 @pytest.mark.parametrize("text", EXAMPLES)
@@ -129,7 +128,7 @@ def test_dtypes_stay_and_the_largest_counter_is_taken(text: str) -> None:
     states = [
         {"n": np.array(count), "w": np.full(2, count, np.float32), "h": np.ones(1, np.float16)} for count in counts
     ]
-    got = rule(text).average(states)
+    got = Robust.parse(text).average(states, UNEQUAL[: len(states)])
     assert [array.dtype for array in got.values()] == [np.int64, np.float32, np.float16]
     assert list(got) == ["n", "w", "h"]
     assert got["n"].shape == ()
@@ -158,10 +157,10 @@ def test_statistics_are_the_rules_by_definition(text: str) -> None:
     means, variances = rows.unbind(1)
     pooled = middle(means)
     around = variances + (means - torch.tensor(pooled, dtype=torch.float64)) ** 2
-    got = rule(text).combine("statistics", rows, [])
+    got = Robust.parse(text).combine("statistics", rows, [])
     assert got[0].tolist() == pytest.approx(pooled, rel=1e-12)
     assert got[1].tolist() == pytest.approx(middle(around), rel=1e-12)
-    assert rule(text).combine("gradients", rows, []).flatten().tolist() == pytest.approx(
+    assert Robust.parse(text).combine("gradients", rows, []).flatten().tolist() == pytest.approx(
         middle(rows.flatten(1)), rel=1e-12
     )
 
@@ -173,16 +172,18 @@ def test_krum_pools_the_nodes_that_it_selects() -> None:
     expected = rows[torch.tensor([row in kept for row in flat])]
     mean = expected[:, 0].mean(0)
     variance = (expected[:, 1] + (expected[:, 0] - mean) ** 2).mean(0)
-    torch.testing.assert_close(rule("multi-krum:1").combine("statistics", rows, []), torch.stack([mean, variance]))
+    torch.testing.assert_close(
+        Robust.parse("multi-krum:1").combine("statistics", rows, []), torch.stack([mean, variance])
+    )
 
 
 @pytest.mark.parametrize("text", ["trimmed:0.2", "median", "norm:1.5"])
 def test_two_exchanges_are_the_same_as_one(text: str) -> None:
     """The mean and then the variance around it, as the paper asks for them."""
     rows = rows_of(6)
-    mean = rule(text).combine("mean", rows[:, 0], [])
-    variance = rule(text).combine("variance", rows[:, 1] + (rows[:, 0] - mean) ** 2, [])
-    torch.testing.assert_close(rule(text).combine("statistics", rows, []), torch.stack([mean, variance]))
+    mean = Robust.parse(text).combine("mean", rows[:, 0], [])
+    variance = Robust.parse(text).combine("variance", rows[:, 1] + (rows[:, 0] - mean) ** 2, [])
+    torch.testing.assert_close(Robust.parse(text).combine("statistics", rows, []), torch.stack([mean, variance]))
 
 
 @pytest.mark.parametrize("text", EXAMPLES)
@@ -193,7 +194,7 @@ def test_pooled_variances_are_never_negative(text: str, data: st.DataObject) -> 
     means = data.draw(st.lists(numbers, min_size=7, max_size=7))
     variances = data.draw(st.lists(numbers.map(abs), min_size=7, max_size=7))
     rows = torch.tensor([means, variances]).T.unsqueeze(-1)
-    got = rule(text).combine("statistics", rows, [])
+    got = Robust.parse(text).combine("statistics", rows, [])
     assert got.dtype == torch.float32
     assert got[1].item() >= 0
 
@@ -202,7 +203,7 @@ def test_pooled_variances_are_never_negative(text: str, data: st.DataObject) -> 
 def test_corrections_to_a_rules_pool_are_nothing_under_the_rule(text: str) -> None:
     """Moved, and of the other sign: so what carried corrections add is nothing if all nodes reply."""
     rows = rows_of(7)
-    pool = rule(text).combine
+    pool = Robust.parse(text).combine
     left = pool("gradients", pool("gradients", rows, []) - rows, [])
     torch.testing.assert_close(left, torch.zeros(2, 3, dtype=torch.float64), rtol=0, atol=1e-15)
 
@@ -211,7 +212,7 @@ def test_corrections_to_a_rules_pool_are_nothing_under_the_rule(text: str) -> No
 
 
 def test_no_rule() -> None:
-    assert Robust.parse("none") is None
+    assert type(FedAvg(robust="none").averager) is Averager
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.state import records as arrays
-from fedbn_flwr.strategies import REGISTRY, FedAvg, NodeReply
+from fedbn_flwr.strategies import REGISTRY, FedAvg, Pooled
 from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import Federation, make_model
 from tests.helpers.toys import assert_same_state

@@ -75,10 +75,9 @@ def test_without_options_a_strategy_has_its_defaults(name: str) -> None:
     strategy = REGISTRY[name]()
     for option, parameter in signature(REGISTRY[name]).parameters.items():
         # options that are parsed have another type then
-        if parameter.kind is Parameter.KEYWORD_ONLY and isinstance(
-            getattr(strategy, option, None), type(parameter.default)
-        ):
-            assert getattr(strategy, option) == parameter.default
+        taken = getattr(strategy, option, parameter.empty)
+        if parameter.kind is Parameter.KEYWORD_ONLY and isinstance(taken, type(parameter.default)):
+            assert taken == parameter.default
 
 
 def test_which_methods_give_every_node_a_model_of_its_own() -> None:

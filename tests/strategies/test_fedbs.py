@@ -6,9 +6,8 @@ import pytest
 from flwr.app import RecordDict
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.replies import NodeReply, Pooled
-from fedbn_flwr.strategies import CannotTrainError, FedBS, FedProx
-from fedbn_flwr.wire.pooled import deviation
+from fedbn_flwr.server.round import Round
+from fedbn_flwr.strategies import CannotTrainError, FedBS, FedProx, NodeReply, Pooled
 from tests.helpers.harness import Federation, make_model
 
 
@@ -21,8 +20,8 @@ def replies(*losses: Any) -> list[NodeReply]:
 
 def learn(strategy: FedBS, *losses: float) -> list[float]:
     """Take a round's replies, and return their weights."""
-    weights, metric = strategy.weigh(sent := replies(*losses)), strategy.terms().tally
-    strategy.update(Pooled({wire.ARRAYS: {}}, {}, deviation(reply.metrics[metric] for reply in sent)))
+    weights = strategy.weigh(sent := replies(*losses))
+    strategy.update(Pooled({}, {}, {}, sent))
     return weights
 
 
@@ -31,9 +30,9 @@ def test_stage_two_needs_consecutive_calm_rounds() -> None:
     # population deviations: 0.1, which is calm, 0.5, then three calm ones
     for losses, stage in (((1.0, 1.2), 1), ((1.0, 2.0), 1), ((1.0, 1.1), 1), ((1.0, 1.0), 1), ((0.5, 0.5), 2)):
         learn(strategy, *losses)
-        assert strategy.stage == stage
+        assert strategy.state.stage == stage
     assert learn(strategy, 1.0, 9.0) == [1.0, 1.0]
-    assert strategy.stage == 2
+    assert strategy.state.stage == 2
 
 
 @pytest.mark.parametrize(("second", "stage"), [(2.0, 2), (2.0 + 2**-40, 1)])
@@ -41,7 +40,7 @@ def test_losses_agree_at_epsilon_and_not_above(second: float, stage: int) -> Non
     """Of 1 and 2, the population's deviation is 0.5 in floating point, too."""
     strategy = FedBS(epsilon=0.5, patience_rounds=1)
     learn(strategy, 1.0, second)
-    assert strategy.stage == stage
+    assert strategy.state.stage == stage
 
 
 def test_the_papers_numbers_are_the_defaults() -> None:
@@ -62,16 +61,16 @@ def test_a_loss_that_cannot_be_a_weight_counts_as_nothing_and_is_said(
 def test_what_it_measured_is_noted() -> None:
     strategy = FedBS(epsilon=1e9, patience_rounds=2)
     Federation(make_model()).run(strategy, 1)
-    assert strategy.measured["fedbs-stage"] == 1
-    assert strategy.measured["loss-deviation"] > 0
+    assert strategy.training.measured["fedbs-stage"] == 1
+    assert strategy.training.measured["loss-deviation"] > 0
     # a subclass may have measured something before; a loss of zero counts
-    strategy.measured = {"rate": 0.5}
+    strategy.round = Round(measured={"rate": 0.5})
     learn(strategy, 0.0, 3.0)
-    assert strategy.measured == {"rate": 0.5, "fedbs-stage": 1, "loss-deviation": 1.5}
-    assert strategy.stage == 2
-    strategy.measured = {}
+    assert strategy.round.measured == {"rate": 0.5, "fedbs-stage": 1, "loss-deviation": 1.5}
+    assert strategy.state.stage == 2
+    strategy.round = Round()
     learn(strategy, 1.0, 3.0)
-    assert strategy.measured == {"fedbs-stage": 2}
+    assert strategy.round.measured == {"fedbs-stage": 2}
 
 
 def test_without_the_training_loss_the_remedy_is_named() -> None:
@@ -85,4 +84,4 @@ def test_without_the_training_loss_the_remedy_is_named() -> None:
 def test_rounds_without_a_usable_loss_are_not_calm() -> None:
     strategy = FedBS(epsilon=0.1, patience_rounds=1)
     assert strategy.weigh(replies(0.0, 0.0)) == learn(strategy, float("nan"), float("inf")) == [1.0, 1.0]
-    assert (strategy.stage, strategy.measured["loss-deviation"]) == (1, float("inf"))
+    assert (strategy.state.stage, strategy.round.measured["loss-deviation"]) == (1, float("inf"))

@@ -143,7 +143,7 @@ def test_it_can_be_combined_with_another_method() -> None:
     """Only the last reply of a layer-wise step holds the control variates."""
 
     class Both(FedTAN, Scaffold):
-        pass
+        state: Any
 
     both, paper = run(Both()), run(Both(exchange="paper"))
     assert distance(both, paper) < 1e-10

@@ -11,7 +11,6 @@ import pytest
 import torch
 from flwr.app import Message, RecordDict
 
-from fedbn_flwr import wire
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.strategies import FedTANII, FixBN, NodeReply, Pooled
 from fedbn_flwr.wire import Instruction
@@ -25,7 +24,9 @@ class Noting(FixBN):
     def aggregate_train(self, server_round: int, replies: Any) -> Any:
         result = super().aggregate_train(server_round, replies)
         notes: list[Any] = self.__dict__.setdefault("notes", [])
-        notes.append(({reply.partition: dict(reply.metrics) for reply in self.training.replies}, dict(self.training.measured)))
+        notes.append(
+            ({reply.partition: dict(reply.metrics) for reply in self.training.replies}, dict(self.training.measured))
+        )
         return result
 
 
@@ -34,7 +35,7 @@ def test_the_largest_counts_once_half_of_the_recent_clients_report() -> None:
         metrics = [(node, {} if value is None else {REPORTED: value}) for node, value in reports]
         replies = [NodeReply(node, node, 1, each, {}, RecordDict()) for node, each in metrics]
         strategy.round = Round(server_round)
-        strategy.update(Pooled({wire.ARRAYS: {}}, {}, math.inf))
+        strategy.update(Pooled({}, {}, {}, replies))
         return strategy.round.measured.get(REPORTED)
 
     strategy = FixBN(freeze_round="auto", window=3, threshold=0.0, latest=1.0)

@@ -1,6 +1,7 @@
 """A method that names no feature, with both halves and a group of its own: all work with it, or refuse it."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +14,7 @@ from fedbn_flwr.client.rules import RULES
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
-from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Group, NodeReply, Pooled, Privacy
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, MethodState, NodeReply, Pooled, PooledGroup, Privacy, Sent
 from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import SIZES, Federation, distance, make_model
 from tests.helpers.registered import registries_restored
@@ -47,40 +48,52 @@ def _registered() -> Iterator[None]:
         yield
 
 
+@dataclass
+class PushedState(MethodState):
+    push: Arrays = field(default_factory=dict)
+
+
 class Pushed(FedAvg):
     """v <- beta v + sum_k p_k g_k, w <- sum_k p_k w_k - rate v."""
 
-    pools: ClassVar[tuple[Group, ...]] = (Group("sums of gradients", GRADIENTS),)
-    kept: ClassVar[tuple[str, ...]] = ("push",)
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.push: Arrays = {}
+    sends: ClassVar[tuple[Sent, ...]] = (PooledGroup("sums of gradients", GRADIENTS),)
+    state_type: ClassVar[type[MethodState]] = PushedState
+    state: PushedState
 
     def instruct(self, instruction: Instruction) -> Instruction:
         return super().instruct(instruction).with_rule(send_gradients=True)
 
     def update(self, pooled: Pooled) -> Arrays:
-        gradients = pooled.groups[GRADIENTS]
-        self.push = {name: BETA * self.push.get(name, 0.0) + value for name, value in gradients.items()}
+        gradients, push = pooled.groups[GRADIENTS], self.state.push
+        self.state.push = {name: BETA * push.get(name, 0.0) + value for name, value in gradients.items()}
         state = super().update(pooled)
-        return {**state, **{name: state[name] - RATE * value for name, value in self.push.items()}}
+        return {**state, **{name: state[name] - RATE * value for name, value in self.state.push.items()}}
 
 
 class ByHand(Pushed):
     """The same of single replies, summed by hand."""
 
-    def merge(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Arrays:
-        robust, groups = self.robust, dict[str, Arrays]()
-        for group in (wire.ARRAYS, GRADIENTS):
-            groups[group] = {}
-            for name in replies[0].records[group]:
-                rows = np.stack([reply.records[group][name] for reply in replies])
-                is_counter, shares = rows.dtype.kind != "f", np.array(weights) / sum(weights)
-                middle = np.median(rows, axis=0) if robust else np.tensordot(shares, rows, 1)
-                groups[group][name] = rows.max(axis=0) if is_counter else middle
-        pooled = self.pool(replies, weights)
-        return self.update(Pooled({**pooled.groups, **groups}, {}, pooled.deviation))
+    reads_replies = True
+
+    def update(self, pooled: Pooled) -> Arrays:
+        groups = {group: self._by_hand(group, pooled.replies) for group in (wire.ARRAYS, GRADIENTS)}
+        model = groups.pop(wire.ARRAYS)
+        if self.stages:  # the only one here is momentum, with a rate of 1
+            moments = self.__dict__.setdefault("moments", {})
+            for name in groups[GRADIENTS]:
+                moments[name] = 0.9 * moments.get(name, 0.0) + model[name] - self.current[name]
+                model[name] = self.current[name] + moments[name]
+        return super().update(replace(pooled, model=model, groups=groups))
+
+    def _by_hand(self, group: str, replies: Sequence[NodeReply]) -> Arrays:
+        shares = np.array([1.0 if self.weighting == "uniform" else reply.num_examples for reply in replies])
+        pooled: Arrays = {}
+        for name in replies[0].records[group]:
+            rows = np.stack([reply.records[group][name] for reply in replies])
+            is_median, is_counter = self.averager.fewest_nodes > 1, rows.dtype.kind != "f"
+            middle = np.median(rows, axis=0) if is_median else np.tensordot(shares / shares.sum(), rows, 1)
+            pooled[name] = rows.max(axis=0) if is_counter else middle
+        return pooled
 
 
 def nodes(partitions: Sequence[int]) -> StackedGrid:
@@ -89,17 +102,13 @@ def nodes(partitions: Sequence[int]) -> StackedGrid:
     return StackedGrid(client_app(Federation(make_model()).client), len(SIZES), partitions=partitions)
 
 
-class Declared(Pushed):
-    pools: ClassVar[tuple[Group, ...]] = (Group("what it looks at", by_node=True),)
-
-
 def run(strategy: FedAvg, kind: str = "messages", **instruction: Any) -> Any:
     federation = Federation(make_model())
     if kind == "messages":
         return federation.run(strategy, 3, **instruction)
     if kind == "stacked":
         return federation.run(strategy, 3, grid=nodes(range(len(SIZES))), **instruction)
-    with WorkersGrid(nodes, len(SIZES), 2, here=True, average_by=strategy.terms().weighting) as grid:
+    with WorkersGrid(nodes, len(SIZES), 2, here=True, average_by=strategy.weighting) as grid:
         return federation.run(strategy, 3, grid=grid, **instruction)
 
 
@@ -120,7 +129,7 @@ WORKS: dict[str, dict[str, Any]] = {
 def test_what_it_never_heard_of_works(feature: str, kind: str) -> None:
     options = WORKS[feature]
     instruction: dict[str, Any] = {"momentum": 0.9} if feature == "kept optimizers" else {}
-    if kind == "workers" and Pushed(**options).why_single:
+    if kind == "workers" and Pushed(**options).needs_single_replies:
         kind = "messages"
     by_hand = run(ByHand(**options, fraction_evaluate=0.0), **instruction)
     assert distance(run(Pushed(**options, fraction_evaluate=0.0), kind, **instruction), by_hand) < 1e-9
@@ -140,12 +149,17 @@ def test_a_group_that_it_shares_excludes_privacy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
+    ("kind", "options", "needs"),
     [
-        (Pushed, ""),
-        (Declared, "it needs single replies for what it looks at"),
-        (ByHand, "its own `merge` may look at single replies"),
+        (Pushed, {}, False),
+        (Pushed, {"weighting": "uniform"}, False),
+        (ByHand, {}, True),
+        (Pushed, {"robust": "median"}, True),
+        (FedAvg, {"privacy": Privacy(1.0, 1.0), "weighting": "uniform"}, True),
+        (Pushed, {"weighted_by_key": "tokens"}, True),
     ],
 )
-def test_workers_average_only_what_needs_no_single_replies(kind: type[Pushed], reason: str) -> None:
-    assert kind().why_single == reason
+def test_workers_average_only_what_needs_no_single_replies(
+    kind: type[FedAvg], options: dict[str, Any], needs: bool
+) -> None:
+    assert kind(**options).needs_single_replies is needs

@@ -54,6 +54,11 @@ def _same_noise() -> None:
     np.random.seed(0)
 
 
+def covering(clipping_norm: float, noise_multiplier: float, seed: int | None = None) -> Privacy:
+    """Return privacy that lets running statistics go without."""
+    return Privacy(clipping_norm, noise_multiplier, seed, unprotected=["*.running_mean", "*.running_var"])
+
+
 def run(strategy: BaseStrategy, rounds: int = 3, lr: float = INSTRUCTION.lr) -> list[state.State]:
     """Return the global state before and after every round."""
     nodes, seen = Federation(make_model()), list[state.State]()
@@ -75,7 +80,7 @@ def parameters() -> list[str]:
 def test_without_noise_and_without_clipping_nothing_changes(name: str) -> None:
     options: dict[str, Any] = {"weighting": "uniform", "fraction_evaluate": 0.0}
     plain = run(STRATEGIES[name](**options))[-1]
-    private = run(STRATEGIES[name](**options, privacy=Privacy(NO_CLIPPING, 0.0)))[-1]
+    private = run(STRATEGIES[name](**options, privacy=covering(NO_CLIPPING, 0.0)))[-1]
     for entry, value in plain.items():
         torch.testing.assert_close(private[entry], value, rtol=0, atol=1e-12)
         assert private[entry].dtype == value.dtype
@@ -83,7 +88,7 @@ def test_without_noise_and_without_clipping_nothing_changes(name: str) -> None:
 
 def test_a_round_of_a_single_node_is_protected_too() -> None:
     options: dict[str, Any] = {"weighting": "uniform", "fraction_evaluate": 0.0, "fraction_train": 1 / NODES}
-    before, after = run(FedAvg(**options, min_train_nodes=1, privacy=Privacy(0.05, 0.0)), rounds=1)
+    before, after = run(FedAvg(**options, min_train_nodes=1, privacy=covering(0.05, 0.0)), rounds=1)
     update = torch.cat([(after[name] - before[name]).flatten() for name in parameters()])
     assert float(update.norm()) == pytest.approx(0.05)
 
@@ -91,7 +96,7 @@ def test_a_round_of_a_single_node_is_protected_too() -> None:
 def test_updates_are_clipped_to_the_norm_over_all_parameters() -> None:
     """The reference: each node trains by itself, and its update is scaled to length C if it is longer."""
     limit = 0.05
-    after = run(FedAvg(weighting="uniform", privacy=Privacy(limit, 0.0), fraction_evaluate=0.0), rounds=1)[-1]
+    after = run(FedAvg(weighting="uniform", privacy=covering(limit, 0.0), fraction_evaluate=0.0), rounds=1)[-1]
     before, moved = make_model().state_dict(), []
     ends = [federated(make_model(), make_split(), [node], 1, INSTRUCTION) for node in make_nodes()]
     for alone in ends:
@@ -110,8 +115,8 @@ def test_noise_has_the_printed_deviation() -> None:
     """Draws divided by z C / K: the deviation of 395 of them is within 15 % of 1 (four standard errors)."""
     limit, multiplier = 0.5, 2.0
     options: dict[str, Any] = {"weighting": "uniform", "fraction_evaluate": 0.0}
-    quiet = run(FedAvg(**options, privacy=Privacy(limit, 0.0)), rounds=1)[-1]
-    loud = run(FedAvg(**options, privacy=Privacy(limit, multiplier, seed=1)), rounds=1)[-1]
+    quiet = run(FedAvg(**options, privacy=covering(limit, 0.0)), rounds=1)[-1]
+    loud = run(FedAvg(**options, privacy=covering(limit, multiplier, seed=1)), rounds=1)[-1]
     noise = torch.cat([(loud[name] - quiet[name]).flatten() for name in parameters()]) * NODES / (multiplier * limit)
     assert len(noise) == sum(value.numel() for value in make_model().parameters())
     assert float(noise.std()) == pytest.approx(1.0, abs=0.15)
@@ -121,7 +126,7 @@ def test_noise_has_the_printed_deviation() -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_counters_and_statistics_are_free_of_noise(name: str) -> None:
     """A noise of deviation 5 would make variances negative, which are around 1. Training under it must not diverge."""
-    privacy = Privacy(1.0, 5.0 * NODES)
+    privacy = covering(1.0, 5.0 * NODES)
     states = run(STRATEGIES[name](weighting="uniform", privacy=privacy, fraction_evaluate=0.0), lr=1e-9)
     model = make_model()
     for before, after in pairwise(states):
@@ -144,7 +149,7 @@ def test_counters_and_statistics_are_free_of_noise(name: str) -> None:
 
 def test_noise_differs_by_run_and_by_round_unless_a_seed_is_given() -> None:
     def after(seed: int | None) -> list[state.State]:
-        privacy = Privacy(1e-9, 1e9, seed)
+        privacy = covering(1e-9, 1e9, seed)
         return run(FedAvg(weighting="uniform", privacy=privacy, fraction_evaluate=0.0), rounds=2)
 
     name = parameters()[0]
@@ -155,12 +160,28 @@ def test_noise_differs_by_run_and_by_round_unless_a_seed_is_given() -> None:
     assert (middle - initial - (last - middle)).abs().max() > 0.1
 
 
-def test_statistics_that_leave_nodes_are_named(flower_log: pytest.LogCaptureFixture) -> None:
-    run(FedAvg(weighting="uniform", privacy=Privacy(1.0, 1.0), fraction_evaluate=0.0), rounds=1)
-    assert "privacy does not cover net.1.running_mean, net.1.running_var, net.4.running_mean" in flower_log.text
-    flower_log.clear()
-    run(SiloBN(weighting="uniform", privacy=Privacy(1.0, 1.0), fraction_evaluate=0.0), rounds=1)
-    assert "privacy does not cover" not in flower_log.text
+@pytest.mark.parametrize(
+    ("named", "bare"),
+    [
+        ([], "net.1.running_mean, net.1.running_var, net.4.running_mean, net.4.running_var"),
+        (["*.running_mean", "net.1.running_var"], "net.4.running_var"),
+    ],
+)
+def test_statistics_that_leave_nodes_must_be_named(named: list[str], bare: str) -> None:
+    with pytest.raises(ValueError, match=rf"^privacy does not cover {bare}: .*name them: Privacy\(..., unprotected="):
+        run(FedAvg(weighting="uniform", privacy=Privacy(1.0, 1.0, unprotected=named), fraction_evaluate=0.0), rounds=1)
+
+
+def test_to_name_a_parameter_does_not_uncover_it() -> None:
+    options: dict[str, Any] = {"weighting": "uniform", "fraction_evaluate": 0.0}
+    wanted = run(FedAvg(**options, privacy=covering(0.05, 1.0, seed=1)), rounds=1)[-1]
+    found = run(FedAvg(**options, privacy=Privacy(0.05, 1.0, seed=1, unprotected=["*"])), rounds=1)[-1]
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_methods_that_keep_statistics_need_to_name_none() -> None:
+    for strategy in (SiloBN, FedBN):
+        run(strategy(weighting="uniform", privacy=Privacy(1.0, 1.0), fraction_evaluate=0.0), rounds=1)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +205,7 @@ def test_what_it_would_not_protect_is_refused(strategy: Callable[..., BaseStrate
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="privacy needs weighting='uniform'"):
         FedAvg(privacy=Privacy(1.0, 1.0))
-    with pytest.raises(ValueError, match="send_frozen must be False"):
+    with pytest.raises(ValueError, match=r"privacy would not protect frozen entries that are sent \(send_frozen\)"):
         FixBN(weighting="uniform", send_frozen=True, privacy=Privacy(1.0, 1.0))
     for bad in ((0.0, 1.0), (1.0, -1.0), (float("inf"), 1.0), (1.0, np.nan)):
         with pytest.raises(ValueError, match="clipping_norm must be positive and noise_multiplier not negative"):

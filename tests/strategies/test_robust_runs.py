@@ -123,7 +123,7 @@ def test_one_silent_node_does_not_end_a_run_at_its_freeze() -> None:
     nodes = Federation(make_model(), SIZES[:3], grid=spoiling(failed, lambda node, number: (node, number) == (1, 3)))
     strategy = FixBN(freeze_round=2, robust="median")
     nodes.run(strategy, 4)
-    assert len(strategy.train_replies) == 3
+    assert len(strategy.training.replies) == 3
 
 
 def without_moments(reply: Message) -> Message:
@@ -158,7 +158,7 @@ def test_kept_entries_of_fewer_nodes_than_a_rule_needs_are_not_averaged(
 
     strategy = FedBN(mean_personal=True, robust=rule)
     Federation(make_model(), SIZES, grid=Silent).run(strategy, 2)
-    assert bool(strategy.personal_mean()) == is_mean
+    assert bool(strategy.state.personal) == is_mean
     said = f"Round 2: robust={rule} needs kept entries of 5 nodes, and has 4: 1 missing"
     assert (said in caplog.messages) != is_mean
 

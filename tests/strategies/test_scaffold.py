@@ -160,7 +160,7 @@ def test_variates_are_sent_in_the_models_own_numbers() -> None:
 
 def test_entries_that_stay_on_a_node_are_not_corrected() -> None:
     class Both(Scaffold, FedBN):
-        pass
+        state: Any
 
     nodes, strategy = Federation(make_model()), Both()
     nodes.run(strategy, 2)

@@ -328,20 +328,21 @@ def test_the_port_is_open_in_a_step_only() -> None:
     channel = options()
 
     class Strategy(FedTAN):
-        def configure_train(self, *arguments: Any) -> Any:
+        def collect(self, replies: Any) -> Any:
             before = is_open(channel.port)
-            messages = super().configure_train(*arguments)
+            messages = super().collect(replies)
             opened.append((before, is_open(channel.port)))
             return messages
 
-        def weigh_participants(self, participants: Any) -> list[float]:
+        def weigh(self, replies: Any) -> list[float]:
             opened.append(is_open(channel.port))
-            return super().weigh_participants(participants)
+            return super().weigh(replies)
 
     opened: list[object] = []
     with concurrent() as nodes:
         run(SideChannelGrid(nodes, channel), Strategy(fraction_evaluate=0.0))
-    assert opened == [True, (False, False)]
+    # it weighs in the step, and again when the models are there
+    assert opened == [True, (False, False), False]
 
 
 def is_open(port: int) -> bool:

@@ -19,14 +19,15 @@ from fedbn_flwr.state.flat import FlatArrays
 from fedbn_flwr.wire.pooled import Summed
 
 
-def average_replies(replies: Sequence[Message], weighting: str) -> list[Message | None]:
+def average_replies(replies: Sequence[Message], weighting: str, most: dict[int, float]) -> list[Message | None]:
     """Return the mean of the replies in the place of the first of them, and None in the places of the others.
 
     Arrays are weighted as the option `weighting` says, metrics by numbers of samples. A reply that the server may have
     to refuse by name stays as it is, and so does one that is unlike most: an error, numbers that are not finite, a
-    weight of 0.
+    weight of 0, more examples than the node's of `most`.
     """
-    readable = {place: read for place, message in enumerate(replies) if (read := _read(message)) is not None}
+    expected = Expected((), {}, first_counts=most, growth=1.0)
+    readable = {place: read for place, message in enumerate(replies) if (read := _read(message, expected)) is not None}
     kinds = {place: _kind(reply) for place, reply in readable.items()}
     if not kinds:
         return list(replies)
@@ -40,12 +41,12 @@ def average_replies(replies: Sequence[Message], weighting: str) -> list[Message 
     return averaged
 
 
-def _read(message: Message) -> NodeReply | None:
+def _read(message: Message, expected: Expected) -> NodeReply | None:
     """Return a reply that can be averaged."""
     if message.has_error():
         return None
     with suppress(Exception):  # the server says what is wrong with it
-        reply = read_reply(message.metadata.src_node_id, message, Expected((), {}))
+        reply = read_reply(message.metadata.src_node_id, message, expected)
         numbers = [each for value in reply.metrics.values() for each in (value if isinstance(value, list) else [value])]
         return reply if reply.num_examples > 0 and all(map(isfinite, numbers)) else None
     return None
@@ -64,14 +65,13 @@ def _mean(replies: Sequence[NodeReply], weighting: str) -> Summed:
     weights = [1.0 if weighting == "uniform" else float(reply.num_examples) for reply in replies]
     mean = Summed()
     mean.nodes = {reply.node: reply.partition for reply in replies}
+    mean.counts = {reply.node: reply.num_examples for reply in replies}
     for group in replies[0].records:
         mean[group] = arrays_to_record(average([reply.records[group] for reply in replies], weights))
     named = sorted(replies[0].metrics.keys() - {wire.NUM_EXAMPLES, wire.PARTITION_ID})
-    total = sum(reply.num_examples for reply in replies)
-    # the place of the mean among the replies of other workers
-    first = min(reply.partition for reply in replies)
-    known: Any = {wire.NUM_EXAMPLES: total, wire.PARTITION_ID: first}
-    mean[wire.METRICS] = MetricRecord({**known, **mean_metrics(replies, named, wire.NUM_EXAMPLES)})
+    # the least partition is the place of the mean among the replies of other workers
+    known: Any = {wire.NUM_EXAMPLES: sum(mean.counts.values()), wire.PARTITION_ID: min(mean.nodes.values())}
+    mean[wire.METRICS] = MetricRecord({**known, **mean_metrics(replies, named)})
     mean[wire.REPORT] = ConfigRecord({wire.OBEYED: _obeyed(replies[0])})
     return mean
 
