@@ -57,12 +57,22 @@ def substitute(model: nn.Module, make: Callable[[str, nn.Module], nn.Module]) ->
     A layer that the model holds under two names is made once, and the two names share what was made.
     """
     # All are made before the first is put in, so that an error leaves the model as it was.
-    made = {layer: make(name, layer) for name, layer in model.named_modules()}
+    made = {layer: _frozen_like(layer, make(name, layer)) for name, layer in model.named_modules()}
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if name and made[layer] is not layer:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, made[layer])
     return made[model]
+
+
+def _frozen_like(old: nn.Module, new: nn.Module) -> nn.Module:
+    """Freeze (`requires_grad`) new parameters whose namesakes in the old layer are, and others if all of it is."""
+    learns = {name: parameter.requires_grad for name, parameter in old.named_parameters(recurse=False)}
+    default, kept = any(learns.values()) or not learns, set(old.parameters())
+    for name, parameter in new.named_parameters():
+        if parameter not in kept:
+            parameter.requires_grad_(learns.get(name.rpartition(".")[2], default))
+    return new
 
 
 def swap_normalizers(model: nn.Module, make: Callable[[Slot], nn.Module]) -> nn.Module:

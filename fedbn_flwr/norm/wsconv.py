@@ -86,17 +86,17 @@ def remove_normalizers(model: nn.Module) -> nn.Module:
 
     A convolution before a normalizer often has no bias, because beta does its work. Which convolution a
     normalizer belonged to cannot be told for any model, so all have one afterwards, as in normalizer-free
-    networks (Brock et al. 2021); a model whose normalizers had no beta stays without.
+    networks (Brock et al. 2021); a model whose normalizers had no beta stays without. It learns if weight and beta do.
     """
-    shifted = False
+    beta_learns = list[bool]()
 
     def drop(slot: Slot) -> nn.Module:
-        nonlocal shifted
-        shifted = shifted or (slot.affine and slot.layer.bias is not None)
+        beta_learns.extend(value.requires_grad for name, value in slot.layer.named_parameters() if name == "bias")
         return nn.Identity()
 
     model = swap_normalizers(model, drop)
-    for layer in model.modules() if shifted else ():
+    for layer in model.modules() if beta_learns else ():
         if isinstance(layer, _ConvNd) and layer.bias is None:
-            layer.bias = nn.Parameter(layer.weight.new_zeros(layer.out_channels))
+            learns = layer.weight.requires_grad and any(beta_learns)
+            layer.bias = nn.Parameter(layer.weight.new_zeros(layer.out_channels), requires_grad=learns)
     return model

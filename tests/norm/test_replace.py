@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.models import mobilenet_v2, resnet18
 
 from fedbn_flwr.models import build
-from fedbn_flwr.norm import BatchNorm, GroupNorm, bn_layers, normalize_features, replace
+from fedbn_flwr.norm import NORMS, BatchNorm, GroupNorm, bn_layers, normalize_features, replace
 
 MODELS: dict[str, tuple[Callable[..., nn.Module], int]] = {
     "resnet18": (resnet18, 20),
@@ -56,6 +56,35 @@ def test_a_bias_takes_the_place_of_beta_only_where_there_was_one() -> None:
     assert isinstance(with_beta.bias, nn.Parameter)
     assert with_beta.bias.tolist() == [0.0] * 4
     assert replace(convolution(False), "none").get_submodule("0").bias is None
+
+
+def learning_in(kind: str, freeze: Callable[[str], bool], **options: Any) -> set[str]:
+    """Return the names of what learns after a normalizer has come into a partly frozen ResNet-20."""
+    model = build("resnet20", seed=1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not freeze(name))
+    return {name for name, parameter in replace(model, kind, **options).named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize(("kind", "options"), [*((kind, {}) for kind in NORMS), ("wsconv", {"gain": "learnable"})])
+def test_what_was_frozen_stays_frozen_and_nothing_else_is(kind: str, options: dict[str, Any]) -> None:
+    """The first half is frozen, as for fine-tuning."""
+    first = tuple(f"{name}." for name in ("conv1", "bn1", "layer1", "layer2"))
+    unfrozen = learning_in(kind, lambda _: False, **options)
+    left = {name for name in unfrozen if not name.startswith(first)}
+    assert learning_in(kind, lambda name: name.startswith(first), **options) == left
+
+
+def test_the_parameters_of_a_normalizer_are_frozen_one_by_one() -> None:
+    names = learning_in("hbn", lambda name: "bn" in name and name.endswith(".weight"))
+    assert {name.rpartition(".")[2] for name in names if name.startswith("bn1.")} == {"bias", "mix"}
+    assert "bn1.mix" not in learning_in("hbn", lambda name: "bn" in name)
+    # where all beta are frozen, so are the biases that take their place
+    assert "conv1.bias" not in learning_in("none", lambda name: "bn" in name or name.startswith("layer1.0.downsample"))
+    with_prelu = BatchNormAct2d(4, act_layer=nn.PReLU)
+    with_prelu.act.requires_grad_(False)
+    model = replace(nn.Sequential(with_prelu), "gn")
+    assert {name for name, each in model.named_parameters() if not each.requires_grad} == {"0.2.weight"}
 
 
 def test_bn_that_is_there_already_is_left_alone() -> None:
