@@ -18,8 +18,8 @@ from fedbn_flwr.layerwise.suspended_step import Replicas
 from fedbn_flwr.layerwise.take_step import Lockstep
 from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid, Job, RunConfig, Trained, job_reply, one_by_one
+from fedbn_flwr.simulation.stacked.layers import CannotStackError
 from fedbn_flwr.simulation.stacked.memory_budget import StepMemory, clients_that_fit, largest_useful_stack
-from fedbn_flwr.simulation.stacked.model import CannotStackError
 from fedbn_flwr.simulation.stacked.training import train_together
 from fedbn_flwr.transports import Participant
 

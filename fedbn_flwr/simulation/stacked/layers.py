@@ -54,11 +54,14 @@ def _level() -> int:
     return _functorch.maybe_current_level() or 0
 
 
+class CannotStackError(RuntimeError):
+    """Says why these clients must train one after another."""
+
+
 class StackedLayers:
     """The layers of a model that are called once for all clients, inside `vmap`, and the order of its images.
 
-    They are BN whose forward is torch's own, and dropout. With `momentum=None` a BN layer averages over its steps, of
-    which each client has a number of its own. Other layers that draw at random are refused by `vmap` itself.
+    They are BN whose forward is torch's own, and dropout. Other layers that draw at random are refused by `vmap`.
 
     On a CPU, grouped convolutions and BN are mostly faster where the channels of all clients lie side by side. Only
     chains of torch's own layers are put into this order: a forward of a model's own may need the usual one, and other
@@ -68,7 +71,7 @@ class StackedLayers:
 
     def __init__(self, model: nn.Module) -> None:
         layers = list(model.modules()) if is_available() else []
-        batch_norm = [layer for layer in layers if isinstance(layer, _BatchNorm) and layer.momentum is not None]
+        batch_norm = [layer for layer in layers if isinstance(layer, _BatchNorm)]
         self._batch_norm = [layer for layer in batch_norm if type(layer).forward is _BatchNorm.forward]
         dropouts = [layer for layer in layers if isinstance(layer, _DropoutNd) and type(layer) in _MASKING]
         self._dropouts = [layer for layer in dropouts if layer.p > 0]
@@ -110,9 +113,11 @@ class StackedLayers:
 def _normalized(layer: _BatchNorm, inputs: Tensor) -> Tensor:
     """Take all clients through one BN layer at once: one call that takes their channels side by side."""
     moving = layer.training and layer.track_running_stats
+    if moving and layer.momentum is None:
+        raise CannotStackError("BN with momentum=None averages over steps that each client counts for itself")
     statistics = [layer.running_mean, layer.running_var] if moving or not layer.training else [None, None]
     entries = [*statistics, layer.weight, layer.bias]
-    values, dim = unwrapped(inputs)
+    values, dim = (inputs, None) if layer.momentum is None else unwrapped(inputs)
     if dim is None or not all(value is None or unwrapped(value)[1] is not None for value in entries):
         alone: Tensor = type(layer).forward(layer, inputs)
         return alone

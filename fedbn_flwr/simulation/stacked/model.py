@@ -13,7 +13,7 @@ from torch.func import vmap
 from fedbn_flwr.client import training
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.randomness import OwnRandomness
-from fedbn_flwr.simulation.stacked.layers import StackedLayers
+from fedbn_flwr.simulation.stacked.layers import CannotStackError, StackedLayers
 from fedbn_flwr.state import State
 from fedbn_flwr.state.flat import FlatState
 
@@ -153,10 +153,6 @@ def stacked(states: Sequence[State]) -> State:
     if len(flat) == len(states) and len({id(state.layout) for state in flat}) == 1:
         return FlatState.stacked(flat)
     return {name: torch.stack([state[name] for state in states]) for name in first}
-
-
-class CannotStackError(RuntimeError):
-    """Says why these clients must train one after another."""
 
 
 class StackedMemory(Memory):

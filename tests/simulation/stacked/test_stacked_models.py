@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.strategies import FedAvg, FedTAN, Scaffold
+from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, Scaffold
 from tests.helpers.engine_comparison import (
     APART,
     EXACT,
@@ -160,7 +160,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "noise": (lambda: Other(lambda hidden: hidden + 0.1 * torch.randn(4, 1, 1)), "random"),
     "a branch": (lambda: Other(lambda hidden: hidden if hidden.sum() > 0 else -hidden), "data-dependent"),
     "a number": (lambda: Other(lambda hidden: hidden * (1 + abs(hidden.mean().item()))), "item"),
-    "cumulative average": (lambda: CumulativeAverage(torch.relu), "item"),
     "spectral norm": (lambda: SpectralNorm(torch.relu), "not implemented for aten::div.out"),
 }
 
@@ -175,6 +174,22 @@ def test_what_cannot_be_stacked_is_left_alone(case: str) -> None:
     assert f"{APART}{reason}" in together.watch.warnings
     assert words in reason
     assert "\n" not in reason
+
+
+def test_clients_with_a_cumulative_average_train_alone_without_a_warning() -> None:
+    alone, together = both(lambda: quiet(FedAvg), maker(lambda: CumulativeAverage(torch.relu)))
+    assert difference(alone, together) == 0
+    assert not together.watch.stacks
+    assert together.watch.reasons == ["BN with momentum=None averages over steps that each client counts for itself"]
+    assert not together.watch.warnings
+
+
+def test_a_cumulative_average_that_is_frozen_is_stacked() -> None:
+    alone, together = both(
+        lambda: quiet(FixBN, freeze_round=1), maker(lambda: CumulativeAverage(torch.relu)), momentum=0.0
+    )
+    assert difference(alone, together) < EXACT
+    assert together.watch.stacks
 
 
 @pytest.mark.parametrize("case", ["a branch", "noise"])
