@@ -14,6 +14,7 @@ from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.own_loop import OwnLoop
 from fedbn_flwr.client.reply import Metrics, Reply
 from fedbn_flwr.client.rules import obeyed_keys
+from fedbn_flwr.client.training import require_bn
 from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.randomness import OwnRandomness, derive
 from fedbn_flwr.state import State
@@ -100,6 +101,8 @@ class OwnLoopClient:
         """Return the message that Flower's FedAvg would have sent: the whole model, and the configuration."""
         personal = self.memory.personal(state.group_keys(self.model, instruction.keep_local))
         whole = {**received[wire.ARRAYS], **personal}
+        if whole.keys() != self.model.state_dict().keys():  # a model that `prepare` has not made may be why
+            require_bn(self.model, instruction)
         state.check(self.model, whole)
         # the message of an exchange brings no model: the first one did
         by_exchanges = instruction.layerwise != "none"

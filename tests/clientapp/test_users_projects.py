@@ -23,6 +23,7 @@ from fedbn_flwr.server.replies import CannotTrainError, NotObeyedError
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import (
+    HBN,
     BaseStrategy,
     FedAvg,
     FedBN,
@@ -179,6 +180,16 @@ def test_a_node_with_another_normalizer_is_left_out_by_name(caplog: pytest.LogCa
     assert [reply.node for reply in strategy.training.replies] == [*range(1000, 999 + NODES)]
     assert f"Node {999 + NODES} is left out of this round: " in caplog.text
     assert "brings a normalizer of its own, and the model has BatchNorm2d: make it with `prepare(model" in caplog.text
+
+
+@pytest.mark.parametrize("strategy", [FedWon, HBN])
+@pytest.mark.parametrize("app", [client_app(bn_client), own_app(plain_loop, make)])
+def test_nodes_that_have_not_prepared_their_model_are_told_to(
+    strategy: type[BaseStrategy], app: FlowerClientApp
+) -> None:
+    prepared = state.to_record(prepare(make(), strategy).state_dict())
+    with pytest.raises(CannotTrainError, match=r"the model has BatchNorm2d: make it with `prepare\(model"):
+        strategy(fraction_evaluate=0.0).start(InProcessGrid(app, NODES), prepared, 1)
 
 
 class WithoutTheFirst(InProcessGrid):
