@@ -31,7 +31,8 @@ CLASS_METRICS = {
 class Evaluation:
     """The mean loss, and one confusion matrix (true class x predicted class) a domain.
 
-    It counts predictions: one for each image in classification, one for each pixel with a class in segmentation.
+    It counts predictions: one for each image in classification, one for each pixel with a class in segmentation. If
+    there are predictions of no class (a model may have more outputs), a last column counts them.
     """
 
     loss: float
@@ -85,7 +86,7 @@ def evaluate(
     There may be more domains than the split has samples of.
     """
     domains = torch.zeros(len(split), dtype=torch.int64) if split.domains is None else split.domains.cpu()
-    confusion = torch.zeros(max(int(domains.max()) + 1, num_domains), num_classes, num_classes, dtype=torch.int64)
+    confusion = torch.zeros(max(int(domains.max()) + 1, num_domains), num_classes, num_classes + 1, dtype=torch.int64)
     was_training, loss, kept = model.training, 0.0, list[Tensor]()
     model.eval()
     try:
@@ -97,11 +98,12 @@ def evaluate(
             loss += float(output_loss(outputs, targets, task.loss)) * len(targets)
             # counts by domain, class and predicted class
             places, targets = rows.view(-1, *[1] * (targets.dim() - 1)), targets.cpu()
-            cells = (places * num_classes + targets) * num_classes + logits.argmax(1).cpu()
+            cells = (places * num_classes + targets) * (num_classes + 1) + logits.argmax(1).cpu().clamp(max=num_classes)
             confusion += torch.bincount(cells[targets != IGNORED], minlength=confusion.numel()).view_as(confusion)
             kept += [logits.cpu()] if metrics else []
     finally:
         model.train(was_training)
+    confusion = confusion if confusion[..., -1].any() else confusion[..., :-1]
     by_class = class_metrics(metrics, torch.cat(kept), split.labels.cpu(), num_classes) if metrics else {}
     scores = {name: measure(confusion.sum(0)) for name, measure in task.measures.items()}
     return Evaluation(loss / len(split), confusion, by_class, scores)
@@ -121,7 +123,7 @@ def class_metrics(names: Sequence[str], logits: Tensor, labels: Tensor, num_clas
     for name in names:
         present = (counts > 0) & (counts < len(labels)) if name == "auc" else counts > 0
         measure = getattr(classification, CLASS_METRICS[name])
-        values = measure(logits.softmax(1), labels, num_classes=num_classes, average=None)
+        values = measure(logits.softmax(1), labels, num_classes=logits.shape[1], average=None)[:num_classes]
         measured[name] = [
             float(value) if here else math.nan for value, here in zip(values, present.tolist(), strict=True)
         ]

@@ -14,7 +14,7 @@ from fedbn_flwr.client.training import LossFunction, logits_of
 from fedbn_flwr.data.augmentation import AUGMENTATIONS, IGNORED, ImageAugmentation, parse_augmentation, unchanged
 from fedbn_flwr.plugins import add, extra
 
-#: of a confusion matrix, true class x predicted class
+#: of a confusion matrix, true class x predicted class; a last column counts predictions of none, if there are any
 Measure = Callable[[Tensor], float]
 
 
@@ -79,9 +79,10 @@ def mean_iou(confusion: Tensor) -> float:
     with extra("cli"):
         from torchmetrics.classification import MulticlassJaccardIndex  # imported here because it takes seconds
 
-    metric, nothing = MulticlassJaccardIndex(len(confusion)), torch.zeros(0, dtype=torch.int64)
+    (classes, width), nothing = confusion.shape, torch.zeros(0, dtype=torch.int64)
+    metric = MulticlassJaccardIndex(width, ignore_index=classes)
     metric.update(nothing, nothing)  # one that has never been updated warns
-    metric.merge_state({"confmat": confusion})
+    metric.merge_state({"confmat": F.pad(confusion, (0, 0, 0, width - classes))})
     return float(metric.compute())
 
 

@@ -159,4 +159,7 @@ def output_loss(outputs: Any, targets: Tensor, loss_function: LossFunction) -> T
 
 def logits_of(outputs: Any) -> Tensor:
     """Return the logits among a model's outputs: these themselves, or what an object of outputs calls `logits`."""
-    return outputs if isinstance(outputs, Tensor) else outputs.logits
+    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"the model returns a {type(outputs).__name__}, not logits or an object that has `logits`")
+    return logits

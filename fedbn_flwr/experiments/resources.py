@@ -18,6 +18,7 @@ from torch import nn
 from fedbn_flwr import data, models, norm
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.learning_task import task_of
+from fedbn_flwr.client.training import logits_of
 from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment, read_data
@@ -161,6 +162,8 @@ def check(experiment: Experiment) -> None:
         if config.dataset != data.SITES:
             check_task(config)
             functional = check_shapes(config)
+            if not any(parameter.requires_grad for parameter in shared_model(config).parameters()):
+                raise UsageError(f"model {config.model!r} has no parameter that learns (with requires_grad=True)")
             lacking = norm.lacks(shared_model(config), strategy.needs)
             if functional and strategy.needs != "none":
                 lacking = "the model's forward calls F.batch_norm, which it finds in layers only"
@@ -228,8 +231,12 @@ def _check_inputs(config: Config, split: data.Split, num_classes: int, role: str
     finally:
         for layer, mode in modes.items():
             layer.training = mode
-    if isinstance(outputs, torch.Tensor) and outputs.dim() > 1 and outputs.shape[1] < num_classes:
-        raise UsageError(f"model {config.model!r} has {outputs.shape[1]} outputs for {num_classes} classes")
+    logits = logits_of(outputs)
+    if logits.dim() > 1 and logits.shape[1] != num_classes:
+        about = f"model {config.model!r} has {logits.shape[1]} outputs for {num_classes} classes"
+        if logits.shape[1] < num_classes:
+            raise UsageError(about)
+        _warn_once(f"{about}: a prediction of none of them counts as wrong")
     return bool(functional.found)
 
 

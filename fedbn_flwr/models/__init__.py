@@ -20,6 +20,7 @@ __all__ = ["MODELS", "build", "register_model"]
 
 #: makes a model from the number of classes, the number of channels and the side of the images
 Make = Callable[[int, int, int], nn.Module]
+_OFFERED = ("num_classes", "in_channels", "image_size")
 
 
 @dataclass(frozen=True)
@@ -103,14 +104,17 @@ def _maker(name: str, image_size: int) -> Make:
 def _custom_model(spec: str) -> Make:
     """Return the function or class that `spec` names, called with those of the three arguments it accepts."""
     factory = spec.target if isinstance(spec, Named) else _import(spec)
-    parameters = inspect.signature(factory).parameters
-    # behind **options, model libraries (torchvision, timm) know the number of classes, but not the others
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    accepted = {*parameters, "num_classes"} if open_ended else set(parameters)
+    try:
+        signature = inspect.signature(factory)
+        # behind **options, model libraries (torchvision, timm) know the number of classes, but not the others
+        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+        accepted = {*signature.parameters, *(["num_classes"] if open_ended else [])} & set(_OFFERED)
+        signature.bind(**dict.fromkeys(accepted))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"model {spec!r} must need no argument other than {', '.join(_OFFERED)}: {error}") from error
 
-    def make(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-        offered = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
-        model = factory(**{name: value for name, value in offered.items() if name in accepted})
+    def make(*values: int) -> nn.Module:
+        model = factory(**{name: value for name, value in zip(_OFFERED, values, strict=True) if name in accepted})
         if not isinstance(model, nn.Module):
             raise ValueError(f"model {spec!r} returned a {type(model).__name__}, not a torch.nn.Module")
         return model

@@ -1,11 +1,19 @@
 """Accuracies by domain and class, against torchmetrics and by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics.functional.classification import multiclass_accuracy, multiclass_confusion_matrix
+from torchmetrics.functional.classification import (
+    binary_auroc,
+    multiclass_accuracy,
+    multiclass_confusion_matrix,
+    multiclass_f1_score,
+    multiclass_recall,
+)
 
 from fedbn_flwr import state
 from fedbn_flwr.client.evaluation import Evaluation, evaluate, shares
@@ -38,6 +46,40 @@ def test_all_of_it_agrees_with_torchmetrics(domains: int) -> None:
         assert torch.equal(result.confusion[domain], wanted)
         accuracy = float(multiclass_accuracy(predicted[here], split.labels[here], CLASSES, average="micro"))
         assert result.domain_accuracy[domain] == pytest.approx(accuracy)
+
+
+@pytest.mark.parametrize("domains", [3, 1])
+def test_a_prediction_of_no_class_counts_as_wrong(domains: int) -> None:
+    """A pretrained head may have more outputs than the data have classes."""
+    width = CLASSES + 3
+    generator = torch.Generator().manual_seed(1)
+    logits, (_, split) = torch.randn(60, width, generator=generator), random_task(domains=domains)
+    found = evaluate(
+        nn.Flatten(), replace(split, inputs=logits[:, :, None, None]), CLASSES, "cpu", metrics=["f1", "auc"]
+    )
+    predicted = logits.argmax(1)
+    whole = multiclass_confusion_matrix(predicted, split.labels, width)
+    assert int(whole[:, CLASSES:].sum()) > 0
+    assert torch.equal(found.confusion.sum(0)[:, :CLASSES], whole[:CLASSES, :CLASSES])
+    assert torch.equal(found.confusion.sum(0)[:, CLASSES], whole[:CLASSES, CLASSES:].sum(1))
+    assert found.accuracy == pytest.approx(float((predicted == split.labels).double().mean()))
+    recall = multiclass_recall(predicted, split.labels, width, average=None)[:CLASSES]
+    shares_of_classes = torch.tensor([0.4, 0.3, 0.2, 0.1]).double()
+    if domains == 1:
+        wanted = float(recall.double() @ shares_of_classes)
+        assert found.accuracy_for(torch.ones(1), shares_of_classes) == pytest.approx(wanted)
+    f1 = multiclass_f1_score(predicted, split.labels, width, average=None)[:CLASSES].tolist()
+    assert found.by_class["f1"] == pytest.approx(f1)
+    shown = logits.softmax(1)
+    auc = [float(binary_auroc(shown[:, label], (split.labels == label).long())) for label in range(CLASSES)]
+    assert found.by_class["auc"] == pytest.approx(auc)
+
+
+def test_wide_outputs_without_such_a_prediction_leave_the_matrix_square() -> None:
+    logits, split = random_task(domains=1)
+    padded = F.pad(logits, (0, 2), value=-9.0)[:, :, None, None]
+    found = evaluate(nn.Flatten(), replace(split, inputs=padded), CLASSES, "cpu")
+    assert torch.equal(found.confusion, evaluate(nn.Flatten(), split, CLASSES, "cpu").confusion)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 12, 500])

@@ -69,6 +69,11 @@ def test_a_class_that_nowhere_is_does_not_count() -> None:
     assert mean_iou(torch.tensor([[5, 1, 0], [2, 3, 0], [0, 0, 0]])) == pytest.approx((5 / 8 + 3 / 6) / 2)
 
 
+def test_predictions_of_no_class_lower_the_mean_iou_and_are_no_class() -> None:
+    # IoU by hand, where 2 and 4 pixels were predicted as none: 5 / (8 + 7 - 5), 3 / (9 + 4 - 3)
+    assert mean_iou(torch.tensor([[5, 1, 2], [2, 3, 4]])) == pytest.approx((5 / 10 + 3 / 10) / 2)
+
+
 class Grey(nn.Module):
     """Gives the logits of classes by fixed thresholds of brightness."""
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from fedbn_flwr.experiments import Config
-from fedbn_flwr.experiments.resources import _warn_once, load_data, make_partition
-from tests.helpers.runs import results, run
+from fedbn_flwr.experiments.resources import _warn_once, fresh_model, load_data, make_partition
+from tests.helpers.runs import DATA, results, run
 
 HERE = "tests.helpers.other_shapes"
 
@@ -52,6 +53,24 @@ def test_a_command_does_not_warn_of_what_stays_on_nodes(
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     assert run("run", method=method, rounds="1", results_dir=str(tmp_path)) == 0
     assert not [record for record in caplog.records if "not trained" in record.getMessage()]
+
+
+def test_outputs_of_no_class_are_said_once_and_count_as_wrong(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    _warn_once.cache_clear()
+    chosen = {"model": f"{HERE}:wide", "methods": "fedavg,fedprox", "class_metrics": "f1,auc", "lr": "0"}
+    assert run("compare", results_dir=str(tmp_path), **chosen) == 0
+    line = f"model '{HERE}:wide' has 7 outputs for 4 classes: a prediction of none of them counts as wrong"
+    assert caplog.messages.count(line) == 1
+    summary = results(tmp_path / "fedavg-seed0")["summary"]
+    config = Config(dataset=DATA, model=f"{HERE}:wide", clients=2)
+    inputs, labels = load_data(config).test.batch(torch.arange(40))
+    with torch.no_grad():
+        predicted = fresh_model(config)(inputs).argmax(1)
+    assert int(predicted.max()) > 3
+    assert summary["accuracy"] == float((predicted == labels).double().mean())
 
 
 def test_classes_that_nobody_has_and_a_single_seed_are_said(
