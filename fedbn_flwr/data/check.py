@@ -11,7 +11,6 @@ import torch
 from fedbn_flwr.data.dataset_registry import DATASETS, DatasetRequest
 from fedbn_flwr.data.decoding import Source, UnreadableImageError, read_image, read_map
 from fedbn_flwr.data.file_split import FileSplit
-from fedbn_flwr.data.files import TORCHVISION, from_torchvision
 from fedbn_flwr.data.sets.catalog import CATALOG
 from fedbn_flwr.data.splits import Data, Split
 from fedbn_flwr.plugins import did_you_mean
@@ -40,10 +39,7 @@ def check_dataset(name: str, path: str, images: int = IMAGES) -> Iterator[Findin
         raise ValueError(f"data check: unknown data set {name!r}; {did_you_mean(name, CATALOG)}")
     home = Path(path).expanduser()
     try:
-        if name in TORCHVISION:
-            data = from_torchvision(name, home, download=False)
-        else:
-            data = DATASETS[name](DatasetRequest(name, path, None, home, image_workers=0))
+        data = DATASETS[name](DatasetRequest(name, path, None, home, image_workers=0))
     except (ValueError, OSError) as error:
         yield Finding("bad", " ".join(str(error).split()))
         return

@@ -31,21 +31,21 @@ TORCHVISION = {
 }
 
 
-def from_torchvision(name: str, root: Path, download: bool = True) -> Data:
-    """Read a data set in the folders and formats of torchvision, which downloads it if it is absent and it may.
+def from_torchvision(name: str, root: Path, elsewhere: bool = True) -> Data:
+    """Read a data set in the folders and formats of torchvision.
 
-    MNIST and Fashion-MNIST are also read from a folder of their four files. A data set that is absent and cannot be
-    downloaded is a FileNotFoundError.
+    MNIST and Fashion-MNIST are also read from a folder of their four files. With `elsewhere`, what is not in `root`
+    comes from a package of the system, or is downloaded; a data set that is nowhere is a FileNotFoundError.
     """
     kind, num_classes = TORCHVISION[name]
     if name in mnist.FOLDERS:
-        places = mnist.places(name, root)
+        places = mnist.places(name, root, elsewhere)
         if not (home := mnist.home_of(places)):
-            _read(name, root, "train", download, places)  # brings the files of both
+            _read(name, root, "train", elsewhere, places)  # brings the files of both
             home = root / kind / "raw"
         train, test = (Split(*mnist.read_split(home, role)) for role in mnist.FILES)
     else:
-        train, test = (Split(*_read(name, root, role, download, [root])) for role in ("train", "test"))
+        train, test = (Split(*_read(name, root, role, elsewhere, [root])) for role in ("train", "test"))
     return Data(name, train, test, num_classes)
 
 
@@ -63,6 +63,8 @@ def from_folder(path: Path, side: int | None, workers: int = 0) -> Data:
     files = [listed.split(size, fit, workers=workers) for listed in lists]
     fits = 3 * size * size * sum(map(len, lists)) <= MOST_IN_MEMORY
     splits = [split.in_memory() for split in files] if fits else files
+    if splits[0].inputs.dtype != splits[-1].inputs.dtype:  # of 8 and of 16 bits; mini-batches from files are floats
+        splits = files
     data = Data(path.name, splits[0], splits[-1], len(classes), tuple(domains), tuple(classes))
     return data if len(splits) > 1 else data.validation_split(HELD_OUT, 0)
 

@@ -6,7 +6,7 @@ A process keeps the last ones.
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from math import isfinite
 from pathlib import Path
@@ -90,8 +90,8 @@ def _streets(request: DatasetRequest) -> Data:
 
 def _torchvision(request: DatasetRequest) -> Data:
     """torchvision's data set of this name, from files in `data-root`."""
-    request.options()
-    return from_torchvision(request.name, request.root)
+    request.options_after_path()
+    return from_torchvision(request.name, request.home(""), elsewhere=not request.path)
 
 
 for _name in TORCHVISION:
@@ -101,8 +101,7 @@ for _name in TORCHVISION:
 @register_dataset("fashion-domains")
 def _fashion_domains(request: DatasetRequest) -> Data:
     """Fashion-MNIST in four domains: real, before photographs, inverted, sheared."""
-    request.options()
-    return image_domains(request.name, from_torchvision("fashion-mnist", request.root))
+    return image_domains(request.name, _torchvision(replace(request, name="fashion-mnist")))
 
 
 @register_dataset(SITES)
@@ -119,13 +118,6 @@ def _folder(request: DatasetRequest) -> Data:
     return from_folder(Path(request.argument).expanduser(), request.image_size, request.image_workers)
 
 
-@register_dataset("digits-five")
-def _digits_five(request: DatasetRequest) -> Data:
-    """MNIST, SVHN, USPS, SynthDigits and MNIST-M as domains, in FedBN's archive."""
-    options = request.options_after_path(samples=DIGITS_SAMPLES)
-    return digits_five(request.home("digits-five"), request.image_size or 28, **options)
-
-
 def _register(name: str, folder: str, side: int, read: Callable[..., Data], about: str, **defaults: int) -> None:
     """Register a data set of images in a folder of `data-root`, or elsewhere: `NAME[:PATH][:key=value]...`."""
 
@@ -137,6 +129,8 @@ def _register(name: str, folder: str, side: int, read: Callable[..., Data], abou
     register_dataset(name)(read_folder)
 
 
+_about = "MNIST, SVHN, USPS, SynthDigits and MNIST-M as domains, in FedBN's archive."
+_register("digits-five", "digits-five", 28, digits_five, _about, samples=DIGITS_SAMPLES)
 for _lists in (OFFICE, DOMAINNET):
     _about = f"{_lists.about} with FedBN's lists of files, from `{_lists.folder}` in `data-root`."
     _register(_lists.name, _lists.folder, 256, partial(read_domains, _lists), _about, samples=0)
@@ -201,25 +195,20 @@ _prepared = lru_cache(maxsize=2)(_prepare)
 
 def _call(request: DatasetRequest) -> Data:
     """Return the data that a user's function returns."""
+    spec = f"{request.name}:{request.argument}" if request.argument else request.name
+    unknown = ValueError(f"unknown data set {spec!r}; {did_you_mean(spec, DATASETS, 'or package.module:function')}")
     if not (request.argument.isidentifier() and all(part.isidentifier() for part in request.name.split("."))):
-        raise _unknown(request)
+        raise unknown
     try:
         module = importlib.import_module(request.name)
     except ModuleNotFoundError as error:
         if not f"{request.name}.".startswith(f"{error.name}."):
             raise  # the module exists, but a module that it imports does not
-        raise _unknown(request) from error
+        raise unknown from error
     function = getattr(module, request.argument, None)
     if not callable(function):
         raise ValueError(f"{request.name} has no function {request.argument!r}")
     data = function()
     if not isinstance(data, Data):
-        raise ValueError(
-            f"{request.name}:{request.argument} must return fedbn_flwr.data.Data, not {type(data).__name__}"
-        )
+        raise ValueError(f"{spec} must return fedbn_flwr.data.Data, not {type(data).__name__}")
     return data
-
-
-def _unknown(request: DatasetRequest) -> ValueError:
-    spec = f"{request.name}:{request.argument}" if request.argument else request.name
-    return ValueError(f"unknown data set {spec!r}; {did_you_mean(spec, DATASETS, 'or package.module:function')}")

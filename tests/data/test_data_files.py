@@ -4,6 +4,7 @@ import bz2
 import gzip
 import os
 import pickle
+import shutil
 import struct
 import urllib.error
 from collections.abc import Callable
@@ -112,6 +113,22 @@ def test_mnist_and_fashion_mnist_as_they_lie(
     assert (data.train.inputs.shape, data.train.inputs.dtype) == ((6, 1, 28, 28), torch.uint8)
     assert np.array_equal(data.test.inputs[:, 0].numpy(), pixels(4, 28, 28, seed=4))
     assert data.train.labels.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_path_names_where_a_published_set_is_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(mnist.FOLDERS, "fashion-mnist", ("FashionMNIST", tmp_path / "package of Debian"))
+    write_idx(tmp_path / "here")
+    write_idx(tmp_path / "package of Debian")
+    data = load(f"fashion-mnist:{tmp_path}/here", root=tmp_path / "elsewhere")
+    assert np.array_equal(data.train.inputs[:, 0].numpy(), pixels(6, 28, 28, seed=6))
+    assert load(f"fashion-domains:{tmp_path}/here").name == "fashion-domains"
+    write_cifar(tmp_path / "small" / "cifar-10-batches-py", CIFAR10, "labels", "batches.meta", "label_names")
+    assert len(load(f"cifar10:{tmp_path}/small").test) == 3
+    for name in ("fashion-mnist", "fashion-domains", "cifar10"):
+        with pytest.raises(FileNotFoundError, match=r" is not in \S*nowhere\S* .*or broken: "):
+            load(f"{name}:{tmp_path}/nowhere")
 
 
 def test_fashion_mnist_in_four_domains(tmp_path: Path) -> None:
@@ -289,6 +306,13 @@ def test_images_of_16_bits_keep_all_their_values(
     inputs, _ = replace(mixed, mean=(), std=()).batch(torch.arange(3))
     assert float(inputs[2].mean()) == pytest.approx(0.2)
     assert mixed.mean == pytest.approx([float(inputs.double().mean())] * 3)
+    paint(tmp_path / "apart/train/a/0.png", grey=51, size=(8, 8))
+    paint(tmp_path / "apart/train/b/0.png", grey=102, size=(8, 8))
+    shutil.copytree(tmp_path / "test", tmp_path / "apart" / "test")
+    apart = load(f"folder:{tmp_path / 'apart'}", image_workers=0)  # all of 8 bits for training, of 16 for testing
+    inputs, _ = replace(apart.test, mean=(), std=()).batch(torch.arange(2))
+    assert np.allclose(inputs[:, 0].numpy(), truth[2:], atol=1e-5)
+    assert apart.train.mean == pytest.approx([0.3] * 3)
     Image.fromarray(truth[0].astype(np.float32)).save(tmp_path / "train/b/10.tif")
     with pytest.raises(ValueError, match=r"10\.tif has pixels other than whole numbers from 0 to 65535"):
         load(f"folder:{tmp_path}/./.", image_workers=0).train.batch(torch.arange(4))

@@ -47,8 +47,8 @@ ALLOWED = {
 }
 
 
-def digits_five(home: Path, side: int = 28, samples: int = DIGITS_SAMPLES) -> Data:
-    """Read the five domains; of each the first `samples` training images, with 0 all of them."""
+def digits_five(home: Path, side: int = 28, _workers: int = 0, samples: int = DIGITS_SAMPLES) -> Data:
+    """Read the five domains into memory; of each the first `samples` training images, with 0 all of them."""
     splits = []
     for role in ("train", "test"):
         most = samples if samples and role == "train" else None

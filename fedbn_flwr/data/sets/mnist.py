@@ -23,10 +23,10 @@ FILES = {
 Bytes = NDArray[np.uint8]
 
 
-def places(name: str, root: Path) -> list[Path]:
-    """Return the folders in which the four files are looked for, in this order."""
+def places(name: str, root: Path, elsewhere: bool) -> list[Path]:
+    """Return the folders in which the four files are looked for, in this order: in `root`, or also elsewhere."""
     folder, debian = FOLDERS[name]
-    return [root / folder / "raw", root / folder, root / name, root, *([debian] if debian else [])]
+    return [root / folder / "raw", root / folder, root / name, root, *([debian] if debian and elsewhere else [])]
 
 
 def home_of(folders: Iterable[Path]) -> Path | None:
