@@ -146,6 +146,8 @@ class Data:
     def __post_init__(self) -> None:
         if len(self.class_names) not in (0, self.num_classes):
             raise ValueError(f"{self.name}: {len(self.class_names)} names for {self.num_classes} classes")
+        if (train := self.train.inputs.dtype) != (test := self.test.inputs.dtype):
+            raise ValueError(f"{self.name}: training inputs are {train}, test inputs {test}: give both in one type")
         for split in (self.train, self.test):
             _check_range(f"{self.name}: labels", split.labels, self.num_classes)
             if (split.domains is None) == bool(self.domain_names):

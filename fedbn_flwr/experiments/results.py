@@ -23,7 +23,7 @@ from fedbn_flwr.experiments.recipes.table import values_of
 from fedbn_flwr.experiments.reports.page import html
 from fedbn_flwr.experiments.reports.sources import read_sources
 from fedbn_flwr.experiments.reports.tables import result_table
-from fedbn_flwr.experiments.resources import fresh_model, normalization
+from fedbn_flwr.experiments.resources import fresh_model, load_data, normalization
 from fedbn_flwr.models import read_weights
 from fedbn_flwr.plugins import Named, extra, fingerprint
 from fedbn_flwr.plugins.options import UsageError, as_value, option_key
@@ -189,7 +189,8 @@ class Results:
     def preprocess(self, method: Method = "", seed: int | None = None) -> Callable[[Any], Tensor]:
         """Return a function that turns raw inputs, tensors or arrays, into those that a run's model takes."""
         config = self._experiments[self._key_of(method, seed)].config
-        return partial(preprocess, image_size=config.image_size, **normalization(config))
+        trained = load_data(config).train.inputs
+        return partial(preprocess, trained=trained, image_size=config.image_size, **normalization(config))
 
     def _key_of(self, method: Method, seed: int | None) -> Key:
         text = method_of(method) if method != "" else str(self.summaries[0]["method"])

@@ -11,6 +11,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
+from torch.utils.data import Dataset
 
 from fedbn_flwr import compare
 from fedbn_flwr.data import Data, Split
@@ -64,6 +66,13 @@ COMMANDS: list[tuple[str, str, str]] = [
     ),
     ("run", f"--model {HERE}:deaf", f"model '{HERE}:deaf' cannot take inputs of the shape (1, 8, 8)"),
     ("run", f"--model {HERE}:narrow", f"model '{HERE}:narrow' has 3 outputs for 4 classes"),
+    ("run", f"--model {HERE}:frozen", f"model '{HERE}:frozen' has no parameter that learns"),
+    ("run", f"--model {HERE}:with_features", "the model returns a tuple, not logits or an object that has `logits`"),
+    ("run", f"--model {HERE}:with_names", "the model returns a dict, not logits"),
+    ("run", "--model math:sqrt", "model 'math:sqrt' must need no argument other than num_classes, in_channels, ima"),
+    ("run", "--model builtins:dict", "model 'builtins:dict' must need no argument other than"),
+    ("run", "--dataset fashion-mnist:/nowhere", "fashion-mnist is not in /nowhere/FashionMNIST/raw or "),
+    ("run", "--dataset fashion-mnist:size=3", "fashion-mnist: unknown option 'size'"),
     ("run", f"{ROWS} --image-size 8", "image-size is for images, not for inputs of the shape (20,)"),
     ("run", f"{ROWS} --augmentation crop", "augmentation 'crop' is for images, not for inputs of the shape (20,)"),
     (
@@ -179,6 +188,20 @@ X = torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(24) % 3
 GOOD = X, Y
 FRAME = pd.DataFrame(X.flatten(1).numpy())
+BYTES = (X * 30 + 100).to(torch.uint8)
+
+
+class Items(Dataset[Any]):
+    """Six times the same item."""
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, place: int) -> Any:
+        return self.item
 
 
 def spoiled(value: float) -> torch.Tensor:
@@ -227,7 +250,16 @@ OWN_DATA: list[tuple[Any, str]] = [
     (GOOD, "a Tensor has no labels: data is "),
     ((FRAME, FRAME), "a DataFrame has no labels: data is "),
     (FRAME, "or a pair (training data, test data), got DataFrame"),
-    (((FRAME.astype(str), Y), GOOD), "the training data must be "),
+    (((FRAME.astype(str), Y), GOOD), "column 0 holds no numbers"),
+    (((FRAME.assign(town="here"), Y), GOOD), "the training data must be a fedbn_flwr.data.Split, a pair (inputs, lab"),
+    (((FRAME.assign(town="here"), Y), GOOD), "column 'town' holds no numbers"),
+    ((Items((Image.new("L", (8, 8)), 1)), GOOD), "items must be (tensor, label), not Image (PILToTensor makes tensors"),
+    ((GOOD, Items({"image": X[0], "label": 1})), "the test data must be "),
+    ((GOOD, Items({"image": X[0], "label": 1})), "its items must be (tensor, label), not dict"),
+    (((X.to(torch.complex64), Y), GOOD), "or (for ids) int64, not (24, 3, 8, 8), torch.complex64"),
+    (((X, Y.to(torch.complex64)), GOOD), "labels must be integers, the numbers of classes from 0, not torch.complex64"),
+    (((BYTES, Y), (BYTES.float(), Y)), "training inputs are torch.uint8, test inputs torch.float32: give both in one"),
+    (((BYTES.float(), Y), (BYTES, Y)), "training inputs are torch.float32, test inputs torch.uint8"),
     (((X, Y.float()), GOOD), "labels must be integers, the numbers of classes from 0, not torch.float32"),
     (((X, Y + 1), (X, Y + 1)), "labels are 1 to 3, but classes are numbered from 0: give labels - 1"),
     (((X.permute(0, 2, 3, 1), Y), GOOD), "(24, 8, 8, 3) look like channels last: give inputs.permute(0, 3, 1, 2)"),
@@ -235,7 +267,7 @@ OWN_DATA: list[tuple[Any, str]] = [
     ((GOOD, (spoiled(float("-inf")), Y)), "test sample 7 has a value that is not a finite"),
     ((GOOD, (torch.zeros(9, 3, 9, 9), Y[:9])), "model 'mlp' cannot take test inputs of the shape (3, 9, 9)"),
     ((GOOD, (X[:0], Y[:0])), "own data has no test samples"),
-    (((X.long(), Y), GOOD), "cannot take integers (ids: other numbers are float32) of the shape"),
+    (((X.long(), Y), (X.long(), Y)), "cannot take integers (ids: other numbers are float32) of the shape"),
 ]
 
 

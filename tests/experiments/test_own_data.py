@@ -1,6 +1,7 @@
 """Users' own data: what a model takes can be made from raw data, mistakes are one line, and sites are seen."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from fedbn_flwr import compare, run
 from fedbn_flwr.data import load
+from fedbn_flwr.data.own_data import READ_TWICE, own_data
 from fedbn_flwr.experiments import UsageError, main
 from tests.helpers.image_sets import paint
 
@@ -87,6 +89,48 @@ def test_the_reported_accuracy_by_hand_from_raw_data(kind: str, tmp_path: Path) 
     assert kept == {"mean": summary["mean"], "std": summary["std"]}
     assert len(kept["mean"]) == 3
     assert all(value > 0 for value in kept["std"])
+
+
+def test_raw_data_on_another_scale_than_in_training_are_refused() -> None:
+    images, labels = pair(40, 1)
+    raw = as_bytes(images)
+
+    def trained_on(inputs: Tensor) -> Callable[[Any], Tensor]:
+        given = (inputs, labels), (inputs, labels)
+        return run("fedavg", data=given, model="mlp", partition="iid", **QUICK).preprocess()
+
+    preprocess = trained_on(raw)
+    wanted = preprocess(raw)
+    torch.testing.assert_close(preprocess(raw.numpy() / np.float32(255)), wanted)  # floats from 0 to 1 are the same
+    for other in (raw.float(), raw.long()):
+        message = f"inputs are {other.dtype}, and those of training torch.uint8: give them in that type"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            preprocess(other)
+    torch.testing.assert_close(trained_on(raw / 255)(raw), wanted)
+    with pytest.raises(ValueError, match=r"inputs are torch\.uint8, and those of training torch\.float32"):
+        trained_on(raw.float())(raw)
+
+
+class Drawn(Dataset[Any]):
+    """Images with a draw of torch's in those from a place on, as a random transform has it."""
+
+    def __init__(self, start: int) -> None:
+        self.start, (self.images, self.labels) = start, pair(24, 1)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
+        noise = torch.rand(()) if place >= self.start else 0
+        return self.images[place] + noise, self.labels[place]
+
+
+@pytest.mark.parametrize(("start", "warned"), [(0, True), (READ_TWICE - 1, True), (24, False)])
+def test_random_transforms_of_a_dataset_are_said(start: int, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    data = own_data((Drawn(24), Drawn(start)))
+    assert data.test.inputs.shape == (24, 3, 8, 8)
+    text = "the test data change with each read, and are read once: leave random transforms to `augmentation`"
+    assert caplog.messages == [text] * warned
 
 
 @pytest.mark.parametrize("engine", ["stacked", "inprocess"])
