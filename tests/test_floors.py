@@ -18,9 +18,9 @@ FLOORS = (
     ("fedbn_flwr.wire", "fedbn_flwr.diagnosis"),
     ("fedbn_flwr.client", "fedbn_flwr.server"),
     ("fedbn_flwr.transports",),
-    ("fedbn_flwr.clientapp", "strategies"),
+    ("strategies", "fedbn_flwr.traffic"),
+    ("fedbn_flwr.clientapp",),
     ("fedbn_flwr.simulation",),
-    ("fedbn_flwr.traffic",),
     ("fedbn_flwr.experiments",),
     ("fedbn_flwr.deployment",),
     ("apps", "benchmarks"),
@@ -56,7 +56,10 @@ SOURCES = {
 
 @cache
 def imported_modules(name: str) -> set[str]:
-    """The project's modules that a module imports, wherever in its file; `from a import b` is a.b if that is one."""
+    """The project's modules that a module imports, wherever in its file, and also by a string.
+
+    `from a import b` is a.b if that is one.
+    """
     if name == "fedbn_flwr":
         return set()
     path, modules = SOURCES[name], set()
@@ -69,6 +72,8 @@ def imported_modules(name: str) -> set[str]:
             module = ".".join([*base, *filter(None, [node.module])])
             inner = {f"{module}.{alias.name}" for alias in node.names}
             modules |= {item if item in SOURCES else module for item in inner}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            modules |= {name.value for name in node.args if isinstance(name, ast.Constant)}
     return {module for module in modules if module.split(".")[0] in {item.split(".")[0] for item in SOURCES}}
 
 

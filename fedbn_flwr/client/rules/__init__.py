@@ -146,8 +146,6 @@ def obeyed_keys(instruction: Instruction) -> list[str]:
 
 
 def _all_defaults() -> dict[str, Scalar]:
-    # the methods bring their rules, also to a client that imports no strategy
-    import_module("fedbn_flwr.strategies")
     return {key: default for rule in {*RULES.values()} for key, default in _defaults(rule).items()}
 
 
