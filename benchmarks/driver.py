@@ -10,15 +10,17 @@ from functools import cache
 from multiprocessing import get_context
 from statistics import median
 from typing import Any, Self
+from unittest.mock import patch
 
 from benchmarks.cases import Case
 from benchmarks.engines import ON_RAY, serve
 from benchmarks.memory import family, lives
+from benchmarks.orphans import end_with_this_process
 
 #: imported once, by the process from which the others are forked
 PRELOADED = "benchmarks.engines"
-#: seconds that a process has for one answer, to end by itself, and to end when it is told to
-ANSWERING, ENDING, DYING = 3600.0, 60.0, 5.0
+#: seconds that a process has to start a case, for an answer, to end by itself, and to end when it is told to
+STARTING, ANSWERING, ENDING, DYING = 120.0, 3600.0, 60.0, 5.0
 
 
 class FailedError(RuntimeError):
@@ -70,9 +72,11 @@ class EngineProcess:
     def __init__(self, engine: str, threads: int, cases: Sequence[Case]) -> None:
         context = _forking()
         self.engine, self.threads = engine, threads
+        self._end = "the process has ended"
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(engine, threads, cases, theirs))
-        with _default_threads_hidden():
+        # the process from which others are forked has one thread: each is told its own number later
+        with patch.dict(os.environ, OMP_NUM_THREADS="1"):
             self._process.start()
         theirs.close()
 
@@ -85,7 +89,7 @@ class EngineProcess:
     def ready(self) -> None:
         """Wait until the first round of a case could begin."""
         with self._awake():
-            self._answer("ready")
+            self._answer("ready", STARTING, f"did not start within {STARTING:g} s")
 
     def run(self, rounds: int) -> list[float]:
         """The seconds of so many rounds."""
@@ -128,17 +132,23 @@ class EngineProcess:
         with suppress(OSError):  # it has ended; the answer will say so
             self._pipe.send(command)
 
-    def _answer(self, expected: str) -> Any:
+    def _answer(self, expected: str, seconds: float = ANSWERING, late: str = f"no answer in {ANSWERING:g} s") -> Any:
         try:
-            if not self._pipe.poll(ANSWERING):
-                self._pipe.close()
-                raise FailedError(f"no answer in {ANSWERING:.0f} s")
+            if not self._pipe.poll(seconds):
+                self._give_up(late)
             kind, content = self._pipe.recv()
         except (EOFError, OSError):
-            raise FailedError("the process has ended") from None
+            raise FailedError(self._end) from None
         if kind != expected:
             raise FailedError(str(content))
         return content
+
+    def _give_up(self, why: str) -> None:
+        """Kill the process, which would only disturb the others; later cases say why, too."""
+        self._end = why
+        assert self._process.pid
+        _signal(family(self._process.pid), signal.SIGKILL)
+        self._pipe.close()
 
 
 def measure(case: Case, processes: Sequence[EngineProcess], effort: Effort) -> list[Measured]:
@@ -174,23 +184,10 @@ def _take_turns(results: dict[EngineProcess, Measured], effort: Effort) -> None:
 
 @cache
 def _forking() -> Any:
+    end_with_this_process()
     context = get_context("forkserver")
     context.set_forkserver_preload([PRELOADED])
     return context
-
-
-@contextmanager
-def _default_threads_hidden() -> Iterator[None]:
-    """The process from which others are forked has one thread: each is told its own number later."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
 
 
 @contextmanager

@@ -9,7 +9,9 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 # what every process needs, and takes seconds to import: once, before processes are forked
 import sklearn.datasets  # noqa: F401
@@ -77,7 +79,8 @@ def run_ray(cases: Sequence[Case], clock: Clock) -> None:
 
     backend: Any = {
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-        "init_args": {"log_to_driver": False, "logging_level": logging.ERROR},
+        # otherwise Ray joins whichever cluster was started last on this machine, and waits for ever if it is stopped
+        "init_args": {"address": "local", "log_to_driver": False, "logging_level": logging.ERROR},
     }
     run_simulation(server, _app(cases[0]), num_supernodes=cases[0].clients, backend_config=backend)
 
@@ -91,14 +94,17 @@ def run_actors(cases: Sequence[Case], clock: Clock) -> None:
 
 @contextmanager
 def own_cluster(processors: int) -> Iterator[str]:
-    """Start a Ray cluster of this machine; yields its address."""
+    """Start a Ray cluster of this machine, which nobody joins without its address; yields the address."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": processors, "include_dashboard": False})
-    try:
-        yield cluster.address
-    finally:
-        cluster.shutdown()  # type: ignore[no-untyped-call]
+    # Ray notes the address in its folder, and whatever starts Ray on this machine would join a cluster that is stopped
+    folder = TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True)
+    with folder as name, patch.dict(os.environ, RAY_TMPDIR=name):
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": processors, "include_dashboard": False})
+        try:
+            yield cluster.address
+        finally:
+            cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
 ENGINES: dict[str, Engine] = {

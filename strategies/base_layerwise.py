@@ -117,7 +117,7 @@ class Layerwise(FedAvg):
         """Take the nodes through the step, without messages for exchanges where the grid can.
 
         A grid that takes the step by itself leaves the nodes as before where it fails. Unless the failure names nodes,
-        the step is then taken by messages, which find out which node failed.
+        the step is then taken by messages, which find out which node failed, and so are later attempts.
         """
         why_slow = ""
         try:
@@ -129,6 +129,7 @@ class Layerwise(FedAvg):
             failed = "Round %d: the nodes' common step failed, it is taken by messages: %s"
             log(INFO, failed, self.server_round, error)
             why_slow = str(error)
+        self.round.by_messages = True
         # only the last of a step's replies holds more than requests
         expected = replace(self.round.expected, binding=(), groups=(), weighted_by=wire.NUM_EXAMPLES)
         by_messages = MessageTransport(self.grid, contents, attempt, self.exchange_timeout, expected)
@@ -140,7 +141,7 @@ class Layerwise(FedAvg):
 
     def _open_on_grid(self, contents: Contents, attempt: int) -> NodesTransport | None:
         """Open the step on a grid that takes steps without messages; None if it, or one behind it, cannot."""
-        if not isinstance(self.grid, LayerwiseGrid):
+        if self.round.by_messages or not isinstance(self.grid, LayerwiseGrid):
             return None
         position = StepPosition(attempt).pack()
         for content in contents.values():

@@ -101,7 +101,7 @@ class FixBN(FedAvg):
     ) -> None:
         super().__init__(**options)
         self.freeze_at = None if freeze_round == "auto" else moment(str(freeze_round))
-        self.reads_replies = self.freeze_at is None
+        self.reads_replies = self.reads_replies or self.freeze_at is None
         if send_frozen:
             self.let_send(Sent("frozen entries that are sent (send_frozen)"))
         self.needs = "affine" if freeze == "affine" else "all-statistics"

@@ -58,7 +58,7 @@ class PartialSharing(FedAvg):
         super().__init__(**options)
         self.mean_personal = mean_personal
         # which needs each participant's own weight
-        self.reads_replies = mean_personal
+        self.reads_replies = self.reads_replies or mean_personal
         if mean_personal:
             self.let_send(Sent("the entries that nodes keep, for mean_personal"))
 

@@ -73,7 +73,7 @@ def imported_modules(name: str) -> set[str]:
             inner = {f"{module}.{alias.name}" for alias in node.names}
             modules |= {item if item in SOURCES else module for item in inner}
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            modules |= {name.value for name in node.args if isinstance(name, ast.Constant)}
+            modules |= {str(word.value) for word in node.args if isinstance(word, ast.Constant)}
     return {module for module in modules if module.split(".")[0] in {item.split(".")[0] for item in SOURCES}}
 
 

@@ -85,7 +85,7 @@ class BaseStrategy(FlowerFedAvg):
     stays: ClassVar[str] = "none"
     #: constructor arguments of a base class that have another name here
     replaced: ClassVar[tuple[str, ...]] = ()
-    #: what nodes send beside the model
+    #: what nodes send beside the model; each class of a hierarchy names only its own
     sends: ClassVar[tuple[Sent, ...]] = ()
     #: what the method keeps from round to round
     state_type: ClassVar[type[MethodState]] = MethodState
@@ -157,7 +157,8 @@ class BaseStrategy(FlowerFedAvg):
             self.stages["optimizer"] = ServerOptimizer(server_optimizer, server_lr)
         #: the groups whose means the method gets
         self.groups: list[PooledGroup] = []
-        for sent in (*self.sends, *[MOMENTUM] * (momentum_state == "global")):
+        named = [sent for parent in reversed(type(self).__mro__) for sent in vars(parent).get("sends", ())]
+        for sent in (*named, *[MOMENTUM] * (momentum_state == "global")):
             self.let_send(sent)
         #: how many times as many examples as at the start nodes may say, and the share of all to which they may grow
         self.count_growth, self.max_share = 2.0, max_share

@@ -50,6 +50,8 @@ class Round:
     #: the nodes that get a message, and the messages
     nodes: Sequence[int] = ()
     sent: list[Message] = field(default_factory=list)
+    #: whether the exchanges of a layer-wise step go by messages
+    by_messages: bool = False
     #: by node, the number of samples that it named before it trained, in a layer-wise step
     counted: dict[int, float] = field(default_factory=dict)
     #: the usable replies, and why others are not

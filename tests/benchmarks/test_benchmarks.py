@@ -2,19 +2,30 @@
 
 import csv
 import json
+import os
 import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import bench, deploy, exchanges, image_loading
+from benchmarks import bench, deploy, driver, exchanges, image_loading
 from benchmarks.bare import BareLoop
 from benchmarks.cases import Case
 from benchmarks.driver import Effort, EngineProcess, measure
 from benchmarks.results import rows_of
+from tests.conftest import MARK
 from tests.helpers.checkout import ROOT
+from tests.helpers.processes import is_alive, kill_processes, processes_with, wait_for_end
+from tests.helpers.waiting import wait_until
 
 
 def test_engines_stand_beside_the_bare_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,3 +116,101 @@ def test_an_exchange_of_a_deployment_takes_time(tmp_path: Path) -> None:
     assert deploy.main([*words, "--results-dir", str(tmp_path)]) == 0
     (row,) = json.loads((tmp_path / "bench-deploy.json").read_text())
     assert min(row["ms-per-exchange"], row["seconds-per-round"]) > 0
+
+
+def test_an_engine_that_does_not_start_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("mlp", "fedavg", clients=2, local_steps=1, device="cpu")
+    with EngineProcess("bare", 1, [case]) as bare, EngineProcess("sequential", 1, [case, case]) as stopped:
+        bare.ready()  # whose start does not count, however busy the machine is
+        assert stopped._process.pid
+        os.kill(stopped._process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(driver, "STARTING", 0.1)
+        for _ in range(2):
+            (row,) = rows_of(case, measure(case, [stopped], Effort(1, 0.01, 1)))
+            assert row["error"] == "did not start within 0.1 s"
+        assert wait_until(lambda: not is_alive(stopped._process.pid))
+        assert bare.run(1)
+
+
+#: starts a process that ends with its input, and stops it
+STOPS = """
+import os, signal, subprocess, sys
+from benchmarks.orphans import end_with_this_process
+
+end_with_this_process()
+process = subprocess.Popen(["sh", "-c", f"read line; echo woken > {sys.argv[1]}"], stdin=subprocess.PIPE)
+os.kill(process.pid, signal.SIGSTOP)
+print("stopped", flush=True)
+signal.pause()
+"""
+
+#: starts a process that waits for commands, and one that never ends, and stops both, as the driver stops those of Ray
+STOPS_ENGINE = """
+import os, signal, subprocess
+from benchmarks.cases import Case
+from benchmarks.driver import EngineProcess
+
+engine = EngineProcess("bare", 1, [Case("mlp", "fedavg", clients=2, local_steps=1, device="cpu")])
+engine.ready()
+for process in (engine._process, subprocess.Popen(["sleep", "100000"])):
+    os.kill(process.pid, signal.SIGSTOP)
+print("stopped", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(STOPS, id="stopped"), pytest.param(STOPS_ENGINE, id="stopped-engine", marks=pytest.mark.slow)],
+)
+def test_a_killed_driver_leaves_no_process_behind(script: str, tmp_path: Path) -> None:
+    environment = {**os.environ, MARK: str(tmp_path)}
+    words = (sys.executable, "-c", script, str(tmp_path / "woken"))
+    with subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout
+        assert started.stdout.readline() == "stopped\n"
+        assert len(processes_with(MARK, str(tmp_path))) > 2
+        started.kill()
+    try:
+        assert wait_for_end(MARK, str(tmp_path))
+    finally:
+        kill_processes(MARK, str(tmp_path))
+    assert (tmp_path / "woken").exists() == (script is STOPS)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.usefixtures("nothing_left_of_ray")
+def test_a_cluster_that_does_not_answer_is_left_alone(tmp_path: Path) -> None:
+    words = "--engines actors,ray --models mlp --methods fedavg --clients 2 --device cpu --repetitions 1 --seconds 0.01"
+    command = (sys.executable, "-m", "benchmarks.bench", *words.split(), "--results-dir", str(tmp_path))
+    # a short path, in which Ray's sockets have room
+    with TemporaryDirectory(prefix="ray", dir="/tmp") as folder, socket.create_server(("127.0.0.1", 0)) as silent:
+        noted = Path(folder) / "ray" / "ray_current_cluster"
+        noted.parent.mkdir()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        noted.write_text(address)
+        assert subprocess.run(command, cwd=ROOT, env={**os.environ, "RAY_TMPDIR": folder}, check=False).returncode == 0
+        assert noted.read_text() == address
+    rows = json.loads((tmp_path / "bench.json").read_text())
+    assert {row["engine"]: row.get("error") for row in rows} == {"bare": None, "actors": None, "ray": None}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.usefixtures("nothing_left_of_ray")
+def test_a_killed_bench_leaves_nothing_of_ray_behind(tmp_path: Path) -> None:
+    words = "--engines actors --models mlp --methods fedavg --clients 2 --device cpu --seconds 1000"
+    command = (sys.executable, "-m", "benchmarks.bench", *words.split(), "--results-dir", str(tmp_path))
+    with subprocess.Popen(command, cwd=ROOT) as bench_process:
+        assert wait_until(lambda: "T" in states(processes_with(MARK, str(tmp_path))), pause=0.2)
+        bench_process.kill()
+
+
+def states(processes: Iterable[int]) -> set[str]:
+    """Return the letters for what processes do; T is stopped."""
+    found = set()
+    for process in processes:
+        with suppress(OSError):
+            found.add(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0])
+    return found

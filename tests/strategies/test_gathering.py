@@ -190,7 +190,7 @@ class DeafLater(FaultyReply):
 def test_a_resumed_run_survives_a_round_in_which_nobody_gathers(caplog: pytest.LogCaptureFixture) -> None:
     """As a run in one go does: it has seen that nodes can gather."""
     whole = Federation(make_model("hbn"), grid=DeafLater).run(quiet(HBN), 4)
-    assert caplog.messages.count("No node answered: BN statistics stay as they were") == 2
+    assert caplog.messages.count("BN statistics stay as they were: nodes' answers could not be pooled") == 2
     nodes, first, second = Federation(make_model("hbn"), grid=DeafLater), quiet(HBN), quiet(HBN)
     config = INSTRUCTION.to_config()
     middle = first.start(nodes.grid, nodes.initial, 2, train_config=config).arrays

@@ -43,18 +43,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedbn:mean": {"mean_personal": True, "fraction_evaluate": 1.0, "min_evaluate_nodes": 1},
     "fedbn:some nodes": {"fraction_train": 0.5},
     "scaffold:some nodes": {"fraction_train": 0.5},
+    # of which nodes cannot say before they train how much they have
+    "scaffold:weights by a metric": {"fraction_train": 0.5, "fraction_evaluate": 0.0, "weighted_by_key": "train-loss"},
     "fedtan:carried": {"carry": True},
     "fedtan:carried, some nodes": {"carry": True, "fraction_train": 0.5},
     "feddna:carried": {"carry": True},
     "fedtan:a bound that is a mean": {"robust": "norm:1.5", "carry": True},
     "fedavg:a lost round": {"momentum_state": "global", "server_optimizer": "yogi"},
-    "fixbn:a lost round": {"freeze_round": "auto", "latest": 0.5, "threshold": 0.0},
+    "fixbn:a lost round": {"freeze_round": "auto", "latest": 0.7, "threshold": 0.0},
     "fedbn:a lost round": {"mean_personal": True, "fraction_evaluate": 1.0, "min_evaluate_nodes": 1},
     "fedtan:a lost round": {"carry": True},
     "hbn:nobody gathers": {"average": 0.5},
 }
-#: the round that is lost where one is
-LOST = 3
+#: the round that is lost where one is; nodes evaluate after it
+LOST = 4
 
 
 class NobodyGathers(InProcessGrid):
@@ -254,18 +256,21 @@ class Outer(MethodState):
 
 def test_what_is_kept_by_nodes_has_their_new_ids_and_forgets_those_that_are_gone() -> None:
     """Also within a part of the state, and in the order in which it was kept; other numbers are no ids."""
-    inner, lost_rounds = Inner({71: [1.0], 70: [0.0], 72: [2.0]}, np.ones(2)), LostRounds(2, {70: "a"}, {72: True})
+    inner, lost_rounds = (
+        Inner({71: [1.0], 70: [0.0], 72: [2.0]}, np.ones(2)),
+        LostRounds(2, {70: "a"}, {71: True, 72: True}),
+    )
     kept = Outer(True, 4, seen={70: True, 72: False}, by_round={70: "x"}, inner=inner, lost=lost_rounds)
     packed = pack_state(kept, {70: 0, 71: 1, 72: 2})
     assert packed["inner"]["by_node"] == {1: [1.0], 0: [0.0], 2: [2.0]}
-    assert (packed["seen"], packed["lost"]["nodes"]) == ({0: True, 2: False}, {2: True})
+    assert (packed["seen"], packed["lost"]["nodes"]) == ({0: True, 2: False}, {1: True, 2: True})
     found = Outer()
     unpack_state(found, packed, {0: 900, 1: 700})
     assert list(found.inner.by_node.items()) == [(700, [1.0]), (900, [0.0])]
     assert found.inner.total is not None
     assert found.inner.total.tolist() == [1.0, 1.0]
     assert (found.ever_trained, found.frozen_after, found.seen, found.by_round) == (True, 4, {900: True}, {70: "x"})
-    assert found.lost == LostRounds(2, {70: "a"}, {})
+    assert found.lost == LostRounds(2, {70: "a"}, {700: True})
 
 
 def test_a_state_that_was_taken_up_is_the_strategys_own() -> None:

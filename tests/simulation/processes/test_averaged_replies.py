@@ -22,10 +22,11 @@ from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.processes.averaged_replies import average_replies
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import OwnShare
-from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN, FixBN, Scaffold
+from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN, FixBN, Scaffold, register_strategy
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire.pooled import Summed
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model
+from tests.helpers.registered import registries_restored
 from tests.helpers.runs import OPTIONS, rounds
 
 STRATEGIES: dict[str, Callable[[], FedAvg]] = {
@@ -122,12 +123,29 @@ def test_a_run_of_several_processes_is_that_of_one(tmp_path: Path) -> None:
 AUTO = {"method": "fixbn:freeze-round=auto"}
 
 
-@pytest.mark.parametrize("options", [{"record-dynamics": "1"}, {"method": "fedbs"}, AUTO], ids=str)
-def test_whoever_needs_single_replies_gets_them(options: dict[str, str], tmp_path: Path) -> None:
-    experiment = resolve({**OPTIONS, "clients": "4", "workers": "2", **options})
-    with open_grid(experiment, tmp_path, "stacked") as grid:
-        assert isinstance(grid, WorkersGrid)
-        assert grid._average_by == ""
+class OwnMethod(FedAvg):
+    """A user's own, whose hooks may look at anything."""
+
+
+@pytest.mark.parametrize(
+    ("options", "average_by"),
+    [
+        ({}, "examples"),
+        ({"method": "fedavg:weighting=uniform"}, "uniform"),
+        ({"record-dynamics": "1"}, ""),
+        ({"method": "fedbs"}, ""),
+        (AUTO, ""),
+        ({"method": "own-method"}, ""),
+    ],
+    ids=str,
+)
+def test_whoever_needs_single_replies_gets_them(options: dict[str, str], average_by: str, tmp_path: Path) -> None:
+    with registries_restored():
+        register_strategy("own-method")(OwnMethod)
+        experiment = resolve({**OPTIONS, "clients": "4", "workers": "2", **options})
+        with open_grid(experiment, tmp_path, "stacked") as grid:
+            assert isinstance(grid, WorkersGrid)
+            assert grid._average_by == average_by
 
 
 @pytest.mark.parametrize(("portion", "means"), [(100, [1000, 1001]), (1, [1000, 1001, 1002, 1003])])
