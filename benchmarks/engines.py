@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -66,6 +67,7 @@ def run_stacked(cases: Sequence[Case], clock: Clock) -> None:
 
 def run_ray(cases: Sequence[Case], clock: Clock) -> None:
     """Time Flower's simulation; it starts in ten seconds, so one serves all cases, which have the same clients."""
+    import ray
     from flwr.simulation import run_simulation
 
     # otherwise Ray hides the GPU from workers that reserve no part of it
@@ -74,6 +76,8 @@ def run_ray(cases: Sequence[Case], clock: Clock) -> None:
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
+        while not ray.is_initialized():  # Flower starts this function beside Ray, and no case can begin without
+            time.sleep(0.05)
         for case in cases:
             _run(case, lambda *_: nullcontext(grid), clock)
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -120,10 +120,11 @@ def test_an_exchange_of_a_deployment_takes_time(tmp_path: Path) -> None:
 
 def test_an_engine_that_does_not_start_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("mlp", "fedavg", clients=2, local_steps=1, device="cpu")
-    with EngineProcess("bare", 1, [case]) as bare, EngineProcess("sequential", 1, [case, case]) as stopped:
+    with EngineProcess("bare", 1, [case]) as bare, ExitStack() as stack:
         bare.ready()  # whose start does not count, however busy the machine is
+        stopped = stack.enter_context(EngineProcess("sequential", 1, [case, case]))
         assert stopped._process.pid
-        os.kill(stopped._process.pid, signal.SIGSTOP)
+        os.kill(stopped._process.pid, signal.SIGSTOP)  # long before its first case could begin
         monkeypatch.setattr(driver, "STARTING", 0.1)
         for _ in range(2):
             (row,) = rows_of(case, measure(case, [stopped], Effort(1, 0.01, 1)))
