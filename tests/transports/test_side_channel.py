@@ -96,6 +96,9 @@ def test_bits_and_counts_are_those_in_process(case: str, caplog: pytest.LogCaptu
     assert same(after, here)
     assert (counted.exchanges, counted.payload, counted.paper) == (wanted.exchanges, wanted.payload, wanted.paper)
     assert not [text for text in caplog.messages if "left out" in text or "by messages" in text]
+    # in each round, Flower brings the message of the first exchange, and the replies of the last one
+    timed = re.findall(r"(\d+) exchanges over the side channel", "\n".join(caplog.messages))
+    assert timed == [str(wanted.exchanges // 2 - 2)] * 2
 
 
 # ---- nodes that fail ------------------------------------------------------------------------------------------------
