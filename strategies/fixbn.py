@@ -77,7 +77,6 @@ class FixBN(FedAvg):
     state: FixBNState
     leaves: ClassVar[str] = "everything; after the freeze no statistics"
     use: ClassVar[str] = "one global model on non-IID data, with the model and the bytes of FedAvg"
-    kept_by_node: ClassVar[tuple[str, ...]] = ("reports",)
 
     def __init__(
         self,
