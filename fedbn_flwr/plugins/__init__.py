@@ -6,10 +6,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
 from hashlib import blake2b
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -175,18 +177,28 @@ def _described(thing: Any, seen: set[int]) -> Iterator[str]:
         case type():
             yield thing.__qualname__
             for owner in (owner for owner in thing.__mro__ if _package(owner) == _package(thing)):
-                names = sorted(
-                    name for name in vars(owner) if not name.startswith(("__", "_abc_")) or name == "__init__"
-                )
-                yield from _parts([(name, vars(owner)[name]) for name in names], seen)
+                own = {name: vars(owner)[name] for name in vars(owner) if not name.startswith(("__", "_abc_"))}
+                if is_dataclass(owner):
+                    own |= {item.name: _default(item) for item in fields(owner)}
+                elif "__init__" in vars(owner):
+                    own["__init__"] = vars(owner)["__init__"]
+                yield from _parts(sorted(own.items(), key=itemgetter(0)), seen)
         case partial():
             yield from _parts((thing.func, thing.args, thing.keywords), seen)
         case staticmethod() | classmethod():
             yield from _parts(thing.__func__, seen)
         case property():
             yield from _parts((thing.fget, thing.fset), seen)
+        case _ if is_dataclass(thing):
+            yield from _parts((type(thing), vars(thing)), seen)
         case _:
             yield f"{os.getpid()}, {id(thing)}"
+
+
+def _default(item: Field[Any]) -> Any:
+    """Return the default of a dataclass's field, as a function by its code and as a type by its name."""
+    value = item.default if item.default_factory is MISSING else item.default_factory
+    return type(value).__name__ if value is MISSING else value.__qualname__ if isinstance(value, type) else value
 
 
 def _used(function: FunctionType) -> list[str]:

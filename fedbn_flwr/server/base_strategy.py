@@ -104,7 +104,8 @@ class BaseStrategy(FlowerFedAvg):
         """Let a method that is made of several keep what all of them keep."""
         super().__init_subclass__()
         kept = [base.state_type for base in cls.__bases__ if issubclass(base, BaseStrategy)]
-        cls.state_type = vars(cls).get("state_type") or merged_type(kept)
+        if "state_type" not in vars(cls) and (merged := merged_type(kept)) is not cls.state_type:
+            cls.state_type = merged
 
     def __new__(cls, *positional: Any, **options: Any) -> Self:
         """Check what the constructors of all classes take, before they take it."""
