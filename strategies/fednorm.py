@@ -90,5 +90,5 @@ class FedNorm(FedAvg):
             entries = [{name: value for name, value in reply.arrays.items() if name in names} for reply in replies]
             self.state.by_domain[domain] = average(entries, [pooled.weights[reply.node] for reply in replies])
         sets = [own for _, own in sorted(self.state.by_domain.items())]
-        self.state.personal = average(sets, [1.0] * len(sets))
+        self.state.personal |= average(sets, [1.0] * len(sets))
         return super().update(pooled)

@@ -69,9 +69,10 @@ class PartialSharing(FedAvg):
     def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
         """The whole state for a node that has none of its own, the shared entries for the others."""
         packages = super().package(nodes, arrays)
-        shared = make_record({name: array for name, array in arrays.items() if name in self.state.shared})
         for node in [node for node in nodes if node in self.state.served]:
-            packages[node][self.arrayrecord_key] = shared
+            whole = packages[node][self.arrayrecord_key]
+            shared = {name: array for name, array in whole.items() if name in self.state.shared}
+            packages[node][self.arrayrecord_key] = make_record(shared)
         return packages
 
     def collect(self, replies: Iterable[Message]) -> list[Message]:
@@ -86,7 +87,8 @@ class PartialSharing(FedAvg):
         packages, sent, again = self.package(nodes, arrays_to_record(self.current)), list[Message](), list[Message]()
         for message in self.round.sent:
             if (node := message.metadata.dst_node_id) in packages:
-                message.content.update(packages[node])
+                # the rest stays as it was: it may depend on all nodes of the round
+                message.content[self.arrayrecord_key] = packages[node][self.arrayrecord_key]
                 again.append(Message(message.content, node, message.metadata.message_type))
             else:
                 sent.append(message)
@@ -99,7 +101,8 @@ class PartialSharing(FedAvg):
         self.lose_round()
         self.state.participants = dict(pooled.weights)
         self.state.served |= dict.fromkeys(pooled.weights, True)
-        return {**super().update(pooled), **self.state.personal}
+        updated = super().update(pooled)
+        return {**updated, **{name: self.state.personal[name] for name in self.state.personal.keys() - pooled.model}}
 
     def lose_round(self) -> None:
         """Send nodes that failed the whole state next time: they may have lost their memory."""
@@ -112,7 +115,7 @@ class PartialSharing(FedAvg):
         learned = [reply for reply in replies if reply.records.get(wire.PERSONAL) and reply.node in weights]
         if learned and not self.averager.refuse_few(len(learned), self.server_round, "kept entries"):
             states = [reply.records[wire.PERSONAL] for reply in learned]
-            self.state.personal = self.averager.average(states, [weights[reply.node] for reply in learned])
+            self.state.personal |= self.averager.average(states, [weights[reply.node] for reply in learned])
 
 
 @register_strategy("fedbn")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import Array, ArrayRecord, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from fedbn_flwr import norm, state, wire
 from fedbn_flwr.data import Split
 from fedbn_flwr.layerwise.carried import CarriedValues, carried_corrections
+from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTANII
+from fedbn_flwr.strategies import FedAvg, FedBN, FedDNA, FedTAN, FedTANII
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire import Instruction
 from tests.helpers.faults import FAULTY, FaultyReply, failed, spoiling, too_large
@@ -590,3 +591,24 @@ def test_after_the_freeze_nothing_is_carried() -> None:
     rounds = {message.content[wire.CONFIG]["server-round"] for message in grid.sent if wire.CARRIED in message.content}
     assert rounds == {2}
     assert distance(run(FedTANII(carry=True, m=4)), run(FedTAN(carry=True))) == 0
+
+
+def test_a_node_that_has_lost_its_bn_gets_the_corrections_of_its_round_again() -> None:
+    """Made of all drawn nodes, and not of those that are asked again."""
+
+    class Both(FedBN, FedTAN):
+        state: Any
+
+    nodes, strategy = Federation(make_model()), Both(carry=True, fraction_evaluate=0.0)
+    nodes.run(strategy, 2)
+    strategy.configure_train(3, nodes.initial, INSTRUCTION.to_config(), nodes.grid)
+    message = next(each for each in strategy.round.sent if wire.CARRIED in each.content)
+    before = {name: array.numpy() for name, array in message.content.array_records[wire.CARRIED].items()}
+    identify(message)
+    lost = RecordDict({wire.REPORT: ConfigRecord({wire.LACKS_STATE: True})})
+    list(strategy.collect([Message(lost, reply_to=message)]))
+    again = strategy.round.sent[-1]
+    assert again.metadata.dst_node_id == message.metadata.dst_node_id
+    assert set(again.content["arrays"]) == set(nodes.initial)
+    after = again.content.array_records[wire.CARRIED]
+    assert all(np.array_equal(after[name].numpy(), value) for name, value in before.items())

@@ -1,11 +1,13 @@
 """FedNorm: BN by domain."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from fedbn_flwr import state
-from fedbn_flwr.strategies import CannotTrainError, FedAvg, FedBN, FedNorm
+from fedbn_flwr.strategies import CannotTrainError, FedAvg, FedBN, FedNorm, NodeReply, SiloBN
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model
 from tests.helpers.references import EVERYTHING, bn_entries, federated, make_nodes, weighted_mean
 
@@ -75,3 +77,30 @@ def test_a_node_without_a_domain_has_no_weight(caplog: pytest.LogCaptureFixture)
 def test_a_server_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="server_optimizer must be none"):
         FedNorm(server_optimizer="adam")
+
+
+class SiloNorm(SiloBN, FedNorm):
+    """Statistics stay on the nodes, and affine parameters are averaged within domains."""
+
+    state: Any
+
+
+def test_where_a_part_of_bn_stays_nodes_still_get_the_rest_of_their_domain() -> None:
+    nodes, strategy = Federation(make_model()), SiloNorm(fraction_evaluate=0.0)
+    end = nodes.run(strategy, 1)
+    assert set(strategy.state.served) == {1000, 1001, 1002, 1003}
+    for index in range(4):
+        sent = state.from_record(strategy.package([1000 + index], nodes.initial)[1000 + index]["arrays"])
+        own = strategy.training.replies[index].arrays
+        assert all(np.array_equal(sent[name].numpy(), own[name]) for name in AFFINE)
+        assert not state.group_keys(nodes.model, "statistics") & sent.keys()
+    # the global model has the mean under the nodes' weights, and not that of the domains
+    wanted = weighted_mean([state_of(reply) for reply in strategy.training.replies], SIZES)
+    assert distance({name: end[name] for name in AFFINE}, {name: wanted[name] for name in AFFINE}) < 1e-12
+
+
+AFFINE = sorted(state.group_keys(make_model(), "affine"))
+
+
+def state_of(reply: NodeReply) -> state.State:
+    return {name: torch.from_numpy(np.array(value)) for name, value in reply.arrays.items()}
