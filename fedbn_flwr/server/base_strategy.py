@@ -168,7 +168,7 @@ class BaseStrategy(FlowerFedAvg):
         self.num_rounds: int | None = None
         #: set by `start`; a loop of your own around `configure_train` and `aggregate_train` sets it by itself
         self.started = False
-        #: the partition of every node that has replied; nodes have other ids in another process
+        #: the partition of every node that has named it; nodes have other ids in another process
         self.partitions: dict[int, int] = {}
         #: the latest rounds of both kinds; `round` is one of them
         self.training = self.evaluation = self.round = Round()
@@ -310,9 +310,10 @@ class BaseStrategy(FlowerFedAvg):
         now.refuse_infinite_losses(state)
         state.lost, state.ever_trained = LostRounds(), True
         weights = self.weigh(usable)
+        by_node = weights_by_node(usable, weights, self.weighting)
         if len(self.partitions) > 2:  # of two nodes, one has more than the other
-            name_dominant(usable, weights, self.weighting)
-        merged = self.update(self._pool(usable, weights))
+            name_dominant(usable, by_node)
+        merged = self.update(self._pool(usable, weights, by_node))
         return arrays_to_record(merged), now.mean_metrics(self.train_metrics_aggr_fn, self.weighted_by_key)
 
     def configure_evaluate(
@@ -414,10 +415,9 @@ class BaseStrategy(FlowerFedAvg):
             self.round.sent.append(Message(content, node, kind))
         return self.round.sent
 
-    def _pool(self, replies: Sequence[NodeReply], weights: Sequence[float]) -> Pooled:
+    def _pool(self, replies: Sequence[NodeReply], weights: Sequence[float], by_node: Mapping[int, float]) -> Pooled:
         """Return the replies as one, with what the stages make of the mean of the models."""
         start = Start(self.server_round, self.current, self._parameters)
-        by_node = weights_by_node(replies, weights, self.weighting)
         pooled = pool(replies, weights, by_node, self.groups, self.averager, start)
         pooled = through_stages(pooled, self.stages, start, self.state.stages)
         self.state.shared = dict.fromkeys(pooled.model, True)

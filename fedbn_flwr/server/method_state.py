@@ -56,7 +56,7 @@ class MethodState:
     ever_trained: bool = False
     #: the round after which the method has frozen a part of BN
     frozen_after: int | None = None
-    #: the binding keys of rounds that brought a model
+    #: the binding keys that clients have acknowledged in training
     obeyed: dict[str, bool] = field(default_factory=dict)
     #: how many examples nodes said at the start; infinite for those that have not been asked yet
     train_counts: dict[int, float] = field(default_factory=dict, metadata=BY_NODE)

@@ -202,10 +202,9 @@ def weights_by_node(replies: Sequence[NodeReply], weights: Sequence[float], weig
     return by_node
 
 
-def name_dominant(replies: Sequence[NodeReply], weights: Sequence[float], weighting: str) -> None:
+def name_dominant(replies: Sequence[NodeReply], by_node: Mapping[int, float]) -> None:
     """Warn of a node that has more weight than all the others together: it may lie."""
-    by_node = weights_by_node(replies, weights, weighting)
-    counts, total = {node: count for reply in replies for node, count in reply.counts.items()}, sum(weights)
+    counts, total = {node: count for reply in replies for node, count in reply.counts.items()}, sum(by_node.values())
     for node in [node for node, weight in by_node.items() if weight > total - weight]:
         share = "Node %d has %.1f %% of all weights, and says that it has %g examples"
         log(WARNING, share, node, 100 * by_node[node] / total, counts.get(node, 0))

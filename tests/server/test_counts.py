@@ -15,7 +15,7 @@ from flwr.app import RecordDict
 from fedbn_flwr import wire
 from fedbn_flwr.data import load, partition
 from fedbn_flwr.data.partition import PARTITIONS
-from fedbn_flwr.server.replies import Expected, NodeReply, bound_counts, name_dominant
+from fedbn_flwr.server.replies import Expected, NodeReply, bound_counts, name_dominant, weights_by_node
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import FedAvg, FedProx, FedTAN, Scaffold
@@ -67,7 +67,7 @@ def test_who_has_more_than_all_others_together_is_named(
     counts: tuple[int, ...], named: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     replies = [said(node, count) for node, count in enumerate(counts, 1)]
-    name_dominant(replies, counts, "examples")
+    name_dominant(replies, weights_by_node(replies, counts, "examples"))
     assert [text.split()[1] for text in caplog.messages] == [str(node) for node in named]
 
 
