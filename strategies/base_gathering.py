@@ -13,7 +13,6 @@ from flwr.common import log
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import why_unusable
 from fedbn_flwr.norm import Moments
-from fedbn_flwr.server.averaging import Arrays, arrays_to_record
 from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.server.method_state import MethodState
 from fedbn_flwr.server.pooling import Sent
@@ -25,6 +24,7 @@ from fedbn_flwr.server.replies import (
     parse_replies,
     read_each,
 )
+from fedbn_flwr.state import Arrays, arrays_to_record
 from fedbn_flwr.wire import Instruction, moments
 
 from .fedavg import FedAvg

@@ -10,9 +10,9 @@ from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
-from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.pooling import Pooled, Sent
 from fedbn_flwr.server.replies import NodeReply, bound_counts, log_refused, read_each
+from fedbn_flwr.state import Arrays
 from fedbn_flwr.transports import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
 from fedbn_flwr.transports.message_records import StepPosition
 from fedbn_flwr.transports.message_server import MessageTransport

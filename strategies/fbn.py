@@ -9,8 +9,8 @@ import torch
 from fedbn_flwr.client.rules import Rule, Session, register_rule
 from fedbn_flwr.client.rules.dynamics import BatchStatistics
 from fedbn_flwr.plugins.options import Range
-from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.pooling import Pooled, PooledGroup, Sent
+from fedbn_flwr.state import Arrays
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.moments import under_all_names
 

@@ -12,10 +12,10 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.base_strategy import BaseStrategy
 from fedbn_flwr.server.pooling import Pooled
 from fedbn_flwr.server.replies import NodeReply
+from fedbn_flwr.state import Arrays
 
 from .registry import register_strategy
 

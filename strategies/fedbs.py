@@ -11,10 +11,10 @@ from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.plugins.options import Range
-from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.method_state import MethodState
 from fedbn_flwr.server.pooling import Pooled, Sent
 from fedbn_flwr.server.replies import CannotTrainError, NodeReply
+from fedbn_flwr.state import Arrays
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from flwr.app import ArrayRecord
 from flwr.common import log
 
-from fedbn_flwr.server.averaging import Arrays, arrays_to_record, average
 from fedbn_flwr.server.method_state import MethodState
-from fedbn_flwr.server.pooling import Pooled, Sent
+from fedbn_flwr.server.pooling import Pooled, Sent, average
 from fedbn_flwr.server.replies import CannotTrainError, NodeReply
+from fedbn_flwr.state import Arrays, arrays_to_record
 from fedbn_flwr.state.records import make_record
 
 from .fedavg import FedAvg

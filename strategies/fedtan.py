@@ -32,9 +32,9 @@ from flwr.common import log
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.carried import CarriedValues, Examples, Kept
 from fedbn_flwr.plugins.options import Range
-from fedbn_flwr.server.averaging import Arrays, arrays_of, arrays_to_record
 from fedbn_flwr.server.method_state import MethodState
 from fedbn_flwr.server.pooling import Pooled, Sent
+from fedbn_flwr.state import Arrays, arrays_of, arrays_to_record
 from fedbn_flwr.transports import Participant
 
 from .base_layerwise import Layerwise

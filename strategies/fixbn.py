@@ -12,11 +12,10 @@ from fedbn_flwr import wire
 from fedbn_flwr.client.rules import Rule, Session, register_rule
 from fedbn_flwr.client.rules.dynamics import BatchStatistics
 from fedbn_flwr.plugins.options import Range
-from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.lr_schedule import moment, round_of, rounds_of
 from fedbn_flwr.server.method_state import BY_NODE, MethodState
 from fedbn_flwr.server.pooling import Pooled, Sent
-from fedbn_flwr.state import State
+from fedbn_flwr.state import Arrays, State
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from fedbn_flwr.plugins.options import Range
-from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.pooling import Pooled
+from fedbn_flwr.state import Arrays
 
 from .base_gathering import Gathering
 from .partial_sharing import PartialSharing

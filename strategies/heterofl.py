@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.pooling import Pooled
+from fedbn_flwr.state import Arrays
 from fedbn_flwr.wire import Instruction
 
 from .base_gathering import Gathering

@@ -9,11 +9,11 @@ from flwr.app import ArrayRecord, Message
 from flwr.common import log
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.averaging import Arrays, arrays_to_record
 from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.server.method_state import BY_NODE, MethodState
 from fedbn_flwr.server.pooling import Pooled, Sent
 from fedbn_flwr.server.replies import NodeReply, lacks_state
+from fedbn_flwr.state import Arrays, arrays_to_record
 from fedbn_flwr.state.records import make_record
 from fedbn_flwr.wire import Instruction
 

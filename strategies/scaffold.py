@@ -28,9 +28,9 @@ from torch import Tensor
 
 from fedbn_flwr import wire
 from fedbn_flwr.client.rules import Rule, Session, on_device, register_rule
-from fedbn_flwr.server.averaging import Arrays, arrays_to_record
 from fedbn_flwr.server.method_state import BY_NODE, MethodState
 from fedbn_flwr.server.pooling import Pooled, PooledGroup, Sent
+from fedbn_flwr.state import Arrays, arrays_to_record
 from fedbn_flwr.wire import Instruction
 
 from .fedavg import FedAvg

@@ -20,8 +20,8 @@ from torch import Tensor
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.server.averaging import Arrays, arrays_of, arrays_to_record
 from fedbn_flwr.simulation.in_process import LocalGrid
+from fedbn_flwr.state import Arrays, arrays_of, arrays_to_record
 from fedbn_flwr.state.record_files import sync
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.wire.history import CHECKPOINT, STATE_HISTORY, History

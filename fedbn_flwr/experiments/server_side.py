@@ -38,8 +38,8 @@ from fedbn_flwr.experiments.resources import (
 )
 from fedbn_flwr.experiments.sites.agreement import SitesGrid, agree, ask_sites
 from fedbn_flwr.plugins.options import UsageError
-from fedbn_flwr.server.averaging import arrays_of
 from fedbn_flwr.server.packing_grid import PackingGrid
+from fedbn_flwr.state import arrays_of
 from fedbn_flwr.strategies import Layerwise, wait_for_nodes
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.transports.side_channel_grid import SideChannelGrid, SideChannelOptions

@@ -15,7 +15,6 @@ from flwr.serverapp.strategy import Result
 
 from fedbn_flwr import wire
 from fedbn_flwr.plugins.options import Range
-from fedbn_flwr.server.averaging import Arrays, arrays_to_record
 from fedbn_flwr.server.constructor_options import MomentumKind, OptimizerKind, check_constructor
 from fedbn_flwr.server.lr_schedule import read_schedule
 from fedbn_flwr.server.method_state import LaterRounds, LostRounds, MethodState, merged_type, pack_state, unpack_state
@@ -26,6 +25,7 @@ from fedbn_flwr.server.replies import Expected, NodeReply, name_dominant, weight
 from fedbn_flwr.server.robust import Robust
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
+from fedbn_flwr.state import Arrays, arrays_to_record
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.pooled import Asked
 

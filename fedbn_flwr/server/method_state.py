@@ -7,8 +7,8 @@ from typing import Any
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.layerwise.exchange import Why
-from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.replies import CannotTrainError, DivergedError, Refusal
+from fedbn_flwr.state import Arrays
 
 #: rounds without a usable reply that end a run: in which nodes sent numbers that are not finite, or of any kind
 LOST_ROUNDS, FRUITLESS_ROUNDS = 3, 10

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.pooling import Start
+from fedbn_flwr.state import Arrays
 
 #: as in Flower's classes
 BETA_1, BETA_2, TAU = 0.9, 0.99, 1e-3

@@ -1,16 +1,20 @@
 """Pooling: what nodes send beside the model, and a round's replies as one."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import chain
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from fedbn_flwr import norm
-from fedbn_flwr.layerwise.exchange import Combiner, combine
+from fedbn_flwr.layerwise.exchange import Combiner, combine, normalized
 from fedbn_flwr.norm import Moments
-from fedbn_flwr.server.averaging import Arrays, average
 from fedbn_flwr.server.replies import NodeReply, Refusal
+from fedbn_flwr.state import Arrays
+from fedbn_flwr.state.flat import FlatArrays, portions
 
 States = Sequence[Mapping[str, NDArray[Any]]]
 
@@ -127,3 +131,42 @@ def through_stages(
     for name, stage in stages.items():
         model = stage.apply(model, start, memory.setdefault(name, {}))
     return replace(pooled, model=model)
+
+
+def average(states: Sequence[Mapping[str, NDArray[Any]]], weights: Sequence[float]) -> Arrays:
+    """The weighted mean of every array, in the array's own dtype.
+
+    Sums are formed in float64. Integers and booleans (BN's batch counters) are not measurements to be averaged: the
+    largest is taken, so that a 0-d int64 counter stays one and never runs backwards.
+    """
+    shares, flat = normalized(weights), [_flat(state) for state in states]
+    first = flat[0]
+    if any(state.layout is not first.layout for state in flat):
+        return {name: _mean([state[name] for state in states], shares) for name in first}
+    means = {dtype: _mean_run([state.buffers[dtype] for state in flat], shares) for dtype in first.buffers}
+    return dict(FlatArrays(first.layout, means).items())
+
+
+def _flat(state: Mapping[str, NDArray[Any]]) -> FlatArrays:
+    return state if isinstance(state, FlatArrays) else FlatArrays.copy_of(state)
+
+
+def is_floating(array: NDArray[Any]) -> bool:
+    """Whether the numbers can be averaged: floating-point numbers, not counts."""
+    return array.dtype.kind == "f"
+
+
+def _mean_run(runs: Sequence[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:
+    """Of runs of numbers, by portions; number by number the same sums as of the arrays in them."""
+    return np.concatenate([_mean((run[part] for run in runs), shares) for part in portions(runs[0])] or [runs[0][:]])
+
+
+def _mean(values: Iterable[NDArray[Any]], shares: Sequence[float]) -> NDArray[Any]:
+    ahead = iter(values)
+    first = next(ahead)
+    if not is_floating(first):
+        return np.asarray(reduce(np.maximum, ahead, first), dtype=first.dtype)
+    total = np.zeros(first.shape, np.float64)
+    for value, share in zip(chain([first], ahead), shares, strict=True):
+        total += np.asarray(value, np.float64) * share
+    return np.asarray(total, dtype=first.dtype)

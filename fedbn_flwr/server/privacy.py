@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbn_flwr.server.averaging import Arrays, average, is_floating
-from fedbn_flwr.server.pooling import Averager, Sent, Start, States
+from fedbn_flwr.server.pooling import Averager, Sent, Start, States, average, is_floating
+from fedbn_flwr.state import Arrays
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 
 from fedbn_flwr import wire
-from fedbn_flwr.layerwise.exchange import LARGEST, MOST, NOT_FINITE, TOO_LARGE, Why
-from fedbn_flwr.server.averaging import unusable, view_arrays
-from fedbn_flwr.state.flat import FlatArrays, Layout
+from fedbn_flwr.layerwise.exchange import LARGEST, MOST, NOT_FINITE, TOO_LARGE, Fault, Why
+from fedbn_flwr.state import view_arrays
+from fedbn_flwr.state.flat import FlatArrays, Layout, portions
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.wire.pooled import Summed
 
@@ -291,6 +291,20 @@ def lacks_state(message: Message) -> bool:
     """Whether a node has lost the entries that stay on it, and asks for the whole model."""
     report = message.content.get(wire.REPORT) if message.has_content() else None
     return isinstance(report, ConfigRecord) and bool(report.get(wire.LACKS_STATE))
+
+
+def unusable(arrays: Mapping[str, np.ndarray]) -> tuple[str, Fault] | None:
+    """The first of the arrays that holds what nobody may send, and why not: infinity, no number, or one too large."""
+    if isinstance(arrays, FlatArrays) and all(map(_is_usable, arrays.buffers.values())):
+        return None
+    bad = [(name, array) for name, array in arrays.items() if not _is_usable(array.reshape(-1))]
+    return (bad[0][0], TOO_LARGE if np.isfinite(bad[0][1]).all() else NOT_FINITE) if bad else None
+
+
+def _is_usable(run: np.ndarray) -> bool:
+    # float32 holds nothing larger
+    sound = np.isfinite if run.itemsize < 8 else lambda numbers: abs(numbers) <= LARGEST
+    return run.dtype.kind not in "fc" or all(sound(run[part]).all() for part in portions(run))
 
 
 def _check_forms(arrays: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fedbn_flwr.layerwise.exchange import Combiner, Kind
 from fedbn_flwr.norm import Moments
-from fedbn_flwr.server.averaging import Arrays, average, is_floating
-from fedbn_flwr.server.pooling import Averager, Sent, Start, States
+from fedbn_flwr.server.pooling import Averager, Sent, Start, States, average, is_floating
 from fedbn_flwr.server.replies import Refusal
+from fedbn_flwr.state import Arrays
 
 #: by the name of a rule, what its number is; the median has none
 RULES = {

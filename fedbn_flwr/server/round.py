@@ -13,7 +13,6 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import Why
-from fedbn_flwr.server.averaging import Arrays, arrays_of
 from fedbn_flwr.server.method_state import MethodState
 from fedbn_flwr.server.replies import (
     CannotTrainError,
@@ -27,6 +26,7 @@ from fedbn_flwr.server.replies import (
     mean_metrics,
     parse_replies,
 )
+from fedbn_flwr.state import Arrays, arrays_of
 from fedbn_flwr.wire import Instruction
 
 

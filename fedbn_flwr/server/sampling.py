@@ -14,7 +14,6 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.randomness import numpy_generator
-from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.server.replies import (
     CannotTrainError,
@@ -26,6 +25,7 @@ from fedbn_flwr.server.replies import (
     read_metrics,
     whole,
 )
+from fedbn_flwr.state import Arrays
 
 #: nodes that are asked at a time: their questions and answers are in memory together
 ASKED_AT_ONCE = 500

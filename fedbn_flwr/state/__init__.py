@@ -1,9 +1,12 @@
 """A model's state as named arrays: between PyTorch and Flower, loaded, copied, and its entries in groups."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import ArrayRecord
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedbn_flwr import norm
@@ -12,6 +15,8 @@ from fedbn_flwr.state.records import flat_of, record_of, view_array
 
 #: tensors by name; do not write to them, because others may hold the same memory
 State = Mapping[str, Tensor]
+#: a state on the server's side
+Arrays = dict[str, NDArray[Any]]
 
 
 def to_record(state: Mapping[str, Tensor], *, copy: bool = True) -> ArrayRecord:
@@ -35,6 +40,24 @@ def view_record(record: ArrayRecord) -> State:
     if (flat := flat_of(record)) is not None:
         return flat.tensors
     return {name: torch.from_numpy(view_array(array)) for name, array in record.items()}
+
+
+def arrays_to_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+    """Pack copies of arrays for a message."""
+    return record_of(FlatArrays.copy_of({name: np.asarray(value) for name, value in arrays.items()}))
+
+
+def arrays_of(packed: ArrayRecord) -> Arrays:
+    """Copies of the arrays of a message."""
+    if (flat := flat_of(packed)) is not None:
+        return {name: array.copy() for name, array in flat.items()}
+    return {name: array.numpy() for name, array in packed.items()}
+
+
+def view_arrays(packed: ArrayRecord) -> FlatArrays:
+    """The arrays of a message, without copies where they were never serialized: to be read only."""
+    flat = flat_of(packed)
+    return FlatArrays.copy_of({name: view_array(array) for name, array in packed.items()}) if flat is None else flat
 
 
 @torch.no_grad()

@@ -19,6 +19,9 @@ Entry = tuple[str, np.dtype[Any], tuple[int, ...]]
 #: one 1-D array for each dtype
 Buffers = dict[np.dtype[Any], NDArray[Any]]
 
+#: how many numbers are looked at at a time: as many as stay in a processor's cache
+_PORTION = 2**17
+
 V = TypeVar("V")
 
 
@@ -145,6 +148,11 @@ class FlatState(Flat[Tensor]):
     def _split(buffer: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         parts = torch.from_numpy(buffer).split([prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def portions(buffer: NDArray[Any]) -> list[slice]:
+    """Return the parts of a buffer that are looked at at a time."""
+    return [slice(start, start + _PORTION) for start in range(0, len(buffer), _PORTION)]
 
 
 def _join(parts: Sequence[Tensor]) -> NDArray[Any]:

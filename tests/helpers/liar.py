@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import Answer, Requests
-from fedbn_flwr.server.averaging import arrays_to_record, is_floating, view_arrays
 from fedbn_flwr.server.grids import PassingGrid
+from fedbn_flwr.server.pooling import is_floating
+from fedbn_flwr.state import arrays_to_record, view_arrays
 from fedbn_flwr.state.records import array_records
 from fedbn_flwr.transports import LayerwiseGrid, NodesTransport, Participant
 from fedbn_flwr.transports.message_records import REQUEST, read_request

@@ -11,7 +11,9 @@ from hypothesis import strategies as some
 from numpy.typing import NDArray
 
 from fedbn_flwr.layerwise.exchange import NOT_FINITE, TOO_LARGE, normalized
-from fedbn_flwr.server.averaging import Arrays, arrays_of, arrays_to_record, average, unusable, view_arrays
+from fedbn_flwr.server.pooling import average
+from fedbn_flwr.server.replies import unusable
+from fedbn_flwr.state import Arrays, arrays_of, arrays_to_record, view_arrays
 from fedbn_flwr.state.flat import FlatArrays
 
 weights = some.lists(some.floats(0, 100), min_size=1, max_size=6).filter(lambda values: sum(values) > 1e-3)
@@ -55,7 +57,7 @@ def test_flat_states_are_averaged_to_the_same_bits(shares: list[float], seed: in
     ]
     for mixture in mixtures:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fedbn_flwr.server.averaging._PORTION", portion)
+            patch.setattr("fedbn_flwr.state.flat._PORTION", portion)
             got = average(mixture, list(np.array(shares)))  # NumPy's own numbers change no dtype
         assert list(got) == list(states[0])
         for name in got:
@@ -107,7 +109,7 @@ def test_arrays_of_other_shapes_are_refused_or_broadcast_as_numpy_does() -> None
 def test_what_is_not_finite_is_named(
     bad: float, name: str, portion: int, flat: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedbn_flwr.server.averaging._PORTION", portion)
+    monkeypatch.setattr("fedbn_flwr.state.flat._PORTION", portion)
     arrays = {"first": np.zeros((2, 2)), "count": np.asarray(3), "small": np.zeros(()), "half": np.zeros(2, np.float16)}
     assert unusable(arrays) is None
     assert unusable({"large": np.full(2, 3e38)}) is None

@@ -11,7 +11,6 @@ from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import Why
-from fedbn_flwr.server.averaging import arrays_to_record
 from fedbn_flwr.server.grids import identify
 from fedbn_flwr.server.method_state import FRUITLESS_ROUNDS, LostRounds
 from fedbn_flwr.server.replies import (
@@ -27,6 +26,7 @@ from fedbn_flwr.server.replies import (
     whole,
 )
 from fedbn_flwr.simulation.in_process import InProcessGrid
+from fedbn_flwr.state import arrays_to_record
 from fedbn_flwr.wire.pooled import Summed
 
 Arrays = Mapping[str, np.ndarray]

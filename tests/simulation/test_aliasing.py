@@ -9,9 +9,8 @@ from flwr.app import Array, ArrayRecord, Message
 
 from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.layerwise import Exchange
-from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
-from fedbn_flwr.state import State
+from fedbn_flwr.state import Arrays, State
 from fedbn_flwr.state import records as arrays
 from fedbn_flwr.strategies import REGISTRY, FedAvg, Pooled
 from fedbn_flwr.wire import Instruction

@@ -11,8 +11,8 @@ from torch import nn
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.norm import Moments
-from fedbn_flwr.server.averaging import Arrays
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
+from fedbn_flwr.state import Arrays
 from fedbn_flwr.strategies import HBN, CannotTrainError, FedAvg, HeteroFL
 from fedbn_flwr.wire import Instruction
 from strategies.base_gathering import Gathering

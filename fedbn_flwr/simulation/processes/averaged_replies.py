@@ -13,8 +13,9 @@ from typing import Any, cast
 from flwr.app import ConfigRecord, Message, MetricRecord
 
 from fedbn_flwr import wire
-from fedbn_flwr.server.averaging import arrays_to_record, average
+from fedbn_flwr.server.pooling import average
 from fedbn_flwr.server.replies import Expected, NodeReply, mean_metrics, read_reply
+from fedbn_flwr.state import arrays_to_record
 from fedbn_flwr.state.flat import FlatArrays
 from fedbn_flwr.wire.pooled import Summed
 

@@ -16,12 +16,12 @@ from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments.engines import open_grid
 from fedbn_flwr.experiments.method import resolve
 from fedbn_flwr.experiments.server_side import run
-from fedbn_flwr.server.averaging import arrays_to_record
 from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.processes.averaged_replies import average_replies
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import OwnShare
+from fedbn_flwr.state import arrays_to_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN, FixBN, Scaffold, register_strategy
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire.pooled import Summed
