@@ -60,7 +60,7 @@ class Gathering(FedAvg):
         for node, groups in self.package(nodes, arrays).items():
             content = RecordDict({wire.ARRAYS: groups[self.arrayrecord_key], wire.CONFIG: config})
             messages.append(Message(content, dst_node_id=node, message_type=wire.GATHER))
-        answers = ask_nodes(self.grid, messages, self.exchange_timeout)
+        answers = ask_nodes(self.round.grid, messages, self.exchange_timeout)
         # all with moments of the same layers
         replies, refused = parse_replies(answers.values(), messages, Expected((), {}, groups=(wire.MOMENTS,)))
         sent_moments = [(reply.node, reply.records[wire.MOMENTS]) for reply in replies]
@@ -70,7 +70,7 @@ class Gathering(FedAvg):
             raise CannotTrainError(f"no node could gather BN statistics: {next(iter(refused), 'none answered')}")
         self.state.has_gathered = True
         log_refused(refused)
-        return self.averager.unite(list(seen.values()), self.server_round)
+        return self.averager.unite(list(seen.values()), self.round.number)
 
     def installed(self, state: Arrays, pooled: Mapping[str, Moments]) -> Arrays:
         """The state with pooled moments as its running statistics."""

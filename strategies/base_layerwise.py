@@ -10,8 +10,8 @@ from flwr.common import log
 
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise import take_step
-from fedbn_flwr.server.pooling import Pooled, Sent
-from fedbn_flwr.server.replies import NodeReply, bound_counts, log_refused, read_each
+from fedbn_flwr.server.pooling import Pooled, Sent, bound_counts
+from fedbn_flwr.server.replies import NodeReply, log_refused, read_each
 from fedbn_flwr.state import Arrays
 from fedbn_flwr.transports import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
 from fedbn_flwr.transports.message_records import StepPosition
@@ -59,7 +59,7 @@ class Layerwise(FedAvg):
 
     def collect(self, replies: Iterable[Message]) -> Iterable[Message]:
         """Take the nodes that wait for each other through their step, and return what they sent at its end."""
-        if not self.instruction.waits_for_others:
+        if not self.round.instruction.waits_for_others:
             return super().collect(replies)
         return self._train({message.metadata.dst_node_id: message.content for message in self.round.sent})
 
@@ -78,7 +78,7 @@ class Layerwise(FedAvg):
 
     def update(self, pooled: Pooled) -> Arrays:
         """Update; also compare the nodes' weights with those in the step."""
-        if self.instruction.waits_for_others:
+        if self.round.instruction.waits_for_others:
             self._compare_weights(pooled.replies)
         return super().update(pooled)
 
@@ -94,7 +94,7 @@ class Layerwise(FedAvg):
                     WARNING,
                     "Round %d: node %d counted %d of %d samples in the layer-wise step, but %d of %d in the average of "
                     "the models: give its ClientApp `num_examples`",
-                    *(self.server_round, reply.node, before[reply.node], total_before, reply.num_examples, total),
+                    *(self.round.number, reply.node, before[reply.node], total_before, reply.num_examples, total),
                 )
                 return
 
@@ -105,11 +105,11 @@ class Layerwise(FedAvg):
                 return self._take_step(contents, attempt)
             except NodesFailedError as failure:
                 contents = {node: content for node, content in contents.items() if node not in failure.nodes}
-                few = self.averager.refuse_few(len(contents), self.server_round)
+                few = self.averager.refuse_few(len(contents), self.round.number)
                 reasons = [*few, *failure.reasons]
                 if few or not contents:
                     break
-        log(WARNING, "Round %d is skipped, its layer-wise step failed %d times", self.server_round, attempt)
+        log(WARNING, "Round %d is skipped, its layer-wise step failed %d times", self.round.number, attempt)
         self.round.refused += reasons
         return []
 
@@ -127,12 +127,12 @@ class Layerwise(FedAvg):
             raise
         except Exception as error:
             failed = "Round %d: the nodes' common step failed, it is taken by messages: %s"
-            log(INFO, failed, self.server_round, error)
+            log(INFO, failed, self.round.number, error)
             why_slow = str(error)
         self.round.by_messages = True
         # only the last of a step's replies holds more than requests
         expected = replace(self.round.expected, binding=(), groups=(), weighted_by=wire.NUM_EXAMPLES)
-        by_messages = MessageTransport(self.grid, contents, attempt, self.exchange_timeout, expected)
+        by_messages = MessageTransport(self.round.grid, contents, attempt, self.exchange_timeout, expected)
         replies = self._answer(by_messages)
         self.round.sent = by_messages.sent
         if why_slow:
@@ -141,13 +141,13 @@ class Layerwise(FedAvg):
 
     def _open_on_grid(self, contents: Contents, attempt: int) -> NodesTransport | None:
         """Open the step on a grid that takes steps without messages; None if it, or one behind it, cannot."""
-        if self.round.by_messages or not isinstance(self.grid, LayerwiseGrid):
+        if self.round.by_messages or not isinstance(self.round.grid, LayerwiseGrid):
             return None
         position = StepPosition(attempt).pack()
         for content in contents.values():
             content.update(position)
         self.round.sent = [Message(content, node, wire.LAYERWISE) for node, content in contents.items()]
-        return self.grid.open_step(self.round.sent)
+        return self.round.grid.open_step(self.round.sent)
 
     def _answer(self, transport: NodesTransport) -> list[Message]:
         """Answer all exchanges of a step, and return the nodes' replies."""

@@ -70,7 +70,7 @@ class FBN(FedAvg):
             # rules in place of means may pool the two differently
             now = {name: mean, variance: np.maximum(seen[variance] - mean**2, 0)}
             for entry, value in now.items():
-                moved = self.average * self.current[entry].astype(np.float64) + (1 - self.average) * value
+                moved = self.average * self.round.current[entry].astype(np.float64) + (1 - self.average) * value
                 state[entry] = moved.astype(state[entry].dtype)
         return state
 

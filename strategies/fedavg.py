@@ -56,4 +56,4 @@ class FedAvg(BaseStrategy):
 
     def update(self, pooled: Pooled) -> Arrays:
         """Return the mean of the models; entries that nobody sent stay as they are."""
-        return {**self.current, **pooled.model}
+        return {**self.round.current, **pooled.model}

@@ -117,7 +117,7 @@ class FedBS(FedAvg):
             state.calm_rounds = state.calm_rounds + 1 if deviation <= self.epsilon else 0
             if state.calm_rounds >= self.patience_rounds:
                 state.stage = 2
-                log(INFO, "FedBS: stage 2 begins after round %d", self.server_round)
+                log(INFO, "FedBS: stage 2 begins after round %d", self.round.number)
         return super().update(pooled)
 
 

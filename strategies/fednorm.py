@@ -58,7 +58,7 @@ class FedNorm(FedAvg):
     def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
         """The state with the BN entries of each node's domain."""
         packages = super().package(nodes, arrays)
-        described = self.describe(self.grid, list(nodes))
+        described = self.describe(self.round.grid, list(nodes))
         for node, groups in packages.items():
             if own := self.state.by_domain.get(described[node].domain):
                 groups[self.arrayrecord_key] = make_record({**groups[self.arrayrecord_key], **arrays_to_record(own)})
@@ -66,7 +66,7 @@ class FedNorm(FedAvg):
 
     def weigh(self, replies: Sequence[NodeReply]) -> list[float]:
         """Return the weights of models, 0 for a node without a domain."""
-        described = self.describe(self.grid, [reply.node for reply in replies])
+        described = self.describe(self.round.grid, [reply.node for reply in replies])
         stray = [node for node in described if described[node].domain < 0]
         if len(stray) == len(replies):
             raise CannotTrainError(
@@ -80,7 +80,7 @@ class FedNorm(FedAvg):
 
     def update(self, pooled: Pooled) -> Arrays:
         """Average BN within domains; the global state holds the mean over all nodes, for a node without a domain."""
-        described = self.describe(self.grid, [reply.node for reply in pooled.replies])
+        described = self.describe(self.round.grid, [reply.node for reply in pooled.replies])
         names = set(Counter(node.bn_entries for node in described.values()).most_common(1)[0][0])
         members: dict[int, list[NodeReply]] = {}
         for reply in pooled.replies:

@@ -133,10 +133,10 @@ class FedTAN(Layerwise):
     def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:
         """Add the nodes' corrections; evaluations are instructed without them."""
         packages = super().package(nodes, arrays)
-        if self.instruction.layerwise in wire.CARRIED_MODES:
+        if self.round.instruction.layerwise in wire.CARRIED_MODES:
             # sums run in the order of partitions, because the nodes' ids are random
             ordered = sorted(nodes, key=lambda node: (self.partitions.get(node, -1), node))
-            corrections = self.carried.corrections(ordered, self._weigh_examples, self.server_round)
+            corrections = self.carried.corrections(ordered, self._weigh_examples, self.round.number)
             for node, entries in corrections.items():
                 packages[node][wire.CARRIED] = arrays_to_record(entries)
         return packages
@@ -154,13 +154,13 @@ class FedTAN(Layerwise):
                 values = reply.records.get(wire.CARRIED)
                 if values is None:
                     continue
-                if reason := self.carried.hear(reply.node, reply.num_examples, values, self.server_round):
+                if reason := self.carried.hear(reply.node, reply.num_examples, values, self.round.number):
                     log(WARNING, "Node %d goes without carried corrections: %s", reply.node, reason)
         return super().update(pooled)
 
     def _weigh_examples(self, examples: Examples) -> list[float]:
         """Return the weights that the nodes' models will have; none if these are fewer nodes than can be pooled."""
-        if self.averager.refuse_few(len(examples), self.server_round, "carried values"):
+        if self.averager.refuse_few(len(examples), self.round.number, "carried values"):
             return []
         return self._weigh_participants([Participant(0, node, count) for node, count in examples.items()])
 

@@ -77,7 +77,7 @@ class FedWon(FedAvg):
 
     def instruct(self, instruction: Instruction) -> Instruction:
         """Refuse a model with BN, also for clients that cannot tell."""
-        if statistics := [name for name in self.current if name.endswith("running_var")]:
+        if statistics := [name for name in self.round.current if name.endswith("running_var")]:
             made = "make it with `prepare(model, FedWon)` of fedbn_flwr.strategies, on the server and on the nodes"
             raise CannotTrainError(f"FedWon is for models without BN, and there is {statistics[0]!r}: {made}")
         return super().instruct(instruction)

@@ -131,15 +131,15 @@ class FixBN(FedAvg):
         if self.state.frozen_after is None:
             for reply in pooled.replies:
                 variance = reply.metrics.get(wire.STATISTICS_CHANGE)
-                self.state.reports[reply.node] = self.server_round, None if variance is None else float(variance)
-            self._watch(self.server_round)
+                self.state.reports[reply.node] = self.round.number, None if variance is None else float(variance)
+            self._watch(self.round.number)
         return super().update(pooled)
 
     def lose_round(self) -> None:
         """Watch, too, whether it is late."""
         super().lose_round()
         if self.state.frozen_after is None:
-            self._watch(self.server_round)
+            self._watch(self.round.number)
 
     def _watch(self, server_round: int) -> None:
         recent = [variance for last, variance in self.state.reports.values() if last > server_round - self.window]

@@ -66,11 +66,11 @@ class HBN(PartialSharing, Gathering):
         """Update, move the steady statistics, and gather new ones with this round's nodes."""
         samples = self.gather_samples
         # the published way: one batch of all the samples
-        size = samples or self.instruction.batch_size
-        asked = replace(self.instruction, gather_samples=samples, batch_size=size)
+        size = samples or self.round.instruction.batch_size
+        asked = replace(self.round.instruction, gather_samples=samples, batch_size=size)
         merged = super().update(pooled)
         for name in [name for name in merged if name.rpartition(".")[2] in ("steady_mean", "steady_var")]:
-            gathered = self.current[name.replace("steady_", "running_")].astype(np.float64)
-            steady = self.average * self.current[name] + (1 - self.average) * gathered
+            gathered = self.round.current[name.replace("steady_", "running_")].astype(np.float64)
+            steady = self.average * self.round.current[name] + (1 - self.average) * gathered
             merged[name] = steady.astype(merged[name].dtype)
         return self.installed(merged, self.gather(merged, list(pooled.weights), asked))

@@ -41,6 +41,7 @@ class HeteroFL(Gathering):
     def update(self, pooled: Pooled) -> Arrays:
         """Update, and gather if this round is evaluated."""
         merged = super().update(pooled)
-        if not self.evaluates(self.server_round):
+        if not self.evaluates(self.round.number):
             return merged
-        return self.installed(merged, self.gather(merged, sorted(self.grid.get_node_ids()), self.instruction))
+        nodes = sorted(self.round.grid.get_node_ids())
+        return self.installed(merged, self.gather(merged, nodes, self.round.instruction))

@@ -84,7 +84,8 @@ class PartialSharing(FedAvg):
         log(WARNING, "Nodes %s have lost the entries that stay on them: they get the whole model", nodes)
         for node in nodes:
             self.state.served.pop(node, None)
-        packages, sent, again = self.package(nodes, arrays_to_record(self.current)), list[Message](), list[Message]()
+        packages = self.package(nodes, arrays_to_record(self.round.current))
+        sent, again = list[Message](), list[Message]()
         for message in self.round.sent:
             if (node := message.metadata.dst_node_id) in packages:
                 # the rest stays as it was: it may depend on all nodes of the round
@@ -94,7 +95,7 @@ class PartialSharing(FedAvg):
                 sent.append(message)
         self.round.sent = sent + again
         usable = [reply for reply in replies if not lacks_state(reply)]
-        return [*usable, *ask_nodes(self.grid, again, self.exchange_timeout).values()]
+        return [*usable, *ask_nodes(self.round.grid, again, self.exchange_timeout).values()]
 
     def update(self, pooled: Pooled) -> Arrays:
         """Average what is shared; the server's values of the rest are the participants' mean, where it is known."""
@@ -113,7 +114,7 @@ class PartialSharing(FedAvg):
         """Average what the last round's participants hold, if they have sent it."""
         weights = self.state.participants
         learned = [reply for reply in replies if reply.records.get(wire.PERSONAL) and reply.node in weights]
-        if learned and not self.averager.refuse_few(len(learned), self.server_round, "kept entries"):
+        if learned and not self.averager.refuse_few(len(learned), self.round.number, "kept entries"):
             states = [reply.records[wire.PERSONAL] for reply in learned]
             self.state.personal |= self.averager.average(states, [weights[reply.node] for reply in learned])
 

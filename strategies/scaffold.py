@@ -84,7 +84,7 @@ class Scaffold(FedAvg):
         """The model, and c in the dtypes of the model's parameters."""
         packages = super().package(nodes, arrays)
         if self.state.variate:
-            sent = {name: value.astype(self.current[name].dtype) for name, value in self.state.variate.items()}
+            sent = {name: value.astype(self.round.current[name].dtype) for name, value in self.state.variate.items()}
             variate = arrays_to_record(sent)
             for groups in packages.values():
                 groups[wire.CONTROL_VARIATES] = variate
@@ -104,10 +104,10 @@ class Scaffold(FedAvg):
     def _weigh_all(self, weights: Mapping[int, float]) -> float:
         """Return the weight of all clients; those that nobody knows the weight of weigh as much as the others."""
         self.state.weights |= weights
-        known, absent = dict(self.state.weights), sorted({*self.grid.get_node_ids()} - self.state.weights.keys())
+        known, absent = dict(self.state.weights), sorted({*self.round.grid.get_node_ids()} - self.state.weights.keys())
         # a node describes itself by its number of examples only, and may not be able to
         if self.weighting == "examples" and self.weighted_by_key == wire.NUM_EXAMPLES:
-            most, described = fsum(known.values()), self.describe(self.grid, absent)
+            most, described = fsum(known.values()), self.describe(self.round.grid, absent)
             said = {node: each.num_examples for node, each in described.items() if each.num_examples > 0}
             counts = self.state.train_counts
             known |= {node: min(count, max(most, counts.get(node, 0))) for node, count in said.items()}

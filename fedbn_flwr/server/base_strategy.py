@@ -3,12 +3,11 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from logging import WARNING
+from functools import partial
 from math import inf
 from typing import Annotated, Any, ClassVar, NoReturn, Self
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
-from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
@@ -19,9 +18,9 @@ from fedbn_flwr.server.constructor_options import MomentumKind, OptimizerKind, c
 from fedbn_flwr.server.lr_schedule import read_schedule
 from fedbn_flwr.server.method_state import LaterRounds, LostRounds, MethodState, merged_type, pack_state, unpack_state
 from fedbn_flwr.server.optimizers import ServerOptimizer
-from fedbn_flwr.server.pooling import Averager, Pooled, PooledGroup, Sent, Stage, Start, pool, through_stages
+from fedbn_flwr.server.pooling import MOMENTUM, Averager, Pooled, PooledGroup, Sent, Stage, Start, name_dominant, pool
 from fedbn_flwr.server.privacy import Privacy
-from fedbn_flwr.server.replies import Expected, NodeReply, name_dominant, weights_by_node
+from fedbn_flwr.server.replies import Expected, NodeReply
 from fedbn_flwr.server.robust import Robust
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
@@ -29,16 +28,10 @@ from fedbn_flwr.state import Arrays, arrays_to_record
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.pooled import Asked
 
-UNTRAINED = (
-    "`result.arrays` has %d entries that stay on the nodes and were not trained (%s): evaluate on the nodes, or use "
-    "`export_personal`"
-)
 WRAPPED = (
     "{} must be started itself, by `start`: a strategy around it, such as Flower's for differential privacy, takes "
     "entries by their positions, also variances and counters; in its place, strategies take `privacy=Privacy(...)`"
 )
-#: what `momentum_state="global"` pools
-MOMENTUM = PooledGroup("the optimizer's state", wire.MOMENTUM, is_required=False, is_robust=False)
 
 
 class BaseStrategy(FlowerFedAvg):
@@ -58,9 +51,8 @@ class BaseStrategy(FlowerFedAvg):
     - `instruct_evaluation`: what clients do when they evaluate,
     - `learn_from_evaluation`: what the method takes from the nodes' evaluations.
 
-    What a round is, hooks find in `self.round`; `server_round`, `grid`, `current` and `instruction` are parts of it.
-    What a method keeps from round to round is in `self.state`, a value of the class `state_type`, and nowhere else.
-    What its nodes send beside the model stands in `sends`.
+    What a round is, hooks find in `self.round`, a `Round`. What a method keeps from round to round is in `self.state`,
+    a value of the class `state_type`, and nowhere else. What its nodes send beside the model stands in `sends`.
 
     Takes every argument of Flower's FedAvg, the options that its constructor explains, and
 
@@ -180,28 +172,6 @@ class BaseStrategy(FlowerFedAvg):
             self.groups.append(sent)
 
     @property
-    def server_round(self) -> int:
-        """The number of the round, from 1 on."""
-        return self.round.number
-
-    @property
-    def grid(self) -> Grid:
-        """The round's way to the nodes."""
-        if self.round.grid is None:
-            raise RuntimeError(f"{type(self).__name__} has no grid before its first round")
-        return self.round.grid
-
-    @property
-    def current(self) -> Arrays:
-        """The global state that the round started from."""
-        return self.round.current
-
-    @property
-    def instruction(self) -> Instruction:
-        """The round's instruction."""
-        return self.round.instruction
-
-    @property
     def needs_single_replies(self) -> bool:
         """Return whether the mean of a worker's nodes would not do in the place of their replies."""
         return self.reads_replies or self.averager.reads_replies or self.weighted_by_key != wire.NUM_EXAMPLES
@@ -241,7 +211,7 @@ class BaseStrategy(FlowerFedAvg):
 
     @abstractmethod
     def update(self, pooled: Pooled) -> Arrays:
-        """Return the new global state, every entry of it; nodes can be asked through `self.grid`."""
+        """Return the new global state, every entry of it; nodes can be asked through `self.round.grid`."""
 
     def lose_round(self) -> None:
         """Take note of a round without a usable reply."""
@@ -276,8 +246,8 @@ class BaseStrategy(FlowerFedAvg):
         evaluate = evaluate_fn and (lambda number, state: evaluate_fn(number + rounds_done if number else 0, state))
         run = LaterRounds(self, rounds_done).start if rounds_done else super().start
         result = run(grid, initial_arrays, left, *configs, evaluate)
-        if names := self._untrained():
-            log(WARNING, UNTRAINED, len(names), ", ".join(names[:3]) + ", ..." * (len(names) > 3))
+        if self.stays != "none":
+            self.state.name_untrained(self.round.current)
         return result
 
     def configure_train(
@@ -291,16 +261,17 @@ class BaseStrategy(FlowerFedAvg):
         self.training = self._begin_round(server_round, arrays, config, grid, MessageType.TRAIN)
         nodes = self.draw_nodes(grid, server_round, self.fraction_train, self.min_train_nodes)
         messages = self._make_messages(nodes, arrays, config, MessageType.TRAIN)
-        return [] if self.instruction.waits_for_others else messages
+        return [] if self.round.instruction.waits_for_others else messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Update the state with the usable replies; a round without one leaves the model as it was."""
         state, now = self.state, self.round
-        if usable := now.read(self.collect(replies), state, ends=not state.ever_trained):
+        usable = now.read(self.collect(replies), state, ends=not state.ever_trained)
+        for reply in usable:
+            self.partitions |= reply.nodes
             state.obeyed |= dict.fromkeys(now.expected.binding, True)
-            self._note(usable)
         if few := self.averager.refuse_few(len(usable), server_round):
             now.refused, now.replies = [*few, *now.refused], []
         if not now.replies:
@@ -309,11 +280,10 @@ class BaseStrategy(FlowerFedAvg):
             return None, None
         now.refuse_infinite_losses(state)
         state.lost, state.ever_trained = LostRounds(), True
-        weights = self.weigh(usable)
-        by_node = weights_by_node(usable, weights, self.weighting)
+        pooled = self._pool(usable)
         if len(self.partitions) > 2:  # of two nodes, one has more than the other
-            name_dominant(usable, by_node)
-        merged = self.update(self._pool(usable, weights, by_node))
+            name_dominant(usable, pooled.weights)
+        merged = self.update(pooled)
         return arrays_to_record(merged), now.mean_metrics(self.train_metrics_aggr_fn, self.weighted_by_key)
 
     def configure_evaluate(
@@ -332,8 +302,9 @@ class BaseStrategy(FlowerFedAvg):
         """Average the nodes' metrics."""
         if self.round is not self.evaluation:  # Flower asks in every round
             return None
-        if usable := self.round.read(replies, self.state):
-            self._note(usable)
+        usable = self.round.read(replies, self.state)
+        for reply in usable:
+            self.partitions |= reply.nodes
         self.learn_from_evaluation(usable)
         return self.round.mean_metrics(self.evaluate_metrics_aggr_fn, self.weighted_by_key) if usable else None
 
@@ -407,7 +378,7 @@ class BaseStrategy(FlowerFedAvg):
     def _make_messages(
         self, nodes: Sequence[int], arrays: ArrayRecord, config: ConfigRecord, kind: str
     ) -> list[Message]:
-        packed = ConfigRecord({**config, **self.instruction.to_config(always=config.keys())})
+        packed = ConfigRecord({**config, **self.round.instruction.to_config(always=config.keys())})
         self.round.nodes = nodes
         for node, groups in self.package(nodes, arrays).items():
             content = Asked({**groups, self.configrecord_key: packed})
@@ -415,25 +386,12 @@ class BaseStrategy(FlowerFedAvg):
             self.round.sent.append(Message(content, node, kind))
         return self.round.sent
 
-    def _pool(self, replies: Sequence[NodeReply], weights: Sequence[float], by_node: Mapping[int, float]) -> Pooled:
+    def _pool(self, replies: Sequence[NodeReply]) -> Pooled:
         """Return the replies as one, with what the stages make of the mean of the models."""
-        start = Start(self.server_round, self.current, self._parameters)
-        pooled = pool(replies, weights, by_node, self.groups, self.averager, start)
-        pooled = through_stages(pooled, self.stages, start, self.state.stages)
+        parameters = partial(self.roster.parameters, self.round.grid, self.round.current)
+        start = Start(self.round.number, self.round.current, parameters)
+        weights, memory = self.weigh(replies), self.state.stages
+        pooled = pool(replies, weights, self.weighting, self.groups, self.averager, self.stages, start, memory)
         self.state.shared = dict.fromkeys(pooled.model, True)
         self.state.momentum = pooled.groups.get(wire.MOMENTUM) or self.state.momentum
         return pooled
-
-    def _parameters(self, who: str) -> tuple[frozenset[str], Mapping[str, str]]:
-        return self.roster.parameters(self.grid, self.current, who)
-
-    def _note(self, replies: Sequence[NodeReply]) -> None:
-        for reply in replies:
-            self.partitions |= reply.nodes
-
-    def _untrained(self) -> list[str]:
-        """Return the entries of the final model that stay on the nodes, unless the nodes' mean is in their places."""
-        if self.stays == "none" or not self.state.ever_trained:
-            return []
-        known = self.state.shared.keys() | self.state.personal.keys()
-        return [name for name in self.current if name not in known]

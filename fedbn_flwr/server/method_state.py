@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from logging import WARNING
 from typing import Any
 
+from flwr.common import log
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.layerwise.exchange import Why
@@ -14,6 +16,11 @@ from fedbn_flwr.state import Arrays
 LOST_ROUNDS, FRUITLESS_ROUNDS = 3, 10
 #: of the fields that are dictionaries by nodes' ids, which are others in another process
 BY_NODE = {"by node": True}
+
+UNTRAINED = (
+    "`result.arrays` has %d entries that stay on the nodes and were not trained (%s): evaluate on the nodes, or use "
+    "`export_personal`"
+)
 
 
 @dataclass
@@ -70,6 +77,13 @@ class MethodState:
     #: the mean of the entries that nodes keep, if it is known
     personal: Arrays = field(default_factory=dict)
     lost: LostRounds = field(default_factory=LostRounds)
+
+    def name_untrained(self, model: Arrays) -> None:
+        """Warn of entries of a final model that stay on the nodes, unless the nodes' mean is in their places."""
+        known = self.shared.keys() | self.personal.keys()
+        names = [name for name in model if name not in known] if self.ever_trained else []
+        if names:
+            log(WARNING, UNTRAINED, len(names), ", ".join(names[:3]) + ", ..." * (len(names) > 3))
 
 
 def merged_type(types: Sequence[type[MethodState]]) -> type[MethodState]:

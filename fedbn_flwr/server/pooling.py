@@ -4,17 +4,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain
+from logging import WARNING
+from math import inf
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+from flwr.common import log
 from numpy.typing import NDArray
 
-from fedbn_flwr import norm
+from fedbn_flwr import norm, wire
 from fedbn_flwr.layerwise.exchange import Combiner, combine, normalized
 from fedbn_flwr.norm import Moments
-from fedbn_flwr.server.replies import NodeReply, Refusal
+from fedbn_flwr.server.replies import Expected, NodeReply, Refusal
 from fedbn_flwr.state import Arrays
 from fedbn_flwr.state.flat import FlatArrays, portions
+from fedbn_flwr.wire.pooled import Summed
 
 States = Sequence[Mapping[str, NDArray[Any]]]
 
@@ -37,6 +41,10 @@ class PooledGroup(Sent):
     record: str
     #: whether a reply without it is refused; if not, it is pooled in rounds in which all replies hold it
     is_required: bool = field(default=True, kw_only=True)
+
+
+#: what `momentum_state="global"` pools
+MOMENTUM = PooledGroup("the optimizer's state", wire.MOMENTUM, is_required=False, is_robust=False)
 
 
 @dataclass(frozen=True)
@@ -109,28 +117,57 @@ class Stage(Protocol):
 def pool(
     replies: Sequence[NodeReply],
     weights: Sequence[float],
-    by_node: Mapping[int, float],
+    weighting: str,
     groups: Sequence[PooledGroup],
     averager: Averager,
+    stages: Mapping[str, Stage],
     start: Start,
+    memory: dict[str, dict[str, Any]],
 ) -> Pooled:
-    """Return the replies as one, under these weights, which are also given by node."""
+    """Return the replies as one, under these weights; the stages follow each other, each with a memory of its own."""
     model = averager.average([reply.arrays for reply in replies], weights, start)
+    for name, stage in stages.items():
+        model = stage.apply(model, start, memory.setdefault(name, {}))
     means: dict[str, Arrays] = {}
     for group in groups:
         states = [reply.records.get(group.record, {}) for reply in replies]
         means[group.record] = averager.average(states, weights) if all(states) else {}
-    return Pooled(model, means, by_node, replies)
+    return Pooled(model, means, weights_by_node(replies, weights, weighting), replies)
 
 
-def through_stages(
-    pooled: Pooled, stages: Mapping[str, Stage], start: Start, memory: dict[str, dict[str, Any]]
-) -> Pooled:
-    """Return what the stages make of the mean of the models, one after another, each with a memory of its own."""
-    model = pooled.model
-    for name, stage in stages.items():
-        model = stage.apply(model, start, memory.setdefault(name, {}))
-    return replace(pooled, model=model)
+def bound_counts(replies: Sequence[NodeReply], expected: Expected) -> list[NodeReply]:
+    """Return the replies with at most max(first count, s / (1 - s) times all others) examples; s is `max_share`.
+
+    So no node grows to more than s of all, except beside others without any. The log names a node that counts less.
+    """
+    share, total = expected.max_share, sum(reply.num_examples for reply in replies)
+    odds, believed = share / (1 - share) if share < 1 else inf, list[NodeReply]()
+    for reply in replies:
+        # workers add up only what is not above the first count
+        first = inf if isinstance(reply.content, Summed) else expected.first_counts.get(reply.node, 0.0)
+        count, others = reply.num_examples, total - reply.num_examples
+        most = max(first, odds * others) if others else inf
+        if count > most:
+            log(WARNING, "Node %d counts as %g of its %g examples: max-share is %g", reply.node, most, count, share)
+        believed.append(replace(reply, num_examples=min(count, most)))
+    return believed
+
+
+def weights_by_node(replies: Sequence[NodeReply], weights: Sequence[float], weighting: str) -> dict[int, float]:
+    """Return every node's weight; the nodes of a sum have weighted it by their counts, or equally."""
+    by_node = dict[int, float]()
+    for reply, weight in zip(replies, weights, strict=True):
+        counts = reply.counts if weighting == "examples" and len(reply.nodes) > 1 else {}
+        by_node |= counts or dict.fromkeys(reply.nodes, weight / len(reply.nodes))
+    return by_node
+
+
+def name_dominant(replies: Sequence[NodeReply], by_node: Mapping[int, float]) -> None:
+    """Warn of a node that has more weight than all the others together: it may lie."""
+    counts, total = {node: count for reply in replies for node, count in reply.counts.items()}, sum(by_node.values())
+    for node in [node for node, weight in by_node.items() if weight > total - weight]:
+        share = "Node %d has %.1f %% of all weights, and says that it has %g examples"
+        log(WARNING, share, node, 100 * by_node[node] / total, counts.get(node, 0))
 
 
 def average(states: Sequence[Mapping[str, NDArray[Any]]], weights: Sequence[float]) -> Arrays:

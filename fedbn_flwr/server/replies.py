@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from logging import WARNING
 from math import inf
@@ -173,41 +173,6 @@ def parse_replies(
     replies, refused = read_each(named, lambda node, message: read_reply(node, message, expected))
     usable = sorted(replies.values(), key=lambda reply: (reply.partition, reply.node))
     return _with_common_entries(usable, expected.groups, refused), refused
-
-
-def bound_counts(replies: Sequence[NodeReply], expected: Expected) -> list[NodeReply]:
-    """Return the replies with at most max(first count, s / (1 - s) times all others) examples; s is `max_share`.
-
-    So no node grows to more than s of all, except beside others without any. The log names a node that counts less.
-    """
-    share, total = expected.max_share, sum(reply.num_examples for reply in replies)
-    odds, believed = share / (1 - share) if share < 1 else inf, list[NodeReply]()
-    for reply in replies:
-        # workers add up only what is not above the first count
-        first = inf if isinstance(reply.content, Summed) else expected.first_counts.get(reply.node, 0.0)
-        count, others = reply.num_examples, total - reply.num_examples
-        most = max(first, odds * others) if others else inf
-        if count > most:
-            log(WARNING, "Node %d counts as %g of its %g examples: max-share is %g", reply.node, most, count, share)
-        believed.append(replace(reply, num_examples=min(count, most)))
-    return believed
-
-
-def weights_by_node(replies: Sequence[NodeReply], weights: Sequence[float], weighting: str) -> dict[int, float]:
-    """Return every node's weight; the nodes of a sum have weighted it by their counts, or equally."""
-    by_node = dict[int, float]()
-    for reply, weight in zip(replies, weights, strict=True):
-        counts = reply.counts if weighting == "examples" and len(reply.nodes) > 1 else {}
-        by_node |= counts or dict.fromkeys(reply.nodes, weight / len(reply.nodes))
-    return by_node
-
-
-def name_dominant(replies: Sequence[NodeReply], by_node: Mapping[int, float]) -> None:
-    """Warn of a node that has more weight than all the others together: it may lie."""
-    counts, total = {node: count for reply in replies for node, count in reply.counts.items()}, sum(by_node.values())
-    for node in [node for node, weight in by_node.items() if weight > total - weight]:
-        share = "Node %d has %.1f %% of all weights, and says that it has %g examples"
-        log(WARNING, share, node, 100 * by_node[node] / total, counts.get(node, 0))
 
 
 def mean_metrics(replies: Sequence[NodeReply], names: Sequence[str]) -> MetricRecord:

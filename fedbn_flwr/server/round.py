@@ -14,6 +14,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from fedbn_flwr import wire
 from fedbn_flwr.layerwise.exchange import Why
 from fedbn_flwr.server.method_state import MethodState
+from fedbn_flwr.server.pooling import bound_counts
 from fedbn_flwr.server.replies import (
     CannotTrainError,
     DivergedError,
@@ -21,7 +22,6 @@ from fedbn_flwr.server.replies import (
     NodeReply,
     NotObeyedError,
     Refusal,
-    bound_counts,
     log_refused,
     mean_metrics,
     parse_replies,
@@ -35,8 +35,8 @@ class Round:
     """A round as strategies see it; what it has brought is filled in when replies come."""
 
     number: int = 0
-    #: the way to the nodes, which hooks may also ask
-    grid: Grid | None = None
+    #: the way to the nodes, which hooks may also ask; there is none before the first round
+    grid: Grid = None  # type: ignore[assignment]
     #: the global state that the round starts from
     current: Arrays = field(default_factory=dict)
     #: the user's options, and from `instruct` on the method's orders
@@ -129,4 +129,4 @@ class Round:
         return f"BN is frozen after round {state.frozen_after}, {tried}{option}, or a later freeze"
 
     def _count_connected(self) -> int:
-        return len(list(self.grid.get_node_ids())) if self.grid else 0
+        return len(list(self.grid.get_node_ids()))

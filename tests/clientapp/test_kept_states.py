@@ -67,7 +67,7 @@ class Watched(FedBN):
     def aggregate_train(self, server_round: int, replies: Any) -> Any:
         result = super().aggregate_train(server_round, replies)
         self.trained.append([reply.node for reply in self.training.replies])
-        self.began.append(self.current)
+        self.began.append(self.round.current)
         return result
 
 

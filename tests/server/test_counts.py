@@ -15,7 +15,8 @@ from flwr.app import RecordDict
 from fedbn_flwr import wire
 from fedbn_flwr.data import load, partition
 from fedbn_flwr.data.partition import PARTITIONS
-from fedbn_flwr.server.replies import Expected, NodeReply, bound_counts, name_dominant, weights_by_node
+from fedbn_flwr.server.pooling import bound_counts, name_dominant, weights_by_node
+from fedbn_flwr.server.replies import Expected, NodeReply
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import FedAvg, FedProx, FedTAN, Scaffold

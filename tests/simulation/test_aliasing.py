@@ -65,7 +65,7 @@ class Destructive(FedAvg):
                 _overwrite(group)
             for record in reply.content.array_records.values():
                 _overwrite({name: array.numpy() for name, array in record.items()})
-        _overwrite(self.current)
+        _overwrite(self.round.current)
         return kept
 
     def package(self, nodes: Sequence[int], arrays: ArrayRecord) -> dict[int, dict[str, ArrayRecord]]:

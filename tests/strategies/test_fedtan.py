@@ -110,8 +110,8 @@ def test_one_client_is_fedavg(make: Callable[..., FedAvg], carry: bool) -> None:
 def test_fedtan_ii_is_fedavg_after_the_freeze() -> None:
     strategy = FedTANII(m=2, lr_schedule="=0.01@freeze", fraction_evaluate=0.0)
     assert exchanges(strategy, 5) == 2 * (2 * LAYERS + 1) + 3
-    assert (strategy.instruction.freeze, strategy.instruction.layerwise) == ("statistics", "none")
-    assert strategy.instruction.lr == 0.01
+    assert (strategy.round.instruction.freeze, strategy.round.instruction.layerwise) == ("statistics", "none")
+    assert strategy.round.instruction.lr == 0.01
     early, late = run(FedTANII(m=2), 2), run(FedTANII(m=2), 5)
     statistics = state.group_keys(make_model(), "statistics")
     assert all(torch.equal(early[key], late[key]) for key in statistics)

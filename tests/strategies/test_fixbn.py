@@ -51,7 +51,7 @@ def test_the_largest_counts_once_half_of_the_recent_clients_report() -> None:
 def test_it_freezes_at_the_latest_although_a_round_is_lost() -> None:
     class WithoutTheSecond(FixBN):
         def collect(self, replies: Any) -> Any:
-            return [] if self.server_round == 2 else super().collect(replies)
+            return [] if self.round.number == 2 else super().collect(replies)
 
     strategy = WithoutTheSecond(freeze_round="auto", threshold=0.0, latest=0.5, fraction_evaluate=0.0)
     Federation(make_model()).run(strategy, 4)

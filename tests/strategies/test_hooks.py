@@ -58,7 +58,7 @@ def test_hooks_are_explained_in_the_order_in_which_a_round_calls_them() -> None:
 
     def noting(name: str) -> Callable[..., Any]:
         def note(self: FedAvg, *given: Any) -> Any:
-            calls.append((self.server_round, name))
+            calls.append((self.round.number, name))
             return getattr(super(kind, self), name)(*given)
 
         return note

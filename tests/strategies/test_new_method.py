@@ -81,8 +81,8 @@ class ByHand(Pushed):
         if self.stages:  # the only one here is momentum, with a rate of 1
             moments = self.__dict__.setdefault("moments", {})
             for name in groups[GRADIENTS]:
-                moments[name] = 0.9 * moments.get(name, 0.0) + model[name] - self.current[name]
-                model[name] = self.current[name] + moments[name]
+                moments[name] = 0.9 * moments.get(name, 0.0) + model[name] - self.round.current[name]
+                model[name] = self.round.current[name] + moments[name]
         return super().update(replace(pooled, model=model, groups=groups))
 
     def _by_hand(self, group: str, replies: Sequence[NodeReply]) -> Arrays:
