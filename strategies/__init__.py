@@ -1,11 +1,11 @@
 """Flower strategies. The public import path is `fedbn_flwr.strategies`."""
 
 from fedbn_flwr.server.base_strategy import BaseStrategy
+from fedbn_flwr.server.grids import wait_for_nodes
 from fedbn_flwr.server.method_state import BY_NODE, MethodState
 from fedbn_flwr.server.pooling import Pooled, PooledGroup, Sent
 from fedbn_flwr.server.privacy import Privacy
 from fedbn_flwr.server.replies import CannotTrainError, DivergedError, NodeReply, NotObeyedError
-from fedbn_flwr.server.sampling import wait_for_nodes
 
 from .base_gathering import Gathering
 from .base_layerwise import Layerwise

@@ -14,7 +14,6 @@ from fedbn_flwr.server.pooling import Pooled, Sent, bound_counts
 from fedbn_flwr.server.replies import NodeReply, log_refused, read_each
 from fedbn_flwr.state import Arrays
 from fedbn_flwr.transports import LayerwiseGrid, NodesFailedError, NodesTransport, Participant
-from fedbn_flwr.transports.message_records import StepPosition
 from fedbn_flwr.transports.message_server import MessageTransport
 from fedbn_flwr.wire import Instruction
 
@@ -143,9 +142,6 @@ class Layerwise(FedAvg):
         """Open the step on a grid that takes steps without messages; None if it, or one behind it, cannot."""
         if self.round.by_messages or not isinstance(self.round.grid, LayerwiseGrid):
             return None
-        position = StepPosition(attempt).pack()
-        for content in contents.values():
-            content.update(position)
         self.round.sent = [Message(content, node, wire.LAYERWISE) for node, content in contents.items()]
         return self.round.grid.open_step(self.round.sent)
 

@@ -14,8 +14,8 @@ from fedbn_flwr import norm, state, wire
 from fedbn_flwr.client import batch_plan as batches
 from fedbn_flwr.client import training
 from fedbn_flwr.client.batch_plan import BatchLoader
-from fedbn_flwr.client.device import channels_last, pick_device, products
 from fedbn_flwr.client.evaluation import evaluate, mean_loss, shares
+from fedbn_flwr.client.image_order import channels_last
 from fedbn_flwr.client.learning_task import CLASSIFICATION, LearningTask
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.client.reply import Metrics, Reply
@@ -69,7 +69,7 @@ class BNClient:
         """
         self._load(received[wire.ARRAYS], instruction)
         local = state.group_keys(self.model, instruction.keep_local)
-        with training.frozen(self.model, instruction), products(instruction):
+        with training.frozen(self.model, instruction), training.products(instruction):
             optimizer = self.make_optimizer(self.model, instruction)
             session = Session(self.model, optimizer, instruction, received, self.memory, local)
             with nullcontext() if exchange else OwnRandomness(self.step_seed(instruction)).drawing():
@@ -212,6 +212,19 @@ class BNClient:
         """Make a reply that names this client's partition and the binding keys that it obeyed."""
         metrics[wire.PARTITION_ID] = self.partition_id
         return Reply(len(self.indices), metrics, dict(records), {wire.OBEYED: obeyed_keys(instruction)})
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of this name; `auto` is the GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device {name!r}; known: auto, cpu, cuda, cuda:NUMBER") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r} is not available here: {torch.cuda.device_count()} GPUs; known: auto, cpu")
+    return device
 
 
 def model_names(model: nn.Module) -> dict[str, list[str]]:

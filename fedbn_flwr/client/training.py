@@ -1,5 +1,6 @@
 """The one local training loop, for every Flower API and engine of this project, and what instructions ask of it."""
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import unwrap
@@ -10,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedbn_flwr import norm, wire
-from fedbn_flwr.client.device import autocast
 from fedbn_flwr.layerwise import Exchange, Mode
 from fedbn_flwr.layerwise.carried import Corrected, pack_values, read_corrections
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
+PRECISIONS = ("float32", "tf32", "bf16")
 
 Batch = tuple[Tensor, Tensor]
 #: of what the model returns and the targets
@@ -68,6 +69,41 @@ def batch_loss(
     inputs, targets = batch
     with autocast(instruction, inputs.device):
         return model_loss(model, inputs, targets, loss_function), len(targets)
+
+
+def autocast(instruction: Instruction, device: torch.device) -> AbstractContextManager[Any]:
+    """Bfloat16 autocast where the instruction asks for it."""
+    if instruction.precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {instruction.precision!r}; known: {', '.join(PRECISIONS)}")
+    return torch.autocast(device.type, torch.bfloat16) if instruction.precision == "bf16" else nullcontext()
+
+
+def products(instruction: Instruction) -> AbstractContextManager[Any]:
+    """Around forward and backward passes: lets GPUs use TF32 for products too, where that is asked for."""
+    return _TF32 if instruction.precision == "tf32" else nullcontext()
+
+
+class _AllowTF32:
+    """A setting of the process, in force until everybody who asked for it is done: steps may be suspended in turn."""
+
+    def __init__(self) -> None:
+        self._askers, self._before, self._lock = 0, False, threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._askers:
+                self._before = torch.backends.cuda.matmul.allow_tf32
+                torch.backends.cuda.matmul.allow_tf32 = True
+            self._askers += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._askers -= 1
+            if not self._askers:
+                torch.backends.cuda.matmul.allow_tf32 = self._before
+
+
+_TF32 = _AllowTF32()
 
 
 def require_bn(model: nn.Module, instruction: Instruction) -> None:

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Self
 
-from fedbn_flwr.client.device import PRECISIONS
 from fedbn_flwr.client.evaluation import CLASS_METRICS
-from fedbn_flwr.client.training import OPTIMIZERS
+from fedbn_flwr.client.training import OPTIMIZERS, PRECISIONS
 from fedbn_flwr.data import parse_augmentation
 from fedbn_flwr.data.pixels import Channels
 from fedbn_flwr.plugins import did_you_mean

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fedbn_flwr.layerwise.exchange import Answer, Exchange, Kind, Requests
-from fedbn_flwr.norm.layers import along_channels, channel_axes
+from fedbn_flwr.norm.detect import along_channels, channel_axes
 
 #: "paper": mean, then variance, then gradients. "fused": mean and variance at once, then gradients.
 #: "forward": mean and variance at once, and each client's own gradients. "forward-paper": mean, then variance, and

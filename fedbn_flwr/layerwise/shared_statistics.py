@@ -1,6 +1,6 @@
 """Let the BN layers of a model share their statistics, as long as a step lasts."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import get_args
@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from fedbn_flwr.layerwise.exchange import Exchange
 from fedbn_flwr.layerwise.shared_batch_norm import Mode, SharedBatchNorm, Use
 from fedbn_flwr.norm import bn_layers
+from fedbn_flwr.norm.detect import replaced_forwards
 
 #: what computes a layer's outputs, mean, biased variance and count
 Apply = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -49,22 +50,6 @@ def shared_statistics(
         for stand_in in stand_ins:
             for mean, variance, count in stand_in.seen:
                 _move(stand_in.layer, mean, variance * (count / (count - 1)))
-
-
-@contextmanager
-def replaced_forwards(forwards: Mapping[nn.Module, Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    """Call other functions in the place of layers' forwards, inside the block; hooks still run."""
-    before = {layer: layer.__dict__.get("forward") for layer in forwards}
-    try:
-        for layer, forward in forwards.items():
-            # in the instance's own dictionary, where it comes before the class's `forward`
-            layer.__dict__["forward"] = forward
-        yield
-    finally:
-        for layer, earlier in before.items():
-            layer.__dict__["forward"] = earlier
-            if earlier is None:
-                del layer.__dict__["forward"]
 
 
 @dataclass

@@ -1,10 +1,11 @@
-"""Batch normalization by type: the one place that says which layers and state entries are BN's."""
+"""Batch normalization by type: which layers, axes and state entries are BN's, and other forwards in its place."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
@@ -32,6 +33,16 @@ def lacks(model: nn.Module, need: str) -> str:
     if without and (need == "all-statistics" or len(without) == len(layers)):
         return f"the model's BN layer {without[0]!r} has no {kind}"
     return "" if layers else "the model has no BN layer"
+
+
+def channel_axes(inputs: Tensor) -> tuple[int, ...]:
+    """The axes that batch statistics are taken over: all but the channels'."""
+    return (0, *range(2, inputs.dim()))
+
+
+def along_channels(values: Tensor, inputs: Tensor) -> Tensor:
+    """Reshape a value for each channel so that it broadcasts over the inputs."""
+    return values.reshape(-1, *[1] * (inputs.dim() - 2))
 
 
 class FunctionalBatchNorm(TorchFunctionMode):
@@ -96,3 +107,19 @@ def _named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     # A state dict lists a shared layer under every name it has, so its keys must be too.
     for name, layer in model.named_modules(remove_duplicate=False):
         yield f"{name}." if name else "", layer
+
+
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Call other functions in the place of layers' forwards, inside the block; hooks still run."""
+    before = {layer: layer.__dict__.get("forward") for layer in forwards}
+    try:
+        for layer, forward in forwards.items():
+            # in the instance's own dictionary, where it comes before the class's `forward`
+            layer.__dict__["forward"] = forward
+        yield
+    finally:
+        for layer, earlier in before.items():
+            layer.__dict__["forward"] = earlier
+            if earlier is None:
+                del layer.__dict__["forward"]

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.norm.detect import along_channels, channel_axes
+
 
 class BatchNorm(_BatchNorm):
     """torch's batch normalization of (N, C) and (N, C, ...) inputs alike.
@@ -19,16 +21,6 @@ class BatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected an input of shape (N, C, ...), got {tuple(input.shape)}")
-
-
-def channel_axes(inputs: Tensor) -> tuple[int, ...]:
-    """The axes that batch statistics are taken over: all but the channels'."""
-    return (0, *range(2, inputs.dim()))
-
-
-def along_channels(values: Tensor, inputs: Tensor) -> Tensor:
-    """Reshape a value for each channel so that it broadcasts over the inputs."""
-    return values.reshape(-1, *[1] * (inputs.dim() - 2))
 
 
 class StaticBatchNorm(BatchNorm):

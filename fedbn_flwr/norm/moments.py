@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.norm.detect import bn_layers
-from fedbn_flwr.norm.layers import HybridBatchNorm, channel_axes
+from fedbn_flwr.norm.detect import bn_layers, channel_axes
+from fedbn_flwr.norm.layers import HybridBatchNorm
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from flwr.serverapp.strategy import Result
 from fedbn_flwr import wire
 from fedbn_flwr.plugins.options import Range
 from fedbn_flwr.server.constructor_options import MomentumKind, OptimizerKind, check_constructor
+from fedbn_flwr.server.grids import wait_for_nodes
 from fedbn_flwr.server.lr_schedule import read_schedule
 from fedbn_flwr.server.method_state import LaterRounds, LostRounds, MethodState, merged_type, pack_state, unpack_state
 from fedbn_flwr.server.optimizers import ServerOptimizer
@@ -23,7 +24,7 @@ from fedbn_flwr.server.privacy import Privacy
 from fedbn_flwr.server.replies import Expected, NodeReply
 from fedbn_flwr.server.robust import Robust
 from fedbn_flwr.server.round import Round
-from fedbn_flwr.server.sampling import Node, Roster, draw, wait_for_nodes
+from fedbn_flwr.server.sampling import Node, Roster, draw
 from fedbn_flwr.state import Arrays, arrays_to_record
 from fedbn_flwr.wire import Instruction
 from fedbn_flwr.wire.pooled import Asked

@@ -1,10 +1,10 @@
-"""Grids in front of others, and messages through a grid to some nodes, inside a round."""
+"""Grids in front of others, the wait for their nodes, and messages through a grid to some nodes, inside a round."""
 
 import os
 import time
 from collections.abc import Iterable, Sequence
 from itertools import count
-from logging import WARNING
+from logging import INFO, WARNING
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -12,13 +12,35 @@ from flwr.app import Message, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 
+from fedbn_flwr.server.replies import CannotTrainError
 from fedbn_flwr.wire.pooled import Summed
 
 if TYPE_CHECKING:
     from flwr.supercore.run import Run
 
+#: seconds between log entries while nodes are waited for
+SAY_EVERY = 60.0
 #: of the ids of messages that do not get theirs from Flower; processes may share the first, and hand over messages
 _PREFIX, _NUMBERS = uuid4(), count()
+
+
+def wait_for_nodes(grid: Grid, wanted: int, patience: float, fewest: int | None = None) -> list[int]:
+    """Return the connected nodes as soon as there are `wanted`, or after `patience` seconds if there are `fewest`.
+
+    Raises `CannotTrainError` if there are too few.
+    """
+    began = said = time.monotonic()
+    while len(nodes := sorted(grid.get_node_ids())) < wanted:
+        now = time.monotonic()
+        if now > began + patience:
+            if len(nodes) >= (wanted if fewest is None else fewest):
+                break
+            raise CannotTrainError(f"{len(nodes)} of {wanted} nodes connected within {patience:g} seconds")
+        if now > said + SAY_EVERY:
+            log(INFO, "Waiting for nodes: %d of %d are connected", len(nodes), wanted)
+            said = now
+        time.sleep(0.5)
+    return nodes
 
 
 def ask_nodes(grid: Grid, messages: Sequence[Message], timeout: float, poll: float = 0.02) -> dict[int, Message]:

@@ -1,22 +1,18 @@
-"""The choice of nodes: a finite wait, and a draw that does not depend on Flower's random node ids."""
+"""The choice of nodes: what they say of themselves, and a draw that does not depend on Flower's random node ids."""
 
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from logging import INFO
 
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr import wire
 from fedbn_flwr.randomness import numpy_generator
 from fedbn_flwr.server.grids import ask_nodes
 from fedbn_flwr.server.replies import (
-    CannotTrainError,
     Expected,
     Refusal,
     RefusedError,
@@ -29,8 +25,6 @@ from fedbn_flwr.state import Arrays
 
 #: nodes that are asked at a time: their questions and answers are in memory together
 ASKED_AT_ONCE = 500
-#: seconds between log entries while nodes are waited for
-SAY_EVERY = 60.0
 
 
 @dataclass(frozen=True)
@@ -47,25 +41,6 @@ class Node:
     bn_entries: tuple[str, ...] = ()
     #: further names of entries, each with the first name of the entry
     tied: tuple[tuple[str, str], ...] = ()
-
-
-def wait_for_nodes(grid: Grid, wanted: int, patience: float, fewest: int | None = None) -> list[int]:
-    """Return the connected nodes as soon as there are `wanted`, or after `patience` seconds if there are `fewest`.
-
-    Raises `CannotTrainError` if there are too few.
-    """
-    began = said = time.monotonic()
-    while len(nodes := sorted(grid.get_node_ids())) < wanted:
-        now = time.monotonic()
-        if now > began + patience:
-            if len(nodes) >= (wanted if fewest is None else fewest):
-                break
-            raise CannotTrainError(f"{len(nodes)} of {wanted} nodes connected within {patience:g} seconds")
-        if now > said + SAY_EVERY:
-            log(INFO, "Waiting for nodes: %d of %d are connected", len(nodes), wanted)
-            said = now
-        time.sleep(0.5)
-    return nodes
 
 
 class Roster:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import models, wire
 from fedbn_flwr.client import BNClient, bn_client
-from fedbn_flwr.client.device import channels_last
+from fedbn_flwr.client.image_order import channels_last
 from fedbn_flwr.data import Split
 from fedbn_flwr.state import snapshot
 from fedbn_flwr.wire import Instruction

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedbn_flwr.client.device import products
-from fedbn_flwr.client.training import Batch, batch_loss, make_optimizer, train
+from fedbn_flwr.client.training import Batch, batch_loss, make_optimizer, products, train
 from fedbn_flwr.wire import Instruction
 from tests.helpers.toys import CLASSES, assert_same_state, toy_cnn, toy_split
 

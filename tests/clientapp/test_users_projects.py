@@ -333,11 +333,11 @@ def test_flowers_older_server_ends_with_one_line(ask: str) -> None:
 
 
 def test_waiting_for_nodes_says_so(flower_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedbn_flwr.server import sampling
+    from fedbn_flwr.server import grids
 
-    monkeypatch.setattr(sampling, "SAY_EVERY", 0.0)
+    monkeypatch.setattr(grids, "SAY_EVERY", 0.0)
     counts = iter([[1], [1], [1, 2]])
     grid: Any = SimpleNamespace(get_node_ids=lambda: next(counts))
     with flower_log.at_level(logging.INFO, logger="flwr"):
-        assert sampling.wait_for_nodes(grid, 2, float("inf")) == [1, 2]
+        assert grids.wait_for_nodes(grid, 2, float("inf")) == [1, 2]
     assert "Waiting for nodes: 1 of 2 are connected" in flower_log.text

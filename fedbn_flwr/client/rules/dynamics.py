@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm, wire
 from fedbn_flwr.client.rules import Rule, Session, register_rule
-from fedbn_flwr.norm.layers import channel_axes
+from fedbn_flwr.norm.detect import channel_axes
 
 
 class BatchStatistics:

@@ -14,8 +14,7 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.rules import rules_for
 from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.layerwise import Exchange, SuspendedStep
-from fedbn_flwr.layerwise.suspended_step import Replicas
-from fedbn_flwr.layerwise.take_step import Lockstep
+from fedbn_flwr.layerwise.take_step import Lockstep, Replicas
 from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid, Job, RunConfig, Trained, job_reply, one_by_one
 from fedbn_flwr.simulation.stacked.layers import CannotStackError
@@ -38,6 +37,9 @@ class Stacks:
         self._chunk, self._share = chunk, share
         #: by the id of a model, what a step keeps in memory
         self._memory: dict[int, StepMemory] = {}
+        #: by the id of a model: how many clients fit, and by the kind of step, the size of its stacks
+        self._fitting: dict[int, int] = {}
+        self._sizes: dict[tuple[int, bool], int] = {}
         self._logged: set[str] = set()
 
     def train(self, jobs: Sequence[Job]) -> Iterator[Trained]:
@@ -78,7 +80,10 @@ class Stacks:
 
     def count_fitting(self, job: Job) -> int:
         """Return how many clients like this one fit into memory, next to those in other processes of this machine."""
-        return max(int(clients_that_fit(self._step_memory(job), job.client.device) * self._share), 1)
+        if (model := id(job.client.model)) not in self._fitting:
+            fitting = clients_that_fit(self._step_memory(job), job.client.device)
+            self._fitting[model] = max(int(fitting * self._share), 1)
+        return self._fitting[model]
 
     def log_once(self, reason: str, level: int = INFO, kind: str = "") -> None:
         """Say why clients train one after another; of reasons of a kind, the first."""
@@ -107,8 +112,10 @@ class Stacks:
         if self._chunk:
             return self._chunk
         client = job.client
-        most = largest_useful_stack(client.model, client.device, lambda: self._step_memory(job), layerwise)
-        return min(most, self.count_fitting(job)) if most > 1 else 1
+        if (key := (id(client.model), layerwise)) not in self._sizes:
+            most = largest_useful_stack(client.model, client.device, lambda: self._step_memory(job), layerwise)
+            self._sizes[key] = min(most, self.count_fitting(job)) if most > 1 else 1
+        return self._sizes[key]
 
     def _step_memory(self, job: Job) -> StepMemory:
         model = id(job.client.model)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from fedbn_flwr.client.device import ANY_ORDER
+from fedbn_flwr.client.image_order import ANY_ORDER
 from fedbn_flwr.layerwise.shared_batch_norm import SharedBatchNorm, Use
-from fedbn_flwr.layerwise.shared_statistics import replaced_forwards
+from fedbn_flwr.norm.detect import replaced_forwards
 from fedbn_flwr.randomness import OwnRandomness
 
 try:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fedbn_flwr import state, wire
 from fedbn_flwr.client import BNClient, Reply, training
 from fedbn_flwr.client.batch_plan import BatchLoader, load_groups
-from fedbn_flwr.client.device import autocast, products
 from fedbn_flwr.client.reply import Metrics
 from fedbn_flwr.client.rules import Session, rules_for
 from fedbn_flwr.layerwise import Exchange, shared_statistics
@@ -35,7 +34,7 @@ def train_together(jobs: Sequence[Job], structure: nn.Module, exchange: Exchange
     """
     clients, received, instruction = [job.client for job in jobs], [job.received for job in jobs], jobs[0].instruction
     local = state.group_keys(structure, instruction.keep_local)
-    with training.frozen(structure, instruction), products(instruction):
+    with training.frozen(structure, instruction), training.products(instruction):
         structure.train()
         stack = Stack(structure, _states(clients, received, local, structure))
         memory = StackedMemory([client.memory for client in clients])
@@ -172,7 +171,7 @@ class StackedBatches:
         instruction, device = self.session.instruction, part.inputs.device
         streams = [self.streams[row] for row in _numbers(part.rows)]
         batch, loss_function = (part.inputs, part.targets), self.clients[0].loss_function
-        with autocast(instruction, device):
+        with training.autocast(instruction, device):
             return self.stack.losses(part.rows, batch, loss_function, streams, self._around(part.rows))
 
     def _around(self, rows: Rows) -> Callable[[], AbstractContextManager[Any]]:
