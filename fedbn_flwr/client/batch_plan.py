@@ -71,7 +71,6 @@ class BatchLoader:
         return chosen
 
     def __len__(self) -> int:
-        """Number of mini-batches."""
         return len(self.sizes)
 
     def __iter__(self) -> Iterator[training.Batch]:

@@ -1,6 +1,5 @@
 """What a `BNClient` does, done by a handler that somebody else wrote."""
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -19,6 +18,7 @@ from fedbn_flwr.layerwise import Exchange
 from fedbn_flwr.randomness import OwnRandomness, derive
 from fedbn_flwr.state import State
 from fedbn_flwr.wire import Instruction
+from fedbn_flwr.wire.packed import with_content
 
 Handler = Callable[[Message, Context], Message]
 
@@ -113,10 +113,7 @@ class OwnLoopClient:
                 config: self._message.content[config],
             }
         )
-        seen = copy.copy(self._message)
-        seen.__dict__ = {**self._message.__dict__}
-        seen.content = content
-        return seen
+        return with_content(self._message, content)
 
     def _trained(self, content: RecordDict) -> State:
         """Return the arrays of the handler's reply, which must be those of the model."""

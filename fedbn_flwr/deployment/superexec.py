@@ -53,7 +53,6 @@ class _Start:
         self._ready = False
 
     def __call__(self, words: list[str], **streams: Any) -> None:
-        """Start a process."""
         if words[0] != _CLIENTAPP or not self._fork(words):
             subprocess.Popen(words, **streams)
 

@@ -62,9 +62,9 @@ class Refusal:
         return f"node {self.node}: {self.reason}" if self.node else self.reason
 
 
-def leave_out(node: int, reason: str, why: Why = Why.OTHER) -> Refusal:
+def leave_out(node: int, reason: str) -> Refusal:
     """Say in the log why a node is left out, and return it."""
-    refusal = Refusal(node, reason, why)
+    refusal = Refusal(node, reason)
     log_refused([refusal])
     return refusal
 

@@ -54,15 +54,12 @@ class Flat(Mapping[str, V], Generic[V]):
         self.layout, self.buffers = layout, buffers
 
     def __getitem__(self, name: str) -> V:
-        """Return a view of an entry."""
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over names, in the state's order."""
         return (name for name, _, _ in self.layout.entries)
 
     def __len__(self) -> int:
-        """Number of entries."""
         return len(self.layout.entries)
 
     @cached_property

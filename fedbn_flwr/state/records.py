@@ -118,11 +118,9 @@ class Members(MutableMapping[str, Array]):
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
         return iter(self._made if self._state is None else self._state)
 
     def __len__(self) -> int:
-        """Return the number of entries."""
         return len(self._made if self._state is None else self._state)
 
     def __setitem__(self, name: str, array: Array) -> None:

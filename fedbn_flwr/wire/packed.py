@@ -12,8 +12,9 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.constant import SType
 
+from fedbn_flwr.state import view_arrays
 from fedbn_flwr.state.flat import Entry, FlatArrays, Layout
-from fedbn_flwr.state.records import InMemoryArray, array_records, flat_of, make_record, record_of, view_array
+from fedbn_flwr.state.records import InMemoryArray, array_records, make_record, record_of, view_array
 
 PACKED = "packed"
 #: a record, its packed one, and the layout
@@ -70,7 +71,7 @@ def _packed(record: ArrayRecord) -> tuple[ArrayRecord, str]:
         dtype = np.dtype(array.dtype)
         if array.stype != SType.NUMPY or dtype.kind not in "biufc" or not dtype.isnative:
             return record, ""
-    flat = flat_of(record) or FlatArrays.copy_of({key: view_array(array) for key, array in record.items()})
+    flat = view_arrays(record)
     if len(flat.buffers) >= len(flat):
         return record, ""
     packed = make_record({dtype.str: InMemoryArray(values) for dtype, values in flat.buffers.items()})
