@@ -14,7 +14,7 @@ from fedbn_flwr.layerwise.exchange import Answer, Exchange, Kind, Observer, Requ
 from fedbn_flwr.layerwise.gradients import gradients
 from fedbn_flwr.layerwise.shared_batch_norm import Mode, SharedBatchNorm
 from fedbn_flwr.layerwise.shared_statistics import shared_statistics
-from fedbn_flwr.layerwise.take_step import SuspendedStep, Transport, lockstep, take_step
+from fedbn_flwr.layerwise.steps import SuspendedStep, Transport, lockstep, take_step
 
 __all__ = [
     "Answer",

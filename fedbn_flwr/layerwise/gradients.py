@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fedbn_flwr.layerwise.exchange import Exchange, Observer, combine, normalized
 from fedbn_flwr.layerwise.shared_batch_norm import Mode
 from fedbn_flwr.layerwise.shared_statistics import shared_statistics
-from fedbn_flwr.layerwise.take_step import lockstep
+from fedbn_flwr.layerwise.steps import lockstep
 from fedbn_flwr.norm import counter_keys, statistics_keys
 from fedbn_flwr.randomness import derive
 

@@ -19,7 +19,7 @@ from fedbn_flwr.client.own_loop_client import OwnLoopClient
 from fedbn_flwr.client.reply import Reply
 from fedbn_flwr.client.rules import read_instruction
 from fedbn_flwr.layerwise import Answer, Exchange, Requests, SuspendedStep
-from fedbn_flwr.layerwise.take_step import Replicas
+from fedbn_flwr.layerwise.steps import Replicas
 from fedbn_flwr.state import State
 from fedbn_flwr.state.records import payload_bytes
 from fedbn_flwr.transports.message_records import ANSWERS, COUNTS, LACKS_ARRAYS, REQUEST, StepPosition, read_answers

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.layerwise import Exchange, Kind, Requests, SuspendedStep, combine, respond, take_step
 from fedbn_flwr.layerwise.exchange import LARGEST, ExchangeError, OrderError, Why, join, pool, why_unusable
-from fedbn_flwr.layerwise.take_step import Lockstep
+from fedbn_flwr.layerwise.steps import Lockstep
 
 
 def request(*values: float, kind: Kind = "mean", layer: str = "bn", count: int = 4) -> Requests:

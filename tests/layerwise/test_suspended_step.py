@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.layerwise import Answer, Exchange, Requests, SuspendedStep, lockstep, shared_statistics
-from fedbn_flwr.layerwise.take_step import Abandoned, Done
+from fedbn_flwr.layerwise.steps import Abandoned, Done
 from tests.helpers.waiting import PATIENCE, wait_until
 
 

@@ -14,7 +14,7 @@ from fedbn_flwr.client import BNClient
 from fedbn_flwr.client.rules import rules_for
 from fedbn_flwr.client.training import make_optimizer
 from fedbn_flwr.layerwise import Exchange, SuspendedStep
-from fedbn_flwr.layerwise.take_step import Lockstep, Replicas
+from fedbn_flwr.layerwise.steps import Lockstep, Replicas
 from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid, Job, RunConfig, Trained, job_reply, one_by_one
 from fedbn_flwr.simulation.stacked.layers import CannotStackError
