@@ -129,4 +129,4 @@ class Round:
         return f"BN is frozen after round {state.frozen_after}, {tried}{option}, or a later freeze"
 
     def _count_connected(self) -> int:
-        return len(list(self.grid.get_node_ids()))
+        return len(list(self.grid.get_node_ids())) if self.grid else 0
