@@ -13,15 +13,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from fedbn_flwr import state, wire
+from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal
+from fedbn_flwr.experiments.output.run_folder import PERSONAL
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.averaging import Arrays, arrays_of, arrays_to_record
 from fedbn_flwr.simulation.in_process import LocalGrid
+from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, StateFolder
 from fedbn_flwr.state.record_files import sync
 from fedbn_flwr.strategies import BaseStrategy
 from fedbn_flwr.wire.history import CHECKPOINT, STATE_HISTORY, History
@@ -215,6 +219,21 @@ class Recovery:
         if every == AUTOMATIC:
             return monotonic() - self._ended >= TRAINING_PER_SAVING * self._took
         return every > 0 and server_round % every == 0
+
+    def save_personal(self, arrays: ArrayRecord) -> None:
+        """Write what nodes' own models have in place of the server's `arrays`; nodes elsewhere keep theirs."""
+        strategy, grid, folder = self._strategy, self._grid, self._folder / PERSONAL
+        if not (strategy.personal and isinstance(grid, LocalGrid)):
+            return
+        if strategy.stays != "none":
+            grid.save_states(folder, wire.PERSONAL)
+            return
+        files, shared = StateFolder(folder, range(0)), state.from_record(arrays)
+        for node, groups in strategy.package(list(grid.get_node_ids()), arrays).items():
+            sent, records = state.from_record(groups[strategy.arrayrecord_key]), RecordDict()
+            if own := {name: value for name, value in sent.items() if not torch.equal(value, shared[name])}:
+                Memory(records).store(wire.PERSONAL, own)
+                files[node - FIRST_NODE_ID] = records
 
     def restore(self, saved: Checkpoint) -> ArrayRecord:
         """Bring everything into the state of a checkpoint; return its model."""

@@ -29,6 +29,7 @@ from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
 from fedbn_flwr.experiments.output.recorder import Progress, Summary, diverged
 from fedbn_flwr.experiments.output.run_folder import (
     CONFIG,
+    PERSONAL,
     as_json,
     installed_versions,
     make_folder,
@@ -46,7 +47,16 @@ LOCK = "lock"
 #: differing options that an error names
 NAMED = 4
 #: what a run writes beside checkpoints; that the folder has a run at all is told by its options, the last
-FILES = ("summary.json", "model.safetensors", "curves.png", "rounds.jsonl", "dynamics.jsonl", "tensorboard", "states")
+FILES = (
+    "summary.json",
+    "model.safetensors",
+    "curves.png",
+    "rounds.jsonl",
+    "dynamics.jsonl",
+    "tensorboard",
+    "states",
+    PERSONAL,
+)
 #: holds the results of a run until the run that replaces it has finished
 REPLACED = "replaced"
 #: what the code that goes on with a run must have in common with the code that began it

@@ -105,6 +105,17 @@ def make_partition(config: Config, clients: int) -> list[NDArray[np.int64]]:
     return data.partition(config.partition, load_data(config), clients, config.seed)
 
 
+def node_names(config: Config) -> list[int | str]:
+    """Return the clients' domains if each has one that no other client has, else their numbers."""
+    loaded, numbers = load_data(config), range(config.clients)
+    if (domains := loaded.train.domains) is None:
+        return list(numbers)
+    parts = make_partition(config, config.clients)
+    held = [domain for part in parts for domain in domains[torch.from_numpy(part)].unique().tolist()]
+    is_own = len(set(held)) == len(held) == len(parts)
+    return [loaded.domain_names[domain] for domain in held] if is_own else list(numbers)
+
+
 def fresh_model(config: Config, form: Form | None = None) -> nn.Module:
     """The model of an experiment in its initial state; for data of this form, if they are not here."""
     form = form or form_of(config)

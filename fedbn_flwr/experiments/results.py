@@ -13,20 +13,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedbn_flwr import state
+from fedbn_flwr.clientapp import export_personal
 from fedbn_flwr.data.own_data import OwnData, digest_of, fingerprint_of, own_data, preprocess
 from fedbn_flwr.experiments.comparison import Line, lines, metric_of
 from fedbn_flwr.experiments.method import Experiment, all_options, own_options, parse
 from fedbn_flwr.experiments.output.console import console, show_comparison, show_run
 from fedbn_flwr.experiments.output.recorder import Summary
-from fedbn_flwr.experiments.output.run_folder import NOT_WHOLE, read_rounds
+from fedbn_flwr.experiments.output.run_folder import PERSONAL, read_rounds
 from fedbn_flwr.experiments.recipes.table import values_of
 from fedbn_flwr.experiments.reports.page import html
 from fedbn_flwr.experiments.reports.sources import read_sources
 from fedbn_flwr.experiments.reports.tables import result_table
-from fedbn_flwr.experiments.resources import fresh_model, load_data, normalization
+from fedbn_flwr.experiments.resources import fresh_model, load_data, node_names, normalization
 from fedbn_flwr.models import read_weights
 from fedbn_flwr.plugins import Named, extra, fingerprint
 from fedbn_flwr.plugins.options import UsageError, as_value, option_key
+from fedbn_flwr.state.record_files import SUFFIX, read_records
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy, register_strategy
 
 #: a name with options, a strategy, or a strategy's class
@@ -182,8 +184,37 @@ class Results:
         UsageError.
         """
         key = self._key_of(method, seed)
+        if self._experiments[key].strategy_class.personal:
+            raise UsageError(f"{key[0]!r} has a model for each node: `models` returns them")
+        return self._filled(key, read_weights(self._places[key] / "model.safetensors"))
+
+    def models(self, method: Method = "", seed: int | None = None) -> dict[int | str, nn.Module]:
+        """Return each node's own model, in evaluation mode; by default those of the first run.
+
+        The keys are the nodes' domains if each has one of its own, else their numbers. A node that never trained has
+        the server's model. A method with one model for all nodes is a UsageError, and so are nodes elsewhere.
+        """
+        key = self._key_of(method, seed)
+        experiment, folder = self._experiments[key], self._places[key] / PERSONAL
+        if not experiment.strategy_class.personal:
+            raise UsageError(f"{key[0]!r} has one model for all nodes: `model` returns it")
+        if not folder.is_dir():
+            raise UsageError(
+                f"{folder} is missing: with the engine ray and in deployments nodes keep their models, "
+                "of which `export_personal` makes one there"
+            )
+        weights = read_weights(self._places[key] / "model.safetensors")
+        shared, own = state.to_record(weights), dict[int | str, nn.Module]()
+        for number, name in enumerate(node_names(experiment.config)):
+            file = folder / f"{number}{SUFFIX}"
+            kept = state.from_record(export_personal(shared, read_records(file))) if file.exists() else weights
+            own[name] = self._filled(key, kept)
+        return own
+
+    def _filled(self, key: Key, weights: state.State) -> nn.Module:
+        """Return a run's model with these weights."""
         model = fresh_model(self._experiments[key].config)
-        state.load(model, read_weights(self._places[key] / "model.safetensors"))
+        state.load(model, weights)
         return model.eval()
 
     def preprocess(self, method: Method = "", seed: int | None = None) -> Callable[[Any], Tensor]:
@@ -199,8 +230,6 @@ class Results:
         if not known:
             names = ", ".join(f"{name!r} (seed {number})" for name, number in self._experiments)
             raise UsageError(f"there is no model of {text!r}{'' if seed is None else f', seed {seed}'}; of: {names}")
-        if self._experiments[known[0]].strategy_class.personal:
-            raise UsageError(f"{text!r} has a model for each node, and results hold no node's: {NOT_WHOLE}")
         return known[0]
 
     def to_pandas(self) -> Any:

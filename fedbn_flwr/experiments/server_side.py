@@ -102,8 +102,9 @@ def run(
             files.finish(summary, journal.arrays)
             log(ERROR, "The run ended after round %d, what it leaves is in %s", summary["rounds-done"], folder)
             raise
-    summary = journal.summary(experiment, nodes)
-    files.finish(summary, journal.arrays or arrays)
+    summary, arrays = journal.summary(experiment, nodes), journal.arrays or arrays
+    recovery.save_personal(arrays)
+    files.finish(summary, arrays)
     return summary
 
 

@@ -4,6 +4,7 @@ import gc
 import logging
 import random
 import re
+import shutil
 import signal
 import sys
 import warnings
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -29,6 +31,7 @@ from fedbn_flwr.data import Split, load
 from fedbn_flwr.data.own_data import fingerprint_of
 from fedbn_flwr.experiments import UsageError
 from fedbn_flwr.experiments.output.run_folder import RunFolder
+from fedbn_flwr.state.record_files import read_records
 from fedbn_flwr.strategies import REGISTRY, DivergedError, FedAvg, FedProx, FixBN
 from fedbn_flwr.wire import Instruction
 from tests.helpers.checkout import ROOT, environment
@@ -105,12 +108,57 @@ def test_a_strategy_of_ones_own_with_its_options() -> None:
 
 @pytest.mark.parametrize("method", ["fedbn", "silobn", "mtfl", "standalone"])
 def test_models_of_the_nodes_are_no_one_model(method: str, tmp_path: Path) -> None:
-    found, said = quick(method, tmp_path), f"'{method}' has a model for each node"
-    with pytest.raises(UsageError, match=rf"^{said}.*`export_personal` makes a node's model$"):
+    found = quick(method, tmp_path)
+    with pytest.raises(UsageError, match=rf"^'{method}' has a model for each node: `models` returns them$"):
         found.model()
+    assert list(found.models()) == [0, 1]
     assert found.summaries[0]["model-for-each-node"]
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert "of no use alone" in file.metadata()["note"]
+
+
+@pytest.mark.parametrize("engine", [{"engine": "inprocess"}, {"engine": "stacked"}, {"workers": 2}])
+@pytest.mark.parametrize("method", ["fedbn:momentum=0.9:momentum-state=local", "fednorm"])
+def test_the_nodes_models_have_the_accuracy_of_the_summary(method: str, engine: dict[str, Any], tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        **SMALL,
+        "data": "digits-domains",
+        "partition": "domain",
+        "clients": 5,
+        "local_steps": 20,
+        **engine,
+    }
+    found, data = run(method, folder=tmp_path, **options), load("digits-domains")
+    own = found.models()
+    assert list(own) == list(data.domain_names)
+    scores = [
+        evaluate(model, data.test, 10, "cpu").domain_accuracy[data.domain_names.index(str(domain))]
+        for domain, model in own.items()
+    ]
+    assert np.mean(scores) == pytest.approx(found.summaries[0]["accuracy-personal"], rel=1e-12)
+    assert len(set(scores)) > 1
+    assert found.preprocess()(data.test.inputs[:2]).dtype == torch.float32
+    # and no more than that is kept: no momentum
+    kept = [list(read_records(path)) for path in (tmp_path / "personal").iterdir()]
+    assert kept == [["fedbn-flwr/personal"]] * 5
+
+
+def test_a_node_that_never_trained_has_the_servers_model(tmp_path: Path) -> None:
+    found = quick("fedbn", tmp_path, clients=3, fraction_train=0.4, rounds=1, evaluate_every=1)
+    shared = load_file(tmp_path / "model.safetensors")
+    (trained,) = (int(path.stem) for path in (tmp_path / "personal").iterdir())
+    for number, model in found.models().items():
+        same = all(torch.equal(value, shared[name]) for name, value in model.state_dict().items())
+        assert same == (number != trained)
+
+
+def test_where_there_are_no_models_of_nodes(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^'fedavg' has one model for all nodes: `model` returns it$"):
+        quick().models()
+    found = quick("fedbn", tmp_path)
+    shutil.rmtree(tmp_path / "personal")
+    with pytest.raises(UsageError, match="is missing: with the engine ray and in deployments nodes keep their models"):
+        found.models()
 
 
 def test_a_model_of_ones_own() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -25,6 +26,8 @@ VERSIONED = ("flwr", "matplotlib", "numpy", "pillow", "ray", "scikit-learn", "to
 
 
 CONFIG = "config.json"
+#: a file for each node with the entries of its own model that differ from the server's
+PERSONAL = "personal"
 #: said of `model.safetensors` where nodes have models of their own
 NOT_WHOLE = "model.safetensors lacks what nodes keep and is of no use alone; `export_personal` makes a node's model"
 
@@ -32,7 +35,8 @@ NOT_WHOLE = "model.safetensors lacks what nodes keep and is of no use alone; `ex
 class RunFolder:
     """Folder with `config.json`, `rounds.jsonl`, `summary.json`, `model.safetensors` and `curves.png` of one run.
 
-    A run that records its dynamics also has `dynamics.jsonl`, with rows for every BN layer in every round.
+    A run that records its dynamics also has `dynamics.jsonl`, with rows for every BN layer in every round. If nodes
+    have models of their own and are on this machine, `personal` has what these do not share.
     """
 
     def __init__(self, path: Path, rounds_done: int = 0) -> None:
@@ -45,6 +49,7 @@ class RunFolder:
         # if this run fails, its folder must not show the results of an earlier run
         for stale in ("summary.json", "model.safetensors", "curves.png"):
             (path / stale).unlink(missing_ok=True)
+        shutil.rmtree(path / PERSONAL, ignore_errors=True)
 
     def config(
         self,
