@@ -43,7 +43,7 @@ PARTIAL, OLD = f"{PREFIX}partial", f"{PREFIX}old"
 
 
 #: the number of the form in which checkpoints hold a run
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,10 @@ def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
     return convert(value)
 
 
+class StopRun(Exception):  # noqa: N818  # nothing is wrong
+    """The run ends after the round that has been recorded; a strategy's loop has no other way out."""
+
+
 class Recovery:
     """Gathers into a checkpoint what a run's strategy, record and nodes hold, and gives it back to them.
 
@@ -200,7 +204,7 @@ class Recovery:
         return config
 
     def record(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Record a round, then write a checkpoint if it is time for one (an `evaluate_fn`)."""
+        """Record a round, then write a checkpoint if it is time for one (an `evaluate_fn`); StopRun ends the run."""
         metrics = self._journal.record(server_round, arrays)
         if server_round and self._is_due(server_round):
             begun = monotonic()
@@ -212,6 +216,8 @@ class Recovery:
                 config[CHECKPOINT] = server_round
             self._ended = monotonic()
             self._took = self._ended - begun
+        if self._journal.stopped_by:  # also before the first round of a run that died between its last one and its end
+            raise StopRun
         return metrics
 
     def _is_due(self, server_round: int) -> bool:
@@ -229,6 +235,7 @@ class Recovery:
             grid.save_states(folder, wire.PERSONAL)
             return
         files, shared = StateFolder(folder, range(0)), state.from_record(arrays)
+        strategy.round.grid = grid  # there was no round if the run died after its last one
         for node, groups in strategy.package(list(grid.get_node_ids()), arrays).items():
             sent, records = state.from_record(groups[strategy.arrayrecord_key]), RecordDict()
             if own := {name: value for name, value in sent.items() if not torch.equal(value, shared[name])}:

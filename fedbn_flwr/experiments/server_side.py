@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr import state
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.data import SITES
-from fedbn_flwr.experiments.checkpoint import Recovery, clear, read_checkpoint, refuse_other_model
+from fedbn_flwr.experiments.checkpoint import Recovery, StopRun, clear, read_checkpoint, refuse_other_model
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.kept_run import KeptRun, alone_in, options_in
 from fedbn_flwr.experiments.method import Experiment, resolve
@@ -95,6 +95,8 @@ def run(
                 evaluate_config=recovery.tell(ConfigRecord({**evaluation_of(experiment).to_config(), **task.facts})),
                 evaluate_fn=recovery.record,
             )
+        except StopRun:
+            log(INFO, "The run ends early: %s", journal.stopped_by)
         except OSError:  # the disk, and no fault of the run: it can go on
             raise
         except Exception as error:

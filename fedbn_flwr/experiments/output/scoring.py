@@ -21,6 +21,13 @@ from fedbn_flwr.server.replies import log_refused, read_each
 from fedbn_flwr.strategies import BaseStrategy, NodeReply
 
 Score = dict[str, Any]
+#: the scores of which less is better
+LOWER_IS_BETTER = ("mse", "mae", "error")
+
+
+def merit(metric: str, score: float) -> float:
+    """Return a number that is larger for a better score."""
+    return -score if metric in LOWER_IS_BETTER else score
 
 
 class Scorer:
