@@ -17,8 +17,8 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedbn_flwr import state, wire
-from fedbn_flwr.client.node_memory import Memory
+from fedbn_flwr import wire
+from fedbn_flwr.client.node_memory import NAMESPACE
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.output.run_folder import PERSONAL
@@ -234,13 +234,10 @@ class Recovery:
         if strategy.stays != "none":
             grid.save_states(folder, wire.PERSONAL)
             return
-        files, shared = StateFolder(folder, range(0)), state.from_record(arrays)
+        files = StateFolder(folder, range(0))
         strategy.round.grid = grid  # there was no round if the run died after its last one
         for node, groups in strategy.package(list(grid.get_node_ids()), arrays).items():
-            sent, records = state.from_record(groups[strategy.arrayrecord_key]), RecordDict()
-            if own := {name: value for name, value in sent.items() if not torch.equal(value, shared[name])}:
-                Memory(records).store(wire.PERSONAL, own)
-                files[node - FIRST_NODE_ID] = records
+            files[node - FIRST_NODE_ID] = RecordDict({f"{NAMESPACE}/{wire.PERSONAL}": groups[strategy.arrayrecord_key]})
 
     def restore(self, saved: Checkpoint) -> ArrayRecord:
         """Bring everything into the state of a checkpoint; return its model."""

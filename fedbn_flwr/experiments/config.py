@@ -66,6 +66,9 @@ class Config:
         "augmentation of training images: none, crop or crop-flip[:padding=PIXELS][:fill=VALUE], "
         "resized-crop-flip[:scale=SHARE], flip-rotate[:degrees=DEGREES], random-crop",
     ] = "none"
+    objective: Annotated[
+        str, "loss to train with: mse or mae (of float targets), or package.module:function; empty: the task's own"
+    ] = ""
     optimizer: Annotated[str, "sgd, adam or adamw (whose weight-decay is decoupled)"] = "sgd"
     lr: Annotated[float, "local learning rate", Range(0)] = 0.1
     lr_schedule: Annotated[

@@ -103,7 +103,8 @@ def one_step(config: Config) -> StepMemory:
     data = load_data(config)
     few = np.arange(min(len(data.train), config.batch_size))
     device = str(pick_device(config.device))
-    client = BNClient(shared_model(config), data.train, indices=few, device=device, task=task_of(data.task))
+    task = task_of(data.task, config.objective)
+    client = BNClient(shared_model(config), data.train, indices=few, device=device, task=task)
     return StepMemory.of(client, instruction_of(config))
 
 

@@ -25,6 +25,7 @@ from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.resources import check_simulation, load_data
 from fedbn_flwr.experiments.results import Method, Model, Results, dataset_of, method_of, model_of
+from fedbn_flwr.plugins import Named, fingerprint
 from fedbn_flwr.plugins.options import UsageError, option_key
 
 #: evaluation is the server's; `run_simulation` is the only way to start a simulation from Python; and the command
@@ -159,6 +160,9 @@ def given_options(
     given = {
         key.replace("_", "-"): tuple(value) if isinstance(value, list) else value for key, value in options.items()
     }
+    if callable(objective := given.get("objective")):
+        name = getattr(objective, "__name__", type(objective).__name__)
+        given["objective"] = Named(name, objective, fingerprint(objective))
     if data is not UNSET and "dataset" in given:
         raise UsageError("data and dataset mean the same: give one of them")
     given |= {} if model is UNSET else {"model": model_of(model)}

@@ -135,7 +135,8 @@ def make_task(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any])
     config = rounds_within_budget(config, nodes)
     set_threads(config)
     trained = np.concatenate(make_partition(config, nodes)) if config.train_loss_global else None
-    scorer = Scorer(shared_model(config), load_data(config), pick_device(config.device), trained, config.class_metrics)
+    device = pick_device(config.device)
+    scorer = Scorer(shared_model(config), load_data(config), device, trained, config.class_metrics, config.objective)
     return Task(config, grid, form_of(config), scorer, ConfigRecord(), [])
 
 

@@ -73,6 +73,7 @@ class Bars:
 
         def advance(server_round: int, rounds: int, score: float | None) -> None:
             text = f"{label}: {percent(score)} %" if score is not None else label
+            text = f"{label}: {score:.4g}" if score is not None and self._data.task == "regression" else text
             # a tenth of the rounds, or one more, was complete in this round
             is_tenth = server_round * 10 // rounds > (server_round - 1) * 10 // rounds
             if self._has_lines and is_tenth:

@@ -137,10 +137,10 @@ def draw_runs(axes: Any, runs: Sequence[Line], **style: Any) -> None:
 def plot_curves(runs: Mapping[str, Sequence[Rows]], path: Path, title: str = "") -> None:
     """Plot accuracy (or mean IoU) and training loss over the rounds: each method's mean over seeds, and the range."""
     rows = [row for seeds in runs.values() for seed in seeds for row in seed]
-    score = next((key for key in SCORES if any(key in row for row in rows)), "accuracy")
+    score = next((key for key in SCORES if any(key in row for row in rows)), "loss")
     legend_rows = -(-len(runs) // LEGEND_COLUMNS)
     with figure(path, 2, (11, 4.3 + 0.2 * legend_rows)) as (picture, axes):
-        for panel, (key, label) in zip(axes, {score: SCORES[score], **LOSS}.items(), strict=True):
+        for panel, (key, label) in zip(axes, {score: SCORES.get(score, "test error"), **LOSS}.items(), strict=True):
             for index, (method, seeds) in enumerate(runs.items()):
                 lines = [_points(rows, key) for rows in seeds]
                 style = line_style(index, len(runs), min(len(x) for x, _ in lines))
