@@ -12,7 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, stdev
 
-from fedbn_flwr.experiments.comparison import spread
+from fedbn_flwr.experiments.results.values import spread
 
 DOCS = Path(__file__).parent
 PAGES = (

@@ -21,12 +21,11 @@ from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.kept_run import OVERWRITE, Terminated
 from fedbn_flwr.experiments.laboratory import checked, compare, quiet, run
 from fedbn_flwr.experiments.method import all_options, forms_of, import_plugins, owners, split_methods
-from fedbn_flwr.experiments.output.console import show_comparison, show_run
 from fedbn_flwr.experiments.output.listing import listing, show_listing, show_one
 from fedbn_flwr.experiments.recipes.commands import add_recipe_commands, list_recipes, reproduce, show_plan
 from fedbn_flwr.experiments.recipes.matrix import Cell
 from fedbn_flwr.experiments.recipes.recipe import Setting
-from fedbn_flwr.experiments.reports.page import add_report_command, report
+from fedbn_flwr.experiments.results.page import add_report_command, report
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import Option, UsageError, as_value, options_of, whole_number
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
@@ -197,7 +196,7 @@ def _add_option(group: Any, key: str, forms: Mapping[Option, Sequence[str]], sho
 def _run(options: dict[str, Any]) -> None:
     folder = options.pop("results-dir", Config.results_dir)
     results = run(options.pop("method", None), folder=folder, progress="lines", **options)
-    show_run(results.summaries[0], results.folder)
+    results.show()
 
 
 def _compare(options: dict[str, Any]) -> None:
@@ -221,7 +220,7 @@ def _compare(options: dict[str, Any]) -> None:
         **told,
         **options,
     )
-    show_comparison(results.summaries, results.folder)
+    results.show()
     errors = {method for method, _ in results.failures}
     if failed := [method for method in methods if method in errors]:
         raise CannotTrainError(f"{len(failed)} of {len(methods)} methods failed: {', '.join(failed)}")

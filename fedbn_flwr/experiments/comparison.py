@@ -9,18 +9,16 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from fedbn_flwr.experiments.choice import SEEDS, Choice, Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.kept_run import LOST, OVERWRITE, KeptRun, finished_summary, has_results, options_in
 from fedbn_flwr.experiments.method import Experiment, all_options, import_plugins, own_options, parse, resolve
-from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import make_folder, read_json, read_rounds, write_json
 from fedbn_flwr.experiments.resources import check_simulation
-from fedbn_flwr.plugins import extra
+from fedbn_flwr.experiments.results.pictures import draw_or_warn
+from fedbn_flwr.experiments.results.rows import metric_of, title_of, typical
 from fedbn_flwr.plugins.options import UsageError, convert, options_of
 from fedbn_flwr.strategies import REGISTRY
 
@@ -163,18 +161,14 @@ def plot_comparison(summaries: Sequence[Summary], folder: Path) -> None:
             place = run_folder(folder, summary["method"], summary["seed"])
             curves.setdefault(summary["method"], []).append(read_rounds(place))
     if curves:
-        draw_or_warn(curves, folder / "compare.png", title_of(typical(summaries)))
+        draw_or_warn(
+            curves, folder / "compare.png", title_of(typical([each for each in summaries if "error" not in each]))
+        )
 
 
 def run_folder(folder: Path, method: str, seed: int) -> Path:
     """Return the folder of one run inside that of its comparison."""
     return folder / f"{folder_name(method)}-seed{seed}"
-
-
-def typical(summaries: Sequence[Summary]) -> Summary:
-    """Return a finished run whose partition is that of the clients: the centralized reference only if it is alone."""
-    finished = [summary for summary in summaries if "error" not in summary]
-    return next((summary for summary in finished if summary["partition"] != "union"), finished[0])
 
 
 def run_folders(folder: Path) -> list[Path]:
@@ -215,54 +209,6 @@ def _other_setting(plan: Plan, place: Path) -> list[str]:
     own = [key for key in options if key not in options_of(Config)]
     experiment = replace(alike.experiment(options["method"], 0), choice=plan.choice(options["method"]))
     return replace(alike.kept(experiment, place), unknown=own).differences()
-
-
-@dataclass(frozen=True)
-class Line:
-    """The results of one method over all its seeds."""
-
-    method: str
-    mean: float
-    deviation: float
-    #: mean paired difference to the first method, and half the width of its 95 % interval
-    difference: float
-    half_width: float
-    summary: Summary
-
-
-def metric_of(summary: Summary) -> str:
-    """Return the score by which the methods of a comparison are compared."""
-    return str(summary.get("metric", "accuracy"))
-
-
-def lines(summaries: Sequence[Summary], key: str = "") -> list[Line]:
-    """Return a line for each method, by default of what they are compared by; differences are paired by seed."""
-    key = key or metric_of(summaries[0])
-    by_method: dict[str, dict[int, Summary]] = {}
-    for summary in summaries:
-        by_method.setdefault(summary["method"], {})[summary["seed"]] = summary
-    first = next(iter(by_method.values()))
-    return [_line(method, runs, first, key) for method, runs in by_method.items()]
-
-
-def _line(method: str, runs: Mapping[int, Summary], first: Mapping[int, Summary], key: str) -> Line:
-    values = {seed: run.get(key, np.nan) for seed, run in runs.items()}
-    differences = [value - first[seed].get(key, np.nan) for seed, value in values.items() if seed in first]
-    mean, deviation, _ = spread(list(values.values()))
-    difference, _, half_width = spread(differences)
-    return Line(method, mean, deviation, difference, half_width, list(runs.values())[-1])
-
-
-def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean, the standard deviation, and half the width of the mean's 95 % interval."""
-    if len(values) < 2:
-        return (values[0] if values else np.nan), 0.0, 0.0
-    with extra("cli"):  # takes seconds to import, and only the last table needs it
-        from scipy import stats
-
-    deviation = float(np.std(values, ddof=1))
-    half_width = deviation / len(values) ** 0.5 * float(stats.t.ppf(0.975, len(values) - 1))
-    return float(np.mean(values)), deviation, half_width
 
 
 def folder_name(text: str) -> str:

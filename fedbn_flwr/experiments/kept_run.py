@@ -25,7 +25,6 @@ from fedbn_flwr import __version__
 from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import AUTOMATIC, checkpoint_round, clear, read_checkpoint
 from fedbn_flwr.experiments.method import Experiment, resolve
-from fedbn_flwr.experiments.output.plots import draw_or_warn, title_of
 from fedbn_flwr.experiments.output.recorder import Progress, Summary, diverged
 from fedbn_flwr.experiments.output.run_folder import (
     CONFIG,
@@ -36,6 +35,8 @@ from fedbn_flwr.experiments.output.run_folder import (
     read_rounds,
 )
 from fedbn_flwr.experiments.resources import rounds_within_budget
+from fedbn_flwr.experiments.results.pictures import draw_or_warn
+from fedbn_flwr.experiments.results.rows import title_of
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.strategies import CannotTrainError
 

@@ -19,12 +19,13 @@ from fedbn_flwr.experiments.comparison import Plan, run_folder
 from fedbn_flwr.experiments.comparison import compare as compare_runs
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
+from fedbn_flwr.experiments.given_objects import Method, Model, dataset_of, method_of, model_of
 from fedbn_flwr.experiments.kept_run import KeptRun, keeping, resume
 from fedbn_flwr.experiments.method import import_plugins, owners, parse, resolve
 from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.resources import check_simulation, load_data
-from fedbn_flwr.experiments.results import Method, Model, Results, dataset_of, method_of, model_of
+from fedbn_flwr.experiments.results.results import Results
 from fedbn_flwr.plugins.options import UsageError, option_key
 
 #: evaluation is the server's; `run_simulation` is the only way to start a simulation from Python; and the command

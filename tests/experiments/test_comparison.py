@@ -1,4 +1,4 @@
-"""Several methods on the same data: pairing by seed, choosing values, and what is written."""
+"""Several methods on the same data: choosing values, and what is written."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,65 +12,13 @@ import fedbn_flwr.experiments.output.scoring
 from fedbn_flwr.client.evaluation import Evaluation, evaluate
 from fedbn_flwr.data import Split
 from fedbn_flwr.experiments import Config
-from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Plan, compare, lines, typical
+from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, Plan, compare
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.method import Experiment
-from fedbn_flwr.experiments.output.console import console, show_comparison
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.resources import load_data
 from fedbn_flwr.strategies import CannotTrainError
 from tests.helpers.runs import DATA, OPTIONS, run
-
-
-def results(method: str, *accuracies: float, seeds: Sequence[int] = (0, 1, 2)) -> list[Summary]:
-    return [
-        {"method": method, "seed": seed, "accuracy": accuracy}
-        for seed, accuracy in zip(seeds, accuracies, strict=False)
-    ]
-
-
-# ---- lines of the table ----------------------------------------------------------------------------------------------
-
-
-def test_means_and_paired_differences_by_hand() -> None:
-    first, second = lines([*results("a", 0.5, 0.6, 0.7), *results("b", 0.6, 0.8, 0.75)])
-    assert first.method == "a"
-    assert (first.mean, first.deviation) == pytest.approx((0.6, 0.1))
-    assert (first.difference, first.half_width) == (0.0, 0.0)
-    # the differences are 0.1, 0.2 and 0.05: mean 0.35 / 3, variance (0.000278 + 0.006944 + 0.004444) / 2
-    assert second.difference == pytest.approx(0.35 / 3)
-    # Student's t for 95 % and two degrees of freedom is 4.302653
-    assert second.half_width == pytest.approx(4.302653 * (0.0116667 / 2 / 3) ** 0.5, rel=1e-5)
-    assert second.summary["seed"] == 2
-    (alone,) = lines(results("a", 0.5))
-    assert (alone.mean, alone.deviation, alone.half_width) == (0.5, 0.0, 0.0)
-
-
-def test_pairs_are_of_equal_seeds_whatever_the_order_and_whichever_is_missing() -> None:
-    """A run that could not train has no accuracy."""
-    first, second = lines([*results("a", 0.5, 0.7, seeds=(0, 2)), *results("b", 0.9, 0.6, 0.6, seeds=(2, 1, 0))])
-    assert first.mean == pytest.approx(0.6)
-    assert second.mean == pytest.approx(0.7)
-    assert second.difference == pytest.approx(((0.6 - 0.5) + (0.9 - 0.7)) / 2)
-
-
-def test_a_number_that_only_some_methods_have() -> None:
-    summaries = [*results("a", 0.5, 0.6), *({**row, "accuracy-personal": 0.9} for row in results("b", 0.5, 0.6))]
-    first, second = lines(summaries, "accuracy-personal")
-    assert first.mean != first.mean
-    assert second.mean == pytest.approx(0.9)
-
-
-def test_the_title_is_of_a_finished_run_of_the_clients_if_there_is_one() -> None:
-    failed, centralized, first, second = (
-        {"partition": "iid", "error": "diverged"},
-        {"partition": "union"},
-        {"partition": "classes:1"},
-        {"partition": "classes:2"},
-    )
-    assert typical([failed, centralized, first, second]) is first
-    assert typical([failed, centralized]) is centralized
-
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
@@ -209,50 +157,3 @@ def test_a_comparison_in_which_nothing_trains_fails(tmp_path: Path, capsys: pyte
     output = capsys.readouterr()
     assert "fedavg, seed 0: no node could train in round 1" in output.out
     assert "fedbn-flwr: 2 of 2 methods failed: fedavg, fedbn" in output.err
-
-
-# ---- the table in the terminal ---------------------------------------------------------------------------------------
-
-METHODS = ("fedavg", "fixbn:freeze-round=0.3:frozen-lr=0.05", "fedtan:carry=true", "centralized")
-RUN: dict[str, Any] = {
-    "dataset": "digits",
-    "model": "small-cnn",
-    "partition": "classes:2",
-    "clients": 5,
-    "rounds": 200,
-    "lr": 0.1,
-    "accuracy": 0.931,
-    "accuracy-personal": 0.99,
-    "accuracy-mean-bn": 0.9,
-    "seconds": 51.0,
-    "exchanges": 1400,
-    "payload-bytes": 119_552_000,
-}
-
-
-def shown(seeds: int = 1, **more: Any) -> str:
-    runs = [{**RUN, "method": method, "seed": seed, **more} for method in METHODS for seed in range(seeds)]
-    with console.capture() as captured:
-        show_comparison(runs, Path())
-    return captured.get()
-
-
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_names_and_numbers_are_whole_in_80_columns(monkeypatch: pytest.MonkeyPatch, seeds: int) -> None:
-    monkeypatch.setattr(console, "width", 80)
-    words = shown(seeds, **{"domain-accuracy": {"real": 0.5, "photos": 0.4}}).split()
-    for part in ("fixbn", ":freeze-round=0.3", ":frozen-lr=0.05", "fedtan", ":carry=true", "centralized"):
-        assert part in words
-    # all differ by nothing, which has no sign but plus, and one seed has no spread
-    assert words.count("+0.0") == len(METHODS) - 1
-    assert ("±" in words) == (seeds > 1)
-    # a megabyte has a million bytes
-    assert words.count("1,400") == words.count("93.1") == words.count("119.6") == len(METHODS)
-
-
-def test_a_value_that_was_chosen_is_shown_and_marked_at_the_edge() -> None:
-    assert not {"lr", "chosen"} & set(shown().split())
-    more: dict[str, Any] = {"chosen": {"lr": "0.1", "mu": "1"}, "chosen-at-edge": ["mu"]}
-    words = shown(**more)
-    assert words.count("lr=0.1, mu=1*") == len(METHODS)
-    assert "* the least or the largest value of its grid" in words

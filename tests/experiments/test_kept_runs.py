@@ -23,7 +23,8 @@ from fedbn_flwr.experiments import checkpoint, kept_run, main
 from fedbn_flwr.experiments.checkpoint import Checkpoint, write_checkpoint
 from fedbn_flwr.experiments.output.recorder import Journal
 from fedbn_flwr.experiments.output.run_folder import RunFolder
-from fedbn_flwr.experiments.reports.sources import read_sources
+from fedbn_flwr.experiments.results.folders import read_parts
+from fedbn_flwr.experiments.results.rows import rounds_of
 from tests.helpers.checkout import BIN
 from tests.helpers.runs import command, results, run, summary_bytes
 
@@ -44,11 +45,11 @@ def all_results(folder: Path) -> dict[str, Any]:
 
 def check_report(folder: Path) -> None:
     """What a report reads is what the runs' own files say."""
-    (source,) = read_sources([folder])
-    for each in source.runs:
-        finished = (each.folder / "summary.json").exists()
-        assert each.state == ("finished" if finished else "unfinished" if each.rows else "waiting")
-    assert {each.folder.name for each in source.runs} >= {path.parent.name for path in folder.glob("*/summary.json")}
+    (part,) = read_parts([folder])
+    for row in part.rows:
+        finished = Path(row["folder"], "summary.json").exists()
+        assert row["state"] == ("finished" if finished else "unfinished" if rounds_of(row) else "waiting")
+    assert {Path(row["folder"]) for row in part.rows} >= {path.parent for path in folder.glob("*/summary.json")}
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +251,7 @@ def test_a_picture_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.M
     def broken(*_: object) -> None:
         raise RuntimeError("no font")
 
-    monkeypatch.setattr("fedbn_flwr.experiments.output.plots.plot_curves", broken)
+    monkeypatch.setattr("fedbn_flwr.experiments.results.pictures.plot_curves", broken)
     assert run("run", results_dir=str(tmp_path)) == 0
     assert (tmp_path / "summary.json").exists()
     assert not (tmp_path / "curves.png").exists()

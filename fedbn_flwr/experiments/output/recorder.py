@@ -221,4 +221,4 @@ def diverged(error: Exception) -> Summary:
 
 def outcome_of(summary: Summary) -> str:
     """Return in a few words how a run failed: `failed`, or that it diverged and when."""
-    return f"diverged at round {summary['diverged']}" if "diverged" in summary else "failed"
+    return f"diverged at round {summary['diverged']:.0f}" if "diverged" in summary else "failed"

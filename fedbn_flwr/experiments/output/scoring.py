@@ -21,6 +21,8 @@ from fedbn_flwr.server.replies import log_refused, read_each
 from fedbn_flwr.strategies import BaseStrategy, NodeReply
 
 Score = dict[str, Any]
+#: scores of which less is better
+LOWER_IS_BETTER = ("mse",)
 
 
 class Scorer:

@@ -13,7 +13,6 @@ from typing import Any
 
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.experiments.choice import SEEDS
-from fedbn_flwr.experiments.comparison import metric_of
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.output.console import console, new_table, percent
 from fedbn_flwr.experiments.output.recorder import outcome_of
@@ -21,8 +20,10 @@ from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.experiments.recipes.matrix import Cell, MatrixRecord, Results, check_resources, plan_cells, run_matrix
 from fedbn_flwr.experiments.recipes.schema import check_recipe, read_recipe, recipe_names, recipe_path
-from fedbn_flwr.experiments.recipes.table import findings, values_of, write_table
 from fedbn_flwr.experiments.resources import expected_steps, load_data, rounds_within_budget
+from fedbn_flwr.experiments.results.folders import read_parts
+from fedbn_flwr.experiments.results.rows import metric_of
+from fedbn_flwr.experiments.results.show import study_text
 from fedbn_flwr.plugins.options import UsageError, whole_number
 from fedbn_flwr.strategies import CannotTrainError
 
@@ -57,7 +58,7 @@ def add_recipe_commands(commands: Any, command: Any) -> None:
 
 def list_recipes(options: Mapping[str, Any]) -> None:
     """Print every recipe, by paper and number."""
-    rows = [{"name": r.name, "place": r.place, "about": r.about} for r in map(read_recipe, recipe_names())]
+    rows = [{"name": r.name, "place": r.paper.place, "about": r.paper.about} for r in map(read_recipe, recipe_names())]
     if options.get("json"):
         print(json.dumps(rows, indent=2))
         return
@@ -101,8 +102,8 @@ def reproduce(options: Mapping[str, Any]) -> None:
         left = timedelta(seconds=round((time.perf_counter() - started) / done * (len(cells) - done)))
         console.print(f"{done}/{len(cells)} {cell.name}: {_outcome(cell, results)}, {left} left", markup=False)
     assert results is not None
-    values = values_of(results, record.rounds)
-    text = write_table(results, values, [line for item in findings(results, values) for line in item.lines()])
+    (part,) = read_parts([folder])
+    text = study_text(part.title, part.rows, part.paper)
     (folder / "table.txt").write_text(text)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Results: {folder.resolve()} (table.txt, results.json, a folder a setting)", soft_wrap=True)

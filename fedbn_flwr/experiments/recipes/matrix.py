@@ -4,11 +4,10 @@ A cell is a method in a setting, with all seeds and, where the recipe has a grid
 Each run has the folder that `fedbn-flwr run` writes. The folder of a setting is that of a comparison.
 """
 
-import json
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -22,9 +21,8 @@ from fedbn_flwr.experiments.comparison import Plan, folder_name, plot_comparison
 from fedbn_flwr.experiments.engines import NEEDED
 from fedbn_flwr.experiments.kept_run import KeptRun, keeping
 from fedbn_flwr.experiments.output.recorder import Summary
-from fedbn_flwr.experiments.output.run_folder import make_folder, read_json, write_json
+from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
 from fedbn_flwr.experiments.recipes.recipe import Recipe, Setting
-from fedbn_flwr.experiments.recipes.schema import read_recipe
 from fedbn_flwr.experiments.resources import load_data, shared_model
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.processes.worker import preload
@@ -93,26 +91,6 @@ class MatrixRecord:
         """Write the record and a copy of the recipe's file, before the first cell runs."""
         write_bytes(make_folder(folder) / RECIPE, source.read_bytes())
         write_json(folder / MATRIX, asdict(self))
-
-    def read_recipe(self, folder: Path) -> Recipe:
-        """Return the part of the recipe that runs, from the copy in the folder."""
-        recipe = read_recipe(str(folder / RECIPE))
-        recipe = recipe.in_small() if self.smoke else recipe
-        return replace(recipe.only(self.only) if self.only else recipe, name=self.recipe, seeds=self.seeds)
-
-
-def read_matrix(folder: Path) -> tuple[MatrixRecord, Results]:
-    """Return a matrix's record with the results so far; a UsageError names what cannot be read."""
-    try:
-        content = json.loads((folder / MATRIX).read_text())
-        record = MatrixRecord(**{item.name: content[item.name] for item in fields(MatrixRecord)})
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"{folder / MATRIX} is not the record of a matrix: {error}") from error
-    recipe = record.read_recipe(folder)
-    rows = read_json(folder / RESULTS) or []
-    known = {(setting.name, label) for setting, label in recipe.cells()}
-    runs = {(", ".join(row["labels"].values()), row["label"]): row["runs"] for row in rows}
-    return record, Results(recipe, {key: value for key, value in runs.items() if key in known})
 
 
 def plan_cells(

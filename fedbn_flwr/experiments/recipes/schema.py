@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 from fedbn_flwr.experiments.choice import Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import all_options, parse
-from fedbn_flwr.experiments.recipes.recipe import QUANTITIES, Direction, Number, Recipe, Reported, Setting, Side
+from fedbn_flwr.experiments.recipes.recipe import Recipe, Setting
+from fedbn_flwr.experiments.results.paper import Direction, Number, Paper, Reported, Side
+from fedbn_flwr.experiments.results.values import QUANTITIES
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import ALL_OPTIONS, Option, UsageError, options_of, whole_number
 from fedbn_flwr.plugins.yaml_text import load_yaml
@@ -168,19 +170,22 @@ def parse_recipe(name: str, content: object) -> Recipe:
     left_out = given.parts("leave-out", ("methods", "in"))
     directions = given.parts("directions", ("claim", "in", "place", "column"))
     reported = given.parts("reported", ("place", "values"))
-    recipe = Recipe(
-        name=name,
+    paper = Paper(
         place=given.text("place"),
         about=given.text("about"),
+        quantities=given.names("quantities", list(QUANTITIES), ["accuracy"]),
+        reported=[_reported(part, methods, [setting.name for setting in settings]) for part in reported],
+        directions=[_direction(part, methods, labels) for part in directions],
+        notes=given.texts("notes"),
+    )
+    recipe = Recipe(
+        name=name,
+        paper=paper,
         methods=methods,
         settings=settings,
         left_out=[(part.names("methods", methods, list(methods)), part.names("in", labels)) for part in left_out],
         seeds=given.seeds(),
         grid=given.grid(),
-        quantities=given.names("quantities", list(QUANTITIES), ["accuracy"]),
-        reported=[_reported(part, methods, [setting.name for setting in settings]) for part in reported],
-        directions=[_direction(part, methods, labels) for part in directions],
-        notes=given.texts("notes"),
     )
     if not recipe.cells():
         given.refuse("leave-out leaves no cell")
@@ -204,13 +209,14 @@ def _in_small(recipe: Recipe, whole: Fields, axes: Mapping[str, Mapping[str, Any
     parts = {"": options, **{label: part for values in vary.values() for label, part in values.items()}}
     texts = {label: ", ".join(f"{key} {value}" for key, value in part.items()) for label, part in parts.items()}
     changes = "; ".join(": ".join(filter(None, pair)) for pair in {**texts, **methods}.items() if pair[1])
+    note = f"Run in small, with {changes}. This says nothing about the paper's data."
     return replace(
         recipe,
         methods={**recipe.methods, **methods},
         settings=settings,
         seeds=given.seeds(),
         grid=given.grid(),
-        notes=[*recipe.notes, f"Run in small, with {changes}. This says nothing about the paper's data."],
+        paper=replace(recipe.paper, notes=[*recipe.paper.notes, note]),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from fedbn_flwr.experiments import main
-from fedbn_flwr.experiments.recipes.recipe import columns_of
+from fedbn_flwr.experiments.results.values import columns_of
 from tests.helpers.runs import OPTIONS
 
 MATRIX: dict[str, Any] = {

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from fedbn_flwr.experiments import UsageError, main
-from fedbn_flwr.experiments.recipes.recipe import columns_of
 from fedbn_flwr.experiments.recipes.schema import check_recipe, read_recipe, recipe_names
 from fedbn_flwr.experiments.resources import check, rounds_within_budget
+from fedbn_flwr.experiments.results.values import columns_of
 
 #: a recipe with everything
 WHOLE: dict[str, Any] = {
@@ -70,7 +70,7 @@ def test_in_small_the_cells_are_the_same(tmp_path: Path) -> None:
     other = small.experiment(small.settings[2], "BN").config
     assert (other.local_steps, other.rounds) == (1, 20)
     assert (small.seeds, small.grid) == (2, {})
-    assert small.notes[-1].startswith(
+    assert small.paper.notes[-1].startswith(
         "Run in small, with rounds 20; local-steps=20: local-steps 4, rounds 25; TAN: fedtan."
     )
 
@@ -173,9 +173,9 @@ def test_a_recipe_without_a_small_form_says_so(tmp_path: Path, capsys: pytest.Ca
 def test_every_cell_of_a_recipe_resolves(name: str) -> None:
     recipe = read_recipe(name)
     check_recipe(recipe)
-    assert recipe.place
-    assert recipe.about
-    assert recipe.reported or recipe.directions
+    assert recipe.paper.place
+    assert recipe.paper.about
+    assert recipe.paper.reported or recipe.paper.directions
 
 
 @pytest.mark.parametrize("name", recipe_names())

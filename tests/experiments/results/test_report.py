@@ -20,14 +20,13 @@ from PIL import Image
 from fedbn_flwr.experiments import main
 from fedbn_flwr.experiments.comparison import run_folder
 from fedbn_flwr.experiments.kept_run import KeptRun
-from fedbn_flwr.experiments.output.plots import Picture, bar_style, line_style
-from fedbn_flwr.experiments.recipes.recipe import QUANTITIES
-from fedbn_flwr.experiments.recipes.table import Value, values_of
-from fedbn_flwr.experiments.reports import bars
-from fedbn_flwr.experiments.reports.curves import draw_marks, marks_of
-from fedbn_flwr.experiments.reports.page import latex
-from fedbn_flwr.experiments.reports.sources import Run, read_sources
-from fedbn_flwr.experiments.reports.tables import Cell, Table
+from fedbn_flwr.experiments.results.bars import bars
+from fedbn_flwr.experiments.results.curves import draw_marks, marks_of
+from fedbn_flwr.experiments.results.folders import read_parts
+from fedbn_flwr.experiments.results.pictures import Picture, bar_style, line_style
+from fedbn_flwr.experiments.results.show import fill_latex, show
+from fedbn_flwr.experiments.results.table import Cell, Table
+from fedbn_flwr.experiments.results.values import QUANTITIES, Value, values_of
 from tests.helpers.matrix_files import ROUNDS, round_row, summary_of, write_matrix, write_run
 from tests.helpers.runs import run
 
@@ -252,12 +251,12 @@ def test_a_file_that_is_none_of_ours_is_one_line(
 def test_bars_by_domain_are_of_domains(tmp_path: Path) -> None:
     """Of every quantity that a single run or a recipe may have beside."""
     quantities = [*(name for name in QUANTITIES if name != "domain-accuracy"), "domain-accuracy"]
-    (source,) = read_sources([write_matrix(tmp_path, ALL, quantities=quantities)])
+    (part,) = read_parts([write_matrix(tmp_path, ALL, quantities=quantities)])
     values = {
-        **values_of(source.results, 1),
-        **{(*key, name): Value(1.0, 0.0, 1) for key in ALL for name in QUANTITIES},
+        **values_of(part.rows, quantities),
+        **{(*key, name): Value(key[1], 1.0, 0.0, 1) for key in ALL for name in QUANTITIES},
     }
-    pictures = [picture for picture in bars.bars(source, values) if picture.caption.startswith("Accuracy by domain")]
+    pictures = [picture for picture in bars(part.rows, values) if picture.caption.startswith("Accuracy by domain")]
     assert pictures
     for picture in pictures:
         axes = Figure().add_subplot()
@@ -274,8 +273,9 @@ def test_every_one_of_many_methods_has_a_look_of_its_own() -> None:
 
 def test_the_map_is_gn_minus_bn(tmp_path: Path) -> None:
     cells = {("IID, E=1", "BN"): (0.5, 0.5), ("IID, E=1", "GN"): (0.75, 0.75)}
-    (source,) = read_sources([write_matrix(tmp_path, cells)])
-    (picture,) = bars.maps(source, values_of(source.results, 1))
+    (part,) = read_parts([write_matrix(tmp_path, cells)])
+    values = values_of(part.rows, ["accuracy"])
+    (picture,) = [each for each in bars(part.rows, values) if each.name.startswith("gn-minus-bn")]
     axes = Figure().add_subplot()
     picture.paint(axes)
     assert [text.get_text() for text in axes.texts] == ["+25.0"]
@@ -342,12 +342,13 @@ def test_freezes_and_rate_drops_are_marked(method: str, expected: list[tuple[str
         rows[3]["frozen-after"] = 4
     if "fedbs" in method:
         rows = [{**row, "fedbs-stage": 1 + (row["round"] > 8)} for row in rows]
-    begun = Run("", method, 0, tmp_path, {"options": options}, rows, [], None)
-    assert marks_of(begun) == expected
+    (tmp_path / "config.json").write_text(json.dumps({"options": options}))
+    marks = marks_of({"folder": tmp_path}, rows)
+    assert marks == expected
     figure = Figure()
     axes = figure.add_subplot()
     axes.plot([1, 20], [0, 1])
-    draw_marks(axes, {method: marks_of(begun)}, {method: "#0072B2"})
+    draw_marks(axes, {method: marks}, {method: "#0072B2"})
     assert [float(np.asarray(line.get_xdata())[0]) for line in axes.lines[1:]] == sorted(
         {after + 0.5 for _, after in expected}
     )
@@ -390,7 +391,7 @@ def test_every_format_has_the_same_table(tmp_path: Path) -> None:
 
 
 def test_latex_prints_names_as_they_are() -> None:
-    text = latex("table.tex", table=Table("results", HARD, [{"method": Cell(HARD), "n": Cell("-1.00", -1.0)}]))
+    text = show(Table("results", HARD, [{"method": Cell(HARD), "n": Cell("-1.00", -1.0)}]), "latex")
     hard = r"a\_b\&50\%\#\{x\}\textasciitilde{}\textasciicircum{}\textbackslash{}\textless{}\textbar{}{[}{*}]"
     assert rf"\caption{{{hard}}}" in text
     assert hard + r" & $-$1.00 \\" in text
@@ -399,11 +400,11 @@ def test_latex_prints_names_as_they_are() -> None:
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX here (Debian: texlive-latex-recommended)")
 @pytest.mark.usefixtures("drawn")
 def test_latex_compiles(tmp_path: Path) -> None:
-    table = Table("results", HARD, [{"method": Cell(HARD), "n": Cell("1 ± 2", 1.0)}], HARD)
+    table = Table("results", HARD, [{"method": Cell(HARD), "n": Cell("1 ± 2", 1.0)}], [HARD])
     picture = Picture("curve", HARD, lambda axes: axes.plot([0, 1]))
     (tmp_path / "curve.pdf").write_bytes(picture.file("pdf"))
-    (tmp_path / "results.tex").write_text(latex("table.tex", table=table))
+    (tmp_path / "results.tex").write_text(show(table, "latex"))
     part = SimpleNamespace(prefix="", tables=[table], pictures=[picture])
-    (tmp_path / "paper.tex").write_text(latex("example.tex", parts=[part]))
+    (tmp_path / "paper.tex").write_text(fill_latex("example.tex", parts=[part]))
     words = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
     assert subprocess.run(words, cwd=tmp_path, stdout=subprocess.DEVNULL, check=False).returncode == 0
