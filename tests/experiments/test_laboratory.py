@@ -328,6 +328,12 @@ def test_results(tmp_path: Path) -> None:
         found.model("fedavg", 0)
     found.plot().save(tmp_path / "copy.png")
     assert (tmp_path / "copy.png").read_bytes() == (tmp_path / "compare.png").read_bytes() == found.plot()._repr_png_()
+    picture = found.plot()
+    picture.axes[0].set_ylabel("share of the test images")
+    for ending, begin in (("pdf", b"%PDF"), ("svg", b"<?xml")):
+        picture.save(tmp_path / f"copy.{ending}")
+        assert (tmp_path / f"copy.{ending}").read_bytes().startswith(begin)
+    assert "share of the test images" in (tmp_path / "copy.svg").read_text()
     assert "fedprox:mu=0.5" in found._repr_html_().replace("<wbr>", "")
     assert repr(found).count("fedprox:mu=0.5") == 1
 
