@@ -1,7 +1,7 @@
 """Read what versions without `study.json` wrote: comparisons, matrices, single runs, and runs of `flwr run`."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,12 @@ def read_comparison(folder: Path) -> list[Row]:
 def read_runs(folders: Sequence[Path]) -> list[Row]:
     """Return the rows of runs that are no study; runs of one method are its seeds only if nothing else differs."""
     runs = _with_settings([_named(folder, {}) for folder in folders])
-    kinds = {(row["method"], json.dumps(_without(options_of_run(row), (*OF_SEEDS, *OF_SETTINGS)))) for row in runs}
+    differing = {(row["method"], _text_without(options_of_run(row), OF_SEEDS + OF_SETTINGS)) for row in runs}
     places = {(row["method"], row["setting"], row["seed"]) for row in runs}
-    alike = all(options_of_run(row) for row in runs)
-    alike = alike and len(kinds) == len({row["method"] for row in runs}) and len(places) == len(runs)
-    return runs if alike else [{**row, "label": Path(row["folder"]).resolve().name} for row in runs]
+    alike = len(places) == len(runs) and len(differing) == len({row["method"] for row in runs})
+    if alike and all(map(options_of_run, runs)):
+        return runs
+    return [{**row, "label": Path(row["folder"]).resolve().name} for row in runs]
 
 
 def _named(place: Path, entry: Row) -> Row:
@@ -83,33 +84,28 @@ def _named(place: Path, entry: Row) -> Row:
 
 
 def _with_settings(rows: Sequence[Row]) -> list[Row]:
-    """Return rows with a setting for each data set, model, ..., named by what differs between settings."""
+    """Return rows with a setting for each data set, model, ..., named by what differs between settings.
+
+    The first run tells what a method names itself, and what the centralized reference and waiting runs do not say.
+    """
     options = [options_of_run(row) for row in rows]
     first = next((each for each in options if each and each.get("partition") != "union"), options[0])
-    values = [_setting_of(own, first) for own in options]
-    differing = [key for key in OF_SETTINGS if len({each[key] for each in values}) > 1]
-    names = [
-        ", ".join(f"{each[key]} {key}" if isinstance(each[key], int) else str(each[key]) for key in differing)
-        for each in values
-    ]
-    return [
-        {**row, "setting": name, "labels": {"setting": name} if name else {}}
-        for row, name in zip(rows, names, strict=True)
-    ]
+    values = []
+    for own in options:
+        pooled = ("partition", "clients") if own.get("partition") == "union" else ()
+        shared = [key for key in OF_SETTINGS if not own or key in pooled or f":{key}=" in str(own.get("method"))]
+        values.append({**own, **{key: first.get(key) for key in shared}})
+    differing = [key for key in OF_SETTINGS if len({each.get(key) for each in values}) > 1]
+    settings = list[Row]()
+    for row, each in zip(rows, values, strict=True):
+        parts = [f"{each[key]} {key}" if isinstance(each.get(key), int) else str(each.get(key)) for key in differing]
+        labels = {"setting": ", ".join(parts)} if parts else {}
+        settings.append({**row, "setting": ", ".join(parts), "labels": labels})
+    return settings
 
 
-def _setting_of(own: Row, first: Row) -> dict[str, Any]:
-    """Return the options of a run's setting.
-
-    The first run tells those that a method names itself, and those of the centralized reference and of waiting runs.
-    """
-    pooled = ("partition", "clients") if own.get("partition") == "union" else ()
-    shared = [key for key in OF_SETTINGS if not own or key in pooled or f":{key}=" in str(own.get("method"))]
-    return {key: (first if key in shared else own).get(key) for key in OF_SETTINGS}
-
-
-def _without(options: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if key not in keys}
+def _text_without(options: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return json.dumps({key: value for key, value in options.items() if key not in keys})
 
 
 def _name(text: str) -> str:

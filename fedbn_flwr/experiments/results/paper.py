@@ -137,7 +137,7 @@ def _ordered(
     if (mine.mean - its.mean) * difference > 0:
         return ""
     sign, where = ">" if difference > 0 else "<", ", ".join(filter(None, (setting, column)))
-    return f"{one} {sign} {other} in {where}: printed {first.mean} and {second.mean}, here {_both(mine, its)}"
+    return f"{one} {sign} {other} in {where}: printed {first.mean} and {second.mean}, here {mine} and {its}"
 
 
 def _claims(rows: Sequence[Row], values: Mapping[Key, Value], paper: Paper) -> Iterator[Finding]:
@@ -160,11 +160,7 @@ def _claims(rows: Sequence[Row], values: Mapping[Key, Value], paper: Paper) -> I
 
 def _where(pairs: Sequence[tuple[str, Value, Value]]) -> str:
     name, high, low = pairs[0]
-    return f": {_both(high, low)}" + (f" in {name}" if name else "") + (", ..." if len(pairs) > 1 else "")
-
-
-def _both(one: Value, other: Value) -> str:
-    return f"{one.text()} and {other.text()}"
+    return f": {high} and {low}" + (f" in {name}" if name else "") + (", ..." if len(pairs) > 1 else "")
 
 
 def _pairs(

@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 from flwr.common import log
 
-from fedbn_flwr.experiments.results.values import heading_of, is_share
+from fedbn_flwr.experiments.results.values import heading_of, scale_of
 from fedbn_flwr.plugins import extra
 
 Rows = Sequence[Mapping[str, Any]]
@@ -191,6 +191,7 @@ def draw_or_warn(runs: Mapping[str, Sequence[Rows]], path: Path, title: str, sco
 def points(rows: Rows, key: str, positions: Sequence[float] | None = None) -> Line:
     """Return a number of the rounds that have it, in percent if it is a share, over `positions`, or over rounds."""
     at = [row["round"] for row in rows] if positions is None else positions
-    scale = 100 if is_share(key) else 1
-    pairs = [(x, scale * row[key]) for x, row in zip(at, rows, strict=True) if isinstance(row.get(key), int | float)]
+    pairs = [
+        (x, scale_of(key) * row[key]) for x, row in zip(at, rows, strict=True) if isinstance(row.get(key), int | float)
+    ]
     return [x for x, _ in pairs], [y for _, y in pairs]

@@ -6,7 +6,6 @@ A new column is a line of `COLUMNS`.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isnan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,7 +24,7 @@ from fedbn_flwr.experiments.results.rows import (
     score_of,
     typical,
 )
-from fedbn_flwr.experiments.results.values import AVERAGE, Value, columns_of, heading_of, values_of
+from fedbn_flwr.experiments.results.values import AVERAGE, Value, heading_of, number_text, scale_of, values_of
 from fedbn_flwr.traffic.counting_grid import MEGABYTE
 
 #: said of results that have one run each
@@ -76,6 +75,8 @@ class Entry:
     """What a line is made of: the runs of one method in one setting, or one of its runs."""
 
     rows: Sequence[Row]
+    setting: str
+    label: str
     #: the method's values by column
     values: Mapping[str, Value]
     #: the columns of the table, the one that the line is about first
@@ -86,38 +87,19 @@ class Entry:
     digits: int
 
     @property
-    def setting(self) -> str:
-        """The labels of the setting."""
-        return str(self.rows[0]["setting"])
-
-    @property
-    def label(self) -> str:
-        """The method."""
-        return str(self.rows[0]["label"])
-
-    @property
-    def finished(self) -> list[Row]:
-        """The runs that came to their end."""
-        return finished(self.rows)
-
-    @property
     def failure(self) -> str:
         """How a run failed, in words; empty if none did."""
         return next((outcome_of(dict(row)) for row in self.rows if row["state"] == "failed"), "")
 
-    def value(self, column: str) -> Cell:
+    def value(self, column: str, has_spread: bool = True) -> Cell:
         """Return the number of the runs, with as many digits as the paper prints."""
         value, digits = self.values.get(column), self.digits
         if value is None or self.failure:
             return Cell()
         for number in filter(None, self.paper.numbers(self.label, self.setting, column).values()):
             digits = max(digits, len(number.printed.partition(" ")[0].partition(".")[2]))
-        return Cell(value.text(digits), value.mean, value.deviation if value.number > 1 else None)
-
-    def average(self, column: str) -> Cell:
-        """Return the number of the runs without its deviation."""
-        value = self.values.get(column)
-        return Cell() if value is None or self.failure else Cell(f"{value.mean:z.{self.digits}f}", value.mean)
+        spread = value.deviation if has_spread and value.number > 1 else None
+        return Cell(number_text(value.mean, spread, digits), value.mean, spread)
 
     def score(self, missing: str = "not recorded") -> Cell:
         """Return the number that the line is about, or why there is none."""
@@ -129,15 +111,13 @@ class Entry:
     def difference(self, baseline: Cell) -> Cell:
         """Return the paired difference to the first method, which itself has the cell `baseline`."""
         value = self.values.get(self.columns[0])
-        if value is None or self.failure or not self.baseline or isnan(value.difference):
+        if value is None or self.failure or not self.baseline or not value.pairs:
             return Cell()
-        if self.label == self.baseline:
-            return baseline
-        half = f" ± {value.half_width:.{self.digits}f}" if value.pairs > 1 else ""
-        text = f"{value.difference:+z.{self.digits}f}{half}"
-        return Cell(text, value.difference, value.half_width if half else None)
+        half = value.half_width if value.pairs > 1 else None
+        text = number_text(value.difference, half, self.digits, "+")
+        return baseline if self.label == self.baseline else Cell(text, value.difference, half)
 
-    def printed(self, column: str, heading: str) -> dict[str, Cell]:
+    def printed(self, column: str, heading: str = "{}") -> dict[str, Cell]:
         """Return the paper's numbers; `heading` has a place for their place."""
         numbers = self.paper.numbers(self.label, self.setting, column)
         return {heading.format(at): Cell(n.printed, n.mean) if n else Cell() for at, n in numbers.items()}
@@ -150,20 +130,25 @@ class Entry:
             cells |= {name: self.value(column), **self.printed(column, name + " ({})")}
         return cells
 
+    def domains(self) -> dict[str, Cell]:
+        """Return the accuracy of every domain, and their mean."""
+        names = next((row["domain-accuracy"] for row in self.rows if "domain-accuracy" in row), {})
+        cells = {name: self.value(name, has_spread=False) for name in names}
+        return {**cells, "mean": self.value(AVERAGE, has_spread=False)}
+
     def mean(self, key: str, unit: float = 1, digits: int = 0, of: str = "") -> Cell:
         """Return the mean over the finished runs of a number of their summaries, for each of another one."""
-        runs = [row for row in self.finished if isinstance(row.get(key), int | float) and (not of or row.get(of))]
+        runs = [row for row in finished(self.rows) if isinstance(row.get(key), int | float) and (not of or row.get(of))]
         return count(fmean(row[key] / unit / (row[of] if of else 1) for row in runs) if runs else None, digits)
-
-    def domains(self) -> list[str]:
-        """Return the columns of domains, and that of their mean."""
-        measured = [row["domain-accuracy"] for row in self.finished if "domain-accuracy" in row]
-        return [*measured[0], AVERAGE] if measured else []
 
     def recorded(self) -> list[str]:
         """Return the columns in which the runs or the paper have a number; at least one."""
         printed = self.paper.columns(self.label, self.setting)
         return [name for name in self.columns if name in self.values or name in printed] or [self.columns[0]]
+
+    def chosen(self) -> Cell:
+        """Return the values that were chosen for the runs."""
+        return Cell(next(filter(None, map(chosen_of, finished(self.rows))), ""))
 
     def rate(self) -> Cell:
         """Return the learning rate of the runs."""
@@ -176,16 +161,13 @@ def count(number: float | None, digits: int = 0) -> Cell:
     return Cell() if number is None else Cell(f"{number:,.{digits}f}", number)
 
 
-def _first(entry: Entry, text: Callable[[Row], str]) -> Cell:
-    return Cell(next(filter(None, map(text, entry.finished)), ""))
-
-
 def _state(row: Row) -> Cell:
     return Cell(f"failed: {row['error']}" if row["error"] else row["state"])
 
 
-def _of_run(row: Row) -> Cell:
-    return count(columns_of(row, metric_of(row), 1).get(metric_of(row)) if finished([row]) else None, 2)
+def _of_run(entry: Entry) -> dict[str, Cell]:
+    metric = metric_of(entry.rows[0])
+    return {heading_of(metric): entry.mean(metric, 1 / scale_of(metric), 2)}
 
 
 #: what a column has in a line: cells by heading. Lines of single runs have one row
@@ -197,14 +179,14 @@ COLUMNS: dict[str, Callable[[Entry], dict[str, Cell]]] = {
     "here": lambda entry: {"here": entry.score("")},
     "difference": lambda entry: {"difference": entry.difference(Cell("baseline", 0.0))},
     "versus": lambda entry: {f"vs {entry.baseline}": entry.difference(Cell())},
-    "printed": lambda entry: entry.printed(entry.columns[0], "{}"),
+    "printed": lambda entry: entry.printed(entry.columns[0]),
     "others": Entry.others,
-    "domains": lambda entry: {"mean" if name == AVERAGE else name: entry.average(name) for name in entry.domains()},
-    "personal": lambda entry: {"personal": entry.average("accuracy-personal")},
-    "mean BN": lambda entry: {"mean BN": entry.average("accuracy-mean-bn")},
-    "chosen": lambda entry: {"chosen": _first(entry, chosen_of)},
+    "domains": Entry.domains,
+    "personal": lambda entry: {"personal": entry.value("accuracy-personal", has_spread=False)},
+    "mean BN": lambda entry: {"mean BN": entry.value("accuracy-mean-bn", has_spread=False)},
+    "chosen": lambda entry: {"chosen": entry.chosen()},
     "runs": lambda entry: {"runs": count(max((value.number for value in entry.values.values()), default=None))},
-    "lr": lambda entry: {"lr": Cell() if _first(entry, chosen_of).text else entry.rate()},
+    "lr": lambda entry: {"lr": Cell() if entry.chosen().text else entry.rate()},
     "learning rate": lambda entry: {"learning rate": entry.rate()},
     "rounds": lambda entry: {"rounds": entry.mean("rounds")},
     "exchanges": lambda entry: {"exchanges": entry.mean("exchanges")},
@@ -212,11 +194,11 @@ COLUMNS: dict[str, Callable[[Entry], dict[str, Cell]]] = {
     "MB a round": lambda entry: {"MB a round, as papers count": entry.mean("paper-bytes", MEGABYTE, 2, of="rounds")},
     "seconds": lambda entry: {"seconds": entry.mean("seconds", 1, 1)},
     "s": lambda entry: {"s": entry.mean("seconds", 1, 1)},
-    "seed": lambda entry: {"seed": Cell(str(entry.rows[0]["seed"]), entry.rows[0]["seed"])},
+    "seed": lambda entry: {"seed": count(entry.rows[0]["seed"])},
     "state": lambda entry: {"state": _state(entry.rows[0])},
     "rounds done": lambda entry: {"rounds done": count(len(rounds_of(entry.rows[0])))},
     "of": lambda entry: {"of": count(options_of_run(entry.rows[0]).get("rounds"))},
-    "score of run": lambda entry: {heading_of(metric_of(entry.rows[0])): _of_run(entry.rows[0])},
+    "score of run": _of_run,
     "folder": lambda entry: {"folder": Cell(Path(entry.rows[0]["folder"]).name)},
 }
 #: columns that say which line it is; a line with these alone is left out
@@ -265,25 +247,18 @@ def table(
 
 def _entries(runs: Sequence[Row], paper: Paper, by: Sequence[str], digits: int) -> list[Entry]:
     values = values_of(runs, paper.quantities, paper.rounds)
-    cells: dict[tuple[str, str], dict[str, Value]] = {(row["setting"], row["label"]): {} for row in runs}
-    for (setting, label, column), value in values.items():
-        cells[setting, label][column] = value
+    cells = dict.fromkeys((row["setting"], row["label"]) for row in runs)
     quoted = [column for setting, label in cells for column in paper.columns(label, setting)]
-    names = dict.fromkeys([*(column for _, _, column in values), *quoted])
-    score = score_of(runs)
+    names, score = dict.fromkeys([*(column for _, _, column in values), *quoted]), score_of(runs)
     columns = sorted(names, key=lambda column: column != score) or [score]
-    compared = dict[str, list[str]]()
-    for (setting, label), own in cells.items():
-        compared.setdefault(setting, []).extend([label] if columns[0] in own else [])
-    groups: dict[tuple[object, ...], list[Row]] = {}
-    for row in runs:
-        groups.setdefault(tuple(row[key] for key in by), []).append(row)
     entries = []
-    for rows in groups.values():
-        first = rows[0]
-        labels = compared[first["setting"]]
-        baseline = labels[0] if len(labels) > 1 else ""
-        entries.append(Entry(rows, cells[first["setting"], first["label"]], columns, baseline, paper, digits))
+    for key in dict.fromkeys(tuple(row[name] for name in by) for row in runs):
+        rows = [row for row in runs if tuple(row[name] for name in by) == key]
+        setting, label = rows[0]["setting"], rows[0]["label"]
+        own = {column: value for (at, method, column), value in values.items() if (at, method) == (setting, label)}
+        compared = [method for at, method in cells if at == setting and (at, method, columns[0]) in values]
+        baseline = compared[0] if len(compared) > 1 else ""
+        entries.append(Entry(rows, setting, label, own, columns, baseline, paper, digits))
     return entries
 
 
@@ -301,14 +276,9 @@ def _footer(runs: Sequence[Row], entries: Sequence[Entry], columns: Sequence[str
     """Return what a reader of these columns should know."""
     if "score" not in columns and "here" not in columns:
         return []
-    ended, lines = finished(runs), list[str]()
-    values = [(entry, value) for entry in entries if (value := entry.values.get(entry.columns[0]))]
-    alone = all(value.number == 1 for _, value in values)
-    if (
-        {"difference", "versus"} & {*columns}
-        and alone
-        and any(value.pairs and entry.baseline for entry, value in values)
-    ):
+    lines, ended = list[str](), finished(runs)
+    pairs = [own.pairs for each in entries if each.baseline and (own := each.values.get(each.columns[0]))]
+    if {"difference", "versus"} & {*columns} and max(pairs, default=0) == 1:
         lines.append(WEAK)
     if any(EDGE in chosen_of(row) for row in ended):
         lines.append(ABOUT_EDGE)
@@ -332,8 +302,8 @@ def curve_table(rows: Sequence[Row]) -> Table:
             exchanges += row.get("exchanges") or 0
             sent += sum(row.get(f"payload-bytes-{way}") or 0 for way in ("down", "up"))
             seconds += row.get("seconds") or 0.0
-            if (value := columns_of(row, score, 1).get(score)) is not None:
-                place = {"round": count(row["round"]), heading_of(score): count(value, 2)}
+            if row.get(score) is not None:
+                place = {"round": count(row["round"]), heading_of(score): count(scale_of(score) * row[score], 2)}
                 counted = {"exchanges": count(exchanges), "MB sent": count(sent / MEGABYTE, 1)}
                 lines.append({**names, **place, **counted, "seconds": count(seconds, 1)})
     return Table("curves", "The score over the rounds", lines)

@@ -19,8 +19,7 @@ COUNTED = {"megabytes": "MiB a round", "gigabytes": "GiB in total", "extra-excha
 
 
 def _plain(key: str) -> Read:
-    factor = 100.0 if is_share(key) else 1.0
-    return lambda row, _: {key: factor * row[key]}
+    return lambda row, _: {key: scale_of(key) * row[key]}
 
 
 def _domains(row: Row, _: int) -> dict[str, float]:
@@ -31,6 +30,16 @@ def _domains(row: Row, _: int) -> dict[str, float]:
 def is_share(column: str) -> bool:
     """Whether files have a column's numbers as shares, which people read in percent."""
     return "loss" not in column and column not in LOWER_IS_BETTER
+
+
+def scale_of(column: str) -> float:
+    """Return what a column's numbers are multiplied by to be read."""
+    return 100.0 if is_share(column) else 1.0
+
+
+def number_text(number: float, spread: float | None, digits: int = 2, sign: str = "") -> str:
+    """Return a number with so many digits after the point, and its spread if it has one; what is 0 has no minus."""
+    return f"{number:{sign}z.{digits}f}" + (f" ± {spread:.{digits}f}" if spread is not None else "")
 
 
 QUANTITIES: dict[str, Read] = {
@@ -74,9 +83,8 @@ class Value:
     half_width: float = 0.0
     pairs: int = 0
 
-    def text(self, digits: int = 2) -> str:
-        """Return the mean with so many digits after the point, and the deviation; what is 0 has no sign."""
-        return f"{self.mean:z.{digits}f}" + f" ± {self.deviation:.{digits}f}" * (self.number > 1)
+    def __str__(self) -> str:
+        return number_text(self.mean, self.deviation if self.number > 1 else None)
 
 
 def compared(numbers: Mapping[str, Mapping[int, float]]) -> dict[str, Value]:
