@@ -132,7 +132,7 @@ class Entry:
 
     def domains(self) -> dict[str, Cell]:
         """Return the accuracy of every domain, and their mean."""
-        names = next((row["domain-accuracy"] for row in self.rows if "domain-accuracy" in row), {})
+        names: Mapping[str, float] = next((row["domain-accuracy"] for row in self.rows if "domain-accuracy" in row), {})
         cells = {name: self.value(name, has_spread=False) for name in names}
         return {**cells, "mean": self.value(AVERAGE, has_spread=False)}
 
