@@ -27,10 +27,11 @@ FLOORS = (
 )
 #: the experiments have floors of their own, by what comes after `fedbn_flwr.experiments.`
 INNER_FLOORS = (
-    ("config", "choice", "method", "output.run_folder"),  # what a run is, and its files
+    # what a run is, its files, and its row
+    ("config", "choice", "method", "output.run_folder", "results.rows", "results.paper"),
     ("resources", "output.recorder", "output.scoring", "output.sinks"),
     # what its numbers say, without knowing how it ran
-    ("results.rows", "results.values", "results.paper", "results.pictures", "results.curves", "results.bars"),
+    ("results.values", "results.findings", "results.pictures", "results.curves", "results.bars"),
     ("results.table", "output.console", "results.show"),
     ("checkpoint", "kept_run", "client_side", "server_side", "engines", "sites"),  # a run
     ("comparison", "output.listing", "given_objects"),

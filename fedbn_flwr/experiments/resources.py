@@ -1,7 +1,6 @@
 """The data, the partition and the model of an experiment: made once a process, shared by all its clients."""
 
 import pickle
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from logging import WARNING
@@ -24,6 +23,7 @@ from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment, read_data
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.output.sinks import check_sinks
+from fedbn_flwr.experiments.results.rows import about_absent
 from fedbn_flwr.layerwise.shared_statistics import check_layers
 from fedbn_flwr.norm.detect import FunctionalBatchNorm
 from fedbn_flwr.plugins import fingerprint
@@ -258,12 +258,6 @@ def absent_classes(config: Config) -> list[str]:
     held = set(loaded.train.labels[np.concatenate(make_partition(config, config.clients))].unique().tolist())
     names = loaded.class_names or [str(number) for number in range(loaded.num_classes)]
     return [name for number, name in enumerate(names) if number not in held]
-
-
-def about_absent(classes: Sequence[str], partition: str, clients: int) -> str:
-    """Return a sentence about classes that nobody has, though they are tested."""
-    few = ", ".join(classes[:5]) + ", ..." * (len(classes) > 5)
-    return f"no client has samples of {len(classes)} classes ({few}): {partition} with {clients} clients"
 
 
 @cache

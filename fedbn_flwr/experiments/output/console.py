@@ -1,7 +1,7 @@
 """The terminal: what is printed goes through `console`; a progress bar shows how far runs have come."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib import import_module
 from typing import Literal, Self
@@ -12,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fedbn_flwr.data import Data
-from fedbn_flwr.experiments.output.recorder import Progress as Callback
 
 console = Console()
 
@@ -57,7 +56,7 @@ class Bars:
         if self._cell:
             self._cell.show("")
 
-    def announce(self, label: str) -> Callback:
+    def announce(self, label: str) -> Callable[[int, int, float | None], None]:
         """Start the next run, and return the function to call after each of its rounds."""
         before, self._done = self._done, self._done + 1
 

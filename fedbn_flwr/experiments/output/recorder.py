@@ -217,8 +217,3 @@ class Journal:
 def diverged(error: Exception) -> Summary:
     """Return what a summary holds if the run diverged: the round."""
     return {"diverged": error.server_round} if isinstance(error, DivergedError) else {}
-
-
-def outcome_of(summary: Summary) -> str:
-    """Return in a few words how a run failed: `failed`, or that it diverged and when."""
-    return f"diverged at round {summary['diverged']:.0f}" if "diverged" in summary else "failed"

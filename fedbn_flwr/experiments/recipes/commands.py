@@ -15,14 +15,13 @@ from fedbn_flwr.client import pick_device
 from fedbn_flwr.experiments.choice import SEEDS
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.output.console import console, new_table, percent
-from fedbn_flwr.experiments.output.recorder import outcome_of
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.experiments.recipes.matrix import Cell, MatrixRecord, Results, check_resources, plan_cells, run_matrix
 from fedbn_flwr.experiments.recipes.schema import check_recipe, read_recipe, recipe_names, recipe_path
 from fedbn_flwr.experiments.resources import expected_steps, load_data, rounds_within_budget
 from fedbn_flwr.experiments.results.folders import read_parts
-from fedbn_flwr.experiments.results.rows import metric_of
+from fedbn_flwr.experiments.results.rows import metric_of, outcome_of
 from fedbn_flwr.experiments.results.show import study_text
 from fedbn_flwr.plugins.options import UsageError, whole_number
 from fedbn_flwr.strategies import CannotTrainError

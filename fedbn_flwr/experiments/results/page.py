@@ -15,8 +15,8 @@ from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.results.bars import bars
 from fedbn_flwr.experiments.results.curves import SETTINGS, curves
+from fedbn_flwr.experiments.results.findings import findings
 from fedbn_flwr.experiments.results.folders import Part, read_parts
-from fedbn_flwr.experiments.results.paper import findings
 from fedbn_flwr.experiments.results.pictures import styled
 from fedbn_flwr.experiments.results.rows import config_of, counts, options_of_run, rounds_of
 from fedbn_flwr.experiments.results.show import fill_html, fill_latex, show, text

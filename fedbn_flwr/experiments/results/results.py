@@ -22,7 +22,7 @@ from fedbn_flwr.experiments.results.rows import (
     finished,
     frame_of,
     rounds_of,
-    row_of_summary,
+    row_of,
     score_of,
     title_of,
     typical,
@@ -54,8 +54,12 @@ class Results:
         #: where the runs are; without a folder of your own, it lives as long as this object
         self.folder = folder
         self.summaries = list(summaries)
+        self._places = places
         #: a row for each run
-        self.rows = [row_of_summary(each, places[_key(each)]) for each in summaries]
+        self.rows = [
+            row_of(places[_key(each)], each, label=each["method"], method=each["method"], seed=each["seed"])
+            for each in summaries
+        ]
         self._experiments = {(each.config.method, each.config.seed): each for each in experiments}
         if not is_kept:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -101,7 +105,7 @@ class Results:
         """
         key = self._key_of(method, seed)
         model = fresh_model(self._experiments[key].config)
-        state.load(model, read_weights(self._folder_of(key) / "model.safetensors"))
+        state.load(model, read_weights(self._places[key] / "model.safetensors"))
         return model.eval()
 
     def preprocess(self, method: Method = "", seed: int | None = None) -> Callable[[Any], Tensor]:
@@ -120,9 +124,6 @@ class Results:
         if self._experiments[known[0]].strategy_class.personal:
             raise UsageError(f"{text!r} has a model for each node, and results hold no node's: {NOT_WHOLE}")
         return known[0]
-
-    def _folder_of(self, key: Key) -> Path:
-        return next(Path(row["folder"]) for row in self.rows if _key(row) == key)
 
     def to_pandas(self) -> Any:
         """Return a `pandas.DataFrame` with a row for each run, as `rows` of a folder."""

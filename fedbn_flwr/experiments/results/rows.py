@@ -21,20 +21,11 @@ def row_of(folder: Path, summary: Row = MappingProxyType({}), **place: Any) -> R
     """
     own = read_json(folder / "summary.json")
     ended = {**summary, **own} if isinstance(own, dict) else dict(summary) if "error" in summary else {}
+    error = str(ended.get("error") or ended.get("failed") or "")
     begun = "finished" if ended else "unfinished" if read_rounds(folder) else "waiting"
-    return _row(folder, ended, begun, {"setting": "", "labels": {}, "label": "", "method": "", "seed": 0, **place})
-
-
-def row_of_summary(summary: Row, folder: Path) -> Row:
-    """Return the row of a run of a comparison that has ended."""
-    place = {"setting": "", "labels": {}, "label": summary["method"]}
-    return _row(folder, summary, "finished", {**place, "method": summary["method"], "seed": summary["seed"]})
-
-
-def _row(folder: Path, summary: Row, state: str, place: Row) -> Row:
-    error = str(summary.get("error") or summary.get("failed") or "")
-    about = {**place, "state": "failed" if error else state, "error": error, "folder": str(folder)}
-    return {**about, **summary, **about}
+    place = {"setting": "", "labels": {}, "label": "", "method": "", "seed": 0, **place}
+    about = {**place, "state": "failed" if error else begun, "error": error, "folder": str(folder)}
+    return {**about, **ended, **about}
 
 
 def config_of(row: Row) -> Mapping[str, Any]:
@@ -102,3 +93,14 @@ def counts(rows: Sequence[Row]) -> str:
     states = Counter(row["state"] for row in rows)
     named = [f"{states[state]} {state}" for state in STATES if states[state]]
     return f"{len(rows)} run{'s' * (len(rows) != 1)}: {', '.join(named)}"
+
+
+def outcome_of(row: Row) -> str:
+    """Return in a few words how a run failed: `failed`, or that it diverged and when."""
+    return f"diverged at round {row['diverged']:.0f}" if "diverged" in row else "failed"
+
+
+def about_absent(classes: Sequence[str], partition: str, clients: int) -> str:
+    """Return a sentence about classes that nobody has, though they are tested."""
+    few = ", ".join(classes[:5]) + ", ..." * (len(classes) > 5)
+    return f"no client has samples of {len(classes)} classes ({few}): {partition} with {clients:.0f} clients"

@@ -12,7 +12,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fedbn_flwr.experiments.output.console import console, new_table
-from fedbn_flwr.experiments.results.paper import Paper, findings
+from fedbn_flwr.experiments.results.findings import findings
+from fedbn_flwr.experiments.results.paper import Paper
 from fedbn_flwr.experiments.results.rows import Row, finished, typical
 from fedbn_flwr.experiments.results.table import (
     COMPARISON,

@@ -11,14 +11,14 @@ from statistics import fmean
 from typing import Any
 
 from fedbn_flwr.experiments.choice import ABOUT_EDGE, EDGE, chosen_of
-from fedbn_flwr.experiments.output.recorder import outcome_of
-from fedbn_flwr.experiments.resources import about_absent
 from fedbn_flwr.experiments.results.paper import Paper
 from fedbn_flwr.experiments.results.rows import (
     Row,
+    about_absent,
     finished,
     metric_of,
     options_of_run,
+    outcome_of,
     records,
     rounds_of,
     score_of,
@@ -89,7 +89,7 @@ class Entry:
     @property
     def failure(self) -> str:
         """How a run failed, in words; empty if none did."""
-        return next((outcome_of(dict(row)) for row in self.rows if row["state"] == "failed"), "")
+        return next((outcome_of(row) for row in self.rows if row["state"] == "failed"), "")
 
     def value(self, column: str, has_spread: bool = True) -> Cell:
         """Return the number of the runs, with as many digits as the paper prints."""
@@ -289,7 +289,7 @@ def cautions(rows: Sequence[Row]) -> list[str]:
     """Return what is to be said of the data of finished runs."""
     first = typical(rows) if rows else {}
     absent = first.get("absent-classes")
-    return [f"Caution: {about_absent(absent, first['partition'], int(first['clients']))}."] if absent else []
+    return [f"Caution: {about_absent(absent, first['partition'], first['clients'])}."] if absent else []
 
 
 def curve_table(rows: Sequence[Row]) -> Table:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.experiments.output.console import console
-from fedbn_flwr.experiments.results.rows import Row, frame_of, row_of_summary, typical
+from fedbn_flwr.experiments.results.rows import Row, frame_of, typical
 from fedbn_flwr.experiments.results.show import FORMS, show, show_comparison
 from fedbn_flwr.experiments.results.table import COLUMNS, Cell, table
 from fedbn_flwr.experiments.results.values import compared, values_of
@@ -69,7 +69,9 @@ RUN: dict[str, Any] = {
 
 
 def ended(method: str, seed: int = 0, **summary: Any) -> Row:
-    return row_of_summary({"method": method, "seed": seed, **summary}, Path(method))
+    error = summary.get("error", "")
+    place = {"setting": "", "labels": {}, "label": method, "method": method, "seed": seed, "folder": method}
+    return {**place, "state": "failed" if error else "finished", "error": error, **summary}
 
 
 def runs(seeds: int = 1, methods: Sequence[str] = METHODS, more: Row = MappingProxyType({})) -> list[Row]:
