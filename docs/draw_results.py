@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from fedbn_flwr.experiments.output.plots import draw_runs, figure
+from fedbn_flwr.experiments.results.pictures import draw_runs, figure
 
 FOLDER = Path(__file__).parent / "measured"
 SCORE = "accuracy, %"

@@ -7,12 +7,13 @@ never left out of a mean: its cell says so.
 
 import csv
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
-from fedbn_flwr.experiments.comparison import spread
+from fedbn_flwr.experiments.results.values import Value, compared, number_text
 
 DOCS = Path(__file__).parent
 PAGES = (
@@ -20,77 +21,22 @@ PAGES = (
     DOCS.parent / "README.md",
     *(DOCS / f"{name}.md" for name in ("choosing", "index", "diagnose", "fedtan", "methods")),
 )
-#: by the label of a method in runs.csv, how pages call it
-NAMES = {
-    "Centralized": "centralized",
-    "FedAvg": "fedavg",
-    "FedAvg+GN": "fedavg+gn",
-    "FedAvg+GN-WS": "fedavg+gn-ws",
-    "FedAvg+BN-WS": "fedavg+bn-ws",
-    "FixBN": "fixbn",
-    "FixBN+BN-WS": "fixbn+bn-ws",
-    "FixBN, kept momentum": "fixbn:momentum-state=local",
-    "FedTAN": "fedtan",
-    "FedTAN carried": "fedtan:carry=true",
-    "FedTAN carried+BN-WS": "fedtan+bn-ws:carry=true",
-    "FedTAN carried, last values": "fedtan:carry=true:memory=0",
-    "FedTAN-II": "fedtan-ii",
-    "FedDNA": "feddna",
-    "FedWon": "fedwon",
-    "FedWon, normalized features": "fedwon:normalize-features=true",
-    "FedWon without clipping": "fedwon:agc=off",
-    "FedWon without standardized weights": "fedwon:wsconv=false",
-    "SCAFFOLD": "scaffold",
-    "FedProx": "fedprox",
-    "FedBS": "fedbs",
-    "HBN": "hbn",
-    "HBN, own settings": "hbn:clip-norm=10, momentum 0.9",
-    "FBN": "fbn",
-    "FBN, own settings": "fbn:clip-norm=10, momentum 0.9",
-    "HeteroFL": "heterofl",
-    "FedAvg+LN": "fedavg+ln",
-    "FedAvg+IN": "fedavg+in",
-    "FedBN": "fedbn",
-    "SiloBN": "silobn",
-    "FedNorm": "fednorm",
-    "MTFL": "mtfl",
-    "Standalone": "standalone",
-}
+#: a recipe and a setting
+Place = tuple[str, str]
 #: by the heading on a page, the label of a setting in runs.csv
-LABELS = {
-    "one class": "one class",
-    "two classes": "two classes",
-    "Dirichlet 0.1": "Dirichlet 0.1",
-    "Dirichlet 0.3": "Dirichlet 0.3",
-    "IID": "i.i.d.",
-}
+LABELS = {name: name for name in ("one class", "two classes", "Dirichlet 0.1", "Dirichlet 0.3")} | {"IID": "i.i.d."}
+KINDS: dict[str, Place] = {heading: ("labels", label) for heading, label in LABELS.items()}
 OTHER = {
     "E = 1": ("local-steps", "E = 1"),
-    "E = 5, as above": ("labels", "two classes"),
+    "E = 5, as above": KINDS["two classes"],
     "E = 20": ("local-steps", "E = 20"),
     "ten of 100 clients": ("clients", ""),
     "ResNet-20": ("resnet", ""),
 }
-FIRST = (
-    "FedAvg",
-    "FedAvg+GN-WS",
-    "FixBN",
-    "FedTAN carried",
-    "FedTAN carried+BN-WS",
-    "FedTAN",
-    "FedWon",
-    "Centralized",
-)
-#: a recipe and a setting
-Place = tuple[str, str]
-SKEWED = [("labels", name) for name in ("one class", "two classes", "Dirichlet 0.1")]
-TWO, IID, ONE_STEP, TWENTY = (
-    ("labels", "two classes"),
-    ("labels", "i.i.d."),
-    ("local-steps", "E = 1"),
-    ("local-steps", "E = 20"),
-)
-MOMENTUM = ("momentum", "two classes")
+FIRST = ("FedAvg", "FedAvg+GN-WS", "FixBN", "FedTAN carried", "FedTAN carried+BN-WS", "FedTAN", "FedWon", "Centralized")
+TWO, IID, ONE_STEP, TWENTY = KINDS["two classes"], KINDS["IID"], OTHER["E = 1"], OTHER["E = 20"]
+MOMENTUM, HEAVY = ("momentum", "two classes"), "momentum 0.9, weight decay 1e-4"
+SPEAKERS, FREEZE = ("speakers", ""), ("freeze", "")
 LONGEST = "two classes, 1,000 rounds"
 DOMAINS, MANY, SMALL = ("domains", ""), ("clients", ""), ("batches", "B = 2")
 #: the mean over the first half of the rounds
@@ -107,40 +53,6 @@ SITUATIONS = {
     "batches of two": SMALL,
     "nodes are different domains": DOMAINS,
 }
-#: what a paper says, where, of which methods, and in which settings it is tried here; `level` means no difference
-CLAIMS: Sequence[tuple[str, str, str, str, Sequence[Place]]] = (
-    ("FixBN above BN, skewed labels", "FixBN, Table 5", "FixBN", "FedAvg", SKEWED),
-    ("FixBN above BN, labels less skewed", "FixBN, Figure 4", "FixBN", "FedAvg", [("labels", "Dirichlet 0.3")]),
-    ("FixBN above BN, one local step", "FixBN, Figure 5", "FixBN", "FedAvg", [ONE_STEP]),
-    ("FixBN above BN, many local steps", "FixBN, Figure 5", "FixBN", "FedAvg", [TWENTY]),
-    ("GN above BN, one local step", "FixBN, Figure 5", "FedAvg+GN", "FedAvg", [ONE_STEP]),
-    ("GN above BN, skewed labels", "FixBN, Table 5", "FedAvg+GN", "FedAvg", SKEWED),
-    ("GN with standardized weights above GN", "FixBN, Table 4", "FedAvg+GN-WS", "FedAvg+GN", SKEWED),
-    ("FixBN above GN with standardized weights", "FixBN, Table 4", "FixBN", "FedAvg+GN-WS", SKEWED),
-    ("FixBN with kept momentum above FixBN", "FixBN, Section 7", "FixBN, kept momentum", "FixBN", [MOMENTUM]),
-    ("FixBN level with FedTAN", "FixBN, Table 5", "FixBN", "FedTAN", SKEWED),
-    ("FixBN level with BN, IID", "FixBN, Table 5", "FixBN", "FedAvg", [IID]),
-    ("FedTAN level with BN, IID", "FixBN, Table 5", "FedTAN", "FedAvg", [IID]),
-    ("FedTAN above BN, skewed labels", "FedTAN, Table 1", "FedTAN", "FedAvg", SKEWED),
-    ("FedTAN above its forward half", "FedTAN, Table 1", "FedTAN", "FedDNA", SKEWED),
-    ("centralized training above FedTAN", "FedTAN, Table 1", "Centralized", "FedTAN", [TWO]),
-    ("BN above GN, IID", "FedTAN, Tables 1 and 2", "FedAvg", "FedAvg+GN", [IID]),
-    ("FedTAN-II level with FedTAN, if it stops late", "FedTAN, Section 6.6", "FedTAN-II", "FedTAN", SKEWED),
-    ("FedWon above BN, skewed labels", "FedWon, Table 6", "FedWon", "FedAvg", SKEWED),
-    ("FedWon above GN, skewed labels", "FedWon, Table 6", "FedWon", "FedAvg+GN", SKEWED),
-    ("FedWon above BN, ten of 100 clients", "FedWon, Table 6", "FedWon", "FedAvg", [MANY]),
-    ("FixBN level with BN, ten of 100 clients", "FedWon, Table 6", "FixBN", "FedAvg", [MANY]),
-    ("FedBN above BN where domains differ", "FedWon, Table 1", "FedBN", "FedAvg", [DOMAINS]),
-    ("FedWon above FedBN where domains differ", "FedWon, Table 1", "FedWon", "FedBN", [DOMAINS]),
-    ("FedBN above SiloBN where domains differ", "FedWon, Table 1", "FedBN", "SiloBN", [DOMAINS]),
-    ("GN above BN where domains differ", "FedWon, Table 1", "FedAvg+GN", "FedAvg", [DOMAINS]),
-    ("FedBN above nodes alone where domains differ", "FedWon, Table 1", "FedBN", "Standalone", [DOMAINS]),
-    ("FedWon above BN, batches of 2", "FedWon, Table 2", "FedWon", "FedAvg", [SMALL]),
-    ("FedWon above GN, batches of 2", "FedWon, Table 2", "FedWon", "FedAvg+GN", [SMALL]),
-    ("FedBS above BN, two classes", "FedBS, Section V", "FedBS", "FedAvg", [TWO]),
-    ("FedBS above FedProx, two classes", "FedBS, Section V", "FedBS", "FedProx", [TWO]),
-    ("FedBS above BN in the first half of the rounds", "FedBS, Section V", "FedBS", "FedAvg", [EARLY]),
-)
 
 
 @cache
@@ -148,6 +60,10 @@ def rows(name: str = "runs") -> list[dict[str, str]]:
     """Return the rows of a file of docs/measured."""
     with (DOCS / "measured" / f"{name}.csv").open() as file:
         return list(csv.DictReader(file))
+
+
+#: by the label of a method in runs.csv, how pages call it
+NAMES = {row["method"]: row["name"] for row in rows("names")}
 
 
 def key_of(row: dict[str, str]) -> tuple[str, str, str]:
@@ -173,13 +89,18 @@ def runs() -> dict[tuple[str, str, str], dict[int, float]]:
 
 def cell(place: Place, method: str, deviation: bool = True) -> str:
     """Return the mean over seeds, with the standard deviation; empty if there is no run."""
-    scores = list(runs().get((*place, method), {}).values())
-    sound = [score for score in scores if score == score]
-    if len(sound) < len(scores):
-        return f"{len(scores) - len(sound)} of {len(scores)} diverged"
+    scores = runs().get((*place, method), {})
+    if diverged := sum(score != score for score in scores.values()):
+        return f"{diverged} of {len(scores)} diverged"
     if not scores:
         return ""
-    return f"{fmean(scores):.1f}" + (f" ± {stdev(scores):.1f}" if deviation and len(scores) > 1 else "")
+    value = compared({method: scores})[method]
+    return number_text(value.mean, value.deviation if deviation and value.number > 1 else None, 1)
+
+
+def plain(place: Place, method: str) -> str:
+    """Return a cell without the standard deviation."""
+    return cell(place, method, deviation=False)
 
 
 @cache
@@ -190,7 +111,7 @@ def rates() -> dict[tuple[str, str, str], dict[float, list[float]]]:
         scores = tried.setdefault(key_of(row), {})
         for rate, score in row.items():
             if score and rate[0].isdigit():
-                scores.setdefault(float(rate), []).append(float("nan") if score == "diverged" else float(score))
+                scores.setdefault(float(rate), []).append(float(score.replace("diverged", "nan")))
     return tried
 
 
@@ -218,40 +139,44 @@ def marked(place: Place, method: str) -> str:
     return cell(place, method) + star((*place, method))
 
 
-def difference(place: Place, method: str, other: str, where: Place | None = None) -> tuple[float, float, int] | None:
-    """Return the difference, paired by seed, half the width of its interval, and the number of pairs.
+def difference(place: Place, method: str, other: str, where: Place | None = None) -> Value | None:
+    """Return the value of a method whose difference is to another one; None if it has no pairs, or diverged.
 
     `where` is the place of the other method, if it is another one.
     """
     mine, theirs = runs().get((*place, method), {}), runs().get((*(where or place), other), {})
-    pairs = [mine[seed] - theirs[seed] for seed in sorted(mine.keys() & theirs.keys())]
-    if not pairs or any(pair != pair for pair in pairs):
+    seeds = mine.keys() & theirs.keys()
+    if not seeds or any(each[seed] != each[seed] for each in (mine, theirs) for seed in seeds):
         return None
-    mean, _, half = spread(pairs)
-    return mean, half if len(pairs) > 1 else float("inf"), len(pairs)
+    first, second = ({seed: each[seed] for seed in sorted(seeds)} for each in (theirs, mine))
+    return compared({"": first, method: second})[method]
 
 
-def told(found: tuple[float, float, int] | None) -> str:
+def told(value: Value | None) -> str:
     """Return a difference in words; empty if there is none."""
-    if found is None:
+    if value is None:
         return ""
-    mean, half, pairs = found
-    return f"{mean:+.1f}" + (f" ± {half:.1f}" if pairs > 1 else " (one seed)")
+    half = value.half_width if value.pairs > 1 else None
+    return number_text(value.difference, half, 1, "+") + " (one seed)" * (value.pairs == 1)
 
 
-def verdict(found: tuple[float, float, int], level: bool) -> str:
+def gain(place: Place, method: str, other: str = "FedAvg") -> str:
+    """Return the difference to another method; empty for that one itself."""
+    return "" if method == other else told(difference(place, method, other))
+
+
+def verdict(value: Value, level: bool) -> str:
     """Return whether a claim holds: a difference within its interval decides nothing."""
-    mean, half, pairs = found
-    if pairs < 2:
+    if value.pairs < 2:
         return "one seed"
-    if abs(mean) <= half:
+    if abs(value.difference) <= value.half_width:
         return "within the interval"
-    return "holds" if mean > 0 and not level else "fails"
+    return "holds" if value.difference > 0 and not level else "fails"
 
 
-def by_mean(place: Place, methods: Sequence[str]) -> list[str]:
+def by_mean(place: Place, methods: Sequence[str] = ()) -> list[str]:
     """Return the methods that were run, the best in a setting first."""
-    means = {name: fmean(found.values()) for name in methods if (found := runs().get((*place, name)))}
+    means = {name: fmean(found.values()) for name in methods or NAMES if (found := runs().get((*place, name)))}
     return sorted(means, key=lambda name: -means[name] if means[name] == means[name] else 0.0)
 
 
@@ -261,11 +186,15 @@ def table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def accuracies() -> str:
-    """Return what each method has with each kind of labels."""
-    places = [("labels", name) for name in LABELS.values()]
-    lines = [[f"`{NAMES[name]}`", *(marked(place, name) for place in places)] for name in by_mean(TWO, [*NAMES])]
-    return table(["method", *LABELS], lines)
+def by_method(names: Sequence[str], columns: Mapping[str, Callable[[str], str]]) -> str:
+    """Return a table with a line for each method; `columns` have by heading what makes a cell of a method."""
+    lines = [[f"`{NAMES.get(name, name)}`", *(make(name) for make in columns.values())] for name in names]
+    return table(["method", *columns], lines)
+
+
+def over(places: Mapping[str, Place], make: Callable[[Place, str], str] = cell) -> dict[str, Callable[[str], str]]:
+    """Return columns of `by_method`, by heading the place that a cell is of."""
+    return {heading: partial(make, place) for heading, place in places.items()}
 
 
 def other_rates() -> str:
@@ -279,82 +208,61 @@ def other_rates() -> str:
     return table(["method", "labels", "chosen", "not chosen"], lines)
 
 
-def differences() -> str:
-    """Return each method's difference to FedAvg."""
-    names = [name for name in by_mean(TWO, [*NAMES]) if name != "FedAvg"]
-    places = [("labels", name) for name in LABELS.values()]
-    lines = [[f"`{NAMES[name]}`", *(told(difference(place, name, "FedAvg")) for place in places)] for name in names]
-    return table(["method", *LABELS], lines)
-
-
-def other_settings() -> str:
-    """Return what methods have with two classes a client in other settings."""
-    shown = [name for name in NAMES if any((*place, name) in runs() for key, place in OTHER.items() if place != TWO)]
-    return table(
-        ["method", *OTHER], [[f"`{NAMES[name]}`", *(marked(p, name) for p in OTHER.values())] for name in shown]
-    )
-
-
 def longer() -> str:
     """Return what methods have after more rounds, the best after most rounds first."""
     half, most, even = (("rounds", name) for name in ("two classes, 500 rounds", LONGEST, "IID, 500 rounds"))
+    heads = ["method", "two classes, 100 rounds", "500 rounds", "1,000 rounds", "IID, 100 rounds", "500 rounds"]
     places = [TWO, half, most, IID, even]
-    lines = [[f"`{NAMES[name]}`", *(cell(place, name) for place in places)] for name in by_mean(most, [*NAMES])]
-    heads = ["two classes, 100 rounds", "500 rounds", "1,000 rounds", "IID, 100 rounds", "500 rounds"]
-    return table(["method", *heads], lines)
+    return table(heads, [[f"`{NAMES[name]}`", *(cell(place, name) for place in places)] for name in by_mean(most)])
 
 
 def costs() -> str:
     """Return what each method sends with two classes a client, and the time of its rounds."""
     seconds = {row["method"]: f"{float(row['seconds a round']):.2f}" for row in rows("seconds")}
-    sent = {
-        row["method"]: [row["exchanges"], f"{float(row['MB sent']):.0f}"]
-        for row in rows()
-        if (row["recipe"], row["setting"]) == TWO
+    sent = {row["method"]: row for row in rows() if (row["recipe"], row["setting"]) == TWO}
+    columns: dict[str, Callable[[str], str]] = {
+        "exchanges": lambda name: sent[name]["exchanges"],
+        "MB": lambda name: f"{float(sent[name]['MB sent']):.0f}",
+        "s per round": lambda name: seconds[name],
     }
-    shown = [name for name in by_mean(TWO, [*NAMES]) if name in seconds]
-    return table(
-        ["method", "exchanges", "MB", "s per round"],
-        [[f"`{NAMES[name]}`", *sent[name], seconds[name]] for name in shown],
-    )
+    return by_method([name for name in by_mean(TWO) if name in seconds], columns)
 
 
 def freezes() -> str:
     """Return what is left after a freeze at different times."""
-    place, lines = ("freeze", ""), []
+    lines = []
     for name, made, never in (
-        ("FixBN", "fixbn:freeze-round={0:g}", "FedAvg"),
-        ("FedTAN-II", "fedtan-ii:m={1}", "FedTAN"),
+        ("FixBN", "fixbn:freeze-round=0.{0}", "FedAvg"),
+        ("FedTAN-II", "fedtan-ii:m={0}0", "FedTAN"),
     ):
-        labels = [made.format(after / 100, after) for after in (10, 30, 50, 70)]
-        cells = [cell(place, label if (*place, label) in runs() else name) for label in labels]
-        lines.append([f"`{NAMES[name]}`", *cells, f"{cell(place, never)} (`{NAMES[never]}`)"])
+        labels = [made.format(tenths) for tenths in (1, 3, 5, 7)]
+        cells = [cell(FREEZE, label if (*FREEZE, label) in runs() else name) for label in labels]
+        lines.append([f"`{NAMES[name]}`", *cells, f"{cell(FREEZE, never)} (`{NAMES[never]}`)"])
     return table(["freeze after round", "10", "30", "50", "70", "never"], lines)
 
 
 def frozen_rates() -> str:
     """Return what FixBN has at two rates after its freeze."""
+    kinds = {
+        "the default rates": ("labels", "FixBN"),
+        "1.0, then at most 0.03": ("frozen-rate", "FixBN, at most 0.03"),
+        "for comparison: `fedavg`": ("labels", "FedAvg"),
+    }
     lines = [
-        [text, *(cell((recipe, label), name) for label in LABELS.values())]
-        for text, recipe, name in (
-            ("the default rates", "labels", "FixBN"),
-            ("1.0, then at most 0.03", "frozen-rate", "FixBN, at most 0.03"),
-            ("for comparison: `fedavg`", "labels", "FedAvg"),
-        )
+        [text, *(cell((recipe, label), name) for label in LABELS.values())] for text, (recipe, name) in kinds.items()
     ]
     return table(["`fixbn`", *LABELS], lines)
 
 
 def domains() -> str:
     """Return the accuracy on each of four domains, the best method first."""
-    names = ("real", "photos", "inverted", "sheared")
-    lines = []
-    for method in by_mean(DOMAINS, [*NAMES]):
-        each = [row for row in rows("domains") if row["method"] == method]
-        means = [f"{fmean(float(row[name]) for row in each):.1f}" for name in names]
-        gain = "" if method == "FedAvg" else told(difference(DOMAINS, method, "FedAvg"))
-        lines.append([f"`{NAMES[method]}`", *means, cell(DOMAINS, method), gain])
-    return table(["method", *names, "mean", "difference to `fedavg`"], lines)
+
+    def mean(domain: str, method: str) -> str:
+        return f"{fmean(float(row[domain]) for row in rows('domains') if row['method'] == method):.1f}"
+
+    each = {name: partial(mean, name) for name in ("real", "photos", "inverted", "sheared")}
+    ends = {"mean": partial(cell, DOMAINS), "difference to `fedavg`": partial(gain, DOMAINS)}
+    return by_method(by_mean(DOMAINS), {**each, **ends})
 
 
 def liars() -> str:
@@ -367,14 +275,15 @@ def liars() -> str:
     return table(["`robust`", *(head for name in methods for head in (f"`{NAMES[name]}`", ""))], lines)
 
 
-def speech() -> str:
-    """Return what methods have where a site is a speaker."""
-    place = ("speakers", "")
-    lines = [
-        [f"`{NAMES[name]}`", f"{rates_used()[*place, name]:g}{star((*place, name))}", cell(place, name)]
-        for name in by_mean(place, [*NAMES])
-    ]
-    return table(["method", "rate", "accuracy, %"], lines)
+def rate(name: str) -> str:
+    """Return the rate of a method where a site is a speaker."""
+    key = (*SPEAKERS, name)
+    return f"{rates_used()[key]:g}{star(key)}"
+
+
+def elsewhere() -> list[str]:
+    """Return the methods that were run in other settings than the usual one."""
+    return [name for name in NAMES if any((*place, name) in runs() for place in OTHER.values() if place != TWO)]
 
 
 def fedbs_figures() -> str:
@@ -392,57 +301,50 @@ def fedbs_figures() -> str:
 def digits() -> str:
     """Return what layer-wise methods have on small digits."""
     place = ("digits", "two classes")
-    lines = []
-    for row in rows():
-        if (row["recipe"], row["setting"], row["seed"]) == (*place, "0"):
-            name = row["method"]
-            gain = "" if name == "fedavg" else told(difference(place, name, "fedavg"))
-            lines.append([f"`{name}`", cell(place, name), gain, row["MB sent"], f"{int(row['exchanges']):,}"])
-    return table(["method", "accuracy, %", "difference to `fedavg`", "MB", "exchanges"], lines)
-
-
-def momentum() -> str:
-    """Return what momentum and weight decay change, and momentum that nodes keep between rounds."""
-    lines = [[f"`{NAMES[name]}`", cell(TWO, name), marked(MOMENTUM, name)] for name in by_mean(MOMENTUM, [*NAMES])]
-    return table(["method", "as above", "momentum 0.9, weight decay 1e-4"], lines)
+    first = {row["method"]: row for row in rows() if (row["recipe"], row["setting"], row["seed"]) == (*place, "0")}
+    columns: dict[str, Callable[[str], str]] = {
+        "accuracy, %": partial(cell, place),
+        "difference to `fedavg`": lambda name: gain(place, name, "fedavg"),
+        "MB": lambda name: first[name]["MB sent"],
+        "exchanges": lambda name: f"{int(first[name]['exchanges']):,}",
+    }
+    return by_method([*first], columns)
 
 
 def running() -> str:
     """Return what a faster average of the running statistics changes."""
-    names = ["FedAvg", "FixBN", "FedTAN carried", "FedTAN"]
     place, faster = ("bn-momentum", "two classes"), "{}, BN momentum 0.5"
-    lines = [
-        [f"`{NAMES[name]}`", cell(place, faster.format(name)), told(difference(place, faster.format(name), name, TWO))]
-        for name in names
-    ]
-    return table(["method", "0.5", "difference to 0.1"], lines)
+    columns: dict[str, Callable[[str], str]] = {
+        "0.5": lambda name: cell(place, faster.format(name)),
+        "difference to 0.1": lambda name: told(difference(place, faster.format(name), name, TWO)),
+    }
+    return by_method(["FedAvg", "FixBN", "FedTAN carried", "FedTAN"], columns)
 
 
 def first_screen() -> str:
     """Return the README's table: bold for all whose difference to the best lies within its interval."""
     lines = []
-    for heading, label in LABELS.items():
-        place = ("labels", label)
-        best = by_mean(place, FIRST[:-1])[0]
-        row = [heading]
+    for heading, place in KINDS.items():
+        best, line = by_mean(place, FIRST[:-1])[0], [heading]
         for name in FIRST[:-1]:
-            found = None if name == best else difference(place, name, best)
-            among = name == best or (found is not None and abs(found[0]) <= found[1])
-            row.append(f"**{cell(place, name)}**" if among else cell(place, name))
-        lines.append([*row, cell(TWO, "Centralized")])
+            found = difference(place, name, best)
+            is_level = found and (found.pairs < 2 or abs(found.difference) <= found.half_width)
+            line.append(f"**{cell(place, name)}**" if name == best or is_level else cell(place, name))
+        lines.append([*line, cell(TWO, "Centralized")])
     lines.append(["exchanges per round", *("7" if name == "FedTAN" else "1" for name in FIRST)])
     return table(["labels", *(f"`{NAMES[name]}`" for name in FIRST)], lines)
 
 
 def choices() -> str:
     """Return what methods have that may change the model's layers, and what those have that may not."""
-    places = [*(("labels", LABELS[name]) for name in ("one class", "two classes", "Dirichlet 0.1", "IID"))]
+    kinds = ["one class", "two classes", "Dirichlet 0.1", "IID"]
+    places = [*(KINDS[kind] for kind in kinds), ("rounds", LONGEST)]
     lines = [
-        [may, f"`{NAMES[name]}`", *(cell(place, name, deviation=False) for place in (*places, ("rounds", LONGEST)))]
+        [may, f"`{NAMES[name]}`", *(plain(place, name) for place in places)]
         for may, names in (("may change", MAY_CHANGE), ("stay", MAY_NOT))
         for name in names
     ]
-    return table(["layers", "method", "one class", "two classes", "Dirichlet 0.1", "IID", LONGEST], lines)
+    return table(["layers", "method", *kinds, LONGEST], lines)
 
 
 def situations() -> str:
@@ -450,32 +352,27 @@ def situations() -> str:
     lines = []
     for situation, place in SITUATIONS.items():
         names = by_mean(place, ["FedAvg", "FedAvg+GN", "SCAFFOLD", "FedProx", *FIRST[1:-1]])
-        above = [name for name in names if (found := difference(place, name, "FedAvg")) and found[0] > 0]
-        shown = [
-            ", ".join(
-                f"`{NAMES[name]}` {cell(place, name, deviation=False)}" for name in names if (name in above) is well
-            )
-            for well in (True, False)
-        ]
+        texts = {name: f"`{NAMES[name]}` {plain(place, name)}" for name in names}
+        above = {name for name in names if (found := difference(place, name, "FedAvg")) and found.difference > 0}
+        shown = [", ".join(text for name, text in texts.items() if (name in above) is well) for well in (True, False)]
         lines.append([situation, *shown])
     return table(["", "above `fedavg`, best first", "`fedavg`, and below"], lines)
 
 
 def own_models() -> str:
     """Return what methods have on four domains, the best first."""
-    names = by_mean(DOMAINS, [*NAMES])
-    return table([f"`{NAMES[name]}`" for name in names], [[cell(DOMAINS, name, deviation=False) for name in names]])
+    names = by_mean(DOMAINS)
+    return table([f"`{NAMES[name]}`" for name in names], [[plain(DOMAINS, name) for name in names]])
 
 
 def diagnosis(data: str) -> str:
     """Return what was suggested before training, and what training then brought; bold is the best."""
-    kinds = dict(zip(("classes:1", "classes:2", "dirichlet:0.1", "dirichlet:0.3", "iid"), LABELS.values(), strict=True))
+    kinds = dict(zip(("classes:1", "classes:2", "dirichlet:0.1", "dirichlet:0.3", "iid"), KINDS.values(), strict=True))
     names = ["FedAvg", "FixBN", "FedTAN", *(["FedWon"] if data == "fashion-mnist" else []), "FedAvg+GN"]
     lines = []
     for row in rows("diagnosis"):
         if row["data"] == data:
-            place = ("labels", kinds[row["partition"]])
-            scores = [row.get(NAMES[name]) or cell(place, name, deviation=False) for name in names]
+            scores = [row.get(NAMES[name]) or plain(kinds[row["partition"]], name) for name in names]
             best = max(scores, key=float)
             head = [f"`{row['partition']}`", f"{row['error']} ({row['chance']})", row["beyond chance"]]
             shown = [f"**{score}**" if score == best else score for score in scores]
@@ -488,25 +385,23 @@ def standardized() -> str:
     """Return what standardized weights gain under BN, and how that compares with other methods."""
     new = "FedTAN carried+BN-WS"
     others = ("FedAvg+BN-WS", "FedTAN carried", "FedTAN", "FedWon", "FedAvg+GN-WS")
-    lines, pairs = [], [("FedAvg+BN-WS", "FedAvg"), ("FixBN+BN-WS", "FixBN"), *((new, other) for other in others)]
-    for one, other in pairs:
-        found = [told(difference(("labels", label), one, other)) for label in LABELS.values()]
-        lines.append([f"`{NAMES[one]}`", f"`{NAMES[other]}`", *found])
+    pairs = [("FedAvg+BN-WS", "FedAvg"), ("FixBN+BN-WS", "FixBN"), *((new, other) for other in others)]
+    lines = [
+        [f"`{NAMES[one]}`", f"`{NAMES[other]}`", *(gain(place, one, other) for place in KINDS.values())]
+        for one, other in pairs
+    ]
     return table(["method", "less", *LABELS], lines)
 
 
 def claims() -> str:
     """Return what papers say, and what follows from the runs."""
-    lines, counts = [], dict[str, int]()
-    for text, source, method, other, places in CLAIMS:
-        for place in places:
-            found = difference(place, method, other)
-            if found is None:
-                continue
-            said = verdict(found, " level with " in text)
-            counts[said] = counts.get(said, 0) + 1
-            where = f" ({place[1]})" if len(places) > 1 else ""
-            lines.append([text + where, source, said, told(found)])
+    lines, settings = [], Counter(row["claim"] for row in rows("claims"))
+    for row in rows("claims"):
+        if found := difference((row["recipe"], row["setting"]), row["method"], row["other"]):
+            where = f" ({row['setting']})" if settings[row["claim"]] > 1 else ""
+            said = verdict(found, " level with " in row["claim"])
+            lines.append([row["claim"] + where, row["source"], said, told(found)])
+    counts = Counter(line[2] for line in lines)
     decided = (
         f"{counts['holds']} hold, {counts['fails']} fail, and {counts['within the interval']} are within the interval"
     )
@@ -535,20 +430,22 @@ def printed(name: str, corner: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "accuracies": accuracies,
-    "differences": differences,
+    "accuracies": lambda: by_method(by_mean(TWO), over(KINDS, marked)),
+    "differences": lambda: by_method([n for n in by_mean(TWO) if n != "FedAvg"], over(KINDS, gain)),
     "other rates": other_rates,
-    "other settings": other_settings,
+    "other settings": lambda: by_method(elsewhere(), over(OTHER, marked)),
     "more rounds": longer,
     "costs": costs,
     "freezes": freezes,
     "frozen rate": frozen_rates,
     "domains": domains,
     "liars": liars,
-    "speakers": speech,
+    "speakers": lambda: by_method(by_mean(SPEAKERS), {"rate": rate, "accuracy, %": partial(cell, SPEAKERS)}),
     "FedBS' figures": fedbs_figures,
     "digits": digits,
-    "momentum": momentum,
+    "momentum": lambda: by_method(
+        by_mean(MOMENTUM), {"as above": partial(cell, TWO), HEAVY: partial(marked, MOMENTUM)}
+    ),
     "BN's momentum": running,
     "first screen": first_screen,
     "choices": choices,

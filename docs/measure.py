@@ -8,18 +8,18 @@ of those that were tried, the next one is tried. What has a row is not run again
 import csv
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from make_results import best_rate
 
-from fedbn_flwr.experiments.comparison import VALIDATION_SHARE, folder_name
 from fedbn_flwr.experiments.engines import ENGINES
-from fedbn_flwr.experiments.kept_run import alone_in
-from fedbn_flwr.experiments.laboratory import quiet
-from fedbn_flwr.experiments.output.run_folder import read_json, read_rounds
-from fedbn_flwr.experiments.recipes.matrix import Cell, check_resources, plan_cells
+from fedbn_flwr.experiments.output.run_folder import read_rounds
+from fedbn_flwr.experiments.recipes.commands import check_resources
 from fedbn_flwr.experiments.recipes.schema import read_recipe
+from fedbn_flwr.experiments.runs import Run, alone_in
+from fedbn_flwr.experiments.study import VALIDATION_SHARE, Setting, Study, quiet
 
 TABLES, RESULTS = Path(__file__).parent / "measured", Path("results")
 CHOOSING, FIRST = (0, 1), 10
@@ -46,17 +46,25 @@ def percent(summary: Mapping[str, Any]) -> str:
     return "" if "diverged" in summary else f"{100 * summary['accuracy']:.2f}"
 
 
-def run(cell: Cell, seed: int, rate: float, **changes: float) -> tuple[Path, dict[str, Any]]:
-    """Run what is not finished; return the folder and its summary."""
-    name = f"{cell.label}, lr={rate:g}, {'held out, ' if changes else ''}seed {seed}"
-    place = cell.folder / folder_name(name)
-    experiment = cell.plan.experiment(cell.method, seed, {"lr": rate, **changes})
-    result = cell.plan.kept(experiment, place).run_or_error(ENGINES["stacked"])
-    if "error" in result and "diverged" not in result:
-        raise SystemExit(f"{place}: {result['error']}")
-    summary: dict[str, Any] = read_json(place / "summary.json")
-    print(f"{cell.setting.name}: {name}: {percent(summary) or 'diverged'}, {summary['seconds']:.0f} s", flush=True)
-    return place, summary
+@dataclass(frozen=True)
+class Cell:
+    """A method in a setting of a recipe."""
+
+    study: Study
+    setting: Setting
+    label: str
+    folder: Path
+
+    def run(self, seed: int, rate: float, **changes: float) -> tuple[Path, dict[str, Any]]:
+        """Run what is not finished; return the folder and its summary."""
+        experiment = self.study.experiment(self.setting, self.label, seed, {"lr": rate, "workers": 1, **changes})
+        run = Run(experiment, "stacked", self.folder, self.setting.labels, self.label).at(self.folder)
+        summary = run.train_or_fail(ENGINES["stacked"])
+        if "failed" in summary and "diverged" not in summary:
+            raise SystemExit(f"{run.folder}: {summary['failed']}")
+        name = f"{run.name}, lr={rate:g}{', held out' * bool(changes)}"
+        print(f"{name}: {percent(summary) or 'diverged'}, {summary['seconds']:.0f} s", flush=True)
+        return run.folder, summary
 
 
 def held_out(key: Mapping[str, str], seed: int) -> dict[float, float]:
@@ -68,11 +76,11 @@ def held_out(key: Mapping[str, str], seed: int) -> dict[float, float]:
 
 def chosen_rate(cell: Cell, key: Mapping[str, str]) -> float:
     """Return the best rate, after the runs that are missing; one at the edge only if no next one can be tried."""
-    rates = sorted(map(float, cell.plan.grid["lr"]))
+    rates = sorted(map(float, cell.study.grid["lr"]))
     while True:
         for seed in CHOOSING:
             missing = [rate for rate in rates if rate not in held_out(key, seed)]
-            found = {rate: run(cell, seed, rate, validation=VALIDATION_SHARE)[1] for rate in missing}
+            found = {rate: cell.run(seed, rate, validation=VALIDATION_SHARE)[1] for rate in missing}
             scores = {f"{rate:g}": percent(summary) or "diverged" for rate, summary in found.items()}
             append("rates", [{**key, "seeds": seed, **scores}] if scores else [])
         best = best_rate({rate: [held_out(key, seed)[rate] for seed in CHOOSING] for rate in rates})
@@ -84,7 +92,7 @@ def chosen_rate(cell: Cell, key: Mapping[str, str]) -> float:
 
 def record(cell: Cell, key: Mapping[str, str], seed: int, rate: float) -> None:
     """Run a cell with a seed, and append the rows of its curve and its own."""
-    place, summary = run(cell, seed, rate)
+    place, summary = cell.run(seed, rate)
     named = {"setting": f"{key['recipe']}, {cell.setting.name}", "method": cell.label, "seed": seed}
     exchanges, sent, spent, curve = 0, 0, dict[str, object](), []
     for row in read_rounds(place):
@@ -101,13 +109,13 @@ def record(cell: Cell, key: Mapping[str, str], seed: int, rate: float) -> None:
 def measure(name: str) -> None:
     """Run what the tables lack of a recipe, setting by setting, and there seed by seed."""
     recipe = read_recipe(name)
-    cells = plan_cells(recipe, RESULTS / name, "stacked", {})
-    check_resources(recipe, cells)
-    for setting in recipe.settings:
+    check_resources(recipe, recipe.study.runs(RESULTS))
+    cells = [Cell(recipe.study, *each, RESULTS / name) for each in recipe.study.cells()]
+    for setting in recipe.study.settings:
         place = {"recipe": recipe.name.rpartition("/")[2], "setting": setting.name}
         keys = [(cell, {**place, "method": cell.label}) for cell in cells if cell.setting == setting]
         chosen = [(cell, key, chosen_rate(cell, key)) for cell, key in keys]
-        for seed in range(FIRST, FIRST + recipe.seeds):
+        for seed in range(FIRST, FIRST + recipe.study.seeds):
             for cell, key, rate in chosen:
                 if not rows("runs", **key, seed=seed):
                     record(cell, key, seed, rate)

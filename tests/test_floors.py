@@ -27,13 +27,19 @@ FLOORS = (
 )
 #: the experiments have floors of their own, by what comes after `fedbn_flwr.experiments.`
 INNER_FLOORS = (
-    ("config", "choice", "method"),  # what a run is
-    ("resources", "output.plots", "output.recorder", "output.run_folder", "output.scoring", "output.sinks"),
-    ("checkpoint", "kept_run", "client_side", "server_side", "engines", "sites"),  # a run
-    ("comparison", "output.console", "output.listing"),
-    ("recipes",),
-    ("reports",),
-    ("results", "laboratory", "diagnose", "cli"),  # what users call
+    # what a run is, its files, and its row
+    ("config", "choice", "method", "given_objects", "output.run_folder", "results.rows", "results.paper"),
+    ("resources", "output.recorder", "output.scoring", "output.sinks"),
+    (
+        "results.values",
+        "results.findings",
+        "results.pictures",
+        "results.curves",
+        "results.bars",
+    ),  # what its numbers say
+    ("checkpoint", "runs", "client_side", "server_side", "engines", "sites", "study"),  # what becomes of it
+    ("recipes.recipe", "recipes.schema", "results", "output"),
+    ("recipes", "laboratory", "diagnose", "cli"),  # what users call
 )
 #: public import paths that stand for a room, and the package itself, which imports the experiments when asked for them
 DOORS = {"fedbn_flwr.strategies": "strategies", "fedbn_flwr": ""}
@@ -101,7 +107,7 @@ def test_experiments_have_floors_of_their_own() -> None:
         _, _, inner = module.partition("fedbn_flwr.experiments.")
         return floor_of[inner] if inner in floor_of else floor_of[inner.partition(".")[0]]
 
-    packages = {"fedbn_flwr.experiments", "fedbn_flwr.experiments.output"}
+    packages = {f"fedbn_flwr.experiments{room}" for room in ("", ".output", ".results")}
     inside = {name for name in SOURCES if name.startswith("fedbn_flwr.experiments")} - packages
     upwards = [(name, up) for name in inside for up in imported_modules(name) & inside if floor(up) > floor(name)]
     assert upwards == []

@@ -126,7 +126,8 @@ def few():
     )
     options = ("--dataset", "mine:few", "--model", "mlp", "--rounds", "1", "--results-dir", "here")
     run(command, "run", *options, cwd=user_project, env=env)
-    assert json.loads((user_project / "here" / "summary.json").read_text())["dataset"] == "mine:few"
+    (summary,) = (user_project / "here").glob("*/summary.json")
+    assert json.loads(summary.read_text())["dataset"] == "mine:few"
     files = (user_project / "where").read_text().split()
     inside = site_packages / "fedbn_flwr"
     assert files == [str(inside / "experiments" / "__init__.py"), str(inside / "strategies" / "fedavg.py")]

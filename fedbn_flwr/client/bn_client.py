@@ -111,11 +111,12 @@ class BNClient:
         result = evaluate(self.model, self.test_split, self.num_classes, self.device, 500, domains, self.task, wanted)
         own_domains, own_classes = shares(self.train_split, self.indices, self.num_classes, domains)
         personal = {name: result.score_for(measure, own_domains) for name, measure in self.task.measures.items()}
+        basic = self.task.basic_score
         metrics: Metrics = {
             wire.EVAL_LOSS: result.loss,
-            wire.ACCURACY: result.accuracy,
-            wire.ACCURACY_PERSONAL: result.accuracy_for(own_domains, own_classes),
-            wire.DOMAIN_ACCURACY: result.domain_accuracy,
+            basic: result.accuracy,
+            f"{basic}-personal": result.accuracy_for(own_domains, own_classes),
+            f"domain-{basic}": result.domain_accuracy,
             wire.DOMAIN: self.domain,
             **{wire.CLASS + name: values for name, values in result.by_class.items()},
             **{wire.SCORE + name: value for name, value in result.scores.items()},

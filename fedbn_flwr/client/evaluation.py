@@ -32,7 +32,8 @@ class Evaluation:
     """The mean loss, and one confusion matrix (true class x predicted class) a domain.
 
     It counts predictions: one for each image in classification, one for each pixel with a class in segmentation. If
-    there are predictions of no class (a model may have more outputs), a last column counts them.
+    there are predictions of no class (a model may have more outputs), a last column counts them. In regression,
+    accuracies are mean losses: a domain's matrix has the sum of its losses and the number of its samples.
     """
 
     loss: float
@@ -41,33 +42,42 @@ class Evaluation:
     by_class: Mapping[str, list[float]] = field(default_factory=dict)
     #: scores of the task beside the accuracy
     scores: Mapping[str, float] = field(default_factory=dict)
+    has_classes: bool = True
+
+    @property
+    def tested(self) -> Tensor:
+        """Whether domains have samples."""
+        return (self.confusion != 0).flatten(1).any(1)
 
     @property
     def accuracy(self) -> float:
         """The share of correct predictions among all."""
-        return _accuracy(self.confusion.sum(0))
+        return self._measure(self.confusion.sum(0))
 
     @property
     def domain_accuracy(self) -> list[float]:
         """The accuracy on every domain; one number where the data have no domains."""
-        return [_accuracy(matrix) for matrix in self.confusion]
+        return [self._measure(matrix) for matrix in self.confusion]
 
     def accuracy_for(self, domain_share: Tensor, class_share: Tensor) -> float:
         """The expected accuracy on a node's own distribution: of its domains, or without domains of its classes."""
-        if len(domain_share) > 1:
-            return self.score_for(_accuracy, domain_share)
+        if len(domain_share) > 1 or not self.has_classes:
+            return self.score_for(self._measure, domain_share)
         matrix = self.confusion.sum(0).double()
         recall = matrix.diagonal() / matrix.sum(1).clamp(min=1)
         return float(recall @ class_share)
 
     def score_for(self, measure: Measure, domain_share: Tensor) -> float:
         """A score's mean over a node's own domains, by their shares; of all test data where none of them is tested."""
-        tested = domain_share * (self.confusion.sum((1, 2)) > 0)
+        tested = domain_share * self.tested
         # none is tested in Cityscapes, whose test cities are others
         if len(domain_share) < 2 or not tested.any():
             return measure(self.confusion.sum(0))
         scores = [measure(matrix) if share else 0.0 for matrix, share in zip(self.confusion, tested, strict=True)]
         return float(torch.tensor(scores, dtype=tested.dtype) @ tested / (tested.sum() / domain_share.sum()))
+
+    def _measure(self, matrix: Tensor) -> float:
+        return _accuracy(matrix) if self.has_classes else float(matrix[0, 0] / matrix[0, 1].clamp(min=1))
 
 
 @torch.no_grad()
@@ -86,7 +96,8 @@ def evaluate(
     There may be more domains than the split has samples of.
     """
     domains = torch.zeros(len(split), dtype=torch.int64) if split.domains is None else split.domains.cpu()
-    confusion = torch.zeros(max(int(domains.max()) + 1, num_domains), num_classes, num_classes + 1, dtype=torch.int64)
+    num_classes, dtype = (num_classes, torch.int64) if task.has_classes else (1, torch.float64)
+    confusion = torch.zeros(max(int(domains.max()) + 1, num_domains), num_classes, num_classes + 1, dtype=dtype)
     was_training, loss, kept = model.training, 0.0, list[Tensor]()
     model.eval()
     try:
@@ -96,17 +107,23 @@ def evaluate(
             outputs = model(inputs)
             logits = logits_of(outputs).float()
             loss += float(output_loss(outputs, targets, task.loss)) * len(targets)
+            kept += [logits.cpu()] if metrics else []
+            if not task.has_classes:
+                for domain in rows.unique().tolist():
+                    here = (rows == domain).nonzero().flatten().to(logits.device)
+                    error = float(task.loss(logits[here], targets[here]))
+                    confusion[domain, 0] += len(here) * torch.tensor([error, 1.0], dtype=dtype)
+                continue
             # counts by domain, class and predicted class
             places, targets = rows.view(-1, *[1] * (targets.dim() - 1)), targets.cpu()
             cells = (places * num_classes + targets) * (num_classes + 1) + logits.argmax(1).cpu().clamp(max=num_classes)
             confusion += torch.bincount(cells[targets != IGNORED], minlength=confusion.numel()).view_as(confusion)
-            kept += [logits.cpu()] if metrics else []
     finally:
         model.train(was_training)
     confusion = confusion if confusion[..., -1].any() else confusion[..., :-1]
     by_class = class_metrics(metrics, torch.cat(kept), split.labels.cpu(), num_classes) if metrics else {}
     scores = {name: measure(confusion.sum(0)) for name, measure in task.measures.items()}
-    return Evaluation(loss / len(split), confusion, by_class, scores)
+    return Evaluation(loss / len(split), confusion, by_class, scores, task.has_classes)
 
 
 def class_metrics(names: Sequence[str], logits: Tensor, labels: Tensor, num_classes: int) -> dict[str, list[float]]:
@@ -158,9 +175,10 @@ def batch_sizes(split: Split, count: int, most: int) -> list[int]:
 
 
 def shares(split: Split, indices: np.ndarray, num_classes: int, num_domains: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the shares of a node's samples in the domains and in the classes."""
-    chosen = torch.from_numpy(indices)
-    classes = torch.bincount(split.labels[chosen].cpu(), minlength=num_classes).double()
+    """Return the shares of a node's samples in the domains and in the classes; float targets count as one class."""
+    chosen, labels = torch.from_numpy(indices), split.labels
+    labels = torch.zeros(len(labels), dtype=torch.int64) if labels.is_floating_point() else labels
+    classes = torch.bincount(labels[chosen].cpu(), minlength=num_classes).double()
     if split.domains is None:
         return torch.ones(1, dtype=torch.float64), classes / classes.sum()
     domains = torch.bincount(

@@ -4,7 +4,8 @@ A data set names its task (`Data.task`). Training, evaluation and scoring ask th
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from fedbn_flwr.client.training import LossFunction, logits_of
 from fedbn_flwr.data.augmentation import AUGMENTATIONS, IGNORED, ImageAugmentation, parse_augmentation, unchanged
-from fedbn_flwr.plugins import add, extra
+from fedbn_flwr.plugins import add, extra, import_function
 
 #: of a confusion matrix, true class x predicted class; a last column counts predictions of none, if there are any
 Measure = Callable[[Tensor], float]
@@ -22,8 +23,8 @@ Measure = Callable[[Tensor], float]
 class LearningTask:
     """A task: its loss, its scores, and whether a target is a picture that moves with the image.
 
-    Accuracy, the share of predictions that are correct, is reported in every task: of images in classification, of
-    pixels in segmentation.
+    Accuracy, the share of predictions that are correct, is reported in every task with classes: of images in
+    classification, of pixels in segmentation.
     """
 
     #: of what the model returns and the targets
@@ -32,8 +33,15 @@ class LearningTask:
     measures: Mapping[str, Measure] = field(default_factory=dict)
     #: the score by which models are compared
     metric: str = "accuracy"
+    #: whether targets are classes, whose predictions are counted; otherwise the error that is reported is the loss
+    has_classes: bool = True
     #: whether targets have the places of the image, so that an augmentation must change both together
     placed: bool = False
+
+    @property
+    def basic_score(self) -> str:
+        """The score that each evaluation has: the accuracy, or the error by its name."""
+        return "accuracy" if self.has_classes else self.metric
 
     def check_augmentation(self, spec: str) -> None:
         """Refuse an augmentation that would change the images and leave their targets where they were."""
@@ -53,11 +61,39 @@ def register_task(name: str, task: LearningTask) -> LearningTask:
     return task
 
 
-def task_of(name: str) -> LearningTask:
-    """Return a task by its name."""
+@dataclass(frozen=True)
+class Objective:
+    """The loss that the option `objective` names: a function of outputs and targets, of which the mean counts."""
+
+    function: LossFunction
+
+    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the mean loss; outputs come in the shape of float targets, if they are as many."""
+        values = logits_of(outputs)
+        if targets.is_floating_point():
+            dtype = torch.promote_types(values.dtype, targets.dtype)
+            values, targets = values.to(dtype), targets.to(dtype)
+            # or (N, 1) and (N,) would become (N, N)
+            values = values.reshape(targets.shape) if values.numel() == targets.numel() else values
+        return self.function(values, targets).mean()
+
+
+#: the losses of float targets by name
+OBJECTIVES: dict[str, LossFunction] = {"mse": F.mse_loss, "mae": F.l1_loss}
+
+
+def task_of(name: str, objective: str = "") -> LearningTask:
+    """Return a task by its name, with the loss that `objective` names in place of its own."""
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; there are: {', '.join(TASKS)}")
-    return TASKS[name]
+    task = TASKS[name]
+    if not objective:
+        return task
+    function = OBJECTIVES.get(objective) or import_function("objective", objective, OBJECTIVES)
+    if task.has_classes and objective in OBJECTIVES:
+        raise ValueError(f"objective {objective!r} is for float targets, not for {name}")
+    error = objective if objective in OBJECTIVES else "loss"
+    return replace(task, loss=Objective(function), metric=task.metric if task.has_classes else error)
 
 
 def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -87,6 +123,7 @@ def mean_iou(confusion: Tensor) -> float:
 
 
 CLASSIFICATION = register_task("classification", LearningTask())
+REGRESSION = register_task("regression", LearningTask(Objective(F.mse_loss), metric="mse", has_classes=False))
 SEGMENTATION = register_task(
     "segmentation", LearningTask(pixel_cross_entropy, {"mean-iou": mean_iou}, metric="mean-iou", placed=True)
 )

@@ -179,10 +179,11 @@ def _load(spec: str, read: Read, image_size: int | None, root: Path, image_worke
 
 def _prepare(data: Data, image_size: int | None) -> Data:
     """Return the data with images of this size, normalized; a value that is not finite is a ValueError."""
-    for role, inputs in (("training", data.train.inputs), ("test", data.test.inputs)):
+    splits = ("training", data.train), ("test", data.test)
+    for role, values in ((role, values) for role, split in splits for values in (split.inputs, split.labels)):
         # the extremes take no copy of the data
-        if inputs.is_floating_point() and inputs.numel() and not all(map(isfinite, inputs.aminmax())):
-            sample = int((~inputs.isfinite()).flatten(1).any(1).nonzero()[0])
+        if values.is_floating_point() and values.numel() and not all(map(isfinite, values.aminmax())):
+            sample = int((~values.isfinite()).reshape(len(values), -1).any(1).nonzero()[0])
             raise ValueError(f"{data.name}: {role} sample {sample} has a value that is not a finite number")
     if image_size not in (None, data.image_size):
         data = data.resized(image_size)

@@ -30,6 +30,8 @@ def own_data(given: Any) -> Data:
         able = "a name, fedbn_flwr.data.Data, a function that returns Data, or a pair (training data, test data)"
         raise ValueError(f"data must be {able}, got {type(made).__name__}")
     train, test = (_split(part, name) for part, name in zip(made, ("training", "test"), strict=True))
+    if train.labels.is_floating_point():
+        return Data("own data", train, test, train.labels.shape[1:].numel(), task="regression")
     labels = torch.cat([train.labels, test.labels])
     if len(labels) and (lowest := int(labels.min())) > 0:
         shown = f"labels are {lowest} to {int(labels.max())}, but classes are numbered from 0"
@@ -118,6 +120,8 @@ def _checked(inputs: Tensor, labels: Tensor) -> Split:
     if len(shape) == 4 and shape[1] == shape[2] > 4 >= shape[3]:
         remedy = "give inputs.permute(0, 3, 1, 2), or a Split if channels are first"
         raise ValueError(f"inputs of the shape {shape} look like channels last: {remedy}")
-    if labels.is_floating_point() or labels.is_complex():
-        raise ValueError(f"labels must be integers, the numbers of classes from 0, not {labels.dtype}")
-    return Split(inputs, labels.to(torch.int64))
+    if labels.is_complex():
+        raise ValueError(
+            f"labels must be integers, the numbers of classes from 0, or float targets, not {labels.dtype}"
+        )
+    return Split(inputs, labels.to(torch.float32 if labels.is_floating_point() else torch.int64))

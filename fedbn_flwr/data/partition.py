@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbn_flwr.data.splits import Data
+from fedbn_flwr.data.splits import UNCLASSED, Data
 from fedbn_flwr.plugins import add, did_you_mean
 from fedbn_flwr.randomness import numpy_generator
 
@@ -41,9 +41,9 @@ class PartitionRequest:
 
     @property
     def labels(self) -> Rows:
-        """The label of every row; images with label maps have none of their own."""
-        if self.data.task == "segmentation":
-            raise ValueError(f"{self.data.name} has label maps and no labels: take iid, city, domain or union")
+        """The class of every row; images with label maps have none of their own, and float targets are none."""
+        if targets := UNCLASSED.get(self.data.task):
+            raise ValueError(f"{self.data.name} has {targets} and no labels: take iid, city, domain or union")
         return self.data.train.labels.numpy(force=True)[self.order]
 
     @property

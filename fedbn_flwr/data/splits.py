@@ -25,6 +25,8 @@ MOST_NAMES = 20
 
 #: inputs and targets
 Batch = tuple[Tensor, Tensor]
+#: the tasks whose targets are no classes of samples, and what they are in words
+UNCLASSED = {"segmentation": "label maps", "regression": "float targets"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +34,9 @@ class Split:
     """Samples with labels and, where the data have domains, each sample's domain.
 
     The inputs are N x C x H x W, or of another shape that starts with N x C; uint8 (0 to 255), float32, or int64 for
-    ids, in memory or memory-mapped (`torch.from_file`). Labels and domains are int64. Only images can be resized
-    or augmented. `mean` and `std` hold one number a channel, for inputs scaled to [0, 1]; where they are
-    empty, batches are not normalized. Ids never are.
+    ids, in memory or memory-mapped (`torch.from_file`). Domains are int64, and so are
+    labels, or for regression float32 of N or N x K. Only images can be resized or augmented. `mean` and `std` hold one
+    number a channel, for inputs scaled to [0, 1]; where they are empty, batches are not normalized. Ids never are.
     """
 
     inputs: Tensor
@@ -47,7 +49,9 @@ class Split:
         shape, dtype = tuple(self.inputs.shape), self.inputs.dtype
         if len(shape) < 2 or dtype not in (torch.uint8, torch.float32, torch.int64):
             raise ValueError(f"inputs must be N x C [x H x W], uint8, float32 or (for ids) int64, not {shape}, {dtype}")
-        for name, column in (("labels", self.labels), ("domains", self.domains)):
+        is_float = self.labels.dtype == torch.float32 and self.labels.dim() <= 2
+        classes = None if is_float and self.labels.shape[:1] == shape[:1] else self.labels
+        for name, column in (("labels", classes), ("domains", self.domains)):
             if column is not None and (column.dtype != torch.int64 or column.shape != shape[:1]):
                 actual = f"{tuple(column.shape)}, {column.dtype}"
                 raise ValueError(f"{name} must be one int64 for each of {shape[0]} samples, not {actual}")
@@ -132,7 +136,8 @@ class Data:
     """A training and a test split of one task.
 
     A domain's number is its position in `domain_names`. `class_names` is empty, or a class's number is its position.
-    `task` is what the targets are for: `classification`, `segmentation` or one that is registered.
+    `task` is what the targets are for: `classification`, `segmentation`, `regression` or one that is registered. In
+    regression `num_classes` is the number of targets of a sample.
     """
 
     name: str
@@ -149,6 +154,10 @@ class Data:
         if (train := self.train.inputs.dtype) != (test := self.test.inputs.dtype):
             raise ValueError(f"{self.name}: training inputs are {train}, test inputs {test}: give both in one type")
         for split in (self.train, self.test):
+            is_float, width = split.labels.is_floating_point(), split.labels.shape[1:].numel()
+            if is_float != (self.task == "regression") or (is_float and width != self.num_classes):
+                actual = f"{tuple(split.labels.shape)}, {split.labels.dtype}"
+                raise ValueError(f"{self.name}: labels of {self.num_classes} for {self.task} cannot be {actual}")
             _check_range(f"{self.name}: labels", split.labels, self.num_classes)
             if (split.domains is None) == bool(self.domain_names):
                 raise ValueError(f"{self.name}: domain names and the domains of both splits go together")
@@ -157,7 +166,8 @@ class Data:
 
     def __str__(self) -> str:
         sizes = f"{len(self.train):,} training and {len(self.test):,} test samples"
-        classes = f"{self.num_classes} classes" + _listed(self.class_names)
+        unit = "targets" if self.task == "regression" else "classes"
+        classes = f"{self.num_classes} {unit}{_listed(self.class_names)}"
         if self.train.domains is None:
             return f"{self.name}: {sizes}; {classes}"
         counts = torch.bincount(self.train.domains.cpu(), minlength=len(self.domain_names)).tolist()
@@ -222,7 +232,7 @@ def _validation_split(data: Data, fraction: float, seed: int) -> Data:
     count = round(fraction * len(split))
     if not 0 < count < len(split):
         raise ValueError(f"{data.name}: a share of {fraction} of {len(split)} samples leaves one side empty")
-    strata = split.labels.numpy(force=True)
+    strata = np.zeros(len(split), np.int64) if data.task == "regression" else split.labels.numpy(force=True)
     if split.domains is not None:
         strata = strata * len(data.domain_names) + split.domains.numpy(force=True)
     held_out = stratified(strata, count, numpy_generator(seed, "validation"))
@@ -235,7 +245,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _check_range(what: str, values: Tensor, count: int) -> None:
-    if len(values) == 0:
+    if len(values) == 0 or values.is_floating_point():
         return
     lowest, highest = int(values.min()), int(values.max())
     if lowest < 0 or highest >= count:

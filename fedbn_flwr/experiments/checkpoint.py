@@ -13,14 +13,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from fedbn_flwr import wire
+from fedbn_flwr.client.node_memory import NAMESPACE
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Journal
+from fedbn_flwr.experiments.output.run_folder import PERSONAL
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.in_process import LocalGrid
+from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, StateFolder
 from fedbn_flwr.state import Arrays, arrays_of, arrays_to_record
 from fedbn_flwr.state.record_files import sync
 from fedbn_flwr.strategies import BaseStrategy
@@ -39,7 +43,9 @@ PARTIAL, OLD = f"{PREFIX}partial", f"{PREFIX}old"
 
 
 #: the number of the form in which checkpoints hold a run
-FORMAT = 2
+FORMAT = 3
+#: what is to be raised after the present round, since a signal has asked this process to end
+STOPPING: list[type[KeyboardInterrupt]] = []
 
 
 @dataclass(frozen=True)
@@ -165,6 +171,10 @@ def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
     return convert(value)
 
 
+class StopRun(Exception):  # noqa: N818  # nothing is wrong
+    """The run ends after the round that has been recorded; a strategy's loop has no other way out."""
+
+
 class Recovery:
     """Gathers into a checkpoint what a run's strategy, record and nodes hold, and gives it back to them.
 
@@ -196,9 +206,13 @@ class Recovery:
         return config
 
     def record(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Record a round, then write a checkpoint if it is time for one (an `evaluate_fn`)."""
+        """Record a round, then write a checkpoint if it is time for one, or a signal stops the run (an `evaluate_fn`).
+
+        StopRun ends the run.
+        """
         metrics = self._journal.record(server_round, arrays)
-        if server_round and self._is_due(server_round):
+        stops = bool(STOPPING) and 0 < server_round < self._experiment.config.rounds
+        if stops or (server_round and self._is_due(server_round)):
             begun = monotonic()
             content = arrays_of(arrays), self._strategy.state_dict(), self._journal.state_dict()
             checkpoint = Checkpoint(server_round, *content, self._history.to_text())
@@ -208,6 +222,10 @@ class Recovery:
                 config[CHECKPOINT] = server_round
             self._ended = monotonic()
             self._took = self._ended - begun
+        if self._journal.stopped_by:  # also before the first round of a run that died between its last one and its end
+            raise StopRun
+        if stops:
+            raise STOPPING[0]
         return metrics
 
     def _is_due(self, server_round: int) -> bool:
@@ -215,6 +233,19 @@ class Recovery:
         if every == AUTOMATIC:
             return monotonic() - self._ended >= TRAINING_PER_SAVING * self._took
         return every > 0 and server_round % every == 0
+
+    def save_personal(self, arrays: ArrayRecord) -> None:
+        """Write what nodes' own models have in place of the server's `arrays`; nodes elsewhere keep theirs."""
+        strategy, grid, folder = self._strategy, self._grid, self._folder / PERSONAL
+        if not (strategy.personal and isinstance(grid, LocalGrid)):
+            return
+        if strategy.stays != "none":
+            grid.save_states(folder, wire.PERSONAL)
+            return
+        files = StateFolder(folder, range(0))
+        strategy.round.grid = grid  # there was no round if the run died after its last one
+        for node, groups in strategy.package(list(grid.get_node_ids()), arrays).items():
+            files[node - FIRST_NODE_ID] = RecordDict({f"{NAMESPACE}/{wire.PERSONAL}": groups[strategy.arrayrecord_key]})
 
     def restore(self, saved: Checkpoint) -> ArrayRecord:
         """Bring everything into the state of a checkpoint; return its model."""

@@ -14,19 +14,24 @@ from fedbn_flwr import __version__
 from fedbn_flwr.data.check import IMAGES, check_dataset, where_to_get
 from fedbn_flwr.data.sets.catalog import CATALOG
 from fedbn_flwr.experiments.choice import SEEDS, read_grid
-from fedbn_flwr.experiments.comparison import Plan
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.diagnose import run_diagnosis
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
-from fedbn_flwr.experiments.kept_run import OVERWRITE, Terminated
-from fedbn_flwr.experiments.laboratory import checked, compare, quiet, run
+from fedbn_flwr.experiments.laboratory import compare, comparison, run
 from fedbn_flwr.experiments.method import all_options, forms_of, import_plugins, owners, split_methods
-from fedbn_flwr.experiments.output.console import show_comparison, show_run
 from fedbn_flwr.experiments.output.listing import listing, show_listing, show_one
-from fedbn_flwr.experiments.recipes.commands import add_recipe_commands, list_recipes, reproduce, show_plan
-from fedbn_flwr.experiments.recipes.matrix import Cell
-from fedbn_flwr.experiments.recipes.recipe import Setting
-from fedbn_flwr.experiments.reports.page import add_report_command, report
+from fedbn_flwr.experiments.recipes.commands import (
+    add_recipe_commands,
+    add_side_by_side,
+    list_recipes,
+    reproduce,
+    show_plan,
+)
+from fedbn_flwr.experiments.results.folders import read_parts, show_part
+from fedbn_flwr.experiments.results.page import add_report_command, report
+from fedbn_flwr.experiments.results.pictures import draw_or_warn
+from fedbn_flwr.experiments.runs import Terminated
+from fedbn_flwr.experiments.study import quiet
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import Option, UsageError, as_value, options_of, whole_number
 from fedbn_flwr.strategies import REGISTRY, CannotTrainError
@@ -59,8 +64,7 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] | Non
         with quiet(verbose=options.get("verbose", False)):
             return _COMMANDS[command](options) or 0
     except UsageError as error:
-        text = str(error).replace(OVERWRITE, "--overwrite")
-        print("fedbn-flwr:", *text.split(), file=sys.stderr)  # in one line, whatever a library says
+        print("fedbn-flwr:", *str(error).split(), file=sys.stderr)  # in one line, whatever a library says
         return 2
     except CannotTrainError as error:
         print(f"fedbn-flwr: {error}", file=sys.stderr)
@@ -114,6 +118,7 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
     several.add_argument("--grid-seeds", dest="grid-seeds", metavar="N", help=text)
     text = "show what would run, and how many steps"
     several.add_argument("--dry-run", dest="dry-run", action="store_true", default=False, help=text)
+    add_side_by_side(several, everything)
     _add_engine(several, everything)
     _add_shared(several, everything, skip=("method", "resume"))
     single = _command(
@@ -126,6 +131,8 @@ def _parser(others: Mapping[str, str], everything: bool = False) -> argparse.Arg
     names.add_argument("--plugins", metavar="MODULES", help="comma-separated modules to import first")
     names.add_argument("--json", action="store_true", help="print JSON")
     add_recipe_commands(commands, _command)
+    shown = _command(commands, "results", "print the table of results again")
+    shown.add_argument("runs", nargs="+", metavar="RUNS", help="folders of `run`, `compare` or `reproduce`")
     add_report_command(commands, _command)
     text = "check a data set's files: what is missing or broken, where to get it, under which licence"
     actions = commands.add_parser("data", help=text).add_subparsers(dest="action", required=True, parser_class=_Parser)
@@ -158,11 +165,6 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
 def _add_engine(parser: argparse.ArgumentParser, everything: bool) -> None:
     engine, verbose = f"{', '.join(ENGINES)} [stacked]", "show Flower's own log"
     parser.add_argument("--engine", help=engine if everything else argparse.SUPPRESS)
-    # the error that refuses a run names it: the short help has no line to spare
-    overwrite = "replace runs in the folder that differ from these [refuse them]"
-    parser.add_argument(
-        "--overwrite", action="store_true", default=False, help=overwrite if everything else argparse.SUPPRESS
-    )
     parser.add_argument(
         "--verbose", action="store_true", default=False, help=verbose if everything else argparse.SUPPRESS
     )
@@ -197,34 +199,35 @@ def _add_option(group: Any, key: str, forms: Mapping[Option, Sequence[str]], sho
 def _run(options: dict[str, Any]) -> None:
     folder = options.pop("results-dir", Config.results_dir)
     results = run(options.pop("method", None), folder=folder, progress="lines", **options)
-    show_run(results.summaries[0], results.folder)
+    results.show()
+    draw_or_warn(results.plot, results.folder / "curves.png")
 
 
 def _compare(options: dict[str, Any]) -> None:
     methods, seeds = split_methods(str(options.pop("methods"))), whole_number("--seeds", options.pop("seeds"))
     folder, engine = options.pop("results-dir", Config.results_dir), engine_named(options.pop("engine", None))
-    grid = read_grid(options.pop("grid", []))
-    grid_seeds = whole_number("--grid-seeds", options.pop("grid-seeds", SEEDS))
-    told = {key: options.pop(key) for key in ("overwrite", "verbose")}
+    counts = {
+        "seeds": seeds,
+        "grid_seeds": whole_number("--grid-seeds", options.pop("grid-seeds", SEEDS)),
+        "side_by_side": whole_number("--side-by-side", options.pop("side-by-side", 1)),
+    }
+    asked: dict[str, Any] = {**counts, "grid": read_grid(options.pop("grid", [])), "engine": engine}
+    verbose = options.pop("verbose")
     if options.pop("dry-run"):
-        plan = checked(Plan(options, (), seeds, grid, grid_seeds, engine), methods)
-        show_plan("comparison", [Cell(Setting({}, {}), method, method, plan, Path()) for method in methods])
+        show_plan("comparison", comparison(methods, options, **asked).runs(Path(folder)))
         return
-    results = compare(
-        methods,
-        folder=folder,
-        seeds=seeds,
-        grid=grid,
-        grid_seeds=grid_seeds,
-        engine=engine,
-        progress="lines",
-        **told,
-        **options,
-    )
-    show_comparison(results.summaries, results.folder)
+    results = compare(methods, folder=folder, progress="lines", verbose=verbose, **asked, **options)
+    results.show()
+    if any("failed" not in summary for summary in results.summaries):
+        draw_or_warn(results.plot, results.folder / "curves.png")
     errors = {method for method, _ in results.failures}
     if failed := [method for method in methods if method in errors]:
         raise CannotTrainError(f"{len(failed)} of {len(methods)} methods failed: {', '.join(failed)}")
+
+
+def _results(options: dict[str, Any]) -> None:
+    for part in read_parts([Path(name).expanduser() for name in options["runs"]]):
+        show_part(part)
 
 
 def _list(options: dict[str, Any]) -> None:
@@ -256,6 +259,7 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int | None]] = {
     "list": _list,
     "recipes": list_recipes,
     "reproduce": reproduce,
+    "results": _results,
     "report": report,
     "data": _check_data,
 }

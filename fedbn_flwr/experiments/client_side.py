@@ -138,7 +138,7 @@ def _maker(config: Config, nodes: int, root: str | None, own_data: str) -> Calla
     set_threads(config)
     partition = make_partition(config, config.clients or nodes)
     data = without_domains(load_data(config)) if own_data else load_data(config)
-    model, device, task = shared_model(config), str(pick_device(config.device)), task_of(data.task)
+    model, device, task = shared_model(config), str(pick_device(config.device)), task_of(data.task, config.objective)
 
     def make(partition_id: int, memory: RecordDict) -> BNClient:
         return BNClient(

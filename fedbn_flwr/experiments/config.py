@@ -65,6 +65,9 @@ class Config:
         "augmentation of training images: none, crop or crop-flip[:padding=PIXELS][:fill=VALUE], "
         "resized-crop-flip[:scale=SHARE], flip-rotate[:degrees=DEGREES], random-crop",
     ] = "none"
+    objective: Annotated[
+        str, "loss to train with: mse or mae (of float targets), or package.module:function; empty: the task's own"
+    ] = ""
     optimizer: Annotated[str, "sgd, adam or adamw (whose weight-decay is decoupled)"] = "sgd"
     lr: Annotated[float, "local learning rate", Range(0)] = 0.1
     lr_schedule: Annotated[
@@ -74,6 +77,12 @@ class Config:
     weight_decay: Annotated[float, "weight decay", Range(0)] = 0.0
     precision: Annotated[str, "float32, tf32 (float32 with TF32 products, on a GPU) or bf16 (autocast)"] = "float32"
     evaluate_every: Annotated[int, "evaluate on the test data every N rounds, and after the last", Range(1)] = 10
+    stop_at: Annotated[
+        float, "end the run when the score reaches this, or falls to it where less is better; 0: off", Range(0)
+    ] = 0.0
+    stop_after: Annotated[
+        int, "end the run at an evaluation this many rounds or more after that of the best score; 0: off", Range(0)
+    ] = 0
     train_loss_global: Annotated[
         bool, "also report the global model's loss on all training data, in evaluated rounds"
     ] = False

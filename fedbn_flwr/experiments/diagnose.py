@@ -12,14 +12,15 @@ from torch import nn
 
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.client.batch_plan import BatchLoader, batch_sizes, draw
+from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.client.training import Batch
 from fedbn_flwr.diagnosis import Diagnosis, Measurement, check, diagnose, overall
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.console import console, new_table
-from fedbn_flwr.experiments.output.plots import figure
 from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
 from fedbn_flwr.experiments.resources import check_simulation, fresh_model, load_data, make_partition, set_threads
+from fedbn_flwr.experiments.results.pictures import figure
 from fedbn_flwr.plugins.options import UsageError, whole_number
 from fedbn_flwr.randomness import numpy_generator, torch_generator
 from fedbn_flwr.wire import Instruction, wire_key
@@ -130,7 +131,8 @@ def run_diagnosis(options: dict[str, Any]) -> None:
     folder = make_folder(Path(config.results_dir))
     clients = participants(config)
     draws = list(zip(*(mini_batches(config, client, count) for client in clients), strict=True))
-    diagnosis = diagnose(model, draws, _weights(experiment, clients), seed=config.seed)
+    loss = task_of(load_data(config).task, config.objective).loss
+    diagnosis = diagnose(model, draws, _weights(experiment, clients), loss_function=loss, seed=config.seed)
     advice = suggestion(diagnosis, count_domains(config, clients), config.local_steps)
     content = {"options": experiment.to_mapping(), "batches": count, "clients": clients, "suggestion": advice}
     content |= asdict(diagnosis, dict_factory=lambda items: {wire_key(key): value for key, value in items})

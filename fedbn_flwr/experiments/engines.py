@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from multiprocessing import parent_process
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,6 @@ from fedbn_flwr.clientapp import client_app, keep_states_in
 from fedbn_flwr.experiments.checkpoint import STATES
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.kept_run import Engine
 from fedbn_flwr.experiments.method import Experiment, import_plugins
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.resources import (
@@ -35,6 +35,7 @@ from fedbn_flwr.experiments.resources import (
     shared_model,
     state_folder,
 )
+from fedbn_flwr.experiments.runs import Engine
 from fedbn_flwr.experiments.server_side import instruction_of, run
 from fedbn_flwr.plugins import did_you_mean, extra, is_foreign
 from fedbn_flwr.plugins.options import UsageError
@@ -74,6 +75,8 @@ def count_workers(config: Config, layerwise: bool = False) -> int:
     """
     if config.workers:
         return min(config.workers, config.clients)
+    if parent_process():  # runs side by side have one each
+        return 1
     if gpus := visible_gpus(config):
         return min(len(gpus), config.clients_in_round())
     if pick_device(config.device).type != "cpu" or min(count_cores(), config.clients_in_round()) <= 1:
@@ -103,7 +106,8 @@ def one_step(config: Config) -> StepMemory:
     data = load_data(config)
     few = np.arange(min(len(data.train), config.batch_size))
     device = str(pick_device(config.device))
-    client = BNClient(shared_model(config), data.train, indices=few, device=device, task=task_of(data.task))
+    task = task_of(data.task, config.objective)
+    client = BNClient(shared_model(config), data.train, indices=few, device=device, task=task)
     return StepMemory.of(client, instruction_of(config))
 
 
@@ -281,13 +285,16 @@ def _cluster() -> str:
     return address
 
 
-def prepare(engine: Engine, experiment: Experiment) -> None:
-    """Refuse workers where there are none of ours; elsewhere let them import while their run is checked."""
+def prepare(engine: Engine, experiment: Experiment, elsewhere: bool = False) -> None:
+    """Refuse workers where there are none of ours; elsewhere let them import while their run is checked.
+
+    With `elsewhere` the run itself is in another process.
+    """
     config = experiment.config
-    if (bound := experiment.bound_here) and (config.workers > 1 or engine is run_on_ray):
+    if (bound := experiment.bound_here) and (config.workers > 1 or elsewhere or engine is run_on_ray):
         raise UsageError(
-            f"{bound} stays in this process, so workers must be 1, and the engine not ray; put it into a module, and "
-            "name it as package.module:function, or the module of a registered strategy in plugins"
+            f"{bound} stays in this process, so workers and side-by-side must be 1, and the engine not ray; put it "
+            "into a module, and name it as package.module:function, or the module of a registered strategy in plugins"
         )
     if engine is run_on_ray:
         refuse_own_nodes(config)

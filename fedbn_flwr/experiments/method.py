@@ -7,7 +7,7 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fedbn_flwr.data import SITES, Data, load
+from fedbn_flwr.data import SITES, Data, Split, load
 from fedbn_flwr.data.files import TORCHVISION
 from fedbn_flwr.experiments.choice import Choice
 from fedbn_flwr.experiments.config import Config
@@ -40,17 +40,18 @@ class Experiment:
     @property
     def code(self) -> dict[str, str]:
         """The fingerprints of users' code and data, which their names do not tell, by the options that name them."""
-        named = {key: getattr(self.config, key) for key in ("model", "dataset")}
+        named = {key: getattr(self.config, key) for key in ("model", "dataset", "objective")}
         prints = {key: value.fingerprint for key, value in named.items() if isinstance(value, Named)}
         return {"method": fingerprint(self.strategy_class), **prints} if is_foreign(self.strategy_class) else prints
 
     @property
     def bound_here(self) -> str:
         """What another process could not import, such as a notebook's function; empty if there is nothing."""
-        strategy, model = self.strategy_class, self.config.model
+        strategy, named = self.strategy_class, {key: getattr(self.config, key) for key in ("model", "objective")}
         if is_foreign(strategy) and (not self.config.plugins or not is_importable(strategy)):
             return f"the strategy {strategy.__name__}"
-        return f"the model {model!r}" if isinstance(model, Named) and not is_importable(model.target) else ""
+        bound = (key for key, value in named.items() if isinstance(value, Named) and not is_importable(value.target))
+        return next((f"the {key} {named[key]!r}" for key in bound), "")
 
     @property
     def strategy_class(self) -> type[BaseStrategy]:
@@ -127,22 +128,24 @@ def read_data(config: Config) -> Data:
 def _with_clients(config: Config, federation: bool) -> Config:
     """Return the options with a partition, and with a number of clients unless a federation has its own."""
     unknown = not config.partition or (config.partition in ("domain", "city") and not (config.clients or federation))
-    domains = _count_domains(config) if unknown else 0
-    partition = config.partition or ("domain" if domains else "classes")
+    train = _training_data(config) if unknown else None
+    domains = 0 if train is None or train.domains is None else len(train.domains.unique())
+    classed = "iid" if train is not None and train.labels.is_floating_point() else "classes"
+    partition = config.partition or ("domain" if domains else classed)
     clients = config.clients or (0 if federation else domains or CLIENTS)
     return replace(config, partition=partition, clients=clients)
 
 
-def _count_domains(config: Config) -> int:
+def _training_data(config: Config) -> Split | None:
+    """Return the training data if they may have domains or float targets, and are here."""
     if config.dataset in (SITES, *TORCHVISION):
-        return 0
+        return None
     try:
-        domains = read_data(config).train.domains
+        return read_data(config).train
     except OSError:
-        return 0  # said when the data are needed
+        return None  # said when the data are needed
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return 0 if domains is None else len(domains.unique())
 
 
 @cache

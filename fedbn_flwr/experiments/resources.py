@@ -1,7 +1,6 @@
 """The data, the partition and the model of an experiment: made once a process, shared by all its clients."""
 
 import pickle
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from logging import WARNING
@@ -17,13 +16,15 @@ from torch import nn
 
 from fedbn_flwr import data, models, norm
 from fedbn_flwr.client import pick_device
-from fedbn_flwr.client.learning_task import task_of
+from fedbn_flwr.client.learning_task import OBJECTIVES, task_of
 from fedbn_flwr.client.training import logits_of
 from fedbn_flwr.data.pixels import Channels
+from fedbn_flwr.data.splits import UNCLASSED
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment, read_data
 from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.output.sinks import check_sinks
+from fedbn_flwr.experiments.results.rows import about_absent
 from fedbn_flwr.layerwise.shared_statistics import check_layers
 from fedbn_flwr.norm.detect import FunctionalBatchNorm
 from fedbn_flwr.plugins import fingerprint
@@ -105,6 +106,17 @@ def make_partition(config: Config, clients: int) -> list[NDArray[np.int64]]:
     return data.partition(config.partition, load_data(config), clients, config.seed)
 
 
+def node_names(config: Config) -> list[int | str]:
+    """Return the clients' domains if each has one that no other client has, else their numbers."""
+    loaded, numbers = load_data(config), range(config.clients)
+    if (domains := loaded.train.domains) is None:
+        return list(numbers)
+    parts = make_partition(config, config.clients)
+    held = [domain for part in parts for domain in domains[torch.from_numpy(part)].unique().tolist()]
+    is_own = len(set(held)) == len(held) == len(parts)
+    return [loaded.domain_names[domain] for domain in held] if is_own else list(numbers)
+
+
 def fresh_model(config: Config, form: Form | None = None) -> nn.Module:
     """The model of an experiment in its initial state; for data of this form, if they are not here."""
     form = form or form_of(config)
@@ -180,8 +192,10 @@ def check(experiment: Experiment) -> None:
         raise UsageError(
             f"method {config.method!r} needs all data in one place, but the data set 'sites' stays at the sites"
         )
-    if config.class_metrics and config.dataset != data.SITES and task_of(load_data(config).task).placed:
-        raise UsageError(f"class-metrics are of labels, and {load_data(config).name} has label maps")
+    if config.dataset == data.SITES and config.objective in OBJECTIVES:
+        raise UsageError(f"objective {config.objective!r} is for float targets, and the data of sites have classes")
+    if config.class_metrics and config.dataset != data.SITES and (targets := UNCLASSED.get(load_data(config).task)):
+        raise UsageError(f"class-metrics are of labels, and {load_data(config).name} has {targets}")
     if config.clients:
         check_partition(config, config.clients)
     fewest = strategy.averager.fewest_nodes
@@ -193,7 +207,10 @@ def check(experiment: Experiment) -> None:
 def check_task(config: Config) -> None:
     """Refuse a model or an augmentation that is not for the data set's task."""
     loaded = load_data(config)
-    task = task_of(loaded.task)
+    task = task_of(loaded.task, config.objective)
+    if not (task.has_classes or config.objective):
+        able = f"{', '.join(OBJECTIVES)} or package.module:function"
+        raise UsageError(f"{loaded.name} has float targets, which need objective={able}; classes are integers from 0")
     task.check_augmentation(config.augmentation)
     entry = models.MODELS.get(config.model)
     if entry is not None and task_of(entry.task).placed != task.placed:
@@ -232,7 +249,15 @@ def _check_inputs(config: Config, split: data.Split, num_classes: int, role: str
         for layer, mode in modes.items():
             layer.training = mode
     logits = logits_of(outputs)
-    if logits.dim() > 1 and logits.shape[1] != num_classes:
+    if config.objective in OBJECTIVES and logits.numel() != num_classes:
+        raise UsageError(f"model {config.model!r} has {logits.numel()} outputs for {num_classes} targets")
+    if config.objective:
+        targets = split.batch(torch.zeros(1, dtype=torch.int64), logits.device)[1]
+        try:
+            task_of(load_data(config).task, config.objective).loss(outputs, targets)
+        except Exception as error:  # of whatever kind a user's function raises
+            raise UsageError(f"objective {config.objective!r} fails for the outputs of the model: {error}") from error
+    if load_data(config).task != "regression" and logits.dim() > 1 and logits.shape[1] != num_classes:
         about = f"model {config.model!r} has {logits.shape[1]} outputs for {num_classes} classes"
         if logits.shape[1] < num_classes:
             raise UsageError(about)
@@ -258,12 +283,6 @@ def absent_classes(config: Config) -> list[str]:
     held = set(loaded.train.labels[np.concatenate(make_partition(config, config.clients))].unique().tolist())
     names = loaded.class_names or [str(number) for number in range(loaded.num_classes)]
     return [name for number, name in enumerate(names) if number not in held]
-
-
-def about_absent(classes: Sequence[str], partition: str, clients: int) -> str:
-    """Return a sentence about classes that nobody has, though they are tested."""
-    few = ", ".join(classes[:5]) + ", ..." * (len(classes) > 5)
-    return f"no client has samples of {len(classes)} classes ({few}): {partition} with {clients} clients"
 
 
 @cache

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,11 @@ from flwr.serverapp import Grid
 from fedbn_flwr import state
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.data import SITES
-from fedbn_flwr.experiments.checkpoint import Recovery, clear, read_checkpoint, refuse_other_model
+from fedbn_flwr.experiments.checkpoint import Recovery, StopRun, clear, read_checkpoint, refuse_other_model
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.kept_run import KeptRun, alone_in, options_in
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
-from fedbn_flwr.experiments.output.run_folder import RunFolder
+from fedbn_flwr.experiments.output.run_folder import CONFIG, RunFolder, read_json, read_rounds
 from fedbn_flwr.experiments.output.scoring import Scorer, SiteScorer
 from fedbn_flwr.experiments.output.sinks import open_sinks
 from fedbn_flwr.experiments.resources import (
@@ -36,6 +36,9 @@ from fedbn_flwr.experiments.resources import (
     set_threads,
     shared_model,
 )
+from fedbn_flwr.experiments.results.pictures import draw_or_warn, plot_curves
+from fedbn_flwr.experiments.results.rows import metric_of, title_of
+from fedbn_flwr.experiments.runs import Run, alone_in, asked_of
 from fedbn_flwr.experiments.sites.agreement import SitesGrid, agree, ask_sites
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.packing_grid import PackingGrid
@@ -61,19 +64,21 @@ def run(
     (always), SitesGrid, and in a deployment SideChannelGrid and PackingGrid (always, by `serve`).
     """
     check(experiment)
-    nodes = count_nodes(grid, experiment.config)
+    asked = asked_of(experiment, engine)
     saved = read_checkpoint(folder) if experiment.config.resume else None
-    task = make_task(grid, experiment.config, nodes, options_in(folder) if saved else {})
+    if saved:
+        Run(experiment, engine, folder).check()
+    nodes = count_nodes(grid, experiment.config)
+    task = make_task(grid, experiment.config, nodes, read_json(folder / CONFIG)["options"] if saved else {})
     experiment = replace(experiment, config=task.config)
     initial = state.to_record(fresh_model(task.config, task.form).state_dict())
     if saved:
-        KeptRun(experiment, engine, folder).refuse_other()
         refuse_other_model(folder, saved, arrays_of(initial))
         files = RunFolder(folder, saved.server_round)
     else:
         clear(folder)
-        files, choice = RunFolder(folder), experiment.choice
-        files.config(experiment.to_mapping(), task.sites, engine, experiment.code, choice.text if choice else "")
+        files = RunFolder(folder)
+        files.config(experiment.to_mapping(), asked, task.sites)
     strategy = experiment.make_strategy(nodes)
     counted = CountingGrid(task.grid)
     # what sites have said of their data bounds the counts that they may send later
@@ -95,6 +100,8 @@ def run(
                 evaluate_config=recovery.tell(ConfigRecord({**evaluation_of(experiment).to_config(), **task.facts})),
                 evaluate_fn=recovery.record,
             )
+        except StopRun:
+            log(INFO, "The run ends early: %s", journal.stopped_by)
         except OSError:  # the disk, and no fault of the run: it can go on
             raise
         except Exception as error:
@@ -102,8 +109,9 @@ def run(
             files.finish(summary, journal.arrays)
             log(ERROR, "The run ended after round %d, what it leaves is in %s", summary["rounds-done"], folder)
             raise
-    summary = journal.summary(experiment, nodes)
-    files.finish(summary, journal.arrays or arrays)
+    summary, arrays = journal.summary(experiment, nodes), journal.arrays or arrays
+    recovery.save_personal(arrays)
+    files.finish(summary, arrays)
     return summary
 
 
@@ -132,7 +140,8 @@ def make_task(grid: Grid, config: Config, nodes: int, before: Mapping[str, Any])
     config = rounds_within_budget(config, nodes)
     set_threads(config)
     trained = np.concatenate(make_partition(config, nodes)) if config.train_loss_global else None
-    scorer = Scorer(shared_model(config), load_data(config), pick_device(config.device), trained, config.class_metrics)
+    device = pick_device(config.device)
+    scorer = Scorer(shared_model(config), load_data(config), device, trained, config.class_metrics, config.objective)
     return Task(config, grid, form_of(config), scorer, ConfigRecord(), [])
 
 
@@ -197,7 +206,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
     """Run what a Flower run configuration says, and log where the results are.
 
     The folder is kept: a finished run of these options is not repeated, an unfinished one goes on after its last
-    checkpoint, and a folder with another run is refused.
+    checkpoint, and a folder with another run is refused: give another results-dir.
 
     A relative `results-dir` is relative to where the SuperLink was started: Flower does not tell where `flwr run` was.
     Where `FEDBN_FLWR_RESULTS` names a folder, results go to `run_id` in it, and `results-dir` counts for nothing;
@@ -218,8 +227,10 @@ def serve(grid: Grid, run_config: Mapping[str, Any], run_id: int = 0) -> Summary
         return run(with_side_channel(PackingGrid(grid), experiment), experiment, folder)
 
     with alone_in(folder):
-        kept = replace(KeptRun.of(experiment, "flower", folder), remedy="give another results-dir")
-        summary = kept.run(train)
+        summary = Run(experiment, "flower", folder).train(train)
+        if not (folder / "curves.png").exists():
+            curves = {str(summary["method"]): [read_rounds(folder)]}
+            draw_or_warn(partial(plot_curves, curves, title_of(summary), metric_of(summary)), folder / "curves.png")
     log(INFO, "Results: %s", folder)
     return summary
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import iter_modules
 from textwrap import shorten
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import norm as norms
-from fedbn_flwr.plugins import MissingExtraError, Named, add, did_you_mean, extra
+from fedbn_flwr.plugins import MissingExtraError, add, extra, import_function
 from fedbn_flwr.randomness import derive
 
 __all__ = ["MODELS", "build", "register_model"]
@@ -90,10 +90,8 @@ def build(
 
 
 def _maker(name: str, image_size: int) -> Make:
-    if isinstance(name, Named) or ":" in name:
-        return _custom_model(name)
     if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}; {did_you_mean(name, MODELS, 'or package.module:function')}")
+        return _custom_model(name)
     entry = MODELS[name]
     if image_size < entry.smallest or (entry.largest is not None and image_size > entry.largest):
         able = f"those of {entry.smallest}x{entry.smallest} {'only' if entry.largest else 'and more'}"
@@ -103,7 +101,7 @@ def _maker(name: str, image_size: int) -> Make:
 
 def _custom_model(spec: str) -> Make:
     """Return the function or class that `spec` names, called with those of the three arguments it accepts."""
-    factory = spec.target if isinstance(spec, Named) else _import(spec)
+    factory = import_function("model", spec, MODELS)
     try:
         signature = inspect.signature(factory)
         # behind **options, model libraries (torchvision, timm) know the number of classes, but not the others
@@ -120,17 +118,6 @@ def _custom_model(spec: str) -> Make:
         return model
 
     return make
-
-
-def _import(spec: str) -> Any:
-    module_name, _, function_name = spec.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), function_name, None)
-    except ImportError as error:
-        raise ValueError(f"model {spec!r}: cannot import {module_name!r}: {error}") from error
-    if not callable(factory):
-        raise ValueError(f"model {spec!r}: module {module_name!r} has no function {function_name!r}")
-    return factory
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:

@@ -124,6 +124,22 @@ class Named(str):
     __hash__ = object.__hash__
 
 
+def import_function(kind: str, spec: str, known: Iterable[str]) -> Any:
+    """Return the function or class of "package.module:function", or that a name holds; else a ValueError."""
+    if isinstance(spec, Named):
+        return spec.target
+    module_name, colon, function_name = spec.partition(":")
+    if not colon:
+        raise ValueError(f"unknown {kind} {spec!r}; {did_you_mean(spec, known, 'or package.module:function')}")
+    try:
+        function = getattr(import_module(module_name), function_name, None)
+    except ImportError as error:
+        raise ValueError(f"{kind} {spec!r}: cannot import {module_name!r}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{kind} {spec!r}: module {module_name!r} has no function {function_name!r}")
+    return function
+
+
 def fingerprint(thing: Any) -> str:
     """Return a short text that changes with the code of a function or class.
 

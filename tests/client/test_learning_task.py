@@ -126,5 +126,7 @@ def test_a_registered_task_is_found_by_its_name() -> None:
         assert task_of("of-a-test") is task
         with pytest.raises(ValueError, match="task 'of-a-test' is there already"):
             register_task("of-a-test", LearningTask())
-    with pytest.raises(ValueError, match="unknown task 'of-a-test'; there are: classification, segmentation"):
+    with pytest.raises(
+        ValueError, match="unknown task 'of-a-test'; there are: classification, regression, segmentation"
+    ):
         task_of("of-a-test")

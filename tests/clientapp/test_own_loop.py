@@ -34,7 +34,6 @@ from fedbn_flwr.strategies import (
     Scaffold,
     prepare,
 )
-from fedbn_flwr.transports.message_client import STEPS
 from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import SIZES, Federation, distance, make_model, make_split, parts
 
@@ -176,7 +175,7 @@ def test_a_plain_loop_obeys_every_strategy(method: str) -> None:
     assert run_both(method, plain_loop) < EXACT
 
 
-@pytest.mark.parametrize("method", ["fedtan", "fedtan, carried"])
+@pytest.mark.parametrize("method", ["fedtan", "fedtan, carried", "scaffold"])
 def test_so_does_a_loop_that_calls_parts_of_the_model(method: str) -> None:
     assert run_both(method, loop_over_parts) < EXACT
 
@@ -199,10 +198,12 @@ class UsersClient(NumPyClient):
         return arrays, np.int64(SIZES[self.part]), metrics  # type: ignore[return-value]  # as users do
 
 
-def test_a_numpy_client_may_lose_dtypes() -> None:
-    app = numpy_client_app(lambda context: UsersClient(int(context.node_config["partition-id"])), make)
-    result = Federation(make()).run(FedBN(), ROUNDS, grid=InProcessGrid(app, len(SIZES)), lr=0.05)
-    wanted = wanted_of("fedbn")
+@pytest.mark.parametrize("method", ["fedbn", "fedprox", "fedtan"])
+def test_a_numpy_client_may_lose_dtypes(method: str) -> None:
+    options: dict[str, Any] = {"num_examples": lambda context: SIZES[int(context.node_config["partition-id"])]}
+    app = numpy_client_app(lambda context: UsersClient(int(context.node_config["partition-id"])), make, **options)
+    result = Federation(make()).run(METHODS[method](), ROUNDS, grid=InProcessGrid(app, len(SIZES)), lr=0.05)
+    wanted = wanted_of(method)
     assert distance(result, wanted) < EXACT
     assert {name: value.dtype for name, value in result.items()} == {name: v.dtype for name, v in wanted.items()}
 
@@ -217,22 +218,6 @@ def test_a_node_evaluates_the_model_that_it_keeps() -> None:
     # `BNClient` adds losses up in float32
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert len(set(losses[1])) == len(SIZES)
-
-
-class Forgetful(InProcessGrid):
-    """A grid that loses the suspended steps between messages, as another process would not have them."""
-
-    def _answer(self, message: Message) -> Message:
-        STEPS.clear()
-        return super()._answer(message)
-
-
-def test_a_step_is_replayed_where_the_process_has_lost_it() -> None:
-    models = [
-        Federation(make()).run(FedTAN(), 2, grid=kind(own_app(plain_loop, make), len(SIZES)), lr=0.05)
-        for kind in (InProcessGrid, Forgetful)
-    ]
-    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
 def test_the_first_mini_batch_is_that_of_the_model_and_not_of_a_transform(caplog: pytest.LogCaptureFixture) -> None:

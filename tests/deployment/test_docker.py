@@ -26,6 +26,7 @@ import pytest
 from tests.helpers.checkout import ROOT, copy_checkout, run
 from tests.helpers.federation import OPTIONS, Federation, assert_same_results, await_that, command
 from tests.helpers.ports import free_ports
+from tests.helpers.runs import run_in
 from tests.helpers.waiting import PATIENCE
 
 IMAGE = f"fedbn-flwr-test-{os.getpid()}"
@@ -145,7 +146,7 @@ class DockerFederation(Federation):
         words += ["--clients", str(len(self.sites)), "--engine", "inprocess", "--device", "cpu"]
         in_image(folder, "run", *words, "--results-dir", str(folder / "here"))
         assert self.await_end(number) == "finished:completed", self.log(number)
-        return self.results(number), folder / "here"
+        return self.results(number), run_in(folder / "here")
 
     def await_healthy(self) -> None:
         """Wait until every service is well."""

@@ -12,7 +12,7 @@ import pytest
 from fedbn_flwr.deployment.cli import main as fedbn_flwr
 from fedbn_flwr.deployment.keys import make_node_key
 from tests.helpers.checkout import ROOT
-from tests.helpers.faulty_runs import FaultyRuns, kill_serverapp
+from tests.helpers.faulty_runs import SITES, FaultyRuns, kill_serverapp
 from tests.helpers.federation import assert_same_results, await_that
 from tests.helpers.processes import kill
 
@@ -63,14 +63,17 @@ def test_a_killed_supernode(method: str, faults: FaultyRuns, tmp_path: Path) -> 
 @pytest.mark.slow
 @moments
 def test_a_killed_superlink(method: str, faults: FaultyRuns, tmp_path: Path) -> None:
-    run = faults.submit([fault("hold", 2, **HELD[method])], method=method)
-    faults.await_held("south")
+    # both: a SuperNode that is sending when the SuperLink dies starts anew, and misses what comes meanwhile
+    run = faults.submit([fault("hold", 2, partition, **HELD[method]) for partition in (0, 1)], method=method)
+    for site in SITES:
+        faults.await_held(site)
     superlink = faults.federation.services["superlink"]
     starts = superlink.starts
     superlink.kill()
     await_that(lambda: superlink.starts > starts, "the SuperLink starts again")
     faults.federation.await_answer()
-    faults.release("south")
+    for site in SITES:
+        faults.release(site)
     nodes = run.completes(f"SuperLink killed {MOMENT[method]}", 2, "the run goes on where it was")
     assert nodes == [2, 2, 2]
     run.assert_same_model(tmp_path)

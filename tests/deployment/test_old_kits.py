@@ -11,9 +11,7 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr.clientapp.bn_client_app import NodeApp
 from fedbn_flwr.deployment.cli import main
 from fedbn_flwr.deployment.site import read_env
-from fedbn_flwr.experiments import UsageError, resolve
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.strategies import FedTAN
 from tests.helpers.checkout import ROOT, environment
 from tests.helpers.compose import read_compose
 
@@ -78,11 +76,3 @@ def test_a_clientapp_of_a_site_that_asks_for_sums_answers_nothing(name: str, mon
     monkeypatch.setenv(name, "3")
     assert str(ask(app).error.reason).startswith(f"{name} {GONE}")
     assert len(seen) == 1
-
-
-def test_a_run_and_a_strategy_know_no_option_for_sums() -> None:
-    for options in ({"secure": True}, {"method": "fedavg:secure-min=4"}):
-        with pytest.raises(UsageError, match="unknown option 'secure"):
-            resolve(options)
-    with pytest.raises(TypeError, match="FedTAN has no option 'secure'"):
-        FedTAN(secure=True)

@@ -13,8 +13,8 @@ from fedbn_flwr.client import BNClient, Reply
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments import UsageError, resolve
 from fedbn_flwr.experiments.client_side import bound_client_fn
-from fedbn_flwr.experiments.kept_run import KeptRun
 from fedbn_flwr.experiments.output.run_folder import read_rounds
+from fedbn_flwr.experiments.runs import Run
 from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError
@@ -103,7 +103,7 @@ def test_a_run_that_ends_in_its_first_round_says_why_and_gives_its_folder_to_ano
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["failed"], summary["rounds-done"]) == (str(error.value), 0)
     assert not (tmp_path / "model.safetensors").exists()
-    KeptRun.of(resolve({**SHARED, "lr": "0.1"}), "flower", tmp_path).refuse_other()
+    Run(resolve({**SHARED, "lr": "0.1"}), "flower", tmp_path).check()
 
 
 def test_more_nodes_than_clients_are_refused(tmp_path: Path) -> None:

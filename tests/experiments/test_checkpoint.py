@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedbn_flwr.experiments import kept_run, main
+from fedbn_flwr.experiments import main, runs
 from fedbn_flwr.experiments.checkpoint import (
     OLD,
     PARTIAL,
@@ -20,7 +20,7 @@ from fedbn_flwr.experiments.checkpoint import (
     write_checkpoint,
 )
 from tests.helpers.deaths import Death, dying
-from tests.helpers.runs import command
+from tests.helpers.runs import command, run_in
 
 OPTIONS = {"method": "fedbn", "model": "mlp", "engine": "inprocess", "checkpoint_every": "2"}
 LAST = "checkpoint-2"
@@ -34,8 +34,8 @@ def died(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert main(command("run", results_dir=str(folder.with_name("whole")), **OPTIONS)) == 0
     with dying(int(0.8 * moments.count)), pytest.raises(Death):
         main(command("run", results_dir=str(folder), **OPTIONS))
-    assert (folder / LAST).is_dir()
-    return folder
+    assert (run_in(folder) / LAST).is_dir()
+    return run_in(folder)
 
 
 @pytest.fixture
@@ -45,9 +45,13 @@ def run(died: Path, tmp_path: Path) -> Path:
 
 def refusal(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> str:
     """Return the one line that says why a run cannot be resumed."""
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
+
+    before = files()
     assert main(["run", "--resume", str(run), *words]) == 2
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert files() == before
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
@@ -65,7 +69,7 @@ OTHERS = {
 def test_another_run_is_refused_by_what_differs(
     words: tuple[str, str], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert refusal(capsys, run, *words) == f"fedbn-flwr: {run} cannot be resumed: {OTHERS[words]}"
+    assert refusal(capsys, run, *words).startswith(f"fedbn-flwr: {run} cannot be resumed: {OTHERS[words]}")
 
 
 def test_the_runs_own_options_and_those_that_change_no_bit_are_taken(run: Path, tmp_path: Path) -> None:
@@ -76,10 +80,10 @@ def test_the_runs_own_options_and_those_that_change_no_bit_are_taken(run: Path, 
 def test_another_version_is_refused(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(kept_run.VERSIONS, "fedbn-flwr", "7.0")
+    monkeypatch.setitem(runs.VERSIONS, "fedbn-flwr", "7.0")
     assert "its version of fedbn-flwr is " in refusal(capsys, run)
     monkeypatch.undo()
-    monkeypatch.setitem(kept_run.VERSIONS, "torch", "7.0")
+    monkeypatch.setitem(runs.VERSIONS, "torch", "7.0")
     assert "its version of torch is " in refusal(capsys, run)
 
 
@@ -117,12 +121,12 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "of an earlier version": (
         f"{LAST}/server.pt",
         lose_format,
-        "its format is 1, and this version goes on with 2 only",
+        "its format is 1, and this version goes on with 3 only",
     ),
     "a node's state truncated": (f"{LAST}/nodes/1.records", truncate, "is damaged: nodes/1.records should have "),
     "a node's state lost": (f"{LAST}/nodes/0.records", Path.unlink, "is damaged: nodes/0.records should have "),
     "rows lost": ("rounds.jsonl", forget_rows, "does not have the rows of the first 2 rounds"),
-    "options lost": ("config.json", Path.unlink, "cannot be resumed: its config.json is missing or cannot be read"),
+    "options lost": ("config.json", Path.unlink, "cannot be resumed: its config.json is missing, cannot"),
     "all rows lost": ("rounds.jsonl", Path.unlink, "does not have the rows of the first 2 rounds"),
 }
 
@@ -145,14 +149,6 @@ def test_without_a_checkpoint_it_says_what_to_do(tmp_path: Path, capsys: pytest.
     assert refusal(capsys, tmp_path).endswith("it has no checkpoint (`checkpoint-every` makes some)")
     assert main(command("run", results_dir=str(tmp_path), **OPTIONS)) == 0
     assert refusal(capsys, tmp_path).endswith("it has no checkpoint (the run is complete)")
-
-
-def test_a_run_that_replaces_another_does_not_go_on_from_its_checkpoint(run: Path) -> None:
-    with dying(30), pytest.raises(Death):
-        main(command("run", "--overwrite", results_dir=str(run), **{**OPTIONS, "lr": "0.2"}))
-    assert not list(run.glob("checkpoint*"))
-    # until the other one has finished
-    assert (run / "replaced" / LAST).is_dir()
 
 
 def test_what_a_checkpoint_cannot_hold_is_named_when_it_is_written(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from fedbn_flwr.experiments import Config
 from fedbn_flwr.experiments.resources import _warn_once, fresh_model, load_data, make_partition
-from tests.helpers.runs import DATA, results, run
+from tests.helpers.runs import DATA, results, run, run_in
 
 HERE = "tests.helpers.other_shapes"
 
@@ -64,7 +64,7 @@ def test_outputs_of_no_class_are_said_once_and_count_as_wrong(
     assert run("compare", results_dir=str(tmp_path), **chosen) == 0
     line = f"model '{HERE}:wide' has 7 outputs for 4 classes: a prediction of none of them counts as wrong"
     assert caplog.messages.count(line) == 1
-    summary = results(tmp_path / "fedavg-seed0")["summary"]
+    summary = results(run_in(tmp_path, "fedavg"))["summary"]
     config = Config(dataset=DATA, model=f"{HERE}:wide", clients=2)
     inputs, labels = load_data(config).test.batch(torch.arange(40))
     with torch.no_grad():

@@ -81,7 +81,7 @@ def test_help_names_every_option_with_its_default(name: str, capsys: pytest.Capt
     words = capsys.readouterr().out.split()
     wanted = {wire_key(item.name) for item in fields(Config)} | set(all_options()) | {"engine", "verbose"}
     if name == "compare":
-        wanted = wanted - {"method", "resume"} | {"methods", "seeds", "grid", "grid-seeds"}
+        wanted = wanted - {"method", "resume"} | {"methods", "seeds", "grid", "grid-seeds", "side-by-side"}
     if name == "diagnose":
         wanted = wanted - {"resume", "checkpoint-every", "log-to", "engine", "verbose"} | {"batches"}
         assert "--engine" not in words

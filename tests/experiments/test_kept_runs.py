@@ -1,4 +1,4 @@
-"""Runs are kept: the same command goes on, another one is refused, and nothing that is finished is lost."""
+"""Runs are kept: the same command goes on, another run lies beside, and nothing that is finished is lost."""
 
 import errno
 import fcntl
@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -14,21 +15,20 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from flwr.app import ArrayRecord, MetricRecord
 
-from fedbn_flwr.experiments import checkpoint, kept_run, main
+from fedbn_flwr.experiments import checkpoint, main
 from fedbn_flwr.experiments.checkpoint import Checkpoint, write_checkpoint
 from fedbn_flwr.experiments.output.recorder import Journal
-from fedbn_flwr.experiments.output.run_folder import RunFolder
-from fedbn_flwr.experiments.reports.sources import read_sources
+from fedbn_flwr.experiments.results.folders import read_parts
+from fedbn_flwr.experiments.results.rows import rounds_of
 from tests.helpers.checkout import BIN
-from tests.helpers.runs import command, results, run, summary_bytes
+from tests.helpers.runs import command, results, run, run_in, summary_bytes
 
 METHODS = "fedavg,fedbn"
-FOLDERS = [f"{method}-seed{seed}" for method in ("fedavg", "fedbn") for seed in range(2)]
+RUNS = [(method, seed) for method in ("fedavg", "fedbn") for seed in range(2)]
 TINY = {"dataset": "digits", "model": "mlp", "rounds": "12", "evaluate_every": "6", "workers": "1"}
 
 
@@ -37,18 +37,22 @@ def compare_words(folder: Path, *words: str, **options: str) -> Sequence[str]:
 
 
 def all_results(folder: Path) -> dict[str, Any]:
-    """Return rounds, summaries and models of all runs, without times, and the order of the table."""
-    table = [(row["method"], row["seed"]) for row in json.loads((folder / "compare.json").read_text())]
-    return {"table": table, **{name: results(folder / name) for name in FOLDERS}}
+    """Return rounds, summaries and models of all runs, without times."""
+    return {f"{method} {seed}": results(run_in(folder, method, seed)) for method, seed in RUNS}
+
+
+def listed(folder: Path) -> list[tuple[str, int]]:
+    """Return the runs that were asked for last."""
+    return [(row["method"], row["seed"]) for row in json.loads((folder / "study.json").read_text())["runs"]]
 
 
 def check_report(folder: Path) -> None:
     """What a report reads is what the runs' own files say."""
-    (source,) = read_sources([folder])
-    for each in source.runs:
-        finished = (each.folder / "summary.json").exists()
-        assert each.state == ("finished" if finished else "unfinished" if each.rows else "waiting")
-    assert {each.folder.name for each in source.runs} >= {path.parent.name for path in folder.glob("*/summary.json")}
+    (part,) = read_parts([folder])
+    for row in part.rows:
+        finished = Path(row["folder"], "summary.json").exists()
+        assert row["state"] == ("finished" if finished else "unfinished" if rounds_of(row) else "waiting")
+    assert {Path(row["folder"]) for row in part.rows} >= {path.parent for path in folder.glob("*/summary.json")}
 
 
 @pytest.fixture(scope="module")
@@ -113,82 +117,67 @@ def test_the_same_command_reuses_and_more_seeds_and_methods_are_added(
     options = {"results_dir": str(tmp_path)}
     assert run("compare", "--methods", "fedavg", "--seeds", "2", **options) == 0
     first = summary_bytes(tmp_path)
-    assert run("compare", "--methods", "fedbn", **options) == 0
+    assert run("run", "--method", "fedavg", **options) == 0
+    assert run("compare", "--methods", "fedbn,fedavg", **options) == 0
+    assert "1 of 2 runs finished" in capsys.readouterr().out
+    assert listed(tmp_path) == [("fedbn", 0), ("fedavg", 0)]
     assert run("compare", "--methods", "fedavg", "--seeds", "3", **options) == 0
     assert "2 of 3 runs finished" in capsys.readouterr().out
-    table = [(row["method"], row["seed"]) for row in json.loads((tmp_path / "compare.json").read_text())]
-    assert table == [("fedavg", 0), ("fedavg", 1), ("fedavg", 2), ("fedbn", 0)]
-    assert {name: content for name, content in summary_bytes(tmp_path).items() if name in first} == first
+    assert listed(tmp_path) == [("fedavg", 0), ("fedavg", 1), ("fedavg", 2)]
+    last = summary_bytes(tmp_path)
+    assert len(last) == 4
+    assert {name: last[name] for name in first} == first
 
 
-def test_another_run_is_refused_before_anything_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", ["--lr 0.3", "--grid lr=0.1,0.3 --grid-seeds 1", "--engine inprocess"])
+def test_another_run_lies_beside(words: str, tmp_path: Path) -> None:
     options = {"results_dir": str(tmp_path)}
     assert run("compare", "--methods", "fedavg", **options) == 0
     first = summary_bytes(tmp_path)
-    capsys.readouterr()
-    for methods in ("fedbn,fedavg", "fedbn"):
-        assert run("compare", "--methods", methods, lr="0.3", **options) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "its lr is 0.1, not 0.3" in line
-        assert "--overwrite" in line
-        assert not (tmp_path / "fedbn-seed0").exists()
-    assert summary_bytes(tmp_path) == first
-    assert run("compare", "--methods", "fedbn", "--overwrite", lr="0.3", **options) == 0
-    assert [row["method"] for row in json.loads((tmp_path / "compare.json").read_text())] == ["fedbn"]
-    assert summary_bytes(tmp_path)["fedavg-seed0"] == first["fedavg-seed0"]
+    assert run("compare", "--methods", "fedavg", *words.split(), **options) == 0
+    both = summary_bytes(tmp_path)
+    assert len(both) == 2
+    assert first.items() < both.items()
+    ((row,), name) = (json.loads((tmp_path / "study.json").read_text())["runs"], *first)
+    assert row["folder"] in both.keys() - {name}
 
 
-@pytest.mark.parametrize("content", [None, "{", "{}", "[]"])
+def test_options_that_change_no_bit_are_the_same_run(tmp_path: Path) -> None:
+    options = {"results_dir": str(tmp_path / "here")}
+    assert run("run", **options) == 0
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    first = summary_bytes(tmp_path / "there")
+    assert run("run", results_dir=str(tmp_path / "there"), timeout="9", checkpoint_every="2") == 0
+    assert summary_bytes(tmp_path / "there") == first
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}", "[]", '{"options": {}}'])
 def test_results_whose_options_are_lost_are_nobodys(
     content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {"results_dir": str(tmp_path), "rounds": "1"}
     assert run("compare", "--methods", "fedavg", **options) == 0
-    first, config = summary_bytes(tmp_path), tmp_path / "fedavg-seed0" / "config.json"
+    first, config = summary_bytes(tmp_path), run_in(tmp_path) / "config.json"
     config.unlink() if content is None else config.write_text(content)
-    for methods in ("fedavg", "fedbn"):
-        capsys.readouterr()
-        assert run("compare", "--methods", methods, **{**options, "rounds": "2"}) == 2
-        assert "its config.json is missing or cannot be read (--overwrite " in capsys.readouterr().err
-    assert summary_bytes(tmp_path) == first
-    assert run("compare", "--methods", "fedavg", "--overwrite", **{**options, "rounds": "2"}) == 0
-    assert [row["rounds"] for row in json.loads((tmp_path / "compare.json").read_text())] == [2]
-
-
-def test_another_grid_is_refused_before_it_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"results_dir": str(tmp_path), "rounds": "1", "evaluate_every": "1"}
-    words = ["compare", "--methods", "fedavg", "--grid-seeds", "1"]
-    assert run(*words, "--grid", "lr=0.1,0.03", **options) == 0
-    first = summary_bytes(tmp_path)
-    for grid in ("lr=0.1,0.03,0.3", "momentum=0.5"):
-        assert run(*words, "--grid", grid, **options) == 2
-        assert "its grid is 'lr=0.1,0.03 by 1 seeds', not " in capsys.readouterr().err
-    assert len(list((tmp_path / "grid").iterdir())) == 2
-    assert run(*words, "--grid", "lr=0.1,0.03", **options) == 0
-    assert summary_bytes(tmp_path) == first
-
-
-def test_a_run_keeps_its_folder_until_the_one_that_replaces_it_has_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = {"results_dir": str(tmp_path)}
-    assert run("run", **options) == 0
-    first = (tmp_path / "summary.json").read_bytes()
-    assert run("run", **options) == 0
-    assert (tmp_path / "summary.json").read_bytes() == first
     capsys.readouterr()
-    assert run("run", lr="0.3", **options) == 2
-    assert "its lr is 0.1, not 0.3 (--overwrite replaces it)" in capsys.readouterr().err
-    with monkeypatch.context() as stopped:
-        stopped.setattr(RunFolder, "finish", Mock(side_effect=KeyboardInterrupt))
-        assert run("run", "--overwrite", lr="0.3", **options) == 130
-    assert re.search(
-        r"kept in .*: .* goes on after round [123] of 3; run the same again to go on", capsys.readouterr().err
+    assert run("compare", "--methods", "fedbn,fedavg", **options) == 2
+    assert "its config.json is missing, cannot be read, or is of another version" in capsys.readouterr().err
+    assert summary_bytes(tmp_path) == first
+
+
+def test_another_run_under_the_name_of_this_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where somebody has copied a folder over another one."""
+    assert run("run", results_dir=str(tmp_path / "one"), lr="0.3") == 0
+    assert run("run", results_dir=str(tmp_path / "two")) == 0
+    place = run_in(tmp_path / "two")
+    shutil.rmtree(place)
+    shutil.copytree(run_in(tmp_path / "one"), place)
+    capsys.readouterr()
+    assert run("run", results_dir=str(tmp_path / "two")) == 2
+    assert (
+        capsys.readouterr().err
+        == f"fedbn-flwr: {place} holds another run: its lr is 0.3, not 0.1 (give another results-dir)\n"
     )
-    assert (tmp_path / "replaced/summary.json").read_bytes() == first
-    assert run("run", lr="0.3", **options) == 0
-    assert not (tmp_path / "replaced").exists()
-    assert json.loads((tmp_path / "summary.json").read_text())["lr"] == 0.3
 
 
 def test_checkpoints_cost_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,47 +201,44 @@ def test_checkpoints_cost_a_small_share_of_the_time(tmp_path: Path, monkeypatch:
     assert saved == [1, 3, 5, 7]
 
 
-def test_moving_results_aside_can_be_killed_at_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("summary.json", "model.safetensors", "rounds.jsonl", "config.json")
-    for name in names:
-        (tmp_path / name).write_text(name)
-    rename, count = Path.rename, [0]
-
-    def dying(path: Path, target: Path) -> Path:
-        count[0] += 1
-        if count[0] in (2, 4):
-            raise KeyboardInterrupt
-        return Path(rename(path, target))
-
-    monkeypatch.setattr(Path, "rename", dying)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            kept_run.set_aside(tmp_path)
-    kept_run.set_aside(tmp_path)
-    assert {path.name: path.read_text() for path in (tmp_path / "replaced").iterdir()} == {name: name for name in names}
-
-
-def test_sigterm_ends_it_as_an_interrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_first_signal_ends_a_run_after_its_round_and_the_second_one_at_once(
+    number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def ask(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
+    record, seen, times = Journal.record, list[int](), [1]
 
-    monkeypatch.setattr(RunFolder, "finish", ask)
-    before = signal.getsignal(signal.SIGTERM)
-    assert main(compare_words(tmp_path)) == 143
-    assert re.search(r"fedavg-seed0 goes on after round \d+ of 12", capsys.readouterr().err)
-    assert signal.getsignal(signal.SIGTERM) is before
+    def asked_to_end(journal: Journal, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        seen.append(server_round)
+        for _ in range(times[0] if server_round in (3, 6) else 0):
+            os.kill(os.getpid(), number)
+        return record(journal, server_round, arrays)
+
+    monkeypatch.setattr(Journal, "record", asked_to_end)
+    # checkpoints cost too much, by the clock, to be made unasked
+    monkeypatch.setattr(checkpoint, "TRAINING_PER_SAVING", 10**9)
+    before = signal.getsignal(number)
+    assert main(compare_words(tmp_path)) == code
+    said = capsys.readouterr().err
+    assert "stops after this round; once more stops it now" in said
+    assert re.search(r"fedavg-seed0-\w+ goes on after round 3 of 12; run the same again", said)
+    assert signal.getsignal(number) is before
+    times[0] = 2
+    seen.clear()
+    assert main(compare_words(tmp_path)) == code
+    # nothing of round 6 is written
+    assert seen == [0, 4, 5, 6]
+    assert "goes on after round 4 of 12" in capsys.readouterr().err
+    times[0] = 0
+    assert main(compare_words(tmp_path)) == 0
 
 
 def test_a_picture_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no font")
 
-    monkeypatch.setattr("fedbn_flwr.experiments.output.plots.plot_curves", broken)
+    monkeypatch.setattr("fedbn_flwr.experiments.results.results.plot_curves", broken)
     assert run("run", results_dir=str(tmp_path)) == 0
-    assert (tmp_path / "summary.json").exists()
+    assert (run_in(tmp_path) / "summary.json").exists()
     assert not (tmp_path / "curves.png").exists()
 
 
@@ -279,5 +265,5 @@ def test_what_is_finished_is_read_where_nothing_can_be_written(words: tuple[str,
         for rounds in ("3", "4")
     )
     assert (done.returncode, done.stderr) == (0, b"")
-    assert other.returncode == 2
-    assert b"its rounds is 3, not 4" in other.stderr
+    assert other.returncode == 1
+    assert b"Permission denied" in other.stderr

@@ -1,13 +1,14 @@
 """Experiments from Python: the bits of the command, objects in the place of names, and nothing else changed."""
 
 import gc
+import json
 import logging
 import random
 import re
+import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -29,11 +31,12 @@ from fedbn_flwr.data import Split, load
 from fedbn_flwr.data.own_data import fingerprint_of
 from fedbn_flwr.experiments import UsageError
 from fedbn_flwr.experiments.output.run_folder import RunFolder
+from fedbn_flwr.state.record_files import read_records
 from fedbn_flwr.strategies import REGISTRY, DivergedError, FedAvg, FedProx, FixBN
 from fedbn_flwr.wire import Instruction
 from tests.helpers.checkout import ROOT, environment
 from tests.helpers.checkout import run as run_program
-from tests.helpers.runs import DATA, OPTIONS, results, rounds
+from tests.helpers.runs import DATA, OPTIONS, results, rounds, run_in
 from tests.helpers.runs import run as command
 from tests.helpers.toys import CLASSES
 
@@ -84,7 +87,8 @@ def test_compare_is_the_command(tmp_path: Path) -> None:
         assert results(here / name) == results(there / name)
     table = [(row["method"], row["seed"]) for row in found.summaries]
     assert table == [(method, seed) for method in methods for seed in (0, 1)]
-    assert sorted(path.name for path in here.iterdir()) == sorted(path.name for path in there.iterdir())
+    asked = [json.loads((folder / "study.json").read_text())["runs"] for folder in (here, there)]
+    assert asked[0] == asked[1]
 
 
 # ---- objects ---------------------------------------------------------------------------------------------------------
@@ -105,12 +109,57 @@ def test_a_strategy_of_ones_own_with_its_options() -> None:
 
 @pytest.mark.parametrize("method", ["fedbn", "silobn", "mtfl", "standalone"])
 def test_models_of_the_nodes_are_no_one_model(method: str, tmp_path: Path) -> None:
-    found, said = quick(method, tmp_path), f"'{method}' has a model for each node"
-    with pytest.raises(UsageError, match=rf"^{said}.*`export_personal` makes a node's model$"):
+    found = quick(method, tmp_path)
+    with pytest.raises(UsageError, match=rf"^'{method}' has a model for each node: `models` returns them$"):
         found.model()
+    assert list(found.models()) == [0, 1]
     assert found.summaries[0]["model-for-each-node"]
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+    with safe_open(run_in(tmp_path) / "model.safetensors", "pt") as file:
         assert "of no use alone" in file.metadata()["note"]
+
+
+@pytest.mark.parametrize("engine", [{"engine": "inprocess"}, {"engine": "stacked"}, {"workers": 2}])
+@pytest.mark.parametrize("method", ["fedbn:momentum=0.9:momentum-state=local", "fednorm"])
+def test_the_nodes_models_have_the_accuracy_of_the_summary(method: str, engine: dict[str, Any], tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        **SMALL,
+        "data": "digits-domains",
+        "partition": "domain",
+        "clients": 5,
+        "local_steps": 20,
+        **engine,
+    }
+    found, data = run(method, folder=tmp_path, **options), load("digits-domains")
+    own = found.models()
+    assert list(own) == list(data.domain_names)
+    scores = [
+        evaluate(model, data.test, 10, "cpu").domain_accuracy[data.domain_names.index(str(domain))]
+        for domain, model in own.items()
+    ]
+    assert np.mean(scores) == pytest.approx(found.summaries[0]["accuracy-personal"], rel=1e-12)
+    assert len(set(scores)) > 1
+    assert found.preprocess()(data.test.inputs[:2]).dtype == torch.float32
+    # and no more than that is kept: no momentum
+    kept = [list(read_records(path)) for path in (run_in(tmp_path) / "personal").iterdir()]
+    assert kept == [["fedbn-flwr/personal"]] * 5
+
+
+def test_a_node_that_never_trained_has_the_servers_model(tmp_path: Path) -> None:
+    found = quick("fedbn", tmp_path, clients=3, fraction_train=0.4, rounds=1, evaluate_every=1)
+    shared = load_file(run_in(tmp_path) / "model.safetensors")
+    (trained,) = (int(path.stem) for path in (run_in(tmp_path) / "personal").iterdir())
+    for number, model in found.models().items():
+        same = all(torch.equal(value, shared[name]) for name, value in model.state_dict().items())
+        assert same == (number != trained)
+
+
+def test_where_there_are_no_models_of_nodes(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^'fedavg' has one model for all nodes: `model` returns it$"):
+        quick().models()
+    found = quick("fedbn", tmp_path)
+    shutil.rmtree(run_in(tmp_path) / "personal")
+    with pytest.raises(UsageError, match="is missing: with the engine ray and in deployments nodes keep their models"):
+        found.models()
 
 
 def test_a_model_of_ones_own() -> None:
@@ -139,10 +188,14 @@ def test_what_another_process_cannot_import_stays_in_one(monkeypatch: pytest.Mon
     alone = weights("fedprox:mu=0.1", workers=1)
     monkeypatch.setattr("fedbn_flwr.experiments.engines.count_workers", lambda *_: 2)
     assert weights(Pull(mu=0.1)) == alone != weights("fedprox:mu=0.1")
-    with pytest.raises(UsageError, match="the strategy Pull stays in this process, so workers must be 1"):
+    with pytest.raises(
+        UsageError, match="the strategy Pull stays in this process, so workers and side-by-side must be 1"
+    ):
         quick(Pull(), workers=2)
     with pytest.raises(UsageError, match="the model '<lambda>' stays in this process"):
         quick(model=lambda: make_net(4, 1), engine="ray")
+    with pytest.raises(UsageError, match="the strategy Pull stays in this process"):
+        compare([Pull()], side_by_side=2, **{**SMALL, "data": DATA})
     assert weights(model=make_net, workers=2) == weights(model=f"{__name__}:make_net", workers=2)
 
 
@@ -153,17 +206,14 @@ def test_changed_code_or_data_are_another_run(tmp_path: Path, monkeypatch: pytes
     call = partial(quick, Pull(mu=0.1), tmp_path, rounds=1)
     call(model=make_net)
     call(model=make_net)
-    loaded = load(DATA)
-    with pytest.raises(UsageError, match=r"its code or data of dataset is .*\(overwrite=True replaces it\)"):
-        call(model=make_net, data=loaded)
+    assert len(list(tmp_path.glob("pull*"))) == 1
+    call(model=make_net, data=load(DATA))
     with monkeypatch.context() as patch:
         patch.setattr(f"{__name__}.WIDTH", 8)
-        with pytest.raises(UsageError, match="code or data of model"):
-            call(model=make_net)
-        call(model=make_net, overwrite=True)
-    monkeypatch.setattr(Pull, "weigh", lambda self, replies: [1.0] * len(replies))
-    with pytest.raises(UsageError, match="code or data of method"):
         call(model=make_net)
+    monkeypatch.setattr(Pull, "weigh", lambda self, replies: [1.0] * len(replies))
+    call(model=make_net)
+    assert len(list(tmp_path.glob("pull*"))) == 4
 
 
 def test_data_are_known_by_every_number() -> None:
@@ -171,17 +221,6 @@ def test_data_are_known_by_every_number() -> None:
     inputs.reshape(-1)[-1] += 1
     again, changed = (replace(loaded, test=replace(loaded.test, inputs=each)) for each in (loaded.test.inputs, inputs))
     assert fingerprint_of(again) == fingerprint_of(loaded) != fingerprint_of(changed)
-
-
-def test_a_folder_with_a_method_that_is_not_known_here(tmp_path: Path) -> None:
-    def call(methods: Sequence[Any]) -> Any:
-        return compare(methods, folder=tmp_path, **{**SMALL, "data": DATA, "rounds": 1})
-
-    call(["fedavg", Pull()])
-    assert {row["method"] for row in call(["fedbn"]).summaries} == {"fedavg", "pull", "fedbn"}
-    del REGISTRY["pull"]
-    with pytest.raises(UsageError, match="strategy 'pull' is not known here"):
-        call(["fedbn"])
 
 
 def test_without_a_folder_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +345,7 @@ def test_results(tmp_path: Path) -> None:
     found = compare(["fedavg", "fedprox:mu=0.5"], folder=tmp_path, seeds=2, **{**SMALL, "data": DATA})
     key = ("fedprox:mu=0.5", 1)
     assert list(found.curves()) == [(method, seed) for method in ("fedavg", key[0]) for seed in (0, 1)]
-    rows = rounds(tmp_path / "fedprox_mu=0.5-seed1")
+    rows = rounds(run_in(tmp_path, "fedprox_mu=0.5", 1))
     assert found.curves()[key] == {row["round"]: row["accuracy"] for row in rows if "accuracy" in row}
     assert found.curves("train-loss")[key] == {row["round"]: row["train-loss"] for row in rows}
     with pytest.raises(UsageError, match=r"no run has recorded 'loses'; recorded: .*loss"):
@@ -322,13 +361,19 @@ def test_results(tmp_path: Path) -> None:
     assert result.accuracy == scores[key]
     with pytest.raises(UsageError, match="there is no model of 'fedavg', seed 7; of: "):
         found.model("fedavg", 7)
-    path = tmp_path / "fedavg-seed0" / "model.safetensors"
+    path = run_in(tmp_path, "fedavg", 0) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=re.escape(f"{path} is neither safetensors nor")):
         found.model("fedavg", 0)
     found.plot().save(tmp_path / "copy.png")
-    assert (tmp_path / "copy.png").read_bytes() == (tmp_path / "compare.png").read_bytes() == found.plot()._repr_png_()
-    assert "fedprox:mu=0.5" in found._repr_html_()
+    assert (tmp_path / "copy.png").read_bytes() == found.plot()._repr_png_()
+    picture = found.plot()
+    picture.axes[0].set_ylabel("share of the test images")
+    for ending, begin in (("pdf", b"%PDF"), ("svg", b"<?xml")):
+        picture.save(tmp_path / f"copy.{ending}")
+        assert (tmp_path / f"copy.{ending}").read_bytes().startswith(begin)
+    assert "share of the test images" in (tmp_path / "copy.svg").read_text()
+    assert "fedprox:mu=0.5" in found._repr_html_().replace("<wbr>", "")
     assert repr(found).count("fedprox:mu=0.5") == 1
 
 

@@ -19,6 +19,7 @@ from fedbn_flwr.data import load
 from fedbn_flwr.data.own_data import READ_TWICE, own_data
 from fedbn_flwr.experiments import UsageError, main
 from tests.helpers.image_sets import paint
+from tests.helpers.runs import run_in
 
 QUICK: dict[str, Any] = {"clients": 2, "rounds": 4, "local_steps": 4, "batch_size": 16, "lr": 0.05, "device": "cpu"}
 #: words of the command for one round
@@ -83,9 +84,9 @@ def test_the_reported_accuracy_by_hand_from_raw_data(kind: str, tmp_path: Path) 
         predicted = found.model()(found.preprocess("fedavg", 0)(raw)).argmax(1)
     assert float((predicted == truth).sum()) / len(truth) == found.summaries[0]["accuracy"] > 0.4
     assert np.array_equal(np.asarray(raw), before)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+    with safe_open(run_in(tmp_path) / "model.safetensors", "pt") as file:
         kept = json.loads(file.metadata()["normalization"])
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json.loads((run_in(tmp_path) / "summary.json").read_text())
     assert kept == {"mean": summary["mean"], "std": summary["std"]}
     assert len(kept["mean"]) == 3
     assert all(value > 0 for value in kept["std"])

@@ -11,7 +11,7 @@ from fedbn_flwr.experiments import main, resolve
 from fedbn_flwr.strategies import FedTAN, register_strategy
 from fedbn_flwr.wire import Instruction
 from tests.helpers.harness import Federation, distance, make_model
-from tests.helpers.runs import run
+from tests.helpers.runs import run, run_in
 
 pytestmark = pytest.mark.usefixtures("registered")
 TOY = "tests.helpers.toy_method"
@@ -20,7 +20,7 @@ TOY = "tests.helpers.toy_method"
 def model_of(folder: Path, *words: str, **options: str) -> dict[str, Tensor]:
     """The final model of a run."""
     assert run("run", *words, results_dir=str(folder), **options) == 0
-    return load_file(folder / "model.safetensors")
+    return load_file(run_in(folder) / "model.safetensors")
 
 
 def test_it_is_the_method_that_it_says_with_options_of_the_command(

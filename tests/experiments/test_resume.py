@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.experiments import main
 from tests.helpers.deaths import Death, dying, going_on, run_in_process
-from tests.helpers.runs import command, results
+from tests.helpers.runs import command, results, run_in
 
 #: methods and options that keep something on the server, on the nodes, or both
 CASES: dict[str, dict[str, Any]] = {
@@ -53,6 +53,7 @@ def words(case: str, folder: Path) -> Sequence[str]:
 
 def written(folder: Path) -> dict[str, Any]:
     """Return what is in a run's folder, without times and the folder's own name."""
+    folder = run_in(folder)
     config = json.loads((folder / "config.json").read_text())
     for key in ("results-dir", "state-dir"):
         del config["options"][key]
@@ -111,6 +112,6 @@ def test_a_killed_simulation_of_flowers(tmp_path: Path) -> None:
     assert code == 0
     killed = run_in_process(int(0.8 * count), command("run", results_dir=str(tmp_path / "run"), **options))
     assert killed == (-signal.SIGKILL, 0)
-    assert (tmp_path / "run" / "checkpoint-4").exists()
+    assert (run_in(tmp_path / "run") / "checkpoint-4").exists()
     assert run_in_process(0, ["run", "--resume", str(tmp_path / "run")])[0] == 0
     assert written(tmp_path / "run") == written(tmp_path / "whole")

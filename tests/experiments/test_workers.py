@@ -19,7 +19,7 @@ from fedbn_flwr.layerwise import Answer, SuspendedStep
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.worker import Worker
 from fedbn_flwr.transports import message_client
-from tests.helpers.runs import DATA, results, run
+from tests.helpers.runs import DATA, results, run, run_in
 
 #: multiplications of a sample: 64 x 30 and 30 x 4
 MLP = 64 * 30 + 30 * 4
@@ -112,7 +112,7 @@ def test_any_number_of_workers_gives_the_same_files(
         folder = str(tmp_path / workers)
         assert run("run", engine="inprocess", clients="4", workers=workers, method=method, results_dir=folder) == 0
     assert results(tmp_path / "3") == results(tmp_path / "1")
-    assert json.loads((tmp_path / "3" / "config.json").read_text())["options"]["workers"] == 3
+    assert json.loads((run_in(tmp_path / "3") / "config.json").read_text())["options"]["workers"] == 3
     # one of the three is this process
     assert started.call_count == 2
     assert {*active_children()} <= before  # other tests' processes may still run

@@ -80,7 +80,7 @@ def _remove_half(path: Path, **_: object) -> None:
 
 def going_on(folder: Path, words: Sequence[str]) -> Sequence[str]:
     """Return the command that goes on with a run: after its checkpoint, or from the start if it has none yet."""
-    return ["run", "--resume", str(folder)] if list(folder.glob("checkpoint-[0-9]*")) else words
+    return ["run", "--resume", str(folder)] if list(folder.rglob("checkpoint-[0-9]*")) else words
 
 
 def run_in_process(fatal: int, words: Sequence[str]) -> tuple[int | None, int]:

@@ -12,8 +12,8 @@ from fedbn_flwr import wire
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments import resolve
 from fedbn_flwr.experiments.client_side import bound_client_fn
-from fedbn_flwr.experiments.kept_run import KeptRun
 from fedbn_flwr.experiments.output.run_folder import read_rounds
+from fedbn_flwr.experiments.runs import Run
 from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from tests.helpers.checkout import ROOT, copy_checkout
@@ -111,8 +111,7 @@ class FaultyRun:
         options = {**self._options, "rounds": len(nodes), "min-nodes": 1, "node-timeout": 0, "device": "cpu"}
         grid = _AttendedGrid(client_app(bound_client_fn(resolve(options).config)), len(SITES))
         grid.attendance = nodes
-        kept = KeptRun.of(resolve(options), "inprocess", folder)
-        kept.run(lambda experiment, folder, _: run(grid, experiment, folder))
+        Run(resolve(options), "inprocess", folder).train(lambda experiment, folder, _: run(grid, experiment, folder))
         assert [row["nodes"] for row in read_rounds(folder)] == nodes
         assert (folder / "model.safetensors").read_bytes() == (self.folder / "model.safetensors").read_bytes()
 

@@ -16,7 +16,7 @@ from fedbn_flwr.deployment import health
 from fedbn_flwr.deployment.cli import main as fedbn_flwr
 from fedbn_flwr.deployment.operator import Operator
 from tests.helpers.checkout import BIN, copy_checkout, environment, run
-from tests.helpers.runs import results
+from tests.helpers.runs import results, run_in
 from tests.helpers.waiting import PATIENCE, wait_until
 
 #: small runs whose every bit is compared
@@ -123,7 +123,7 @@ class Federation:
         words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
         words += ["--clients", str(len(self.sites)), "--engine", "inprocess", "--device", "cpu"]
         command("run", *words, "--results-dir", folder / "here")
-        return self.results(number), folder / "here"
+        return self.results(number), run_in(folder / "here")
 
     def _keys(self, sites: Sequence[str]) -> list[Path]:
         return [self.kit(site) / f"{site}.pub" for site in sites]

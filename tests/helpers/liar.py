@@ -1,7 +1,5 @@
 """A client that lies, for tests of `robust`: a grid that changes what the server gets from the client."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +9,11 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedbn_flwr import wire
-from fedbn_flwr.layerwise import Answer, Requests
+from fedbn_flwr.layerwise import Requests
 from fedbn_flwr.server.grids import PassingGrid
 from fedbn_flwr.server.pooling import is_floating
 from fedbn_flwr.state import arrays_to_record, view_arrays
 from fedbn_flwr.state.records import array_records
-from fedbn_flwr.transports import LayerwiseGrid, NodesTransport, Participant
 from fedbn_flwr.transports.message_records import REQUEST, read_request
 
 #: the partition of the client that lies
@@ -24,7 +21,7 @@ LIAR = 0
 
 
 class LyingGrid(PassingGrid):
-    """Any grid, one of whose clients sends `factor` times its numbers: large or of another sign, but plausible.
+    """A grid of messages, one of whose clients sends `factor` times its numbers: large or negated, but plausible.
 
     The numbers are its model, carried values, control variates, gathered moments, and what it sends in exchanges.
     Variances keep their sign, because negative ones would be refused. Counters, metrics and evaluations are true.
@@ -38,41 +35,6 @@ class LyingGrid(PassingGrid):
         """Return the replies, with the client's lies."""
         return [lie(reply, self._factor) for reply in replies]
 
-    def open_step(self, messages: Sequence[Message]) -> "LyingTransport | None":
-        """Open a layer-wise step in which the client lies, where the grid offers steps without messages."""
-        step = self._grid.open_step(messages) if isinstance(self._grid, LayerwiseGrid) else None
-        return None if step is None else LyingTransport(step, self._factor)
-
-
-class LyingTransport:
-    """A `NodesTransport` in which one client sends `factor` times its numbers."""
-
-    def __init__(self, transport: NodesTransport, factor: float) -> None:
-        self._transport, self._factor = transport, factor
-
-    @property
-    def participants(self) -> Sequence[Participant]:
-        """Return the participants of the step."""
-        return self._transport.participants
-
-    def advance(self, answer: Answer | None = None) -> Requests | None:
-        """Advance the step, and change the client's row."""
-        # without the weights, workers send single values
-        requests = self._transport.advance(answer and replace(answer, weights=()))
-        if requests is None:
-            return None
-        is_liar = torch.tensor([each.partition == LIAR for each in self.participants], device=requests.tensor.device)
-        rows = is_liar.view(-1, *[1] * (requests.tensor.dim() - 1))
-        return replace(requests, tensor=torch.where(rows, scaled_rows(requests, self._factor), requests.tensor))
-
-    def replies(self) -> list[Message]:
-        """Return the nodes' replies, with the client's lies."""
-        return [lie(reply, self._factor) for reply in self._transport.replies()]
-
-    def abandon(self) -> None:
-        """Abandon the step."""
-        self._transport.abandon()
-
 
 def lie(reply: Message, factor: float) -> Message:
     """Multiply the numbers of the liar's reply to training messages, in place, and return the reply."""
@@ -84,14 +46,14 @@ def lie(reply: Message, factor: float) -> Message:
     for group, arrays in array_records(reply.content).items():
         if group == REQUEST:
             request = read_request(reply.content)
-            lies = {request.layer: scaled_rows(request, factor)[0].numpy(force=True)}
+            lies = {request.layer: _scaled_rows(request, factor)[0].numpy(force=True)}
         else:
             lies = {name: _scaled(name, array, factor) for name, array in view_arrays(arrays).items()}
         reply.content[group] = arrays_to_record(lies)
     return reply
 
 
-def scaled_rows(requests: Requests, factor: float) -> torch.Tensor:
+def _scaled_rows(requests: Requests, factor: float) -> torch.Tensor:
     """Return `factor` times the clients' values; variances keep their sign."""
     lies = requests.tensor * factor
     if requests.kind == "variance":

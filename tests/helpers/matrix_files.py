@@ -1,15 +1,12 @@
-"""The files of a matrix, as `fedbn-flwr reproduce` writes them, without training."""
+"""The files of a study, as commands write them, without training."""
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from fedbn_flwr.experiments.comparison import run_folder
-from fedbn_flwr.experiments.recipes.matrix import MatrixRecord, setting_folder
-from fedbn_flwr.experiments.recipes.schema import read_recipe
+from fedbn_flwr.experiments.recipes.schema import parse_recipe
+from fedbn_flwr.experiments.runs import folder_name
 
 ROUNDS = 4
 RECIPE: dict[str, Any] = {
@@ -55,22 +52,30 @@ def summary_of(accuracy: float, seed: int) -> dict[str, Any]:
     return {"seed": seed, "accuracy": accuracy, "domain-accuracy": domains, "seconds": 2.0, **counted}
 
 
-def write_matrix(folder: Path, accuracies: Mapping[tuple[str, str], Sequence[float]], **recipe: Any) -> Path:
-    """Write a matrix of which these cells have ended; return its folder."""
-    source = folder / "mine.yaml"
-    source.write_text(yaml.safe_dump({**RECIPE, **recipe}, sort_keys=False))
-    matrix = folder / "out"
-    MatrixRecord("mine", False, (), 2, ROUNDS, "fedbn-flwr reproduce mine.yaml").write(matrix, source)
-    content, rows = read_recipe(str(source)), []
-    settings = {setting.name: setting for setting in content.settings}
-    for (name, label), values in accuracies.items():
-        setting, method = settings[name], content.methods[label]
-        for seed, accuracy in enumerate(values):
-            place = run_folder(setting_folder(matrix, setting), method, seed)
-            lines = [round_row(n, accuracy * n / ROUNDS if n % 2 == 0 else None) for n in range(1, ROUNDS + 1)]
-            write_run(place, lines, method, seed)
-            (place / "summary.json").write_text(json.dumps({"method": method, **summary_of(accuracy, seed)}))
-        runs = [{"method": method, **summary_of(value, seed)} for seed, value in enumerate(values)]
-        rows.append({"labels": setting.labels, "label": label, "runs": runs})
-    (matrix / "results.json").write_text(json.dumps(rows))
-    return matrix
+def write_study(folder: Path, recipe: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> Path:
+    """Write what was asked for; return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    study = {"title": "mine", "command": "fedbn-flwr ...", "engine": "stacked", "recipe": recipe, "smoke": False}
+    (folder / "study.json").write_text(json.dumps({**study, "only": [], "seeds": 2, "rounds": ROUNDS, "runs": runs}))
+    return folder
+
+
+def write_matrix(folder: Path, accuracies: Mapping[tuple[str, str], Sequence[float]], **changes: Any) -> Path:
+    """Write the study of a recipe of which these cells have ended; return its folder."""
+    content, folder, runs = {**RECIPE, **changes}, folder / "out", []
+    study = parse_recipe("mine", content).study
+    for setting, label in study.cells():
+        for seed in range(study.seeds):
+            name = folder_name(f"{setting.name}-{label}-seed{seed}")
+            place = {"setting": setting.name, "labels": dict(setting.labels), "label": label}
+            runs.append({**place, "method": study.methods[label], "seed": seed, "folder": name})
+            for accuracy in accuracies.get((setting.name, label), ())[seed : seed + 1]:
+                write_finished(folder / name, accuracy, study.methods[label], seed)
+    return write_study(folder, content, runs)
+
+
+def write_finished(folder: Path, accuracy: float, method: str = "fedavg", seed: int = 0) -> None:
+    """Write a run that has finished."""
+    rows = [round_row(n, accuracy * n / ROUNDS if n % 2 == 0 else None) for n in range(1, ROUNDS + 1)]
+    write_run(folder, rows, method, seed)
+    (folder / "summary.json").write_text(json.dumps({"method": method, **summary_of(accuracy, seed)}))

@@ -18,10 +18,10 @@ BAD = FAULTY
 Change = Callable[[RecordDict], object]
 
 
-def npy(descr: object, shape: object, numbers: bytes = b"", version: int = 1) -> Array:
+def npy(descr: object, shape: object, numbers: bytes = b"") -> Array:
     """Return an array whose bytes are this header, and these numbers."""
     text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape!r}, }}\n".encode()
-    data = b"\x93NUMPY" + bytes([version, 0]) + len(text).to_bytes(2, "little") + text + numbers
+    data = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + numbers
     return Array("float32", (3,), SType.NUMPY, data)
 
 
@@ -143,33 +143,23 @@ NONSENSE: dict[str, Change] = {
     # bytes that are no arrays
     "an array of objects": array(lambda old: npy("|O", old.shape, PICKLE)),
     "a pickle": array(lambda _: bytes_of(PICKLE)),
-    "garbage": array(lambda _: bytes_of(b"\x00\xff" * 50)),
-    "no bytes": array(lambda _: bytes_of(b"")),
     "a header cut short": array(lambda _: bytes_of(b"\x93NUMPY\x01\x00\xff\xff{'descr'")),
     "numbers cut short": array(lambda old: bytes_of(plain(old).data[:-3])),
     "bytes after the numbers": array(lambda old: bytes_of(plain(old).data + b"more")),
     "a header of 10^12 numbers": array(lambda _: npy("<f4", HUGE)),
-    "a header of 10^18 numbers": array(lambda _: npy("<f4", (10**6, 10**6, 10**6))),
     "a header of -1 numbers": array(lambda _: npy("<f4", (-1,))),
-    "a header whose shape is a text": array(lambda _: npy("<f4", "abc")),
     "a header whose dtype is a number": array(lambda old: npy(5, old.shape, bytes(old.nbytes))),
-    "a version of another world": array(lambda old: npy("<f4", old.shape, bytes(old.nbytes), 9)),
     "a zip of arrays": array(zipped),
     "another serialization": array(lambda old: bytes_of(plain(old).data, stype="pickle")),
     "a dtype that is none": array(lambda old: bytes_of(plain(old).data, "nonsense", old.shape)),
-    "a dtype without a size": array(lambda old: bytes_of(plain(old).data, "O", old.shape)),
     "a shape that is not its own": array(lambda old: bytes_of(plain(old).data, str(old.dtype), HUGE)),
     # arrays that are not the model's
     "float64": array(lambda old: plain(old.astype(np.float64))),
-    "float16": array(lambda old: plain(old.astype(np.float16))),
     "whole numbers": array(lambda old: plain(old.astype(np.int64))),
-    "complex numbers": array(lambda old: plain(old.astype(np.complex64))),
     "truth values": array(lambda old: plain(old > 0)),
     "texts": array(lambda old: plain(old.astype(str))),
-    "dates": array(lambda old: plain(np.zeros(old.shape, "M8[s]"))),
     "fields": array(lambda old: plain(np.zeros(old.shape, [("a", "f4")]))),
     "another shape": array(lambda old: plain(np.zeros((*old.shape, 2), old.dtype))),
-    "a single number": array(lambda old: plain(old.dtype.type(1))),
     "no numbers": array(lambda old: plain(old[:0])),
     "another name": entries(lambda arrays: {f"x.{name}": value for name, value in arrays.items()}),
     "one array too few": entries(lambda arrays: dict(list(arrays.items())[1:])),
@@ -184,17 +174,14 @@ NONSENSE: dict[str, Change] = {
     "a count of -5": metric(wire.NUM_EXAMPLES, -5),
     "a count of 10^16": metric(wire.NUM_EXAMPLES, 10**16),
     "a count of 10^400": metric(wire.NUM_EXAMPLES, 10**400),
-    "a count of 1e300": metric(wire.NUM_EXAMPLES, 1e300),
     "a count that is not a number": metric(wire.NUM_EXAMPLES, float("nan")),
     "an infinite count": metric(wire.NUM_EXAMPLES, float("inf")),
     "a list of counts": metric(wire.NUM_EXAMPLES, [5, 5]),
     "a count as a text": metric(wire.NUM_EXAMPLES, "12"),
     # partitions
     "a partition that is not a number": metric(wire.PARTITION_ID, float("nan")),
-    "an infinite partition": metric(wire.PARTITION_ID, float("inf")),
     "a partition of 10^30": metric(wire.PARTITION_ID, 10**30),
     "half a partition": metric(wire.PARTITION_ID, 1.5),
-    "a list of partitions": metric(wire.PARTITION_ID, [1, 2]),
     "a partition as a text": metric(wire.PARTITION_ID, "one"),
     # metrics
     "a list of losses": losses([1.0, 2.0]),

@@ -1,7 +1,6 @@
 """Processes that outlive the command that started them: found by their environment, ended by their ids."""
 
 import os
-import resource
 import signal
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,11 +13,6 @@ def processes_with(variable: str, value: str) -> list[int]:
     """Return the living processes that were started with an environment variable, without this one."""
     entry = f"{variable}={value}".encode()
     return [number for number in _all_processes() if number != os.getpid() and entry in _environment(number)]
-
-
-def resident_megabytes() -> float:
-    """Return the memory that this process has, with garbage that is not collected yet."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 def is_alive(process: int) -> bool:

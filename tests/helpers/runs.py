@@ -21,6 +21,10 @@ OPTIONS = {
 }
 
 
+#: what depends on who ran it: only `flwr run` draws, and only nodes of this process leave their own models
+BESIDE = ("lock", "curves.png", "personal")
+
+
 def command(*words: str, **options: str) -> Sequence[str]:
     """Return a command line; options that are not given are small."""
     chosen = {**OPTIONS, **{name.replace("_", "-"): value for name, value in options.items()}}
@@ -32,21 +36,30 @@ def run(*words: str, **options: str) -> int:
     return main(command(*words, **options))
 
 
+def run_in(study: Path, method: str = "", seed: int | str = "") -> Path:
+    """Return the folder of the run that a study has, or has of this method and seed; of a run, its own."""
+    if (study / "config.json").exists():
+        return study
+    (folder,) = study.glob(f"{method or '*'}-seed{seed}*")
+    return folder
+
+
 def rounds(folder: Path) -> list[dict[str, Any]]:
     """Return a run's rounds without their times."""
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_rounds(folder)]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_rounds(run_in(folder))]
 
 
 def model_bytes(folder: Path) -> bytes:
     """Return the model that a run has written."""
-    return (folder / "model.safetensors").read_bytes()
+    return (run_in(folder) / "model.safetensors").read_bytes()
 
 
 def results(folder: Path) -> dict[str, Any]:
     """Return what a run has written, without times: the names of its files, rounds, summary and model."""
+    folder = run_in(folder)
     summary = json.loads((folder / "summary.json").read_text())
     del summary["seconds"]
-    names = sorted(path.name for path in folder.iterdir() if path.name != "lock")
+    names = sorted(path.name for path in folder.iterdir() if path.name not in BESIDE)
     return {"files": names, "rounds": rounds(folder), "summary": summary, "model": model_bytes(folder)}
 
 

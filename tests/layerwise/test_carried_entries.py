@@ -2,16 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from fedbn_flwr.layerwise import Kind, Requests, shared_statistics
-from fedbn_flwr.layerwise.carried import KINDS, Corrected, correct, correction, pack_values, read_corrections
-from tests.helpers.layerwise_references import (
-    centralized_gradients,
-    heterogeneous_batches,
-    relative_error,
-    small_network,
-)
+from fedbn_flwr.layerwise import Kind, Requests
+from fedbn_flwr.layerwise.carried import KINDS, correct, correction, pack_values, read_corrections
 
 #: layers by name, in the order of a forward pass, with their numbers of values and channels
 WIDTHS = {"stem bn": (12, 3), "head.bn": (4, 1), "deep.bn": (6, 2)}
@@ -81,15 +74,3 @@ def test_a_correction_that_was_cut_makes_no_variance_negative() -> None:
     """Of a constant channel, and a global variance that is smaller than the client's own was."""
     local, cut = torch.tensor([[[3.0], [0.0]]]), torch.tensor([[[0.0], [0.3]]])
     assert correct("statistics", local, cut).tolist() == [[[3.0], [0.0]]]
-
-
-def test_without_corrections_a_step_is_that_of_local_batch_normalization() -> None:
-    model, [(inputs, targets)] = small_network(), heterogeneous_batches([3], (1, 6, 6))
-    exchange = Corrected({})
-    with shared_statistics(model, exchange):
-        F.cross_entropy(model(inputs), targets).backward()
-    local = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert relative_error(local, centralized_gradients(small_network(), [(inputs, targets)])) < 1e-12
-    # in the order of the pass, forward and backward
-    assert list(exchange.requests["statistics"]) == ["1", "4"]
-    assert list(exchange.requests["gradients"]) == ["4", "1"]

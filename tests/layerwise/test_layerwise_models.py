@@ -27,16 +27,8 @@ def resnet20() -> nn.Module:
     return build("resnet20", in_channels=1, image_size=8)
 
 
-def alexnet_bn() -> nn.Module:
-    return build("alexnet-bn", image_size=63)
-
-
 def resnet18() -> nn.Module:
     return torchvision.models.resnet18(num_classes=10)  # type: ignore[no-any-return]
-
-
-def mobilenet_v2() -> nn.Module:
-    return torchvision.models.mobilenet_v2(num_classes=10)  # type: ignore[no-any-return]
 
 
 def case(make: Callable[[], nn.Module], *shape: int, slow: bool = False) -> object:
@@ -46,8 +38,6 @@ def case(make: Callable[[], nn.Module], *shape: int, slow: bool = False) -> obje
 MODELS = [
     case(resnet20, 1, 8, 8),
     case(resnet18, 3, 32, 32, slow=True),
-    case(mobilenet_v2, 3, 32, 32, slow=True),
-    case(alexnet_bn, 3, 63, 63, slow=True),
 ]
 
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
-from fedbn_flwr.layerwise import Answer, Mode, Requests, SharedBatchNorm, combine, gradients, shared_statistics
+from fedbn_flwr.layerwise import Answer, Mode, Requests, SharedBatchNorm, gradients, shared_statistics
 from fedbn_flwr.layerwise.exchange import OrderError
 from fedbn_flwr.layerwise.shared_batch_norm import Use
 from fedbn_flwr.norm import bn_layers
@@ -208,25 +208,6 @@ def test_low_precision_inputs_have_statistics_in_float32(affine: torch.dtype) ->
     y.sum().backward()
     assert (y.dtype, x.grad is not None and x.grad.dtype) == (torch.bfloat16, torch.bfloat16)
     torch.testing.assert_close(y.float(), plain, rtol=2e-2, atol=2e-2)
-
-
-def test_stacked_clients() -> None:
-    model, weights = small_network(), [0.2, 0.5, 0.3]
-    batches = heterogeneous_batches([2, 2, 2], (1, 4, 4))
-
-    def exchange(request: Requests) -> Answer:
-        return Answer(combine(request.kind, request.tensor, weights), 3 * request.counts[0])
-
-    def loss(parameters: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-        with shared_statistics(model, exchange, final=False):
-            return F.cross_entropy(functional_call(model, parameters, (inputs,)), targets)
-
-    rows = {name: torch.stack([value.detach()] * 3).requires_grad_() for name, value in model.named_parameters()}
-    inputs, targets = (torch.stack(parts) for parts in zip(*batches, strict=True))
-    vmap(loss)(rows, inputs, targets).sum().backward()
-    for client, wanted in enumerate(gradients(model, batches, weights, F.cross_entropy)):
-        found = {name: each.grad[client] for name, each in rows.items() if each.grad is not None}
-        assert relative_error(found, wanted) < 1e-12
 
 
 @pytest.mark.parametrize(

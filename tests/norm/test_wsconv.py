@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy.integrate import quad
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torchvision.models import densenet121, mobilenet_v2, mobilenet_v3_small, resnet18, resnet50
 
@@ -78,10 +77,6 @@ def test_the_gain_makes_up_for_what_activations_take_from_the_variance(activatio
 
     reference = (expectation(2) - expectation(1) ** 2) ** -0.5
     assert activation_gain(activation) == pytest.approx(reference, abs=1e-10)
-
-
-def test_the_gain_of_relu_has_a_closed_form() -> None:
-    assert activation_gain(torch.relu) == pytest.approx(RELU_GAIN, abs=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -216,23 +211,3 @@ def test_frozen_statistics_fit_standardized_weights_however_large_they_grow() ->
                 layer.weight.mul_(7)
         # of the largest output: one that is nearly 0 is a difference of large numbers
         assert float((model(images) - before).abs().max()) < 1e-8 * float(before.abs().max())
-
-
-def test_resnet20_trains_at_batch_size_two() -> None:
-    """Sixty steps on the first 1,437 digits, tested on the rest; every loss must be finite."""
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 6 - 0.8  # standardized
-    labels = torch.tensor(data.target)
-    model = build("resnet20", in_channels=1, image_size=8, norm="wsconv")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(60):
-        chosen = torch.randint(1437, (2,), generator=generator)
-        loss = F.cross_entropy(model.train()(images[chosen]), labels[chosen])
-        assert torch.isfinite(loss)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    with torch.no_grad():
-        accuracy = float((model.eval()(images[1437:]).argmax(dim=1) == labels[1437:]).float().mean())
-    assert accuracy > 0.3  # 0.57; a tenth is chance

@@ -1,6 +1,5 @@
 """How much a node's own number of examples can weigh: no node grows to more than all the others together."""
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -14,14 +13,13 @@ from flwr.app import RecordDict
 
 from fedbn_flwr import wire
 from fedbn_flwr.data import load, partition
-from fedbn_flwr.data.partition import PARTITIONS
 from fedbn_flwr.server.pooling import bound_counts, name_dominant, weights_by_node
 from fedbn_flwr.server.replies import Expected, NodeReply
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import FedAvg, FedProx, FedTAN, Scaffold
 from fedbn_flwr.transports import Participant
-from tests.helpers.harness import INSTRUCTION, Federation, distance, make_model
+from tests.helpers.harness import Federation, distance, make_model
 from tests.helpers.tellers import Watched, WatchedFedAvg, Words, describing, engine, run, telling
 
 #: ten nodes with 80 examples; the second lies, and its id is 1001
@@ -72,47 +70,7 @@ def test_who_has_more_than_all_others_together_is_named(
     assert [text.split()[1] for text in caplog.messages] == [str(node) for node in named]
 
 
-# ---- an honest split ------------------------------------------------------------------------------------------------
-
-#: every partition of docs/data.md, with data that it can split
-SPLITS: dict[str, tuple[str, str, int]] = {
-    "iid": ("iid", "digits", 10),
-    "dirichlet": ("dirichlet:0.1", "digits", 10),
-    "label-mix": ("label-mix:1", "digits", 10),
-    "classes": ("classes:2", "digits", 10),
-    "shards": ("shards:2", "digits", 10),
-    "shards-unbalanced": ("shards-unbalanced", "synthetic:n=5000:test=100", 10),
-    "domain": ("domain:2", "digits-domains", 10),
-    "city": ("city", "streets", 6),
-    "union": ("union", "digits", 1),
-}
-
-
-@cache
-def sizes(name: str, seed: int) -> tuple[int, ...]:
-    spec, data, clients = SPLITS[name]
-    return tuple(len(part) for part in partition(spec, load(data), clients, seed))
-
-
-def test_every_partition_is_tried() -> None:
-    assert set(SPLITS) == {name for name, kind in PARTITIONS.items() if kind.share.__module__.startswith("fedbn_flwr.")}
-
-
-@pytest.mark.parametrize("fraction", [1.0, 0.2])
-@pytest.mark.parametrize("name", SPLITS)
-def test_an_honest_split_is_never_cut(name: str, fraction: float, caplog: pytest.LogCaptureFixture) -> None:
-    """Draws of many rounds, from nodes that say what they have."""
-    for seed in range(10):
-        strategy = WatchedFedAvg(fraction_train=fraction, min_train_nodes=1, min_available_nodes=1, seed=seed)
-        split = sizes(name, seed)
-        strategy.state.train_counts = dict(enumerate(split))
-        for server_round in range(1, 21):
-            generator = np.random.default_rng([seed, server_round])
-            drawn = generator.choice(len(split), max(int(len(split) * fraction), 1), replace=False)
-            replies = [said(node, split[node]) for node in drawn]
-            expected = Expected((), {}, first_counts=strategy.state.train_counts, max_share=strategy.max_share)
-            assert [each.num_examples for each in bound_counts(replies, expected)] == [split[node] for node in drawn]
-    assert not caplog.messages
+# ---- honest nodes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("knows", [True, False], ids=["said at once", "said when asked"])
@@ -122,7 +80,8 @@ def test_an_honest_run_has_the_same_bits_with_any_bound(
     kind: str, fraction: float, knows: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Dirichlet 0.1; where nodes do not know their number when they describe themselves, the first reply says it."""
-    split = tuple(size // 10 + 2 for size in sizes("dirichlet", 3))
+    parts = partition("dirichlet:0.1", load("digits"), 10, 3)
+    split = tuple(len(part) // 10 + 2 for part in parts)
     unknown = describing(lambda reply: replace(reply, num_examples=-1))
     ends = []
     for share in (0.5, 1.0):
@@ -242,24 +201,6 @@ def test_a_new_id_is_no_new_start(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("Node 5001 counts as 72 of its 1e+12 examples") == 3
 
 
-@pytest.mark.parametrize("words", ["too much", "from 0", "as it likes", "from nothing"])
-def test_a_resumed_run_knows_what_nodes_said_at_the_start(words: str) -> None:
-    spoken, growth, wanted = GROWS[words]
-    nodes = Federation(make_model(), SIZES, telling({LIAR: spoken}))
-
-    def part(strategy: Any, initial: Any, rounds: int, **options: Any) -> Any:
-        strategy.count_growth = growth
-        config = replace(INSTRUCTION, local_steps=1).to_config()
-        return strategy.start(nodes.grid, initial, rounds, train_config=config, **options).arrays
-
-    first, second = WatchedFedAvg(fraction_evaluate=0.0), WatchedFedAvg(fraction_evaluate=0.0)
-    middle = part(first, nodes.initial, 2)
-    here = {node - 1000: node for node in nodes.grid.get_node_ids()}
-    second.load_state_dict(copy.deepcopy(first.state_dict()), here)
-    part(second, middle, 4, rounds_done=2)
-    assert [shares.get(LIAR) for shares in [*first.shares, *second.shares]] == wanted
-
-
 def test_sums_of_workers_are_told_by_node_who_has_most(caplog: pytest.LogCaptureFixture) -> None:
     """Of two workers, one always has more than the other, and its first node is not to blame."""
     split = (3, 3, 3, 3, 30, 3)
@@ -308,15 +249,6 @@ def test_the_replies_of_a_common_step_are_bounded_too(kind: str) -> None:
     run(strategy, {LIAR: words}, SIZES, 4, kind)
     assert [shares[LIAR] for shares in strategy.shares] == wanted
     assert strategy.exchanged == ([0.1] * 10,) * 4
-
-
-def test_participants_of_a_common_step_are_bounded_too() -> None:
-    """Where a grid takes the step by itself, each node's number comes before the replies."""
-    strategy, nodes = FedTAN(), Federation(make_model(), SIZES)
-    strategy.count_growth = float("inf")
-    nodes.run(strategy, 1)
-    there = [Participant(each, 1000 + each, HUGE if each == LIAR else 8) for each in range(10)]
-    assert strategy._weigh_participants(there) == [8, 72, *[8] * 8]
 
 
 def test_carried_values_are_bounded_where_few_nodes_are_left() -> None:

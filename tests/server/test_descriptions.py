@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Message
 
 from fedbn_flwr import wire
 from fedbn_flwr.server.sampling import Roster
-from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.state import State
 from fedbn_flwr.strategies import FedAvg, FedNorm, Privacy
+from tests.helpers.faults import FaultyReply
 from tests.helpers.harness import Federation, make_model
 from tests.helpers.tellers import describing, report
 
@@ -81,16 +80,10 @@ def test_nodes_that_all_say_nothing_end_the_run(name: str, who: str) -> None:
         nodes.run(STRATEGIES[name](), 2)
 
 
-class Silent(InProcessGrid):
+class Silent(FaultyReply):
     """A grid in which the first node never describes itself."""
 
-    def push_messages(self, messages: Any) -> Any:
-        sent: list[Message] = list(messages)
-        ids = list(super().push_messages(sent))
-        for message_id, message in zip(ids, sent, strict=True):
-            if (message.metadata.dst_node_id, message.metadata.message_type) == (1000, wire.DESCRIBE):
-                del self._replies[message_id]
-        return ids
+    node, message_type = 1000, wire.DESCRIBE
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -15,7 +15,6 @@ from fedbn_flwr.server.grids import identify
 from fedbn_flwr.server.method_state import FRUITLESS_ROUNDS, LostRounds
 from fedbn_flwr.server.replies import (
     CannotTrainError,
-    DivergedError,
     Expected,
     NodeReply,
     Refusal,
@@ -216,13 +215,3 @@ def test_the_tenth_round_in_a_row_without_a_reply_ends_a_run() -> None:
         rounds.add(number, [], 4, "")
     with pytest.raises(CannotTrainError, match=r"^10 rounds in a row brought no usable reply: no node answered$"):
         rounds.add(FRUITLESS_ROUNDS, [], 4, "")
-
-
-@pytest.mark.parametrize(("nodes", "connected"), [((1, 2, 1), 4), ((1, 1, 1), 1)])
-def test_a_divergence_began_in_the_first_of_three_rounds(nodes: tuple[int, ...], connected: int) -> None:
-    """Of two nodes, or of the only one; what may have made training diverge is what was so then."""
-    rounds = LostRounds()
-    for number, node in zip((4, 6), nodes, strict=False):
-        rounds.add(number, [Refusal(node, "it is too large", Why.INFINITE)], connected, f"the rate was {number}")
-    with pytest.raises(DivergedError, match=r"diverged at round 4: .*; the rate was 4$"):
-        rounds.add(7, [Refusal(nodes[-1], "it is too large", Why.INFINITE)], connected, "the rate was 7")

@@ -15,6 +15,8 @@ from fedbn_flwr.randomness import numpy_generator
 from fedbn_flwr.server.sampling import Roster, draw
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
+from fedbn_flwr.wire import DESCRIBE
+from tests.helpers.faults import FaultyReply
 from tests.helpers.toys import toy_cnn, toy_split
 
 NODES = 6
@@ -100,18 +102,13 @@ def test_nodes_that_never_answer_are_named_and_drawn_by_id(
     assert drawn == [order[place] for row in places for place in sorted(row)]
 
 
-class LosingGrid(InProcessGrid):
+class LosingGrid(FaultyReply):
     """Answers in the place of one node, as Flower does when a node is gone."""
 
-    code = ErrorCode.NODE_UNAVAILABLE
+    node, message_type, code = FIRST_NODE_ID + 2, DESCRIBE, ErrorCode.NODE_UNAVAILABLE
 
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        messages = list(messages)
-        ids = list(super().push_messages(messages))
-        for message_id, message in zip(ids, messages, strict=True):
-            if message.metadata.dst_node_id == FIRST_NODE_ID + 2:
-                self._replies[message_id] = Message(Error(self.code, "the node is gone"), reply_to=message)
-        return ids
+    def spoiled(self, message: Message, _: Message) -> Message:
+        return Message(Error(self.code, "the node is gone"), reply_to=message)
 
 
 @pytest.mark.parametrize("code", [ErrorCode.NODE_UNAVAILABLE, ErrorCode.CLIENT_APP_CRASHED, ErrorCode.UNKNOWN])

@@ -52,13 +52,6 @@ def assert_same_files(options: Sequence[str], folder: Path) -> None:
     assert model_bytes(folder / "ray") == model_bytes(folder / "inprocess")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("nothing_left_of_ray", "only_composed")
-def test_a_ray_of_its_own_gives_the_bits_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert_same_files([*SHARED, *ALL_AT_ONCE], tmp_path)
-
-
 @pytest.mark.usefixtures("joined", "only_composed")
 def test_ray_gives_the_bits_of_one_process(tmp_path: Path) -> None:
     assert_same_files([*SHARED, *ALL_AT_ONCE], tmp_path)

@@ -18,13 +18,10 @@ from fedbn_flwr.experiments import Config, UsageError, resolve, serve
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.output.run_folder import RunFolder
 from fedbn_flwr.experiments.resources import load_data
-from fedbn_flwr.randomness import numpy_generator
 from fedbn_flwr.server.sampling import ASKED_AT_ONCE, Roster
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID, Contexts
-from fedbn_flwr.strategies import REGISTRY, FedAvg
 from tests.helpers.checkout import ROOT
-from tests.helpers.harness import Backwards, Federation, make_model
 from tests.helpers.runs import results, run
 from tests.helpers.toys import toy_cnn, toy_split
 
@@ -81,12 +78,6 @@ def test_an_emptied_state_is_not_kept(grid: InProcessGrid) -> None:
     assert tell(grid, 8, "forget") == ""
 
 
-def test_a_node_that_does_not_exist(grid: InProcessGrid) -> None:
-    assert tell(grid, 10**9, "more") == f"KeyError: 'there is no node {FIRST_NODE_ID + 10**9}'"
-    with pytest.raises(KeyError):
-        grid.context(FIRST_NODE_ID - 1)
-
-
 @pytest.mark.parametrize("partitions", [range(2, 8, 3), [2, 5], (5, 2)])
 def test_a_grid_may_hold_some_of_the_nodes(partitions: Any) -> None:
     grid = InProcessGrid(remembering(), 8, partitions=partitions)
@@ -141,26 +132,6 @@ def test_a_new_run_begins_with_nothing_and_leaves_what_is_not_its_own(tmp_path: 
     assert tell(first, 3, "new") == "old"
 
 
-REMEMBER: dict[str, dict[str, Any]] = {"fedbn": {}, "scaffold": {}, "fedtan": {}, "fedavg": {"momentum_state": "local"}}
-
-
-@pytest.mark.parametrize("name", REMEMBER)
-def test_nodes_that_remember_on_disk_give_the_bits_of_those_in_memory(name: str, tmp_path: Path) -> None:
-    class OnDisk(InProcessGrid):
-        def __init__(self, app: ClientApp, num_nodes: int) -> None:
-            super().__init__(app, num_nodes, state_dir=tmp_path)
-
-    ends = []
-    for kind in (InProcessGrid, OnDisk):
-        nodes = Federation(make_model(), grid=kind)
-        after = nodes.run(REGISTRY[name](**REMEMBER[name]), momentum=0.9)
-        ends.append((after, [dict(nodes.grid.context(node).state) for node in nodes.grid.get_node_ids()]))
-    (one, kept), (other, on_disk) = ends
-    assert all(torch.equal(one[key], other[key]) for key in one)
-    assert kept == on_disk
-    assert len(list(tmp_path.iterdir())) == (0 if name == "fedtan" else 4)
-
-
 def test_runs_whose_folders_have_the_same_name_do_not_share_what_nodes_keep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +152,7 @@ def test_runs_whose_folders_have_the_same_name_do_not_share_what_nodes_keep(
     monkeypatch.setattr(RunFolder, "round", one_between)
     train(tmp_path / "first", "shared")
     assert other.exists()
-    assert results(tmp_path / "first" / "fedbn-seed0") == results(tmp_path / "alone" / "fedbn-seed0")
+    assert results(tmp_path / "first") == results(tmp_path / "alone")
 
 
 def test_a_state_dir_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,17 +208,6 @@ def test_options_are_read_once_for_all_messages(monkeypatch: pytest.MonkeyPatch)
     contexts = Contexts(1, range(9), 9, {})
     assert [len(make(contexts[number]).indices) for number in contexts] == [10] * 9
     assert len(calls) == 1
-
-
-def test_the_draw_is_a_function_of_seed_and_partitions() -> None:
-    """Five of forty nodes a round: the places, in the order of the partitions, that a generator of the round draws."""
-    sizes = (3,) * 40
-    for grid in (InProcessGrid, Backwards):
-        strategy, nodes = FedAvg(seed=11, fraction_train=0.125), Federation(make_model(), sizes, grid=grid)
-        for server_round in (1, 2, 3):
-            drawn = strategy.draw_nodes(nodes.grid, server_round, 0.125, 1)
-            wanted = numpy_generator(11, "sampling", server_round).choice(40, size=5, replace=False)
-            assert [nodes.grid.context(item).node_config["partition-id"] for item in drawn] == sorted(wanted)
 
 
 # ---- a whole run, in a process of its own ----------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedbn_flwr.client import training
 from fedbn_flwr.data import Split
 from fedbn_flwr.strategies import (
     FBN,
@@ -25,6 +24,8 @@ from fedbn_flwr.strategies import (
     FedBS,
     FedDNA,
     FedProx,
+    FedTAN,
+    FedTANII,
     FedWon,
     FixBN,
     Scaffold,
@@ -402,6 +403,8 @@ DEGENERATE: dict[str, tuple[Callable[[], FedAvg], Callable[[], FedAvg]]] = {
     "fedprox without mu": (lambda: FedProx(mu=0), FedAvg),
     "scaffold in its first round": (Scaffold, FedAvg),
     "momentum kept where there is none": (lambda: FedAvg(momentum_state="local"), FedAvg),
+    "fedtan-ii that never freezes": (lambda: FedTANII(m=3), FedTAN),
+    "fedtan-ii frozen from the start": (lambda: FedTANII(m=0), lambda: FixBN(freeze_round=0)),
 }
 
 
@@ -414,53 +417,8 @@ def test_degenerate_case(case: str) -> None:
     assert all(bool((one[name] == other[name]).all()) for name in other)
 
 
-def test_global_momentum_with_one_client_is_one_long_run() -> None:
-    got = Federation(make_model(), sizes=(20,)).run(FedAvg(momentum_state="global", **ALONE), 4, momentum=0.9)
-    asked = replace(INSTRUCTION, momentum=0.9)
-    expected = federated(make_model(), make_split((20,)), make_nodes((20,)), 4, asked, momentum="local")
-    assert distance(got, expected) < 1e-12
-
-
-@pytest.mark.parametrize("kept", ["local", "global"])
-def test_momentum_is_kept_of_parameters_whatever_their_names(kept: Any) -> None:
-    """A layer's name may hold the character that parts a parameter's name from the optimizer's."""
-    ends = []
-    for name in ("layer", "a/b/layer"):
-        model = torch.nn.Sequential()
-        model.add_module("flat", torch.nn.Flatten())
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model.add_module(name, torch.nn.Linear(16, 3))
-        end = Federation(model).run(FedAvg(momentum_state=kept), momentum=0.9)
-        ends.append({key.replace("a/b/", ""): value for key, value in end.items()})
-    assert distance(*ends) == 0
-
-
 def test_standalone_moves_nothing_and_trains_every_node_as_if_it_were_alone() -> None:
     federation, nodes = Federation(make_model()), make_nodes()
     assert distance(federation.run(Standalone()), make_model().state_dict()) == 0
     federated(make_model(), make_split(), nodes, 3, INSTRUCTION, stays=list(make_model().state_dict()))
     assert max(distance(federation.kept(node.index), node.kept) for node in nodes) < 1e-12
-
-
-@pytest.mark.parametrize("strategy", [FedBN, SiloBN, MTFL, Standalone])
-def test_with_one_node_what_stays_and_what_is_sent_are_one_model(strategy: type[FedAvg]) -> None:
-    federation = Federation(make_model(), sizes=(20,))
-    sent = federation.run(strategy(**ALONE))
-    expected = federated(make_model(), make_split((20,)), make_nodes((20,)), 3, INSTRUCTION)
-    assert distance({**sent, **federation.kept(0)}, expected) < 1e-12
-
-
-def test_fedbs_with_equal_losses_is_uniform_fedavg(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedbn_flwr.client.training.train", _with_loss_one(training.train))
-    one = Federation(make_model()).run(FedBS(epsilon=0.0, patience_rounds=100, loss="running"))
-    other = Federation(make_model()).run(FedAvg(weighting="uniform"))
-    assert distance(one, other) == 0
-
-
-def _with_loss_one(train: Callable[..., torch.Tensor]) -> Callable[..., float]:
-    def fixed(*arguments: Any, **options: Any) -> float:
-        train(*arguments, **options)
-        return 1.0
-
-    return fixed

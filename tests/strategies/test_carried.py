@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import norm, state, wire
 from fedbn_flwr.data import Split
-from fedbn_flwr.layerwise.carried import CarriedValues, carried_corrections
+from fedbn_flwr.layerwise.carried import CarriedValues
 from fedbn_flwr.server.grids import identify
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FedDNA, FedTAN, FedTANII
@@ -460,21 +460,6 @@ def with_gradients(of_mean: float, of_variance: float) -> dict[str, np.ndarray]:
     return {"gradients": np.array([[of_mean], [of_variance]]), "sizes": np.array([[4], [1], [1]])}
 
 
-def test_the_trust_region_by_hand() -> None:
-    """Weights of 9 to 1; a client whose mean lies above, then below the other's, then one with more variance."""
-    means, variances = torch.tensor([[0.0, 0.0, 0.0], [10.0, -10.0, 0.0]]), torch.tensor([[1.0] * 3, [1.0, 1.0, 99.0]])
-    both = torch.stack([means, variances], 1)
-    # the means are 1, -1 and 0, the variances 10, 10 and 10.8
-    unbounded, bounded = (carried_corrections("statistics", both, [9, 1], trust) for trust in (0.0, 2.0))
-    offsets, ratios = [[1.0, -1.0, 0.0], [-9.0, 9.0, 0.0]], [[10.0, 10.0, 10.8], [10.0, 10.0, 10.8 / 99]]
-    torch.testing.assert_close(unbounded, torch.tensor([offsets, ratios]).movedim(0, 1), rtol=1e-4, atol=1e-4)
-    offsets, ratios = [[1.0, -1.0, 0.0], [-2.0, 2.0, 0.0]], [[2.0, 2.0, 2.0], [2.0, 2.0, 0.5]]
-    torch.testing.assert_close(bounded, torch.tensor([offsets, ratios]).movedim(0, 1), rtol=1e-4, atol=1e-4)
-    # those of gradients are not cut
-    gradients = carried_corrections("gradients", both * 1000, [9, 1], 2.0)
-    assert gradients[:, 0, 0].tolist() == pytest.approx([1000.0, -9000.0])
-
-
 def test_the_oldest_values_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     # a node's values are 2 + 3 + 1 numbers of 8 bytes, and a byte for the layer's name
     monkeypatch.setattr("fedbn_flwr.layerwise.carried.LIMIT", 3 * 57)
@@ -537,16 +522,6 @@ def test_values_that_are_too_large_or_of_another_dtype_spoil_no_others(dtype: ty
     with_it, without = found
     assert with_it.keys() == without.keys() == {0, 1, 3, 4}
     assert all(np.array_equal(with_it[node]["statistics"], without[node]["statistics"]) for node in without)
-
-
-def test_no_count_of_a_node_takes_the_others_counts_away() -> None:
-    """Not even where the node is the first one, in whose numbers counts are added."""
-    carried = CarriedValues(trust=3.0)
-    for node, count in ((1, np.array(2**64 - 1, np.uint64)), (2, np.array(4)), (3, np.array(4))):
-        sizes = np.array([[count], [1], [0]], count.dtype)
-        carried.hear(node, 10, {**values(float(node)), "sizes": sizes})
-    found = carried.corrections([1, 2, 3], lambda examples: [1.0] * len(examples))
-    assert {node: entries["sizes"][0].tolist() for node, entries in found.items()} == {2: [8], 3: [8]}
 
 
 def carries(change: Callable[[np.ndarray], np.ndarray] | None) -> type[InProcessGrid]:

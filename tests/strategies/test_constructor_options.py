@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from math import inf, isfinite
 from typing import Annotated, Any
 
@@ -15,12 +16,16 @@ from fedbn_flwr.strategies import (
     REGISTRY,
     BaseStrategy,
     FedAvg,
+    FedBN,
     FedBS,
+    FedNorm,
     FedProx,
     FedTAN,
     FedTANII,
     FedWon,
     FixBN,
+    Privacy,
+    Scaffold,
 )
 
 
@@ -91,6 +96,39 @@ def test_the_bounds_of_options_are_those_of_the_methods() -> None:
     FedBS(epsilon=0.0, mu=0.0, patience_rounds=1)
     FixBN(latest=1, window=2, threshold=0, frozen_lr=0)
     FedTAN(memory=0, oldest=0)
+
+
+PRIVATE: dict[str, Any] = {"weighting": "uniform", "privacy": Privacy(1.0, 1.0)}
+#: what does not go together, and why
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: FedTAN(trust=1.0), "trust must be 0 or more than 1, got 1.0"),
+    (lambda: FedTAN(carry=True, exchange="paper"), "carried corrections are always fused"),
+    (lambda: FedTAN(arrayrecord_key="weights"), "FedTAN sends messages of its own, with 'arrays' and 'config' in them"),
+    (lambda: FedNorm(server_optimizer="adam"), "server_optimizer must be none"),
+    (lambda: FedBS(robust="median"), "would not reach losses, by which nodes are weighted, which FedBS"),
+    (lambda: FedNorm(robust="median"), "would not reach means of BN over few nodes, which FedNorm shares"),
+    (lambda: FedAvg(momentum_state="global", robust="median"), "would not reach the optimizer's state"),
+    (lambda: FedAvg(**PRIVATE, robust="median"), "privacy needs the mean, to which its noise is scaled"),
+    (lambda: FedAvg(privacy=Privacy(1.0, 1.0)), "privacy needs weighting='uniform'"),
+    (lambda: FixBN(**PRIVATE, send_frozen=True), r"not protect frozen entries that are sent \(send_frozen\)"),
+    (lambda: Scaffold(**PRIVATE), "privacy would not protect control variates"),
+    (lambda: FedTAN(**PRIVATE), "privacy would not protect the statistics of layer-wise steps"),
+    (lambda: HBN(**PRIVATE), "privacy would not protect gathered statistics"),
+    (lambda: FedBS(**PRIVATE), "privacy would not protect losses"),
+    (lambda: FedNorm(**PRIVATE), "privacy would not protect means of BN over few nodes"),
+    (lambda: FedAvg(**PRIVATE, momentum_state="global"), "privacy would not protect the optimizer's state"),
+    (lambda: FedBN(**PRIVATE, mean_personal=True), "privacy would not protect the entries that nodes keep"),
+    *(
+        (lambda bad=bad: Privacy(*bad), "clipping_norm must be positive and noise_multiplier not negative")
+        for bad in ((0.0, 1.0), (1.0, -1.0), (inf, 1.0), (1.0, math.nan))
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "reason"), REFUSED)
+def test_what_does_not_go_together_is_refused(make: Callable[[], object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        make()
 
 
 class Unspoken(FedAvg):

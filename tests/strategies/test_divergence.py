@@ -94,13 +94,6 @@ def test_a_run_ends_if_fewer_nodes_are_left_than_its_method_needs(options: dict[
         Federation(make_model(), grid=Leaving).run(FedAvg(patience=0, **options), 60)
 
 
-def test_nodes_that_fail_do_not_end_a_run() -> None:
-    strategy = FedAvg()
-    Federation(make_model(), grid=spoiling(failed, lambda _, number: 2 <= number <= 7)).run(strategy, 8)
-    assert strategy.round.number == 8
-    assert strategy.training.replies
-
-
 def test_one_bad_node_among_others_does_not_end_a_run_in_which_it_is_drawn_again_and_again() -> None:
     rounds, dead = LostRounds(), Refusal(8, "it failed: no power")
     bad = Refusal(7, "its array 'a' is not finite", Why.INFINITE)

@@ -74,11 +74,6 @@ def test_a_node_without_a_domain_has_no_weight(caplog: pytest.LogCaptureFixture)
         nodes.run(FedNorm(), 1)
 
 
-def test_a_server_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="server_optimizer must be none"):
-        FedNorm(server_optimizer="adam")
-
-
 class SiloNorm(SiloBN, FedNorm):
     """Statistics stay on the nodes, and affine parameters are averaged within domains."""
 

@@ -14,7 +14,7 @@ from flwr.app import Message, RecordDict
 from fedbn_flwr.server.round import Round
 from fedbn_flwr.strategies import FedTANII, FixBN, NodeReply, Pooled
 from fedbn_flwr.wire import Instruction
-from tests.helpers.harness import ALONE, INSTRUCTION, SIZES, Federation, distance, make_model, make_split
+from tests.helpers.harness import INSTRUCTION, SIZES, Federation, distance, make_model, make_split
 from tests.helpers.references import Node, make_nodes, mini_batches
 
 REPORTED = "statistics-change-variance"
@@ -126,31 +126,6 @@ def test_an_absent_client_compares_with_its_last_participation_and_windows_are_r
                 assert metrics[REPORTED] == pytest.approx(wanted, rel=1e-9)
     assert reported > 4
     assert absent > 1
-
-
-def test_the_default_has_no_unit_and_does_not_depend_on_the_number_of_channels() -> None:
-    """Inputs without a model before them, so that only the choice of samples changes statistics: about 1, or less.
-
-    Successive changes share a round, so that they vary a little more around their mean than single draws would.
-    """
-    for channels, scale in ((3, 1.0), (200, 1.0), (50, 1e3)):
-        model = torch.nn.Sequential(torch.nn.Flatten(), Widen(channels, scale), torch.nn.BatchNorm1d(channels))
-        strategy = Noting(freeze_round="auto", window=10, threshold=0.0, latest=1.0, **ALONE)
-        Federation(model, (200,)).run(strategy, 12, lr=0.0, batch_size=20, local_steps=2, replacement=True)
-        found = strategy.__dict__["notes"][-1][0][0][REPORTED]
-        assert found == pytest.approx(1.0, abs=0.6 if channels == 3 else 0.35)
-
-
-class Widen(torch.nn.Module):
-    """A fixed random map to a number of channels."""
-
-    def __init__(self, channels: int, scale: float) -> None:
-        super().__init__()
-        self.map = torch.nn.Buffer(scale * torch.randn(16, channels, generator=torch.Generator().manual_seed(0)))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        mapped: torch.Tensor = inputs @ self.map
-        return mapped
 
 
 def test_fires_when_calm_and_keeps_the_statistics_of_that_round() -> None:

@@ -1,9 +1,8 @@
 """Statistics gathered from clients: HeteroFL's static BN, and HBN."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Message
@@ -11,13 +10,12 @@ from torch import nn
 
 from fedbn_flwr import state, wire
 from fedbn_flwr.norm import Moments
-from fedbn_flwr.simulation.node_contexts import FIRST_NODE_ID
 from fedbn_flwr.state import Arrays
 from fedbn_flwr.strategies import HBN, CannotTrainError, FedAvg, HeteroFL
 from fedbn_flwr.wire import Instruction
 from strategies.base_gathering import Gathering
 from tests.helpers.engine_comparison import quiet
-from tests.helpers.faults import FAULTY, FaultyReply, failed
+from tests.helpers.faults import FAULTY, FaultyReply
 from tests.helpers.harness import (
     INSTRUCTION,
     SIZES,
@@ -76,15 +74,6 @@ def test_nodes_that_did_not_train_gather_as_well() -> None:
     assert len(strategy.training.replies) == 2
     asked = [message.metadata.dst_node_id for message in gathering(nodes)]
     assert sorted(asked) == sorted(nodes.grid.get_node_ids())
-
-
-def test_without_an_answer_statistics_stay_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    before = {"net.1.running_mean": np.ones(4)}
-    values = {"net.1": Moments(10, torch.zeros(4), torch.ones(4))}
-    for pooled, said in ((values, False), ({}, True)):
-        after = HBN().installed({**before, "net.1.running_var": np.ones(4)}, pooled)
-        assert bool(after["net.1.running_mean"].all()) == said
-        assert ("BN statistics stay as they were" in caplog.text) == said
 
 
 def test_hbn_gathers_without_sending_a_mix_to_nodes_that_have_one() -> None:
@@ -168,32 +157,3 @@ def test_moments_that_overflow_the_models_numbers_are_left_out(
 def test_where_no_moments_can_be_pooled_the_run_says_why() -> None:
     with pytest.raises(CannotTrainError, match=r"no node could gather BN statistics: node 1001: .* is too large"):
         Federation(make_float32_model("hbn"), (0, 20), grid=LargeMean).run(quiet(HBN), 1)
-
-
-class DeafLater(FaultyReply):
-    """A grid whose nodes gather in two rounds, and never again."""
-
-    gathered = 0
-
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        messages = list(messages)
-        self.gathered += any(message.metadata.message_type == wire.GATHER for message in messages)
-        return super().push_messages(messages)
-
-    def is_spoiled(self, message: Message) -> bool:
-        return message.metadata.message_type == wire.GATHER and self.gathered > 2
-
-    def spoiled(self, message: Message, reply: Message) -> Message:
-        return failed(message, reply)
-
-
-def test_a_resumed_run_survives_a_round_in_which_nobody_gathers(caplog: pytest.LogCaptureFixture) -> None:
-    """As a run in one go does: it has seen that nodes can gather."""
-    whole = Federation(make_model("hbn"), grid=DeafLater).run(quiet(HBN), 4)
-    assert caplog.messages.count("BN statistics stay as they were: nodes' answers could not be pooled") == 2
-    nodes, first, second = Federation(make_model("hbn"), grid=DeafLater), quiet(HBN), quiet(HBN)
-    config = INSTRUCTION.to_config()
-    middle = first.start(nodes.grid, nodes.initial, 2, train_config=config).arrays
-    second.load_state_dict(first.state_dict(), {node - FIRST_NODE_ID: node for node in nodes.grid.get_node_ids()})
-    end = second.start(nodes.grid, middle, 4, train_config=config, rounds_done=2).arrays
-    assert all(torch.equal(whole[name], value) for name, value in state.from_record(end).items())

@@ -12,10 +12,9 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.layerwise.carried import Kept
 from fedbn_flwr.server.method_state import BY_NODE, LostRounds, MethodState, pack_state, unpack_state
 from fedbn_flwr.simulation.in_process import InProcessGrid
-from fedbn_flwr.strategies import REGISTRY, BaseStrategy, DivergedError, FedAvg, FedBN, FedTAN, Scaffold
+from fedbn_flwr.strategies import REGISTRY, BaseStrategy, FedAvg, FedBN, Scaffold
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from tests.helpers.faults import failed, infinite, spoiling
 from tests.helpers.harness import INSTRUCTION, Federation, distance, make_model
@@ -197,34 +196,6 @@ def test_in_these_runs_a_round_is_lost(case: str) -> None:
 # ---- rounds that are lost ------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_trained_before_survives_a_round_without_replies() -> None:
-    first, second = make("fedavg"), make("fedavg")
-    first.state.ever_trained = True
-    second.load_state_dict(first.state_dict(), {})
-    assert second.aggregate_train(2, []) == (None, None)
-
-
-def test_a_divergence_is_the_same_whoever_sees_its_last_round() -> None:
-    """The words are those of the first lost round; the first to see it may be gone."""
-    strategy, asked = FedAvg(lr_schedule="0.1@4"), INSTRUCTION.to_config(always=("lr",))
-    for done in range(5):
-        nodes = Federation(make_model(), grid=lost(range(3, 9), infinite))
-        contexts = nodes.grid._contexts.values()
-        nodes.grid._contexts = {2000 * (done + 1) + index: own for index, own in enumerate(contexts)}
-        here = {partition_of(own): node for node, own in nodes.grid._contexts.items()}
-        kept, strategy = strategy.state_dict(), FedAvg(lr_schedule="0.1@4")
-        strategy.load_state_dict(kept, here)
-
-        def stop(server_round: int, _: ArrayRecord, last: int = done + 1) -> None:
-            if server_round == last:
-                raise StopError
-
-        with pytest.raises(DivergedError if done == 4 else StopError) as error:
-            strategy.start(nodes.grid, nodes.initial, 9, train_config=asked, evaluate_fn=stop, rounds_done=done)
-    assert str(error.value).startswith("training diverged at round 3: no node has had a usable reply since")
-    assert str(error.value).endswith("; the learning rate is 0.1: try a lower learning rate")
-
-
 def test_a_node_that_has_never_sent_anything_usable_is_no_obstacle() -> None:
     """Nobody knows its partition."""
 
@@ -271,17 +242,6 @@ def test_what_is_kept_by_nodes_has_their_new_ids_and_forgets_those_that_are_gone
     assert found.inner.total.tolist() == [1.0, 1.0]
     assert (found.ever_trained, found.frozen_after, found.seen, found.by_round) == (True, 4, {900: True}, {70: "x"})
     assert found.lost == LostRounds(2, {70: "a"}, {700: True})
-
-
-def test_a_state_that_was_taken_up_is_the_strategys_own() -> None:
-    """What uses a part of it uses the one that was taken up; the nodes that are there have their partitions."""
-    strategy = FedTAN(carry=True)
-    part = strategy.carried.kept
-    packed = FedTAN(carry=True).state_dict() | {"carried": pack_state(Kept({5: {}}, np.ones(1)), {5: 3})}
-    strategy.load_state_dict(packed, {3: 8, 4: 9})
-    assert strategy.carried.kept is strategy.state.carried is part
-    assert strategy.carried.kept.by_node == {8: {}}
-    assert strategy.partitions == {8: 3, 9: 4}
 
 
 def test_strategies_share_no_state() -> None:

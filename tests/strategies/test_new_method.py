@@ -10,14 +10,11 @@ from numpy.typing import NDArray
 
 from fedbn_flwr import wire
 from fedbn_flwr.client import Rule, Session, register_rule
-from fedbn_flwr.client.rules import RULES
-from fedbn_flwr.clientapp import client_app
-from fedbn_flwr.simulation import StackedGrid
-from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, MethodState, NodeReply, Pooled, PooledGroup, Privacy, Sent
 from fedbn_flwr.wire import Instruction
-from tests.helpers.harness import SIZES, Federation, distance, make_model
+from tests.helpers.harness import Federation, distance, make_model
 from tests.helpers.registered import registries_restored
+from tests.helpers.tellers import engine
 
 Arrays = dict[str, NDArray[Any]]
 GRADIENTS, BETA, RATE = "sums-of-gradients", 0.9, 0.01
@@ -96,19 +93,9 @@ class ByHand(Pushed):
         return pooled
 
 
-def nodes(partitions: Sequence[int]) -> StackedGrid:
-    if SendGradients not in RULES.values():  # in another process
-        register_rule(SendGradients)
-    return StackedGrid(client_app(Federation(make_model()).client), len(SIZES), partitions=partitions)
-
-
-def run(strategy: FedAvg, kind: str = "messages", **instruction: Any) -> Any:
+def run(strategy: FedAvg, kind: str = "inprocess", **instruction: Any) -> Any:
     federation = Federation(make_model())
-    if kind == "messages":
-        return federation.run(strategy, 3, **instruction)
-    if kind == "stacked":
-        return federation.run(strategy, 3, grid=nodes(range(len(SIZES))), **instruction)
-    with WorkersGrid(nodes, len(SIZES), 2, here=True, average_by=strategy.weighting) as grid:
+    with engine(kind, federation, strategy.weighting) as grid:
         return federation.run(strategy, 3, grid=grid, **instruction)
 
 
@@ -124,13 +111,13 @@ WORKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["messages", "stacked", "workers"])
+@pytest.mark.parametrize("kind", ["inprocess", "stacked", "workers"])
 @pytest.mark.parametrize("feature", WORKS)
 def test_what_it_never_heard_of_works(feature: str, kind: str) -> None:
     options = WORKS[feature]
     instruction: dict[str, Any] = {"momentum": 0.9} if feature == "kept optimizers" else {}
     if kind == "workers" and Pushed(**options).needs_single_replies:
-        kind = "messages"
+        kind = "inprocess"
     by_hand = run(ByHand(**options, fraction_evaluate=0.0), **instruction)
     assert distance(run(Pushed(**options, fraction_evaluate=0.0), kind, **instruction), by_hand) < 1e-9
 

@@ -13,19 +13,14 @@ from flwr.serverapp import strategy as flower
 
 from fedbn_flwr import norm, state
 from fedbn_flwr.strategies import (
-    HBN,
     BaseStrategy,
     CannotTrainError,
     FedAvg,
     FedBN,
-    FedBS,
-    FedNorm,
     FedProx,
     FedTAN,
     FixBN,
-    HeteroFL,
     Privacy,
-    Scaffold,
     SiloBN,
 )
 from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model, make_split
@@ -182,34 +177,6 @@ def test_to_name_a_parameter_does_not_uncover_it() -> None:
 def test_methods_that_keep_statistics_need_to_name_none() -> None:
     for strategy in (SiloBN, FedBN):
         run(strategy(weighting="uniform", privacy=Privacy(1.0, 1.0), fraction_evaluate=0.0), rounds=1)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "shared"),
-    [
-        (Scaffold, "control variates"),
-        (FedTAN, "the statistics of layer-wise steps"),
-        (HBN, "gathered statistics"),
-        (HeteroFL, "gathered statistics"),
-        (FedBS, "losses"),
-        (FedNorm, "means of BN over few nodes"),
-        (lambda **options: FedAvg(momentum_state="global", **options), "the optimizer's state"),
-        (lambda **options: FedBN(mean_personal=True, **options), "the entries that nodes keep"),
-    ],
-)
-def test_what_it_would_not_protect_is_refused(strategy: Callable[..., BaseStrategy], shared: str) -> None:
-    with pytest.raises(ValueError, match=f"privacy would not protect {shared}"):
-        strategy(weighting="uniform", privacy=Privacy(1.0, 1.0))
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="privacy needs weighting='uniform'"):
-        FedAvg(privacy=Privacy(1.0, 1.0))
-    with pytest.raises(ValueError, match=r"privacy would not protect frozen entries that are sent \(send_frozen\)"):
-        FixBN(weighting="uniform", send_frozen=True, privacy=Privacy(1.0, 1.0))
-    for bad in ((0.0, 1.0), (1.0, -1.0), (float("inf"), 1.0), (1.0, np.nan)):
-        with pytest.raises(ValueError, match="clipping_norm must be positive and noise_multiplier not negative"):
-            Privacy(*bad)
 
 
 # ---- Flower's own ----------------------------------------------------------------------------------------------------

@@ -1,18 +1,15 @@
 """Nodes that fail in the middle of a layer-wise step: the round is that of the other nodes."""
 
-import gc
-import threading
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Error, Message, RecordDict
+from flwr.app import ArrayRecord, Error, Message
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import state, wire
-from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import CannotTrainError, FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid
@@ -21,8 +18,6 @@ from fedbn_flwr.transports.message_client import STEPS
 from fedbn_flwr.transports.message_records import StepPosition
 from tests.helpers.faults import FAULTY, Fault, Faulty, Without, elsewhere, lies, silent, too_large
 from tests.helpers.harness import Federation, make_model
-from tests.helpers.processes import resident_megabytes
-from tests.helpers.waiting import wait_until
 
 #: exchanges of an iteration with two BN layers
 LAST = 4
@@ -150,29 +145,3 @@ def test_without_any_round_the_first_reason_is_said() -> None:
 
     with pytest.raises(CannotTrainError, match="no node could train in round 1: node 1000: it failed: killed"):
         federation(Grid).run(strategy(), 1)
-
-
-def test_hundreds_of_abandoned_rounds_leave_nothing() -> None:
-    """A server that dies in the middle of a step, again and again."""
-    nodes = Federation(make_model(), (3,))
-    threads = threading.active_count()
-    resident = 0.0
-    for server_round in range(1, 301):
-        if server_round == 61:
-            # by now, everything that is made once has been made
-            gc.collect()
-            resident = resident_megabytes()
-        instruction = wire.Instruction(server_round=server_round, layerwise="fused", local_steps=1)
-        content = RecordDict({wire.CONFIG: instruction.to_config(), **StepPosition().pack()})
-        content[wire.ARRAYS] = nodes.initial
-        [reply] = nodes.grid.send_and_receive([Message(content, 1000, wire.LAYERWISE)])
-        assert not reply.has_error()
-    assert len(STEPS) == 1
-    # 240 steps that were not released would be 11
-    gc.collect()
-    assert resident_megabytes() < resident + 5
-    assert wait_until(lambda: threading.active_count() <= threads + 1)
-    kept = [name for name, _ in Memory(nodes.grid.context(1000).state).kept("layerwise/")]
-    assert kept == ["300.0/received/arrays"]
-    STEPS.clear()
-    assert wait_until(lambda: threading.active_count() <= threads)

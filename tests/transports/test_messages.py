@@ -1,6 +1,7 @@
 """A suspended step is only a cache: whoever gets the next message, the round ends with the same bits."""
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from fedbn_flwr.transports import message_records as layerwise_wire
 from fedbn_flwr.transports.message_records import StepPosition
 from tests.helpers.concurrent_nodes import ConcurrentNodes, dropout_model, make_client
 from tests.helpers.harness import SIZES, Federation
+from tests.helpers.waiting import wait_until
 
 CASES: dict[str, Callable[..., FedAvg]] = {
     "fused": FedTAN,
@@ -185,9 +187,14 @@ def test_after_the_round_nothing_is_kept() -> None:
 
 def test_a_new_start_takes_the_place_of_the_step_before() -> None:
     nodes = Nodes()
-    for attempt in (1, 2):
+    before = threading.active_count()
+    for attempt in (1, 2, 3):
         assert layerwise_wire.REQUEST in ask(nodes, StepPosition(attempt), arrays=True).content
         assert len(suspended.STEPS) == 1
+        assert [name for name, _ in Memory(nodes.grid.context(1000).state).kept("layerwise/")] == [
+            f"1.{attempt}/received/arrays"
+        ]
+    assert wait_until(lambda: threading.active_count() <= before + 1)
     # the answer to the first attempt comes late: its step is gone, and so are its notes
     assert layerwise_wire.LACKS_ARRAYS in ask(nodes, StepPosition(1, 1)).content[wire.REPORT]
     assert len(suspended.STEPS) == 0

@@ -150,26 +150,16 @@ def too_large(stream: Stream, reply: RecordDict | None) -> None:
     reply[REQUEST] = state.to_record({layer: torch.full_like(tensor, torch.finfo(tensor.dtype).max / 2)})
 
 
-def too_much(stream: Stream, reply: RecordDict | None) -> None:
-    stream._outgoing.put(bytes(2**22))
-
-
 def far_too_much(stream: Stream, reply: RecordDict | None) -> None:
     stream._outgoing.put(bytes(2**24))
 
 
-def nonsense(stream: Stream, reply: RecordDict | None) -> None:
-    stream._outgoing.put(b"\0\0\0\2[]")
-
-
-#: what a node does, and what the log says of it; what else an exchange refuses is the same by messages
+#: what a node does, and what the log says of it; what else an exchange refuses is the same by messages or in frames
 FAULTS: dict[str, tuple[Any, str]] = {
     "dies": (dies, "side channel broke"),
     "raises": (raises, "it failed: ArithmeticError: no more of this"),
     "sends a number that is too large": (too_large, "is too large to be pooled"),
-    "sends a large frame": (too_much, "a frame of 4194304 bytes; at most 1056768"),
     "sends a huge frame": (far_too_much, "side channel broke"),
-    "sends nonsense": (nonsense, "a frame that cannot be read"),
 }
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from math import nan
+from math import inf, nan
 from statistics import fmean
 from typing import Any
 
@@ -13,7 +13,7 @@ from fedbn_flwr import wire
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
-from fedbn_flwr.experiments.output.scoring import Score, Scorer, SiteScorer
+from fedbn_flwr.experiments.output.scoring import Score, Scorer, SiteScorer, merit
 from fedbn_flwr.experiments.output.sinks import Sink
 from fedbn_flwr.experiments.resources import absent_classes, normalization
 from fedbn_flwr.strategies import BaseStrategy, DivergedError, NodeReply
@@ -26,7 +26,7 @@ STATISTICS = ("running_var", "running_mean")
 Progress = Callable[[int, int, float | None], None]
 Summary = dict[str, Any]
 #: the attributes of a Journal that a run which is resumed must find as they were
-_KEPT = ("_score", "_train_loss", "_round")
+_KEPT = ("_score", "_train_loss", "_round", "_best_merit", "_best_round", "stopped_by")
 #: the kinds of traffic that are counted
 _KINDS = ("training", "evaluation")
 
@@ -104,6 +104,9 @@ class Journal:
         self._score: Score = {}
         self._train_loss: float | None = None
         self._round = 0
+        self._best_merit, self._best_round = -inf, 0
+        #: why the run ends before its last round; empty while it goes on
+        self.stopped_by = ""
         self._dynamics = DynamicsTable()
         #: the model after the last finished round
         self.arrays: ArrayRecord | None = None
@@ -175,6 +178,7 @@ class Journal:
             **({"rounds-skipped": skipped} if skipped else {}),
             **({"model-for-each-node": True} if self._strategy.personal else {}),
             **({"absent-classes": absent} if (absent := absent_classes(config)) else {}),
+            **({"stopped-after": self._round, "stopped-by": self.stopped_by} if self.stopped_by else {}),
         }
 
     def summary_of_failure(self, experiment: Experiment, nodes: int, error: Exception) -> Summary:
@@ -188,7 +192,20 @@ class Journal:
             return {}
         score = self._scorer.score(self._strategy, arrays)
         self._score = score or self._score
+        if self._scorer.metric in score and server_round < self._config.rounds:
+            self.stopped_by = self._enough(server_round, score[self._scorer.metric])
         return score
+
+    def _enough(self, server_round: int, score: float) -> str:
+        """Return why the run ends with this score; empty if it goes on."""
+        config, metric = self._config, self._scorer.metric
+        if (reached := merit(metric, score)) > self._best_merit:
+            self._best_merit, self._best_round = reached, server_round
+        if config.stop_at and reached >= merit(metric, config.stop_at):
+            return f"stop-at={config.stop_at:g}"
+        if config.stop_after and server_round - self._best_round >= config.stop_after:
+            return f"stop-after={config.stop_after}: no better score since round {self._best_round}"
+        return ""
 
     def _training(self) -> dict[str, Any]:
         replies = self._strategy.training.replies
@@ -217,8 +234,3 @@ class Journal:
 def diverged(error: Exception) -> Summary:
     """Return what a summary holds if the run diverged: the round."""
     return {"diverged": error.server_round} if isinstance(error, DivergedError) else {}
-
-
-def outcome_of(summary: Summary) -> str:
-    """Return in a few words how a run failed: `failed`, or that it diverged and when."""
-    return f"diverged at round {summary['diverged']}" if "diverged" in summary else "failed"

@@ -4,12 +4,12 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ from fedbn_flwr.state import from_record
 from fedbn_flwr.state.record_files import write_bytes
 
 VERSIONED = ("flwr", "matplotlib", "numpy", "pillow", "ray", "scikit-learn", "torch", "torchvision")
-
-
-CONFIG = "config.json"
+CONFIG, SUMMARY = "config.json", "summary.json"
+#: a file for each node with the entries of its own model that differ from the server's
+PERSONAL = "personal"
 #: said of `model.safetensors` where nodes have models of their own
 NOT_WHOLE = "model.safetensors lacks what nodes keep and is of no use alone; `export_personal` makes a node's model"
 
@@ -32,7 +32,8 @@ NOT_WHOLE = "model.safetensors lacks what nodes keep and is of no use alone; `ex
 class RunFolder:
     """Folder with `config.json`, `rounds.jsonl`, `summary.json`, `model.safetensors` and `curves.png` of one run.
 
-    A run that records its dynamics also has `dynamics.jsonl`, with rows for every BN layer in every round.
+    A run that records its dynamics also has `dynamics.jsonl`, with rows for every BN layer in every round. If nodes
+    have models of their own and are on this machine, `personal` has what these do not share.
     """
 
     def __init__(self, path: Path, rounds_done: int = 0) -> None:
@@ -43,29 +44,23 @@ class RunFolder:
         self._keep_rounds(rounds_done)
         self._keep_dynamics(rounds_done)
         # if this run fails, its folder must not show the results of an earlier run
-        for stale in ("summary.json", "model.safetensors", "curves.png"):
+        for stale in (SUMMARY, "model.safetensors", "curves.png"):
             (path / stale).unlink(missing_ok=True)
+        shutil.rmtree(path / PERSONAL, ignore_errors=True)
 
     def config(
-        self,
-        options: Mapping[str, Any],
-        sites: Sequence[Mapping[str, Any]] = (),
-        engine: str = "",
-        code: Mapping[str, str] = MappingProxyType({}),
-        grid: str = "",
+        self, options: Mapping[str, Any], asked: Mapping[str, Any], sites: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         """Write the options, versions, command and machine, which are needed to repeat the run, and sites' data.
 
-        `code` has the fingerprints of users' objects, `grid` what options were chosen from.
+        `asked` is what makes the run; the options are what its data made of it.
         """
         versions = installed_versions(VERSIONED) | {"fedbn-flwr": __version__, "python": platform.python_version()}
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
         machine = {"hardware": device, "cores": os.cpu_count(), "system": platform.platform()}
-        content = {"options": dict(options), "versions": versions, **machine, "command": command_line()}
-        content |= {"engine": engine} if engine else {}
-        content |= {"code": dict(code)} if code else {}
-        content |= {"grid": grid} if grid else {}
-        write_json(self.path / CONFIG, {**content, "sites": list(sites)} if sites else content)
+        content: dict[str, Any] = {"options": dict(options), "asked": dict(asked), "versions": versions, **machine}
+        content |= {"command": command_line()} | ({"sites": list(sites)} if sites else {})
+        write_json(self.path / CONFIG, content)
 
     def round(self, row: Mapping[str, Any]) -> None:
         """Append the row of one round."""
@@ -85,7 +80,7 @@ class RunFolder:
             normalization = {"normalization": as_json({key: summary.get(key, ()) for key in ("mean", "std")})}
             about = {"note": NOT_WHOLE} if summary.get("model-for-each-node") else normalization
             write_bytes(self.path / "model.safetensors", save(from_record(arrays), about))
-        write_json(self.path / "summary.json", summary)
+        write_json(self.path / SUMMARY, summary)
 
     def _keep_rounds(self, count: int) -> None:
         """Cut the rows after so many rounds: their rounds will be repeated, and the last row may not be whole."""

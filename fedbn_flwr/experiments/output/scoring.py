@@ -21,6 +21,13 @@ from fedbn_flwr.server.replies import log_refused, read_each
 from fedbn_flwr.strategies import BaseStrategy, NodeReply
 
 Score = dict[str, Any]
+#: the scores of which less is better
+LOWER_IS_BETTER = ("mse", "mae", "loss")
+
+
+def merit(metric: str, score: float) -> float:
+    """Return a number that is larger for a better score."""
+    return -score if metric in LOWER_IS_BETTER else score
 
 
 class Scorer:
@@ -48,10 +55,11 @@ class Scorer:
         device: torch.device,
         trained: NDArray[np.int64] | None = None,
         metrics: Sequence[str] = (),
+        objective: str = "",
     ) -> None:
         self._model, self._data, self._device, self._metrics = model.to(device), data, device, metrics
         self._class_names = data.class_names or [str(number) for number in range(data.num_classes)]
-        self._task = task_of(data.task)
+        self._task = task_of(data.task, objective)
         #: the score by which methods are compared
         self.metric = self._task.metric
         #: the training samples of all clients, if the loss on them is asked for
@@ -59,7 +67,8 @@ class Scorer:
 
     def score(self, strategy: BaseStrategy, arrays: ArrayRecord) -> Score:
         """Return the scores of the state after a round."""
-        scores = score_nodes(strategy.evaluation.replies, self._data.domain_names)
+        basic = self._task.basic_score
+        scores = score_nodes(strategy.evaluation.replies, self._data.domain_names, basic)
         if not strategy.personal:
             asked = {key: value for key, value in scores.items() if key.endswith("-personal")}
             values = state.from_record(arrays)
@@ -70,23 +79,22 @@ class Scorer:
         if mean := strategy.state.personal:
             own = {name: torch.from_numpy(value) for name, value in mean.items()}
             averaged = self.score_global({**state.from_record(arrays), **own})
-            scores["accuracy-mean-bn"] = averaged["accuracy"]
+            scores[f"{basic}-mean-bn"] = averaged[basic]
         return scores
 
     def score_global(self, values: state.State) -> Score:
         """Return the scores of one model on the test split."""
         state.load(self._model, values)
-        test, domains = self._data.test, len(self._data.domain_names)
+        test, basic, domains = self._data.test, self._task.basic_score, len(self._data.domain_names)
         result = evaluate(
             self._model, test, self._data.num_classes, self._device, 500, domains, self._task, self._metrics
         )
-        scores: Score = {"accuracy": result.accuracy, **result.scores, "loss": result.loss}
+        scores: Score = {basic: result.accuracy, **result.scores, "loss": result.loss}
         by_class = {wire.CLASS + name: values for name, values in result.by_class.items()}
         scores |= class_means([by_class], self._metrics, self._class_names)
         if self._data.domain_names:
-            tested = (result.confusion.sum((1, 2)) > 0).tolist()
-            by_name = zip(self._data.domain_names, result.domain_accuracy, tested, strict=True)
-            scores["domain-accuracy"] = {name: accuracy for name, accuracy, there in by_name if there}
+            by_name = zip(self._data.domain_names, result.domain_accuracy, result.tested.tolist(), strict=True)
+            scores[f"domain-{basic}"] = {name: accuracy for name, accuracy, there in by_name if there}
         return scores
 
     def _train_loss(self, values: state.State) -> Score:
@@ -132,10 +140,10 @@ class SiteScorer:
         return {"accuracy": metrics[wire.ACCURACY], "loss": metrics[wire.EVAL_LOSS], **named}
 
 
-def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = ()) -> Score:
-    """Return means of the nodes' own evaluations; nothing if no node evaluated, or none can be read."""
+def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = (), basic: str = wire.ACCURACY) -> Score:
+    """Return means of the nodes' own evaluations, with the task's `basic_score`; nothing if none can be read."""
     named = ((reply.node, reply.metrics) for reply in replies)
-    read, refused = read_each(named, lambda _, metrics: _scores(metrics, bool(domain_names)))
+    read, refused = read_each(named, lambda _, metrics: _scores(metrics, bool(domain_names), basic))
     log_refused(refused, "left out of the scores")
     rows = list(read.values())
     if not rows:
@@ -143,10 +151,10 @@ def score_nodes(replies: Sequence[NodeReply], domain_names: Sequence[str] = ()) 
     shared = [key for key in rows[0] if key not in ("domain", "domains", "own") and all(key in row for row in rows)]
     scores: Score = {key: float(np.mean([row[key] for row in rows])) for key in shared}
     if domain_names:
-        scores["node-domain-accuracy"] = [row["domains"] for row in rows]
+        scores[f"node-domain-{basic}"] = [row["domains"] for row in rows]
         # the models of the nodes that hold a domain
         held = {name: [row["own"] for row in rows if row["domain"] == at] for at, name in enumerate(domain_names)}
-        scores["domain-accuracy"] = {name: float(np.mean(own)) for name, own in held.items() if own}
+        scores[f"domain-{basic}"] = {name: float(np.mean(own)) for name, own in held.items() if own}
     return scores
 
 
@@ -160,14 +168,14 @@ def class_means(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str], class
     return scores
 
 
-def _scores(metrics: Mapping[str, Any], has_domains: bool) -> Score:
+def _scores(metrics: Mapping[str, Any], has_domains: bool, basic: str) -> Score:
     """Return what a node's evaluation says, by the names of scores; an error if anything is missing."""
     of_task = {key: key.removeprefix(wire.SCORE) for key in metrics if key.startswith(wire.SCORE)}
-    keys = {wire.ACCURACY: "accuracy", wire.ACCURACY_PERSONAL: "accuracy-personal", **of_task, wire.EVAL_LOSS: "loss"}
+    keys = {basic: basic, (own := f"{basic}-personal"): own, **of_task, wire.EVAL_LOSS: "loss"}
     if wire.LOCAL_LOSS in metrics:
         keys[wire.LOCAL_LOSS] = "train-loss-global"
     scores: Score = {name: float(metrics[key]) for key, name in keys.items()}
     if has_domains:
-        domain, row = int(metrics[wire.DOMAIN]), [float(value) for value in metrics[wire.DOMAIN_ACCURACY]]
+        domain, row = int(metrics[wire.DOMAIN]), [float(each) for each in metrics[f"domain-{basic}"]]
         scores |= {"domain": domain, "domains": row, "own": row[domain]}
     return scores

@@ -7,27 +7,28 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.experiments.choice import SEEDS
-from fedbn_flwr.experiments.comparison import metric_of
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.output.console import console, new_table, percent
-from fedbn_flwr.experiments.output.recorder import outcome_of
+from fedbn_flwr.experiments.output.recorder import Summary
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.output.sinks import check_sinks
-from fedbn_flwr.experiments.recipes.matrix import Cell, MatrixRecord, Results, check_resources, plan_cells, run_matrix
-from fedbn_flwr.experiments.recipes.schema import check_recipe, read_recipe, recipe_names, recipe_path
-from fedbn_flwr.experiments.recipes.table import findings, values_of, write_table
-from fedbn_flwr.experiments.resources import expected_steps, load_data, rounds_within_budget
+from fedbn_flwr.experiments.recipes.recipe import Recipe
+from fedbn_flwr.experiments.recipes.schema import check_recipe, read_recipe, recipe_names
+from fedbn_flwr.experiments.resources import expected_steps, load_data, rounds_within_budget, shared_model
+from fedbn_flwr.experiments.results.folders import read_parts, show_part
+from fedbn_flwr.experiments.results.rows import metric_of, outcome_of
+from fedbn_flwr.experiments.runs import Run, keeping
+from fedbn_flwr.experiments.study import Setting, cells_of, execute, first_of_cells, write_study
 from fedbn_flwr.plugins.options import UsageError, whole_number
 from fedbn_flwr.strategies import CannotTrainError
 
-#: options of a run that may be given to all runs of a matrix
-CHANGES = ("data-root", "device", "precision", "log-to")
+#: options of a run that may be given to all runs of a recipe
+CHANGES = ("data-root", "device", "precision", "log-to", "workers")
 #: data sets that are not looked for in a dry run, as that would download them
 REMOTE = "hf:"
 
@@ -40,7 +41,7 @@ def add_recipe_commands(commands: Any, command: Any) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="name, as in fixbn/table5, or a file that ends in .yaml")
     parser.add_argument("--smoke", action="store_true", help="run the same cells in small, on embedded data")
     parser.add_argument("--only", action="append", metavar="LABEL", help="only cells with this label; may be repeated")
-    parser.add_argument("--workers", metavar="N", help="cells that run side by side, each in a process [1]")
+    add_side_by_side(parser)
     parser.add_argument(
         "--dry-run", dest="dry-run", action="store_true", help="show what would run, and how many steps"
     )
@@ -48,16 +49,21 @@ def add_recipe_commands(commands: Any, command: Any) -> None:
     parser.add_argument("--grid-seeds", dest="grid-seeds", metavar="N", help=f"runs per value of a grid [{SEEDS}]")
     parser.add_argument("--results-dir", dest="results-dir", metavar="DIR", help="where results go [results/NAME]")
     parser.add_argument("--engine", help=f"{', '.join(ENGINES)} [stacked]")
-    parser.add_argument("--overwrite", action="store_true", help="replace runs in the folder that differ from these")
     for key in CHANGES:
         parser.add_argument(
             f"--{key}", dest=key, metavar=key.upper().replace("-", "_"), help="as for `run`, for every run"
         )
 
 
+def add_side_by_side(parser: Any, shown: bool = True) -> None:
+    """Add the option to a command that has several runs."""
+    text = "methods that run at once in their settings, each in a process [1]"
+    parser.add_argument("--side-by-side", dest="side-by-side", metavar="N", help=text if shown else argparse.SUPPRESS)
+
+
 def list_recipes(options: Mapping[str, Any]) -> None:
     """Print every recipe, by paper and number."""
-    rows = [{"name": r.name, "place": r.place, "about": r.about} for r in map(read_recipe, recipe_names())]
+    rows = [{"name": r.name, "place": r.paper.place, "about": r.paper.about} for r in map(read_recipe, recipe_names())]
     if options.get("json"):
         print(json.dumps(rows, indent=2))
         return
@@ -72,65 +78,88 @@ def reproduce(options: Mapping[str, Any]) -> None:
     """Run a recipe, or show what it would run."""
     full = read_recipe(str(options["recipe"]))
     check_recipe(full)
-    recipe, small = full, bool(options.get("smoke"))
-    if small:
-        recipe = full.in_small()
-    if options.get("only"):
-        recipe = recipe.only(options["only"])
-    if "seeds" in options:
-        recipe = replace(recipe, seeds=whole_number("--seeds", options["seeds"]))
-    engine = engine_named(options.get("engine"))
+    recipe, small, only = (
+        full.in_small() if options.get("smoke") else full,
+        bool(options.get("smoke")),
+        options.get("only"),
+    )
+    recipe = recipe.only(only) if only else recipe
+    # what runs side by side has a process each, and the number of processes of a run is among what decides its bits
+    given = {"workers": 1, **{key: options[key] for key in CHANGES if key in options}}
+    settings = [Setting(setting.labels, {**setting.options, **given}) for setting in recipe.study.settings]
+    study = replace(
+        recipe.study,
+        settings=settings,
+        seeds=whole_number("--seeds", options.get("seeds", recipe.study.seeds)),
+        grid_seeds=whole_number("--grid-seeds", options.get("grid-seeds", SEEDS)),
+        engine=engine_named(options.get("engine")),
+    )
     folder = Path(options.get("results-dir") or Path("results", recipe.name.replace("/", "-") + "-smoke" * small))
-    changes = {key: options[key] for key in CHANGES if key in options}
-    grid_seeds = whole_number("--grid-seeds", options.get("grid-seeds", SEEDS))
-    cells = plan_cells(recipe, folder, engine, changes, bool(options.get("overwrite")), grid_seeds)
-    workers = whole_number("--workers", options.get("workers", 1))
+    side_by_side = whole_number("--side-by-side", options.get("side-by-side", 1))
+    runs = study.runs(folder)
     if options.get("dry-run"):
-        show_plan(recipe.name, cells)
+        show_plan(recipe.name, runs)
         return
-    check_resources(recipe, cells)
-    check_sinks(cells[0].plan.experiment(cells[0].method, 0).config.log_to)
-    setting, label = full.cells()[0]
-    rounds = full.experiment(setting, label).config.rounds
-    only = options.get("only") or ()
-    record = MatrixRecord(full.name, small, only, recipe.seeds, rounds, command_line())
-    write = partial(record.write, source=recipe_path(str(options["recipe"])))
-    started, results = time.perf_counter(), None
-    matrix = run_matrix(recipe, cells, folder, workers, write)
-    for done, (cell, results) in enumerate(matrix, start=1):
-        left = timedelta(seconds=round((time.perf_counter() - started) / done * (len(cells) - done)))
-        console.print(f"{done}/{len(cells)} {cell.name}: {_outcome(cell, results)}, {left} left", markup=False)
-    assert results is not None
-    values = values_of(results, record.rounds)
-    text = write_table(results, values, [line for item in findings(results, values) for line in item.lines()])
-    (folder / "table.txt").write_text(text)
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Results: {folder.resolve()} (table.txt, results.json, a folder a setting)", soft_wrap=True)
-    if not any(results.finished(cell.setting.name, cell.label) for cell in cells):
-        raise CannotTrainError("no cell could train")
+    check_resources(recipe, runs)
+    check_sinks(runs[0].experiment.config.log_to)
+    rounds = full.study.experiment(*full.study.cells()[0], 0).config.rounds
+    about: dict[str, Any] = {
+        "title": full.name,
+        "command": command_line(),
+        "engine": study.engine,
+        "recipe": full.content,
+    }
+    about |= {"smoke": small, "only": only or [], "seeds": study.seeds, "rounds": rounds}
+    started, rows = time.perf_counter(), list[tuple[Run, Summary]]()
+    with keeping(folder, runs):
+        write_study(folder, about, runs)
+        for run, summary in execute(runs, lambda _: None, side_by_side):
+            rows.append((run, summary))
+            left = timedelta(seconds=round((time.perf_counter() - started) / len(rows) * (len(runs) - len(rows))))
+            text = f"{len(rows)}/{len(runs)} {run.name}: {_outcome(summary)}, {left} left"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+    (part,) = read_parts([folder])
+    show_part(part)
+    console.print(f"Results: {folder.resolve()} (`fedbn-flwr report` makes a page of them)", soft_wrap=True)
+    if all("failed" in summary for _, summary in rows):
+        raise CannotTrainError("no run could train")
 
 
-def _outcome(cell: Cell, results: Results) -> str:
-    key = (cell.setting.name, cell.label)
-    if failure := results.failures().get(key):
-        return outcome_of(failure)
-    last = results.finished(*key)[-1]
-    return f"{metric_of(last)} {percent(last[metric_of(last)])} %"
+def _outcome(summary: Summary) -> str:
+    score = metric_of(summary)
+    return outcome_of(summary) if "failed" in summary else f"{score} {percent(summary[score])} %"
 
 
-def show_plan(title: str, cells: Sequence[Cell]) -> None:
-    """Print what cells would run and how many steps, and which data are not there."""
+def check_resources(recipe: Recipe, runs: Sequence[Run]) -> None:
+    """Refuse a recipe of whose data sets or models one cannot be had here; a UsageError of one line names it."""
+    small, seen = " (--smoke runs it in small on embedded data)" if recipe.small else "", set()
+    for run in first_of_cells(runs):
+        config = replace(run.experiment.config, method="", seed=0, partition="")
+        kinds = (config.dataset, config.image_size, config.data_root, config.model)
+        if kinds in seen:
+            continue
+        seen.add(kinds)
+        for kind, name, get in (("data set", config.dataset, load_data), ("model", config.model, shared_model)):
+            try:
+                get(config)
+            except (ValueError, OSError, RuntimeError) as error:
+                raise UsageError(f"recipe {recipe.name} needs the {kind} {name!r}{small}: {error}") from error
+
+
+def show_plan(title: str, runs: Sequence[Run]) -> None:
+    """Print what would run and how many steps, and which data are not there."""
     table = new_table(title, "setting", "method", numbers=("runs", "rounds", "client steps"))
-    total, missing = 0, dict[str, None]()
+    total, missing, cells = 0, dict[str, None](), cells_of(runs)
     for cell in cells:
-        config = cell.plan.experiment(cell.method, 0).config
+        config = cell[0].experiment.config
         try:
             pick_device(config.device)
         except ValueError as error:
             raise UsageError(str(error)) from error
+        count = len(cell) + sum(map(len, cell[0].tried.values()))
         counted = "?", "?"
         with suppress(ValueError, OSError, RuntimeError):  # they depend on data that are not there
-            steps = cell.plan.count(cell.method) * expected_steps(config)
+            steps = count * expected_steps(config)
             counted = f"{rounds_within_budget(config, config.clients).rounds:,}", f"{steps:,}"
             total += steps
         try:
@@ -138,7 +167,7 @@ def show_plan(title: str, cells: Sequence[Cell]) -> None:
                 load_data(config)
         except (ValueError, OSError, RuntimeError) as error:
             missing[f"data set {config.dataset!r} is not there: {error}"] = None
-        table.add_row(cell.setting.name, cell.label, str(cell.plan.count(cell.method)), *counted)
+        table.add_row(cell[0].setting, cell[0].label, str(count), *counted)
     console.print(table)
     console.print(f"{len(cells)} cells, {total:,} client steps{' where known' * bool(missing)}", soft_wrap=True)
     for line in missing:

@@ -10,7 +10,10 @@ from typing import Any, NoReturn
 from fedbn_flwr.experiments.choice import Grid
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.experiments.method import all_options, parse
-from fedbn_flwr.experiments.recipes.recipe import QUANTITIES, Direction, Number, Recipe, Reported, Setting, Side
+from fedbn_flwr.experiments.recipes.recipe import Recipe
+from fedbn_flwr.experiments.results.paper import Direction, Number, Paper, Reported, Side
+from fedbn_flwr.experiments.results.values import QUANTITIES
+from fedbn_flwr.experiments.study import STUDY, Setting, Study
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import ALL_OPTIONS, Option, UsageError, options_of, whole_number
 from fedbn_flwr.plugins.yaml_text import load_yaml
@@ -18,13 +21,13 @@ from fedbn_flwr.plugins.yaml_text import load_yaml
 #: the keys of a recipe, and those of its `smoke`
 SMOKE_KEYS = ("options", "methods", "vary", "seeds", "grid")
 KEYS = ("place", "about", *SMOKE_KEYS, "leave-out", "quantities", "reported", "directions", "notes", "smoke")
-#: options that a matrix sets for every run
-MATRIX_OPTIONS = ("method", "seed", "validation", "results-dir", "resume", "checkpoint-every")
+#: options that are no part of a study
+OUTSIDE = ("method", "results-dir", "resume")
 #: a number as printed, with or without a deviation
 PRINTED = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(?:±\s*(\d+(?:\.\d+)?))?\s*")
 
 #: the name of a recipe that is a file of a user's own
-SUFFIXES = (".yaml", ".yml")
+SUFFIXES = (".yaml", ".yml", ".json")
 
 Options = dict[str, Any]
 
@@ -36,8 +39,8 @@ class Fields:
         self.where = where
         if not isinstance(content, Mapping):
             self.refuse(f"must be a mapping of {', '.join(keys)}")
-        self._content = {str(key): value for key, value in content.items()}
-        self.known("", self._content, keys, "unknown key")
+        self.content = {str(key): value for key, value in content.items()}
+        self.known("", self.content, keys, "unknown key")
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise a UsageError that names this mapping."""
@@ -50,7 +53,7 @@ class Fields:
 
     def get(self, key: str) -> Any:
         """Return a value as the file has it; None if it has none."""
-        return self._content.get(key)
+        return self.content.get(key)
 
     def parts(self, key: str, keys: Collection[str]) -> list["Fields"]:
         """Return a list of mappings."""
@@ -58,14 +61,14 @@ class Fields:
 
     def text(self, key: str) -> str:
         """Return a text; empty if there is none."""
-        value = self._content.get(key, "")
+        value = self.content.get(key, "")
         if not isinstance(value, str):
             self.refuse(f"{key} must be text, got {value!r}")
         return " ".join(value.split())
 
     def listed(self, key: str) -> list[Any]:
         """Return a list; a plain value is a list of one."""
-        value = self._content.get(key, [])
+        value = self.content.get(key, [])
         if not isinstance(value, list | str | int | float):
             self.refuse(f"{key} must be a list, got {value!r}")
         return value if isinstance(value, list) else [value]
@@ -82,7 +85,7 @@ class Fields:
 
     def seeds(self) -> int:
         """Return the number of runs a method; 1 if it is not given."""
-        return whole_number(f"{self.where}: seeds", self._content.get("seeds", 1))
+        return whole_number(f"{self.where}: seeds", self.content.get("seeds", 1))
 
     def methods(self) -> dict[str, str]:
         """Return methods by label; in a list every method is its own label."""
@@ -133,10 +136,10 @@ class Fields:
     def _options(self, where: str, given: Any) -> Options:
         if not isinstance(given, Mapping):
             self.refuse(f"{where} must be a mapping of options")
-        known = [key for key in _all_options() if key not in MATRIX_OPTIONS]
+        known = [key for key in _all_options() if key not in OUTSIDE]
         for key, value in given.items():
-            if key in MATRIX_OPTIONS:
-                self.refuse(f"{where}: {key!r} is set by the matrix")
+            if key in OUTSIDE:
+                self.refuse(f"{where}: {key!r} is no option of a recipe")
             if key not in known:
                 self.refuse(f"{where}: unknown option {key!r}; {did_you_mean(key, known, shown=ALL_OPTIONS)}")
             if not isinstance(value, bool | int | float | str):
@@ -168,21 +171,18 @@ def parse_recipe(name: str, content: object) -> Recipe:
     left_out = given.parts("leave-out", ("methods", "in"))
     directions = given.parts("directions", ("claim", "in", "place", "column"))
     reported = given.parts("reported", ("place", "values"))
-    recipe = Recipe(
-        name=name,
+    absent = [(part.names("methods", methods, list(methods)), part.names("in", labels)) for part in left_out]
+    paper = Paper(
         place=given.text("place"),
         about=given.text("about"),
-        methods=methods,
-        settings=settings,
-        left_out=[(part.names("methods", methods, list(methods)), part.names("in", labels)) for part in left_out],
-        seeds=given.seeds(),
-        grid=given.grid(),
         quantities=given.names("quantities", list(QUANTITIES), ["accuracy"]),
         reported=[_reported(part, methods, [setting.name for setting in settings]) for part in reported],
         directions=[_direction(part, methods, labels) for part in directions],
         notes=given.texts("notes"),
     )
-    if not recipe.cells():
+    study = Study(methods, settings, given.seeds(), given.grid(), left_out=absent)
+    recipe = Recipe(name, given.content, study, paper)
+    if not recipe.study.cells():
         given.refuse("leave-out leaves no cell")
     return recipe if given.get("smoke") is None else replace(recipe, small=_in_small(recipe, given, axes))
 
@@ -194,9 +194,10 @@ def _in_small(recipe: Recipe, whole: Fields, axes: Mapping[str, Mapping[str, Any
     given.known("vary: ", vary, axes, "unknown axis", has)
     for axis, values in vary.items():
         given.known(f"vary: {axis}: ", values, axes[axis], "unknown label", has)
-    given.known("methods: ", methods, recipe.methods, "unknown label", has)
+    study = recipe.study
+    given.known("methods: ", methods, study.methods, "unknown label", has)
     settings = []
-    for setting in recipe.settings:
+    for setting in study.settings:
         chosen = {**setting.options, **options}
         for axis, label in setting.labels.items():
             chosen |= vary.get(axis, {}).get(label, {})
@@ -204,13 +205,17 @@ def _in_small(recipe: Recipe, whole: Fields, axes: Mapping[str, Mapping[str, Any
     parts = {"": options, **{label: part for values in vary.values() for label, part in values.items()}}
     texts = {label: ", ".join(f"{key} {value}" for key, value in part.items()) for label, part in parts.items()}
     changes = "; ".join(": ".join(filter(None, pair)) for pair in {**texts, **methods}.items() if pair[1])
+    note = f"Run in small, with {changes}. This says nothing about the paper's data."
     return replace(
         recipe,
-        methods={**recipe.methods, **methods},
-        settings=settings,
-        seeds=given.seeds(),
-        grid=given.grid(),
-        notes=[*recipe.notes, f"Run in small, with {changes}. This says nothing about the paper's data."],
+        study=replace(
+            study,
+            methods={**study.methods, **methods},
+            settings=settings,
+            seeds=given.seeds(),
+            grid=given.grid(),
+        ),
+        paper=replace(recipe.paper, notes=[*recipe.paper.notes, note]),
     )
 
 
@@ -279,21 +284,28 @@ def recipe_path(name: str) -> Path:
 def read_recipe(name: str) -> Recipe:
     """Read a recipe of a paper by its name, or one of a user's own by the path of its file."""
     path = recipe_path(name)
-    name = path.stem if name.endswith(SUFFIXES) else name
+    if path.name == STUDY:  # a study that has run
+        name = path.resolve().parent.name
+    elif name.endswith(SUFFIXES):
+        name = path.stem
     try:
         content = load_yaml(path.read_text())
     except OSError as error:
         raise UsageError(f"recipe {name}: cannot be read: {error}") from error
     except ValueError as error:
         raise UsageError(f"recipe {name}: is not YAML: {error}") from error
-    return parse_recipe(name, content)
+    return parse_recipe(name, content.get("recipe") if path.name == STUDY and isinstance(content, Mapping) else content)
 
 
 def check_recipe(recipe: Recipe) -> None:
     """Resolve every cell, at full size and in small, without reading data; a UsageError names what cannot be."""
     for form in filter(None, (recipe, recipe.small)):
-        for setting, method in form.cells():
-            form.experiment(setting, method)
+        for setting, label in form.study.cells():
+            try:
+                form.study.experiment(setting, label, 0)
+            except UsageError as error:
+                cell = f"{label!r} in {setting.name!r}" if setting.name else repr(label)
+                raise UsageError(f"recipe {recipe.name}: {cell}: {error}") from None
 
 
 def _order(name: str) -> tuple[str, str, int, str]:

@@ -1,7 +1,5 @@
 """The bound on the norm of a step's gradient, against torch's own."""
 
-from typing import Any
-
 import pytest
 import torch
 from flwr.app import RecordDict
@@ -14,7 +12,6 @@ from fedbn_flwr.wire import Instruction
 
 #: below and above the norms of the gradients, and of some of them
 BOUNDS = [0.01, 3.0, 100.0]
-CLIENTS = 3
 
 
 def model_of(seed: int) -> nn.Module:
@@ -29,10 +26,9 @@ def model_of(seed: int) -> nn.Module:
     return model
 
 
-def adjust(model: nn.Module, bound: float, structure: nn.Module | None = None, **keys: Any) -> None:
-    instruction = Instruction().with_rule(clip_norm=bound, **keys)
+def adjust(model: nn.Module, bound: float) -> None:
+    instruction = Instruction().with_rule(clip_norm=bound)
     session = Session(model, torch.optim.SGD(model.parameters()), instruction, {}, Memory(RecordDict()))
-    session.structure = structure
     rules = rules_for(instruction)
     for rule in rules:
         rule.begin(session)
@@ -46,28 +42,13 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_gradients_are_scaled_as_torch_scales_them(bound: float) -> None:
-    for seed in range(CLIENTS):
+    for seed in range(3):
         model, wanted = model_of(seed), model_of(seed)
         torch.nn.utils.clip_grad_norm_(wanted.parameters(), bound)
         adjust(model, bound)
         scaled = gradients_of(model)
         assert scaled.keys() == gradients_of(wanted).keys()
         assert all(torch.equal(scaled[name], gradient) for name, gradient in gradients_of(wanted).items())
-
-
-@pytest.mark.parametrize("bound", BOUNDS)
-def test_stacked_clients_have_norms_of_their_own(bound: float) -> None:
-    models, stack = [model_of(seed) for seed in range(CLIENTS)], model_of(0)
-    for name, parameter in stack.named_parameters():
-        parameter.data = torch.stack([model.get_parameter(name).detach() for model in models])
-        given = [gradients_of(model)[name] for model in models if name in gradients_of(model)]
-        parameter.grad = torch.stack(given) if given else None
-    adjust(stack, bound, structure=models[0])
-    for row, model in enumerate(models):
-        adjust(model, bound)
-        alone, together = gradients_of(model), gradients_of(stack)
-        assert alone.keys() == together.keys()
-        assert all(torch.allclose(together[name][row], alone[name]) for name in alone)
 
 
 @pytest.mark.parametrize("name", REGISTRY)

@@ -15,7 +15,7 @@ from fedbn_flwr.experiments.output.recorder import DynamicsTable
 from fedbn_flwr.experiments.output.run_folder import read_rounds
 from fedbn_flwr.strategies import NodeReply
 from fedbn_flwr.wire import ARRAYS, DYNAMICS, Instruction
-from tests.helpers.runs import model_bytes, run
+from tests.helpers.runs import model_bytes, run, run_in
 from tests.helpers.toys import CLASSES, toy_split
 
 OPTIONS = {"record-dynamics": "2", "rounds": "4", "model": "mlp", "workers": "1"}
@@ -23,7 +23,7 @@ OPTIONS = {"record-dynamics": "2", "rounds": "4", "model": "mlp", "workers": "1"
 
 def rows_of(folder: Path, **options: str) -> list[dict[str, Any]]:
     assert run("run", **{**OPTIONS, "results-dir": str(folder), **options}) == 0
-    return read_rounds(folder, "dynamics.jsonl")
+    return read_rounds(run_in(folder), "dynamics.jsonl")
 
 
 def only_bn() -> nn.Module:
@@ -75,7 +75,7 @@ def test_a_run_has_a_row_for_each_layer_and_round(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, model="small-cnn")
     assert [row["round"] for row in rows] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
     assert [row["layer"] for row in rows[:3]] == ["1", "4", "7"]
-    losses = [row["train-loss"] for row in read_rounds(tmp_path)]
+    losses = [row["train-loss"] for row in read_rounds(run_in(tmp_path))]
     assert [row["loss"] for row in rows[::3]] == losses
     assert all(row["batch-change"] is None and row["window-variance"] is None for row in rows[:3])
     numbers = ("global-change", "batch-change", "local-distance", "window-variance")
@@ -86,7 +86,7 @@ def test_recording_changes_no_bit_of_the_model(tmp_path: Path) -> None:
     rows_of(tmp_path / "with", engine="inprocess")
     shared = {"rounds": "4", "model": "mlp", "workers": "1", "engine": "inprocess"}
     assert run("run", **shared, results_dir=str(tmp_path / "without")) == 0
-    assert not (tmp_path / "without" / "dynamics.jsonl").exists()
+    assert not (run_in(tmp_path / "without") / "dynamics.jsonl").exists()
     assert model_bytes(tmp_path / "with") == model_bytes(tmp_path / "without")
 
 

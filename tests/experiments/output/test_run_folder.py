@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from fedbn_flwr.experiments.output.run_folder import RunFolder, command_line, installed_versions, read_rounds
 from fedbn_flwr.state import to_record
-from tests.helpers.runs import DATA, run
+from tests.helpers.runs import DATA, run, run_in
 
-FILES = {"config.json", "rounds.jsonl", "summary.json", "model.safetensors", "curves.png", "lock"}
+FILES = {"config.json", "rounds.jsonl", "summary.json", "model.safetensors"}
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +23,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of FixBN that freezes after the second of three rounds."""
     path = tmp_path_factory.mktemp("run") / "deep" / "results"
     assert run("run", method="fixbn:freeze-round=2", seed="3", results_dir=str(path)) == 0
-    return path
+    return run_in(path)
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    content: dict[str, Any] = json.loads((run_in(folder) / "summary.json").read_text())
     return content
 
 
@@ -55,13 +55,14 @@ def test_the_summary_tells_the_whole_run(folder: Path) -> None:
 def test_the_training_loss_of_the_global_model_is_reported_where_it_is_evaluated(tmp_path: Path) -> None:
     options = {"train_loss_global": "true", "results_dir": str(tmp_path)}
     assert run("run", method="fedavg", **options) == 0
-    rows = read_rounds(tmp_path)
+    rows = read_rounds(run_in(tmp_path))
     assert ["train-loss-global" in row for row in rows] == [False, True, True]
     assert rows[-1]["train-loss-global"] != pytest.approx(rows[-1]["train-loss"], rel=1e-3)
-    assert run("run", "--overwrite", method="fedbn", **options) == 0
-    assert ["train-loss-global" in row for row in read_rounds(tmp_path)] == [False, True, True]
+    assert run("run", method="fedbn", **options) == 0
+    folder = run_in(tmp_path, "fedbn")
+    assert ["train-loss-global" in row for row in read_rounds(folder)] == [False, True, True]
     # what nodes evaluate is not counted as training
-    summary = summary_of(tmp_path)
+    summary = summary_of(folder)
     assert (summary["exchanges"], summary["evaluation-payload-bytes"] > 0) == (3, True)
 
 
@@ -89,22 +90,18 @@ def test_the_config_repeats_the_run(folder: Path, tmp_path: Path) -> None:
     options = {key: str(value) for key, value in content["options"].items() if value != ""}
     assert options["freeze-round"] == "2.0"
     assert run("run", **{**options, "results-dir": str(tmp_path)}) == 0
-    first, again = (load_file(path / "model.safetensors") for path in (folder, tmp_path))
+    first, again = (load_file(path / "model.safetensors") for path in (folder, run_in(tmp_path)))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert summary_of(tmp_path)["accuracy"] == summary_of(folder)["accuracy"]
 
 
-def test_a_run_that_fails_leaves_why_and_nothing_of_the_last_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("model.safetensors", "curves.png"):
-        (tmp_path / name).write_text("of an earlier run")
+def test_a_run_that_fails_leaves_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # batch normalization over one value a channel cannot train
     options = {"method": "fedavg:model=mlp:batch-size=1", "results_dir": str(tmp_path)}
     assert run("run", **options) == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "rounds.jsonl", "summary.json", "lock"}
-    assert "mini-batch of 1 sample" in json.loads((tmp_path / "summary.json").read_text())["failed"]
-    assert (tmp_path / "rounds.jsonl").read_text() == ""
+    assert {path.name for path in run_in(tmp_path).iterdir()} == {"config.json", "rounds.jsonl", "summary.json"}
+    assert "mini-batch of 1 sample" in summary_of(tmp_path)["failed"]
+    assert (run_in(tmp_path) / "rounds.jsonl").read_text() == ""
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fedbn-flwr: ")]
     assert "batch normalization cannot train on a mini-batch of 1 sample" in line
 

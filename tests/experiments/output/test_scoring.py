@@ -27,7 +27,7 @@ from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, NodeReply
 from fedbn_flwr.wire import Instruction
 from tests.helpers.image_sets import write_cityscapes
-from tests.helpers.runs import run
+from tests.helpers.runs import run, run_in
 from tests.helpers.toys import CLASSES, toy_cnn, toy_split
 
 NODES = 3
@@ -151,7 +151,7 @@ def test_the_training_loss_of_a_global_model_is_that_on_all_clients_samples() ->
 def test_metrics_of_each_class_are_of_one_model_or_means_over_personal_models(method: str, tmp_path: Path) -> None:
     given = {"method": method, "dataset": "digits", "class-metrics": "recall", "results_dir": str(tmp_path)}
     assert run("run", **given) == 0
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json.loads((run_in(tmp_path) / "summary.json").read_text())
     counts = np.bincount(load("digits").test.labels)
     recalls = [summary["class-recall"][str(number)] for number in range(len(counts))]
     # the classes' recalls, by their shares, are the accuracy
@@ -210,12 +210,12 @@ def test_in_segmentation_nodes_have_a_mean_iou_on_their_own_city(method: str, tm
     data, shared = "streets:cities=2:images=4:test=2", {"clients": "2", "rounds": "1", "batch-size": "2"}
     options = {**shared, "dataset": data, "model": "small-fcn", "partition": "city", "fraction-evaluate": "1"}
     assert run("run", **options, method=method, local_steps="1", results_dir=str(tmp_path)) == 0
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json.loads((run_in(tmp_path) / "summary.json").read_text())
     assert 0 < summary["mean-iou-personal"] != summary["mean-iou"]
     if method == "fedbn":  # the model of a node is not in the folder
         return
     model = build("small-fcn", num_classes=5, in_channels=3, image_size=load(data).image_size, norm="bn", seed=0)
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    model.load_state_dict(load_file(run_in(tmp_path) / "model.safetensors"))
     split = load(data).test
     inputs, targets = split.batch(torch.arange(len(split)))
     with torch.no_grad():
@@ -233,8 +233,8 @@ def test_stacked_clients_segment_streets_from_files_as_each_does_alone(tmp_path:
     for engine in ("inprocess", "stacked"):
         folder = tmp_path / engine
         assert run("run", **options, **how, engine=engine, results_dir=str(folder)) == 0
-        models.append(load_file(folder / "model.safetensors"))
-        scores.append(json.loads((folder / "summary.json").read_text()))
+        models.append(load_file(run_in(folder) / "model.safetensors"))
+        scores.append(json.loads((run_in(folder) / "summary.json").read_text()))
     torch.testing.assert_close(models[1], models[0], rtol=1e-4, atol=1e-5)
     assert scores[0]["mean-iou"] == pytest.approx(scores[1]["mean-iou"], abs=0.01)
     assert 0 < scores[0]["mean-iou"] < scores[0]["accuracy"] < 1

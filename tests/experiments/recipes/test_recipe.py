@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from fedbn_flwr.experiments import UsageError, main
-from fedbn_flwr.experiments.recipes.recipe import columns_of
 from fedbn_flwr.experiments.recipes.schema import check_recipe, read_recipe, recipe_names
 from fedbn_flwr.experiments.resources import check, rounds_within_budget
+from fedbn_flwr.experiments.results.values import columns_of
 
 #: a recipe with everything
 WHOLE: dict[str, Any] = {
@@ -45,32 +45,32 @@ def write(folder: Path, content: object) -> str:
 
 def test_a_setting_has_the_options_of_its_labels(tmp_path: Path) -> None:
     recipe = read_recipe(write(tmp_path, WHOLE))
-    assert [setting.name for setting in recipe.settings] == [
+    assert [setting.name for setting in recipe.study.settings] == [
         "IID, local-steps=1",
         "IID, local-steps=20",
         "Shards, local-steps=1",
         "Shards, local-steps=20",
     ]
-    last = recipe.experiment(recipe.settings[3], "GN", seed=2).config
+    last = recipe.study.experiment(recipe.study.settings[3], "GN", 2).config
     assert (last.partition, last.lr, last.local_steps, last.rounds) == ("classes:2", 0.1, 20, 30)
     assert (last.norm, last.seed) == ("gn", 2)
     # 4 settings x 3 methods, less the one that is left out
-    assert len(recipe.cells()) == 11
-    assert (recipe.seeds, recipe.grid) == (3, {"lr": [0.01, 0.1]})
+    assert len(recipe.study.cells()) == 11
+    assert (recipe.study.seeds, recipe.study.grid) == (3, {"lr": [0.01, 0.1]})
 
 
 def test_in_small_the_cells_are_the_same(tmp_path: Path) -> None:
     recipe = read_recipe(write(tmp_path, WHOLE))
     small = recipe.in_small()
-    names = [(setting.name, method) for setting, method in recipe.cells()]
-    assert [(setting.name, method) for setting, method in small.cells()] == names
-    changed = small.experiment(small.settings[3], "TAN").config
+    names = [(setting.name, method) for setting, method in recipe.study.cells()]
+    assert [(setting.name, method) for setting, method in small.study.cells()] == names
+    changed = small.study.experiment(small.study.settings[3], "TAN", 0).config
     # what the label stands for in small wins over everything; what smoke does not name stays
     assert (changed.local_steps, changed.rounds, changed.lr, changed.method) == (4, 25, 0.1, "fedtan")
-    other = small.experiment(small.settings[2], "BN").config
+    other = small.study.experiment(small.study.settings[2], "BN", 0).config
     assert (other.local_steps, other.rounds) == (1, 20)
-    assert (small.seeds, small.grid) == (2, {})
-    assert small.notes[-1].startswith(
+    assert (small.study.seeds, small.study.grid) == (2, {})
+    assert small.paper.notes[-1].startswith(
         "Run in small, with rounds 20; local-steps=20: local-steps 4, rounds 25; TAN: fedtan."
     )
 
@@ -78,7 +78,7 @@ def test_in_small_the_cells_are_the_same(tmp_path: Path) -> None:
 def test_only_some_labels(tmp_path: Path) -> None:
     recipe = read_recipe(write(tmp_path, WHOLE))
     part = recipe.only(["GN", "BN", "Shards"])
-    assert [(setting.name, method) for setting, method in part.cells()] == [
+    assert [(setting.name, method) for setting, method in part.study.cells()] == [
         ("Shards, local-steps=1", "BN"),
         ("Shards, local-steps=1", "GN"),
         ("Shards, local-steps=20", "BN"),
@@ -90,7 +90,7 @@ def test_only_some_labels(tmp_path: Path) -> None:
 
 def test_keys_of_another_mapping_may_be_merged_and_changed(tmp_path: Path) -> None:
     text = "methods: [fedavg]\nvary:\n  size:\n    few: &few {lr: 0.1, rounds: 3}\n    many: {<<: *few, rounds: 9}\n"
-    options = [setting.options for setting in read_recipe(write(tmp_path, text)).settings]
+    options = [setting.options for setting in read_recipe(write(tmp_path, text)).study.settings]
     assert options == [{"lr": 0.1, "rounds": 3}, {"lr": 0.1, "rounds": 9}]
 
 
@@ -107,7 +107,7 @@ MISTAKES: dict[str, tuple[object, str]] = {
     "no methods": ({}, "methods must be a list, or a mapping of labels"),
     "unknown strategy": ({"methods": ["fedsgd"]}, "methods: fedsgd: unknown strategy 'fedsgd'; known: fedavg, "),
     "unknown option": ({"methods": ["fedavg"], "options": {"lrate": 1}}, "options: unknown option 'lrate'; known: "),
-    "option of the matrix": ({"methods": ["fedavg"], "options": {"seed": 1}}, "options: 'seed' is set by the matrix"),
+    "no option": ({"methods": ["fedavg"], "options": {"resume": "x"}}, "options: 'resume' is no option of a recipe"),
     "two values": ({"methods": ["fedavg"], "options": {"lr": [1, 2]}}, "options: lr must be one value, got [1, 2]"),
     "bad value": ({"methods": ["fedavg"], "options": {"lr": "fast"}}, "'fedavg': lr must be a number, got 'fast'"),
     "axis without values": ({"methods": ["fedavg"], "vary": {"lr": []}}, "vary: lr must be a list of values"),
@@ -173,21 +173,21 @@ def test_a_recipe_without_a_small_form_says_so(tmp_path: Path, capsys: pytest.Ca
 def test_every_cell_of_a_recipe_resolves(name: str) -> None:
     recipe = read_recipe(name)
     check_recipe(recipe)
-    assert recipe.place
-    assert recipe.about
-    assert recipe.reported or recipe.directions
+    assert recipe.paper.place
+    assert recipe.paper.about
+    assert recipe.paper.reported or recipe.paper.directions
 
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_runs_in_small_for_20_rounds_at_least(name: str) -> None:
     """On embedded data: the cells are checked up to the first round."""
     small = read_recipe(name).in_small()
-    for setting, method in small.cells():
-        config = small.experiment(setting, method).config
+    for setting, method in small.study.cells():
+        config = small.study.experiment(setting, method, 0).config
         assert config.dataset.partition(":")[0] in ("digits", "digits-domains", "streets", "synthetic")
         assert rounds_within_budget(config, config.clients).rounds >= 20
-    for setting in small.settings:
-        check(small.experiment(setting, small.methods_of(setting)[0]))
+    for setting in small.study.settings:
+        check(small.study.experiment(setting, small.study.methods_of(setting)[0], 0))
 
 
 def test_columns_of_a_summary() -> None:

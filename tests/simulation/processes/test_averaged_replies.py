@@ -1,7 +1,6 @@
 """Replies that a worker has averaged: the models and the records of single replies, to rounding."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +8,21 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message, MetricRecord, RecordDict
-from safetensors.torch import load_file
 
 from fedbn_flwr import wire
-from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments.engines import open_grid
 from fedbn_flwr.experiments.method import resolve
-from fedbn_flwr.experiments.server_side import run
 from fedbn_flwr.server.grids import ask_nodes
-from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.processes.averaged_replies import average_replies
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
-from fedbn_flwr.simulation.processes.worker import OwnShare
 from fedbn_flwr.state import arrays_to_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN, FixBN, Scaffold, register_strategy
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.wire.pooled import Summed
-from tests.helpers.harness import INSTRUCTION, SIZES, Federation, make_model
+from tests.helpers.harness import INSTRUCTION, Federation, make_model
 from tests.helpers.registered import registries_restored
-from tests.helpers.runs import OPTIONS, rounds
+from tests.helpers.runs import OPTIONS
+from tests.helpers.tellers import engine
 
 STRATEGIES: dict[str, Callable[[], FedAvg]] = {
     "fedavg": FedAvg,
@@ -41,36 +36,21 @@ STRATEGIES: dict[str, Callable[[], FedAvg]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _messages_can_be_made() -> None:
-    nodes([0])
-
-
-def nodes(partitions: Sequence[int]) -> StackedGrid:
-    return StackedGrid(client_app(Federation(make_model()).client), len(SIZES), partitions=partitions)
-
-
-@contextmanager
-def averaging(weighting: str) -> Iterator[CountingGrid]:
-    with WorkersGrid(nodes, len(SIZES), 2, start=OwnShare, average_by=weighting) as grid:
-        yield CountingGrid(grid)
-
-
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_strategies_get_the_model_of_single_replies(name: str) -> None:
     options: dict[str, Any] = {"momentum": 0.9} if name == "momentum" else {}
-    alone, strategy = CountingGrid(nodes(range(len(SIZES)))), STRATEGIES[name]()
+    nodes, strategy, averaged = Federation(make_model()), STRATEGIES[name](), STRATEGIES[name]()
     assert not strategy.needs_single_replies
-    wanted = Federation(make_model()).run(strategy, grid=alone, **options)
-    averaged = STRATEGIES[name]()
-    with averaging(strategy.weighting) as grid:
-        found = Federation(make_model()).run(averaged, grid=grid, **options)
+    with engine("stacked", nodes) as alone, engine("workers", nodes, strategy.weighting) as workers:
+        one, several = CountingGrid(alone), CountingGrid(workers)
+        wanted = nodes.run(strategy, grid=one, **options)
+        found = nodes.run(averaged, grid=several, **options)
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
     # one reply for each worker, which has every second node
     assert [dict(reply.nodes) for reply in averaged.training.replies] == [{1000: 0, 1002: 2}, {1001: 1, 1003: 3}]
     # counted as if all nodes had replied
-    assert grid.training == alone.training
+    assert several.training == one.training
     metrics = [
         [reply.metrics[wire.TRAIN_LOSS] * reply.num_examples for reply in each.training.replies]
         for each in (strategy, averaged)
@@ -103,21 +83,6 @@ def test_what_the_server_has_to_look_at_stays_as_it_is(odd: dict[str, Any]) -> N
     assert mean is not None
     assert isinstance(mean.content, Summed)
     assert set(mean.content.nodes) == {1000, 1001}
-
-
-def test_a_run_of_several_processes_is_that_of_one(tmp_path: Path) -> None:
-    models = []
-    for workers, kind in (("1", StackedGrid), ("2", WorkersGrid)):
-        folder = tmp_path / workers
-        experiment = resolve({**OPTIONS, "clients": "4", "model": "small-cnn", "workers": workers})
-        with open_grid(experiment, folder, "stacked") as grid:
-            assert isinstance(grid, kind)
-            run(grid, experiment, folder)
-        assert [row["nodes"] for row in rounds(folder)] == [4] * len(rounds(folder))
-        models.append(load_file(folder / "model.safetensors"))
-    one, two = models
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4)
 
 
 AUTO = {"method": "fixbn:freeze-round=auto"}
@@ -155,7 +120,7 @@ def test_whoever_asks_nodes_waits_for_no_reply_that_is_in_a_mean(
     monkeypatch.setattr("fedbn_flwr.simulation.in_process.PORTION", portion)
     alone = Federation(make_model())
     content = RecordDict({wire.ARRAYS: alone.initial, wire.CONFIG: INSTRUCTION.to_config()})
-    with averaging("examples") as grid:
+    with engine("workers", alone) as grid:
         messages = [Message(content, node, "train") for node in grid.get_node_ids()]
         replies = ask_nodes(grid, messages, timeout=600)
     assert sorted(replies) == means

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from fedbn_flwr import models
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.layerwise import Answer
 from fedbn_flwr.simulation import StackedGrid
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid
 from fedbn_flwr.simulation.processes.worker import OwnShare
-from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedTAN, FedTANII
+from fedbn_flwr.strategies import BaseStrategy, FedAvg, FedDNA, FedTAN
 from fedbn_flwr.traffic.counting_grid import CountingGrid
 from fedbn_flwr.transports.message_client import STEPS
 from fedbn_flwr.transports.message_records import StepPosition
@@ -37,7 +36,6 @@ from tests.helpers.harness import (
     INSTRUCTION,
     SIZES,
     ClientWrapper,
-    Double,
     Federation,
     make_float32_model,
     make_model,
@@ -51,9 +49,7 @@ WAYS: dict[str, tuple[type[FedAvg], dict[str, Any]]] = {
     "fused": (FedTAN, {}),
     "paper": (FedTAN, {"exchange": "paper"}),
     "forward": (FedDNA, {}),
-    "forward, one after the other": (FedDNA, {"exchange": "paper"}),
-    "FedTAN-II": (FedTANII, {"m": 2}),
-    "uniform": (FedTAN, {"weighting": "uniform"}),
+    "momentum averaged": (FedTAN, {"momentum_state": "global"}),
 }
 
 
@@ -93,14 +89,6 @@ def test_a_step_of_more_than_there_is_memory_for_is_taken_by_messages(
     assert sum(together.watch.stacks) == stacks
 
 
-def test_a_residual_network() -> None:
-    def make() -> Double:
-        return Double(models.build("resnet20", num_classes=3, in_channels=1, image_size=8, norm="bn", seed=0))
-
-    options: dict[str, Any] = {"rounds": 1, "local_steps": 1, "lr": 0.01, "clients": 2, "nodes": {"sizes": (4, 6)}}
-    assert_same(lambda: quiet(FedTAN), make, **options)
-
-
 def counted(
     grid: type[InProcessGrid], strategy: BaseStrategy, wrap: ClientWrapper = lambda client, _: client, **options: Any
 ) -> CountingGrid:
@@ -110,9 +98,9 @@ def counted(
     return counting
 
 
-@pytest.mark.parametrize("case", [*WAYS, "momentum averaged"])
+@pytest.mark.parametrize("case", WAYS)
 def test_what_is_not_sent_is_counted_as_if_it_had_been(case: str) -> None:
-    strategy, options = WAYS.get(case, (FedTAN, {"momentum_state": "global"}))
+    strategy, options = WAYS[case]
     sent, kept = (counted(grid, quiet(strategy, **options), momentum=0.9) for grid in (InProcessGrid, Stacked))
     assert vars(sent.training) == vars(kept.training)
     assert vars(sent.evaluation) == vars(kept.evaluation)

@@ -1,14 +1,11 @@
 """The table beside the paper's numbers: means, the order of methods, and directions."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from fedbn_flwr.experiments.recipes.matrix import Results
-from fedbn_flwr.experiments.recipes.schema import read_recipe
-from fedbn_flwr.experiments.recipes.table import findings, values_of, write_table
+from fedbn_flwr.experiments.recipes.schema import parse_recipe
+from fedbn_flwr.experiments.results.show import study_text
 
 CONTENT: dict[str, Any] = {
     "place": "Table 1",
@@ -36,28 +33,32 @@ CONTENT: dict[str, Any] = {
 }
 
 
-def summaries(*accuracies: float) -> list[dict[str, Any]]:
-    return [{"seed": seed, "accuracy": accuracy} for seed, accuracy in enumerate(accuracies)]
+ACCURACIES = {
+    ("IID, E=1", "BN"): (0.9, 0.8),
+    ("IID, E=1", "GN"): (0.8, 0.8),
+    ("IID, E=1", "LN"): (),
+    ("Shards, E=1", "BN"): (0.5,),
+    ("Shards, E=1", "GN"): (0.6,),
+    ("Shards, E=1", "LN"): (0.45,),
+    ("IID, E=9", "BN"): (0.95,),
+    ("Shards, E=9", "BN"): (0.7,),
+    ("Shards, E=9", "GN"): (None,),
+}
+
+
+def run(setting: str, label: str, seed: int, accuracy: float | None) -> dict[str, Any]:
+    """The row of a run that finished, or failed."""
+    labels = dict(zip(("partition", "local-steps"), setting.split(", "), strict=True))
+    place = {"setting": setting, "labels": labels, "label": label, "method": label, "seed": seed}
+    if accuracy is None:
+        return {**place, "state": "failed", "error": "the loss is not finite"}
+    return {**place, "state": "finished", "error": "", "accuracy": accuracy}
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> str:
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(CONTENT, sort_keys=False))
-    results = Results(
-        read_recipe(str(tmp_path / "mine.yaml")),
-        {
-            ("IID, E=1", "BN"): summaries(0.9, 0.8),
-            ("IID, E=1", "GN"): summaries(0.8, 0.8),
-            ("Shards, E=1", "BN"): summaries(0.5),
-            ("Shards, E=1", "GN"): summaries(0.6),
-            ("Shards, E=1", "LN"): summaries(0.45),
-            ("IID, E=9", "BN"): summaries(0.95),
-            ("Shards, E=9", "BN"): summaries(0.7),
-            ("Shards, E=9", "GN"): [{"seed": 0, "error": "the loss is not finite"}],
-        },
-    )
-    values = values_of(results, 10)
-    return write_table(results, values, [line for item in findings(results, values) for line in item.lines()])
+def text() -> str:
+    rows = [run(*key, seed, value) for key, values in ACCURACIES.items() for seed, value in enumerate(values)]
+    return study_text("mine", rows, parse_recipe("mine", CONTENT).paper)
 
 
 def row(text: str, *words: str) -> str:

@@ -1,15 +1,16 @@
 """Curves over rounds, exchanges and bytes: accuracy, loss, and what single methods record."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedbn_flwr.experiments.method import resolve
-from fedbn_flwr.experiments.output.plots import Line, Picture, draw_runs, file_name, line_style
-from fedbn_flwr.experiments.recipes.recipe import heading_of
-from fedbn_flwr.experiments.reports.sources import Run, Source, score_of
+from fedbn_flwr.experiments.results.pictures import Line, Picture, draw_runs, file_name, line_style, points
+from fedbn_flwr.experiments.results.rows import Row, options_of_run, rounds_of, score_of
+from fedbn_flwr.experiments.results.values import heading_of
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.server.lr_schedule import round_of
 from fedbn_flwr.traffic.counting_grid import MEGABYTE
@@ -49,34 +50,48 @@ class Mark(NamedTuple):
     after: int
 
 
-def curves(source: Source) -> Iterator[Picture]:
-    """Draw the curves of the first settings."""
-    settings = [item.name for item in source.recipe.settings]
-    begun = [name for name in settings if any(run.rows for run in source.runs if run.setting == name)]
-    for name in begun[:SETTINGS]:
-        labels = dict.fromkeys(run.label for run in source.runs if run.setting == name)
-        groups = {label: source.runs_of(name, label) for label in labels}
+@dataclass(frozen=True)
+class Rounds:
+    """What a run has written about its rounds."""
+
+    run: Row
+    rows: Rows
+    #: a row for each round and layer; empty if training dynamics were not recorded
+    dynamics: Rows = ()
+
+
+def curves(rows: Sequence[Row]) -> Iterator[Picture]:
+    """Draw the curves of the first settings of runs."""
+    settings: dict[str, dict[str, list[Rounds]]] = {}
+    for row in rows:
+        rounds = Rounds(row, rounds_of(row), rounds_of(row, "dynamics.jsonl"))
+        settings.setdefault(row["setting"], {}).setdefault(row["label"], []).append(rounds)
+    begun = {
+        name: groups for name, groups in settings.items() if any(run.rows for runs in groups.values() for run in runs)
+    }
+    for name, groups in [*begun.items()][:SETTINGS]:
         yield from _setting(name, groups, few=len(begun) <= FEW)
 
 
-def _setting(name: str, groups: Mapping[str, Sequence[Run]], few: bool) -> Iterator[Picture]:
+def _setting(name: str, groups: Mapping[str, Sequence[Rounds]], few: bool) -> Iterator[Picture]:
     where = f" in {name}" if name else ""
-    metric = score_of([run for runs in groups.values() for run in runs])
-    score = metric.replace("-", " ")
-    marks = {label: marks_of(runs[0]) for label, runs in groups.items()}
+    metric = score_of([run.run for runs in groups.values() for run in runs])
+    marks = {label: marks_of(runs[0].run, runs[0].rows) for label, runs in groups.items()}
     for kind, (label, positions) in AXES.items() if few else [("rounds", AXES["rounds"])]:
-        lines = _lines(groups, metric, positions, scale=100)
+        lines = {
+            method: [points(run.rows, metric, positions(run.rows)) for run in runs] for method, runs in groups.items()
+        }
         rows = [row for runs in groups.values() for run in runs for row in run.rows]
         if kind != "exchanges" or any((row.get("exchanges") or 1) > 1 for row in rows):
-            caption = f"{score} against {kind}{where}"
+            caption = f"{metric.replace('-', ' ')} against {kind}{where}"
             yield from _picture(caption, f"{metric}-{kind}-{name}", name, lines, label, heading_of(metric), marks)
     for key in LOSSES if few else ():
         stages = key == "loss-deviation" and any(mark.text == STAGE for each in marks.values() for mark in each)
         caption = f"{LOSSES[key]}{f' and the round of {STAGE}' if stages else ''}{where}"
-        lines = _lines(groups, key, AXES["rounds"][1])
+        lines = {method: [points(run.rows, key) for run in runs] for method, runs in groups.items()}
         yield from _picture(caption, f"{key}-{name}", name, lines, "round", LOSSES[key], marks, log=True)
     for key, text in DYNAMICS.items() if few else ():
-        lines = {label: [_dynamics(run, key) for run in runs] for label, runs in groups.items()}
+        lines = {method: [_dynamics(run.dynamics, key) for run in runs] for method, runs in groups.items()}
         caption = f"{text}, mean of all layers{where}"
         yield from _picture(caption, f"{key}-{name}", name, lines, "round", text[4:], marks, log=True)
 
@@ -120,41 +135,27 @@ def _picture(
     yield Picture(file_name(name), caption[0].upper() + caption[1:], paint, setting=setting)
 
 
-def _lines(
-    groups: Mapping[str, Sequence[Run]], key: str, positions: Callable[[Rows], Sequence[float]], scale: float = 1
-) -> Lines:
-    lines = dict[str, list[Line]]()
-    for label, runs in groups.items():
-        places = [[(x, row) for x, row in zip(positions(run.rows), run.rows, strict=True)] for run in runs]
-        scored = [
-            [(x, scale * row[key]) for x, row in pairs if isinstance(row.get(key), int | float)] for pairs in places
-        ]
-        lines[label] = [([x for x, _ in pairs], [y for _, y in pairs]) for pairs in scored]
-    return lines
-
-
-def _dynamics(run: Run, key: str) -> Line:
+def _dynamics(rows: Rows, key: str) -> Line:
     by_round: dict[int, list[float]] = {}
-    for row in run.dynamics:
+    for row in rows:
         if isinstance(row.get(key), int | float):
             by_round.setdefault(row["round"], []).append(float(row[key]))
     return list(by_round), [float(np.mean(values)) for values in by_round.values()]
 
 
-def marks_of(run: Run) -> list[Mark]:
+def marks_of(run: Row, rows: Rows) -> list[Mark]:
     """Return what changes in a run; nothing where its options are not known, as of a plug-in that is not there."""
+    options = options_of_run(run)
+    rounds = int(options.get("rounds", 0))
     try:
-        strategy, rounds = (
-            resolve({**run.options, "resume": ""}, federation=True).make_strategy(1),
-            int(run.rounds or 0),
-        )
+        strategy = resolve({**options, "resume": ""}, federation=True).make_strategy(1)
     except UsageError:
         return []
     freeze_at: float | None = getattr(strategy, "freeze_at", None)
-    fired = (int(row["frozen-after"]) for row in run.rows if "frozen-after" in row)
+    fired = (int(row["frozen-after"]) for row in rows if "frozen-after" in row)
     frozen = round_of(freeze_at, rounds) if freeze_at is not None else next(fired, None)
     drops = [change.start(rounds, frozen) for change in strategy.schedule]
-    stage = next((row["round"] - 1 for row in run.rows if row.get("fedbs-stage") == 2), None)
+    stage = next((row["round"] - 1 for row in rows if row.get("fedbs-stage") == 2), None)
     rounds_of = [("freeze", frozen), *(("learning rate", after) for after in drops), (STAGE, stage)]
     return [Mark(text, after) for text, after in rounds_of if after and after < rounds]
 

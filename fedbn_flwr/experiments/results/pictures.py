@@ -1,26 +1,25 @@
-"""The one look of all pictures, and curves over the rounds: legible in print and on a phone, also without colours."""
+"""The one look of all pictures: legible in print and on a phone, also without colours. And curves over the rounds."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from logging import WARNING
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from flwr.common import log
 
+from fedbn_flwr.experiments.results.values import heading_of, scale_of
 from fedbn_flwr.plugins import extra
 
 Rows = Sequence[Mapping[str, Any]]
 #: x and y of every point of a line
 Line = tuple[Sequence[float], Sequence[float]]
 
-#: what models are compared by, the first that rows have
-SCORES = {"mean-iou": "test mean IoU, %", "accuracy": "test accuracy, %"}
-LOSS = {"train-loss": "training loss"}
 LEGEND_COLUMNS = 6
 #: eight colours that differ for all kinds of colour vision (Okabe and Ito), dark enough for lines on white
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#8A8A00")
@@ -50,19 +49,38 @@ def styled() -> Iterator[Any]:
     with extra("cli"):  # imported here because it takes a second
         import matplotlib
 
+    with matplotlib.rc_context(FONT):
+        yield _figure_class()
+
+
+@cache
+def _figure_class() -> Any:
     from matplotlib.figure import Figure  # not pyplot, whose backend is a notebook's own
 
-    with matplotlib.rc_context(FONT):
-        yield Figure
+    class Plot(Figure):
+        """A figure of matplotlib, whose lines, labels and sizes can be changed. A notebook shows it."""
+
+        def save(self, path: str | Path | IO[bytes], form: str | None = None) -> None:
+            """Write a file in the form that its ending or `form` names, such as png, pdf or svg."""
+            form = form or Path(str(path)).suffix.removeprefix(".")
+            with styled():
+                self.savefig(path, format=form, metadata=UNDATED.get(form))
+
+        def _repr_png_(self) -> bytes:
+            file = BytesIO()
+            self.save(file, "png")
+            return file.getvalue()
+
+    return Plot
 
 
 @contextmanager
 def figure(path: Path, panels: int = 1, size: tuple[float, float] = (11, 4.3)) -> Iterator[tuple[Any, Any]]:
-    """Open a figure with panels side by side, and write it as a PNG file at the end; yield figure and panels."""
+    """Open a figure with panels side by side, and write it as a file at the end; yield figure and panels."""
     with styled() as figure_class:
-        picture = figure_class(figsize=size, layout="constrained")
+        picture = figure_class(figsize=size, dpi=130, layout="constrained")
         yield picture, picture.subplots(1, panels)
-        picture.savefig(path, dpi=130)
+        picture.save(path)
 
 
 def file_name(text: str) -> str:
@@ -83,14 +101,14 @@ class Picture:
 
     def file(self, kind: str) -> bytes:
         """Return the picture as a file of a kind that matplotlib knows, such as `png` or `pdf`."""
+        file = BytesIO()
         with styled() as figure_class:
-            file = BytesIO()
-            self.draw(figure_class).savefig(file, format=kind, dpi=DPI, metadata=UNDATED.get(kind))
+            self.draw(figure_class).save(file, kind)
         return file.getvalue()
 
     def draw(self, figure_class: Any, title: str = "") -> Any:
         """Return the figure, with the legend below."""
-        figure = figure_class(figsize=(SIZE[0], self.height), layout="constrained")
+        figure = figure_class(figsize=(SIZE[0], self.height), dpi=DPI, layout="constrained")
         axes = figure.add_subplot()
         self.paint(axes)
         figure.suptitle(title, fontsize=10)
@@ -134,43 +152,46 @@ def draw_runs(axes: Any, runs: Sequence[Line], **style: Any) -> None:
         axes.fill_between(common, values.min(0), values.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
 
 
-def plot_curves(runs: Mapping[str, Sequence[Rows]], path: Path, title: str = "") -> None:
-    """Plot accuracy (or mean IoU) and training loss over the rounds: each method's mean over seeds, and the range."""
-    rows = [row for seeds in runs.values() for seed in seeds for row in seed]
-    score = next((key for key in SCORES if any(key in row for row in rows)), "accuracy")
+def plot_curves(runs: Mapping[str, Sequence[Rows]], title: str = "", score: str = "accuracy") -> Any:
+    """Return a figure of a score and the training loss over the rounds: each method's mean over seeds, and the range.
+
+    `runs` has the rows of each run's rounds by method.
+    """
     legend_rows = -(-len(runs) // LEGEND_COLUMNS)
-    with figure(path, 2, (11, 4.3 + 0.2 * legend_rows)) as (picture, axes):
-        for panel, (key, label) in zip(axes, {score: SCORES[score], **LOSS}.items(), strict=True):
+    with styled() as figure_class:
+        picture = figure_class(figsize=(11, 4.3 + 0.2 * legend_rows), dpi=130, layout="constrained")
+        panels = picture.subplots(1, 2)
+        labels = {score: f"test {heading_of(score)}", "train-loss": "training loss"}
+        for panel, (key, label) in zip(panels, labels.items(), strict=True):
             for index, (method, seeds) in enumerate(runs.items()):
-                lines = [_points(rows, key) for rows in seeds]
+                lines = [points(rows, key) for rows in seeds]
                 style = line_style(index, len(runs), min(len(x) for x, _ in lines))
                 draw_runs(panel, lines, label=method, **style)
             panel.set(xlabel="round", ylabel=label, xlim=(0, None))
             panel.grid(alpha=0.3)
-        axes[1].set_yscale("log")
+        panels[1].set_yscale("log")
         picture.suptitle(title)
-        handles = axes[0].get_legend_handles_labels()
-        picture.legend(*handles, loc="outside lower center", ncols=LEGEND_COLUMNS, frameon=False)
+        shown = panels[0].get_legend_handles_labels()
+        picture.legend(*shown, loc="outside lower center", ncols=LEGEND_COLUMNS, frameon=False)
+    return picture
 
 
-def draw_or_warn(runs: Mapping[str, Sequence[Rows]], path: Path, title: str) -> None:
-    """Plot as `plot_curves`; a picture that cannot be drawn is a warning, as results do not depend on it."""
+def draw_or_warn(draw: Callable[[], Any], path: Path) -> None:
+    """Write a figure; one that cannot be drawn is a warning, as results do not depend on it."""
     if not os.access(path.parent, os.W_OK):  # finished results, which are only read
         return
     try:
-        plot_curves(runs, path, title)
+        draw().save(path)
     except Exception as error:
         with suppress(OSError):
             path.unlink(missing_ok=True)
         log(WARNING, "%s could not be drawn: %s", path, error)
 
 
-def title_of(summary: Mapping[str, Any]) -> str:
-    """Return data, model, partition and clients of a run as one line."""
-    return "{dataset}, {model}, {partition}, {clients} clients".format_map(summary)
-
-
-def _points(rows: Rows, key: str) -> Line:
-    scale = 100 if key in SCORES else 1
-    pairs = [(row["round"], scale * row[key]) for row in rows if row.get(key) is not None]
+def points(rows: Rows, key: str, positions: Sequence[float] | None = None) -> Line:
+    """Return a number of the rounds that have it, in percent if it is a share, over `positions`, or over rounds."""
+    at = [row["round"] for row in rows] if positions is None else positions
+    pairs = [
+        (x, scale_of(key) * row[key]) for x, row in zip(at, rows, strict=True) if isinstance(row.get(key), int | float)
+    ]
     return [x for x, _ in pairs], [y for _, y in pairs]

@@ -10,7 +10,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,18 +17,15 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from fedbn_flwr.experiments import main
-from fedbn_flwr.experiments.comparison import run_folder
-from fedbn_flwr.experiments.kept_run import KeptRun
-from fedbn_flwr.experiments.output.plots import Picture, bar_style, line_style
-from fedbn_flwr.experiments.recipes.recipe import QUANTITIES
-from fedbn_flwr.experiments.recipes.table import Value, values_of
-from fedbn_flwr.experiments.reports import bars
-from fedbn_flwr.experiments.reports.curves import draw_marks, marks_of
-from fedbn_flwr.experiments.reports.page import latex
-from fedbn_flwr.experiments.reports.sources import Run, read_sources
-from fedbn_flwr.experiments.reports.tables import Cell, Table
-from tests.helpers.matrix_files import ROUNDS, round_row, summary_of, write_matrix, write_run
-from tests.helpers.runs import run
+from fedbn_flwr.experiments.results.bars import bars
+from fedbn_flwr.experiments.results.curves import draw_marks, marks_of
+from fedbn_flwr.experiments.results.folders import read_parts
+from fedbn_flwr.experiments.results.pictures import Picture, bar_style, line_style
+from fedbn_flwr.experiments.results.show import fill_latex, show
+from fedbn_flwr.experiments.results.table import Cell, Table
+from fedbn_flwr.experiments.results.values import QUANTITIES, Value, values_of
+from tests.helpers.matrix_files import ROUNDS, round_row, summary_of, write_matrix, write_run, write_study
+from tests.helpers.runs import run, run_in
 
 SCORE = "accuracy, %"
 ALL = {
@@ -87,16 +83,14 @@ class Page(HTMLParser):
         return found[rows[0].index(heading)]
 
 
-def write_comparison(folder: Path, planned: Sequence[tuple[str, int]], finished: Mapping[str, float]) -> Path:
+def write_comparison(folder: Path, asked: Sequence[tuple[str, int]], finished: Mapping[str, float]) -> Path:
     """Write a comparison of which the runs with seed 0 of these methods have finished."""
-    table = [{"method": method, **summary_of(value, 0), "metric": "accuracy"} for method, value in finished.items()]
-    for row in table:
-        place = run_folder(folder, row["method"], 0)
-        write_run(place, [round_row(n, row["accuracy"]) for n in range(1, ROUNDS + 1)], row["method"])
-        (place / "summary.json").write_text(json.dumps(row))
-    (folder / "compare.json").write_text(json.dumps(table))
-    (folder / "planned.json").write_text(json.dumps(planned))
-    return folder
+    runs = [{"label": method, "method": method, "seed": seed, "folder": f"{method}-{seed}"} for method, seed in asked]
+    for method, accuracy in finished.items():
+        write_run(folder / f"{method}-0", [round_row(n, accuracy) for n in range(1, ROUNDS + 1)], method)
+        summary = {"method": method, **summary_of(accuracy, 0), "metric": "accuracy"}
+        (folder / f"{method}-0/summary.json").write_text(json.dumps(summary))
+    return write_study(folder, {"methods": [*finished]}, runs)
 
 
 def write_page(*folders: Path, out: Path) -> Page:
@@ -129,7 +123,7 @@ def test_a_matrix_stands_beside_the_papers_numbers(whole: Page) -> None:
     assert "8 finished" not in page.text
     assert "16 runs: 16 finished" in page.text
     assert "torch 2.9" in page.text
-    assert "fedbn-flwr reproduce mine.yaml" in page.text
+    assert "fedbn-flwr ..." in page.text
 
 
 def test_a_report_says_where_the_paper_does_not_hold(whole: Page) -> None:
@@ -172,12 +166,11 @@ def test_the_page_stands_alone(whole: Page) -> None:
 
 def test_failed_unfinished_and_waiting_cells_are_named(tmp_path: Path) -> None:
     matrix = write_matrix(tmp_path, {("IID, E=1", "BN"): (0.9, 0.8)})
-    rows = json.loads((matrix / "results.json").read_text())
-    failed = {"method": "fedavg+gn", "seed": 0, "error": "the loss is <nan>"}
-    rows.append({"labels": {"partition": "IID", "local-steps": "E=1"}, "label": "GN", "runs": [failed]})
-    (matrix / "results.json").write_text(json.dumps(rows))
-    write_run(matrix / "Shards__E=1/fedavg-seed0", [round_row(1, 0.3), round_row(2, 0.4)])
-    with (matrix / "Shards__E=1/fedavg-seed0/rounds.jsonl").open("a") as file:
+    (matrix / "IID__E=1-GN-seed0").mkdir()
+    failed = {"method": "fedavg+gn", "seed": 0, "failed": "the loss is <nan>"}
+    (matrix / "IID__E=1-GN-seed0/summary.json").write_text(json.dumps(failed))
+    write_run(matrix / "Shards__E=1-BN-seed0", [round_row(1, 0.3), round_row(2, 0.4)])
+    with (matrix / "Shards__E=1-BN-seed0/rounds.jsonl").open("a") as file:
         file.write('{"round": 3, "acc')  # a row that is written just now
     page = write_page(matrix, out=tmp_path / "page")
     assert page.cell("results", SCORE, "IID, E=1", "GN") == "failed"
@@ -188,7 +181,7 @@ def test_failed_unfinished_and_waiting_cells_are_named(tmp_path: Path) -> None:
     assert page.cell("runs", "of", "Shards, E=1", "BN", "0") == str(ROUNDS)
     assert "Accuracy against rounds in Shards, E=1" in page.pictures
     # one round is a point, and no curve
-    (matrix / "Shards__E=1/fedavg-seed0/rounds.jsonl").write_text(json.dumps(round_row(1, 0.3)))
+    (matrix / "Shards__E=1-BN-seed0/rounds.jsonl").write_text(json.dumps(round_row(1, 0.3)))
     assert "Accuracy against rounds in Shards, E=1" not in write_page(matrix, out=tmp_path / "again").pictures
 
 
@@ -228,17 +221,17 @@ def test_runs_and_comparisons_in_one_page(tmp_path: Path) -> None:
     # an option that only some methods have is for these
     words = ["--methods", "fedavg,fixbn", "--seeds", "2", "--freeze-round", "1"]
     assert run("compare", *words, results_dir=str(tmp_path / "both")) == 0
-    first = tmp_path / "both/fedavg-seed0"
-    page = write_page(tmp_path / "both", tmp_path / "one", first, out=tmp_path / "page")
+    first = run_in(tmp_path / "both", "fedavg", 0)
+    page = write_page(tmp_path / "both", first, run_in(tmp_path / "one"), out=tmp_path / "page")
     assert "2 results" in page.text
     assert "6 runs: 6 finished" in page.text
     # both are fedavg with one seed: the folders tell them apart
-    assert page.cell("results", SCORE, "one")
-    assert page.cell("results", SCORE, "fedavg-seed0")
+    assert page.cell("results", SCORE, first.name)
+    assert page.cell("results", SCORE, run_in(tmp_path / "one").name)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("matrix.json", "record of a matrix"), ("compare.json", "result of a comparison")]
+    ("name", "kind"), [("study.json", "record of a study"), ("compare.json", "result of a comparison")]
 )
 def test_a_file_that_is_none_of_ours_is_one_line(
     name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -252,12 +245,12 @@ def test_a_file_that_is_none_of_ours_is_one_line(
 def test_bars_by_domain_are_of_domains(tmp_path: Path) -> None:
     """Of every quantity that a single run or a recipe may have beside."""
     quantities = [*(name for name in QUANTITIES if name != "domain-accuracy"), "domain-accuracy"]
-    (source,) = read_sources([write_matrix(tmp_path, ALL, quantities=quantities)])
+    (part,) = read_parts([write_matrix(tmp_path, ALL, quantities=quantities)])
     values = {
-        **values_of(source.results, 1),
-        **{(*key, name): Value(1.0, 0.0, 1) for key in ALL for name in QUANTITIES},
+        **values_of(part.rows, quantities),
+        **{(*key, name): Value(key[1], 1.0, 0.0, 1) for key in ALL for name in QUANTITIES},
     }
-    pictures = [picture for picture in bars.bars(source, values) if picture.caption.startswith("Accuracy by domain")]
+    pictures = [picture for picture in bars(part.rows, values) if picture.caption.startswith("Accuracy by domain")]
     assert pictures
     for picture in pictures:
         axes = Figure().add_subplot()
@@ -274,8 +267,9 @@ def test_every_one_of_many_methods_has_a_look_of_its_own() -> None:
 
 def test_the_map_is_gn_minus_bn(tmp_path: Path) -> None:
     cells = {("IID, E=1", "BN"): (0.5, 0.5), ("IID, E=1", "GN"): (0.75, 0.75)}
-    (source,) = read_sources([write_matrix(tmp_path, cells)])
-    (picture,) = bars.maps(source, values_of(source.results, 1))
+    (part,) = read_parts([write_matrix(tmp_path, cells)])
+    values = values_of(part.rows, ["accuracy"])
+    (picture,) = [each for each in bars(part.rows, values) if each.name.startswith("gn-minus-bn")]
     axes = Figure().add_subplot()
     picture.paint(axes)
     assert [text.get_text() for text in axes.texts] == ["+25.0"]
@@ -288,15 +282,9 @@ def test_runs_of_a_comparison_that_have_not_begun_are_waiting(tmp_path: Path) ->
     assert page.cell("results", SCORE, "fixbn") == "waiting"
 
 
-def test_a_comparison_plans_its_runs_before_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KeptRun, "run", Mock(side_effect=KeyboardInterrupt))
-    assert run("compare", "--methods", "fedavg,fixbn", "--seeds", "2", results_dir=str(tmp_path)) == 130
-    assert json.loads((tmp_path / "planned.json").read_text()) == [[m, s] for m in ("fedavg", "fixbn") for s in (0, 1)]
-
-
 def test_one_seed_is_said_once_and_zero_has_no_sign(tmp_path: Path) -> None:
     runs = {"fedavg": 0.5, "fixbn": 0.49999}
-    folder = write_comparison(tmp_path, [], runs)
+    folder = write_comparison(tmp_path, [(method, 0) for method in runs], runs)
     page = write_page(folder, out=tmp_path / "page")
     assert page.text.count("One seed: a difference may be chance.") == 1
     assert page.cell("results", "difference", "fixbn") == "+0.00"
@@ -342,12 +330,13 @@ def test_freezes_and_rate_drops_are_marked(method: str, expected: list[tuple[str
         rows[3]["frozen-after"] = 4
     if "fedbs" in method:
         rows = [{**row, "fedbs-stage": 1 + (row["round"] > 8)} for row in rows]
-    begun = Run("", method, 0, tmp_path, {"options": options}, rows, [], None)
-    assert marks_of(begun) == expected
+    (tmp_path / "config.json").write_text(json.dumps({"options": options}))
+    marks = marks_of({"folder": tmp_path}, rows)
+    assert marks == expected
     figure = Figure()
     axes = figure.add_subplot()
     axes.plot([1, 20], [0, 1])
-    draw_marks(axes, {method: marks_of(begun)}, {method: "#0072B2"})
+    draw_marks(axes, {method: marks}, {method: "#0072B2"})
     assert [float(np.asarray(line.get_xdata())[0]) for line in axes.lines[1:]] == sorted(
         {after + 0.5 for _, after in expected}
     )
@@ -358,7 +347,7 @@ HARD = r"a_b&50%#{x}~^\<|[*]"
 
 @pytest.mark.usefixtures("drawn")
 def test_every_format_has_the_same_table(tmp_path: Path) -> None:
-    folder = write_comparison(tmp_path, [], {"fedavg": 0.5, "fixbn": 0.75})
+    folder = write_comparison(tmp_path, [("fedavg", 0), ("fixbn", 0)], {"fedavg": 0.5, "fixbn": 0.75})
     assert main(["report", str(folder), "--format", "html,csv,latex,pdf,svg"]) == 0
     out = folder / "report"
     rows = list(csv.reader((out / "results.csv").read_text().splitlines()))
@@ -390,7 +379,7 @@ def test_every_format_has_the_same_table(tmp_path: Path) -> None:
 
 
 def test_latex_prints_names_as_they_are() -> None:
-    text = latex("table.tex", table=Table("results", HARD, [{"method": Cell(HARD), "n": Cell("-1.00", -1.0)}]))
+    text = show(Table("results", HARD, [{"method": Cell(HARD), "n": Cell("-1.00", -1.0)}]), "latex")
     hard = r"a\_b\&50\%\#\{x\}\textasciitilde{}\textasciicircum{}\textbackslash{}\textless{}\textbar{}{[}{*}]"
     assert rf"\caption{{{hard}}}" in text
     assert hard + r" & $-$1.00 \\" in text
@@ -399,11 +388,11 @@ def test_latex_prints_names_as_they_are() -> None:
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX here (Debian: texlive-latex-recommended)")
 @pytest.mark.usefixtures("drawn")
 def test_latex_compiles(tmp_path: Path) -> None:
-    table = Table("results", HARD, [{"method": Cell(HARD), "n": Cell("1 ± 2", 1.0)}], HARD)
+    table = Table("results", HARD, [{"method": Cell(HARD), "n": Cell("1 ± 2", 1.0)}], [HARD])
     picture = Picture("curve", HARD, lambda axes: axes.plot([0, 1]))
     (tmp_path / "curve.pdf").write_bytes(picture.file("pdf"))
-    (tmp_path / "results.tex").write_text(latex("table.tex", table=table))
+    (tmp_path / "results.tex").write_text(show(table, "latex"))
     part = SimpleNamespace(prefix="", tables=[table], pictures=[picture])
-    (tmp_path / "paper.tex").write_text(latex("example.tex", parts=[part]))
+    (tmp_path / "paper.tex").write_text(fill_latex("example.tex", parts=[part]))
     words = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
     assert subprocess.run(words, cwd=tmp_path, stdout=subprocess.DEVNULL, check=False).returncode == 0

@@ -1,1 +1,0 @@
-"""Reports: finished and running results as one page with tables and pictures."""

@@ -1,0 +1,188 @@
+"""The results of runs, for Python: a table, a picture, curves, paired differences and models."""
+
+import shutil
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedbn_flwr import state
+from fedbn_flwr.clientapp import export_personal
+from fedbn_flwr.data.own_data import preprocess
+from fedbn_flwr.experiments.given_objects import Method, method_of
+from fedbn_flwr.experiments.output.console import console
+from fedbn_flwr.experiments.output.recorder import Summary
+from fedbn_flwr.experiments.output.run_folder import PERSONAL
+from fedbn_flwr.experiments.resources import fresh_model, load_data, node_names, normalization
+from fedbn_flwr.experiments.results.pictures import plot_curves
+from fedbn_flwr.experiments.results.rows import (
+    Row,
+    finished,
+    frame_of,
+    rounds_of,
+    row_of,
+    score_of,
+    title_of,
+    typical,
+)
+from fedbn_flwr.experiments.results.show import html, show_comparison, show_run
+from fedbn_flwr.experiments.results.table import table
+from fedbn_flwr.experiments.results.values import Value, compared
+from fedbn_flwr.experiments.runs import Run
+from fedbn_flwr.models import read_weights
+from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.state.record_files import SUFFIX, read_records
+
+#: a method as text, and a seed
+Key = tuple[str, int]
+
+
+class Results:
+    """Runs of one or several methods, as they stand in a folder.
+
+    Shown as a table, in a notebook too. Each run's `summary`, the record of its end, is a dictionary.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        runs: Sequence[tuple[Run, Summary]],
+        is_kept: bool = True,
+    ) -> None:
+        #: where the runs are; without a folder of your own, it lives as long as this object
+        self.folder = folder
+        self.summaries = [summary for _, summary in runs]
+        #: a row for each run
+        self.rows = [row_of(run.folder, summary, **run.place) for run, summary in runs]
+        self._places = {_key(row): run.folder for row, (run, _) in zip(self.rows, runs, strict=True)}
+        self._experiments = {_key(row): run.experiment for row, (run, _) in zip(self.rows, runs, strict=True)}
+        if not is_kept:
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+
+    @property
+    def failures(self) -> dict[Key, str]:
+        """Why runs failed, by method and seed; empty if none did."""
+        return {_key(row): row["error"] for row in self.rows if row["error"]}
+
+    @property
+    def differences(self) -> dict[str, Value]:
+        """The mean score of each method, and its mean difference to the first one.
+
+        Differences are paired by seed; `half_width` is half the width of their 95 % interval.
+        """
+        runs, score, numbers = finished(self.rows), score_of(self.rows), dict[str, dict[int, float]]()
+        for row in runs:
+            if row.get(score) is not None:
+                numbers.setdefault(row["method"], {})[row["seed"]] = row[score]
+        return compared(numbers)
+
+    def curves(self, quantity: str = "") -> dict[Key, dict[int, float]]:
+        """Return a quantity by method and seed, and there by round; by default the score.
+
+        `pandas.DataFrame(results.curves())` has a row for each round and a column for each run. A ValueError lists what
+        is recorded.
+        """
+        quantity = quantity or score_of(self.rows)
+        rounds = {_key(row): rounds_of(row) for row in finished(self.rows)}
+        recorded = {name for each in rounds.values() for row in each for name in row} - {"round"}
+        if recorded and quantity not in recorded:
+            raise UsageError(f"no run has recorded {quantity!r}; recorded: {', '.join(sorted(recorded))}")
+        return {
+            key: {row["round"]: row[quantity] for row in each if row.get(quantity) is not None}
+            for key, each in rounds.items()
+        }
+
+    def model(self, method: Method = "", seed: int | None = None) -> nn.Module:
+        """Return the model that a run has trained, in evaluation mode; by default that of the first run.
+
+        It takes inputs as training had them: `preprocess` makes them. A method with a model for each node is a
+        UsageError.
+        """
+        key = self._key_of(method, seed)
+        if self._experiments[key].strategy_class.personal:
+            raise UsageError(f"{key[0]!r} has a model for each node: `models` returns them")
+        return self._filled(key, read_weights(self._places[key] / "model.safetensors"))
+
+    def models(self, method: Method = "", seed: int | None = None) -> dict[int | str, nn.Module]:
+        """Return each node's own model, in evaluation mode; by default those of the first run.
+
+        The keys are the nodes' domains if each has one of its own, else their numbers. A node that never trained has
+        the server's model. A method with one model for all nodes is a UsageError, and so are nodes elsewhere.
+        """
+        key = self._key_of(method, seed)
+        experiment, folder = self._experiments[key], self._places[key] / PERSONAL
+        if not experiment.strategy_class.personal:
+            raise UsageError(f"{key[0]!r} has one model for all nodes: `model` returns it")
+        if not folder.is_dir():
+            raise UsageError(
+                f"{folder} is missing: with the engine ray and in deployments nodes keep their models, "
+                "of which `export_personal` makes one there"
+            )
+        weights = read_weights(folder.parent / "model.safetensors")
+        shared, own = state.to_record(weights), dict[int | str, nn.Module]()
+        for number, name in enumerate(node_names(experiment.config)):
+            file = folder / f"{number}{SUFFIX}"
+            kept = state.from_record(export_personal(shared, read_records(file))) if file.exists() else weights
+            own[name] = self._filled(key, kept)
+        return own
+
+    def _filled(self, key: Key, weights: state.State) -> nn.Module:
+        """Return a run's model with these weights."""
+        model = fresh_model(self._experiments[key].config)
+        state.load(model, weights)
+        return model.eval()
+
+    def preprocess(self, method: Method = "", seed: int | None = None) -> Callable[[Any], Tensor]:
+        """Return a function that turns raw inputs, tensors or arrays, into those that a run's model takes."""
+        config = self._experiments[self._key_of(method, seed)].config
+        trained = load_data(config).train.inputs
+        return partial(preprocess, trained=trained, image_size=config.image_size, **normalization(config))
+
+    def _key_of(self, method: Method, seed: int | None) -> Key:
+        text = method_of(method) if method != "" else str(self.rows[0]["method"])
+        runs = [_key(run) for run in finished(self.rows) if run["method"] == text and seed in (None, run["seed"])]
+        known = [key for key in runs if key in self._experiments]
+        if not known:
+            names = ", ".join(f"{name!r} (seed {number})" for name, number in self._experiments)
+            raise UsageError(f"there is no model of {text!r}{'' if seed is None else f', seed {seed}'}; of: {names}")
+        return known[0]
+
+    def to_pandas(self) -> Any:
+        """Return a `pandas.DataFrame` with a row for each run, as `rows` of a folder."""
+        return frame_of(self.rows)
+
+    def plot(self) -> Any:
+        """Draw the score and the loss over the rounds; return a `matplotlib.figure.Figure`, which a notebook shows.
+
+        Its lines and labels can be changed, and `save` writes it in the form that a file's ending names. A UsageError
+        says so if no run has finished.
+        """
+        if not (runs := finished(self.rows)):
+            raise UsageError(f"{self.folder} has no picture: no run has finished")
+        curves: dict[str, list[list[dict[str, Any]]]] = {}
+        for row in runs:
+            curves.setdefault(row["method"], []).append(rounds_of(row))
+        return plot_curves(curves, title_of(typical(runs)), score_of(runs))
+
+    def show(self) -> None:
+        """Print the table of the runs; of a single run its numbers."""
+        if len(self.rows) == 1 and not self.failures:
+            show_run(self.rows[0])
+        else:
+            show_comparison(self.rows)
+            console.print(f"Results: {self.folder.resolve()} (a folder for each run)", soft_wrap=True)
+
+    def __repr__(self) -> str:
+        with console.capture() as shown:
+            self.show()
+        return shown.get().rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        return html(table(self.rows))
+
+
+def _key(run: Row) -> Key:
+    return str(run["method"]), int(run["seed"])

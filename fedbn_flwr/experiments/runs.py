@@ -1,0 +1,298 @@
+"""One run: what was asked for, and its folder. A finished run is read, an unfinished one goes on, nothing is replaced.
+
+What makes a run are its options and engine, users' code and data, and the grid that its values are chosen from. The
+name of its folder ends with a digest of these, and `config.json` in it has them as `asked`. What a run becomes by its
+data, such as rounds for a budget or what sites agree on, does not count.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from logging import INFO, WARNING
+from multiprocessing import parent_process
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from flwr.common import log
+
+from fedbn_flwr import __version__
+from fedbn_flwr.experiments.checkpoint import STOPPING, checkpoint_round, clear, read_checkpoint
+from fedbn_flwr.experiments.method import Experiment, resolve
+from fedbn_flwr.experiments.output.recorder import Progress, Summary, diverged
+from fedbn_flwr.experiments.output.run_folder import (
+    CONFIG,
+    SUMMARY,
+    as_json,
+    installed_versions,
+    make_folder,
+    read_json,
+    write_json,
+)
+from fedbn_flwr.plugins import fingerprint
+from fedbn_flwr.plugins.options import UsageError
+from fedbn_flwr.strategies import CannotTrainError
+
+#: held by the process that writes into a folder of results
+LOCK = "lock"
+#: differing options that an error names
+NAMED = 4
+#: letters of a label in the name of a folder: file systems allow 255
+LONGEST = 150
+#: what the code that goes on with a run must have in common with the code that began it
+VERSIONS = {"fedbn-flwr": __version__, **installed_versions(["torch"])}
+#: said of results that nobody knows the options of
+LOST = f"{CONFIG} is missing, cannot be read, or is of another version"
+#: options that change neither a bit of the model nor what is measured
+FREE = {
+    *("checkpoint-every", "connect-timeout", "data-root", "exchange-address", "exchange-port", "exchange-timeout"),
+    *("log-to", "min-nodes", "node-timeout", "plugins", "results-dir", "resume", "state-dir", "timeout"),
+}
+
+#: trains the nodes of an experiment, and writes its folder
+Engine = Callable[[Experiment, Path, Progress | None], Summary]
+
+
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end by SIGTERM."""
+
+
+def asked_of(experiment: Experiment, engine: str) -> dict[str, Any]:
+    """Return what makes a run. Values that are chosen from a grid are not known when it is asked for."""
+    choice = experiment.choice
+    hidden = {*FREE, *(choice.grid if choice else ())}
+    options = {key: value for key, value in experiment.to_mapping().items() if key not in hidden}
+    grid = {"grid": choice.text} if choice else {}
+    asked: dict[str, Any] = json.loads(as_json({"options": options, "engine": engine, "code": experiment.code, **grid}))
+    return asked
+
+
+def folder_name(text: str) -> str:
+    """Return a text as the name of a folder."""
+    return "".join(letter if letter.isalnum() or letter in "+-=." else "_" for letter in text)[:LONGEST]
+
+
+def has_results(path: Path) -> bool:
+    """Return whether a run has written something that would be lost: a row, or the summary of its end."""
+    rounds = path / "rounds.jsonl"
+    return finished_summary(path) is not None or (rounds.exists() and rounds.stat().st_size > 0)
+
+
+def finished_summary(path: Path) -> Summary | None:
+    """Return the summary of the run in a folder; None if the run has not come to its end, or failed."""
+    summary = read_json(path / SUMMARY)
+    return summary if isinstance(summary, dict) and "failed" not in summary else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """An experiment, the engine that runs it, the folder of its results, and where it stands in a study."""
+
+    experiment: Experiment
+    #: the engine's name
+    engine: str
+    folder: Path
+    #: the labels of the setting, by axis
+    labels: Mapping[str, str] = field(default_factory=dict)
+    #: the method's label
+    label: str = ""
+    #: for each combination of values to choose from, the runs on held-out data whose mean score counts
+    tried: Mapping[str, Sequence["Run"]] = field(default_factory=dict)
+
+    @property
+    def setting(self) -> str:
+        """The labels of the setting, as in a table; empty if there is only one."""
+        return ", ".join(self.labels.values())
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where the run stands in a table."""
+        config = self.experiment.config
+        named = {"label": self.label or config.method, "method": config.method, "seed": config.seed}
+        return {"setting": self.setting, "labels": dict(self.labels), **named}
+
+    @property
+    def name(self) -> str:
+        """The method and the setting by their labels, and the seed."""
+        return f"{' | '.join(filter(None, (self.label, self.setting)))}, seed {self.experiment.config.seed}"
+
+    def at(self, study: Path) -> "Run":
+        """Return the run with its folder in that of a study."""
+        asked = asked_of(self.experiment, self.engine)
+        digest = fingerprint(json.dumps(asked, sort_keys=True))
+        label = folder_name("-".join(filter(None, (self.setting, self.label))))
+        return replace(self, folder=study / f"{label}-seed{self.experiment.config.seed}-{digest}")
+
+    def finished(self) -> Summary | None:
+        """Return the summary if the run came to its end."""
+        return finished_summary(self.folder)
+
+    def check(self) -> None:
+        """Refuse a folder whose results are another run's, or that this version cannot go on with; a UsageError."""
+        if not has_results(self.folder):
+            return
+        config = read_json(self.folder / CONFIG)
+        before = config.get("asked") if isinstance(config, dict) else None
+        if not isinstance(before, dict):
+            raise UsageError(f"{self.folder} holds results of which nobody knows the options: its {LOST}")
+        versions: tuple[Mapping[str, Any], Mapping[str, Any]] = {}, {}
+        if checkpoint_round(self.folder) and self.finished() is None:
+            versions = config["versions"], VERSIONS
+        then, now = _flat(before, versions[0]), _flat(asked_of(self.experiment, self.engine), versions[1])
+        # a method brings options of its own: it is what differs
+        keys = [key for key in ("method", *sorted({*then, *now} - {"method"})) if then.get(key) != now.get(key)]
+        differing = [f"its {key} is {then.get(key)!r}, not {now.get(key)!r}" for key in keys]
+        if differing:
+            resumes = self.experiment.config.resume
+            more = f"; and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
+            more += "" if resumes else " (give another results-dir)"
+            verb = "cannot be resumed" if resumes else "holds another run"
+            raise UsageError(f"{self.folder} {verb}: {'; '.join(differing[:NAMED])}{more}")
+
+    def train(self, engine: Engine, progress: Progress | None = None) -> Summary:
+        """Return the summary: of the finished run in the folder, else after `engine` has made the missing rounds."""
+        self.check()
+        summary = self.finished() or engine(self._resumed(), self.folder, progress)
+        clear(self.folder)
+        return summary
+
+    def train_or_fail(self, engine: Engine, progress: Progress | None = None) -> Summary:
+        """Return a run's summary; of a run that fails, one with the reason, so that the others go on."""
+        try:
+            return self.train(engine, progress)
+        except Exception as error:
+            log(INFO, "%s failed", self.folder, exc_info=error)
+            return self.failed(" ".join(str(error).split()) or type(error).__name__, diverged(error))
+
+    def failed(self, reason: str, more: Mapping[str, Any]) -> Summary:
+        """Return the summary of a run that failed, and write it if the run has not."""
+        config = self.experiment.config
+        summary = read_json(self.folder / SUMMARY) or {"method": config.method, "seed": config.seed, "lr": config.lr}
+        summary |= {"failed": reason, **more}
+        try:
+            write_json(make_folder(self.folder) / SUMMARY, summary)
+        except (OSError, UsageError):  # a full disk: it is said in this process only
+            log(WARNING, "%s cannot be written", self.folder)
+        return dict(summary)
+
+    def _resumed(self) -> Experiment:
+        """Return the experiment that goes on after the run's last checkpoint, or the same if there is none."""
+        if self.experiment.config.resume or not checkpoint_round(self.folder):
+            return self.experiment
+        try:
+            read_checkpoint(self.folder)
+        except UsageError as error:
+            log(WARNING, "%s: the run begins again", error)
+            return self.experiment
+        return replace(self.experiment, config=replace(self.experiment.config, resume=str(self.folder)))
+
+
+def _flat(asked: Mapping[str, Any], versions: Mapping[str, Any]) -> dict[str, Any]:
+    code = {f"code or data of {key}": value for key, value in asked.get("code", {}).items()}
+    known = {f"version of {name}": versions.get(name) for name in VERSIONS} if versions else {}
+    return {**asked["options"], "engine": asked["engine"], "grid": asked.get("grid"), **code, **known}
+
+
+def resume(given: Mapping[str, Any], engine: str | None) -> Run:
+    """Return the run that `resume` names by its folder, or that of a study with one run.
+
+    Options that are given must be its own.
+    """
+    folder = Path(str(given["resume"])).expanduser()
+    if len(runs := [path.parent for path in folder.glob(f"*/{CONFIG}")]) == 1:
+        (folder,) = runs  # of a study with one run
+    read_checkpoint(folder)  # says why there is none
+    config = read_json(folder / CONFIG)
+    if not isinstance(config, dict) or "asked" not in config:
+        raise UsageError(f"{folder} cannot be resumed: its {LOST}")
+    # what was chosen is among the options only
+    options = {**config["options"], **config["asked"]["options"], **given, "results-dir": str(folder)}
+    run = Run(resolve(options, federation=True), engine or config["asked"]["engine"], folder)
+    run.check()
+    return run
+
+
+def progress_of(runs: Sequence[Run]) -> str:
+    """Return how many runs are finished, and how far the others have come; empty if none has results."""
+    finished = [run for run in runs if run.finished() is not None]
+    parts = [f"{len(finished)} of {len(runs)} runs finished"] if finished else []
+    for run in runs:
+        if run not in finished and has_results(run.folder):
+            round_ = checkpoint_round(run.folder)
+            parts.append(f"{run.folder.name} goes on after round {round_} of {run.experiment.config.rounds}")
+    return ", ".join(parts)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Hold a folder of results, so that no other process writes into it; a UsageError if one does.
+
+    A new folder in which nothing was written is removed again if the work fails.
+    """
+    is_new = not folder.exists()
+    if not os.access(make_folder(folder), os.W_OK):  # what is finished can be read, and whatever writes says so
+        yield
+        return
+    try:
+        held = FileLock(folder / LOCK, timeout=0).acquire()
+    except Timeout:
+        raise UsageError(f"another process is running in {folder}") from None
+    with held:
+        try:
+            yield
+        except BaseException:
+            if is_new and [path.name for path in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
+                folder.rmdir()
+            raise
+
+
+@contextmanager
+def keeping(folder: Path, runs: Sequence[Run]) -> Iterator[None]:
+    """Hold the folder of these runs; say what it has, and what is kept where the work ends before its end."""
+    with alone_in(folder), stoppable(at_once=any(run.engine == "ray" for run in runs)):
+        for run in runs:
+            run.check()
+        if had := progress_of(runs):
+            print(f"{folder}: {had}")
+        try:
+            yield
+        except KeyboardInterrupt:
+            print(f"fedbn-flwr: stopped; {_kept(folder, runs)}", file=sys.stderr)
+            raise
+        except OSError as error:
+            raise CannotTrainError(f"{error}; {_kept(folder, runs)}") from error
+
+
+def _kept(folder: Path, runs: Sequence[Run]) -> str:
+    kept = progress_of(runs) or "nothing yet, as no round has ended"
+    return f"kept in {folder}: {kept}; run the same again to go on"
+
+
+@contextmanager
+def stoppable(at_once: bool = False) -> Iterator[None]:
+    """Let the first SIGTERM or Ctrl-C end the run after its present round, and a second one, or `at_once`, now."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _: object) -> None:
+        error = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        if at_once or STOPPING:
+            raise error
+        STOPPING.append(error)
+        if parent_process() is None:
+            print("fedbn-flwr: stops after this round; once more stops it now", file=sys.stderr)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        STOPPING.clear()
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,300 @@
+"""A study: methods in settings, with seeds, as a list of runs; and the loop that makes their rows.
+
+`fedbn-flwr run`, `compare` and `reproduce`, and Python, make one. Its folder has `study.json`, which is what was asked
+for last, and a folder for every run.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from math import inf
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from statistics import fmean
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fedbn_flwr.data.prefetch import serve_parent
+from fedbn_flwr.experiments.checkpoint import AUTOMATIC, STOPPING
+from fedbn_flwr.experiments.choice import SEEDS, Choice, Grid
+from fedbn_flwr.experiments.engines import ENGINES, NEEDED
+from fedbn_flwr.experiments.method import Experiment, all_options, import_plugins, own_options, parse, resolve
+from fedbn_flwr.experiments.output.recorder import Progress, Summary
+from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
+from fedbn_flwr.experiments.output.scoring import merit
+from fedbn_flwr.experiments.results.rows import metric_of
+from fedbn_flwr.experiments.runs import Run, stoppable
+from fedbn_flwr.plugins.options import UsageError, as_value, convert
+from fedbn_flwr.simulation.processes.worker import preload
+from fedbn_flwr.strategies import REGISTRY
+
+VALIDATION_SHARE = 0.2
+#: options that a study sets for all methods alike
+COMMON = ("seed", "validation", "results-dir")
+#: what was asked for, and the folder of the runs by which values are chosen
+STUDY, TRIED = "study.json", "grid"
+#: seconds between two looks whether runs in other processes are to stop
+LOOK = 0.5
+#: evaluation is the server's; `run_simulation` is the only way to start a simulation from Python; and the command
+#: measures models that stay on nodes by itself
+_NORMAL = (
+    "Federated evaluation will be skipped",
+    "`run_simulation` function is deprecated",
+    "that stay on the nodes and were not trained",
+)
+#: called before every run with its name; returns what to call after every round of it
+Announce = Callable[[str], Progress | None]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all methods are compared in: options, and on every axis of a matrix the label that stands for them."""
+
+    #: axis -> label
+    labels: Mapping[str, str]
+    options: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The labels, as in the table; empty if there is only one setting."""
+        return ", ".join(self.labels.values())
+
+    def has(self, labels: Sequence[str]) -> bool:
+        """Whether all of these are labels of this setting."""
+        return set(labels) <= set(self.labels.values())
+
+
+@dataclass(frozen=True)
+class Study:
+    """Methods in settings, with so many seeds, values to choose from for each, and the engine's name."""
+
+    #: label -> `STRATEGY[+NORM][:key=value]...`
+    methods: Mapping[str, str]
+    settings: Sequence[Setting]
+    seeds: int = 1
+    grid: Grid = field(default_factory=dict)
+    grid_seeds: int = SEEDS
+    engine: str = "stacked"
+    #: (methods, labels) that are not run
+    left_out: Sequence[tuple[Sequence[str], Sequence[str]]] = ()
+
+    def methods_of(self, setting: Setting) -> list[str]:
+        """Return the labels of the methods that run in a setting."""
+        absent = {method for methods, labels in self.left_out if setting.has(labels) for method in methods}
+        return [method for method in self.methods if method not in absent]
+
+    def cells(self) -> list[tuple[Setting, str]]:
+        """Return every setting with every method that runs in it, by label."""
+        return [(setting, method) for setting in self.settings for method in self.methods_of(setting)]
+
+    def runs(self, folder: Path) -> list[Run]:
+        """Return all runs with their folders in that of the study; a UsageError says what cannot be."""
+        for key in self.grid:
+            if key in (*COMMON, "method", "plugins", "resume"):
+                raise UsageError(f"grid: {key} is the same for all runs, and not to be chosen")
+        return [run for cell in self.cells() for run in self._runs_of(*cell, folder)]
+
+    def _runs_of(self, setting: Setting, label: str, folder: Path) -> list[Run]:
+        method = self.methods[label]
+        if common := [key for key in parse(method).options if key in COMMON]:
+            raise UsageError(f"method {method!r}: {common[0]} is the same for all methods of a comparison")
+        choice, tried = self.choice(method), dict[str, list[Run]]()
+        for text, values in choice.combinations().items() if choice else ():
+            changes, named = {**values, "validation": VALIDATION_SHARE}, f"{label}, {text}"
+            experiments = [self.experiment(setting, label, seed, changes) for seed in range(self.grid_seeds)]
+            tried[text] = [
+                Run(each, self.engine, folder, setting.labels, named).at(folder / TRIED) for each in experiments
+            ]
+        experiments = [replace(self.experiment(setting, label, seed), choice=choice) for seed in range(self.seeds)]
+        return [Run(each, self.engine, folder, setting.labels, label, tried).at(folder) for each in experiments]
+
+    def experiment(
+        self, setting: Setting, label: str, seed: int, changes: Mapping[str, Any] = MappingProxyType({})
+    ) -> Experiment:
+        """Resolve one run, with changed options by their keys; it makes checkpoints if options do not say when.
+
+        Not on Ray: there nodes write their states into files, on machines that may not reach the folder.
+        """
+        base = int(convert("seed", setting.options.get("seed", 0), int))
+        automatic = {} if self.engine == "ray" else {"checkpoint-every": AUTOMATIC}
+        own = {"method": self.methods[label], "seed": base + seed}
+        return resolve({**automatic, **setting.options, **own, **changes})
+
+    def choice(self, method: str) -> Choice | None:
+        """Return what is to be chosen for a method: options of the grid that it has and does not name itself."""
+        strategy, _, named = parse(method)
+        others = all_options().keys() - own_options(REGISTRY[strategy])
+        grid = {key: values for key, values in self.grid.items() if key not in named and key not in others}
+        return Choice(grid, self.grid_seeds) if grid else None
+
+    def content(self) -> dict[str, Any]:
+        """Return a study with one setting as a recipe's file has it."""
+        (setting,) = self.settings
+        options = {key: as_value(value) for key, value in setting.options.items() if key != "results-dir"}
+        grid = {key: list(values) for key, values in self.grid.items()}
+        return {"methods": dict(self.methods), "options": options, "seeds": self.seeds, "grid": grid}
+
+
+@contextmanager
+def quiet(verbose: bool = False) -> Iterator[None]:
+    """Hide Flower's lines about every round, and its warnings of what is the normal case here, inside the block.
+
+    Runs set torch's threads; after the block there are as many as before.
+    """
+    logger, threads = logging.getLogger("flwr"), torch.get_num_threads()
+    level = logger.level
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not any(text in record.getMessage() for text in _NORMAL)
+
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_news)
+        logger.setLevel(level)
+        torch.set_num_threads(threads)
+
+
+def write_study(folder: Path, about: Mapping[str, Any], runs: Sequence[Run]) -> None:
+    """Write `study.json`, which says `about` what was asked for, and lists the runs."""
+    listed = [{**run.place, "folder": run.folder.name} for run in runs]
+    try:
+        write_json(make_folder(folder) / STUDY, {**about, "runs": listed})
+    except OSError:
+        if any(run.finished() is None for run in runs):  # what is finished can be read where nothing can be written
+            raise
+
+
+def cells_of(runs: Sequence[Run]) -> list[list[Run]]:
+    """Return the runs by method and setting: the seeds of a cell choose their values together."""
+    return [list(group) for _, group in groupby(runs, key=lambda run: (run.setting, run.label))]
+
+
+def first_of_cells(runs: Sequence[Run]) -> list[Run]:
+    """Return the first run of each method in each setting: others differ by the seed only."""
+    return [cell[0] for cell in cells_of(runs)]
+
+
+def execute(runs: Sequence[Run], announce: Announce, side_by_side: int = 1) -> Iterator[tuple[Run, Summary]]:
+    """Run what is not finished; return each run with its summary, which of a run that failed has the reason."""
+    if side_by_side > 1:
+        yield from _in_processes(cells_of(runs), side_by_side)
+        return
+    for cell in cells_of(runs):
+        yield from _run_cell(cell, announce)
+
+
+def _run_cell(runs: Sequence[Run], announce: Announce) -> Iterator[tuple[Run, Summary]]:
+    """Run one method in one setting with every seed, with the best values of the grid if there is one."""
+    choice, failure = runs[0].experiment.choice, ""
+    if choice and any(run.finished() is None for run in runs):
+        choice, failure = _chosen(choice, runs[0].tried, announce)
+    for run in runs:
+        if not choice or run.finished() is not None:
+            yield run, _train(run, announce)
+        elif choice.values:
+            yield run, _train(_with_values(run, choice), announce)
+        else:
+            yield run, run.failed(f"no value of its grid came through: {failure}", {})
+
+
+def _train(run: Run, announce: Announce) -> Summary:
+    summary = run.train_or_fail(ENGINES[run.engine], announce(run.name))
+    if STOPPING:
+        raise STOPPING[0]
+    return summary
+
+
+def _chosen(choice: Choice, tried: Mapping[str, Sequence[Run]], announce: Announce) -> tuple[Choice, str]:
+    """Return the values with the best mean score on held-out training data, and the first failure.
+
+    Values with which a run fails are out.
+    """
+    scores, failure, metric = dict[str, float | None](), "", ""
+    for text, runs in tried.items():
+        results = list[float]()
+        for run in runs:
+            summary = _train(run, announce)
+            metric = metric_of(summary)
+            score = summary.get(metric)
+            if "failed" in summary or score is None:
+                failure = failure or summary.get("failed", "it has no score")
+                break
+            results.append(float(score))
+        scores[text] = fmean(results) if len(results) == len(runs) else None
+    best = max(scores, key=lambda text: -inf if (score := scores[text]) is None else merit(metric, score))
+    values = {} if scores[best] is None else choice.combinations()[best]
+    return replace(choice, values=values, scores=scores), failure
+
+
+def _with_values(run: Run, choice: Choice) -> Run:
+    """Return a run with the values that were chosen: as they were tried, on all training data."""
+    best = next(text for text, values in choice.combinations().items() if values == choice.values)
+    tried, own = run.tried[best][0].experiment, run.experiment.config
+    config = replace(tried.config, seed=own.seed, validation=own.validation)
+    return replace(run, experiment=replace(tried, config=config, choice=choice))
+
+
+def _in_processes(cells: Sequence[Sequence[Run]], count: int) -> Iterator[tuple[Run, Summary]]:
+    """Run the cells in so many processes at once; return each run with its result, in the order in which they end."""
+    preload(NEEDED)
+    ahead, running = deque(cells), dict[Connection, tuple[Sequence[Run], BaseProcess]]()
+    told = False
+    try:
+        while running or (ahead and not STOPPING):
+            while ahead and len(running) < count and not STOPPING:
+                cell = ahead.popleft()
+                connection, process = _start(cell)
+                running[connection] = cell, process
+            if STOPPING and not told:
+                told = True
+                for _, process in running.values():
+                    process.terminate()  # each stops after its round
+            for ready in wait(list(running), timeout=LOOK):
+                assert isinstance(ready, Connection)
+                cell, process = running.pop(ready)
+                yield from _result(ready, process, cell)
+    finally:
+        for connection, (_, process) in running.items():
+            connection.close()
+            process.kill()
+    if STOPPING:
+        raise STOPPING[0]
+
+
+def _start(cell: Sequence[Run]) -> tuple[Connection, BaseProcess]:
+    # never a copy of this process, in which torch may have started threads
+    context = get_context("forkserver")
+    here, there = context.Pipe()
+    plugins, verbose = cell[0].experiment.config.plugins, logging.getLogger("flwr").level <= logging.INFO
+    process = context.Process(target=_work, args=(there, plugins, cell, verbose), daemon=False)
+    process.start()
+    there.close()
+    return here, process
+
+
+def _result(connection: Connection, process: BaseProcess, cell: Sequence[Run]) -> list[tuple[Run, Summary]]:
+    try:
+        return list(zip(cell, connection.recv(), strict=True))
+    except EOFError:
+        process.join()
+        reason = f"its process ended with exit code {process.exitcode}"
+        return [] if STOPPING else [(run, run.finished() or run.failed(reason, {})) for run in cell]
+    finally:
+        connection.close()
+
+
+def _work(connection: Connection, plugins: str, cell: Sequence[Run], verbose: bool) -> None:
+    serve_parent()
+    import_plugins(plugins)
+    with suppress(KeyboardInterrupt), quiet(verbose), stoppable():  # of a stop the parent tells
+        connection.send([summary for _, summary in _run_cell(cell, lambda _: None)])

@@ -1,0 +1,86 @@
+"""Rows of folders: a study's, those that no file of a study lists, and those of older versions."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.experiments import UsageError
+from fedbn_flwr.experiments.results.folders import read_parts, rows
+from tests.helpers.matrix_files import RECIPE, ROUNDS, round_row, summary_of, write_finished, write_run, write_study
+
+RUNS = [
+    {
+        "setting": steps,
+        "labels": {"steps": steps},
+        "label": label,
+        "method": method,
+        "seed": seed,
+        "folder": f"{label}-{steps}-{seed}",
+    }
+    for steps in ("E=1", "E=9")
+    for label, method in (("BN", "fedavg"), ("GN", "fedavg+gn"))
+    for seed in (0, 1)
+]
+
+
+def test_a_study_has_a_row_for_each_run_in_every_state(tmp_path: Path) -> None:
+    recipe = {**RECIPE, "vary": {"steps": {"E=1": {"local-steps": 1}, "E=9": {"local-steps": 9}}}}
+    recipe |= {"reported": [], "directions": [{"claim": "GN > BN", "in": "E=1"}], "quantities": ["gigabytes"]}
+    study = write_study(tmp_path / "study", recipe, RUNS)
+    for name, end in (("BN-E=1-0", summary_of(0.5, 0)), ("BN-E=1-1", {"failed": "it is <nan>", "diverged": 2})):
+        write_run(study / name, [round_row(1, 0.3)])
+        (study / name / "summary.json").write_text(json.dumps({"method": "fedavg", **end}))
+    write_run(study / "GN-E=1-0", [round_row(1, 0.3)])
+    # a run that is not asked for is none of the study
+    write_run(study / "LN-E=1-0", [round_row(1, 0.3)])
+    frame = rows(study)
+    assert list(frame["folder"].map(lambda folder: Path(folder).name)) == [run["folder"] for run in RUNS]
+    assert list(frame["state"]) == ["finished", "failed", "unfinished", *["waiting"] * 5]
+    assert list(frame["setting"].unique()) == ["E=1", "E=9"]
+    first, second = frame.iloc[0], frame.iloc[1]
+    assert (first["accuracy"], first["label"], first["method"], first["seed"]) == (0.5, "BN", "fedavg", 0)
+    assert (second["error"], second["diverged"], second["seed"]) == ("it is <nan>", 2, 1)
+    (part,) = read_parts([study])
+    assert (part.title, part.command, part.is_small) == ("mine", "fedbn-flwr ...", False)
+    assert (part.paper.quantities, part.paper.rounds) == (["gigabytes"], ROUNDS)
+    assert part.paper.directions[0].text == "GN > BN"
+
+
+def test_a_comparison_is_a_study_without_settings(tmp_path: Path) -> None:
+    methods = ("fedavg", "mymethod:of=a-plugin")
+    runs = [{"labels": {}, "label": name, "method": name, "seed": 0, "folder": name[:8]} for name in methods]
+    (part,) = read_parts([write_study(tmp_path / "study", {"methods": list(methods), "options": {}}, runs)])
+    assert [(row["label"], row["setting"], row["state"]) for row in part.rows] == [(m, "", "waiting") for m in methods]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"title": "mine", "recipe": {}, "runs": [{}]}'])
+def test_a_study_that_cannot_be_read_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "study.json").write_text(content)
+    with pytest.raises(UsageError, match=r"study.json is not the record of a study"):
+        rows(tmp_path)
+
+
+def test_folders_of_older_versions_are_rows(tmp_path: Path) -> None:
+    """A matrix, a comparison of which only the runs are left, and single runs, of `flwr run` too."""
+    matrix = tmp_path / "out"
+    matrix.mkdir()
+    (matrix / "recipe.yaml").write_text(json.dumps(RECIPE))
+    asked = {"recipe": "mine", "smoke": False, "only": [], "seeds": 2, "rounds": ROUNDS, "command": "fedbn-flwr ..."}
+    (matrix / "matrix.json").write_text(json.dumps(asked))
+    done = [{"method": "fedavg", **summary_of(accuracy, seed)} for seed, accuracy in enumerate((0.9, 0.8))]
+    results = [{"labels": {"partition": "IID", "local-steps": "E=1"}, "label": "BN", "runs": done}]
+    (matrix / "results.json").write_text(json.dumps(results))
+    for row in done:
+        write_finished(matrix / f"IID__E=1/fedavg-seed{row['seed']}", row["accuracy"], seed=row["seed"])
+    for method, seed in (("fedavg", 0), ("fixbn", 0), ("fixbn", 1)):
+        write_run(tmp_path / f"both/{method}-seed{seed}", [round_row(1, 0.3)], method, seed)
+    write_run(tmp_path / "one", [round_row(n, 0.3) for n in range(1, ROUNDS + 1)])
+    (tmp_path / "one/summary.json").write_text(json.dumps({"method": "fedavg", **summary_of(0.5, 0)}))
+    frame = rows([matrix, tmp_path / "both", tmp_path / "one"])
+    assert list(frame["state"]) == ["finished"] * 2 + ["waiting"] * 14 + ["unfinished"] * 3 + ["finished"]
+    assert list(frame["accuracy"].dropna()) == [0.9, 0.8, 0.5]
+    assert list(frame["label"].iloc[-4:]) == ["fedavg", "fixbn", "fixbn", "fedavg"]
+    assert frame["labels"].iloc[0] == {"partition": "IID", "local-steps": "E=1"}
+    with pytest.raises(UsageError, match="holds no results"):
+        rows(tmp_path)
