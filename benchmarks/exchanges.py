@@ -18,8 +18,8 @@ from typing import Any
 from benchmarks.cases import Case
 from benchmarks.engines import own_cluster
 from fedbn_flwr import norm, state
+from fedbn_flwr.experiments.data_and_model import fresh_model
 from fedbn_flwr.experiments.engines import node_grid, open_on_cluster
-from fedbn_flwr.experiments.resources import fresh_model
 from fedbn_flwr.experiments.server_side import instruction_of
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.stacked.grid import StackedGrid

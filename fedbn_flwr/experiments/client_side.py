@@ -18,8 +18,8 @@ from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.data import SITES, without_domains
 from fedbn_flwr.data.loading import ROOT_VARIABLE
 from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.data_and_model import load_data, make_partition, set_threads, shared_model
 from fedbn_flwr.experiments.method import import_plugins, resolve
-from fedbn_flwr.experiments.resources import load_data, make_partition, set_threads, shared_model
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.wire.site_data import DATA_MEAN, DATA_STD, SITE_DATA, SiteData, problem
 

@@ -15,11 +15,12 @@ from fedbn_flwr.client.batch_plan import BatchLoader, batch_sizes, draw
 from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.client.training import Batch
 from fedbn_flwr.diagnosis import Diagnosis, Measurement, check, diagnose, overall
+from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.data_and_model import fresh_model, load_data, make_partition, set_threads
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.console import console, new_table
 from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
-from fedbn_flwr.experiments.resources import check_simulation, fresh_model, load_data, make_partition, set_threads
 from fedbn_flwr.experiments.results.pictures import figure
 from fedbn_flwr.plugins.options import UsageError, whole_number
 from fedbn_flwr.randomness import numpy_generator, torch_generator

@@ -20,24 +20,24 @@ from fedbn_flwr.client import BNClient, pick_device
 from fedbn_flwr.client.learning_task import task_of
 from fedbn_flwr.clientapp import client_app, keep_states_in
 from fedbn_flwr.experiments.checkpoint import STATES
+from fedbn_flwr.experiments.checks import refuse_own_nodes
 from fedbn_flwr.experiments.client_side import bound_client_fn
 from fedbn_flwr.experiments.config import Config
-from fedbn_flwr.experiments.method import Experiment, import_plugins
-from fedbn_flwr.experiments.output.recorder import Progress, Summary
-from fedbn_flwr.experiments.resources import (
+from fedbn_flwr.experiments.data_and_model import (
     SharedData,
     expected_steps,
     load_data,
     make_partition,
-    refuse_own_nodes,
     set_threads,
     share_data,
     shared_model,
-    state_folder,
 )
+from fedbn_flwr.experiments.method import Experiment, import_plugins
+from fedbn_flwr.experiments.output.recorder import Progress, Summary
+from fedbn_flwr.experiments.output.run_folder import make_folder
 from fedbn_flwr.experiments.runs import Engine
 from fedbn_flwr.experiments.server_side import instruction_of, run
-from fedbn_flwr.plugins import did_you_mean, extra, is_foreign
+from fedbn_flwr.plugins import did_you_mean, extra, fingerprint, is_foreign
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.simulation.in_process import InProcessGrid, OneByOneGrid
 from fedbn_flwr.simulation.processes.grid import WorkersGrid, count_cores
@@ -204,6 +204,15 @@ def node_grid(experiment: Experiment, folder: Path, engine: str, partitions: Seq
         return OneByOneGrid(app, config.clients, partitions=partitions, state_dir=state_dir)
     keep_freed_memory()
     return StackedGrid(app, config.clients, partitions=partitions, state_dir=state_dir, chunk=config.chunk)
+
+
+def state_folder(config: Config, run: Path) -> Path | None:
+    """Return the folder for the nodes' memory in one run, named by the path of its results; None keeps it in RAM."""
+    if not config.state_dir:
+        return None
+    # runs of several comparisons at once have folders of the same name
+    folder = Path(config.state_dir).expanduser() / f"{run.name}-{fingerprint(str(run))}"
+    return make_folder(folder, f"state-dir {config.state_dir!r}")
 
 
 def spread_over(workers: int, make_grid: MakeGrid, config: Config, average_by: str = "") -> WorkersGrid:

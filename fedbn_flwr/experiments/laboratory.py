@@ -10,14 +10,15 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from fedbn_flwr.data.own_data import OwnData
+from fedbn_flwr.experiments.checks import check_simulation
 from fedbn_flwr.experiments.choice import SEEDS, Grid
 from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.data_and_model import load_data
 from fedbn_flwr.experiments.engines import ENGINES, engine_named, prepare
 from fedbn_flwr.experiments.given_objects import Method, Model, dataset_of, method_of, model_of
 from fedbn_flwr.experiments.method import import_plugins, owners, parse
 from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.output.run_folder import command_line
-from fedbn_flwr.experiments.resources import check_simulation, load_data
 from fedbn_flwr.experiments.results.results import Results
 from fedbn_flwr.experiments.runs import Run, keeping, resume
 from fedbn_flwr.experiments.study import Setting, Study, execute, first_of_cells, quiet, write_study

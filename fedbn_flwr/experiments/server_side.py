@@ -17,25 +17,23 @@ from fedbn_flwr import state
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.data import SITES
 from fedbn_flwr.experiments.checkpoint import Recovery, StopRun, clear, read_checkpoint, refuse_other_model
+from fedbn_flwr.experiments.checks import check, check_partition, refuse_own_nodes
 from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.data_and_model import (
+    Form,
+    form_of,
+    fresh_model,
+    load_data,
+    make_partition,
+    rounds_within_budget,
+    set_threads,
+    shared_model,
+)
 from fedbn_flwr.experiments.method import Experiment, resolve
 from fedbn_flwr.experiments.output.recorder import Journal, Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import CONFIG, RunFolder, read_json, read_rounds
 from fedbn_flwr.experiments.output.scoring import Scorer, SiteScorer
 from fedbn_flwr.experiments.output.sinks import open_sinks
-from fedbn_flwr.experiments.resources import (
-    Form,
-    check,
-    check_partition,
-    form_of,
-    fresh_model,
-    load_data,
-    make_partition,
-    refuse_own_nodes,
-    rounds_within_budget,
-    set_threads,
-    shared_model,
-)
 from fedbn_flwr.experiments.results.pictures import draw_or_warn, plot_curves
 from fedbn_flwr.experiments.results.rows import metric_of, title_of
 from fedbn_flwr.experiments.runs import Run, alone_in, asked_of

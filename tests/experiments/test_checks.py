@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fedbn_flwr.experiments import Config
-from fedbn_flwr.experiments.resources import _warn_once, fresh_model, load_data, make_partition
+from fedbn_flwr.experiments.checks import _warn_once
+from fedbn_flwr.experiments.data_and_model import fresh_model, load_data, make_partition
 from tests.helpers.runs import DATA, results, run, run_in
 
 HERE = "tests.helpers.other_shapes"

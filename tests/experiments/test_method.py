@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar
 import pytest
 
 from fedbn_flwr.experiments import Config, UsageError, resolve
+from fedbn_flwr.experiments.data_and_model import fresh_model
 from fedbn_flwr.experiments.method import all_options, own_options, owners, parse, split_methods
-from fedbn_flwr.experiments.resources import fresh_model
 from fedbn_flwr.plugins.options import Option, Range
 from fedbn_flwr.strategies import REGISTRY, FedAvg, FedProx, FixBN
 

@@ -16,8 +16,8 @@ import pytest
 from fedbn_flwr import state
 from fedbn_flwr.clientapp import client_app
 from fedbn_flwr.experiments.client_side import bound_client_fn
+from fedbn_flwr.experiments.data_and_model import fresh_model
 from fedbn_flwr.experiments.method import resolve
-from fedbn_flwr.experiments.resources import fresh_model
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic
 from fedbn_flwr.wire import Instruction

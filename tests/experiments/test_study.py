@@ -14,11 +14,11 @@ import fedbn_flwr.experiments.output.scoring
 from fedbn_flwr.client.evaluation import Evaluation, evaluate
 from fedbn_flwr.data import Split
 from fedbn_flwr.experiments import Config, UsageError, main
+from fedbn_flwr.experiments.data_and_model import load_data
 from fedbn_flwr.experiments.engines import ENGINES
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.recipes.schema import parse_recipe
-from fedbn_flwr.experiments.resources import load_data
 from fedbn_flwr.experiments.study import VALIDATION_SHARE, Setting, Study, execute
 from fedbn_flwr.strategies import CannotTrainError
 from tests.helpers.runs import DATA, OPTIONS, results, run, run_in

@@ -12,9 +12,9 @@ import torch
 
 from fedbn_flwr import data
 from fedbn_flwr.data import Data, Split
-from fedbn_flwr.experiments import Config, UsageError, engines, resolve, resources, serve
+from fedbn_flwr.experiments import Config, UsageError, data_and_model, engines, resolve, serve
+from fedbn_flwr.experiments.data_and_model import SharedData, load_data, share_data
 from fedbn_flwr.experiments.engines import count_multiplications, count_workers, visible_gpus
-from fedbn_flwr.experiments.resources import SharedData, load_data, share_data
 from fedbn_flwr.layerwise import Answer, SuspendedStep
 from fedbn_flwr.simulation.in_process import InProcessGrid
 from fedbn_flwr.simulation.processes.worker import Worker
@@ -180,7 +180,7 @@ def test_workers_map_the_data_of_the_process_that_they_work_for() -> None:
 
 def test_images_in_files_are_left_to_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     split = Split(torch.empty(4, 3, 8, 8, dtype=torch.uint8, device="meta"), torch.arange(4))
-    monkeypatch.setattr(resources, "load_data", lambda _: Data("files", split, split, 4))
+    monkeypatch.setattr(data_and_model, "load_data", lambda _: Data("files", split, split, 4))
     assert share_data(SHARED) is None
 
 

@@ -11,11 +11,11 @@ from flwr.app import ArrayRecord, MetricRecord
 
 from fedbn_flwr import wire
 from fedbn_flwr.experiments.config import Config
+from fedbn_flwr.experiments.data_and_model import absent_classes, normalization
 from fedbn_flwr.experiments.method import Experiment
 from fedbn_flwr.experiments.output.run_folder import RunFolder, read_rounds
 from fedbn_flwr.experiments.output.scoring import Score, Scorer, SiteScorer, merit
 from fedbn_flwr.experiments.output.sinks import Sink
-from fedbn_flwr.experiments.resources import absent_classes, normalization
 from fedbn_flwr.strategies import BaseStrategy, DivergedError, NodeReply
 from fedbn_flwr.traffic.counting_grid import CountingGrid, Traffic
 

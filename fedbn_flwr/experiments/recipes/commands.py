@@ -12,6 +12,7 @@ from typing import Any
 
 from fedbn_flwr.client import pick_device
 from fedbn_flwr.experiments.choice import SEEDS
+from fedbn_flwr.experiments.data_and_model import expected_steps, load_data, rounds_within_budget, shared_model
 from fedbn_flwr.experiments.engines import ENGINES, engine_named
 from fedbn_flwr.experiments.output.console import console, new_table, percent
 from fedbn_flwr.experiments.output.recorder import Summary
@@ -19,7 +20,6 @@ from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.output.sinks import check_sinks
 from fedbn_flwr.experiments.recipes.recipe import Recipe
 from fedbn_flwr.experiments.recipes.schema import check_recipe, read_recipe, recipe_names
-from fedbn_flwr.experiments.resources import expected_steps, load_data, rounds_within_budget, shared_model
 from fedbn_flwr.experiments.results.folders import read_parts, show_part
 from fedbn_flwr.experiments.results.rows import metric_of, outcome_of
 from fedbn_flwr.experiments.runs import Run, keeping

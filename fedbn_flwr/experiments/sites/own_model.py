@@ -14,8 +14,8 @@ from torch import nn
 from fedbn_flwr import state, wire
 from fedbn_flwr.client.node_memory import Memory
 from fedbn_flwr.clientapp.bn_client_app import read_message
+from fedbn_flwr.experiments.data_and_model import Form, fresh_model
 from fedbn_flwr.experiments.method import resolve
-from fedbn_flwr.experiments.resources import Form, fresh_model
 from fedbn_flwr.plugins import extra
 from fedbn_flwr.server.replies import lacks_state
 from fedbn_flwr.state.record_files import write_bytes

@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from fedbn_flwr.experiments import UsageError, main
+from fedbn_flwr.experiments.checks import check
+from fedbn_flwr.experiments.data_and_model import rounds_within_budget
 from fedbn_flwr.experiments.recipes.schema import check_recipe, read_recipe, recipe_names
-from fedbn_flwr.experiments.resources import check, rounds_within_budget
 from fedbn_flwr.experiments.results.values import columns_of
 
 #: a recipe with everything

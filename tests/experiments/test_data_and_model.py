@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fedbn_flwr.experiments import Config, resolve
-from fedbn_flwr.experiments.resources import check, fresh_model, load_data, rounds_within_budget
+from fedbn_flwr.experiments.checks import check
+from fedbn_flwr.experiments.data_and_model import fresh_model, load_data, rounds_within_budget
 from tests.helpers.toys import assert_same_state
 
 TINY = "synthetic:n=200:test=20:classes=4:size=8:channels=1"
