@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.experiments.output.console import console
-from fedbn_flwr.experiments.output.run_folder import CONFIG, read_json
+from fedbn_flwr.experiments.output.run_folder import read_json
 from fedbn_flwr.experiments.recipes.schema import parse_recipe
-from fedbn_flwr.experiments.results import old_folders
+from fedbn_flwr.experiments.results.old_folders import read_old
 from fedbn_flwr.experiments.results.paper import Paper
-from fedbn_flwr.experiments.results.rows import Row, finished, frame_of, row_of, title_of
+from fedbn_flwr.experiments.results.rows import Row, finished, frame_of, options_of_run, row_of, title_of
 from fedbn_flwr.experiments.results.show import show_comparison, study_text
 from fedbn_flwr.experiments.study import STUDY
 from fedbn_flwr.plugins.options import UsageError
 
 #: the keys of a recipe that is a comparison, and nothing more
 OF_COMPARISONS = {"methods", "options", "seeds", "grid"}
+#: options in which the settings of single runs differ: their runs share no picture, and no difference is taken
+OF_SETTINGS = {"dataset": "{}", "model": "{}", "partition": "{}", "clients": "{} clients", "rounds": "{} rounds"}
 
 
 @dataclass(frozen=True)
@@ -51,28 +53,35 @@ def rows(folders: str | Path | Sequence[str | Path]) -> Any:
 
 
 def read_parts(folders: Sequence[Path]) -> list[Part]:
-    """Read folders of results; folders of single runs become one part.
+    """Read folders of results; several with a single run each become one part.
 
     A UsageError names a folder that holds no results.
     """
-    parts, single = list[Part](), list[Path]()
+    parts, alone = list[Part](), list[Part]()
     for folder in dict.fromkeys(folders):
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder of results")
-        if (folder / STUDY).is_file():
-            parts.append(_study(folder))
-        elif old_folders.is_matrix(folder):
-            parts.append(Part(*old_folders.read_matrix(folder)))
-        elif old_folders.is_comparison(folder):
-            parts.append(Part(folder.resolve().name, old_folders.read_comparison(folder)))
-        elif (folder / CONFIG).is_file():
-            single.append(folder)
-        else:
+        part = _study(folder) if (folder / STUDY).is_file() else Part(folder.resolve().name, read_old(folder))
+        if not part.rows:
             raise UsageError(f"{folder} holds no results of `fedbn-flwr run`, `compare` or `reproduce`")
-    if single:
-        title = "Runs" if len(single) > 1 else single[0].resolve().name
-        parts.append(Part(title, old_folders.read_runs(single)))
-    return parts
+        (alone if len(part.rows) == 1 and part.paper == Paper() else parts).append(part)
+    if len(alone) > 1:
+        alone = [Part("Runs", _together([row for part in alone for row in part.rows]))]
+    return [*parts, *alone]
+
+
+def _together(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return single runs as methods in settings; of two with one method and seed, the folders' names tell which."""
+    options = [options_of_run(row) for row in rows]
+    axes = [key for key in OF_SETTINGS if len({each.get(key) for each in options}) > 1]
+    settings = [{key: OF_SETTINGS[key].format(each.get(key)) for key in axes} for each in options]
+    runs = [
+        {**row, "setting": ", ".join(labels.values()), "labels": labels}
+        for row, labels in zip(rows, settings, strict=True)
+    ]
+    if len({(run["method"], run["setting"], run["seed"]) for run in runs}) == len(runs):
+        return runs
+    return [{**run, "label": Path(run["folder"]).resolve().name} for run in runs]
 
 
 def _study(folder: Path) -> Part:

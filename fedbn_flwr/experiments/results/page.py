@@ -3,11 +3,8 @@
 import argparse
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
-from io import BytesIO
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from fedbn_flwr import __version__
@@ -17,41 +14,26 @@ from fedbn_flwr.experiments.results.bars import bars
 from fedbn_flwr.experiments.results.curves import SETTINGS, curves
 from fedbn_flwr.experiments.results.findings import findings
 from fedbn_flwr.experiments.results.folders import Part, read_parts
-from fedbn_flwr.experiments.results.pictures import styled
 from fedbn_flwr.experiments.results.rows import config_of, counts, options_of_run, rounds_of
-from fedbn_flwr.experiments.results.show import fill_html, fill_latex, show, text
+from fedbn_flwr.experiments.results.show import fill_html, fill_latex, show
 from fedbn_flwr.experiments.results.table import COSTS, RESULTS, RUNS, curve_table, table
 from fedbn_flwr.experiments.results.values import values_of
 from fedbn_flwr.plugins import did_you_mean
 from fedbn_flwr.plugins.options import UsageError
 from fedbn_flwr.state.record_files import write_bytes
 
-#: rows of a table on a page
-ROWS = 55
-#: letters in a line of a page that is as wide as its table
-ENDLESS = 1000
-PAGE = "report.html"
 #: keys of `config.json` that tell the machine
 MACHINE = ("hardware", "cores", "system")
-#: what the report tells of how runs were made
-ORDER = ("command", "versions", "machine")
-#: what stands beside a main file
-BESIDE = {
-    ".html": " (and its pictures as PNG files)",
-    ".csv": " (and a file for each other table)",
-    ".tex": " (tables with booktabs, pictures as PDF files)",
-    ".svg": " (and a file for each other picture)",
-}
 
 
 class Content:
     """One part as it stands in the report; `template/page.html` shows its attributes."""
 
-    def __init__(self, part: Part, folder: Path, prefix: str) -> None:
+    def __init__(self, part: Part, prefix: str) -> None:
         """With `prefix` the names of the part's files begin."""
         rows, paper = part.rows, part.paper
         values = values_of(rows, paper.quantities, paper.rounds)
-        self.part, self.folder, self.prefix = part, folder, prefix
+        self.part, self.prefix = part, prefix
         self.results = table(rows, RESULTS, paper)
         self.costs = table(rows, COSTS, name="costs", caption="What the runs sent, and their time")
         self.runs = table(rows, RUNS, by=("setting", "label", "seed"), name="runs", caption="All runs")
@@ -59,25 +41,26 @@ class Content:
         # they are not drawn yet
         self.pictures = [*bars(rows, values), *curves(rows)]
         self.findings = findings(rows, values, paper)
-        settings = len({row["setting"] for row in rows if rounds_of(row)})
-        self.settings_left_out = settings - SETTINGS if settings > SETTINGS else 0
+        self.settings_left_out = max(0, len({row["setting"] for row in rows if rounds_of(row)}) - SETTINGS)
 
-    def draw(self, kind: str) -> dict[str, bytes]:
-        """Write all pictures as files of a kind; return their contents by name."""
-        files = {f"{self.prefix}{picture.name}.{kind}": picture.file(kind) for picture in self.pictures}
-        for name, content in files.items():
-            write_bytes(self.folder / name, content)
-        return files
+    def draw(self, folder: Path, kind: str) -> list[bytes]:
+        """Write all pictures as files of a kind; return their contents."""
+        contents = [picture.file(kind) for picture in self.pictures]
+        for picture, content in zip(self.pictures, contents, strict=True):
+            write_bytes(folder / f"{self.prefix}{picture.name}.{kind}", content)
+        return contents
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what ran and how, each fact with its name; different values of the runs side by side."""
-        facts: dict[tuple[str, str], None] = {}
-        for config in map(config_of, self.part.rows):
-            versions = ", ".join(f"{name} {version}" for name, version in config.get("versions", {}).items())
-            machine = [f"{config.get(key) or ''}{' cores' * (key == 'cores')}" for key in MACHINE]
-            facts |= {("command", self.part.command or str(config.get("command", ""))): None}
-            facts |= {("versions", versions): None, ("machine", ", ".join(filter(None, machine))): None}
-        return sorted((fact for fact in facts if fact[1]), key=lambda fact: ORDER.index(fact[0]))
+        configs = [config_of(row) for row in self.part.rows]
+        versions = [config.get("versions", {}).items() for config in configs]
+        machines = [[f"{config.get(key) or ''}{' cores' * (key == 'cores')}" for key in MACHINE] for config in configs]
+        facts = {
+            "command": [self.part.command or str(config.get("command", "")) for config in configs],
+            "versions": [", ".join(f"{name} {version}" for name, version in each) for each in versions],
+            "machine": [", ".join(filter(None, each)) for each in machines],
+        }
+        return [(name, text) for name, texts in facts.items() for text in dict.fromkeys(filter(None, texts))]
 
     def options(self) -> dict[str, str]:
         """Return the options that all begun runs share."""
@@ -87,7 +70,7 @@ class Content:
 
 
 def _write_html(parts: Sequence[Content], folder: Path) -> str:
-    images = [[b64encode(content).decode() for content in part.draw("png").values()] for part in parts]
+    images = [[b64encode(content).decode() for content in part.draw(folder, "png")] for part in parts]
     page = fill_html(
         "page.html",
         parts=list(zip(parts, images, strict=True)),
@@ -96,59 +79,31 @@ def _write_html(parts: Sequence[Content], folder: Path) -> str:
         version=__version__,
         written=f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}",
     )
-    write_bytes(folder / PAGE, page.encode())
-    return PAGE
+    write_bytes(folder / "report.html", page.encode())
+    return "report.html (and its pictures as PNG files)"
 
 
 def _write_csv(parts: Sequence[Content], folder: Path) -> str:
     for part in parts:
         for shown in (*part.tables, part.runs, curve_table(part.part.rows)):
             write_bytes(folder / f"{part.prefix}{shown.name}.csv", show(shown, "csv").encode())
-    return f"{parts[0].prefix}{parts[0].tables[0].name}.csv"
+    return f"{parts[0].prefix}results.csv (and a file for each other table)"
 
 
 def _write_latex(parts: Sequence[Content], folder: Path) -> str:
     for part in parts:
-        part.draw("pdf")
+        part.draw(folder, "pdf")
         for shown in part.tables:
             write_bytes(folder / f"{part.prefix}{shown.name}.tex", show(shown, "latex").encode())
     write_bytes(folder / "example.tex", fill_latex("example.tex", parts=parts).encode())
-    return "example.tex"
+    return "example.tex (tables with booktabs, pictures as PDF files)"
 
 
-def _write_pdf(parts: Sequence[Content], folder: Path) -> str:
-    """Write a document with the tables and the pictures of each part, each on a page of its size."""
-    file = BytesIO()
-    with styled() as figure_class:
-        from matplotlib.backends.backend_pdf import PdfPages
-
-        with PdfPages(file, metadata={"CreationDate": None}) as document:
-            for part in parts:
-                for shown in part.tables:
-                    for start in range(0, len(shown.lines), ROWS):
-                        some = replace(shown, lines=shown.lines[start : start + ROWS])
-                        words = f"{part.part.title}: {shown.name}\n\n{fill(shown.caption, 100)}\n{text(some, ENDLESS)}"
-                        page = figure_class()
-                        page.text(0, 1, words, va="top", fontsize=8, family="monospace", parse_math=False)
-                        document.savefig(page, bbox_inches="tight", pad_inches=0.4)
-                for picture in part.pictures:
-                    document.savefig(picture.draw(figure_class, fill(picture.caption, 70)), pad_inches=0.2)
-    write_bytes(folder / "report.pdf", file.getvalue())
-    return "report.pdf"
-
-
-def _write_svg(parts: Sequence[Content], _: Path) -> str:
-    names = [name for part in parts for name in part.draw("svg")]
-    return names[0] if names else ""
-
-
-#: format -> what writes it, and returns the name of its main file
+#: format -> what writes it, and returns the name of its main file, and what stands beside it
 WRITERS: dict[str, Callable[[Sequence[Content], Path], str]] = {
     "html": _write_html,
     "csv": _write_csv,
     "latex": _write_latex,
-    "pdf": _write_pdf,
-    "svg": _write_svg,
 }
 
 
@@ -171,8 +126,7 @@ def report(options: Mapping[str, Any]) -> None:
         raise UsageError(f"unknown format {unknown[0]!r}; {did_you_mean(unknown[0], WRITERS)}")
     read = read_parts(folders)
     make_folder(folder)
-    parts = [Content(part, folder, f"{n}-" if len(read) > 1 else "") for n, part in enumerate(read, start=1)]
+    parts = [Content(part, f"{n}-" if len(read) > 1 else "") for n, part in enumerate(read, start=1)]
     for name in formats:
-        file = folder / WRITERS[name](parts, folder)
-        beside = BESIDE.get(file.suffix, "")
-        console.print(f"Report: {file.resolve()}{beside}", soft_wrap=True, markup=False, highlight=False)
+        text = WRITERS[name](parts, folder)
+        console.print(f"Report: {folder.resolve()}/{text}", soft_wrap=True, markup=False, highlight=False)

@@ -100,23 +100,18 @@ class Picture:
     setting: str = ""
 
     def file(self, kind: str) -> bytes:
-        """Return the picture as a file of a kind that matplotlib knows, such as `png` or `pdf`."""
+        """Return the picture, with the legend below, as a file of a kind that matplotlib knows, such as `png`."""
         file = BytesIO()
         with styled() as figure_class:
-            self.draw(figure_class).save(file, kind)
+            figure = figure_class(figsize=(SIZE[0], self.height), dpi=DPI, layout="constrained")
+            axes = figure.add_subplot()
+            self.paint(axes)
+            handles, labels = axes.get_legend_handles_labels()
+            if labels:
+                columns = 1 if max(map(len, labels)) > 24 else 2 if max(map(len, labels)) > 14 else 3
+                figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+            figure.save(file, kind)
         return file.getvalue()
-
-    def draw(self, figure_class: Any, title: str = "") -> Any:
-        """Return the figure, with the legend below."""
-        figure = figure_class(figsize=(SIZE[0], self.height), dpi=DPI, layout="constrained")
-        axes = figure.add_subplot()
-        self.paint(axes)
-        figure.suptitle(title, fontsize=10)
-        handles, labels = axes.get_legend_handles_labels()
-        if labels:
-            columns = 1 if max(map(len, labels)) > 24 else 2 if max(map(len, labels)) > 14 else 3
-            figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-        return figure
 
 
 def line_style(index: int, count: int, points: int = 0) -> dict[str, Any]:

@@ -56,10 +56,10 @@ def terminal(shown: Table) -> None:
     _print(shown, console, shown.caption)
 
 
-def text(shown: Table, width: int = WIDTH) -> str:
-    """Return a table as letters of equal width, in lines of at most `width` of them."""
+def text(shown: Table) -> str:
+    """Return a table as letters of equal width, in lines of at most `WIDTH` of them."""
     file = StringIO()
-    _print(shown, Console(file=file, width=width, no_color=True, highlight=False))
+    _print(shown, Console(file=file, width=WIDTH, no_color=True, highlight=False))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 

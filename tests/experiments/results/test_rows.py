@@ -62,25 +62,22 @@ def test_a_study_that_cannot_be_read_is_one_line(tmp_path: Path, content: str) -
 
 
 def test_folders_of_older_versions_are_rows(tmp_path: Path) -> None:
-    """A matrix, a comparison of which only the runs are left, and single runs, of `flwr run` too."""
-    matrix = tmp_path / "out"
-    matrix.mkdir()
-    (matrix / "recipe.yaml").write_text(json.dumps(RECIPE))
-    asked = {"recipe": "mine", "smoke": False, "only": [], "seeds": 2, "rounds": ROUNDS, "command": "fedbn-flwr ..."}
-    (matrix / "matrix.json").write_text(json.dumps(asked))
+    """A matrix, a comparison of which not every run is in its table, and single runs, of `flwr run` too."""
+    matrix, both = tmp_path / "out", tmp_path / "both"
     done = [{"method": "fedavg", **summary_of(accuracy, seed)} for seed, accuracy in enumerate((0.9, 0.8))]
-    results = [{"labels": {"partition": "IID", "local-steps": "E=1"}, "label": "BN", "runs": done}]
-    (matrix / "results.json").write_text(json.dumps(results))
     for row in done:
         write_finished(matrix / f"IID__E=1/fedavg-seed{row['seed']}", row["accuracy"], seed=row["seed"])
+    (matrix / "matrix.json").write_text("{}")
+    cell = {"labels": {"partition": "IID", "local-steps": "E=1"}, "label": "BN", "runs": done}
+    (matrix / "results.json").write_text(json.dumps([cell]))
     for method, seed in (("fedavg", 0), ("fixbn", 0), ("fixbn", 1)):
-        write_run(tmp_path / f"both/{method}-seed{seed}", [round_row(1, 0.3)], method, seed)
-    write_run(tmp_path / "one", [round_row(n, 0.3) for n in range(1, ROUNDS + 1)])
-    (tmp_path / "one/summary.json").write_text(json.dumps({"method": "fedavg", **summary_of(0.5, 0)}))
-    frame = rows([matrix, tmp_path / "both", tmp_path / "one"])
-    assert list(frame["state"]) == ["finished"] * 2 + ["waiting"] * 14 + ["unfinished"] * 3 + ["finished"]
+        write_run(both / f"{method}-seed{seed}", [round_row(1, 0.3)], method, seed)
+    (both / "compare.json").write_text(json.dumps([{"method": "fedbn", "seed": 0, "error": "it is <nan>"}]))
+    write_finished(tmp_path / "one", 0.5)
+    frame = rows([matrix, both, tmp_path / "one"])
+    assert list(frame["state"]) == ["finished"] * 2 + ["failed"] + ["unfinished"] * 3 + ["finished"]
     assert list(frame["accuracy"].dropna()) == [0.9, 0.8, 0.5]
-    assert list(frame["label"].iloc[-4:]) == ["fedavg", "fixbn", "fixbn", "fedavg"]
-    assert frame["labels"].iloc[0] == {"partition": "IID", "local-steps": "E=1"}
+    assert list(frame["label"]) == ["BN", "BN", "fedbn", "fedavg", "fixbn", "fixbn", "fedavg"]
+    assert (frame["setting"].iloc[0], frame["labels"].iloc[0]) == ("IID, E=1", cell["labels"])
     with pytest.raises(UsageError, match="holds no results"):
         rows(tmp_path)
