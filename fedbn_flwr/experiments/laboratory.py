@@ -21,7 +21,7 @@ from fedbn_flwr.experiments.output.console import Bars
 from fedbn_flwr.experiments.output.run_folder import command_line
 from fedbn_flwr.experiments.results.results import Results
 from fedbn_flwr.experiments.runs import Run, keeping, resume
-from fedbn_flwr.experiments.study import Setting, Study, execute, first_of_cells, quiet, write_study
+from fedbn_flwr.experiments.study import STUDY, Setting, Study, execute, first_of_cells, quiet, write_study
 from fedbn_flwr.plugins import Named, fingerprint
 from fedbn_flwr.plugins.options import UsageError, option_key
 
@@ -110,8 +110,10 @@ def run(
                 (one,) = study.runs(place)
             prepare(ENGINES[one.engine], one.experiment)
             check_simulation(one.experiment)
+            study_folder = one.folder.parent
+            held = study_folder if (study_folder / STUDY).exists() or not resumed else one.folder
             with (
-                keeping(place, [one]) if is_kept else nullcontext(),
+                keeping(held, [one]) if is_kept else nullcontext(),
                 Bars(1, load_data(one.experiment.config), progress) as bars,
             ):
                 if not resumed:

@@ -1,6 +1,7 @@
 """Methods: a strategy, its normalizer and its options, written `STRATEGY[+NORM][:key=value]...`."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from inspect import signature
@@ -13,7 +14,15 @@ from fedbn_flwr.experiments.choice import Choice
 from fedbn_flwr.experiments.config import Config
 from fedbn_flwr.models import build
 from fedbn_flwr.norm import NORMS
-from fedbn_flwr.plugins import Named, did_you_mean, fingerprint, is_foreign, is_importable, load_plugins
+from fedbn_flwr.plugins import (
+    Named,
+    did_you_mean,
+    fingerprint,
+    import_function,
+    is_foreign,
+    is_importable,
+    load_plugins,
+)
 from fedbn_flwr.plugins.options import Option, UsageError, Value, option_key, options_of, read_options, read_pairs
 from fedbn_flwr.server.constructor_options import constructor_options
 from fedbn_flwr.strategies import REGISTRY, BaseStrategy
@@ -36,13 +45,15 @@ class Experiment:
     options: Mapping[str, Any] = field(default_factory=dict)
     #: what was chosen for this run from a grid, or is to be
     choice: Choice | None = None
+    #: what was asked for, before values were chosen or a run was resumed; None: it follows from the rest
+    asked: Mapping[str, Any] | None = None
 
     @property
     def code(self) -> dict[str, str]:
         """The fingerprints of users' code and data, which their names do not tell, by the options that name them."""
-        named = {key: getattr(self.config, key) for key in ("model", "dataset", "objective")}
-        prints = {key: value.fingerprint for key, value in named.items() if isinstance(value, Named)}
-        return {"method": fingerprint(self.strategy_class), **prints} if is_foreign(self.strategy_class) else prints
+        named = {key: _given_code(getattr(self.config, key)) for key in ("model", "dataset", "objective")}
+        named["method"] = fingerprint(self.strategy_class) if is_foreign(self.strategy_class) else ""
+        return {key: print_ for key, print_ in named.items() if print_}
 
     @property
     def bound_here(self) -> str:
@@ -94,6 +105,15 @@ class Method(NamedTuple):
     #: None where the text names none
     norm: str | None
     options: Mapping[str, str]
+
+
+def _given_code(name: str) -> str:
+    """Return the fingerprint of a user's function, or data, that a name holds or names; empty if it is one of ours."""
+    if isinstance(name, Named):
+        return name.fingerprint
+    with suppress(Exception):  # of a data set's options, and of whatever a module raises, which is said when it is used
+        return fingerprint(import_function("", name, ()))
+    return ""
 
 
 def resolve(values: Mapping[str, Any], federation: bool = False) -> Experiment:

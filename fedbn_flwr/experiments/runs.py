@@ -64,6 +64,8 @@ class Terminated(KeyboardInterrupt):
 
 def asked_of(experiment: Experiment, engine: str) -> dict[str, Any]:
     """Return what makes a run. Values that are chosen from a grid are not known when it is asked for."""
+    if experiment.asked is not None:
+        return dict(experiment.asked)
     choice = experiment.choice
     hidden = {*FREE, *(choice.grid if choice else ())}
     options = {key: value for key, value in experiment.to_mapping().items() if key not in hidden}
@@ -211,8 +213,12 @@ def resume(given: Mapping[str, Any], engine: str | None) -> Run:
     if not isinstance(config, dict) or "asked" not in config:
         raise UsageError(f"{folder} cannot be resumed: its {LOST}")
     # what was chosen is among the options only
-    options = {**config["options"], **config["asked"]["options"], **given, "results-dir": str(folder)}
-    run = Run(resolve(options, federation=True), engine or config["asked"]["engine"], folder)
+    saved, asked = {**config["options"], **config["asked"]["options"], "results-dir": str(folder)}, config["asked"]
+    engine = engine or str(asked["engine"])
+    before, now = (resolve({**saved, **more}, federation=True) for more in ({}, {**given, "results-dir": str(folder)}))
+    if asked_of(now, engine) == asked_of(before, asked["engine"]):  # as it was asked, but by today's code
+        now = replace(now, asked={**asked, "code": now.code})
+    run = Run(now, engine, folder)
     run.check()
     return run
 
@@ -289,7 +295,9 @@ def stoppable(at_once: bool = False) -> Iterator[None]:
         if parent_process() is None:
             print("fedbn-flwr: stops after this round; once more stops it now", file=sys.stderr)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    # a terminal sends Ctrl-C to all processes, and those that this one has started obey its SIGTERM
+    numbers = (signal.SIGINT, signal.SIGTERM) if parent_process() is None else (signal.SIGTERM,)
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:

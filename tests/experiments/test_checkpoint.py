@@ -1,5 +1,6 @@
 """Checkpoints that cannot be used, and why."""
 
+import fcntl
 import json
 import shutil
 from collections.abc import Callable
@@ -70,6 +71,15 @@ def test_another_run_is_refused_by_what_differs(
     words: tuple[str, str], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refusal(capsys, run, *words).startswith(f"fedbn-flwr: {run} cannot be resumed: {OTHERS[words]}")
+
+
+def test_a_run_of_a_study_that_another_process_holds_is_not_resumed(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.parent / "study.json").write_text("{}")
+    with (run.parent / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert f"another process is running in {run.parent}" in refusal(capsys, run)
 
 
 def test_the_runs_own_options_and_those_that_change_no_bit_are_taken(run: Path, tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """A study: its list of runs, how values are chosen, what fails alone, and runs side by side."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,7 +23,8 @@ from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.recipes.schema import parse_recipe
 from fedbn_flwr.experiments.study import VALIDATION_SHARE, Setting, Study, execute
 from fedbn_flwr.strategies import CannotTrainError
-from tests.helpers.runs import DATA, OPTIONS, results, run, run_in
+from tests.helpers.deaths import Death, dying
+from tests.helpers.runs import DATA, OPTIONS, command, results, run, run_in
 
 AXES: dict[str, Any] = {
     "about": "a recipe of one's own",
@@ -292,3 +295,32 @@ def test_a_study_that_has_run_is_a_recipe(tmp_path: Path) -> None:
     again = ["--results-dir", str(tmp_path / "second"), "--grid-seeds", "1", "--workers", "0"]
     assert main(["reproduce", str(tmp_path / "first" / "study.json"), *again]) == 0
     assert summaries(tmp_path / "first") == summaries(tmp_path / "second")
+
+
+def test_values_that_change_other_options_are_chosen_once(tmp_path: Path) -> None:
+    """`centralized` makes its batches as large as those of all clients of a round together."""
+    words = ["compare", "--methods", "centralized", "--grid", "fraction-train=0.5,1", "--grid-seeds", "1"]
+    for _ in range(2):
+        assert run(*words, results_dir=str(tmp_path)) == 0
+    assert len(summaries(tmp_path)) == 1
+
+
+def test_a_run_of_a_grid_goes_on_by_its_folder(tmp_path: Path) -> None:
+    words = command("compare", "--methods", "fedavg", "--grid", "lr=0.1,0.3", "--grid-seeds", "1", checkpoint_every="1")
+    words = [*words, "--results-dir", str(tmp_path)]
+    with dying(0) as whole:
+        assert main([*words, "--results-dir", str(tmp_path / "whole")]) == 0
+    with dying(whole.count - 9), pytest.raises(Death):
+        main(words)
+    assert main(["run", "--resume", str(run_in(tmp_path, "fedavg"))]) == 0
+    assert results(run_in(tmp_path, "fedavg"))["model"] == results(run_in(tmp_path / "whole", "fedavg"))["model"]
+
+
+def test_a_users_function_is_known_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("users_nets")
+    monkeypatch.setitem(sys.modules, "users_nets", module)
+    folders = set[Path]()
+    for function in (lambda: torch.nn.Flatten(), lambda: torch.nn.Identity()):
+        module.net = function  # type: ignore[attr-defined]
+        folders |= {run.folder for run in study(["fedavg"], {**OPTIONS, "model": "users_nets:net"}).runs(tmp_path)}
+    assert len(folders) == 2

@@ -22,6 +22,7 @@ from fedbn_flwr.experiments.recipes.recipe import Recipe
 from fedbn_flwr.experiments.recipes.schema import check_recipe, read_recipe, recipe_names
 from fedbn_flwr.experiments.results.folders import read_parts, show_part
 from fedbn_flwr.experiments.results.rows import metric_of, outcome_of
+from fedbn_flwr.experiments.results.values import is_share
 from fedbn_flwr.experiments.runs import Run, keeping
 from fedbn_flwr.experiments.study import Setting, cells_of, execute, first_of_cells, write_study
 from fedbn_flwr.plugins.options import UsageError, whole_number
@@ -127,7 +128,9 @@ def reproduce(options: Mapping[str, Any]) -> None:
 
 def _outcome(summary: Summary) -> str:
     score = metric_of(summary)
-    return outcome_of(summary) if "failed" in summary else f"{score} {percent(summary[score])} %"
+    if "failed" in summary or summary.get(score) is None:
+        return outcome_of(summary)
+    return f"{score} {percent(summary[score])} %" if is_share(score) else f"{score} {summary[score]:.4g}"
 
 
 def check_resources(recipe: Recipe, runs: Sequence[Run]) -> None:

@@ -87,15 +87,15 @@ def _together(rows: Sequence[Row]) -> Sequence[Row]:
 def _study(folder: Path) -> Part:
     try:
         study = read_json(folder / STUDY)
-        title, content = study["title"], study["recipe"]
+        title, content, command = study["title"], study["recipe"], study["command"]
         runs = [row_of(folder / run.pop("folder"), **run) for run in study["runs"]]
+        if content.keys() <= OF_COMPARISONS:
+            return Part(title, runs, command=command)
+        recipe = parse_recipe(title, content)
+        paper = replace((recipe.in_small() if study["smoke"] else recipe).paper, rounds=study["rounds"])
+        return Part(title, runs, paper, command, study["smoke"])
     except (TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"{folder / STUDY} is not the record of a study: {error}") from error
-    if content.keys() <= OF_COMPARISONS:
-        return Part(title, runs, command=study["command"])
-    recipe = parse_recipe(title, content)
-    paper = replace((recipe.in_small() if study["smoke"] else recipe).paper, rounds=study["rounds"])
-    return Part(title, runs, paper, study["command"], study["smoke"])
+        raise UsageError(f"{folder / STUDY} is not the record of a study, or not whole: {error!r}") from error
 
 
 def show_part(part: Part) -> None:

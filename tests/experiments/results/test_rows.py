@@ -54,7 +54,9 @@ def test_a_comparison_is_a_study_without_settings(tmp_path: Path) -> None:
     assert [(row["label"], row["setting"], row["state"]) for row in part.rows] == [(m, "", "waiting") for m in methods]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"title": "mine", "recipe": {}, "runs": [{}]}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"title": "mine", "recipe": {}, "runs": [{}]}', '{"title": "a", "recipe": {}, "runs": []}']
+)
 def test_a_study_that_cannot_be_read_is_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "study.json").write_text(content)
     with pytest.raises(UsageError, match=r"study.json is not the record of a study"):
