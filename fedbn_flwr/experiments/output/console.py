@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from html import escape
 from importlib import import_module
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -16,9 +16,9 @@ from fedbn_flwr.data import Data
 console = Console()
 
 
-def percent(share: float, digits: int = 1) -> str:
-    """Return a share in percent, as all tables and pictures show it; what is 0 has no sign."""
-    return f"{100 * share:z.{digits}f}"
+def percent(share: float) -> str:
+    """Return a share in percent, as all tables show it; what is 0 has no sign."""
+    return f"{100 * share:z.1f}"
 
 
 class Bars:
@@ -36,7 +36,11 @@ class Bars:
             TimeRemainingColumn(),
             console=console,
         )
-        self._cell = _Cell() if progress and in_notebook() else None
+        #: the place under a notebook's cell, which is written again and again
+        self._cell: Any = None
+        if progress and in_notebook():
+            display = import_module("IPython.display").display
+            self._cell = display({"text/html": ""}, raw=True, display_id=True)
         self._has_bar = bool(progress) and self._cell is None and console.is_terminal
         self._has_lines = progress == "lines" and self._cell is None and not console.is_terminal
         self._runs, self._data = runs, data
@@ -54,7 +58,7 @@ class Bars:
         if self._has_bar:
             self._progress.stop()
         if self._cell:
-            self._cell.show("")
+            self._cell.update({"text/html": ""}, raw=True)
 
     def announce(self, label: str) -> Callable[[int, int, float | None], None]:
         """Start the next run, and return the function to call after each of its rounds."""
@@ -70,20 +74,11 @@ class Bars:
             total = rounds * max(self._runs, self._done)
             done = before * rounds + server_round
             if self._cell:
-                self._cell.show(f'<progress value="{done}" max="{total}"></progress> {escape(text)}')
+                bar = f'<progress value="{done}" max="{total}"></progress> {escape(text)}'
+                self._cell.update({"text/html": bar}, raw=True)
             self._progress.update(self._task, total=total, completed=done, description=text)
 
         return advance
-
-
-class _Cell:
-    """A place under a notebook's cell that is written again and again."""
-
-    def __init__(self) -> None:
-        self._handle = import_module("IPython.display").display({"text/html": ""}, raw=True, display_id=True)
-
-    def show(self, html: str) -> None:
-        self._handle.update({"text/html": html}, raw=True)
 
 
 def in_notebook() -> bool:

@@ -3,10 +3,12 @@
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
@@ -90,8 +92,7 @@ class RunFolder:
         write_bytes(self._rounds, b"".join(rows))
 
     def _keep_dynamics(self, count: int) -> None:
-        kept = [row for row in _lines(self._dynamics) if (_round_of(row) or count + 1) <= count]
-        if kept:
+        if kept := [row for row in _lines(self._dynamics) if (_round_of(row) or count + 1) <= count]:
             write_bytes(self._dynamics, b"".join(kept))
         else:
             self._dynamics.unlink(missing_ok=True)
@@ -101,22 +102,15 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of packages; those that are not installed, such as extras, are left out."""
     versions = {}
     for name in names:
-        try:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return versions
 
 
 def command_line() -> str:
     """Return the command of this process as typed, without its program's folder and without Flower's task token."""
-    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    for place, word in enumerate(words):
-        if word.startswith("--token="):
-            words[place] = "--token=..."
-        elif words[place - 1] == "--token":
-            words[place] = "..."
-    return shlex.join(words)
+    text = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return re.sub(r"(--token[ =])\S+", r"\1...", text)
 
 
 def as_json(content: object, indent: int | None = None) -> str:
@@ -155,11 +149,9 @@ def read_json(path: Path) -> Any:
 
 def _processor() -> str:
     """Return the name of the processor, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    names = list[str]()
+    with suppress(OSError):
+        names = re.findall(r"^model name\s*: *(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return next(iter(names), platform.processor()) or "cpu"
 
 

@@ -15,7 +15,7 @@ from fedbn_flwr.experiments.results.curves import SETTINGS, curves
 from fedbn_flwr.experiments.results.findings import findings
 from fedbn_flwr.experiments.results.folders import Part, read_parts
 from fedbn_flwr.experiments.results.rows import config_of, counts, options_of_run, rounds_of
-from fedbn_flwr.experiments.results.show import fill_html, fill_latex, show
+from fedbn_flwr.experiments.results.show import fill, show
 from fedbn_flwr.experiments.results.table import COSTS, RESULTS, RUNS, curve_table, table
 from fedbn_flwr.experiments.results.values import values_of
 from fedbn_flwr.plugins import did_you_mean
@@ -71,7 +71,7 @@ class Content:
 
 def _write_html(parts: Sequence[Content], folder: Path) -> str:
     images = [[b64encode(content).decode() for content in part.draw(folder, "png")] for part in parts]
-    page = fill_html(
+    page = fill(
         "page.html",
         parts=list(zip(parts, images, strict=True)),
         title=parts[0].part.title if len(parts) == 1 else f"{len(parts)} results",
@@ -95,7 +95,7 @@ def _write_latex(parts: Sequence[Content], folder: Path) -> str:
         part.draw(folder, "pdf")
         for shown in part.tables:
             write_bytes(folder / f"{part.prefix}{shown.name}.tex", show(shown, "latex").encode())
-    write_bytes(folder / "example.tex", fill_latex("example.tex", parts=parts).encode())
+    write_bytes(folder / "example.tex", fill("example.tex", parts=parts).encode())
     return "example.tex (tables with booktabs, pictures as PDF files)"
 
 

@@ -28,7 +28,7 @@ from fedbn_flwr.experiments.results.rows import (
     title_of,
     typical,
 )
-from fedbn_flwr.experiments.results.show import html, show_comparison, show_run
+from fedbn_flwr.experiments.results.show import show, show_comparison, show_run
 from fedbn_flwr.experiments.results.table import table
 from fedbn_flwr.experiments.results.values import Value, compared
 from fedbn_flwr.experiments.runs import Run
@@ -46,19 +46,13 @@ class Results:
     Shown as a table, in a notebook too. Each run's `summary`, the record of its end, is a dictionary.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        runs: Sequence[tuple[Run, Summary]],
-        is_kept: bool = True,
-    ) -> None:
+    def __init__(self, folder: Path, runs: Sequence[tuple[Run, Summary]], is_kept: bool = True) -> None:
         #: where the runs are; without a folder of your own, it lives as long as this object
         self.folder = folder
         self.summaries = [summary for _, summary in runs]
         #: a row for each run
         self.rows = [row_of(run.folder, summary, **run.place) for run, summary in runs]
-        self._places = {_key(row): run.folder for row, (run, _) in zip(self.rows, runs, strict=True)}
-        self._experiments = {_key(row): run.experiment for row, (run, _) in zip(self.rows, runs, strict=True)}
+        self._runs = {_key(row): run for row, (run, _) in zip(self.rows, runs, strict=True)}
         if not is_kept:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
@@ -102,9 +96,9 @@ class Results:
         UsageError.
         """
         key = self._key_of(method, seed)
-        if self._experiments[key].strategy_class.personal:
+        if self._runs[key].experiment.strategy_class.personal:
             raise UsageError(f"{key[0]!r} has a model for each node: `models` returns them")
-        return self._filled(key, read_weights(self._places[key] / "model.safetensors"))
+        return self._filled(key, read_weights(self._runs[key].folder / "model.safetensors"))
 
     def models(self, method: Method = "", seed: int | None = None) -> dict[int | str, nn.Module]:
         """Return each node's own model, in evaluation mode; by default those of the first run.
@@ -113,7 +107,7 @@ class Results:
         the server's model. A method with one model for all nodes is a UsageError, and so are nodes elsewhere.
         """
         key = self._key_of(method, seed)
-        experiment, folder = self._experiments[key], self._places[key] / PERSONAL
+        experiment, folder = self._runs[key].experiment, self._runs[key].folder / PERSONAL
         if not experiment.strategy_class.personal:
             raise UsageError(f"{key[0]!r} has one model for all nodes: `model` returns it")
         if not folder.is_dir():
@@ -131,22 +125,22 @@ class Results:
 
     def _filled(self, key: Key, weights: state.State) -> nn.Module:
         """Return a run's model with these weights."""
-        model = fresh_model(self._experiments[key].config)
+        model = fresh_model(self._runs[key].experiment.config)
         state.load(model, weights)
         return model.eval()
 
     def preprocess(self, method: Method = "", seed: int | None = None) -> Callable[[Any], Tensor]:
         """Return a function that turns raw inputs, tensors or arrays, into those that a run's model takes."""
-        config = self._experiments[self._key_of(method, seed)].config
+        config = self._runs[self._key_of(method, seed)].experiment.config
         trained = load_data(config).train.inputs
         return partial(preprocess, trained=trained, image_size=config.image_size, **normalization(config))
 
     def _key_of(self, method: Method, seed: int | None) -> Key:
         text = method_of(method) if method != "" else str(self.rows[0]["method"])
         runs = [_key(run) for run in finished(self.rows) if run["method"] == text and seed in (None, run["seed"])]
-        known = [key for key in runs if key in self._experiments]
+        known = [key for key in runs if key in self._runs]
         if not known:
-            names = ", ".join(f"{name!r} (seed {number})" for name, number in self._experiments)
+            names = ", ".join(f"{name!r} (seed {number})" for name, number in self._runs)
             raise UsageError(f"there is no model of {text!r}{'' if seed is None else f', seed {seed}'}; of: {names}")
         return known[0]
 
@@ -181,7 +175,7 @@ class Results:
         return shown.get().rstrip("\n")
 
     def _repr_html_(self) -> str:
-        return html(table(self.rows))
+        return show(table(self.rows), "html")
 
 
 def _key(run: Row) -> Key:

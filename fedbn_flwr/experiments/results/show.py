@@ -1,7 +1,7 @@
 """The forms of a table: in a terminal, as plain text, as HTML, as CSV and for LaTeX. A new one is a line of `FORMS`."""
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -39,6 +39,14 @@ ESCAPES = {letter: f"\\{letter}" for letter in "#$%&_{}"} | {
     "[": "{[}",
     "*": "{*}",
     "±": r"$\pm$",
+}
+#: the marks of LaTeX's templates
+LATEX = {
+    "block_start_string": "<%",
+    "block_end_string": "%>",
+    "variable_start_string": "<<",
+    "variable_end_string": ">>",
+    "keep_trailing_newline": True,
 }
 #: columns that a terminal may break where there is no mark to break at
 FOLDED = ("setting", "method", "state")
@@ -91,16 +99,6 @@ def _break(rich: RichTable) -> None:
                 cell.plain = str(cell).replace(":", "\n:").replace(" ±", "\n±")
 
 
-def html(shown: Table) -> str:
-    """Return a table as HTML, for a notebook or a page."""
-    return fill_html("table.html", table=shown)
-
-
-def latex(shown: Table) -> str:
-    """Return a table for LaTeX with booktabs."""
-    return fill_latex("table.tex", table=shown)
-
-
 def to_csv(shown: Table) -> str:
     """Return a table as CSV: numbers with all their digits, and deviations in columns of their own."""
     columns: list[list[object]] = []
@@ -115,46 +113,40 @@ def to_csv(shown: Table) -> str:
     return file.getvalue()
 
 
-FORMS: dict[str, Callable[[Table], str]] = {"text": text, "html": html, "csv": to_csv, "latex": latex}
-
-
-def fill_latex(template: str, **values: object) -> str:
-    """Fill in a template of LaTeX, whose marks are `<%` and `<<`."""
-    marks = {"block_start_string": "<%", "block_end_string": "%>", "variable_start_string": "<<"}
-    return _fill(template, values, **marks, variable_end_string=">>", keep_trailing_newline=True)
-
-
-def fill_html(template: str, **values: object) -> str:
-    """Fill in a template of HTML, whose values are text and no markup."""
-    return _fill(template, values, autoescape=True, lstrip_blocks=True)
-
-
-def _fill(template: str, values: Mapping[str, object], **options: Any) -> str:
+def fill(template: str, **values: object) -> str:
+    """Fill in a template: of HTML, whose values are text and no markup, or of LaTeX, with the marks `<%` and `<<`."""
     # a node's process imports this module, and never needs it
     from jinja2 import Environment, PackageLoader
 
+    options: dict[str, Any] = LATEX if template.endswith(".tex") else {"autoescape": True, "lstrip_blocks": True}
     environment = Environment(loader=PackageLoader(__package__, "template"), trim_blocks=True, **options)
-    environment.filters |= {"escape": escape, "cell": _latex_cell} if "block_start_string" in options else {}
-    environment.filters |= {"breakable": _breakable}
+    environment.filters |= {"latex": _latex, "cell": _latex_cell, "breakable": _breakable}
     return environment.get_template(template).render(values)
 
 
+FORMS: dict[str, Callable[[Table], str]] = {
+    "text": text,
+    "html": lambda shown: fill("table.html", table=shown),
+    "csv": to_csv,
+    "latex": lambda shown: fill("table.tex", table=shown),
+}
+
+
 def _latex_cell(cell: Cell) -> str:
-    shown = escape(cell.text)
+    shown = _latex(cell.text)
     return f"${shown[0]}${shown[1:]}" if cell.number is not None and shown[:1] in ("-", "+") else shown
 
 
-def escape(words: str) -> str:
+def _latex(words: str) -> str:
     """Return a text as LaTeX prints it."""
     return "".join(ESCAPES.get(letter, letter) for letter in words)
 
 
 def _breakable(words: str) -> Any:
     """Return a text as HTML that may break before the options and layers of a method, and after a comma."""
-    from markupsafe import Markup
-    from markupsafe import escape as as_html
+    from markupsafe import Markup, escape
 
-    return Markup(str(as_html(words)).replace(":", "<wbr>:").replace("+", "<wbr>+").replace(",", ",<wbr>"))
+    return Markup(str(escape(words)).replace(":", "<wbr>:").replace("+", "<wbr>+").replace(",", ",<wbr>"))
 
 
 def show_run(row: Row) -> None:

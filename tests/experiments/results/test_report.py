@@ -21,7 +21,7 @@ from fedbn_flwr.experiments.results.bars import bars
 from fedbn_flwr.experiments.results.curves import draw_marks, marks_of
 from fedbn_flwr.experiments.results.folders import read_parts
 from fedbn_flwr.experiments.results.pictures import Picture, bar_style, line_style
-from fedbn_flwr.experiments.results.show import fill_latex, show
+from fedbn_flwr.experiments.results.show import fill, show
 from fedbn_flwr.experiments.results.table import Cell, Table
 from fedbn_flwr.experiments.results.values import QUANTITIES, Value, values_of
 from tests.helpers.matrix_files import ROUNDS, round_row, summary_of, write_matrix, write_run, write_study
@@ -389,6 +389,6 @@ def test_latex_compiles(tmp_path: Path) -> None:
     (tmp_path / "curve.pdf").write_bytes(picture.file("pdf"))
     (tmp_path / "results.tex").write_text(show(table, "latex"))
     part = SimpleNamespace(prefix="", tables=[table], pictures=[picture])
-    (tmp_path / "paper.tex").write_text(fill_latex("example.tex", parts=[part]))
+    (tmp_path / "paper.tex").write_text(fill("example.tex", parts=[part]))
     words = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
     assert subprocess.run(words, cwd=tmp_path, stdout=subprocess.DEVNULL, check=False).returncode == 0
