@@ -5,13 +5,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.output.run_folder import read_json
 from fedbn_flwr.experiments.recipes.schema import parse_recipe
 from fedbn_flwr.experiments.results.old_folders import read_old
 from fedbn_flwr.experiments.results.paper import Paper
 from fedbn_flwr.experiments.results.rows import Row, finished, frame_of, options_of_run, row_of, title_of
-from fedbn_flwr.experiments.results.show import show_comparison, study_text
+from fedbn_flwr.experiments.results.show import show_comparison, show_study
 from fedbn_flwr.experiments.study import STUDY
 from fedbn_flwr.plugins.options import UsageError
 
@@ -103,4 +102,4 @@ def show_part(part: Part) -> None:
     if part.paper == Paper():
         show_comparison(part.rows)
     else:
-        console.print(study_text(part.title, part.rows, part.paper), markup=False, highlight=False, soft_wrap=True)
+        show_study(part.title, part.rows, part.paper)

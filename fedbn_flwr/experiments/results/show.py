@@ -1,13 +1,13 @@
-"""The forms of a table: in a terminal, as plain text, as HTML, as CSV and for LaTeX. A new one is a line of `FORMS`."""
+"""The forms of a table: in a terminal, as HTML, as CSV and for LaTeX. A new one is a line of `FORMS`."""
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -50,44 +50,34 @@ LATEX = {
 }
 #: columns that a terminal may break where there is no mark to break at
 FOLDED = ("setting", "method", "state")
-#: of a page of text
-WIDTH = 120
 
 
-def show(shown: Table, form: str = "text") -> str:
+def show(shown: Table, form: str) -> str:
     """Return a table in one of `FORMS`."""
     return FORMS[form](shown)
 
 
 def terminal(shown: Table) -> None:
     """Print a table with its caption; one wider than the terminal breaks headings, options and deviations."""
-    _print(shown, console, shown.caption)
-
-
-def text(shown: Table) -> str:
-    """Return a table as letters of equal width, in lines of at most `WIDTH` of them."""
-    file = StringIO()
-    _print(shown, Console(file=file, width=WIDTH, no_color=True, highlight=False))
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
-
-
-def _print(shown: Table, to: Console, title: str = "") -> None:
-    texts = [name for name in shown.headings if name not in shown.numeric]
-    rich = new_table(title)
+    rich = new_table(escape(shown.caption))
     for name in shown.headings:
-        justify: Any = "left" if name in texts else "right"
-        rich.add_column(name, justify=justify, overflow="fold", no_wrap=to is console and name not in FOLDED)
+        justify: Any = "right" if name in shown.numeric else "left"
+        rich.add_column(name, justify=justify, overflow="fold", no_wrap=name not in FOLDED)
     before = ""
     for cells in shown.cells():
         line = [cell.text for cell in cells]
         if shown.headings[0] == "setting":  # a setting is named once
             before, line[0] = line[0], line[0] if line[0] != before else ""
         rich.add_row(*map(Text, line))
-    if to.measure(rich, options=to.options.update_width(1000)).maximum > to.width:
+    if console.measure(rich, options=console.options.update_width(1000)).maximum > console.width:
         _break(rich)
-    to.print(rich)
-    for note in shown.footer:
-        to.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
+    console.print(rich)
+    _say(f"  {note}" for note in shown.footer)
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _break(rich: RichTable) -> None:
@@ -125,7 +115,6 @@ def fill(template: str, **values: object) -> str:
 
 
 FORMS: dict[str, Callable[[Table], str]] = {
-    "text": text,
     "html": lambda shown: fill("table.html", table=shown),
     "csv": to_csv,
     "latex": lambda shown: fill("table.tex", table=shown),
@@ -144,9 +133,11 @@ def _latex(words: str) -> str:
 
 def _breakable(words: str) -> Any:
     """Return a text as HTML that may break before the options and layers of a method, and after a comma."""
-    from markupsafe import Markup, escape
+    import markupsafe
 
-    return Markup(str(escape(words)).replace(":", "<wbr>:").replace("+", "<wbr>+").replace(",", ",<wbr>"))
+    return markupsafe.Markup(
+        str(markupsafe.escape(words)).replace(":", "<wbr>:").replace("+", "<wbr>+").replace(",", ",<wbr>")
+    )
 
 
 def show_run(row: Row) -> None:
@@ -179,12 +170,9 @@ def show_comparison(rows: Sequence[Row]) -> None:
             console.print(f"{row['label']}, seed {row['seed']}: {row['error']}", style="yellow", soft_wrap=True)
 
 
-def study_text(title: str, rows: Sequence[Row], paper: Paper) -> str:
-    """Return the table of a study beside the paper's numbers, what holds of the paper, and notes, as plain text."""
+def show_study(title: str, rows: Sequence[Row], paper: Paper) -> None:
+    """Print the table of a study beside the paper's numbers, what holds of the paper, and notes."""
     place = f" ({paper.place})" if paper.place else ""
-    values = values_of(rows, paper.quantities, paper.rounds)
-    found = [line for item in findings(rows, values, paper) for line in item.lines()]
-    shown = text(table(rows, REPRODUCED, paper, caption=""))
-    return (
-        "\n".join([f"{title}: {paper.about}{place}", shown, *found, *(f"Note: {note}" for note in paper.notes)]) + "\n"
-    )
+    found = findings(rows, values_of(rows, paper.quantities, paper.rounds), paper)
+    terminal(table(rows, REPRODUCED, paper, caption=f"{title}: {paper.about}{place}"))
+    _say([*(line for item in found for line in item.lines()), *(f"Note: {note}" for note in paper.notes)])

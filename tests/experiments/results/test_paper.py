@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
+from fedbn_flwr.experiments.output.console import console
 from fedbn_flwr.experiments.recipes.schema import parse_recipe
-from fedbn_flwr.experiments.results.show import study_text
+from fedbn_flwr.experiments.results.show import show_study
 
 CONTENT: dict[str, Any] = {
     "place": "Table 1",
-    "about": "two by two",
+    "about": "two by [two]",
     "methods": {"BN": "fedavg", "GN": "fedavg+gn", "LN": "fedavg+ln"},
     "vary": {"partition": {"IID": "iid", "Shards": "classes:2"}, "local-steps": {"E=1": 1, "E=9": 9}},
     "reported": [
@@ -58,7 +59,9 @@ def run(setting: str, label: str, seed: int, accuracy: float | None) -> dict[str
 @pytest.fixture
 def text() -> str:
     rows = [run(*key, seed, value) for key, values in ACCURACIES.items() for seed, value in enumerate(values)]
-    return study_text("mine", rows, parse_recipe("mine", CONTENT).paper)
+    with console.capture() as captured:
+        show_study("mine", rows, parse_recipe("mine", CONTENT).paper)
+    return captured.get()
 
 
 def row(text: str, *words: str) -> str:
@@ -93,4 +96,6 @@ def test_directions(text: str) -> None:
     # a claim that is not about accuracies says what it is about
     assert "GN > BN in E=9, train-loss: not run" in text
     assert "GN > BN (page 3): does not agree" in text
+    # words in brackets are no markup
     assert "Note: the paper has [three] runs" in text
+    assert "mine: two by [two] (Table 1)" in text
