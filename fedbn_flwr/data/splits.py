@@ -205,7 +205,9 @@ class Data:
             return False
         try:
             for column in columns:
-                column.share_memory_()
+                if not column.is_shared():
+                    # not in place: the memory that it had may be that of a user's array
+                    column.set_(column.clone().share_memory_())
         except RuntimeError:
             return False
         return True

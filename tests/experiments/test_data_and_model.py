@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fedbn_flwr.data import Data, Split
 from fedbn_flwr.experiments import Config, resolve
 from fedbn_flwr.experiments.checks import check
 from fedbn_flwr.experiments.data_and_model import fresh_model, load_data, rounds_within_budget
@@ -79,3 +80,14 @@ def test_validation_takes_the_test_datas_place_and_is_not_trained_on() -> None:
 def test_only_a_federation_that_is_there_knows_how_many_it_is() -> None:
     check(resolve({"dataset": TINY}, federation=True))
     assert [resolve({"dataset": TINY}, federation=there).config.clients for there in (True, False)] == [0, 5]
+
+
+def test_sharing_leaves_a_users_array_its_memory() -> None:
+    """The array is a view of the tensor's memory, which nobody else may free."""
+    inputs = torch.rand(6, 3)
+    array, split = inputs.numpy(), Split(inputs, torch.arange(6) % 2)
+    place = array.ctypes.data
+    assert Data("own", split, split, 2).share()
+    assert split.inputs.is_shared()
+    assert split.inputs.data_ptr() != place
+    assert torch.equal(torch.from_numpy(array), split.inputs)
