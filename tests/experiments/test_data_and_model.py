@@ -85,9 +85,11 @@ def test_only_a_federation_that_is_there_knows_how_many_it_is() -> None:
 def test_sharing_leaves_a_users_array_its_memory() -> None:
     """The array is a view of the tensor's memory, which nobody else may free."""
     inputs = torch.rand(6, 3)
-    array, split = inputs.numpy(), Split(inputs, torch.arange(6) % 2)
+    array, view, split = inputs.numpy(), inputs[:3], Split(inputs, torch.arange(6) % 2)
     place = array.ctypes.data
     assert Data("own", split, split, 2).share()
     assert split.inputs.is_shared()
     assert split.inputs.data_ptr() != place
     assert torch.equal(torch.from_numpy(array), split.inputs)
+    # what else views the memory is where it was, which sharing in place would have moved
+    assert (view.data_ptr(), view.is_shared()) == (place, False)
