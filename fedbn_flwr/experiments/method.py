@@ -45,7 +45,7 @@ class Experiment:
     options: Mapping[str, Any] = field(default_factory=dict)
     #: what was chosen for this run from a grid, or is to be
     choice: Choice | None = None
-    #: what was asked for, before values were chosen or a run was resumed; None: it follows from the rest
+    #: what was asked for, as the name of its folder has it; None: it follows from the rest
     asked: Mapping[str, Any] | None = None
 
     @property

@@ -128,7 +128,8 @@ class Run:
         asked = asked_of(self.experiment, self.engine)
         digest = fingerprint(json.dumps(asked, sort_keys=True))
         label = folder_name("-".join(filter(None, (self.setting, self.label))))
-        return replace(self, folder=study / f"{label}-seed{self.experiment.config.seed}-{digest}")
+        name = f"{label}-seed{self.experiment.config.seed}-{digest}"
+        return replace(self, experiment=replace(self.experiment, asked=asked), folder=study / name)
 
     def finished(self) -> Summary | None:
         """Return the summary if the run came to its end."""

@@ -30,7 +30,7 @@ from fedbn_flwr.experiments.output.recorder import Progress, Summary
 from fedbn_flwr.experiments.output.run_folder import make_folder, write_json
 from fedbn_flwr.experiments.output.scoring import merit
 from fedbn_flwr.experiments.results.rows import metric_of
-from fedbn_flwr.experiments.runs import Run, asked_of, stoppable
+from fedbn_flwr.experiments.runs import Run, stoppable
 from fedbn_flwr.plugins.options import UsageError, as_value, convert
 from fedbn_flwr.simulation.processes.worker import preload
 from fedbn_flwr.strategies import REGISTRY
@@ -241,8 +241,7 @@ def _with_values(run: Run, choice: Choice) -> Run:
     best = next(text for text, values in choice.combinations().items() if values == choice.values)
     tried, own = run.tried[best][0].experiment, run.experiment.config
     config = replace(tried.config, seed=own.seed, validation=own.validation)
-    asked = asked_of(run.experiment, run.engine)
-    return replace(run, experiment=replace(tried, config=config, choice=choice, asked=asked))
+    return replace(run, experiment=replace(tried, config=config, choice=choice, asked=run.experiment.asked))
 
 
 def _in_processes(cells: Sequence[Sequence[Run]], count: int) -> Iterator[tuple[Run, Summary]]:
